@@ -1,0 +1,66 @@
+"""What the simulated mesh costs: a training step on 8 simulated devices against a plain jit on one, on the same cores.
+
+    python benchmarks/one_device.py [any flag of train.py]
+
+The plain version is tests/reference.py with the same optimizer, weights and global batch. Both are timed in turns in one
+run, because such machines are noisy; the ratio of the medians is the figure.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
+import jax
+import optax
+import reference
+
+import config as config_lib
+import data
+import sharding
+import train
+from functools import partial
+
+
+def main() -> None:
+    config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
+    train.start_runtime(config)
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    corpus = data.open_corpus(config.corpus)
+    rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
+    batch = train.place(rows, config.batch, config.seq_len, mesh)
+    layout = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=layout)(jax.random.key(0))
+    meshed = train.make_train_step(config, mesh).lower(state, batch).compile()
+
+    optimizer, _ = train.make_optimizer(config)
+
+    def plain_step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(reference.loss)(params, batch, config)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, opt_state, plain_batch = jax.device_put(jax.device_get((state.params, state.opt_state, rows())), jax.devices()[0])
+    plain = jax.jit(plain_step, donate_argnums=(0, 1)).lower(params, opt_state, plain_batch).compile()
+
+    seconds = {"mesh": [], "one device": []}
+    for turn in range(8):
+        begun = time.perf_counter()
+        state, metrics = meshed(state, batch)
+        metrics["loss"].block_until_ready()
+        halfway = time.perf_counter()
+        params, opt_state, loss = plain(params, opt_state, plain_batch)
+        loss.block_until_ready()
+        if turn:  # the first of each warms up
+            seconds["mesh"].append(halfway - begun)
+            seconds["one device"].append(time.perf_counter() - halfway)
+    for name, values in seconds.items():
+        print(f"measured  {name:10}  median {statistics.median(values):.3f} s, {min(values):.3f} to {max(values):.3f}")
+    ratio = statistics.median(seconds["mesh"]) / statistics.median(seconds["one device"])
+    print(f"measured  {sharding.describe_mesh(mesh)}: {ratio:.2f} x the time of one device (losses {metrics['loss']:.6f}, {loss:.6f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Every choice of a run in one flat record, and the command line that is made from it.
+
+A field of `Config` is a flag of the same name; the comment behind it is the flag's `--help`; a preset is a set of
+values that stands under what the command line says. So a flag, its default and its documentation have one source.
+
+    python train.py --preset=llama3.1-8b --mesh=fsdp:64,tensor:2 --batch=128 --no-prefetch
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    # run
+    preset: str = "tiny"  # model shape to start from; every other flag overrides it
+    steps: int = 350  # optimizer steps in all (a resumed run counts the steps before it)
+    batch: int = 16  # global batch in sequences
+    seq_len: int = 256  # T: tokens in a sequence
+    seed: int = 0  # of the weights, of the order of the data, and of the sample
+
+    # model
+    vocab_size: int = 256  # V
+    num_layers: int = 4  # L
+    model_dim: int = 256  # D
+    ff_dim: int = 704  # F: width of the SwiGLU MLP
+    num_heads: int = 8  # N: query heads
+    num_kv_heads: int = 4  # K: key/value heads, each shared by N/K query heads
+    head_dim: int = 32  # H
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope_scaling: float = 1.0  # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
+    rope_original_len: int = 8192  # context length before rope_scaling
+    qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    qkv_bias: bool = False  # bias on the query, key and value projections (Qwen 2.5)
+    tied_embeddings: bool = False  # the unembedding is the embedding
+    window: int = 0  # sliding-window attention: a query sees this many keys, itself included; 0 is no window
+    global_every: int = 0  # with a window: every so many-th layer attends without it; 0 is never
+    logit_soft_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0 is off
+    z_loss: float = 0.0  # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
+    norm_eps: float = 1e-5  # epsilon of every RMSNorm
+    dtype: str = "float32"  # of the computation: float32 or bfloat16; the master weights are float32
+
+    # parallelism
+    mesh: str = "fsdp:*"  # sizes of the mesh axes, as in data:2,fsdp:2,tensor:2; one may be * and fills
+    core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one larger than 1
+    prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
+    shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
+    microbatches: int = 1  # accumulate gradients over this many parts of the batch
+    remat: str = "none"  # recompute in the backward pass: full (each layer from its input) or none
+    loss_chunk: int = 1024  # positions of a sequence whose logits exist at once
+
+    # optimizer
+    optimizer: str = "adamw"  # adamw, adafactor or sgd
+    learning_rate: float = 3e-3  # peak, after the warm-up
+    warmup_steps: int = 30  # linear warm-up
+    final_lr_ratio: float = 0.1  # cosine decay ends at this share of the peak, at the last step
+    beta1: float = 0.9  # adamw: decay of the first moment; sgd: momentum
+    beta2: float = 0.95  # adamw: decay of the second moment
+    weight_decay: float = 0.1  # decoupled, on matrices only; adamw and adafactor
+    clip_norm: float = 1.0  # gradients are scaled down to this global norm; 0 is off
+    mu_dtype: str = "float32"  # of adamw's first moment: float32 or bfloat16
+    max_skipped: int = 10  # end the run after this many steps in a row with gradients that are not finite
+
+    # data
+    corpus: str = ""  # token file made by `python data.py prepare`; default: Python's standard library, as bytes
+    eval_every: int = 100  # steps between evaluations on the held-out documents; 0 is only at the end
+    eval_batches: int = 16  # batches in an evaluation, at most
+
+    # output
+    log_every: int = 10  # steps between printed lines
+    metrics_file: str = ""  # one JSON object a step is written here
+    sample: int = 200  # tokens of text to generate at the end; 0 is none
+    profile_dir: str = ""  # a trace for xprof is written here
+    profile_steps: str = "3:5"  # first and last step of the trace
+
+    # checkpoints
+    checkpoint_dir: str = ""  # save here, and resume from the newest checkpoint in here; needs the [checkpoint] extra
+    save_every: int = 100  # steps between checkpoints
+    keep_checkpoints: int = 2  # newest checkpoints to keep
+
+    # machines
+    num_processes: int = 0  # processes of the run, where the environment does not tell; 0 is to ask the environment
+    process_id: int = -1  # number of this process, from 0
+    coordinator: str = ""  # host:port of process 0
+    peer_timeout: int = 60  # seconds without a sign of life from a process after which the others end too
+    compilation_cache: str = "~/.cache/ironwood"  # compiled programs are kept here between runs; empty is off
+
+    def __post_init__(self):
+        choices = {
+            "dtype": ("float32", "bfloat16"),
+            "mu_dtype": ("float32", "bfloat16"),
+            "remat": ("none", "full"),
+            "optimizer": ("adamw", "adafactor", "sgd"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        sizes = "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim"
+        for name in f"{sizes} microbatches loss_chunk log_every max_skipped save_every keep_checkpoints".split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in "window global_every warmup_steps eval_every eval_batches sample".split():
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.global_every and not self.window:
+            raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        if not re.fullmatch(r"\d+:\d+", self.profile_steps) or self.profile_range[0] > self.profile_range[1]:
+            raise ValueError(f"profile_steps={self.profile_steps!r} must be FIRST:LAST, as in 3:5")
+
+    @property
+    def profile_range(self) -> tuple[int, int]:
+        """First and last profiled step."""
+        first, last = self.profile_steps.split(":")
+        return int(first), int(last)
+
+
+# Published shapes. Sources: the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
+# arXiv:2412.15115) and their released configuration files; Gemma 4 31B's model card. `gemma-31b-like` has its widths,
+# depth and 5:1 pattern of local and global layers in the block of this file's models: SwiGLU where Gemma has GeGLU, no
+# norms behind the sub-layers, and global layers of the same 16 heads of 256 where Gemma's have 4 of 512.
+_LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_steps=2000, steps=100_000, batch=128)
+_LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
+PRESETS: dict[str, dict] = {
+    "tiny": {},
+    "llama2-70b": dict(
+        _LARGE,
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=80,
+        model_dim=8192,
+        ff_dim=28_672,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "llama3.1-8b": dict(_LLAMA31, num_layers=32, model_dim=4096, ff_dim=14_336, num_heads=32, head_dim=128),
+    "llama3.1-70b": dict(_LLAMA31, num_layers=80, model_dim=8192, ff_dim=28_672, num_heads=64, head_dim=128),
+    "llama3.1-405b": dict(_LLAMA31, num_layers=126, model_dim=16_384, ff_dim=53_248, num_heads=128, head_dim=128),
+    "qwen2.5-7b": dict(
+        _LARGE,
+        vocab_size=152_064,
+        seq_len=8192,
+        num_layers=28,
+        model_dim=3584,
+        ff_dim=18_944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        qkv_bias=True,
+        norm_eps=1e-6,
+    ),
+    "gemma-31b-like": dict(
+        _LARGE,
+        vocab_size=262_144,
+        seq_len=8192,
+        num_layers=60,
+        model_dim=5376,
+        ff_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=256,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+        tied_embeddings=True,
+        window=1024,
+        global_every=6,
+        norm_eps=1e-6,
+    ),
+}
+
+
+def from_preset(preset: str, **overrides) -> Config:
+    """The preset's values with `overrides` on top. Raises ValueError for a preset or a field that does not exist."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset!r} does not exist{_did_you_mean(preset, PRESETS)}")
+    known = [field.name for field in dataclasses.fields(Config)]
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f"there is no field {name!r}{_did_you_mean(name, known)}")
+    return Config(**{**PRESETS[preset], "preset": preset, **overrides})
+
+
+def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -> Config:
+    """The command line as a Config. A wrong flag or value ends the program with one line that names the way out."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--flag=value ...]",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    for group_name, documented in _documentation().items():
+        group = parser.add_argument_group(group_name)
+        for name, help_text in documented.items():
+            default = fields[name].default
+            help_text = f"{help_text} [{default!r}]".replace("%", "%%")
+            if name == "preset":
+                help_text += f": {', '.join(PRESETS)}"
+            if isinstance(default, bool):
+                action = argparse.BooleanOptionalAction
+                group.add_argument(f"--{name}", action=action, default=argparse.SUPPRESS, help=help_text)
+            else:
+                metavar = type(default).__name__.upper()
+                group.add_argument(
+                    f"--{name}", type=type(default), metavar=metavar, default=argparse.SUPPRESS, help=help_text
+                )
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        parser.error(f"there is no flag {unknown[0]!r}{_did_you_mean(name, fields, prefix='--')}")
+    try:
+        return from_preset(**{"preset": "tiny", **vars(values)})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _did_you_mean(name: str, known, prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(known)}"
+
+
+def _documentation() -> dict[str, dict[str, str]]:
+    """{group: {field: comment}}, read from the source of Config."""
+    groups: dict[str, dict[str, str]] = {}
+    group = ""
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.fullmatch(r"    # (.+)", line):
+            group = heading[1]
+        elif field := re.fullmatch(r"    (\w+): [^=]+ = .*?  # (.+)", line):
+            groups.setdefault(group, {})[field[1]] = field[2]
+        elif line.startswith("    def "):
+            break
+    return groups
+
+
+if __name__ == "__main__":
+    config = parse_flags(sys.argv[1:], prog="config.py", description="Print the configuration that the flags make.")
+    for name, value in dataclasses.asdict(config).items():
+        print(f"{name:18} = {value!r}")

@@ -1,0 +1,367 @@
+"""From text on disk to `batch(step)`: a pure function of the corpus, the seed and the step.
+
+    python data.py prepare PATH... --out corpus.bin     turn text files and folders into a token file
+    python data.py show [corpus.bin]                    what is in it, and one packed sequence
+
+**Corpus.** Without a file, the text is the source of Python's own standard library, which every machine that runs this
+has: its bytes are the tokens. Byte 255, which no UTF-8 text holds, stands before every document. One document in
+twenty, chosen by a hash of its name, is held out for evaluation.
+
+**Packing.** The documents stand one behind the other in a stream; a sequence is T tokens of it and its targets are the
+same tokens one further on. Each document in a sequence has its own segment id (attention does not cross it) and its
+positions start at 0. A document that a sequence cuts off goes on in another, without what came before.
+
+**Order.** Sequence number n of the run (step * batch + row) is sequence perm(n mod size) of the corpus, with another
+permutation each epoch: a Feistel network (Luby & Rackoff 1988), so that nothing is shuffled in memory and any step can
+be had at once. Neither the mesh nor the number of processes enters, and a resumed run needs nothing but its step.
+
+**Token file.** A 64-byte header, then the tokens as little-endian uint16 or uint32: training part, then held-out part.
+
+    offset  0   8 bytes   b"ironwood"
+            8   uint32    format version, 1
+           12   uint32    bytes a token, 2 or 4
+           16   uint64    vocabulary size
+           24   uint64    separator token: starts every document
+           32   uint64    training tokens
+           40   uint64    held-out tokens
+           48   uint32    CRC-32 of bytes 0 to 47
+"""
+
+import argparse
+import os
+import queue
+import struct
+import sys
+import sysconfig
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
+HELD_OUT_ONE_IN = 20
+_HEADER = struct.Struct("<8sIIQQQQI")
+_HEADER_BYTES = 64
+
+
+class Batch(NamedTuple):
+    """Packed sequences, all arrays [B, T]."""
+
+    tokens_BT: Any  # int32
+    targets_BT: Any  # int32: the token that follows each
+    segments_BT: Any  # int32: number of the document in the sequence, from 1; 0 is padding
+    positions_BT: Any  # int32: position in the document
+    weights_BT: Any  # float32: weight of the target in the loss; 0 is padding
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of the training and of the held-out documents; each document starts with the separator."""
+
+    name: str  # what error messages call it
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab_size: int
+    separator: int
+
+    def check(self, seq_len: int, vocab_size: int) -> None:
+        """Raises ValueError where a model of this vocabulary and sequence length cannot train on it."""
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.name} has a vocabulary of {self.vocab_size} and the model one of {vocab_size}; "
+                f"use --vocab_size={self.vocab_size} or larger"
+            )
+        for part, tokens in (("training", self.train), ("held-out", self.held_out)):
+            if len(tokens) <= seq_len:
+                raise ValueError(
+                    f"{self.name} has {len(tokens)} {part} tokens, and a sequence needs seq_len + 1 = {seq_len + 1}; "
+                    f"use a longer text or --seq_len={max(len(tokens) - 1, 1)} at most"
+                )
+
+
+# -- corpora
+
+
+def open_corpus(path: str) -> Corpus:
+    """The token file at `path`, memory-mapped; the standard library as bytes where `path` is empty.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is empty, truncated, or no token file, with the number of bytes that tells.
+    """
+    if not path:
+        return standard_library()
+    size = os.path.getsize(path)
+    if size < _HEADER_BYTES:
+        raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
+    with open(path, "rb") as file:
+        header = file.read(_HEADER.size)
+    magic, version, itemsize, vocab_size, separator, num_train, num_held_out, crc = _HEADER.unpack(header)
+    if magic != b"ironwood":
+        raise ValueError(f"{path} starts with {magic!r}: not a token file; make one with `python data.py prepare`")
+    if crc != zlib.crc32(header[:48]) or version != 1 or itemsize not in (2, 4):
+        raise ValueError(f"{path} has a damaged header: version {version}, {itemsize} bytes a token, CRC {crc:#x}")
+    expected = _HEADER_BYTES + itemsize * (num_train + num_held_out)
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes and its header promises {expected}: truncated or damaged")
+    tokens = np.memmap(path, dtype=f"<u{itemsize}", mode="r", offset=_HEADER_BYTES, shape=(num_train + num_held_out,))
+    return Corpus(path, tokens[:num_train], tokens[num_train:], vocab_size, separator)
+
+
+def write_corpus(
+    path: str, train: Iterable[np.ndarray], held_out: Iterable[np.ndarray], *, vocab_size: int, separator: int
+) -> Corpus:
+    """Writes documents (arrays of token ids, without separators) as a token file, under another name until it is whole.
+
+    Raises ValueError for a token outside the vocabulary, with its document and position.
+    """
+    itemsize = 2 if vocab_size <= 1 << 16 else 4
+    unfinished = f"{path}.unfinished"
+    counts = []
+    with open(unfinished, "wb") as file:
+        file.write(bytes(_HEADER_BYTES))
+        for documents in (train, held_out):
+            count = 0
+            for number, document in enumerate(documents):
+                document = np.asarray(document)
+                if bad := np.flatnonzero((document < 0) | (document >= vocab_size)).tolist():
+                    raise ValueError(
+                        f"document {number} has token {document[bad[0]]} at position {bad[0]}, "
+                        f"outside the vocabulary of {vocab_size}"
+                    )
+                file.write(np.concatenate([[separator], document]).astype(f"<u{itemsize}").tobytes())
+                count += len(document) + 1
+            counts.append(count)
+        header = _HEADER.pack(b"ironwood", 1, itemsize, vocab_size, separator, *counts, 0)[:48]
+        file.seek(0)
+        file.write(header + struct.pack("<I", zlib.crc32(header)))
+    os.replace(unfinished, path)
+    return open_corpus(path)
+
+
+def standard_library() -> Corpus:
+    """Source files of the running Python's standard library, as bytes; without its tests, which not every build has."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+    train, held_out, _ = _read(files, root)
+    join = lambda documents: np.concatenate([np.concatenate([[BYTE_SEPARATOR], d]) for d in documents]).astype(np.uint8)
+    name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
+    return Corpus(name, join(train), join(held_out), vocab_size=256, separator=BYTE_SEPARATOR)
+
+
+def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
+    """Writes the text of files, and of the UTF-8 files below folders, as a token file of bytes.
+
+    Returns the corpus, and the files below folders that were left out because they are no UTF-8 text.
+
+    Raises:
+      ValueError: a file named in `paths` is no UTF-8 text (with the offset), or there is no text for both parts.
+    """
+    train, held_out, skipped = [], [], []
+    for path in map(Path, paths):
+        files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
+        parts = _read(files, path if path.is_dir() else path.parent)
+        if not path.is_dir() and parts[2]:
+            try:
+                path.read_bytes().decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        for so_far, found in zip((train, held_out, skipped), parts, strict=True):
+            so_far.extend(found)
+    if not held_out and train:  # too few documents for the hash to choose one: the end of the last is held out
+        last = train.pop()
+        cut = len(last) - max(len(last) // HELD_OUT_ONE_IN, 1)
+        train.append(last[:cut])
+        held_out.append(last[cut:])
+    if not train:
+        raise ValueError(f"no text in {', '.join(paths)}: {len(skipped)} files, none of them UTF-8 text")
+    return write_corpus(out, train, held_out, vocab_size=256, separator=BYTE_SEPARATOR), skipped
+
+
+def _read(files: list[Path], root: Path) -> tuple[list[np.ndarray], list[np.ndarray], list[Path]]:
+    """Bytes of the training and of the held-out documents, and the files that are empty or no UTF-8 text."""
+    train, held_out, skipped = [], [], []
+    for path in sorted(files):
+        content = path.read_bytes()
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            skipped.append(path)
+            continue
+        name = path.relative_to(root).as_posix().encode()
+        part = held_out if zlib.crc32(name) % HELD_OUT_ONE_IN == 0 else train
+        if content:
+            part.append(np.frombuffer(content, np.uint8))
+    return train, held_out, skipped
+
+
+# -- batches
+
+
+def num_sequences(tokens: np.ndarray, seq_len: int) -> int:
+    return (len(tokens) - 1) // seq_len
+
+
+def train_batch(corpus: Corpus, step: int, *, batch: int, seq_len: int, seed: int, rows: slice = slice(None)) -> Batch:
+    """Rows `rows` of the global batch of a step, as numpy arrays. Reads those rows only."""
+    numbers = step * batch + np.arange(batch)[rows]
+    size = num_sequences(corpus.train, seq_len)
+    return _pack(corpus, corpus.train, _permute(numbers, size, seed), seq_len)
+
+
+def eval_batch(corpus: Corpus, index: int, *, batch: int, seq_len: int, rows: slice = slice(None)) -> Batch:
+    """Rows of the index-th batch of held-out sequences, in their order; rows past the last are padding."""
+    return _pack(corpus, corpus.held_out, index * batch + np.arange(batch)[rows], seq_len)
+
+
+def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: int) -> Batch:
+    there = sequences < num_sequences(stream, seq_len)
+    starts = np.where(there, sequences, 0) * seq_len
+    window = np.stack([stream[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    if window.max() >= corpus.vocab_size:
+        row, column = np.unravel_index(window.argmax(), window.shape)
+        part = "training" if stream is corpus.train else "held-out"
+        raise ValueError(
+            f"{corpus.name} has token {window[row, column]} at {part} token {starts[row] + column}, "
+            f"outside its vocabulary of {corpus.vocab_size}"
+        )
+    tokens, targets = window[:, :-1], window[:, 1:]
+    is_start = tokens == corpus.separator
+    is_start[:, 0] = True
+    index = np.arange(seq_len, dtype=np.int32)
+    positions = index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
+    segments = np.cumsum(is_start, axis=1, dtype=np.int32) * there[:, None]
+    weights = np.broadcast_to(there[:, None], tokens.shape).astype(np.float32)
+    return Batch(tokens, targets, segments.astype(np.int32), positions.astype(np.int32), weights)
+
+
+def _permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """numbers -> numbers mod size, permuted anew in each epoch (= numbers // size) and for each seed.
+
+    A Feistel network permutes 0 .. 4^half_bits - 1; what lands at or above `size` goes through it again until it does
+    not, which keeps it a permutation of 0 .. size - 1.
+    """
+    half_bits = np.uint64(max((int(size - 1).bit_length() + 1) // 2, 1))
+    mask = np.uint64((1 << int(half_bits)) - 1)
+    epoch = (numbers // size).astype(np.uint64)
+    values = (numbers % size).astype(np.uint64)
+    pending = np.ones(values.shape, bool)
+    while pending.any():
+        left, right = values[pending] >> half_bits, values[pending] & mask
+        for turn in range(4):
+            key = _mix(epoch[pending] + _mix(np.uint64(seed * 4 + turn) + np.uint64(1)))
+            left, right = right, left ^ (_mix(right + key) & mask)
+        values[pending] = left << half_bits | right
+        pending = values >= size
+    return values.astype(np.int64)
+
+
+def _mix(x):
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014): 64 bits to 64 well-mixed bits."""
+    with np.errstate(over="ignore"):
+        x = np.uint64(x) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
+    """make(step) for each step, in order, prepared up to `depth` ahead on a thread. An error in there is raised here."""
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+    def work():
+        try:
+            for step in steps:
+                if not put((make(step), None)):
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:  # handed over whole, raised where the batch is asked for
+            put((None, error))
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -- a yardstick
+
+
+def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_train_tokens: int = 50_000_000) -> float:
+    """Mean loss, in nats a token, of a bigram model counted on the training part, on the held-out sequences evaluated.
+
+    p(b | a) = (count(a, b) + p(b)) / (count(a) + 1): counts that fall back on the unigram p(b), itself smoothed by one
+    count a token of the vocabulary.
+    """
+    train = np.asarray(corpus.train[:max_train_tokens]).astype(np.int64)
+    size = min(num_eval_sequences, num_sequences(corpus.held_out, seq_len)) * seq_len
+    held_out = np.asarray(corpus.held_out[: size + 1]).astype(np.int64)
+    unigrams = np.bincount(train, minlength=corpus.vocab_size)
+    pairs, counts = np.unique(train[:-1] * corpus.vocab_size + train[1:], return_counts=True)
+    asked = held_out[:-1] * corpus.vocab_size + held_out[1:]
+    at = np.searchsorted(pairs, asked).clip(0, len(pairs) - 1)
+    pair_counts = np.where(pairs[at] == asked, counts[at], 0)
+    p_next = (unigrams[held_out[1:]] + 1) / (len(train) + corpus.vocab_size)
+    return float(-np.mean(np.log((pair_counts + p_next) / (unigrams[held_out[:-1]] + 1))))
+
+
+def decode(tokens: np.ndarray) -> str:
+    """Text of byte tokens; the separator as a line of its own."""
+    return bytes(int(token) for token in tokens).replace(bytes([BYTE_SEPARATOR]), b"\n----\n").decode(errors="replace")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make and look at token files.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare_parser = commands.add_parser("prepare", help="turn text files and folders into a token file of bytes")
+    prepare_parser.add_argument("paths", nargs="+", metavar="PATH")
+    prepare_parser.add_argument("--out", required=True, metavar="FILE")
+    show_parser = commands.add_parser("show", help="say what is in a token file, and show one packed sequence")
+    show_parser.add_argument("path", nargs="?", default="", help="default: Python's standard library")
+    show_parser.add_argument("--seq_len", type=int, default=256)
+    args = parser.parse_args()
+    try:
+        if args.command == "prepare":
+            corpus, skipped = prepare(args.paths, args.out)
+            for path in skipped:
+                print(f"left out, no UTF-8 text: {path}")
+        else:
+            corpus = open_corpus(args.path)
+            corpus.check(args.seq_len, corpus.vocab_size)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
+    print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
+    if args.command == "show":
+        batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
+        print(f"first sequence of the run: {batch.segments_BT.max()} document(s); positions end at {batch.positions_BT[0, -1]}")
+        if corpus.vocab_size == 256:
+            print(decode(batch.tokens_BT[0]))
+
+
+if __name__ == "__main__":
+    main()

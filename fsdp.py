@@ -1,0 +1,164 @@
+"""Fully sharded data parallelism: every weight lives in shards, whole only for the moment of its use.
+
+**Idea** (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277). N devices
+train on N parts of the batch and each owns 1/N of every weight, gradient and optimizer slot. Before a layer runs, its
+weights are all-gathered; after its backward pass, its weight gradients are reduce-scattered. Neither is written twice:
+the transpose of an all-gather *is* a reduce-scatter, so differentiating the gather gives the rest.
+
+    forward    w_DF = all_gather(w_dF)         y = x @ w_DF
+    backward   w_DF = all_gather(w_dF)         dw_dF = reduce_scatter(x^T @ dy)
+
+**Cost** a layer of P parameters, in bfloat16, with b*t tokens a device, C FLOP/s and W bytes/s into a device:
+
+    compute    forward 2*P*b*t / C             hidden when   b*t > C / W   tokens a device
+    gather     2*P / W                         (TPU7x, 3 torus axes used: 1153.5e12 / 540e9, about 2100)
+
+One gather forward, one gather and one reduce-scatter backward, so the same inequality holds for the backward pass
+with its twice as many FLOPs. It does not depend on the model: more batch a device hides more communication.
+
+**Prefetch.** In program order a layer would wait for its own weights. `scan_layers(prefetch=True)` carries the gathered
+weights of layer i through iteration i and starts the gather of layer i+1 (backward: i-1) beside the computation, which
+does not depend on it. At most two layers are whole at once. The loop is differentiated by hand, because a gathered
+weight in the carry of a differentiated `lax.scan` would be kept for every layer until the backward pass.
+
+**Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). Plain
+data parallelism keeps the whole state on every replica, all-reduces the gradients and does the same update everywhere.
+With `shard_update` the master weights and the optimizer state are cut over `data` as well; a step all-gathers the
+weights once, in the compute dtype, and reduce-scatters the gradients once, in float32 (`replicate`, `sum_gradients`).
+
+    all-reduce of float32 gradients     8 * P bytes a device (reduce-scatter, then all-gather)
+    sharded update, bfloat16 weights    6 * P bytes, state memory and update time divided by the axis
+
+**Left out.** Gathering several small layers in one go, and keeping some layers whole between forward and backward.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharding import MESH_AXES, axes_of, dim_of
+
+
+def gather(w: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
+    """All-gathers a shard over one mesh axis along the dim that `spec` gives it; whole already where `spec` has none.
+
+    Per-device code. Under differentiation the transpose is `reduce_scatter` with the same arguments.
+    """
+    dim = dim_of(spec, axis)
+    return w if dim is None else lax.all_gather(w, axis, axis=dim, tiled=True)
+
+
+def reduce_scatter(dw: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
+    """Sums a gradient over one mesh axis and leaves each device its shard; the whole sum where `spec` has no dim for it."""
+    dim = dim_of(spec, axis)
+    return lax.psum(dw, axis) if dim is None else lax.psum_scatter(dw, axis, scatter_dimension=dim, tiled=True)
+
+
+def replicate(params, specs, dtype):
+    """Step-level: the parameters as the model takes them, whole over `data` and varying over every axis.
+
+    Where a spec has `data` in it (the sharded update), this is the one all-gather of the step over that axis, in `dtype`.
+    """
+
+    def one(w, spec):
+        w = gather(w.astype(dtype), spec, "data") if "data" in axes_of(spec) else w
+        return lax.pcast(w, _uncut(spec), to="varying")  # a type only: its transpose is a sum over these axes
+
+    return jax.tree.map(one, params, specs)
+
+
+def sum_gradients(grads, specs):
+    """Step-level, the way back of `replicate`: float32 sums over the axes that do not cut a parameter, laid out as it is.
+
+    Over `data` an all-reduce; with the sharded update one reduce-scatter in its place.
+    """
+
+    def one(dw, spec):
+        dw = dw.astype(jnp.float32)
+        dw = reduce_scatter(dw, spec, "data") if "data" in axes_of(spec) else dw
+        return lax.psum(dw, _uncut(spec))
+
+    return jax.tree.map(one, grads, specs)
+
+
+def _uncut(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for axis in MESH_AXES if axis not in axes_of(spec))
+
+
+def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
+    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i, one layer's weights whole at a time (two with prefetch).
+
+    Args:
+      layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass; its
+        gathered weights are never saved.
+      gather_layer: one layer's shards -> its weights; differentiated for the gradient's way back.
+      shards_L: tree of arrays with a leading layer dim.
+      x: the residual stream.
+      aux: tree of constants that all layers see (no gradient flows to it).
+    """
+    return _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux):
+    step = lambda w, x, i: (layer(w, x, aux, i), None)
+    return _loop(step, gather_layer, prefetch, shards_L, x)[0]
+
+
+def _forward(layer, gather_layer, prefetch, shards_L, x, aux):
+    def step(w, x, i):
+        x, backward = jax.vjp(lambda w, x: layer(w, x, aux, i), w, x)
+        backward.args_res[0] = None  # the weights: gathered again in the backward pass, not kept
+        return x, backward
+
+    x, backward_L = _loop(step, gather_layer, prefetch, shards_L, x)
+    return x, (backward_L, shards_L)
+
+
+def _backward(layer, gather_layer, prefetch, residuals, dx):
+    backward_L, shards_L = residuals
+
+    def step(w, dx, i, backward):
+        backward.args_res[0] = w
+        dw, dx = backward(dx)
+        _, scatter = jax.vjp(gather_layer, _index(shards_L, i))
+        return dx, scatter(dw)[0]
+
+    dx, dshards_L = _loop(step, gather_layer, prefetch, shards_L, dx, backward_L, reverse=True)
+    return dshards_L, dx, None
+
+
+_scan_layers.defvjp(_forward, _backward)
+
+
+def _loop(step, gather_layer, prefetch, shards_L, x, *per_layer_L, reverse=False):
+    """Scans `x, out = step(weights, x, i, *per_layer)` over the layers, gathering each layer's weights before or at its turn."""
+    num_layers = jax.tree.leaves(shards_L)[0].shape[0]
+    whole = lambda i: gather_layer(_index(shards_L, i))
+    ahead = -1 if reverse else 1
+
+    def with_prefetch(carry, xs):
+        x, w = carry
+        i, *per_layer = xs
+        # The last turn gathers its own layer once more, for nothing: cheaper than a second copy of the loop body.
+        w_next = whole((i + ahead).clip(0, num_layers - 1))
+        x, out = step(w, x, i, *per_layer)
+        return (x, w_next), out
+
+    def without(x, xs):
+        i, *per_layer = xs
+        return step(whole(i), x, i, *per_layer)
+
+    xs = (jnp.arange(num_layers), *per_layer_L)
+    if not prefetch:
+        return lax.scan(without, x, xs, reverse=reverse)
+    first = whole(num_layers - 1 if reverse else 0)
+    (x, _), out = lax.scan(with_prefetch, (x, first), xs, reverse=reverse)
+    return x, out
+
+
+def _index(tree_L, i):
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree_L)

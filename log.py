@@ -1,0 +1,150 @@
+"""What a run tells: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax
+
+import roofline
+from config import Config
+
+
+class Log:
+    """Shows the metrics of the steps, each while the next one runs, so that the devices never wait to be asked.
+
+    Of a run with several processes only the first one speaks and writes.
+    """
+
+    def __init__(self, config: Config, first_step: int, mesh: jax.sharding.Mesh):
+        shape = "num_layers model_dim ff_dim num_heads num_kv_heads head_dim vocab_size seq_len window global_every"
+        self.flops_per_token = roofline.train_flops_per_token(**{name: getattr(config, name) for name in shape.split()})
+        self.peak_flops = roofline.PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
+        self.config, self.num_devices, self.speaks = config, mesh.size, jax.process_index() == 0
+        self.terminal = self.speaks and sys.stdout.isatty()
+        self.file = open_metrics(config.metrics_file, first_step) if self.speaks and config.metrics_file else None
+        self.first_step = first_step
+        self.pending = None  # (metrics on the devices, seconds waited for input) of the step that runs
+        self.waited_s = 0.0
+        self.steps_s: list[float] = []
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self.speaks:
+            print(f"\r\033[K{text}" if self.terminal else text, flush=True)
+
+    def start_clock(self) -> None:
+        """The next step's time counts from here."""
+        self.clock = time.perf_counter()
+
+    def waiting_for(self, batches: Iterable) -> Iterator:
+        """The batches, with the time that each kept us waiting put down to its step."""
+        batches = iter(batches)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s = time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def step(self, metrics: dict[str, jax.Array]) -> None:
+        """A step was started; shows the one before."""
+        waited_s = self.waited_s
+        self.finish_step()
+        self.pending = metrics, waited_s
+
+    def finish_step(self) -> None:
+        """Waits for the step that runs, if any, and shows it.
+
+        Raises FloatingPointError after `max_skipped` steps in a row with gradients that are not finite.
+        """
+        if self.pending is None:
+            return
+        metrics, waited_s = self.pending
+        self.pending = None
+        metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        step_s = time.perf_counter() - self.clock
+        self.start_clock()
+        self.steps_s.append(step_s)
+        metrics |= self._rates(step_s) | {"input_wait_s": waited_s}
+        self._write(metrics)
+        self._show(metrics)
+        step, limit = metrics["step"], self.config.max_skipped
+        if metrics["skipped_in_a_row"] >= limit:
+            raise FloatingPointError(
+                f"the gradients of steps {step - limit + 1} to {step} were not finite (max_skipped={limit}); the weights "
+                f"are still those of step {step - limit}. Try a lower --learning_rate, or look at the data of these steps"
+            )
+
+    def _rates(self, step_s: float) -> dict[str, float | None]:
+        tokens_per_s = self.config.batch * self.config.seq_len / step_s
+        flops = tokens_per_s * self.flops_per_token / self.num_devices
+        mfu = flops / self.peak_flops if self.peak_flops else None
+        return {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_s_per_device": flops / 1e12, "mfu": mfu}
+
+    def _show(self, metrics: dict) -> None:
+        total = self.config.steps
+        line = (
+            f"step {metrics['step']:>{len(str(total))}}/{total}  loss {metrics['loss']:.4f}"
+            f"  grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  {metrics['step_s']:.3f} s"
+            f"  {metrics['tokens_per_s']:,.0f} tokens/s  {metrics['tflops_per_s_per_device']:.3g} TFLOP/s/device"
+        )
+        line += f"  MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
+        line += f"  input wait {metrics['input_wait_s'] * 1e3:.1f} ms"
+        line += f"  skipped {metrics['skipped']}" if metrics["skipped"] else ""
+        is_first = metrics["step"] == self.first_step + 1
+        if is_first or metrics["step"] % self.config.log_every == 0 or metrics["skipped_in_a_row"]:
+            self.say(line)
+        elif self.terminal:
+            left_s = (total - metrics["step"]) * self.mean_step_s
+            print(f"\r\033[K{line}  {left_s:.0f} s left", end="", flush=True)
+
+    def evaluation(self, step: int, eval_loss: float) -> None:
+        self._write({"step": step, "eval_loss": eval_loss})
+        self.say(f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}")
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean over all steps but the first, which is not like the others."""
+        steps_s = self.steps_s[1:] or self.steps_s
+        return sum(steps_s) / max(len(steps_s), 1)
+
+    def summary(self) -> dict[str, float | None]:
+        """The mean rates of the run, printed and returned."""
+        if not self.steps_s:
+            self.say("no steps to do")
+            return {}
+        rates = self._rates(self.mean_step_s)
+        mfu = f", MFU {rates['mfu']:.1%}" if rates["mfu"] is not None else ""
+        self.say(
+            f"measured   {rates['step_s']:.3f} s a step (mean without the first), {rates['tokens_per_s']:,.0f} tokens/s, "
+            f"{rates['tflops_per_s_per_device']:.3g} TFLOP/s a device{mfu}"
+        )
+        return rates
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+
+    def _write(self, metrics: dict) -> None:
+        if self.file:
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+
+
+def open_metrics(path: str, first_step: int):
+    """The metrics file, opened to append. A resumed run keeps the lines up to its first step; a new one moves an old file to PATH.old."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists() and first_step == 0:
+        os.replace(file, f"{path}.old")
+    elif file.exists():
+        whole = [line for line in file.read_text().splitlines() if line.endswith("}")]  # a killed run may end in half a line
+        unfinished = Path(f"{path}.unfinished")
+        unfinished.write_text("".join(line + "\n" for line in whole if json.loads(line)["step"] <= first_step))
+        os.replace(unfinished, file)
+    return file.open("a")

@@ -1,0 +1,401 @@
+"""The model: a Llama-3-style decoder, written as the code that one device runs.
+
+    x = embed[tokens]
+    for each layer:   x += attention(norm(x));   x += swiglu(norm(x))
+    loss = cross_entropy(unembed(norm(x)), next tokens)
+
+RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped-query
+attention, SwiGLU (Shazeer 2020, arXiv:2002.05202). Master weights are float32, the computation is in `config.dtype`.
+
+**Tensor parallelism** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A sub-layer is two matmuls, the first cut by
+columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual stream is
+cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor each:
+
+    h_btD = all_gather(norm(x_btd), "tensor")      in
+    h_btf = h_btD @ w_Df                           columns: no communication
+    y_btD = h_btf @ w_fD                           rows: contracting a lower-case letter leaves a partial sum {U_tensor}
+    x_btd = x_btd + reduce_scatter(y_btD, "tensor")   out
+
+Bytes a layer and device: 8 passes of 2*b*t*D (gather and scatter, two sub-layers, forward and backward), against
+6*b*t*D*F/tensor FLOPs for each MLP matmul triple: the MLP hides it when F > 2 * tensor * (FLOP/s) / (bytes/s), of the
+order of 4 x 11.5k on one axis of TPU7x at tensor=4, more than Llama 3.1 70B's 28,672.
+
+**Vocabulary parallelism.** Embedding and unembedding are cut over `tensor` by vocabulary. A look-up finds the tokens of
+this device's part and leaves a partial sum. The loss needs of the logits only their log-sum-exp and the label's entry,
+both sums over the vocabulary, so the full logits_BTV exist nowhere: not on one device, and not for the whole sequence.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, get_type_hints
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import fsdp
+import sharding
+from attention import attention
+from config import Config
+from data import Batch
+
+ONES, ZEROS = "ones", "zeros"  # how a parameter starts; any other string names the dims of its fan-in
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers:
+    """The weights of all layers, stacked: each with its shape, its layout and how it starts.
+
+    Inside the layer loop the dim L is gone and the weights are whole over fsdp: w_q is w_q_DnH there.
+    """
+
+    norm_attention: Annotated[jax.Array, "LD", P(None, ("tensor", "fsdp")), ONES]
+    w_q: Annotated[jax.Array, "LDNH", P(None, "fsdp", "tensor", None), "D"]
+    w_k: Annotated[jax.Array, "LDKH", P(None, "fsdp", "tensor", None), "D"]
+    w_v: Annotated[jax.Array, "LDKH", P(None, "fsdp", "tensor", None), "D"]
+    w_o: Annotated[jax.Array, "LNHD", P(None, "tensor", None, "fsdp"), "NHL"]
+    norm_mlp: Annotated[jax.Array, "LD", P(None, ("tensor", "fsdp")), ONES]
+    w_gate: Annotated[jax.Array, "LDF", P(None, "fsdp", "tensor"), "D"]
+    w_up: Annotated[jax.Array, "LDF", P(None, "fsdp", "tensor"), "D"]
+    w_down: Annotated[jax.Array, "LFD", P(None, "tensor", "fsdp"), "FL"]
+    # Of some models only; None in the others.
+    norm_q: Annotated[jax.Array | None, "LH", P(None, None), ONES] = None
+    norm_k: Annotated[jax.Array | None, "LH", P(None, None), ONES] = None
+    bias_q: Annotated[jax.Array | None, "LNH", P(None, "tensor", None), ZEROS] = None
+    bias_k: Annotated[jax.Array | None, "LKH", P(None, "tensor", None), ZEROS] = None
+    bias_v: Annotated[jax.Array | None, "LKH", P(None, "tensor", None), ZEROS] = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """All parameters, in float32."""
+
+    embed: Annotated[jax.Array, "VD", P("tensor", "fsdp"), "D"]
+    layers: Layers
+    norm: Annotated[jax.Array, "D", P(("tensor", "fsdp")), ONES]
+    unembed: Annotated[jax.Array | None, "VD", P("tensor", "fsdp"), "D"] = None  # None: tied to embed
+
+
+# -- shapes, layouts, start values
+
+
+def _dims(config: Config) -> dict[str, int]:
+    return {
+        "L": config.num_layers,
+        "D": config.model_dim,
+        "F": config.ff_dim,
+        "V": config.vocab_size,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": config.head_dim,
+    }
+
+
+def _tree(config: Config, leaf, cls=Params):
+    """A Params with leaf(name, shape letters, spec, init) in every place that this model has."""
+    absent = set() if config.qk_norm else {"norm_q", "norm_k"}
+    absent |= set() if config.qkv_bias else {"bias_q", "bias_k", "bias_v"}
+    absent |= {"unembed"} if config.tied_embeddings else set()
+    values = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if hint is Layers:
+            values[name] = _tree(config, leaf, Layers)
+        elif name not in absent:
+            letters, spec, init = hint.__metadata__
+            spec = sharding.add_axis(spec, "data", beside="fsdp") if config.shard_update else spec
+            values[name] = leaf(name, letters, spec, init)
+    return cls(**values)
+
+
+def param_shapes(config: Config) -> Params:
+    """The parameters as jax.ShapeDtypeStruct, float32."""
+    dims = _dims(config)
+    shape = lambda letters: tuple(dims[letter] for letter in letters)
+    return _tree(config, lambda name, letters, spec, init: jax.ShapeDtypeStruct(shape(letters), jnp.float32))
+
+
+def param_specs(config: Config) -> Params:
+    """The layout of the parameters; with `shard_update` they (and so the optimizer state) are cut over `data` too."""
+    return _tree(config, lambda name, letters, spec, init: spec)
+
+
+def is_matrix(config: Config) -> Params:
+    """True for what weight decay applies to; False for norms and biases."""
+    return _tree(config, lambda name, letters, spec, init: init not in (ONES, ZEROS))
+
+
+def num_params(config: Config) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+
+
+def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
+    """Raises ValueError, with the numbers, where the model or the batch cannot be cut as the mesh asks."""
+    for axis in ("pipe", "expert", "context"):
+        if mesh_sizes[axis] > 1:
+            raise ValueError(f"mesh axis {axis}:{mesh_sizes[axis]} is not there yet: its size must be 1")
+    fields = dict(L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads", H="head_dim")
+
+    def check(name, letters, spec, init):
+        for letter, entry in zip(letters, spec, strict=True):
+            axes = {axis: mesh_sizes[axis] for axis in sharding.axes_of(P(entry))}
+            sharding.check_multiple(fields[letter], getattr(config, fields[letter]), axes)
+
+    _tree(config, check)
+    batch_axes = {axis: mesh_sizes[axis] for axis in sharding.BATCH_AXES}
+    sharding.check_multiple("batch", config.batch, batch_axes | {"microbatches": config.microbatches})
+    sharding.check_multiple("seq_len", config.seq_len, {"loss_chunk": min(config.loss_chunk, config.seq_len)})
+
+
+def init_params(config: Config, key: jax.Array) -> Params:
+    """Normal with variance 1/fan-in; what adds to the residual stream shrinks by 2L more, so that the sum keeps its size.
+
+    Call it under jit with the parameters' shardings as output: each device then draws its own shards only. The values
+    come from the seed and the parameter's name alone, whatever the mesh.
+    """
+    dims = _dims(config)
+
+    def draw(name, letters, spec, init):
+        shape = tuple(dims[letter] for letter in letters)
+        if init in (ONES, ZEROS):
+            return jnp.full(shape, float(init == ONES), jnp.float32)
+        fan_in = math.prod(2 * dims[letter] if letter == "L" else dims[letter] for letter in init)
+        key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
+
+    return _tree(config, draw)
+
+
+# -- the blocks
+
+
+def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
+    """x / rms(x) * scale, in float32; the mean is over the whole dim, of which this device holds 1/axis."""
+    x_f32 = x_btd.astype(jnp.float32)
+    mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
+    if axis:
+        mean_bt1 = lax.pmean(mean_bt1, axis)
+    return (x_f32 * lax.rsqrt(mean_bt1 + eps) * scale_d).astype(x_btd.dtype)
+
+
+def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position * frequency, each [b, t, H/2] in float32.
+
+    With `rope_scaling` = s > 1, Llama 3.1's stretching of the context (arXiv:2407.21783; the constants 1 and 4 are those
+    of its released configuration): wavelengths over the original length are stretched by s, those under a quarter of it
+    are kept, and the ones between are blended.
+    """
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_scaling != 1:
+        turns = config.rope_original_len * frequency / (2 * math.pi)  # in the original context
+        keep = ((turns - 1) / (4 - 1)).clip(0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
+    angles = positions_bt[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (x[i], x[i + H/2]) of every head by their angles."""
+    x1, x2 = jnp.split(x_btnH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x_btnH.dtype)
+
+
+def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
+    """x + attention(norm(x)). `w` is one layer's weights (its dim L is gone), whole over fsdp."""
+    h_btd = rms_norm(x_btd, w.norm_attention, config.norm_eps)
+    h_btD = lax.all_gather(h_btd, "tensor", axis=2, tiled=True)
+    q_btnH = jnp.einsum("btD,DnH->btnH", h_btD, w.w_q)
+    k_btkH = jnp.einsum("btD,DkH->btkH", h_btD, w.w_k)
+    v_btkH = jnp.einsum("btD,DkH->btkH", h_btD, w.w_v)
+    if config.qkv_bias:
+        q_btnH, k_btkH, v_btkH = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkH + w.bias_v
+    if config.qk_norm:
+        q_btnH = rms_norm(q_btnH, w.norm_q, config.norm_eps, axis=None)
+        k_btkH = rms_norm(k_btkH, w.norm_k, config.norm_eps, axis=None)
+    q_btnH, k_btkH = rope(q_btnH, cos, sin), rope(k_btkH, cos, sin)
+
+    def attend(window):
+        return attention(q_btnH, k_btkH, v_btkH, window=window, segment_ids=(segments_bt, segments_bt))[0]
+
+    if config.global_every:
+        out_btnH = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
+    else:
+        out_btnH = attend(config.window)
+    y_btD = jnp.einsum("btnH,nHD->btD", out_btnH, w.w_o)  # {U_tensor}
+    return x_btd + lax.psum_scatter(y_btD, "tensor", scatter_dimension=2, tiled=True)
+
+
+def mlp_block(w: Layers, x_btd, config: Config):
+    """x + swiglu(norm(x))."""
+    h_btd = rms_norm(x_btd, w.norm_mlp, config.norm_eps)
+    h_btD = lax.all_gather(h_btd, "tensor", axis=2, tiled=True)
+    gate_btf = jnp.einsum("btD,Df->btf", h_btD, w.w_gate)
+    up_btf = jnp.einsum("btD,Df->btf", h_btD, w.w_up)
+    y_btD = jnp.einsum("btf,fD->btD", jax.nn.silu(gate_btf) * up_btf, w.w_down)  # {U_tensor}
+    return x_btd + lax.psum_scatter(y_btD, "tensor", scatter_dimension=2, tiled=True)
+
+
+# -- vocabulary-parallel embedding and loss
+
+
+@jax.custom_vjp
+def embed(w_vD: jax.Array, tokens_bt: jax.Array) -> jax.Array:
+    """Rows of this device's part of the vocabulary, zeros for the others' tokens: a partial sum {U_tensor} of x_btD.
+
+    The gradient is added up in float32, whatever the dtype: a frequent token is one row with thousands of summands.
+    """
+    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    return jnp.where(mine_bt[..., None], w_vD[index_bt], 0)
+
+
+def _my_part(tokens_bt, num_rows):
+    """Row of each token in this device's part of the vocabulary, and whether it is in there."""
+    index_bt = tokens_bt - lax.axis_index("tensor") * num_rows
+    mine_bt = (index_bt >= 0) & (index_bt < num_rows)
+    return jnp.where(mine_bt, index_bt, 0), mine_bt
+
+
+def _embed_backward(residuals, dx_btD):
+    tokens_bt, w_vD = residuals
+    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    dx_btD = jnp.where(mine_bt[..., None], dx_btD, 0).astype(jnp.float32)
+    dw_vD = jnp.zeros_like(w_vD, jnp.float32).at[index_bt].add(dx_btD)
+    return dw_vD.astype(w_vD.dtype), None
+
+
+embed.defvjp(lambda w_vD, tokens_bt: (embed(w_vD, tokens_bt), (tokens_bt, w_vD)), _embed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy(x_btD, w_vD, targets_bt, weights_bt, chunk: int, soft_cap: float, z_loss: float):
+    """Sum of weight * (-log softmax(x w^T)[target] + z_loss * logsumexp^2), with the vocabulary cut over `tensor`.
+
+    Exact, `chunk` positions of each sequence at a time. When it is differentiated, each chunk's gradient is taken while
+    its logits are there: 3 matmuls, where recomputing the logits in a backward pass would make them 4.
+
+    Returns: float32 scalar, the same on all devices of `tensor`.
+    """
+    chunk_loss = lambda _, xs: (None, _chunk_loss(w_vD, xs, soft_cap, z_loss)[0])
+    return jnp.sum(lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1])
+
+
+def _chunks(arrays, chunk):
+    """[b, t, ...] -> [t/chunk, b, chunk, ...]"""
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
+
+
+def _chunk_loss(w_vD, xs, soft_cap, z_loss):
+    """Loss of a chunk, and its gradient in the logits."""
+    x_bcD, targets_bc, weights_bc = xs
+    logits_bcv = jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32)
+    slope_bcv = 1.0
+    if soft_cap:
+        tanh_bcv = jnp.tanh(logits_bcv / soft_cap)
+        logits_bcv, slope_bcv = soft_cap * tanh_bcv, 1 - tanh_bcv**2
+    index_bc, mine_bc = _my_part(targets_bc, w_vD.shape[0])
+    label_bc = jnp.take_along_axis(logits_bcv, index_bc[..., None], -1)[..., 0]
+    max_bc = lax.pmax(jnp.max(logits_bcv, -1), "tensor")
+    p_bcv = jnp.exp(logits_bcv - max_bc[..., None])
+    sum_bc, label_bc = lax.psum((jnp.sum(p_bcv, -1), jnp.where(mine_bc, label_bc, 0.0)), "tensor")
+    lse_bc = max_bc + jnp.log(sum_bc)
+    loss = jnp.sum(weights_bc * (lse_bc - label_bc + z_loss * lse_bc**2))
+
+    is_label_bcv = (jnp.arange(w_vD.shape[0]) == index_bc[..., None]) & mine_bc[..., None]
+    dlogits_bcv = p_bcv * ((1 + 2 * z_loss * lse_bc) / sum_bc)[..., None] - is_label_bcv
+    return loss, dlogits_bcv * slope_bcv * weights_bc[..., None]
+
+
+def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, chunk, soft_cap, z_loss):
+    def step(dw_vD, xs):
+        loss, dlogits_bcv = _chunk_loss(w_vD, xs, soft_cap, z_loss)
+        dlogits_bcv = dlogits_bcv.astype(x_btD.dtype)
+        dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
+        dw_vD += jnp.einsum("bcv,bcD->vD", dlogits_bcv, xs[0], preferred_element_type=jnp.float32)
+        return dw_vD, (loss, dx_bcD)
+
+    zeros_vD = jnp.zeros_like(w_vD, jnp.float32)
+    dw_vD, (losses, dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
+    return jnp.sum(losses), (dx_bcD.swapaxes(0, 1).reshape(x_btD.shape), dw_vD.astype(w_vD.dtype))
+
+
+def _cross_entropy_backward(chunk, soft_cap, z_loss, residuals, dloss):
+    dx_btD, dw_vD = residuals
+    return (dx_btD * dloss).astype(dx_btD.dtype), (dw_vD * dloss).astype(dw_vD.dtype), None, None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+# -- the whole
+
+
+def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
+    """x_btd behind the last norm, sharded over `tensor`. `params` vary over all axes and are whole over `data`."""
+    specs = param_specs(config)
+    dtype = jnp.dtype(config.dtype)
+    specs_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs.layers)  # one layer's: the dim L is gone
+
+    def gather_layer(shards: Layers) -> Layers:
+        return jax.tree.map(lambda w, spec: fsdp.gather(w.astype(dtype), spec, "fsdp"), shards, specs_layer)
+
+    def layer(w: Layers, x_btd, aux, i):
+        segments_bt, cos, sin = aux
+        is_global = (i + 1) % config.global_every == 0 if config.global_every else None
+        x_btd = attention_block(w, x_btd, segments_bt, cos, sin, is_global, config)
+        return mlp_block(w, x_btd, config)
+
+    if config.remat == "full":
+        layer = jax.checkpoint(layer, prevent_cse=False)
+
+    w_vD = fsdp.gather(params.embed.astype(dtype), specs.embed, "fsdp")
+    x_btD = embed(w_vD, batch.tokens_BT)  # {U_tensor}
+    x_btd = lax.psum_scatter(x_btD, "tensor", scatter_dimension=2, tiled=True)
+    aux = (batch.segments_BT, *rope_tables(batch.positions_BT, config))
+    x_btd = fsdp.scan_layers(layer, gather_layer, params.layers, x_btd, aux, prefetch=config.prefetch)
+    return rms_norm(x_btd, fsdp.gather(params.norm.astype(dtype), specs.norm, "fsdp"), config.norm_eps)
+
+
+def unembedding(params: Params, config: Config) -> jax.Array:
+    """w_vD of the output layer, whole over fsdp."""
+    w_vd = params.embed if config.tied_embeddings else params.unembed
+    return fsdp.gather(w_vd.astype(config.dtype), param_specs(config).embed, "fsdp")
+
+
+def loss_fn(params: Params, batch: Batch, config: Config) -> jax.Array:
+    """This device's share of the loss: the sum over all mesh axes but `tensor` is the loss.
+
+    Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.replicate` gives them.
+    """
+    x_btd = hidden_states(params, batch, config)
+    x_btD = lax.all_gather(x_btd, "tensor", axis=2, tiled=True)
+    w_vD = unembedding(params, config)
+    chunk = min(config.loss_chunk, config.seq_len)
+    return cross_entropy(x_btD, w_vD, batch.targets_BT, batch.weights_BT, chunk, config.logit_soft_cap, config.z_loss)
+
+
+def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, config: Config) -> jax.Array:
+    """A token for each sequence, drawn from the model's distribution behind position `at`. Per-device code.
+
+    Gumbel-max: the largest of logits plus noise. Each device of `tensor` looks at its part of the vocabulary, and the
+    largest of all is found by two reductions of one number a sequence.
+
+    Returns: int32 tokens_b, the same on all devices that share the sequence.
+    """
+    x_btd = hidden_states(params, batch, config)
+    x_bD = lax.all_gather(lax.dynamic_index_in_dim(x_btd, at, 1, keepdims=False), "tensor", axis=1, tiled=True)
+    logits_bv = jnp.einsum("bD,vD->bv", x_bD, unembedding(params, config), preferred_element_type=jnp.float32)
+    if config.logit_soft_cap:
+        logits_bv = config.logit_soft_cap * jnp.tanh(logits_bv / config.logit_soft_cap)
+    device = lax.axis_index((*sharding.BATCH_AXES, "tensor"))
+    logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
+    v = logits_bv.shape[1]
+    token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
+    axes = tuple(axis for axis in sharding.MESH_AXES if axis not in sharding.BATCH_AXES)
+    best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
+    return lax.pmin(jnp.min(jnp.where(logits_bv == best_b1, token_bv, config.vocab_size), -1), axes)

@@ -1,0 +1,385 @@
+"""Train a language model on a mesh of TPU7x chips, or of simulated devices.
+
+    python train.py                                              a small model on real text, 8 simulated devices
+    python train.py --mesh=data:2,fsdp:2,tensor:2 --steps=50     another mesh
+    python train.py --preset=llama3.1-8b --mesh=fsdp:* --corpus=corpus.bin --checkpoint_dir=gs://...   a TPU slice
+
+Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py (every
+flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it moves),
+checkpoint.py and log.py.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
+from pathlib import Path
+
+import config as config_lib
+from config import Config
+
+if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
+    CONFIG = config_lib.parse_flags(sys.argv[1:], prog="train.py", description=__doc__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import checkpoint
+import data
+import fsdp
+import model
+import sharding
+from log import Log
+from sharding import BATCH_SPEC, LOSS_AXES
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that a step changes."""
+
+    step: jax.Array  # int32: steps done, and so the number of the next batch
+    params: model.Params
+    opt_state: optax.OptState
+    skipped: jax.Array  # int32: steps whose gradients were not finite
+    skipped_in_a_row: jax.Array  # int32: of them, those since the last good one
+
+
+# -- the step
+
+
+def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optax chain, and the learning rate by the number of updates done."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(config.steps, config.warmup_steps + 1),
+        end_value=config.learning_rate * config.final_lr_ratio,
+    )
+    learning_rate = lambda count: schedule(count + 1)  # so that the first update is not lost to a rate of 0
+    decay, matrices = config.weight_decay, model.is_matrix(config)
+    if config.optimizer == "adamw":
+        beta1, beta2, mu_dtype = config.beta1, config.beta2, config.mu_dtype
+        update = optax.adamw(learning_rate, beta1, beta2, weight_decay=decay, mask=matrices, mu_dtype=mu_dtype)
+    elif config.optimizer == "adafactor":
+        update = optax.adafactor(
+            learning_rate, weight_decay_rate=decay * config.learning_rate or None, weight_decay_mask=matrices
+        )
+    else:
+        update = optax.sgd(learning_rate, momentum=config.beta1)
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    return optax.chain(clip, update), learning_rate
+
+
+def init_state(key: jax.Array, config: Config) -> State:
+    params = model.init_params(config, key)
+    zero = jnp.int32(0)
+    return State(zero, params, make_optimizer(config)[0].init(params), zero, zero)
+
+
+def state_shardings(config: Config, mesh: Mesh) -> State:
+    """The layout of the state. An optimizer slot lies as the parameter whose shape it has; all else is replicated."""
+    shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(0))
+    spec_of = {}  # by the end of a slot's path in the tree: ".layers.w_q"
+    for (path, shape), spec in zip(
+        jax.tree.leaves_with_path(shapes.params), jax.tree.leaves(model.param_specs(config)), strict=True
+    ):
+        spec_of[jax.tree_util.keystr(path)] = (shape.shape, spec)
+
+    def layout(path, leaf):
+        name = jax.tree_util.keystr(path)
+        found = (spec for end, (shape, spec) in spec_of.items() if name.endswith(end) and leaf.shape == shape)
+        return NamedSharding(mesh, next(found, P()))
+
+    return jax.tree.map_with_path(layout, shapes)
+
+
+def loss_and_grads(params: model.Params, batch: data.Batch, config: Config):
+    """Loss, and its gradients laid out as the parameters. Per-device code, under the one shard_map of the step."""
+    specs = model.param_specs(config)
+    num_targets = lax.psum(jnp.sum(batch.weights_BT), sharding.axes_of(BATCH_SPEC))
+    batch = batch._replace(weights_BT=batch.weights_BT / num_targets)  # so that sums of losses are their mean
+    weights = fsdp.replicate(params, specs, config.dtype)
+    value_and_grad = jax.value_and_grad(partial(model.loss_fn, config=config))
+    if config.microbatches == 1:
+        loss, grads = value_and_grad(weights, batch)
+    else:
+        split = lambda a: a.reshape(config.microbatches, -1, *a.shape[1:])
+
+        def accumulate(total, microbatch):
+            loss, grads = value_and_grad(weights, microbatch)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
+        grads, losses = lax.scan(accumulate, zeros, jax.tree.map(split, batch))
+        loss = jnp.sum(losses)
+    return lax.psum(loss, LOSS_AXES), fsdp.sum_gradients(grads, specs)
+
+
+def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -> tuple[State, dict[str, jax.Array]]:
+    """One step: gradients in per-device code, then the update, which is elementwise and left to the partitioner."""
+    optimizer, learning_rate = make_optimizer(config)
+    specs = model.param_specs(config)
+    per_device = partial(loss_and_grads, config=config)
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), specs))
+    loss, grads = sharded(state.params, batch)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    keep_old = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    new_state = State(
+        step=state.step + 1,
+        params=keep_old(params, state.params),
+        opt_state=keep_old(opt_state, state.opt_state),
+        skipped=state.skipped + ~finite,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    )
+    metrics = {
+        "step": new_state.step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate(state.step - state.skipped),
+        "skipped": new_state.skipped,
+        "skipped_in_a_row": new_state.skipped_in_a_row,
+    }
+    return new_state, metrics
+
+
+def make_train_step(config: Config, mesh: Mesh):
+    """The step, jitted: donates the state and returns it in the same layout."""
+    shardings = state_shardings(config, mesh)
+    step = partial(train_step, config=config, mesh=mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+
+
+def make_eval_step(config: Config, mesh: Mesh):
+    """jitted (params, batch) -> (sum of the losses of all targets, number of targets)."""
+    specs = model.param_specs(config)
+
+    def per_device(params, batch):
+        weights = fsdp.replicate(params, specs, config.dtype)
+        loss = model.loss_fn(weights, batch, config)
+        return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.weights_BT), sharding.axes_of(BATCH_SPEC))
+
+    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P())))
+
+
+def make_sampler(config: Config, mesh: Mesh):
+    """jitted (params, tokens_BT, start, key) -> tokens_BT with everything from position `start` on drawn by the model.
+
+    No cache of keys and values: each token is a forward pass over the whole sequence. It is there to look at.
+    """
+    specs = model.param_specs(config)
+
+    def per_device(params, tokens_bt, start, key):
+        weights = fsdp.replicate(params, specs, config.dtype)
+        b, t = tokens_bt.shape
+        ones_bt = jnp.ones_like(tokens_bt)
+        positions_bt = jnp.cumsum(ones_bt, axis=1) - 1
+
+        def extend(at, tokens_bt):
+            batch = data.Batch(tokens_bt, tokens_bt, ones_bt, positions_bt, None)
+            next_b = model.sample_next(weights, batch, at, jax.random.fold_in(key, at), config)
+            return lax.dynamic_update_index_in_dim(tokens_bt, next_b, at + 1, 1)
+
+        return lax.fori_loop(start - 1, t - 1, extend, tokens_bt)
+
+    in_specs = (specs, P(sharding.BATCH_AXES), P(), P())
+    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(sharding.BATCH_AXES)))
+
+
+# -- the run
+
+
+def start_runtime(config: Config) -> None:
+    """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs."""
+    on_tpu = bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
+    if not on_tpu and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
+    asked = sharding.parse_mesh(config.mesh)
+    fixed = int(np.prod([size for size in asked.values() if size]))
+    simulated = fixed if 0 not in asked.values() else max(8, fixed)
+    jax.config.update("jax_num_cpu_devices", simulated // max(config.num_processes, 1))
+    if config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ:
+        jax.distributed.initialize(
+            config.coordinator or None,
+            config.num_processes or None,
+            config.process_id if config.process_id >= 0 else None,
+            heartbeat_timeout_seconds=config.peer_timeout,
+            shutdown_timeout_seconds=config.peer_timeout,
+        )
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def place(make_rows, batch: int, seq_len: int, mesh: Mesh) -> data.Batch:
+    """A global batch on the devices. make_rows(rows=slice) -> Batch is asked only for rows that this process's devices hold."""
+    made = {}
+
+    def part(field, index):
+        rows, columns = index
+        if (rows.start, rows.stop) not in made:
+            made[rows.start, rows.stop] = make_rows(rows=rows)
+        return made[rows.start, rows.stop][field][:, columns]
+
+    layout = NamedSharding(mesh, BATCH_SPEC)
+    arrays = [jax.make_array_from_callback((batch, seq_len), layout, partial(part, i)) for i in range(5)]
+    return data.Batch(*arrays)
+
+
+def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh) -> float:
+    """Mean loss over the held-out sequences, `eval_batches` batches of them at most."""
+    total = count = 0.0
+    sequences = data.num_sequences(corpus.held_out, config.seq_len)
+    for index in range(min(config.eval_batches, -(-sequences // config.batch))):
+        rows = partial(data.eval_batch, corpus, index, batch=config.batch, seq_len=config.seq_len)
+        batch = place(rows, config.batch, config.seq_len, mesh)
+        loss, targets = eval_step(params, batch)
+        total, count = total + float(loss), count + float(targets)
+    return total / count
+
+
+def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
+    """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
+    prompt_len = min(64, max(config.seq_len // 4, 1))
+    length = min(config.seq_len, prompt_len + config.sample)
+    rows = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
+    tokens_BT = np.zeros((rows, length), np.int32)
+    tokens_BT[:, :prompt_len] = corpus.held_out[:prompt_len]
+    layout = NamedSharding(mesh, P(sharding.BATCH_AXES))
+    tokens_BT = jax.make_array_from_callback(tokens_BT.shape, layout, lambda index: tokens_BT[index])
+    sampled_BT = make_sampler(config, mesh)(params, tokens_BT, prompt_len, jax.random.key(config.seed))
+    first = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
+    show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
+    return show(first[:prompt_len]), show(first[prompt_len:])
+
+
+def run(config: Config) -> dict[str, float]:
+    """The whole run: devices, state, compilation, the loop, the summary. Returns the figures of the summary.
+
+    Raises:
+      ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
+      FloatingPointError: `max_skipped` steps in a row had gradients that are not finite.
+      SystemExit: SIGTERM came; the state is saved.
+    """
+    begun = time.perf_counter()
+    start_runtime(config)
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), core_axis=config.core_axis)
+    model.check_divides(config, dict(mesh.shape))
+    corpus = data.open_corpus(config.corpus)
+    corpus.check(config.seq_len, config.vocab_size)
+    manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
+
+    key = jax.random.key(config.seed)
+    shardings = state_shardings(config, mesh)
+    init = jax.jit(partial(init_state, config=config), out_shardings=shardings)  # each device draws its own shards
+    restored, differs = checkpoint.restore(manager, jax.eval_shape(init, key), shardings, config)
+    state = init(key) if restored is None else restored
+    first_step = int(state.step)
+
+    log = Log(config, first_step, mesh)
+    log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}; {jax.process_count()} process(es)")
+    log.say(f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
+            f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)")
+    log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
+    if restored is not None:
+        log.say(f"resumed    from step {first_step} in {config.checkpoint_dir}" + (f"; {differs}" if differs else ""))
+
+    def make_batch(step):
+        rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
+        return place(rows, config.batch, config.seq_len, mesh)
+
+    compile_begun = time.perf_counter()
+    step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile()
+    eval_step = make_eval_step(config, mesh)
+    now = time.perf_counter()
+    log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start of the run")
+
+    terminated = _notice_of_termination()
+    last_step, stopped, eval_loss = first_step, False, None
+    batches = data.ahead(make_batch, range(first_step, config.steps))
+    first_profiled, last_profiled = config.profile_range if config.profile_dir else (0, 0)
+    with contextlib.closing(log), contextlib.closing(batches):
+        log.start_clock()
+        for batch in log.waiting_for(batches):
+            last_step += 1
+            if last_step == first_profiled:
+                log.finish_step()
+                jax.profiler.start_trace(config.profile_dir)
+            state, metrics = step_fn(state, batch)
+            log.step(metrics)  # shows the step before, while this one runs
+            if last_step == last_profiled:
+                log.finish_step()
+                jax.profiler.stop_trace()
+                log.say(f"profile    of steps {config.profile_steps} written; look at it with: xprof {config.profile_dir}")
+            stopped = terminated(last_step)
+            at_end = stopped or last_step == config.steps
+            evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
+            saves = manager and (at_end or _is_due(last_step, config.save_every))
+            if evaluates or saves or at_end:
+                log.finish_step()
+            if evaluates:
+                eval_loss = evaluate(eval_step, state.params, corpus, config, mesh)
+                log.evaluation(last_step, eval_loss)
+            if saves:
+                checkpoint.save(manager, last_step, state, config)
+            if evaluates or saves:
+                log.start_clock()
+            if stopped:
+                break
+    checkpoint.close(manager)  # waits for the last save
+    if stopped:
+        saved = f"saved in {config.checkpoint_dir}: the same command resumes" if manager else "not saved: no --checkpoint_dir"
+        log.say(f"terminated after step {last_step}, {saved}")
+        raise SystemExit(128 + signal.SIGTERM)
+    return summarise(log, state, corpus, config, mesh, eval_loss, begun)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _notice_of_termination():
+    """A function of the step that says whether the run is to stop behind it, the same on all processes."""
+    if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
+        return multihost_utils.reached_preemption_sync_point
+    notices = []
+    signal.signal(signal.SIGTERM, lambda *_: notices.append(signal.SIGTERM))
+    return lambda step: bool(notices)
+
+
+def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, begun) -> dict:
+    """Prints what came out of the run, and returns it as numbers."""
+    figures = log.summary()
+    if eval_loss is not None:
+        sequences = min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
+        bigram = data.bigram_loss(corpus, seq_len=config.seq_len, num_eval_sequences=sequences)
+        figures |= {"eval_loss": eval_loss, "bigram_loss": bigram}
+        log.say(f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's on the same files {bigram:.4f}")
+    if config.sample:
+        prompt, text = sample(state.params, corpus, config, mesh)
+        log.say(f"sample     of the model behind a held-out prompt:\n{prompt}\033[1m{text}\033[0m" if log.terminal
+                else f"sample     of the model behind a held-out prompt, after >>>:\n{prompt}>>>{text}")
+    log.say(f"in all     {time.perf_counter() - begun:.1f} s")
+    return figures
+
+
+if __name__ == "__main__":
+    try:
+        run(CONFIG)
+    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+        sys.exit(f"train.py: error: {error}")
