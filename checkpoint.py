@@ -20,8 +20,8 @@ SHAPE_FIELDS = (
 ).split()
 # What decides the values from here on. A run with another value goes on, otherwise than the first would have.
 COURSE_FIELDS = (
-    "seed batch seq_len steps corpus window global_every rope_theta rope_scaling rope_original_len logit_soft_cap z_loss "
-    "norm_eps dtype learning_rate warmup_steps final_lr_ratio beta1 beta2 weight_decay clip_norm"
+    "seed batch seq_len steps corpus window global_every rope_theta rope_scaling rope_original_len "
+    "logit_soft_cap z_loss norm_eps dtype learning_rate warmup_steps final_lr_ratio beta1 beta2 weight_decay clip_norm"
 ).split()
 
 
@@ -60,9 +60,7 @@ def save(manager, step: int, state, config: Config) -> None:
     if manager.latest_step() == step:
         return
     ocp = _orbax()
-    parts = ocp.args.Composite(
-        state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(dataclasses.asdict(config))
-    )
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(dataclasses.asdict(config)))
     manager.save(step, args=parts, force=True)
 
 
@@ -94,4 +92,8 @@ def _saved_config(manager, step: int) -> dict:
 
 def _differing(saved: dict, config: Config, fields) -> str:
     ours = dataclasses.asdict(config)
-    return ", ".join(f"{name} is {saved.get(name)!r} there and {ours[name]!r} here" for name in fields if saved.get(name) != ours[name])
+    return ", ".join(
+        f"{name} is {saved.get(name)!r} there and {ours[name]!r} here"
+        for name in fields
+        if saved.get(name) != ours[name]
+    )

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 class Config:
     # run
     preset: str = "tiny"  # model shape to start from; every other flag overrides it
-    steps: int = 350  # optimizer steps in all (a resumed run counts the steps before it)
+    steps: int = 400  # optimizer steps in all (a resumed run counts the steps before it)
     batch: int = 16  # global batch in sequences
-    seq_len: int = 256  # T: tokens in a sequence
+    seq_len: int = 128  # T: tokens in a sequence
     seed: int = 0  # of the weights, of the order of the data, and of the sample
 
     # model
     vocab_size: int = 256  # V
-    num_layers: int = 4  # L
-    model_dim: int = 256  # D
-    ff_dim: int = 704  # F: width of the SwiGLU MLP
+    num_layers: int = 3  # L
+    model_dim: int = 192  # D
+    ff_dim: int = 512  # F: width of the SwiGLU MLP
     num_heads: int = 8  # N: query heads
-    num_kv_heads: int = 4  # K: key/value heads, each shared by N/K query heads
-    head_dim: int = 32  # H
+    num_kv_heads: int = 8  # K: key/value heads, each shared by N/K query heads
+    head_dim: int = 24  # H
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_scaling: float = 1.0  # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
     rope_original_len: int = 8192  # context length before rope_scaling

@@ -271,7 +271,7 @@ def _mix(x):
 
 
 def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
-    """make(step) for each step, in order, prepared up to `depth` ahead on a thread. An error in there is raised here."""
+    """make(step) for each step, in order, made up to `depth` ahead on a thread. An error in there is raised here."""
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -358,7 +358,9 @@ def main() -> None:
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
     if args.command == "show":
         batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
-        print(f"first sequence of the run: {batch.segments_BT.max()} document(s); positions end at {batch.positions_BT[0, -1]}")
+        print(
+            f"first sequence: {batch.segments_BT.max()} document(s); the last position is {batch.positions_BT[0, -1]}"
+        )
         if corpus.vocab_size == 256:
             print(decode(batch.tokens_BT[0]))
 

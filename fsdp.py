@@ -21,10 +21,11 @@ weights of layer i through iteration i and starts the gather of layer i+1 (backw
 does not depend on it. At most two layers are whole at once. The loop is differentiated by hand, because a gathered
 weight in the carry of a differentiated `lax.scan` would be kept for every layer until the backward pass.
 
-**Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). Plain
-data parallelism keeps the whole state on every replica, all-reduces the gradients and does the same update everywhere.
-With `shard_update` the master weights and the optimizer state are cut over `data` as well; a step all-gathers the
-weights once, in the compute dtype, and reduce-scatters the gradients once, in float32 (`replicate`, `sum_gradients`).
+**Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1).
+Plain data parallelism keeps the whole state on every replica, all-reduces the gradients and does the same update
+everywhere. With `shard_update` the master weights and the optimizer state are cut over `data` as well; a step
+all-gathers the weights once, in the compute dtype, and reduce-scatters the gradients once, in float32 (`replicate`,
+`sum_gradients`).
 
     all-reduce of float32 gradients     8 * P bytes a device (reduce-scatter, then all-gather)
     sharded update, bfloat16 weights    6 * P bytes, state memory and update time divided by the axis
@@ -52,7 +53,7 @@ def gather(w: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
 
 
 def reduce_scatter(dw: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
-    """Sums a gradient over one mesh axis and leaves each device its shard; the whole sum where `spec` has no dim for it."""
+    """Sums a gradient over one mesh axis and leaves each device its shard; the whole sum where `spec` has no dim."""
     dim = dim_of(spec, axis)
     return lax.psum(dw, axis) if dim is None else lax.psum_scatter(dw, axis, scatter_dimension=dim, tiled=True)
 
@@ -60,7 +61,7 @@ def reduce_scatter(dw: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
 def replicate(params, specs, dtype):
     """Step-level: the parameters as the model takes them, whole over `data` and varying over every axis.
 
-    Where a spec has `data` in it (the sharded update), this is the one all-gather of the step over that axis, in `dtype`.
+    Where a spec has `data` in it (the sharded update), this is the step's one all-gather over that axis, in `dtype`.
     """
 
     def one(w, spec):
@@ -71,7 +72,7 @@ def replicate(params, specs, dtype):
 
 
 def sum_gradients(grads, specs):
-    """Step-level, the way back of `replicate`: float32 sums over the axes that do not cut a parameter, laid out as it is.
+    """Step-level, the way back of `replicate`: float32 sums over the axes that do not cut a parameter.
 
     Over `data` an all-reduce; with the sharded update one reduce-scatter in its place.
     """
@@ -89,7 +90,7 @@ def _uncut(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
-    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i, one layer's weights whole at a time (two with prefetch).
+    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i; one layer is whole at a time, two with prefetch.
 
     Args:
       layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass; its
@@ -135,7 +136,7 @@ _scan_layers.defvjp(_forward, _backward)
 
 
 def _loop(step, gather_layer, prefetch, shards_L, x, *per_layer_L, reverse=False):
-    """Scans `x, out = step(weights, x, i, *per_layer)` over the layers, gathering each layer's weights before or at its turn."""
+    """Scans `x, out = step(weights, x, i, *per_layer)` over the layers and gathers their weights, ahead or in turn."""
     num_layers = jax.tree.leaves(shards_L)[0].shape[0]
     whole = lambda i: gather_layer(_index(shards_L, i))
     ahead = -1 if reverse else 1

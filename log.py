@@ -76,8 +76,9 @@ class Log:
         step, limit = metrics["step"], self.config.max_skipped
         if metrics["skipped_in_a_row"] >= limit:
             raise FloatingPointError(
-                f"the gradients of steps {step - limit + 1} to {step} were not finite (max_skipped={limit}); the weights "
-                f"are still those of step {step - limit}. Try a lower --learning_rate, or look at the data of these steps"
+                f"the gradients of steps {step - limit + 1} to {step} were not finite (max_skipped={limit}) and "
+                f"left the weights as they were after step {step - limit}; "
+                "try a lower --learning_rate, or look at the data of these steps"
             )
 
     def _rates(self, step_s: float) -> dict[str, float | None]:
@@ -121,7 +122,7 @@ class Log:
         rates = self._rates(self.mean_step_s)
         mfu = f", MFU {rates['mfu']:.1%}" if rates["mfu"] is not None else ""
         self.say(
-            f"measured   {rates['step_s']:.3f} s a step (mean without the first), {rates['tokens_per_s']:,.0f} tokens/s, "
+            f"measured   {rates['step_s']:.3f} s a step (mean but the first), {rates['tokens_per_s']:,.0f} tokens/s, "
             f"{rates['tflops_per_s_per_device']:.3g} TFLOP/s a device{mfu}"
         )
         return rates
@@ -137,13 +138,18 @@ class Log:
 
 
 def open_metrics(path: str, first_step: int):
-    """The metrics file, opened to append. A resumed run keeps the lines up to its first step; a new one moves an old file to PATH.old."""
+    """The metrics file, opened to append.
+
+    A resumed run keeps the lines up to its first step; a new one moves an old file to PATH.old.
+    """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and first_step == 0:
         os.replace(file, f"{path}.old")
     elif file.exists():
-        whole = [line for line in file.read_text().splitlines() if line.endswith("}")]  # a killed run may end in half a line
+        whole = [
+            line for line in file.read_text().splitlines() if line.endswith("}")
+        ]  # a killed run may end in half a line
         unfinished = Path(f"{path}.unfinished")
         unfinished.write_text("".join(line + "\n" for line in whole if json.loads(line)["step"] <= first_step))
         os.replace(unfinished, file)

@@ -7,8 +7,8 @@
 RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped-query
 attention, SwiGLU (Shazeer 2020, arXiv:2002.05202). Master weights are float32, the computation is in `config.dtype`.
 
-**Tensor parallelism** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A sub-layer is two matmuls, the first cut by
-columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual stream is
+**Tensor parallelism** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A sub-layer is two matmuls, the first cut
+by columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual stream is
 cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor each:
 
     h_btD = all_gather(norm(x_btd), "tensor")      in
@@ -138,7 +138,9 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     for axis in ("pipe", "expert", "context"):
         if mesh_sizes[axis] > 1:
             raise ValueError(f"mesh axis {axis}:{mesh_sizes[axis]} is not there yet: its size must be 1")
-    fields = dict(L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads", H="head_dim")
+    fields = dict(
+        L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads", H="head_dim"
+    )
 
     def check(name, letters, spec, init):
         for letter, entry in zip(letters, spec, strict=True):
@@ -152,7 +154,7 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
 
 
 def init_params(config: Config, key: jax.Array) -> Params:
-    """Normal with variance 1/fan-in; what adds to the residual stream shrinks by 2L more, so that the sum keeps its size.
+    """Normal with variance 1/fan-in, by 2L less for what adds to the residual stream, so that the sum keeps its size.
 
     Call it under jit with the parameters' shardings as output: each device then draws its own shards only. The values
     come from the seed and the parameter's name alone, whatever the mesh.
@@ -185,8 +187,8 @@ def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None 
 def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position * frequency, each [b, t, H/2] in float32.
 
-    With `rope_scaling` = s > 1, Llama 3.1's stretching of the context (arXiv:2407.21783; the constants 1 and 4 are those
-    of its released configuration): wavelengths over the original length are stretched by s, those under a quarter of it
+    With `rope_scaling` = s > 1, Llama 3.1's stretching of the context (arXiv:2407.21783; the constants 1 and 4 are
+    those of its released configuration): wavelengths over the original length are stretched by s, those under a quarter of it
     are kept, and the ones between are blended.
     """
     half = config.head_dim // 2

@@ -66,7 +66,9 @@ def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     shown = ",".join(f"{axis}:{size or '*'}" for axis, size in sizes.items() if size != 1) or "(all axes 1)"
     if 0 in sizes.values():
         if num_devices % fixed:
-            raise ValueError(f"mesh {shown}: {num_devices} devices are not a multiple of {fixed}; {_near(fixed, num_devices)}")
+            raise ValueError(
+                f"mesh {shown}: {num_devices} devices are not a multiple of {fixed}; {_near(fixed, num_devices)}"
+            )
         return {axis: size or num_devices // fixed for axis, size in sizes.items()}
     if fixed != num_devices:
         raise ValueError(f"mesh {shown} is for {fixed} devices and there are {num_devices}; let one axis be *")
@@ -95,7 +97,9 @@ def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
     if not asked:
         return next((axis for axis in reversed(MESH_AXES) if sizes[axis] > 1), MESH_AXES[-1])
     if len(asked.split(",")) > 1:
-        raise ValueError(f"core_axis={asked!r}: a chip has two cores and one link between them, so only one axis can lie on it")
+        raise ValueError(
+            f"core_axis={asked!r}: a chip has two cores and one link between them, so only one axis can lie on it"
+        )
     if asked not in MESH_AXES:
         raise ValueError(f"core_axis={asked!r} is no mesh axis; there are {', '.join(MESH_AXES)}")
     if sizes[asked] % 2:

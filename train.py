@@ -2,10 +2,10 @@
 
     python train.py                                              a small model on real text, 8 simulated devices
     python train.py --mesh=data:2,fsdp:2,tensor:2 --steps=50     another mesh
-    python train.py --preset=llama3.1-8b --mesh=fsdp:* --corpus=corpus.bin --checkpoint_dir=gs://...   a TPU slice
+    python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
 
-Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py (every
-flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it moves),
+Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py
+(every flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it moves),
 checkpoint.py and log.py.
 """
 
@@ -227,7 +227,7 @@ def start_runtime(config: Config) -> None:
 
 
 def place(make_rows, batch: int, seq_len: int, mesh: Mesh) -> data.Batch:
-    """A global batch on the devices. make_rows(rows=slice) -> Batch is asked only for rows that this process's devices hold."""
+    """A global batch on the devices; make_rows(rows=slice) is asked only for rows that this process's devices hold."""
     made = {}
 
     def part(field, index):
@@ -293,8 +293,10 @@ def run(config: Config) -> dict[str, float]:
 
     log = Log(config, first_step, mesh)
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}; {jax.process_count()} process(es)")
-    log.say(f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
-            f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)")
+    log.say(
+        f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
+        f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
+    )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     if restored is not None:
         log.say(f"resumed    from step {first_step} in {config.checkpoint_dir}" + (f"; {differs}" if differs else ""))
@@ -325,7 +327,9 @@ def run(config: Config) -> dict[str, float]:
             if last_step == last_profiled:
                 log.finish_step()
                 jax.profiler.stop_trace()
-                log.say(f"profile    of steps {config.profile_steps} written; look at it with: xprof {config.profile_dir}")
+                log.say(
+                    f"profile    of steps {config.profile_steps} written; look at it with: xprof {config.profile_dir}"
+                )
             stopped = terminated(last_step)
             at_end = stopped or last_step == config.steps
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
@@ -343,7 +347,11 @@ def run(config: Config) -> dict[str, float]:
                 break
     checkpoint.close(manager)  # waits for the last save
     if stopped:
-        saved = f"saved in {config.checkpoint_dir}: the same command resumes" if manager else "not saved: no --checkpoint_dir"
+        saved = (
+            f"saved in {config.checkpoint_dir}: the same command resumes"
+            if manager
+            else "not saved: no --checkpoint_dir"
+        )
         log.say(f"terminated after step {last_step}, {saved}")
         raise SystemExit(128 + signal.SIGTERM)
     return summarise(log, state, corpus, config, mesh, eval_loss, begun)
@@ -372,8 +380,11 @@ def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh:
         log.say(f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's on the same files {bigram:.4f}")
     if config.sample:
         prompt, text = sample(state.params, corpus, config, mesh)
-        log.say(f"sample     of the model behind a held-out prompt:\n{prompt}\033[1m{text}\033[0m" if log.terminal
-                else f"sample     of the model behind a held-out prompt, after >>>:\n{prompt}>>>{text}")
+        log.say(
+            f"sample     of the model behind a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
+            if log.terminal
+            else f"sample     of the model behind a held-out prompt, after >>>:\n{prompt}>>>{text}"
+        )
     log.say(f"in all     {time.perf_counter() - begun:.1f} s")
     return figures
 

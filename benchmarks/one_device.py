@@ -2,8 +2,8 @@
 
     python benchmarks/one_device.py [any flag of train.py]
 
-The plain version is tests/reference.py with the same optimizer, weights and global batch. Both are timed in turns in one
-run, because such machines are noisy; the ratio of the medians is the figure.
+The plain version is tests/reference.py with the same optimizer, weights and global batch. Both are timed in turns in
+one run, because such machines are noisy; the ratio of the medians is the figure.
 """
 
 import statistics
@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
+from functools import partial
+
 import jax
 import optax
 import reference
@@ -21,7 +23,6 @@ import config as config_lib
 import data
 import sharding
 import train
-from functools import partial
 
 
 def main() -> None:
@@ -42,7 +43,9 @@ def main() -> None:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params, opt_state, plain_batch = jax.device_put(jax.device_get((state.params, state.opt_state, rows())), jax.devices()[0])
+    params, opt_state, plain_batch = jax.device_put(
+        jax.device_get((state.params, state.opt_state, rows())), jax.devices()[0]
+    )
     plain = jax.jit(plain_step, donate_argnums=(0, 1)).lower(params, opt_state, plain_batch).compile()
 
     seconds = {"mesh": [], "one device": []}
@@ -59,7 +62,8 @@ def main() -> None:
     for name, values in seconds.items():
         print(f"measured  {name:10}  median {statistics.median(values):.3f} s, {min(values):.3f} to {max(values):.3f}")
     ratio = statistics.median(seconds["mesh"]) / statistics.median(seconds["one device"])
-    print(f"measured  {sharding.describe_mesh(mesh)}: {ratio:.2f} x the time of one device (losses {metrics['loss']:.6f}, {loss:.6f})")
+    print(f"measured  {sharding.describe_mesh(mesh)}: {ratio:.2f} x the time of one device")
+    print(f"          losses after {turn + 1} steps: {metrics['loss']:.6f} and {loss:.6f}")
 
 
 if __name__ == "__main__":

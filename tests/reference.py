@@ -1,4 +1,4 @@
-"""The same model the plain way: one device, whole arrays, a Python loop, all logits at once, and no code of the project's."""
+"""The same model the plain way: one device, whole arrays, a Python loop, all logits at once, no project code."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ def attend(q, k, v, segments, window):
     k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-    mask = (j <= i) & ((i - j < window) if window else True) & (segments[:, None, :, None] == segments[:, None, None, :])
+    mask = (
+        (j <= i) & ((i - j < window) if window else True) & (segments[:, None, :, None] == segments[:, None, None, :])
+    )
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), -1), v)
 
 
