@@ -90,7 +90,7 @@ def _uncut(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
-    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i; one layer is whole at a time, two with prefetch.
+    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i; one is whole at a time, two with prefetch.
 
     Args:
       layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass; its

@@ -8,8 +8,8 @@ RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2
 attention, SwiGLU (Shazeer 2020, arXiv:2002.05202). Master weights are float32, the computation is in `config.dtype`.
 
 **Tensor parallelism** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A sub-layer is two matmuls, the first cut
-by columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual stream is
-cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor each:
+by columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual
+stream is cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor:
 
     h_btD = all_gather(norm(x_btd), "tensor")      in
     h_btf = h_btD @ w_Df                           columns: no communication
@@ -187,8 +187,8 @@ def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None 
 def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
     """cos and sin of position * frequency, each [b, t, H/2] in float32.
 
-    With `rope_scaling` = s > 1, Llama 3.1's stretching of the context (arXiv:2407.21783; the constants 1 and 4 are
-    those of its released configuration): wavelengths over the original length are stretched by s, those under a quarter of it
+    `rope_scaling` = s > 1 stretches the context as Llama 3.1 does (arXiv:2407.21783; the 1 and 4 below are those of its
+    released configuration): wavelengths over the original length become s times longer, those under a quarter of it
     are kept, and the ones between are blended.
     """
     half = config.head_dim // 2

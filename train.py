@@ -5,8 +5,8 @@
     python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
 
 Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py
-(every flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it moves),
-checkpoint.py and log.py.
+(every flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it
+moves), checkpoint.py and log.py.
 """
 
 import contextlib
