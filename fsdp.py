@@ -125,7 +125,7 @@ def _backward(layer, gather_layer, prefetch, residuals, dx):
     def step(w, dx, i, backward):
         backward.args_res[0] = w
         dw, dx = backward(dx)
-        _, scatter = jax.vjp(gather_layer, _index(shards_L, i))
+        scatter = jax.linear_transpose(gather_layer, _index(shards_L, i))
         return dx, scatter(dw)[0]
 
     dx, dshards_L = _loop(step, gather_layer, prefetch, shards_L, dx, backward_L, reverse=True)

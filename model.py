@@ -342,9 +342,16 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
     specs = param_specs(config)
     dtype = jnp.dtype(config.dtype)
     specs_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs.layers)  # one layer's: the dim L is gone
+    in_loop = is_matrix(config).layers
+
+    gather = lambda w, spec: fsdp.gather(w.astype(dtype), spec, "fsdp")
+    # The norms and biases of all layers at once: in the loop each would be a gather of a few kilobytes, all latency.
+    layers = jax.tree.map(
+        lambda w, spec, matrix: w if matrix else gather(w, spec), params.layers, specs.layers, in_loop
+    )
 
     def gather_layer(shards: Layers) -> Layers:
-        return jax.tree.map(lambda w, spec: fsdp.gather(w.astype(dtype), spec, "fsdp"), shards, specs_layer)
+        return jax.tree.map(lambda w, spec, matrix: gather(w, spec) if matrix else w, shards, specs_layer, in_loop)
 
     def layer(w: Layers, x_btd, aux, i):
         segments_bt, cos, sin = aux
@@ -355,12 +362,11 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
     if config.remat == "full":
         layer = jax.checkpoint(layer, prevent_cse=False)
 
-    w_vD = fsdp.gather(params.embed.astype(dtype), specs.embed, "fsdp")
-    x_btD = embed(w_vD, batch.tokens_BT)  # {U_tensor}
+    x_btD = embed(gather(params.embed, specs.embed), batch.tokens_BT)  # {U_tensor}
     x_btd = lax.psum_scatter(x_btD, "tensor", scatter_dimension=2, tiled=True)
     aux = (batch.segments_BT, *rope_tables(batch.positions_BT, config))
-    x_btd = fsdp.scan_layers(layer, gather_layer, params.layers, x_btd, aux, prefetch=config.prefetch)
-    return rms_norm(x_btd, fsdp.gather(params.norm.astype(dtype), specs.norm, "fsdp"), config.norm_eps)
+    x_btd = fsdp.scan_layers(layer, gather_layer, layers, x_btd, aux, prefetch=config.prefetch)
+    return rms_norm(x_btd, gather(params.norm, specs.norm), config.norm_eps)
 
 
 def unembedding(params: Params, config: Config) -> jax.Array:

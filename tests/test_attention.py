@@ -1,0 +1,195 @@
+"""Attention against one query at a time in float64, and its gradients against jax.nn.softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attention import attention
+
+
+def inputs(b, t, s, n, k, H, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = (b, t, n, H), (b, s, k, H), (b, s, k, H)
+    return tuple(random.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+
+def one_query_at_a_time(q, k, v, *, causal=True, window=0, segment_ids=None, soft_cap=0.0, q_offset=0):
+    """(out, lse) in float64, with Python loops."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    b, t, n, H = q.shape
+    out, lse = np.zeros((b, t, n, v.shape[-1])), np.full((b, n, t), -np.inf)
+    for row, i, head in np.ndindex(b, t, n):
+        kv_head = head // (n // k.shape[2])
+        scores, values = [], []
+        for j in range(k.shape[1]):
+            hidden = causal and j > i + q_offset
+            hidden = hidden or (window and abs(i + q_offset - j) >= window)
+            hidden = hidden or (segment_ids and segment_ids[0][row, i] != segment_ids[1][row, j])
+            if not hidden:
+                score = q[row, i, head] @ k[row, j, kv_head] / np.sqrt(H)
+                scores.append(soft_cap * np.tanh(score / soft_cap) if soft_cap else score)
+                values.append(v[row, j, kv_head])
+        if scores:
+            lse[row, head, i] = np.logaddexp.reduce(scores)
+            out[row, i, head] = np.exp(np.array(scores) - lse[row, head, i]) @ np.array(values)
+    return out, lse
+
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3], [1, 2, 2, 2, 2, 2, 0]])
+IDS = (SEGMENTS, SEGMENTS)
+MHA, GQA, MQA = dict(n=4, k=4), dict(n=6, k=3), dict(n=4, k=1)
+SQUARE = dict(b=2, t=7, s=7, H=4)
+
+CASES = {
+    "mha": (SQUARE | MHA, {}),
+    "gqa": (SQUARE | GQA, {}),
+    "mqa": (SQUARE | MQA, {}),
+    "one position": (dict(b=1, t=1, s=1, H=2) | MHA, {}),
+    "all keys": (SQUARE | GQA, dict(causal=False)),
+    "fewer queries, at the end": (dict(b=2, t=3, s=8, H=4) | GQA, dict(q_offset=5)),
+    "fewer queries, in the middle": (dict(b=2, t=3, s=8, H=4) | GQA, dict(q_offset=2)),
+    "one query": (dict(b=2, t=1, s=8, H=4) | GQA, dict(q_offset=7)),
+    "more queries": (dict(b=1, t=8, s=3, H=4) | GQA, {}),
+    "queries before the keys": (dict(b=1, t=6, s=4, H=4) | GQA, dict(q_offset=-3)),
+    "keys of others only": (dict(b=2, t=3, s=5, H=4) | GQA, dict(causal=False)),
+    "window 1": (SQUARE | GQA, dict(window=1)),
+    "window 3": (SQUARE | GQA, dict(window=3)),
+    "window of everything": (SQUARE | GQA, dict(window=7)),
+    "window behind the keys": (dict(b=1, t=5, s=4, H=4) | GQA, dict(window=2, q_offset=2)),
+    "symmetric window": (SQUARE | GQA, dict(window=3, causal=False)),
+    "symmetric window 1": (SQUARE | GQA, dict(window=1, causal=False)),
+    "segments": (SQUARE | GQA, dict(segment_ids=IDS)),
+    "segments, all keys": (SQUARE | GQA, dict(segment_ids=IDS, causal=False)),
+    "foreign segments": (SQUARE | MHA, dict(segment_ids=(SEGMENTS + 1, SEGMENTS))),
+    "segments and window": (SQUARE | GQA, dict(segment_ids=IDS, window=2)),
+    "segments of some keys": (
+        dict(b=2, t=2, s=7, H=4) | GQA,
+        dict(segment_ids=(SEGMENTS[:, 3:5], SEGMENTS), q_offset=3, window=2),
+    ),
+    "soft cap": (SQUARE | GQA, dict(soft_cap=0.7)),
+    "everything": (SQUARE | GQA, dict(segment_ids=IDS, window=3, soft_cap=1.5, causal=False)),
+}
+
+
+@pytest.mark.parametrize("shape, options", CASES.values(), ids=CASES)
+def test_equals_one_query_at_a_time(shape, options):
+    q, k, v = inputs(**shape)
+    expected_out, expected_lse = one_query_at_a_time(q, k, v, **options)
+    out, lse = jax.jit(lambda q, k, v: attention(q, k, v, **options))(q, k, v)
+    assert out.dtype == lse.dtype == jnp.float32
+    np.testing.assert_allclose(out, expected_out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
+    blind = np.isneginf(expected_lse).swapaxes(1, 2)
+    assert (np.asarray(out)[blind] == 0).all()
+
+
+def test_the_cases_have_queries_that_see_nothing():
+    """And queries that see something: what the test above says of them is not empty."""
+    blind = lambda name: np.isneginf(one_query_at_a_time(*inputs(**CASES[name][0]), **CASES[name][1])[1])
+    for name in ("queries before the keys", "window behind the keys", "foreign segments"):
+        assert 0 < blind(name).mean() < 1
+    assert not blind("segments").any()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs(**SQUARE, **GQA)
+    expected_out, expected_lse = one_query_at_a_time(100 * q, 10 * k, v)
+    assert expected_lse.max() > 1000  # exp(89) overflows float32
+    out, lse = jax.jit(attention)(100 * q, 10 * k, v)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
+def test_bfloat16():
+    """The output has the dtype of the values; the softmax is in float32, so that only roundings of 2^-9 are left."""
+    q, k, v = (a.astype(jnp.bfloat16) for a in inputs(**SQUARE, **GQA))
+    expected_out, expected_lse = one_query_at_a_time(q, k, v)
+    out, lse = jax.jit(attention)(q, k, v)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), expected_out, atol=2**-7 * np.abs(v.astype(np.float32)).max()
+    )
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
+
+
+# -- gradients
+
+
+def plain(q, k, v, seen_bts, soft_cap):
+    """(out, lse) by jax.nn.softmax with one key/value head a query head; every query sees something."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
+    scores = jnp.where(seen_bts[:, None], scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v), jax.nn.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("window, soft_cap, causal", [(0, 0.0, True), (3, 1.5, True), (2, 0.0, False)])
+def test_gradients(heads, window, soft_cap, causal):
+    q, k, v = inputs(**SQUARE, **heads)
+    distance = np.arange(7)[:, None] - np.arange(7)
+    seen_bts = SEGMENTS[:, :, None] == SEGMENTS[:, None]
+    seen_bts = seen_bts & ((distance >= 0) | (not causal)) & ((np.abs(distance) < window) | (not window))
+    options = dict(causal=causal, window=window, soft_cap=soft_cap, segment_ids=IDS)
+    random = np.random.default_rng(1)
+    d_out, d_lse = (random.standard_normal(shape, np.float32) for shape in (q.shape, (2, q.shape[2], 7)))
+
+    def gradients(f):
+        weighted = lambda q, k, v: sum(jnp.sum(a * d) for a, d in zip(f(q, k, v), (d_out, d_lse), strict=True))
+        return jax.jit(jax.grad(weighted, argnums=(0, 1, 2)))(q, k, v)
+
+    found = gradients(lambda q, k, v: attention(q, k, v, **options))
+    expected = gradients(lambda q, k, v: plain(q, k, v, seen_bts, soft_cap))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert np.abs(b).max() > 0.1
+
+
+def test_gradients_of_queries_that_see_nothing_are_zero():
+    """Those of keys that nobody sees as well, and of the values there."""
+    q, k, v = (jnp.asarray(a) for a in inputs(**SQUARE, **GQA))
+    q_ids, kv_ids = SEGMENTS.copy(), SEGMENTS.copy()
+    q_ids[:, 2], kv_ids[:, 4] = 77, 88
+    seen_bts = (q_ids[:, :, None] == kv_ids[:, None]) & np.tri(7, dtype=bool)
+    blind, unseen = ~seen_bts.any(2), ~seen_bts.any(1)
+    assert blind[:, 2].all() and unseen[:, 4].all() and not (blind.all() or unseen.all())
+
+    f = lambda q, k, v: attention(q, k, v, segment_ids=(q_ids, kv_ids))
+    out, lse = jax.jit(f)(q, k, v)
+    lse = np.asarray(lse).swapaxes(1, 2)
+    assert (np.asarray(out)[blind] == 0).all()
+    assert np.isneginf(lse[blind]).all() and np.isfinite(lse[~blind]).all()
+
+    total = lambda q, k, v: sum(jnp.sum(a) for a in f(q, k, v))  # -inf itself
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
+    for gradient, zero in zip(gradients, (blind, unseen, unseen), strict=True):
+        largest = np.abs(gradient).max((-1, -2))
+        assert np.isfinite(gradient).all()
+        assert (largest[zero] == 0).all() and (largest[~zero] > 0).all()
+
+
+# -- merging
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=3), dict(segment_ids=IDS, soft_cap=2.0)])
+@pytest.mark.parametrize("cut", [1, 4])
+def test_parts_of_the_keys_merge_into_all(options, cut):
+    """By their log-sum-exp: out = sum of exp(lse_part - lse) * out_part."""
+
+    def part(q, k, v, keys, q_offset):
+        ids = {"segment_ids": (SEGMENTS, SEGMENTS[:, keys])} if "segment_ids" in options else {}
+        return attention(q, k[:, keys], v[:, keys], **(options | ids), q_offset=q_offset)
+
+    @jax.jit
+    def both_ways(q, k, v):
+        (out_1, lse_1), (out_2, lse_2) = part(q, k, v, slice(0, cut), 0), part(q, k, v, slice(cut, 7), -cut)
+        lse = jnp.logaddexp(lse_1, lse_2)
+        share = lambda of: jnp.exp(of - lse).swapaxes(1, 2)[..., None]
+        return (share(lse_1) * out_1 + share(lse_2) * out_2, lse), attention(q, k, v, **options)
+
+    merged, whole = both_ways(*inputs(**SQUARE, **GQA))
+    for a, b in zip(merged, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,215 @@
+"""The flags: each documented, wrong ones answered with the way out, and the presets as published."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import config as config_lib
+import model
+from config import PRESETS, Config, from_preset, parse_flags
+
+ROOT = Path(config_lib.__file__).parent
+FIELDS = dataclasses.fields(Config)
+
+
+def parse(*argv: str) -> Config:
+    return parse_flags(list(argv), prog="test", description="A test.")
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line that a wrong command line is answered with."""
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ")
+    return line
+
+
+def flags_of(config: Config) -> list[str]:
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if not isinstance(value, bool)}
+    switches = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, bool)}
+    return [f"--{n}={v}" for n, v in flags.items()] + [f"--{'' if v else 'no-'}{n}" for n, v in switches.items()]
+
+
+# -- help
+
+
+def test_every_field_is_documented_and_in_the_help(capsys):
+    documented = {name: text for group in config_lib._documentation().values() for name, text in group.items()}
+    assert list(documented) == [field.name for field in FIELDS]
+    assert all(config_lib._documentation()) and all(documented.values())
+    with pytest.raises(SystemExit) as ended:
+        parse("--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    unwrapped = "".join(shown.split())
+    for field in FIELDS:
+        assert re.search(rf"^  --{field.name}[ ,\n]", shown, re.MULTILINE), field.name
+        assert "".join(f"{documented[field.name]} [{field.default!r}]".split()) in unwrapped
+    assert all(preset in shown for preset in PRESETS)
+
+
+@pytest.mark.parametrize("program", ["config.py", "train.py"])
+def test_help_answers_at_once(program):
+    """Under 2 s, and without jax: what takes the time is its import."""
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        done = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - begun)
+        assert done.returncode == 0 and "--num_kv_heads" in done.stdout and not done.stderr
+    assert min(seconds) < 2
+    command = [sys.executable, "-X", "importtime", ROOT / program, "--help"]
+    imported = re.findall(r"\|\s*(\S+)$", subprocess.run(command, capture_output=True, text=True).stderr, re.MULTILINE)
+    assert "argparse" in imported and not {"jax", "numpy", "optax"} & set(imported)
+
+
+def test_config_prints_what_the_flags_make():
+    command = [sys.executable, ROOT / "config.py", "--preset=llama3.1-8b", "--batch=6", "--no-prefetch"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    printed = dict(re.fullmatch(r"(\w+) += (.+)", line).groups() for line in lines)
+    config = from_preset("llama3.1-8b", batch=6, prefetch=False)
+    assert printed == {name: repr(value) for name, value in dataclasses.asdict(config).items()}
+
+
+# -- from flags to a Config
+
+
+def test_no_flags_are_the_defaults():
+    assert parse() == Config() == from_preset("tiny")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_field_can_be_set_by_its_flag(preset):
+    assert parse(f"--preset={preset}") == from_preset(preset)
+    assert parse(*flags_of(from_preset(preset))) == from_preset(preset)
+    assert parse(*flags_of(dataclasses.replace(Config(), preset=preset))) == dataclasses.replace(
+        Config(), preset=preset
+    )
+
+
+@pytest.mark.parametrize("name", [field.name for field in FIELDS if isinstance(field.default, bool)])
+def test_switches(name):
+    assert getattr(parse(f"--{name}"), name) is True
+    assert getattr(parse(f"--no-{name}"), name) is False
+    assert getattr(parse(f"--{name}", f"--no-{name}"), name) is False
+
+
+def test_flags_stand_above_the_preset_in_any_order():
+    assert parse("--batch=3", "--preset=llama3.1-8b").batch == 3
+    assert parse("--preset=llama3.1-8b", "--batch=3").batch == 3
+    assert parse("--batch", "3", "--learning_rate", "1e-4").learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "flag, way_out",
+    [
+        ("--presett=tiny", "there is no flag '--presett=tiny'; did you mean --preset?"),
+        ("--num_layer=3", "there is no flag '--num_layer=3'; did you mean --num_layers?"),
+        ("--lerning-rate=1", "did you mean --learning_rate?"),
+        ("--no-prefetchh", "did you mean --prefetch?"),
+        ("--batch_size=3", "did you mean --batch?"),
+        ("--warmup=3", "did you mean --warmup_steps?"),  # and no abbreviations
+        ("--zzz", "there is no flag '--zzz'; there are preset, steps, batch"),
+        ("stray", "there is no flag 'stray'"),
+        ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
+        ("--preset=qwen", "preset='qwen' does not exist; did you mean qwen2.5-7b?"),
+        ("--preset=zzz", "preset='zzz' does not exist; there are tiny, llama2-70b"),
+        ("--steps=many", "argument --steps: invalid int value: 'many'"),
+        ("--steps=1.5", "argument --steps: invalid int value: '1.5'"),
+        ("--learning_rate=high", "argument --learning_rate: invalid float value: 'high'"),
+        ("--steps=0", "steps=0 must be at least 1"),
+        ("--remat=some", "remat='some' is not one of none, full"),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_the_way_out(capsys, flag, way_out):
+    assert way_out in refused(capsys, flag)
+
+
+def test_train_refuses_a_wrong_flag_before_it_loads_jax():
+    command = [sys.executable, "-X", "importtime", ROOT / "train.py", "--optimiser=sgd"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "train.py: error: there is no flag '--optimiser=sgd'; did you mean --optimizer?" in done.stderr
+    assert not re.search(r"\| +jax$", done.stderr, re.MULTILINE)
+
+
+AT_LEAST_1 = (
+    "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
+    "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints"
+).split()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [({name: value}, f"{name}={value} must be at least 1") for name in AT_LEAST_1 for value in (0, -3)]
+    + [
+        ({name: -1}, f"{name}=-1 must not be negative")
+        for name in "window global_every warmup_steps eval_every eval_batches sample".split()
+    ]
+    + [
+        (dict(num_heads=6, num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
+        (dict(num_heads=2, num_kv_heads=4), "num_heads=2 must be a multiple of num_kv_heads=4"),
+        (dict(head_dim=7), "head_dim=7 must be even"),
+        (dict(global_every=2), "global_every=2 needs a window"),
+        (dict(dtype="float16"), "dtype='float16' is not one of float32, bfloat16"),
+        (dict(mu_dtype="int8"), "mu_dtype='int8' is not one of float32, bfloat16"),
+        (dict(optimizer="adam"), "optimizer='adam' is not one of adamw, adafactor, sgd"),
+        (dict(remat=""), "remat='' is not one of none, full"),
+        (dict(profile_steps="5"), "profile_steps='5' must be FIRST:LAST"),
+        (dict(profile_steps="5:4"), "profile_steps='5:4' must be FIRST:LAST"),
+        (dict(profile_steps="a:b"), "profile_steps='a:b' must be FIRST:LAST"),
+        (dict(profile_steps="3:5:7"), "profile_steps='3:5:7' must be FIRST:LAST"),
+    ],
+)
+def test_wrong_values(wrong, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Config(**wrong)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        from_preset("tiny", **wrong)
+
+
+def test_profile_range():
+    assert Config(profile_steps="3:12").profile_range == (3, 12)
+    assert Config(profile_steps="4:4").profile_range == (4, 4)
+
+
+# -- presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_build(preset):
+    config = from_preset(preset)
+    assert config.preset == preset
+    assert {name: getattr(config, name) for name in PRESETS[preset]} == PRESETS[preset]
+
+
+def test_from_preset_overrides():
+    config = from_preset("llama3.1-70b", num_layers=2, mesh="data:2", prefetch=False)
+    assert (config.num_layers, config.mesh, config.prefetch, config.model_dim) == (2, "data:2", False, 8192)
+    assert from_preset("llama3.1-70b") == dataclasses.replace(config, num_layers=80, mesh="fsdp:*", prefetch=True)
+    with pytest.raises(ValueError, match=r"^there is no field 'num_layer'; did you mean num_layers\?$"):
+        from_preset("tiny", num_layer=2)
+    with pytest.raises(ValueError, match=re.escape("preset='llama3.1-80b' does not exist; did you mean llama3.1-8")):
+        from_preset("llama3.1-80b")
+
+
+@pytest.mark.parametrize(
+    "preset, num_params",
+    [
+        ("llama2-70b", 68_976_648_192),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("qwen2.5-7b", 7_615_616_512),
+    ],
+)
+def test_presets_have_the_published_size(preset, num_params):
+    """The counts of the released weights, as their safetensors indices give them."""
+    assert model.num_params(from_preset(preset)) == num_params

@@ -1,0 +1,485 @@
+"""Corpora on disk and in memory, packing, order, and the thread that runs ahead."""
+
+import collections
+import itertools
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+
+ROOT = Path(data.__file__).parent
+SEPARATOR = 9
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 1, 2, 3, 4, 5, 6], [7, 7], [8, 1, 2, 3], [3, 2, 1]]
+
+
+def corpus_of(documents, held_out=((1, 2), (3,), (4, 5, 6, 7, 8)), vocab_size=10) -> data.Corpus:
+    join = lambda parts: np.array([t for part in parts for t in (SEPARATOR, *part)], np.uint16)
+    return data.Corpus("the hand-made corpus", join(documents), join(held_out), vocab_size, SEPARATOR)
+
+
+def numbered_corpus(num_sequences: int, seq_len: int) -> data.Corpus:
+    """Token i is i, so that a row tells which sequence it is."""
+    tokens = np.arange(num_sequences * seq_len + 1, dtype=np.uint32)
+    return data.Corpus("numbers", tokens, tokens, len(tokens), 0)
+
+
+def naive_row(stream, number, seq_len, separator):
+    """(tokens, targets, segments, positions) of a sequence, one token at a time."""
+    tokens, targets, segments, positions = [], [], [], []
+    segment, position = 0, -1
+    for i in range(number * seq_len, (number + 1) * seq_len):
+        position += 1
+        if stream[i] == separator or not tokens:
+            segment, position = segment + 1, 0
+        tokens.append(stream[i])
+        targets.append(stream[i + 1])
+        segments.append(segment)
+        positions.append(position)
+    return tokens, targets, segments, positions
+
+
+def run_cli(*args) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "data.py", *args], capture_output=True, text=True, timeout=60)
+
+
+# -- packing
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 8])
+def test_packing_equals_a_loop(seq_len):
+    corpus = corpus_of(DOCUMENTS)
+    size = (len(corpus.train) - 1) // seq_len
+    assert data.num_sequences(corpus.train, seq_len) == size
+    batch = data.train_batch(corpus, 0, batch=size, seq_len=seq_len, seed=3)
+    stream = corpus.train.tolist()
+    expected = sorted(naive_row(stream, number, seq_len, SEPARATOR) for number in range(size))
+    arrays = (batch.tokens_BT, batch.targets_BT, batch.segments_BT, batch.positions_BT)
+    assert sorted(tuple(a[row].tolist() for a in arrays) for row in range(size)) == expected
+    assert (batch.weights_BT == 1).all()
+
+
+def test_packing_by_hand():
+    """A separator belongs to its document; a cut document goes on as a new one from position 0."""
+    corpus = corpus_of([], held_out=[[1, 2], [], [3, 4, 5]])  # the stream: 9 1 2 9 9 3 4 5
+    batch = data.eval_batch(corpus, 0, batch=1, seq_len=7)
+    assert batch.tokens_BT.tolist() == [[9, 1, 2, 9, 9, 3, 4]]
+    assert batch.targets_BT.tolist() == [[1, 2, 9, 9, 3, 4, 5]]
+    assert batch.segments_BT.tolist() == [[1, 1, 1, 2, 3, 3, 3]]
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+    batch = data.eval_batch(corpus, 0, batch=3, seq_len=2)
+    assert batch.tokens_BT.tolist() == [[9, 1], [2, 9], [9, 3]]
+    assert batch.segments_BT.tolist() == [[1, 1], [1, 2], [1, 1]]
+    assert batch.positions_BT.tolist() == [[0, 1], [0, 0], [0, 1]]
+
+
+def test_dtypes_and_shapes():
+    batch = data.train_batch(corpus_of(DOCUMENTS), 5, batch=4, seq_len=6, seed=0)
+    assert [a.shape for a in batch] == [(4, 6)] * 5
+    assert [a.dtype for a in batch] == [np.int32] * 4 + [np.float32]
+
+
+# -- order
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 64, 65, 100, 1000])
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_permute_is_a_permutation_in_each_epoch(size, seed):
+    for epoch in (0, 1, 2, 7):
+        numbers = epoch * size + np.arange(size)
+        permuted = data._permute(numbers, size, seed)
+        assert sorted(permuted.tolist()) == list(range(size))
+        one_by_one = [data._permute(numbers[i : i + 1], size, seed)[0] for i in range(min(size, 20))]
+        assert permuted[:20].tolist() == one_by_one
+
+
+@pytest.mark.parametrize("size", [17, 64, 100, 1000])
+def test_orders_differ_between_epochs_and_seeds(size):
+    order = lambda epoch, seed: tuple(data._permute(epoch * size + np.arange(size), size, seed).tolist())
+    assert len({order(epoch, seed) for epoch in range(5) for seed in range(5)}) == 25
+    assert order(3, 4) == order(3, 4)
+
+
+def test_orders_are_unlike_each_other():
+    """No correlation with the order on disk, nor between neighbouring epochs or seeds: 5 sigma is 0.16."""
+    size = 1000
+    orders = [data._permute(e * size + np.arange(size), size, s) for e in range(3) for s in range(3)]
+    correlations = np.corrcoef([np.arange(size), *orders]) - np.eye(10)
+    assert np.abs(correlations).max() < 0.16
+
+
+@pytest.mark.parametrize("size, batch", [(7, 3), (12, 4), (5, 8), (1, 2), (64, 16)])
+def test_an_epoch_has_every_sequence_once(size, batch):
+    corpus, seq_len, epochs = numbered_corpus(size, 3), 3, 3
+    seen = []
+    for step in range(-(-epochs * size // batch)):
+        seen += (data.train_batch(corpus, step, batch=batch, seq_len=seq_len, seed=1).tokens_BT[:, 0] // 3).tolist()
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_order_does_not_depend_on_the_batch_size():
+    corpus = numbered_corpus(37, 4)
+    rows = lambda batch: [
+        row
+        for step in range(48 // batch)
+        for row in data.train_batch(corpus, step, batch=batch, seq_len=4, seed=2).tokens_BT.tolist()
+    ]
+    assert rows(2) == rows(6) == rows(48)
+
+
+ROWS = [slice(0, 1), slice(0, 4), slice(4, 8), slice(3, 7), slice(7, 8), slice(None)]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_part_of_the_rows_is_that_part_of_the_batch(rows):
+    corpus = corpus_of(DOCUMENTS)
+    train = lambda **part: data.train_batch(corpus, 2, batch=8, seq_len=3, seed=5, **part)
+    held_out = lambda **part: data.eval_batch(corpus, 0, batch=8, seq_len=3, **part)
+    for make in (train, held_out):
+        for whole, part in zip(make(), make(rows=rows), strict=True):
+            np.testing.assert_array_equal(whole[rows], part)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+def test_evaluation_goes_through_the_held_out_part_in_order(batch):
+    size, seq_len = 5, 4
+    corpus = numbered_corpus(size, seq_len)
+    tokens, targets = [], []
+    for index in range(-(-size // batch) + 1):  # and one past the end
+        made = data.eval_batch(corpus, index, batch=batch, seq_len=seq_len)
+        real = index * batch + np.arange(batch) < size
+        np.testing.assert_array_equal(made.weights_BT, np.repeat(real[:, None], seq_len, 1))
+        assert (made.segments_BT[~real] == 0).all() and (made.segments_BT[real] > 0).all()
+        tokens += made.tokens_BT[real].ravel().tolist()
+        targets += made.targets_BT[real].ravel().tolist()
+    assert tokens == corpus.held_out[:-1].tolist()
+    assert targets == corpus.held_out[1:].tolist()
+
+
+# -- token files
+
+
+@pytest.mark.parametrize("vocab_size, itemsize", [(300, 2), (1 << 16, 2), ((1 << 16) + 1, 4), (200_000, 4)])
+def test_round_trip(tmp_path, vocab_size, itemsize):
+    path = str(tmp_path / "corpus.bin")
+    train, held_out = [[1, 2, vocab_size - 1], [], [3]], [[vocab_size - 2, 5]]
+    written = data.write_corpus(path, map(np.array, train), map(np.array, held_out), vocab_size=vocab_size, separator=7)
+    opened = data.open_corpus(path)
+    for corpus in (written, opened):
+        assert corpus.train.tolist() == [7, 1, 2, vocab_size - 1, 7, 7, 3]
+        assert corpus.held_out.tolist() == [7, vocab_size - 2, 5]
+        assert (corpus.name, corpus.vocab_size, corpus.separator) == (path, vocab_size, 7)
+        assert corpus.train.dtype == corpus.held_out.dtype == np.dtype(f"<u{itemsize}")
+        assert isinstance(corpus.train, np.memmap)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.bin"]
+
+
+def test_the_file_is_as_documented(tmp_path):
+    path = str(tmp_path / "corpus.bin")
+    data.write_corpus(path, [np.array([1, 2])], [np.array([3])], vocab_size=300, separator=299)
+    content = Path(path).read_bytes()
+    head = struct.pack("<8sIIQQQQ", b"ironwood", 1, 2, 300, 299, 3, 2)
+    assert content == head + struct.pack("<I", zlib.crc32(head)) + bytes(12) + struct.pack("<5H", 299, 1, 2, 299, 3)
+
+
+def small_file(tmp_path) -> Path:
+    path = tmp_path / "corpus.bin"
+    data.write_corpus(str(path), [np.arange(50)], [np.arange(20)], vocab_size=100, separator=99)
+    return path
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none.bin"))):
+        data.open_corpus(str(tmp_path / "none.bin"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 63])
+def test_file_without_a_whole_header(tmp_path, size):
+    path = tmp_path / "short.bin"
+    path.write_bytes(small_file(tmp_path).read_bytes()[:size])
+    with pytest.raises(ValueError, match=re.escape(f"{path} has {size} bytes: too short for the 64-byte header")):
+        data.open_corpus(str(path))
+
+
+@pytest.mark.parametrize("change", [-100, -2, -1, 1, 2])
+def test_file_of_the_wrong_length(tmp_path, change):
+    path = small_file(tmp_path)
+    content = path.read_bytes()
+    whole = 64 + 2 * (51 + 21)
+    assert len(content) == whole
+    path.write_bytes(content[:change] if change < 0 else content + bytes(change))
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} has {whole + change} bytes and its header promises {whole}")
+    ):
+        data.open_corpus(str(path))
+
+
+def test_another_kind_of_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time " * 10)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} starts with b'Once upo': not a token file"):
+        data.open_corpus(str(path))
+
+
+def test_every_flipped_bit_of_the_header_is_noticed(tmp_path):
+    path = small_file(tmp_path)
+    content = path.read_bytes()
+    for bit in range(52 * 8):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a token file" if bit < 64 else "damaged header") as error:
+            data.open_corpus(str(path))
+        assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("vocab_size, code", [(100, "<H"), (70_000, "<I")])
+@pytest.mark.parametrize("part, offset", [("training", 0), ("training", 13), ("training", 50), ("held-out", 7)])
+def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, code, part, offset):
+    path, token, seq_len = str(tmp_path / "corpus.bin"), vocab_size + 3, 5
+    data.write_corpus(path, [np.arange(50)], [np.arange(20)], vocab_size=vocab_size, separator=99)
+    content = bytearray(Path(path).read_bytes())
+    struct.pack_into(code, content, 64 + struct.calcsize(code) * (offset + 51 * (part == "held-out")), token)
+    Path(path).write_bytes(content)
+    corpus = data.open_corpus(path)
+    train = lambda row: data.train_batch(corpus, 0, batch=10, seq_len=seq_len, seed=0, rows=slice(row, row + 1))
+    held_out = lambda row: data.eval_batch(corpus, 0, batch=4, seq_len=seq_len, rows=slice(row, row + 1))
+    messages = []
+    for make, rows in ((train, 10), (held_out, 4)):
+        for row in range(rows):
+            try:
+                make(row)
+            except ValueError as error:
+                messages.append(str(error))
+    expected = f"{path} has token {token} at {part} token {offset}, outside its vocabulary of {vocab_size}"
+    at_a_cut = 0 < offset < 50 and offset % seq_len == 0  # the last target of one sequence, the first token of another
+    assert messages == [expected] * (1 + at_a_cut)
+
+
+@pytest.mark.parametrize("token", [-1, 100, 65536])
+def test_a_token_outside_the_vocabulary_is_not_written(tmp_path, token):
+    with pytest.raises(ValueError, match=f"document 1 has token {token} at position 2, outside the vocabulary of 100"):
+        documents = [np.array([1]), np.array([1, 2, token, 3])]
+        data.write_corpus(str(tmp_path / "corpus.bin"), documents, [], vocab_size=100, separator=99)
+    assert not (tmp_path / "corpus.bin").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError])
+def test_an_interrupted_write_leaves_the_file_before(tmp_path, error):
+    path = small_file(tmp_path)
+    before = path.read_bytes()
+
+    def documents():
+        yield np.arange(60)
+        raise error("in the middle")
+
+    with pytest.raises(error, match="in the middle"):
+        data.write_corpus(str(path), [np.arange(5)], documents(), vocab_size=100, separator=99)
+    assert path.read_bytes() == before
+    data.write_corpus(str(path), [np.arange(5)], [np.arange(3)], vocab_size=100, separator=99)
+    assert data.open_corpus(str(path)).train.tolist() == [99, 0, 1, 2, 3, 4]
+
+
+def test_check_names_the_numbers_and_the_way_out():
+    corpus = corpus_of(DOCUMENTS)  # 30 training and 11 held-out tokens
+    assert (len(corpus.train), len(corpus.held_out)) == (30, 11)
+    corpus.check(seq_len=10, vocab_size=10)
+    with pytest.raises(ValueError, match=r"the hand-made corpus .* of 10 and the model one of 9; use --vocab_size=10"):
+        corpus.check(seq_len=10, vocab_size=9)
+    with pytest.raises(ValueError, match=r"has 11 held-out tokens, .* seq_len \+ 1 = 12; .* --seq_len=10 at most"):
+        corpus.check(seq_len=11, vocab_size=10)
+    with pytest.raises(ValueError, match=r"has 30 training tokens, .* seq_len \+ 1 = 31; .* --seq_len=29 at most"):
+        corpus.check(seq_len=30, vocab_size=10)
+
+
+# -- from text
+
+
+def documents_of(tokens) -> list[bytes]:
+    content = np.asarray(tokens).astype(np.uint8).tobytes()
+    assert content[0] == 255
+    return content[1:].split(b"\xff")
+
+
+def test_prepare_a_folder(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep" / "er").mkdir(parents=True)
+    texts = [f"text {i}: Grüße, 世界\n" * (i + 1) for i in range(60)]
+    for i, text in enumerate(texts):
+        (folder / ("deep/er" if i % 2 else ".") / f"{i}.txt").write_text(text, encoding="utf-8")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "latin-1.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "deep" / "binary.dat").write_bytes(bytes(range(256)))
+    single = tmp_path / "single.md"
+    single.write_text("on its own")
+    out = tmp_path / "corpus.bin"
+    done = run_cli("prepare", folder, single, "--out", out)
+    assert done.returncode == 0, done.stderr
+    left_out = [line for line in done.stdout.splitlines() if line.startswith("left out, no UTF-8 text: ")]
+    assert {line.rpartition(": ")[2] for line in left_out} == {
+        str(folder / "latin-1.txt"),
+        str(folder / "deep" / "binary.dat"),
+    }
+    corpus = data.open_corpus(str(out))
+    assert f"{len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens" in done.stdout
+    train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
+    assert sorted(train + held_out) == sorted(text.encode() for text in [*texts, "on its own"])
+    assert 1 <= len(held_out) <= 10
+    by_path = [path.read_bytes() for path in sorted(folder.rglob("*.txt"))] + [b"on its own"]
+    assert train == [text for text in by_path if text in train]  # the same on every file system
+    assert held_out == [text for text in by_path if text in held_out]
+    assert (corpus.vocab_size, corpus.separator) == (256, 255)
+
+    # Which part a document is in does not depend on what else there is.
+    for path in folder.rglob("1*.txt"):
+        path.unlink()
+    rest, _ = data.prepare([str(folder), str(single)], str(out))
+    assert set(documents_of(rest.train)) <= set(train) and set(documents_of(rest.held_out)) <= set(held_out)
+
+
+@pytest.mark.parametrize("size", [2, 5, 19, 20, 21, 400, 1000])
+def test_prepare_a_single_small_file(tmp_path, size):
+    """There is one document, so its end is held out."""
+    text = ("The quick brown fox. " * 50)[:size].encode()
+    (tmp_path / "fox.txt").write_bytes(text)
+    corpus, skipped = data.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "corpus.bin"))
+    (train,), (held_out,) = documents_of(corpus.train), documents_of(corpus.held_out)
+    assert train + held_out == text and not skipped
+    assert len(held_out) == max(size // 20, 1)
+
+
+def test_prepare_and_show_a_single_small_file(tmp_path):
+    (tmp_path / "fox.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    done = run_cli("prepare", tmp_path / "fox.txt", "--out", tmp_path / "corpus.bin")
+    assert done.returncode == 0, done.stderr
+    assert "856 training and 46 held-out tokens\nvocabulary 256, separator 255, uint16 tokens" in done.stdout
+    shown = run_cli("show", tmp_path / "corpus.bin", "--seq_len=40")
+    assert shown.returncode == 0, shown.stderr
+    assert "first sequence: 1 document(s); the last position is 39" in shown.stdout
+    assert re.search("quick|jumps|lazy", shown.stdout)
+
+
+def test_command_line_errors_are_one_line(tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"abc\xff")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "worse.txt").write_bytes(b"\xfe")
+    (tmp_path / "fox.txt").write_text("The quick brown fox")
+    data.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "corpus.bin"))
+    out = ("--out", tmp_path / "out.bin")
+    for args, message in (
+        (("prepare", bad, *out), f"{bad} is no UTF-8 text: invalid start byte at byte 3"),
+        (("prepare", tmp_path / "none", *out), f"No such file or directory: '{tmp_path / 'none'}'"),
+        (("prepare", tmp_path / "folder", *out), f"no text in {tmp_path / 'folder'}: 1 files"),
+        (("show", bad), f"{bad} has 4 bytes: too short"),
+        (("show", tmp_path / "corpus.bin"), "use a longer text or --seq_len=18 at most"),
+    ):
+        done = run_cli(*args)
+        assert done.returncode == 2 and message in done.stderr
+        assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr
+    assert not (tmp_path / "out.bin").exists()
+
+
+def test_standard_library():
+    corpus = data.open_corpus("")
+    train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
+    for document in train + held_out:
+        assert document
+        document.decode()
+    source = Path(json.decoder.__file__).read_bytes()
+    assert (train + held_out).count(source) == 1
+    assert not set(train) & set(held_out)
+    assert len(train) > 300 and len(corpus.train) > 4_000_000
+    assert 0.02 < len(held_out) / len(train) < 0.1 and 0.01 < len(corpus.held_out) / len(corpus.train) < 0.2
+    assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in corpus.name
+    again = data.standard_library()
+    np.testing.assert_array_equal(corpus.train, again.train)
+    np.testing.assert_array_equal(corpus.held_out, again.held_out)
+    corpus.check(seq_len=1024, vocab_size=256)
+
+
+def test_decode():
+    assert data.decode(np.array([255, *"Grüße".encode(), 255, 66])) == "\n----\nGrüße\n----\nB"
+    assert data.decode(np.array([0xC3, 66])) == "\N{REPLACEMENT CHARACTER}B"
+
+
+# -- the thread that runs ahead
+
+
+def batch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_ahead_yields_in_order_and_ends_its_thread(depth):
+    assert list(data.ahead(lambda step: step * step, range(3, 40), depth)) == [n * n for n in range(3, 40)]
+    assert not batch_threads()
+
+
+def test_ahead_works_before_it_is_asked():
+    made = {step: threading.Event() for step in range(100)}
+
+    def make(step):
+        made[step].set()
+        return step
+
+    batches = data.ahead(make, range(100), depth=3)
+    assert next(batches) == 0
+    assert all(made[step].wait(10) for step in (1, 2, 3))
+    assert not made[10].is_set()
+    batches.close()
+    assert not made[10].is_set()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_ahead_ends_its_thread_when_closed(taken):
+    batches = data.ahead(lambda step: step, iter(range(10**9)))
+    assert [next(batches) for _ in range(taken)] == list(range(taken))
+    assert len(batch_threads()) == (taken > 0)
+    batches.close()
+    assert not batch_threads()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), OSError("disk"), KeyError("k"), SystemExit(3)])
+def test_ahead_raises_what_the_thread_raised(error):
+    def make(step):
+        if step == 4:
+            raise error
+        return step
+
+    batches = data.ahead(make, range(10))
+    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(type(error)) as caught:
+        next(batches)
+    assert caught.value is error
+    assert not batch_threads()
+
+
+# -- the yardstick
+
+
+@pytest.mark.parametrize("num_eval_sequences, max_train_tokens", [(1, 100), (3, 100), (50, 100), (3, 12)])
+def test_bigram_loss_equals_counting(num_eval_sequences, max_train_tokens):
+    corpus, seq_len = corpus_of(DOCUMENTS, held_out=[[1, 2, 3], [8, 8], [4, 4, 5, 6]]), 3
+    train = corpus.train.tolist()[:max_train_tokens]
+    pairs, singles = collections.Counter(itertools.pairwise(train)), collections.Counter(train)
+    size = min(num_eval_sequences, (len(corpus.held_out) - 1) // seq_len) * seq_len
+    losses = []
+    for a, b in itertools.pairwise(corpus.held_out.tolist()[: size + 1]):
+        p_b = (singles[b] + 1) / (len(train) + corpus.vocab_size)
+        losses.append(-math.log((pairs[a, b] + p_b) / (singles[a] + 1)))
+    assert len(losses) == size > 0
+    found = data.bigram_loss(
+        corpus, seq_len=seq_len, num_eval_sequences=num_eval_sequences, max_train_tokens=max_train_tokens
+    )
+    assert found == pytest.approx(sum(losses) / size, rel=1e-12)

@@ -1,0 +1,225 @@
+"""What fully sharded data parallelism moves and keeps: read off the jaxpr, and off the program that TPU7x would run."""
+
+import dataclasses
+import functools
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from test_parallel import SMALL, init, make_batch, on_mesh
+
+import data
+import model
+import sharding
+import train
+from config import Config
+
+
+def equations(jaxpr):
+    """All equations, those of inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            if hasattr(param, "eqns"):
+                yield from equations(param)
+            elif hasattr(param, "jaxpr"):
+                yield from equations(param.jaxpr)
+
+
+def trace(config: Config):
+    _, per_device, _ = on_mesh(config)
+    return jax.make_jaxpr(per_device)(init(config), make_batch(config)).jaxpr
+
+
+def collectives(config: Config, mesh_axis: str) -> list[tuple[str, str, tuple]]:
+    """(primitive, dtype, shape of the operand) of what the step moves over one mesh axis."""
+    found = []
+    for eqn in equations(trace(config)):
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        if mesh_axis in ([axes] if isinstance(axes, str) else axes) and eqn.primitive.name not in (
+            "pvary",
+            "axis_index",
+        ):
+            found += [(eqn.primitive.name, str(var.aval.dtype), var.aval.shape) for var in eqn.invars]
+    return found
+
+
+def gathers_of(shape, eqns) -> int:
+    return sum(eqn.primitive.name == "all_gather" and eqn.outvars[0].aval.shape == shape for eqn in eqns)
+
+
+def layer_loops_of(config: Config):
+    """The loops over the layers, as (scan equation, body)."""
+    for eqn in equations(trace(config)):
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            if any(weights_gathered(body)):
+                yield eqn, body
+
+
+def weights_gathered(body):
+    """What a loop's body gathers over fsdp."""
+    gathers = (eqn for eqn in body.eqns if eqn.primitive.name == "all_gather")
+    return {eqn.outvars[0] for eqn in gathers if "fsdp" in eqn.params["axis_name"]}
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_at_most_two_layers_are_whole(prefetch, remat):
+    """Each loop gathers a layer once an iteration and carries at most one; none is stacked up for the backward pass."""
+    config = Config(**SMALL, mesh="fsdp:8", prefetch=prefetch, remat=remat)
+    whole = (config.model_dim, config.ff_dim)  # w_gate and w_up, once gathered
+    loops = list(layer_loops_of(config))
+    assert len(loops) == 2  # forward and backward
+    for loop, body in loops:
+        assert gathers_of(whole, list(equations(body))) == 2  # w_gate, w_up: one layer
+        after, in_body = [[var.aval.shape for var in jaxpr.outvars] for jaxpr in (loop, body)]
+        carried = [shape for shape, inner in zip(after, in_body, strict=True) if shape == inner]
+        assert carried.count(whole) == (2 if prefetch else 0)
+        assert (config.num_layers, *whole) not in after
+
+
+def test_prefetch_gathers_what_this_layer_does_not_need():
+    """No matmul of a layer loop's body takes what the body gathers: it goes into the carry, for the next layer."""
+    for prefetch in (True, False):
+        config = Config(**SMALL, mesh="fsdp:8", prefetch=prefetch)
+        for _, body in layer_loops_of(config):
+            used = {var for eqn in body.eqns for var in eqn.invars if not hasattr(var, "val")}
+            assert bool(weights_gathered(body) & used) != prefetch
+
+
+def test_gradients_are_reduce_scattered_once():
+    config = Config(**SMALL, mesh="fsdp:8")
+    shapes = jax.tree.leaves(model.param_shapes(config))
+    moved = collectives(config, "fsdp")
+    scattered = [shape for name, _, shape in moved if name == "reduce_scatter"]
+    assert len(scattered) == len(shapes)
+    assert sum(math.prod(shape) for shape in scattered if len(shape) > 1) > 0
+    reduced = [shape for name, _, shape in moved if name.startswith("psum")]
+    assert all(math.prod(shape) == 1 for shape in reduced), reduced  # the loss and the number of targets
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_sharded_update_is_one_scatter_and_one_gather_in_place_of_the_all_reduce(microbatches):
+    config = Config(**SMALL, mesh="data:8", dtype="bfloat16", microbatches=microbatches)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(model.param_shapes(config)))
+    tensors = lambda moved, name: sorted(shape for n, _, shape in moved if n.startswith(name) and shape)
+
+    plain = collectives(config, "data")
+    assert tensors(plain, "psum") == shapes
+    assert not tensors(plain, "reduce_scatter") and not tensors(plain, "all_gather")
+
+    sharded = collectives(dataclasses.replace(config, shard_update=True), "data")
+    assert tensors(sharded, "reduce_scatter") == shapes
+    assert len(tensors(sharded, "all_gather")) == len(shapes)
+    assert not tensors(sharded, "psum")
+    assert {dtype for name, dtype, _ in sharded if name == "all_gather"} == {"bfloat16"}
+    assert {dtype for name, dtype, _ in sharded if name == "reduce_scatter"} == {"float32"}
+
+
+def test_sharded_update_cuts_the_optimizer_state_by_the_axis():
+    def bytes_per_device(shard_update):
+        config = Config(**SMALL, mesh="data:4,fsdp:2", shard_update=shard_update)
+        mesh, _, _ = on_mesh(config)
+        shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
+        layout = train.state_shardings(config, mesh)
+        on_device = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * a.dtype.itemsize, shapes, layout)
+        return sum(size for size in jax.tree.leaves(on_device.opt_state) if size > 4)
+
+    assert bytes_per_device(True) * 4 == bytes_per_device(False)
+
+
+# -- compiled for TPU7x
+
+
+@functools.cache
+def compiled_for_tpu7x(config: Config, what: str = "step"):
+    """The program for two by two chips (8 devices), by libtpu's compiler, which needs no TPU."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1")
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), topology.devices)
+    shardings = train.state_shardings(config, mesh)
+    init_state = partial(train.init_state, config=config)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if what == "init":
+        return jax.jit(init_state, out_shardings=shardings).trace(key).lower(lowering_platforms=("tpu",)).compile()
+    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+    state = jax.tree.map(place, jax.eval_shape(init_state, key), shardings)
+    rows = NamedSharding(mesh, sharding.BATCH_SPEC)
+    dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
+    batch = data.Batch(*(jax.ShapeDtypeStruct((config.batch, config.seq_len), d, sharding=rows) for d in dtypes))
+    return train.make_train_step(config, mesh).lower(state, batch).compile()
+
+
+TPU = dict(batch=8, seq_len=512, vocab_size=2048, num_layers=4, model_dim=512, ff_dim=1024, num_heads=4) | dict(
+    num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full", mesh="fsdp:8"
+)
+
+
+def layer_loops(program: str) -> list[str]:
+    """The schedule of each loop that gathers weights: G a gather starts, g it is done, R and r a scatter, M a matmul."""
+    computations = {}
+    for line in program.splitlines():
+        if start := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
+            current = computations.setdefault(start[1], [])
+        elif line.startswith(" "):
+            current.append(line)
+
+    @functools.cache
+    def multiplies(name):
+        lines = computations.get(name, [])
+        inner = [m for line in lines for m in re.findall(r"calls=%([\w.\-]+)", line)]
+        return any(" convolution(" in line for line in lines) or any(map(multiplies, inner))
+
+    schedules = []
+    for name in re.findall(r"body=%([\w.\-]+)", program):
+        schedule = ""
+        for line in computations[name]:
+            target = re.match(r"\s+(?:ROOT )?%(\S+) = ", line)
+            if asynchronous := target and re.search(r"(all-gather|reduce-scatter).*call-(start|done)", target[1]):
+                letter = {"all-gather": "g", "reduce-scatter": "r"}[asynchronous[1]]
+                schedule += letter.upper() if asynchronous[2] == "start" else letter
+                assert asynchronous[2] == "done" or 'async_execution_thread="sparsecore"' in line
+            elif (called := re.search(r"calls=%([\w.\-]+)", line)) and multiplies(called[1]):
+                schedule += "M"
+            assert not re.search(r" (all-gather|reduce-scatter)\(", line), f"not asynchronous: {line}"
+        schedules += [schedule] if "G" in schedule else []
+    return schedules
+
+
+@pytest.mark.slow
+def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
+    """On the SparseCores: with prefetch every gather is under way during matmuls, and none is waited for before one."""
+    forward, backward = layer_loops(compiled_for_tpu7x(Config(**TPU)).as_text())
+    assert re.fullmatch(r"G+M+g+", forward), forward
+    assert backward.count("r") == 7 and backward.rindex("M") < backward.index("g"), backward
+    assert backward.rindex("G") < backward.rindex("M")
+
+    forward, backward = layer_loops(compiled_for_tpu7x(Config(**TPU, prefetch=False)).as_text())
+    for schedule in (forward, backward):  # without it, the layer waits for its own weights
+        assert schedule.index("g") < schedule.index("M") and schedule.rindex("g") < schedule.rindex("M"), schedule
+
+
+@pytest.mark.slow
+def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
+    """The embedding's and the unembedding's gradients, whole on each device, leave it as reduce-scatters."""
+    program = compiled_for_tpu7x(Config(**TPU)).as_text()
+    reduced = re.findall(r"= (\S+\[[\d,]*\])\S* all-reduce\(", program)
+    sizes = [math.prod(map(int, filter(None, re.search(r"\[(.*)\]", shape)[1].split(",")))) for shape in reduced]
+    assert max(sizes) <= TPU["model_dim"], reduced
+    scattered = re.findall(r"= \w+\[(\d+,\d+)\]\S* reduce-scatter\(", program)
+    assert scattered.count(f"{TPU['vocab_size']},{TPU['model_dim'] // 8}") == 2, scattered
+
+
+@pytest.mark.slow
+def test_tpu7x_initialises_straight_into_the_shards():
+    """The program that makes the state needs little beside the shards that it makes."""
+    config = Config(**TPU | dict(num_layers=64))
+    memory = compiled_for_tpu7x(config, "init").memory_analysis()
+    state_bytes = 12 * model.num_params(config) / 8  # weights and two moments, in float32
+    assert memory.output_size_in_bytes < 1.01 * state_bytes
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes

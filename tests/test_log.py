@@ -1,0 +1,240 @@
+"""What a run prints and writes: every step once, rates from its time, and a metrics file that survives a restart."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+import log as log_lib
+import roofline
+import sharding
+from config import from_preset
+from log import Log
+
+MESH = sharding.make_mesh(sharding.parse_mesh("fsdp:*"))
+IN_A_LINE = (
+    "step loss grad_norm learning_rate skipped skipped_in_a_row "
+    "step_s tokens_per_s tflops_per_s_per_device mfu input_wait_s"
+).split()
+
+
+def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
+    """As train_step gives them."""
+    return {
+        "step": jnp.int32(step),
+        "loss": jnp.float32(loss),
+        "grad_norm": jnp.float32(0.5),
+        "learning_rate": jnp.float32(0.25),
+        "skipped": jnp.int32(skipped),
+        "skipped_in_a_row": jnp.int32(skipped_in_a_row),
+    }
+
+
+@contextlib.contextmanager
+def started(config, first_step=0, mesh=MESH):
+    """A Log whose clock runs, closed at the end."""
+    with contextlib.closing(Log(config, first_step, mesh)) as log:
+        log.start_clock()
+        yield log
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_line_of_the_metrics_file_for_each_step(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    config = from_preset("tiny", metrics_file=str(path), steps=3)
+    with started(config) as log:
+        for step in (1, 2, 3):
+            log.step(metrics(step, loss=step / 8))
+            assert [line["step"] for line in lines_of(path)] == list(range(1, step))  # shown while the next one runs
+        log.finish_step()
+        log.finish_step()
+    lines = lines_of(path)
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    for line in lines:
+        assert set(line) == set(IN_A_LINE)
+        assert (line["grad_norm"], line["learning_rate"], line["skipped"]) == (0.5, 0.25, 0)
+        assert line["step_s"] > 0
+        assert line["tokens_per_s"] == pytest.approx(config.batch * config.seq_len / line["step_s"])
+        flops_per_s = line["tokens_per_s"] * log.flops_per_token / 8
+        assert line["tflops_per_s_per_device"] == pytest.approx(flops_per_s / 1e12)
+        assert line["mfu"] is None  # a CPU has no peak to divide by
+
+
+def test_flops_are_those_of_the_config():
+    config = from_preset("gemma-31b-like")
+    expected = roofline.train_flops_per_token(
+        num_layers=60,
+        model_dim=5376,
+        ff_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=256,
+        vocab_size=262_144,
+        seq_len=8192,
+        window=1024,
+        global_every=6,
+    )
+    assert Log(config, 0, MESH).flops_per_token == expected
+
+
+def test_mfu_is_a_share_of_the_peak_of_tpu7x(tmp_path, capsys):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp:*"), devices)
+    with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl")), mesh=mesh) as log:
+        log.step(metrics(1))
+        log.finish_step()
+    (line,) = lines_of(tmp_path / "m.jsonl")
+    assert line["mfu"] == pytest.approx(line["tflops_per_s_per_device"] / 1153.5)
+    assert "  MFU " in capsys.readouterr().out
+    assert log.summary()["mfu"] == pytest.approx(line["mfu"])
+    assert ", MFU " in capsys.readouterr().out
+
+
+def test_no_mfu_on_a_cpu(capsys):
+    with started(from_preset("tiny")) as log:
+        log.step(metrics(1))
+        log.finish_step()
+    assert log.summary()["mfu"] is None
+    shown = capsys.readouterr().out
+    assert "TFLOP/s" in shown and "MFU" not in shown
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_step_time_is_from_step_to_step(monkeypatch):
+    """From the end of the step before to its own, without what start_clock leaves out; the mean is over all but one."""
+    monkeypatch.setattr(log_lib, "time", clock := Clock())
+    with started(from_preset("tiny")) as log:
+        log.step(metrics(1))
+        clock.now += 8
+        log.step(metrics(2))
+        clock.now += 2
+        log.finish_step()
+        clock.now += 50  # an evaluation
+        log.start_clock()
+        log.step(metrics(3))
+        clock.now += 3
+        log.finish_step()
+    assert log.steps_s == [8, 2, 3]
+    summary = log.summary()
+    assert summary["step_s"] == log.mean_step_s == 2.5
+    assert summary["tokens_per_s"] == 16 * 128 / 2.5
+
+
+def test_the_wait_for_input_is_put_down_to_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lib, "time", clock := Clock())
+
+    def batches():
+        for step, seconds in ((1, 4), (2, 0), (3, 2)):
+            clock.now += seconds
+            yield step
+
+    with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:
+        for step in log.waiting_for(batches()):
+            log.step(metrics(step))
+            clock.now += 1
+        log.finish_step()
+    assert [line["input_wait_s"] for line in lines_of(tmp_path / "m.jsonl")] == [4, 0, 2]
+
+
+def test_printed_lines(capsys):
+    """The first step, every log_every-th, and each that was skipped."""
+    with started(from_preset("tiny", steps=1200, log_every=5)) as log:
+        for step in range(1, 13):
+            log.step(metrics(step, skipped=step >= 8, skipped_in_a_row=step == 8))
+        log.finish_step()
+        log.evaluation(12, 1.23456)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/1200", "5/1200", "8/1200", "10/1200", "12/1200"]
+    assert lines[0].startswith("step    1/1200  loss 2.5000  grad norm 0.500  lr 2.50e-01  ")
+    assert "skipped" not in lines[0] + lines[1]
+    assert lines[2].endswith("  skipped 1") and lines[3].endswith("  skipped 1")
+    assert lines[4] == "step   12/1200  held-out loss 1.2346"
+
+
+def test_a_resumed_run_shows_its_first_step(capsys):
+    with started(from_preset("tiny", steps=100, log_every=50), first_step=33) as log:
+        for step in range(34, 52):
+            log.step(metrics(step))
+        log.finish_step()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["34/100", "50/100"]
+
+
+def test_no_steps(capsys):
+    with started(from_preset("tiny"), first_step=400) as log:
+        log.finish_step()
+    assert log.summary() == {} and log.mean_step_s == 0
+    assert capsys.readouterr().out == "no steps to do\n"
+
+
+def test_only_the_first_process_speaks_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:
+        log.step(metrics(1))
+        log.finish_step()
+        log.say("hello")
+        log.evaluation(1, 2.0)
+    assert log.summary()["step_s"] > 0
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with started(from_preset("tiny", max_skipped=3, metrics_file=str(path))) as log:
+        for step, in_a_row in enumerate([0, 1, 2, 0, 1, 2, 3], start=1):
+            log.step(metrics(step, loss=math.nan, skipped=step, skipped_in_a_row=in_a_row))
+        with pytest.raises(FloatingPointError, match=r"steps 5 to 7 were not finite \(max_skipped=3\).* after step 4"):
+            log.finish_step()
+    assert len(lines_of(path)) == 7  # the last one too is in the file
+
+
+# -- the metrics file
+
+
+def test_a_fresh_start_moves_the_old_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("older\n")
+    for content in ("old", "new"):
+        with log_lib.open_metrics(str(path), 0) as file:
+            file.write(f"{content}\n")
+    assert path.read_text() == "new\n"
+    assert Path(f"{path}.old").read_text() == "old\n"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
+@pytest.mark.parametrize("first_step", [1, 3, 4, 5, 8])
+def test_a_resumed_run_goes_on_behind_its_first_step(tmp_path, tail, first_step):
+    """Lines of steps that will be done again go, and so does what a killed run left half written."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 1.0}, {"step": 1, "eval_loss": 1.5}, {"step": 2, "loss": 2.0}]
+    lines += [{"step": 3, "loss": 3.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4, "loss": 4.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    lines += [json.loads(tail)] if tail.endswith("}") else []  # of this one only the end of the line is missing
+    new = {"step": first_step + 1, "loss": 0.0}
+    with log_lib.open_metrics(str(path), first_step) as file:
+        file.write(json.dumps(new) + "\n")
+    assert lines_of(path) == [line for line in lines if line["step"] <= first_step] + [new]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_without_a_file_starts_one(tmp_path):
+    with log_lib.open_metrics(str(tmp_path / "a" / "m.jsonl"), 7) as file:
+        file.write("x\n")
+    assert (tmp_path / "a" / "m.jsonl").read_text() == "x\n"

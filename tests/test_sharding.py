@@ -1,0 +1,330 @@
+"""The mesh: flags to sizes, the order of the devices, and the arithmetic of layouts."""
+
+import functools
+import itertools
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from sharding import MESH_AXES
+
+
+def sizes_of(text: str = "") -> dict[str, int]:
+    return sharding.parse_mesh(text)
+
+
+# -- flags to sizes
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", {}),
+        ("fsdp:*", {"fsdp": 0}),
+        ("data:2,fsdp:4,tensor:2", {"data": 2, "fsdp": 4, "tensor": 2}),
+        ("tensor:2, fsdp:*,", {"fsdp": 0, "tensor": 2}),
+        ("pipe:3,expert:16,context:1", {"pipe": 3, "expert": 16}),
+    ],
+)
+def test_parse_mesh(text, expected):
+    sizes = sizes_of(text)
+    assert list(sizes) == list(MESH_AXES)
+    assert sizes == dict.fromkeys(MESH_AXES, 1) | expected
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("fsdq:2", "there is no axis 'fsdq'; did you mean fsdp?"),
+        ("data:2,tensors:2", "there is no axis 'tensors'; did you mean tensor?"),
+        ("model:2", "there is no axis 'model'; there are data, pipe, fsdp, expert, context, tensor"),
+        (":2", "there is no axis ''; there are data, pipe, fsdp, expert, context, tensor"),
+        ("data:2,fsdp:2,data:2", "axis 'data' stands twice"),
+        ("data:1,data:2", "axis 'data' stands twice"),
+        ("fsdp", "the size of 'fsdp' must be a positive number or *, not ''"),
+        ("fsdp:", "the size of 'fsdp' must be a positive number or *, not ''"),
+        ("fsdp:0", "the size of 'fsdp' must be a positive number or *, not '0'"),
+        ("fsdp:-2", "the size of 'fsdp' must be a positive number or *, not '-2'"),
+        ("fsdp:2.0", "the size of 'fsdp' must be a positive number or *, not '2.0'"),
+        ("fsdp:**", "the size of 'fsdp' must be a positive number or *, not '**'"),
+        ("fsdp:2:2", "the size of 'fsdp' must be a positive number or *, not '2:2'"),
+        ("fsdp=2", "there is no axis 'fsdp=2'; did you mean fsdp?"),
+        ("data:*,fsdp:*", "only one axis can be *"),
+    ],
+)
+def test_parse_mesh_errors(text, message):
+    with pytest.raises(ValueError, match="^" + re.escape(f"mesh={text!r}: {message}") + "$"):
+        sizes_of(text)
+
+
+@pytest.mark.parametrize(
+    "text, num_devices, expected",
+    [
+        ("fsdp:*", 8, {"fsdp": 8}),
+        ("data:2,fsdp:*,tensor:2", 8, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("data:8,fsdp:*", 8, {"data": 8}),
+        ("data:2,tensor:4", 8, {"data": 2, "tensor": 4}),
+        ("", 1, {}),
+    ],
+)
+def test_fill_mesh(text, num_devices, expected):
+    assert sharding.fill_mesh(sizes_of(text), num_devices) == dict.fromkeys(MESH_AXES, 1) | expected
+
+
+@pytest.mark.parametrize(
+    "text, num_devices, message",
+    [
+        ("data:3,fsdp:*", 8, "mesh data:3,fsdp:*: 8 devices are not a multiple of 3; 6 or 9"),
+        ("data:16,fsdp:*", 8, "mesh data:16,fsdp:*: 8 devices are not a multiple of 16; 16"),
+        ("data:2,tensor:2", 8, "mesh data:2,tensor:2 is for 4 devices and there are 8; let one axis be *"),
+        ("fsdp:16", 8, "mesh fsdp:16 is for 16 devices and there are 8; let one axis be *"),
+        ("", 8, "mesh (all axes 1) is for 1 devices and there are 8; let one axis be *"),
+    ],
+)
+def test_fill_mesh_errors(text, num_devices, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        sharding.fill_mesh(sizes_of(text), num_devices)
+
+
+@pytest.mark.parametrize(
+    "size, axes, message",
+    [
+        (6, {"data": 2, "fsdp": 2}, "batch=6 must be a multiple of data*fsdp=4; nearest are 4 or 8"),
+        (
+            9,
+            {"data": 4, "fsdp": 1, "expert": 2},
+            "batch=9 must be a multiple of data*fsdp*expert=8; nearest are 8 or 16",
+        ),
+        (3, {"tensor": 8}, "batch=3 must be a multiple of tensor=8; nearest are 8"),
+    ],
+)
+def test_check_multiple_names_the_nearest(size, axes, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        sharding.check_multiple("batch", size, axes)
+
+
+@pytest.mark.parametrize("size, axes", [(8, {"data": 2, "fsdp": 4}), (7, {}), (7, {"data": 1}), (12, {"tensor": 3})])
+def test_check_multiple_passes(size, axes):
+    sharding.check_multiple("batch", size, axes)
+
+
+# -- which axis lies on the two cores of a chip
+
+
+@pytest.mark.parametrize(
+    "text, asked, expected",
+    [
+        ("data:2,fsdp:4", "", "fsdp"),
+        ("data:2,fsdp:4,tensor:2", "", "tensor"),
+        ("data:2,fsdp:4,tensor:2", "data", "data"),
+        ("data:2,fsdp:6", "fsdp", "fsdp"),
+        ("", "", "tensor"),
+    ],
+)
+def test_core_axis(text, asked, expected):
+    assert sharding.core_axis_of(sizes_of(text), asked) == expected
+
+
+@pytest.mark.parametrize(
+    "text, asked, message",
+    [
+        (
+            "data:2,fsdp:2",
+            "data,fsdp",
+            "core_axis='data,fsdp': a chip has two cores and one link between them, so only",
+        ),
+        ("data:2,fsdp:2", "cores", "core_axis='cores' is no mesh axis; there are data, pipe"),
+        ("data:2,fsdp:3", "fsdp", "core_axis='fsdp' has size 3; on the two cores of a chip it must be even"),
+        ("data:2", "tensor", "core_axis='tensor' has size 1; on the two cores of a chip it must be even"),
+    ],
+)
+def test_core_axis_errors(text, asked, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        sharding.core_axis_of(sizes_of(text), asked)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        sharding.make_mesh(sizes_of(text), jax.devices()[: np.prod(list(sizes_of(text).values()))], core_axis=asked)
+
+
+# -- the order of the devices
+
+
+@functools.cache
+def tpu7x(**options) -> list:
+    """16 devices a slice: 2x2x2 chips of two cores."""
+    return topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x2", **options).devices
+
+
+def shuffled(devices) -> list:
+    return random.Random(0).sample(list(devices), len(devices))
+
+
+def places_of_chips(mesh) -> list:
+    """For each chip the places in the mesh of its cores 0 and 1."""
+    places = {}
+    for place, device in np.ndenumerate(mesh.devices):
+        chip = getattr(device, "slice_index", 0), *device.coords
+        places.setdefault(chip, {})[device.core_on_chip] = np.array(place)
+    assert all(sorted(cores) == [0, 1] for cores in places.values())
+    return [(cores[0], cores[1]) for cores in places.values()]
+
+
+def test_default_devices_in_the_order_of_their_ids():
+    mesh = sharding.make_mesh(sizes_of("data:2,fsdp:*,tensor:2"))
+    assert mesh.axis_names == MESH_AXES
+    assert dict(mesh.shape) == sizes_of("data:2,fsdp:2,tensor:2")
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+def test_a_core_axis_has_neighbouring_ids():
+    ids = lambda mesh: np.vectorize(lambda device: device.id)(mesh.devices).squeeze().tolist()
+    sizes = sizes_of("data:2,fsdp:4")
+    assert ids(sharding.make_mesh(sizes)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ids(sharding.make_mesh(sizes, core_axis="data")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert ids(sharding.make_mesh(sizes_of("data:4,fsdp:2"), core_axis="data")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+MESHES = ["data:2,fsdp:4,tensor:2", "data:4,fsdp:2,tensor:2", "fsdp:*", "fsdp:2,context:2,tensor:4", "pipe:2,expert:8"]
+
+
+@pytest.mark.parametrize(
+    "text, core_axis",
+    [(text, axis) for text in MESHES for axis in MESH_AXES if sizes_of(text)[axis] != 1],
+)
+def test_the_cores_of_a_chip_are_neighbours_along_the_core_axis(text, core_axis):
+    mesh = sharding.make_mesh(sizes_of(text), shuffled(tpu7x()), core_axis)
+    chips = places_of_chips(mesh)
+    assert len(chips) == 8
+    along = np.eye(len(MESH_AXES), dtype=int)[MESH_AXES.index(core_axis)]
+    for first, second in chips:
+        assert (second - first).tolist() == along.tolist()
+        assert first[MESH_AXES.index(core_axis)] % 2 == 0
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_the_core_axis_is_by_default_the_last_one(text):
+    last = next(axis for axis in reversed(MESH_AXES) if sizes_of(text)[axis] != 1)
+    assert sharding.make_mesh(sizes_of(text), tpu7x()) == sharding.make_mesh(sizes_of(text), tpu7x(), last)
+
+
+@pytest.mark.parametrize(
+    "text, core_axis",
+    [
+        ("data:2,fsdp:8,tensor:2", ""),
+        ("data:2,fsdp:8,tensor:2", "fsdp"),
+        ("data:4,fsdp:4,tensor:2", "data"),
+        ("data:8,fsdp:4", "fsdp"),
+        ("pipe:2,fsdp:*", ""),
+        ("fsdp:*", ""),
+    ],
+)
+def test_slices_are_outermost(text, core_axis):
+    """The first axis larger than 1 goes over the slices: its lower half is the one, its upper half the other."""
+    mesh = sharding.make_mesh(sizes_of(text), shuffled(tpu7x(num_slices=2)), core_axis)
+    outermost = next(axis for axis in MESH_AXES if mesh.shape[axis] > 1)
+    for place, device in np.ndenumerate(mesh.devices):
+        at = place[MESH_AXES.index(outermost)]
+        assert device.slice_index == at // (mesh.shape[outermost] // 2)
+    axis = MESH_AXES.index(sharding.core_axis_of(dict(mesh.shape), core_axis))
+    assert all((second - first)[axis] == 1 and sum(second - first) == 1 for first, second in places_of_chips(mesh))
+
+
+def test_axes_run_along_the_torus():
+    """Inside a slice the last axis lies on the cores, the one before it along x, then y, then z."""
+    mesh = sharding.make_mesh(sizes_of("data:2,fsdp:2,context:2,tensor:2"), shuffled(tpu7x()))
+    for place, device in np.ndenumerate(mesh.devices.squeeze()):
+        assert place == (*reversed(device.coords), device.core_on_chip)
+
+
+def test_an_odd_axis_keeps_the_order_of_the_ids():
+    mesh = sharding.make_mesh(sizes_of("fsdp:2,tensor:3"), jax.devices()[:6])
+    assert [device.id for device in mesh.devices.flat] == list(range(6))
+
+
+def test_make_mesh_says_what_does_not_fit():
+    with pytest.raises(ValueError, match="mesh fsdp:16 is for 16 devices and there are 8"):
+        sharding.make_mesh(sizes_of("fsdp:16"))
+
+
+@pytest.mark.parametrize(
+    "text, core_axis, expected",
+    [
+        ("fsdp:*", "", "16 x TPU7x: fsdp 16; fsdp lies on the two cores of a chip"),
+        (
+            "data:2,fsdp:4,tensor:2",
+            "",
+            "16 x TPU7x: data 2, fsdp 4, tensor 2; tensor lies on the two cores of a chip, data cannot as well",
+        ),
+        (
+            "data:2,fsdp:2,context:2,tensor:2",
+            "fsdp",
+            "16 x TPU7x: data 2, fsdp 2, context 2, tensor 2; fsdp lies on the two cores of a chip, "
+            "data and context and tensor cannot as well",
+        ),
+    ],
+)
+def test_describe_mesh_on_tpu7x(text, core_axis, expected):
+    assert sharding.describe_mesh(sharding.make_mesh(sizes_of(text), tpu7x(), core_axis), core_axis) == expected
+
+
+def test_describe_mesh_elsewhere():
+    assert sharding.describe_mesh(sharding.make_mesh(sizes_of("data:2,fsdp:4"))) == "8 x cpu: data 2, fsdp 4"
+    assert sharding.describe_mesh(sharding.make_mesh(sizes_of(), jax.devices()[:1])) == "1 x cpu: one device"
+
+
+# -- layouts
+
+
+SPECS = [
+    (P(), (), {}),
+    (P(None, "fsdp", "tensor"), ("fsdp", "tensor"), {"fsdp": 1, "tensor": 2}),
+    (P(("tensor", "fsdp"), None), ("tensor", "fsdp"), {"fsdp": 0, "tensor": 0}),
+    (P(None, ("tensor", "fsdp", "data")), ("tensor", "fsdp", "data"), {"data": 1, "fsdp": 1, "tensor": 1}),
+    (sharding.BATCH_SPEC, ("data", "fsdp", "expert", "context"), {"data": 0, "fsdp": 0, "expert": 0, "context": 1}),
+]
+
+
+@pytest.mark.parametrize("spec, axes, dims", SPECS)
+def test_axes_of_and_dim_of(spec, axes, dims):
+    assert sharding.axes_of(spec) == axes
+    assert {axis: sharding.dim_of(spec, axis) for axis in MESH_AXES} == dict.fromkeys(MESH_AXES) | dims
+
+
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        (P(None, "fsdp", "tensor"), P(None, ("fsdp", "data"), "tensor")),
+        (P(("tensor", "fsdp")), P(("tensor", "fsdp", "data"))),
+        (P("tensor", None), P("tensor", None)),
+        (P(), P()),
+    ],
+)
+def test_add_axis(spec, expected):
+    assert sharding.add_axis(spec, "data", beside="fsdp") == expected
+
+
+def test_an_added_axis_is_the_minor_one():
+    """A shard cut further stays inside the shard that it was before."""
+    mesh = sharding.make_mesh(sizes_of("data:2,fsdp:4"))
+    spec = P("fsdp")
+    rows = lambda spec: NamedSharding(mesh, spec).devices_indices_map((16,))
+    before, after = rows(spec), rows(sharding.add_axis(spec, "data", beside="fsdp"))
+    for device in mesh.devices.flat:
+        (outer,), (inner,) = before[device], after[device]
+        assert outer.stop - outer.start == 4 and inner.stop - inner.start == 2
+        assert outer.start <= inner.start and inner.stop <= outer.stop
+    starts = [index.start or 0 for (index,) in after.values()]
+    assert sorted(starts) == list(range(0, 16, 2))
+
+
+def test_constants():
+    assert set(sharding.BATCH_AXES) <= set(MESH_AXES)
+    assert set(sharding.LOSS_AXES) == set(MESH_AXES) - {"tensor"}
+    for first, second in itertools.pairwise(sharding.BATCH_AXES):
+        assert MESH_AXES.index(first) < MESH_AXES.index(second)

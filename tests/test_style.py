@@ -1,0 +1,207 @@
+"""What the code promises of itself: names that are shapes, public JAX only, and modules that stand on lower floors."""
+
+import ast
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import model
+
+ROOT = Path(model.__file__).parent
+MODULES = sorted(ROOT.glob("*.py"))
+SOURCES = MODULES + sorted(ROOT.glob("tests/*.py")) + sorted(ROOT.glob("benchmarks/*.py"))
+name_of = lambda path: path.relative_to(ROOT).as_posix()
+
+# A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
+FLOORS = [
+    {"config", "sharding", "data", "roofline"},
+    {"attention", "fsdp", "log", "checkpoint"},
+    {"model"},
+    {"train"},
+]
+LEAVES = {"sharding", "data", "roofline", "attention", "fsdp"}
+
+
+# -- names that are shapes
+
+
+def annotated_dims() -> dict[str, str]:
+    """{parameter: its dims} from the annotations of the model: w_q: DNH, the dim L of a stack being gone in use."""
+    dims = {}
+    for cls in (model.Params, model.Layers):
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if hint is not model.Layers:
+                dims[name] = hint.__metadata__[0].removeprefix("L" if cls is model.Layers else "")
+    return dims
+
+
+def dims_of(node: ast.expr, parameters: dict[str, str]) -> str | None:
+    """What an operand says of its shape: x_btD says btD, w.w_q what its annotation says, other expressions nothing."""
+    if isinstance(node, ast.Attribute) and node.attr in parameters:
+        return parameters[node.attr]
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    stem, _, suffix = name.rpartition("_")
+    return suffix if stem and suffix.isalpha() else None
+
+
+def einsum_calls(tree: ast.AST):
+    """(call, what it is assigned to) for each einsum."""
+    target_of = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target_of[node.value] = node.targets[0]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            target_of[node.value] = node.target
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "einsum":
+            yield node, target_of.get(node)
+
+
+def shape_errors(source: str, parameters: dict[str, str]) -> tuple[list[str], int]:
+    """(what is wrong in the einsums of a source, number of names that were looked at)."""
+    errors, looked_at = [], 0
+    for call, target in einsum_calls(ast.parse(source)):
+        spec, *operands = call.args
+        text = spec.value if isinstance(spec, ast.Constant) else ""
+        inputs, arrow, output = text.replace(" ", "").partition("->")
+        parts = inputs.split(",")
+        if not arrow or len(parts) != len(operands):
+            errors.append(
+                f"line {call.lineno}: {ast.unparse(spec)} does not name {len(operands)} operands and a result"
+            )
+            continue
+        pairs = list(zip(operands, parts, strict=True))
+        pairs += [(target, output)] if isinstance(target, ast.Name) else []
+        for node, part in pairs:
+            dims = dims_of(node, parameters)
+            if dims is None:
+                continue
+            looked_at += 1
+            annotated = isinstance(node, ast.Attribute) and node.attr in parameters
+            if (dims.lower(), dims)[not annotated] != (part.lower(), part)[not annotated]:
+                errors.append(f"line {call.lineno}: {ast.unparse(node)} is {part!r} in {text!r}")
+    return errors, looked_at
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_einsums_repeat_the_names(path):
+    assert shape_errors(path.read_text(), annotated_dims())[0] == []
+
+
+def test_there_are_einsums_to_look_at():
+    counts = {path.stem: shape_errors(path.read_text(), annotated_dims())[1] for path in MODULES}
+    assert counts["model"] >= 20 and counts["attention"] >= 4
+
+
+PARAMETERS = {"w_q": "DNH", "embed": "VD"}
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [
+        ('y_btD = jnp.einsum("btf,fD->btD", h_btf, w_fD)', ""),
+        ('y_btD = jnp.einsum("btf, fD -> btD", h_btf, w_fD, preferred_element_type=jnp.float32)', ""),
+        ('y_btD = jnp.einsum("btf,fd->btD", h_btf, w_fD)', "w_fD is 'fd'"),
+        ('y_btD = jnp.einsum("bTf,fD->btD", h_btf, w_fD)', "h_btf is 'bTf'"),
+        ('y_btD = jnp.einsum("btf,fD->btd", h_btf, w_fD)', "y_btD is 'btd'"),
+        ('y_btd = jnp.einsum("btf,fD->btD", h_btf, w_fD)', "y_btd is 'btD'"),
+        ('dw_fD += jnp.einsum("btf,btD->Df", h_btf, y_btD)', "dw_fD is 'Df'"),
+        ('y_tD: jax.Array = einsum("btf,fD->btD", h_btf, w_fD)', "y_tD is 'btD'"),
+        ('f(np.einsum("btf,Df->btD", h_btf, w_fD))', "w_fD is 'Df'"),
+        ('q_btnH = jnp.einsum("btD,DnH->btnH", h_btD, w.w_q)', ""),
+        ('q_btnH = jnp.einsum("btD,nDH->btnH", h_btD, w.w_q)', "w.w_q is 'nDH'"),
+        ('logits_btv = jnp.einsum("btD,Dv->btv", x_btD, params.embed)', "params.embed is 'Dv'"),
+        ('y_bt = jnp.einsum("btD->bt", batch.x_btH)', "batch.x_btH is 'btD'"),
+        ('y_btD = jnp.einsum("btf,fD->btD", silu(gate_btf) * up_btf, w_fD)', ""),
+        ('y_btD = jnp.einsum("btf,fD->btD", xs[0], w)', ""),
+        ('y_btD = jnp.einsum("btf,fD", h_btf, w_fD)', "does not name 2 operands and a result"),
+        ('y_btD = jnp.einsum("btf->btf", h_btf, w_fD)', "does not name 2 operands and a result"),
+        ("y_btD = jnp.einsum(spec, h_btf, w_fD)", "does not name 2 operands and a result"),
+    ],
+)
+def test_the_check_of_names_can_fail(line, wrong):
+    errors, _ = shape_errors(line, PARAMETERS)
+    assert len(errors) == bool(wrong) and all(wrong in error for error in errors)
+
+
+def test_annotations_are_read():
+    dims = annotated_dims()
+    assert (dims["w_q"], dims["w_o"], dims["embed"], dims["norm_mlp"], dims["norm"]) == ("DNH", "NHD", "VD", "D", "D")
+
+
+# -- imports
+
+
+def imported(source: str) -> set[str]:
+    """Dotted names of all that is imported, anywhere in a source, or reached as an attribute of jax."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("jax."):
+            names.add(ast.unparse(node))
+    return names
+
+
+def private_jax(source: str) -> list[str]:
+    return sorted(name for name in imported(source) if f"{name}.".startswith(("jax._src.", "jaxlib.")))
+
+
+def wrong_floors(module: str, source: str) -> list[str]:
+    """Modules that are imported and do not stand on a lower floor, and the Config in a leaf."""
+    ours = {name.partition(".")[0] for name in imported(source)} & set().union(*FLOORS)
+    floor = next(number for number, modules in enumerate(FLOORS) if module in modules)
+    below = set().union(*FLOORS[:floor])
+    return sorted((ours - below) | (ours & {"config"} if module in LEAVES else set()))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_public_jax_only(path):
+    assert private_jax(path.read_text()) == []
+
+
+def test_every_module_has_a_floor():
+    assert {path.stem for path in MODULES} == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(MODULES)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_stand_on_lower_floors(path):
+    assert wrong_floors(path.stem, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import jax._src",
+        "from jax import _src",
+        "from jax._src import core",
+        "from jax._src.lib import xla_client",
+        "import jax._src.mesh as mesh_lib",
+        "x = jax._src.core.Tracer",
+        "def f():\n    from jaxlib.xla_client import Client",
+    ],
+)
+def test_the_check_of_jax_can_fail(line):
+    assert private_jax(line)
+    assert not private_jax("import jax\nfrom jax import lax\nfrom jax.experimental import topologies\njax.lax.psum")
+
+
+@pytest.mark.parametrize(
+    "module, line, wrong",
+    [
+        ("model", "import fsdp, sharding\nfrom config import Config\nimport jax", []),
+        ("model", "import train", ["train"]),
+        ("attention", "from model import Layers", ["model"]),
+        ("data", "def main():\n    from train import run", ["train"]),
+        ("attention", "from config import Config", ["config"]),
+        ("sharding", "import config as config_lib", ["config"]),
+        ("config", "import roofline", ["roofline"]),
+        ("fsdp", "import sharding\nimport attention", ["attention"]),
+    ],
+)
+def test_the_check_of_floors_can_fail(module, line, wrong):
+    assert wrong_floors(module, line) == wrong

@@ -1,0 +1,207 @@
+"""The run: it learns, shows what it does, skips what is not finite, and profiles what it is asked to."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_parallel import SMALL, make_batch
+
+import data
+import sharding
+import train
+from config import Config
+
+ROOT = Path(__file__).parents[1]
+TINY = dict(
+    num_layers=2, model_dim=64, ff_dim=128, num_heads=8, num_kv_heads=8, head_dim=8, seq_len=64, batch=16
+) | dict(warmup_steps=5, learning_rate=1e-2, compilation_cache="", sample=0, eval_batches=2)
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    config = Config(
+        **TINY | dict(sample=8), steps=40, mesh="data:2,fsdp:2,tensor:2", eval_every=20, metrics_file=str(file)
+    )
+    figures = train.run(config)
+    steps = [line for line in read(file) if "loss" in line]
+    evaluations = {line["step"]: line["eval_loss"] for line in read(file) if "eval_loss" in line}
+    assert [line["step"] for line in steps] == list(range(1, 41))
+    names = {"step", "loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "tflops_per_s_per_device", "mfu"}
+    assert names <= set(steps[0]) and steps[0]["mfu"] is None  # no made-up peak of a CPU
+    assert list(evaluations) == [20, 40] and evaluations[40] < evaluations[20] < math.log(256)
+    assert figures["eval_loss"] == evaluations[40]
+    assert steps[4]["learning_rate"] == pytest.approx(config.learning_rate)
+    assert steps[-1]["learning_rate"] == pytest.approx(config.learning_rate * config.final_lr_ratio)
+    out = capsys.readouterr().out
+    assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out and ">>>" in out
+
+
+def test_a_run_does_not_depend_on_its_mesh(tmp_path):
+    """Weights, batches and so losses are those of the seed, whatever the mesh."""
+    losses = {}
+    for mesh in ("fsdp:8", "data:2,tensor:4"):
+        file = tmp_path / mesh
+        train.run(Config(**TINY, steps=4, mesh=mesh, eval_every=0, metrics_file=str(file)))
+        losses[mesh] = [line["loss"] for line in read(file) if "loss" in line]
+    np.testing.assert_allclose(*losses.values(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "tensor:8"])
+def test_initial_values_do_not_depend_on_the_mesh(mesh):
+    """And no device computes more than its shards: the output of the jitted initialisation is laid out as the state."""
+    states = []
+    for text in (mesh, "fsdp:8"):
+        config = Config(**SMALL | dict(qk_norm=True, qkv_bias=True), mesh=text)
+        shardings = train.state_shardings(config, sharding.make_mesh(sharding.parse_mesh(text)))
+        states.append(jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(5)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    layers = states[0].params.layers
+    assert not np.array_equal(layers.w_k, layers.w_v)  # drawn from their names, not from their shapes
+    w_q = layers.w_q
+    assert w_q.addressable_shards[0].data.size * 8 == w_q.size * (2 if mesh.startswith("data") else 1)
+    assert float(jnp.std(w_q)) == pytest.approx(config.model_dim**-0.5, rel=0.05)
+
+
+def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts():
+    config = Config(**SMALL, mesh="fsdp:8")
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    shardings = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
+    step = train.make_train_step(config, mesh)
+    good = make_batch(config)
+    bad = good._replace(weights_BT=np.where(np.arange(config.seq_len) == 3, np.nan, good.weights_BT).astype(np.float32))
+    place = lambda batch: jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
+
+    state, first = step(state, place(good))
+    before = jax.device_get((state.params, state.opt_state))
+    for count in (1, 2):
+        state, metrics = step(state, place(bad))
+        assert not np.isfinite(metrics["grad_norm"])
+        assert int(metrics["skipped"]) == int(metrics["skipped_in_a_row"]) == count
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, state.opt_state)))
+    state, metrics = step(state, place(good))
+    assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (4, 2, 0)
+    assert float(metrics["learning_rate"]) > float(first["learning_rate"])
+    assert float(metrics["loss"]) < float(first["loss"])
+
+
+def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
+    """Weights blown up by an absurd rate give gradients that are not finite, step after step."""
+    file = tmp_path / "metrics.jsonl"
+    config = Config(
+        **TINY | dict(learning_rate=1e30, warmup_steps=0),
+        steps=30,
+        clip_norm=0.0,
+        max_skipped=3,
+        metrics_file=str(file),
+    )
+    with pytest.raises(FloatingPointError, match=r"max_skipped=3.*lower --learning_rate"):
+        train.run(config)
+    assert read(file)[-1]["skipped_in_a_row"] == 3
+
+
+def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
+    """A last batch that is partly padding counts for the sequences that it has."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    path = str(tmp_path / "corpus.bin")
+    corpus, _ = data.prepare([str(text)], path)
+    sequences = data.num_sequences(corpus.held_out, 64)
+    assert sequences % 16
+    config = Config(**TINY | dict(eval_batches=100), corpus=path, mesh="fsdp:8")
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    shardings = train.state_shardings(config, mesh)
+    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
+    whole = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
+    one = dataclasses.replace(config, batch=8)
+    assert whole == pytest.approx(train.evaluate(train.make_eval_step(one, mesh), params, corpus, one, mesh), rel=1e-6)
+
+
+def test_samples_follow_the_distribution():
+    """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
+    config = Config(**TINY | dict(vocab_size=8, num_layers=1), mesh="fsdp:2,tensor:4")
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    shardings = train.state_shardings(config, mesh)
+    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
+    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02, 0.0125, 0.0])
+    logits = np.log(np.maximum(probabilities, 1e-9))
+    zeros = jax.tree.map(jnp.zeros_like, params.layers)
+    params = dataclasses.replace(
+        params,
+        layers=zeros,
+        embed=jnp.ones_like(params.embed),  # x = ones, normalised to ones; logits are the rows' sums
+        unembed=jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None] / config.model_dim, params.unembed.shape),
+    )
+    params = jax.device_put(params, shardings.params)
+    tokens = jax.device_put(np.zeros((32, 65), np.int32), NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
+    sampled = np.asarray(train.make_sampler(config, mesh)(params, tokens, 1, jax.random.key(0)))
+    assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
+    counts = np.bincount(sampled[:, 1:].ravel(), minlength=8) / 2048
+    assert np.abs(counts - probabilities).max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
+
+
+@pytest.mark.slow
+def test_profile_opens_in_xprof(tmp_path):
+    from xprof.convert import raw_to_tool_data
+
+    train.run(Config(**TINY, steps=6, eval_every=0, profile_dir=str(tmp_path), profile_steps="3:5"))
+    traces = [str(path) for path in tmp_path.rglob("*.xplane.pb")]
+    assert len(traces) == 1
+    trace, _ = raw_to_tool_data.xspace_to_tool_data(traces, "trace_viewer", {})
+    text = trace if isinstance(trace, str) else trace.decode(errors="replace")
+    assert "train_step" in text
+
+
+def command(*flags, **env):
+    return subprocess.run(
+        [sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=300, env=env or None
+    )
+
+
+SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--seq_len=32", "--batch=8", "--sample=0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--mesh=fsdp:8", "--batch=12"],
+            r"batch=12 must be a multiple of data*fsdp*expert*microbatches=8; nearest are 8 or 16",
+        ),
+        (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of fsdp=3; nearest are 30 or 33"),
+        (["--mesh=tensor:16"], r"num_heads=8 must be a multiple of tensor=16"),
+        (["--mesh=context:2,fsdp:4"], r"mesh axis context:2 is not there yet"),
+        (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
+        (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),
+        (["--vocab_size=64"], r"has a vocabulary of 256 and the model one of 64"),
+        (["--seq_len=48", "--loss_chunk=32"], r"seq_len=48 must be a multiple of loss_chunk=32; nearest are 32 or 64"),
+        (["--core_axis=fsdp,tensor"], r"only one axis can lie on it"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_flags_end_with_one_line(flags, message):
+    done = command(*SHORT, *flags)
+    assert done.returncode and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.slow
+def test_second_start_reads_the_cache_of_compiled_programs(tmp_path):
+    def compile_s():
+        out = command("--steps=2", "--eval_batches=0", "--sample=0", f"--compilation_cache={tmp_path}").stdout
+        return float(out.split("compiled   in ")[1].split()[0])
+
+    assert compile_s() > 2 * compile_s()
