@@ -161,7 +161,7 @@ TPU = dict(batch=8, seq_len=512, vocab_size=2048, num_layers=4, model_dim=512, f
 
 
 def layer_loops(program: str) -> list[str]:
-    """The schedule of each loop that gathers weights: G a gather starts, g it is done, R and r a scatter, M a matmul."""
+    """The schedule of each loop that gathers weights: G a gather starts, g it is done; R, r a scatter; M a matmul."""
     computations = {}
     for line in program.splitlines():
         if start := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
