@@ -47,7 +47,7 @@ class Config:
 
     # parallelism
     mesh: str = "fsdp:*"  # sizes of the mesh axes, as in data:2,fsdp:2,tensor:2; one may be * and fills
-    core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one larger than 1
+    core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one of even size
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
@@ -104,7 +104,7 @@ class Config:
         for name in f"{sizes} microbatches loss_chunk log_every max_skipped save_every keep_checkpoints".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in "window global_every warmup_steps eval_every eval_batches sample".split():
+        for name in "seed window global_every warmup_steps eval_every eval_batches sample".split():
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.num_heads % self.num_kv_heads:
@@ -113,8 +113,10 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
-        if not re.fullmatch(r"\d+:\d+", self.profile_steps) or self.profile_range[0] > self.profile_range[1]:
-            raise ValueError(f"profile_steps={self.profile_steps!r} must be FIRST:LAST, as in 3:5")
+        if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
+            )
 
     @property
     def profile_range(self) -> tuple[int, int]:

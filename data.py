@@ -75,12 +75,13 @@ class Corpus:
                 f"{self.name} has a vocabulary of {self.vocab_size} and the model one of {vocab_size}; "
                 f"use --vocab_size={self.vocab_size} or larger"
             )
-        for part, tokens in (("training", self.train), ("held-out", self.held_out)):
-            if len(tokens) <= seq_len:
-                raise ValueError(
-                    f"{self.name} has {len(tokens)} {part} tokens, and a sequence needs seq_len + 1 = {seq_len + 1}; "
-                    f"use a longer text or --seq_len={max(len(tokens) - 1, 1)} at most"
-                )
+        shortest = min(len(self.train), len(self.held_out))
+        if shortest <= seq_len:
+            way_out = f"--seq_len={shortest - 1} at most" if shortest > 1 else "a longer text"
+            raise ValueError(
+                f"{self.name} has {len(self.train)} training and {len(self.held_out)} held-out tokens, and a sequence "
+                f"needs seq_len + 1 = {seq_len + 1}; use {way_out}"
+            )
 
 
 # -- corpora
@@ -117,20 +118,22 @@ def write_corpus(
 ) -> Corpus:
     """Writes documents (arrays of token ids, without separators) as a token file, under another name until it is whole.
 
-    Raises ValueError for a token outside the vocabulary, with its document and position.
+    Raises ValueError for a token or separator outside the vocabulary, with its document and position.
     """
+    if not 0 <= separator < vocab_size:
+        raise ValueError(f"separator {separator} is outside the vocabulary of {vocab_size}")
     itemsize = 2 if vocab_size <= 1 << 16 else 4
     unfinished = f"{path}.unfinished"
     counts = []
     with open(unfinished, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
-        for documents in (train, held_out):
+        for part, documents in (("training", train), ("held-out", held_out)):
             count = 0
             for number, document in enumerate(documents):
                 document = np.asarray(document)
                 if bad := np.flatnonzero((document < 0) | (document >= vocab_size)).tolist():
                     raise ValueError(
-                        f"document {number} has token {document[bad[0]]} at position {bad[0]}, "
+                        f"{part} document {number} has token {document[bad[0]]} at position {bad[0]}, "
                         f"outside the vocabulary of {vocab_size}"
                     )
                 file.write(np.concatenate([[separator], document]).astype(f"<u{itemsize}").tobytes())
@@ -173,13 +176,15 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
                 raise ValueError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
         for so_far, found in zip((train, held_out, skipped), parts, strict=True):
             so_far.extend(found)
-    if not held_out and train:  # too few documents for the hash to choose one: the end of the last is held out
+    if not train:  # too few documents for the hash to divide them well
+        train, held_out = held_out, []
+    if not held_out and train:  # the end of the last is held out
         last = train.pop()
         cut = len(last) - max(len(last) // HELD_OUT_ONE_IN, 1)
         train.append(last[:cut])
         held_out.append(last[cut:])
     if not train:
-        raise ValueError(f"no text in {', '.join(paths)}: {len(skipped)} files, none of them UTF-8 text")
+        raise ValueError(f"there is no UTF-8 text in {', '.join(paths)}; {len(skipped)} files of other content")
     return write_corpus(out, train, held_out, vocab_size=256, separator=BYTE_SEPARATOR), skipped
 
 
@@ -222,7 +227,7 @@ def eval_batch(corpus: Corpus, index: int, *, batch: int, seq_len: int, rows: sl
 def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: int) -> Batch:
     there = sequences < num_sequences(stream, seq_len)
     starts = np.where(there, sequences, 0) * seq_len
-    window = np.stack([stream[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    window = np.stack([stream[start : start + seq_len + 1] for start in starts])
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
         part = "training" if stream is corpus.train else "held-out"
@@ -230,6 +235,7 @@ def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: in
             f"{corpus.name} has token {window[row, column]} at {part} token {starts[row] + column}, "
             f"outside its vocabulary of {corpus.vocab_size}"
         )
+    window = window.astype(np.int32)
     tokens, targets = window[:, :-1], window[:, 1:]
     is_start = tokens == corpus.separator
     is_start[:, 0] = True
@@ -271,9 +277,9 @@ def _mix(x):
 
 
 def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
-    """make(step) for each step, in order, made up to `depth` ahead on a thread. An error in there is raised here."""
+    """make(step) for each step, in order, made on a thread while up to `depth` wait. An error in there is raised here."""
     ready: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
+    stop, end = threading.Event(), object()
 
     def put(item) -> bool:
         while not stop.is_set():
@@ -289,7 +295,7 @@ def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> I
             for step in steps:
                 if not put((make(step), None)):
                     return
-            put((None, StopIteration()))
+            put((end, None))
         except BaseException as error:  # handed over whole, raised where the batch is asked for
             put((None, error))
 
@@ -298,9 +304,11 @@ def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> I
     try:
         while True:
             item, error = ready.get()
-            if isinstance(error, StopIteration):
+            if item is end:
                 return
             if error is not None:
+                if isinstance(error, StopIteration):  # raised as it is, it would end this generator without a word
+                    raise RuntimeError("making a batch raised StopIteration") from error
                 raise error
             yield item
     finally:
@@ -321,12 +329,13 @@ def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_tr
     size = min(num_eval_sequences, num_sequences(corpus.held_out, seq_len)) * seq_len
     held_out = np.asarray(corpus.held_out[: size + 1]).astype(np.int64)
     unigrams = np.bincount(train, minlength=corpus.vocab_size)
+    contexts = np.bincount(train[:-1], minlength=corpus.vocab_size)
     pairs, counts = np.unique(train[:-1] * corpus.vocab_size + train[1:], return_counts=True)
     asked = held_out[:-1] * corpus.vocab_size + held_out[1:]
     at = np.searchsorted(pairs, asked).clip(0, len(pairs) - 1)
     pair_counts = np.where(pairs[at] == asked, counts[at], 0)
     p_next = (unigrams[held_out[1:]] + 1) / (len(train) + corpus.vocab_size)
-    return float(-np.mean(np.log((pair_counts + p_next) / (unigrams[held_out[:-1]] + 1))))
+    return float(-np.mean(np.log((pair_counts + p_next) / (contexts[held_out[:-1]] + 1))))
 
 
 def decode(tokens: np.ndarray) -> str:
@@ -344,6 +353,8 @@ def main() -> None:
     show_parser.add_argument("path", nargs="?", default="", help="default: Python's standard library")
     show_parser.add_argument("--seq_len", type=int, default=256)
     args = parser.parse_args()
+    if args.command == "show" and args.seq_len < 1:
+        parser.error(f"--seq_len={args.seq_len} must be at least 1")
     try:
         if args.command == "prepare":
             corpus, skipped = prepare(args.paths, args.out)

@@ -1,7 +1,9 @@
 """What a run tells: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
 
 import json
+import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -102,7 +104,8 @@ class Log:
             self.say(line)
         elif self.terminal:
             left_s = (total - metrics["step"]) * self.mean_step_s
-            print(f"\r\033[K{line}  {left_s:.0f} s left", end="", flush=True)
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
+            print(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="", flush=True)
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         self._write({"step": step, "eval_loss": eval_loss})
@@ -133,7 +136,8 @@ class Log:
 
     def _write(self, metrics: dict) -> None:
         if self.file:
-            self.file.write(json.dumps(metrics) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+            self.file.write(json.dumps(finite) + "\n")  # JSON has no NaN
             self.file.flush()
 
 

@@ -89,13 +89,13 @@ def _near(step: int, number: int) -> str:
 
 
 def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
-    """The mesh axis that lies on the two cores of a TPU7x chip: the one asked for, else the last one larger than 1.
+    """The mesh axis that lies on the two cores of a TPU7x chip: the one asked for, else the last one of even size.
 
     Raises:
       ValueError: two axes are asked for, or one that does not exist or that has an odd size.
     """
     if not asked:
-        return next((axis for axis in reversed(MESH_AXES) if sizes[axis] > 1), MESH_AXES[-1])
+        return next((axis for axis in reversed(MESH_AXES) if sizes[axis] % 2 == 0), MESH_AXES[-1])
     if len(asked.split(",")) > 1:
         raise ValueError(
             f"core_axis={asked!r}: a chip has two cores and one link between them, so only one axis can lie on it"
@@ -108,14 +108,20 @@ def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
 
 
 def make_mesh(sizes: dict[str, int], devices: list | None = None, core_axis: str = "") -> Mesh:
-    """The mesh over `devices` (default: all there are), slices outermost, the cores of a chip along `core_axis`."""
+    """The mesh over `devices` (default: all there are), slices outermost, the cores of a chip along `core_axis`.
+
+    Raises ValueError where the sizes do not make up the devices, or the core axis cannot lie on the cores.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = fill_mesh(sizes, len(devices))
     core_axis = core_axis_of(sizes, core_axis)
     ordered = sorted(devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, device.id))
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     shape = [sizes[axis] for axis in MESH_AXES]
     if sizes[core_axis] % 2 == 0:  # ids count cores first: peel a last dim of 2, put it inside the core axis
         at = MESH_AXES.index(core_axis)
+        if 1 < math.prod(shape[: at + 1]) <= num_slices:
+            raise ValueError(f"core_axis={core_axis!r}: its {shape[at]} parts are the {num_slices} slices, not cores")
         shape[at] //= 2
         grid = np.moveaxis(np.array(ordered).reshape(*shape, 2), -1, at + 1)
         shape[at] *= 2

@@ -314,24 +314,24 @@ def run(config: Config) -> dict[str, float]:
     terminated = _notice_of_termination()
     last_step, stopped, eval_loss = first_step, False, None
     batches = data.ahead(make_batch, range(first_step, config.steps))
-    first_profiled, last_profiled = config.profile_range if config.profile_dir else (0, 0)
+    (first_profiled, last_profiled), profiling = config.profile_range, False
     with contextlib.closing(log), contextlib.closing(batches):
         log.start_clock()
         for batch in log.waiting_for(batches):
             last_step += 1
-            if last_step == first_profiled:
+            if config.profile_dir and first_profiled <= last_step <= last_profiled and not profiling:
                 log.finish_step()
                 jax.profiler.start_trace(config.profile_dir)
+                profiling = True
             state, metrics = step_fn(state, batch)
             log.step(metrics)  # shows the step before, while this one runs
-            if last_step == last_profiled:
-                log.finish_step()
-                jax.profiler.stop_trace()
-                log.say(
-                    f"profile    of steps {config.profile_steps} written; look at it with: xprof {config.profile_dir}"
-                )
             stopped = terminated(last_step)
             at_end = stopped or last_step == config.steps
+            if profiling and (at_end or last_step == last_profiled):
+                log.finish_step()
+                jax.profiler.stop_trace()
+                profiling = False
+                log.say(f"profile    up to step {last_step} written; look at it with: xprof {config.profile_dir}")
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
             saves = manager and (at_end or _is_due(last_step, config.save_every))
             if evaluates or saves or at_end:
@@ -392,5 +392,5 @@ def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh:
 if __name__ == "__main__":
     try:
         run(CONFIG)
-    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"train.py: error: {error}")

@@ -266,6 +266,23 @@ def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, code, 
     assert messages == [expected] * (1 + at_a_cut)
 
 
+def test_a_token_beyond_the_positive_int32s_is_seen(tmp_path):
+    path = str(tmp_path / "corpus.bin")
+    data.write_corpus(path, [np.arange(50)], [np.arange(20)], vocab_size=70_000, separator=99)
+    content = bytearray(Path(path).read_bytes())
+    struct.pack_into("<I", content, 64 + 4 * 13, 2**32 - 1)
+    Path(path).write_bytes(content)
+    with pytest.raises(ValueError, match=f"has token {2**32 - 1} at training token 13"):
+        data.train_batch(data.open_corpus(path), 0, batch=10, seq_len=5, seed=0)
+
+
+@pytest.mark.parametrize("separator", [-1, 100, 65543])
+def test_a_separator_outside_the_vocabulary_is_refused(tmp_path, separator):
+    with pytest.raises(ValueError, match=f"separator {separator} is outside the vocabulary of 100"):
+        data.write_corpus(str(tmp_path / "c.bin"), [np.arange(9)], [], vocab_size=100, separator=separator)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("token", [-1, 100, 65536])
 def test_a_token_outside_the_vocabulary_is_not_written(tmp_path, token):
     with pytest.raises(ValueError, match=f"document 1 has token {token} at position 2, outside the vocabulary of 100"):
@@ -296,9 +313,13 @@ def test_check_names_the_numbers_and_the_way_out():
     corpus.check(seq_len=10, vocab_size=10)
     with pytest.raises(ValueError, match=r"the hand-made corpus .* of 10 and the model one of 9; use --vocab_size=10"):
         corpus.check(seq_len=10, vocab_size=9)
-    with pytest.raises(ValueError, match=r"has 11 held-out tokens, .* seq_len \+ 1 = 12; .* --seq_len=10 at most"):
+    with pytest.raises(
+        ValueError, match=r"30 training and 11 held-out tokens, .* seq_len \+ 1 = 12; use --seq_len=10 at most"
+    ):
         corpus.check(seq_len=11, vocab_size=10)
-    with pytest.raises(ValueError, match=r"has 30 training tokens, .* seq_len \+ 1 = 31; .* --seq_len=29 at most"):
+    with pytest.raises(
+        ValueError, match=r"30 training and 11 held-out tokens, .* seq_len \+ 1 = 31; use --seq_len=10 at most"
+    ):
         corpus.check(seq_len=30, vocab_size=10)
 
 
@@ -347,6 +368,13 @@ def test_prepare_a_folder(tmp_path):
     assert set(documents_of(rest.train)) <= set(train) and set(documents_of(rest.held_out)) <= set(held_out)
 
 
+def test_prepare_a_file_whose_name_would_be_held_out(tmp_path):
+    name = next(f"f{i}.txt" for i in range(1000) if zlib.crc32(f"f{i}.txt".encode()) % data.HELD_OUT_ONE_IN == 0)
+    (tmp_path / name).write_text("The quick brown fox. " * 20)
+    corpus, _ = data.prepare([str(tmp_path / name)], str(tmp_path / "corpus.bin"))
+    assert len(corpus.train) > len(corpus.held_out) > 1
+
+
 @pytest.mark.parametrize("size", [2, 5, 19, 20, 21, 400, 1000])
 def test_prepare_a_single_small_file(tmp_path, size):
     """There is one document, so its end is held out."""
@@ -380,9 +408,10 @@ def test_command_line_errors_are_one_line(tmp_path):
     for args, message in (
         (("prepare", bad, *out), f"{bad} is no UTF-8 text: invalid start byte at byte 3"),
         (("prepare", tmp_path / "none", *out), f"No such file or directory: '{tmp_path / 'none'}'"),
-        (("prepare", tmp_path / "folder", *out), f"no text in {tmp_path / 'folder'}: 1 files"),
+        (("prepare", tmp_path / "folder", *out), f"no UTF-8 text in {tmp_path / 'folder'}; 1 files"),
+        (("show", "--seq_len=0"), "--seq_len=0 must be at least 1"),
         (("show", bad), f"{bad} has 4 bytes: too short"),
-        (("show", tmp_path / "corpus.bin"), "use a longer text or --seq_len=18 at most"),
+        (("show", tmp_path / "corpus.bin"), "use --seq_len="),
     ):
         done = run_cli(*args)
         assert done.returncode == 2 and message in done.stderr
@@ -450,6 +479,11 @@ def test_ahead_ends_its_thread_when_closed(taken):
     assert not batch_threads()
 
 
+def test_ahead_does_not_take_a_stray_stop_iteration_for_the_end():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(data.ahead(lambda step: next(iter([])), range(3)))
+
+
 @pytest.mark.parametrize("error", [ValueError("bad batch"), OSError("disk"), KeyError("k"), SystemExit(3)])
 def test_ahead_raises_what_the_thread_raised(error):
     def make(step):
@@ -473,11 +507,12 @@ def test_bigram_loss_equals_counting(num_eval_sequences, max_train_tokens):
     corpus, seq_len = corpus_of(DOCUMENTS, held_out=[[1, 2, 3], [8, 8], [4, 4, 5, 6]]), 3
     train = corpus.train.tolist()[:max_train_tokens]
     pairs, singles = collections.Counter(itertools.pairwise(train)), collections.Counter(train)
+    contexts = collections.Counter(train[:-1])
     size = min(num_eval_sequences, (len(corpus.held_out) - 1) // seq_len) * seq_len
     losses = []
     for a, b in itertools.pairwise(corpus.held_out.tolist()[: size + 1]):
         p_b = (singles[b] + 1) / (len(train) + corpus.vocab_size)
-        losses.append(-math.log((pairs[a, b] + p_b) / (singles[a] + 1)))
+        losses.append(-math.log((pairs[a, b] + p_b) / (contexts[a] + 1)))
     assert len(losses) == size > 0
     found = data.bigram_loss(
         corpus, seq_len=seq_len, num_eval_sequences=num_eval_sequences, max_train_tokens=max_train_tokens

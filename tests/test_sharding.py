@@ -242,9 +242,19 @@ def test_axes_run_along_the_torus():
         assert place == (*reversed(device.coords), device.core_on_chip)
 
 
-def test_an_odd_axis_keeps_the_order_of_the_ids():
+def test_odd_axes_keep_the_order_of_the_ids():
+    mesh = sharding.make_mesh(sizes_of("tensor:3"), jax.devices()[:3])
+    assert [device.id for device in mesh.devices.flat] == list(range(3))
+
+
+def test_an_odd_last_axis_leaves_the_cores_to_an_even_one():
     mesh = sharding.make_mesh(sizes_of("fsdp:2,tensor:3"), jax.devices()[:6])
-    assert [device.id for device in mesh.devices.flat] == list(range(6))
+    assert [[device.id for device in row] for row in mesh.devices.reshape(2, 3)] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_an_axis_over_the_slices_cannot_lie_on_the_cores():
+    with pytest.raises(ValueError, match="core_axis='data': its 2 parts are the 2 slices"):
+        sharding.make_mesh(sizes_of("data:2,fsdp:16"), tpu7x(num_slices=2), "data")
 
 
 def test_make_mesh_says_what_does_not_fit():
