@@ -4,8 +4,11 @@ Every process writes the shards that its devices hold, on a thread, into a folde
 of it is there; so a run that is killed in the middle of a save finds the one before. An array is restored straight into
 the shards that the new run asks for, whatever mesh it was saved from. What stands beside it is the configuration that
 made it: the batches are a pure function of the step, so there is no iterator to save.
+
+All processes must see the same `--checkpoint_dir`: a shared file system, or a bucket (gs://...).
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -38,27 +41,31 @@ def _orbax():
 def open_manager(config: Config):
     """The orbax CheckpointManager of `config.checkpoint_dir`, made where there is none.
 
+    What a killed run left half written is removed, so only one run at a time may save there.
+
     Raises:
-      ValueError: orbax is missing, or the newest checkpoint is of another model, with the fields that differ.
+      ValueError: orbax is missing.
+      OSError: the folder cannot be made.
     """
     ocp = _orbax()
-    options = ocp.CheckpointManagerOptions(max_to_keep=config.keep_checkpoints, create=True)
-    manager = ocp.CheckpointManager(Path(config.checkpoint_dir).expanduser().absolute(), options=options)
-    if (step := manager.latest_step()) is not None:
-        differing = _differing(_saved_config(manager, step), config, SHAPE_FIELDS)
-        if differing:
-            manager.close()
-            raise ValueError(
-                f"the checkpoint of step {step} in {config.checkpoint_dir} is of another model: {differing}; "
-                "give these flags the values of the checkpoint, or another --checkpoint_dir"
-            )
+    path = config.checkpoint_dir
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints), cleanup_tmp_directories=True
+    )
+    manager = ocp.CheckpointManager(path if "://" in path else Path(path).expanduser().absolute(), options=options)
+    if not manager.directory.is_dir():
+        raise NotADirectoryError(f"--checkpoint_dir={path} is a file")
+    # It would ask jax.distributed about termination with the step of a save that ends, on a thread; the answer depends
+    # on every process asking with the step it is at, as the training loop does.
+    manager.reached_preemption = lambda step: False
     return manager
 
 
 def save(manager, step: int, state, config: Config) -> None:
-    """Starts to save the state reached after `step` steps; returns when it is copied from the devices."""
-    if manager.latest_step() == step:
-        return
+    """Starts to save the state reached after `step` steps; returns when it is copied from the devices.
+
+    Raises what kept the save before this one from being finished: ValueError or OSError.
+    """
     ocp = _orbax()
     parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(dataclasses.asdict(config)))
     manager.save(step, args=parts, force=True)
@@ -68,32 +75,51 @@ def restore(manager, shapes, shardings, config: Config):
     """(state, note) of the newest checkpoint in the given shards; (None, "") where there is none.
 
     `note` names the fields that do not keep the state from loading and yet make the run go on otherwise.
+
+    Raises:
+      ValueError: the checkpoint is of another model (with the fields that differ), damaged, or not of this program.
     """
     step = manager.latest_step() if manager else None
     if step is None:
         return None, ""
     ocp = _orbax()
+    with _readable(manager, step):
+        saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+    if differing := _differing(saved, config, SHAPE_FIELDS):
+        raise ValueError(
+            f"the checkpoint {manager.directory / str(step)} is of another model: {differing}; "
+            "give these flags the values of the checkpoint, or another --checkpoint_dir"
+        )
     target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-    return state, _differing(_saved_config(manager, step), config, COURSE_FIELDS)
+    with _readable(manager, step):
+        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+    return state, _differing(saved, config, COURSE_FIELDS)
 
 
 def close(manager) -> None:
-    """Waits until what was saved is there."""
+    """Waits until what was saved is there. Raises what kept it from being finished: ValueError or OSError."""
     if manager:
-        manager.wait_until_finished()
         manager.close()
 
 
-def _saved_config(manager, step: int) -> dict:
-    ocp = _orbax()
-    return manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+@contextlib.contextmanager
+def _readable(manager, step: int):
+    """Says which checkpoint could not be read, and the way out."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        before = max((other for other in manager.all_steps() if other != step), default=0)
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the checkpoint {manager.directory / str(step)} is damaged, or not of this program "
+            f"({type(error).__name__}: {reason:.200}); "
+            f"remove it to go on from step {before}, or give another --checkpoint_dir"
+        ) from error
 
 
 def _differing(saved: dict, config: Config, fields) -> str:
     ours = dataclasses.asdict(config)
+    saved = dataclasses.asdict(Config()) | saved  # a field that is younger than the checkpoint had its default
     return ", ".join(
-        f"{name} is {saved.get(name)!r} there and {ours[name]!r} here"
-        for name in fields
-        if saved.get(name) != ours[name]
+        f"{name} is {saved[name]!r} there and {ours[name]!r} here" for name in fields if saved[name] != ours[name]
     )

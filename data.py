@@ -277,7 +277,7 @@ def _mix(x):
 
 
 def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
-    """make(step) for each step, in order, made on a thread while up to `depth` wait. An error in there is raised here."""
+    """make(step) for each step, in order, made on a thread while up to `depth` wait; its errors are raised here."""
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop, end = threading.Event(), object()
 

@@ -11,7 +11,7 @@ the transpose of an all-gather *is* a reduce-scatter, so differentiating the gat
 **Cost** a layer of P parameters, in bfloat16, with b*t tokens a device, C FLOP/s and W bytes/s into a device:
 
     compute    forward 2*P*b*t / C             hidden when   b*t > C / W   tokens a device
-    gather     2*P / W                         (TPU7x, 3 torus axes used: 1153.5e12 / 540e9, about 2100)
+    gather     2*P / W                         (TPU7x: 1153.5e12 / (6 rings * 90e9), about 2100)
 
 One gather forward, one gather and one reduce-scatter backward, so the same inequality holds for the backward pass
 with its twice as many FLOPs. It does not depend on the model: more batch a device hides more communication.

@@ -16,9 +16,10 @@ stream is cut over `tensor` as well, so that norms, residual adds and what is sa
     y_btD = h_btf @ w_fD                           rows: contracting a lower-case letter leaves a partial sum {U_tensor}
     x_btd = x_btd + reduce_scatter(y_btD, "tensor")   out
 
-Bytes a layer and device: 8 passes of 2*b*t*D (gather and scatter, two sub-layers, forward and backward), against
-6*b*t*D*F/tensor FLOPs for each MLP matmul triple: the MLP hides it when F > 2 * tensor * (FLOP/s) / (bytes/s), of the
-order of 4 x 11.5k on one axis of TPU7x at tensor=4, more than Llama 3.1 70B's 28,672.
+The MLP, forward: gather and scatter move 2 * 2*b*t*D bytes beside 6*b*t*D*F/tensor FLOPs, so at C FLOP/s and W bytes/s
+they can hide when F > 2/3 * tensor * C/W. On one axis of TPU7x, C/W is 2307e12/200e9 = 11.5k: at tensor=4, F > 31k, and
+Llama 3.1 70B (28,672) misses it. (With two matmuls in the MLP instead of three it is tensor * C/W, 46k.) On the
+die-to-die link of a chip, six times as fast, tensor=2 hides from F > 2.6k.
 
 **Vocabulary parallelism.** Embedding and unembedding are cut over `tensor` by vocabulary. A look-up finds the tokens of
 this device's part and leaves a partial sum. The loss needs of the logits only their log-sum-exp and the label's entry,

@@ -10,6 +10,7 @@ moves), checkpoint.py and log.py.
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -177,25 +178,29 @@ def make_eval_step(config: Config, mesh: Mesh):
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P())))
 
 
-def make_sampler(config: Config, mesh: Mesh):
-    """jitted (params, tokens_BT, start, key) -> tokens_BT with everything from position `start` on drawn by the model.
+def make_sampler(config: Config, mesh: Mesh, num_tokens: int):
+    """jitted (params, prompt_BT, length, key) -> [B, num_tokens] that the model draws behind the first `length` tokens.
 
-    No cache of keys and values: each token is a forward pass over the whole sequence. It is there to look at.
+    No cache of keys and values: each token is a forward pass over the whole sequence, whose beginning drops out when it
+    is full. It is there to look at.
     """
     specs = model.param_specs(config)
 
-    def per_device(params, tokens_bt, start, key):
+    def per_device(params, prompt_bt, length, key):
         weights = fsdp.replicate(params, specs, config.dtype)
-        b, t = tokens_bt.shape
-        ones_bt = jnp.ones_like(tokens_bt)
+        t = prompt_bt.shape[1]
+        ones_bt = jnp.ones_like(prompt_bt)
         positions_bt = jnp.cumsum(ones_bt, axis=1) - 1
 
-        def extend(at, tokens_bt):
+        def extend(carry, number):
+            tokens_bt, length = carry
             batch = data.Batch(tokens_bt, tokens_bt, ones_bt, positions_bt, None)
-            next_b = model.sample_next(weights, batch, at, jax.random.fold_in(key, at), config)
-            return lax.dynamic_update_index_in_dim(tokens_bt, next_b, at + 1, 1)
+            next_b = model.sample_next(weights, batch, length - 1, jax.random.fold_in(key, number), config)
+            tokens_bt = jnp.where(length == t, jnp.roll(tokens_bt, -1, axis=1), tokens_bt)
+            length = jnp.minimum(length + 1, t)
+            return (lax.dynamic_update_index_in_dim(tokens_bt, next_b, length - 1, 1), length), next_b
 
-        return lax.fori_loop(start - 1, t - 1, extend, tokens_bt)
+        return lax.scan(extend, (prompt_bt, length), jnp.arange(num_tokens))[1].T
 
     in_specs = (specs, P(sharding.BATCH_AXES), P(), P())
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(sharding.BATCH_AXES)))
@@ -209,9 +214,9 @@ def start_runtime(config: Config) -> None:
     on_tpu = bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
     if not on_tpu and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
-    asked = sharding.parse_mesh(config.mesh)
-    fixed = int(np.prod([size for size in asked.values() if size]))
-    simulated = fixed if 0 not in asked.values() else max(8, fixed)
+    sizes = sharding.parse_mesh(config.mesh)
+    fixed = math.prod(size for size in sizes.values() if size)
+    simulated = fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
     jax.config.update("jax_num_cpu_devices", simulated // max(config.num_processes, 1))
     if config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize(
@@ -255,17 +260,17 @@ def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh)
 
 def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
     """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
-    prompt_len = min(64, max(config.seq_len // 4, 1))
-    length = min(config.seq_len, prompt_len + config.sample)
-    rows = int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
-    tokens_BT = np.zeros((rows, length), np.int32)
-    tokens_BT[:, :prompt_len] = corpus.held_out[:prompt_len]
+    length = min(64, max(config.seq_len // 4, 1))
+    rows = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)  # all the same; the first is shown
+    prompt_BT = np.zeros((rows, config.seq_len), np.int32)
+    prompt_BT[:, :length] = corpus.held_out[:length]
     layout = NamedSharding(mesh, P(sharding.BATCH_AXES))
-    tokens_BT = jax.make_array_from_callback(tokens_BT.shape, layout, lambda index: tokens_BT[index])
-    sampled_BT = make_sampler(config, mesh)(params, tokens_BT, prompt_len, jax.random.key(config.seed))
-    first = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
+    prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
+    sampler = make_sampler(config, mesh, config.sample)
+    sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed))
+    text = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
     show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
-    return show(first[:prompt_len]), show(first[prompt_len:])
+    return show(corpus.held_out[:length]), show(text)
 
 
 def run(config: Config) -> dict[str, float]:

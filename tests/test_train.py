@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from jax.sharding import NamedSharding, PartitionSpec
 from test_parallel import SMALL, make_batch
 
@@ -146,11 +147,32 @@ def test_samples_follow_the_distribution():
         unembed=jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None] / config.model_dim, params.unembed.shape),
     )
     params = jax.device_put(params, shardings.params)
-    tokens = jax.device_put(np.zeros((32, 65), np.int32), NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
-    sampled = np.asarray(train.make_sampler(config, mesh)(params, tokens, 1, jax.random.key(0)))
+    prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
+    sampled = np.asarray(train.make_sampler(config, mesh, 64)(params, prompt, jnp.int32(1), jax.random.key(0)))
+    assert sampled.shape == (32, 64)
     assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
-    counts = np.bincount(sampled[:, 1:].ravel(), minlength=8) / 2048
+    counts = np.bincount(sampled.ravel(), minlength=8) / 2048
     assert np.abs(counts - probabilities).max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
+
+
+def test_sampling_continues_the_prompt():
+    """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
+    config = Config(**TINY | dict(vocab_size=64, seq_len=8), mesh="data:2,fsdp:2,tensor:2")
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    shardings = train.state_shardings(config, mesh)
+    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
+    params = dataclasses.replace(params, unembed=params.unembed * 1e4)  # so sure of itself that the noise is nothing
+    prompt = np.tile(np.arange(8) * 7 % 64, (4, 1)).astype(np.int32)
+    placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
+    sampled = np.asarray(train.make_sampler(config, mesh, 12)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
+
+    whole, tokens = jax.device_get(params), list(prompt[0, :5])
+    for token in sampled:
+        seen = np.array([tokens[-8:]])
+        ones, positions = np.ones_like(seen), np.arange(seen.shape[1])[None]
+        logits = reference.logits(whole, data.Batch(seen, seen, ones, positions, ones), config)
+        assert token == np.argmax(logits[0, -1])
+        tokens.append(token)
 
 
 @pytest.mark.slow
