@@ -113,7 +113,7 @@ def _readable(manager, step: int):
         raise ValueError(
             f"the checkpoint {manager.directory / str(step)} is damaged, or not of this program "
             f"({type(error).__name__}: {reason:.200}); "
-            f"remove it to go on from step {before}, or give another --checkpoint_dir"
+            f"give another --checkpoint_dir, or remove it to go on from step {before}"
         ) from error
 
 

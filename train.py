@@ -10,6 +10,7 @@ moves), checkpoint.py and log.py.
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -209,6 +210,19 @@ def make_sampler(config: Config, mesh: Mesh, num_tokens: int):
 # -- the run
 
 
+LOST_PEER = (
+    "train.py: error: another process of this run is lost; when all are started again, the same command resumes from "
+    "the newest checkpoint"
+)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _last_words(_signal):
+    """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
+    os.write(2, f"{LOST_PEER}\n".encode())
+    os._exit(1)
+
+
 def start_runtime(config: Config) -> None:
     """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs."""
     on_tpu = bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
@@ -219,6 +233,10 @@ def start_runtime(config: Config) -> None:
     simulated = fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
     jax.config.update("jax_num_cpu_devices", simulated // max(config.num_processes, 1))
     if config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ:
+        if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
+            sys.stdout = os.fdopen(os.dup(1), "w")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
         jax.distributed.initialize(
             config.coordinator or None,
             config.num_processes or None,
@@ -279,6 +297,7 @@ def run(config: Config) -> dict[str, float]:
     Raises:
       ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
       FloatingPointError: `max_skipped` steps in a row had gradients that are not finite.
+      OSError: a file cannot be read or written.
       SystemExit: SIGTERM came; the state is saved.
     """
     begun = time.perf_counter()
@@ -305,6 +324,11 @@ def run(config: Config) -> dict[str, float]:
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     if restored is not None:
         log.say(f"resumed    from step {first_step} in {config.checkpoint_dir}" + (f"; {differs}" if differs else ""))
+    if first_step >= config.steps:
+        log.say(f"done       before: all of --steps={config.steps}")
+        log.close()
+        checkpoint.close(manager)
+        return {}
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
@@ -399,3 +423,8 @@ if __name__ == "__main__":
         run(CONFIG)
     except (ValueError, FloatingPointError, OSError) as error:
         sys.exit(f"train.py: error: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if not any(word in str(error) for word in ("Gloo", "UNAVAILABLE", "Barrier")):
+            raise
+        print(error, LOST_PEER, sep="\n", file=sys.stderr, flush=True)
+        os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit

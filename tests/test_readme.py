@@ -1,0 +1,75 @@
+"""What the README tells a newcomer to type, typed; and what it points to, looked up."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config as config_lib
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("  #")[0].strip(" &")
+    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+TRAIN = [shlex.split(command) for command in COMMANDS if command.startswith("python train.py")]
+
+
+def test_the_two_commands_of_a_newcomer_are_there():
+    assert COMMANDS[0] == "pip install -e . && python train.py"
+    assert COMMANDS[1] == 'pip install -e ".[test]" && pytest'
+
+
+@pytest.mark.parametrize("command", TRAIN, ids=" ".join)
+def test_flags_exist_and_go_together(command):
+    config_lib.parse_flags(command[2:], prog="train.py", description="")
+
+
+LOCAL = [c for c in TRAIN if not any(flag.startswith(("--coordinator", "--preset")) for flag in c)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LOCAL, ids=" ".join)
+def test_commands_run(command, tmp_path):
+    """On less: 6 steps of one layer; the later of two equal flags counts."""
+    less = [
+        "--steps=6",
+        "--num_layers=1",
+        "--eval_batches=1",
+        "--sample=4",
+        f"--compilation_cache={tmp_path / 'cache'}",
+    ]
+    written = [f"{flag.split('=')[0]}={tmp_path}" for flag in command if "_dir=" in flag]
+    done = subprocess.run(
+        [sys.executable, *command[1:], *less, *written], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 6/6  held-out loss" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
+    """With a third of its steps."""
+    command = [sys.executable, "train.py", "--steps=130", f"--compilation_cache={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    loss, bigram = re.search(r"held-out   loss ([\d.]+) .* ([\d.]+)$", done.stdout, re.MULTILINE).groups()
+    assert float(loss) < float(bigram) - 0.3
+
+
+def test_what_it_points_to_is_there():
+    for path in re.findall(r"\]\((\w[\w./]*)\)", README) + re.findall(r"pytest (tests/\w+\.py)", README):
+        assert (ROOT / path).exists(), path
+    for module in ROOT.glob("*.py"):
+        assert f"[{module.name}]({module.name})" in README, f"{module.name} is not in the README's table"
+
+
+def test_figures_are_there():
+    """benchmarks/readme.py writes them between these marks."""
+    for name in ("default run", "one device"):
+        assert len(re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", README, re.DOTALL)[1]) > 200
