@@ -64,11 +64,12 @@ def open_manager(config: Config):
 def save(manager, step: int, state, config: Config) -> None:
     """Starts to save the state reached after `step` steps; returns when it is copied from the devices.
 
-    Raises what kept the save before this one from being finished: ValueError or OSError.
+    Raises OSError where the save before this one could not be finished.
     """
     ocp = _orbax()
     parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(dataclasses.asdict(config)))
-    manager.save(step, args=parts, force=True)
+    with _writable(manager):
+        manager.save(step, args=parts, force=True)
 
 
 def restore(manager, shapes, shardings, config: Config):
@@ -97,9 +98,19 @@ def restore(manager, shapes, shardings, config: Config):
 
 
 def close(manager) -> None:
-    """Waits until what was saved is there. Raises what kept it from being finished: ValueError or OSError."""
+    """Waits until what was saved is there. Raises OSError where that could not be finished."""
     if manager:
-        manager.close()
+        with _writable(manager):
+            manager.close()
+
+
+@contextlib.contextmanager
+def _writable(manager):
+    """Says in one line that a checkpoint could not be written."""
+    try:
+        yield
+    except (ValueError, OSError) as error:  # tensorstore's errors are ValueErrors
+        raise OSError(f"a checkpoint could not be written to {manager.directory}: {_short(error)}") from error
 
 
 @contextlib.contextmanager
@@ -109,12 +120,16 @@ def _readable(manager, step: int):
         yield
     except (ValueError, LookupError, TypeError, OSError) as error:
         before = max((other for other in manager.all_steps() if other != step), default=0)
-        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the checkpoint {manager.directory / str(step)} is damaged, or not of this program "
-            f"({type(error).__name__}: {reason:.200}); "
+            f"({_short(error)}); "
             f"give another --checkpoint_dir, or remove it to go on from step {before}"
         ) from error
+
+
+def _short(error: Exception) -> str:
+    line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {line if len(line) <= 200 else f'{line[:100]} ... {line[-100:]}'}"
 
 
 def _differing(saved: dict, config: Config, fields) -> str:

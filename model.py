@@ -35,6 +35,7 @@ from typing import Annotated, get_type_hints
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import fsdp
@@ -358,7 +359,10 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
         segments_bt, cos, sin = aux
         is_global = (i + 1) % config.global_every == 0 if config.global_every else None
         x_btd = attention_block(w, x_btd, segments_bt, cos, sin, is_global, config)
-        return mlp_block(w, x_btd, config)
+        x_btd = mlp_block(w, x_btd, config)
+        # Left to choose, XLA:TPU lays the residual stream out with T fastest and transposes it on the SparseCores,
+        # where the gathers of the next layer then wait for the end of this one.
+        return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2)))
 
     if config.remat == "full":
         layer = jax.checkpoint(layer, prevent_cse=False)

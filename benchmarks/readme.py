@@ -55,8 +55,8 @@ def main() -> None:
         f"({compile_s[1]:.1f} s instead of {compile_s[0]:.1f} s) and shows its first step after {again_s:.0f} s.\n\n"
         "```\n" + "\n".join(shown) + "\n```",
         "one device": f"Time of a step on 8 simulated devices over that of a plain `jax.jit` of the same model and "
-        f"batch on one, measured on the same {machine()} (`python benchmarks/one_device.py`). It says what the simulation "
-        "costs, and nothing about a TPU.\n\n| mesh and flags | ratio |\n|---|---|\n" + "\n".join(ratios),
+        f"batch on one, measured on the same {machine()} (`python benchmarks/one_device.py`). It says what the "
+        "simulation costs, and nothing about a TPU.\n\n| mesh and flags | ratio |\n|---|---|\n" + "\n".join(ratios),
     }
     readme = (ROOT / "README.md").read_text()
     for name, text in blocks.items():

@@ -17,7 +17,7 @@ import data
 import model
 import sharding
 import train
-from config import Config
+from config import Config, from_preset
 
 
 def equations(jaxpr):
@@ -202,6 +202,14 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
     forward, backward = layer_loops(compiled_for_tpu7x(Config(**TPU, prefetch=False)).as_text())
     for schedule in (forward, backward):  # without it, the layer waits for its own weights
         assert schedule.index("g") < schedule.index("M") and schedule.rindex("g") < schedule.rindex("M"), schedule
+
+
+@pytest.mark.slow
+def test_tpu7x_hides_the_gathers_of_llama_8b():
+    """At 8192 tokens a device, too: a gather starts at the latest behind the first matmul of the layer before."""
+    forward, backward = layer_loops(compiled_for_tpu7x(from_preset("llama3.1-8b", mesh="fsdp:8", batch=8)).as_text())
+    assert re.fullmatch(r"M?G+M{7,}g+", forward), forward
+    assert backward.rindex("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward
 
 
 @pytest.mark.slow
