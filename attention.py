@@ -34,7 +34,7 @@ def attention(
 
     Args:
       q_btnH, k_bskH, v_bskH: queries, keys and values; n a multiple of k.
-      causal: a query sees no key behind its position.
+      causal: a query sees no key after its own position.
       window: a query sees at most this many keys back, itself included (and, when not causal, as many ahead); 0 is all.
       segment_ids: (q_ids_bt, kv_ids_bs); a query sees only keys of its own segment.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.

@@ -52,12 +52,12 @@ class Config:
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
     remat: str = "none"  # recompute in the backward pass: full (each layer from its input) or none
-    loss_chunk: int = 1024  # positions of a sequence whose logits exist at once
+    loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
     optimizer: str = "adamw"  # adamw, adafactor or sgd
     learning_rate: float = 3e-3  # peak, after the warm-up
-    warmup_steps: int = 30  # linear warm-up
+    warmup_ratio: float = 0.075  # share of the steps in which the learning rate rises to its peak
     final_lr_ratio: float = 0.1  # cosine decay ends at this share of the peak, at the last step
     beta1: float = 0.9  # adamw: decay of the first moment; sgd: momentum
     beta2: float = 0.95  # adamw: decay of the second moment
@@ -100,23 +100,38 @@ class Config:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        sizes = "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim"
-        for name in f"{sizes} microbatches loss_chunk log_every max_skipped save_every keep_checkpoints".split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in "seed window global_every warmup_steps eval_every eval_batches sample".split():
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        smallest = {
+            1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
+            "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta rope_scaling",
+            0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
+            "beta1 beta2 weight_decay clip_norm final_lr_ratio logit_soft_cap z_loss norm_eps",
+        }
+        for low, names in smallest.items():
+            for name in names.split():
+                if not getattr(self, name) >= low:  # NaN is not, either
+                    raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        for name in ("beta1", "beta2", "warmup_ratio"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be under 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
+            raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
+        if self.coordinator and not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"coordinator={self.coordinator!r} needs --num_processes and a --process_id below it, "
+                f"not {self.num_processes} and {self.process_id}"
+            )
         if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
             )
+        if self.profile_dir and self.profile_range[0] > self.steps:
+            raise ValueError(f"profile_steps={self.profile_steps!r} is past the last step: steps={self.steps}")
 
     @property
     def profile_range(self) -> tuple[int, int]:
@@ -128,8 +143,10 @@ class Config:
 # Published shapes. Sources: the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
 # arXiv:2412.15115) and their released configuration files; Gemma 4 31B's model card. `gemma-31b-like` has its widths,
 # depth and 5:1 pattern of local and global layers in the block of this file's models: SwiGLU where Gemma has GeGLU, no
-# norms behind the sub-layers, and global layers of the same 16 heads of 256 where Gemma's have 4 of 512.
-_LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_steps=2000, steps=100_000, batch=128)
+# norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
+# of 256 as the local ones, where Gemma's have 4 of 512.
+_LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
+_LARGE |= dict(loss_chunk=1024)
 _LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
 PRESETS: dict[str, dict] = {
     "tiny": {},

@@ -7,7 +7,7 @@
 has: its bytes are the tokens. Byte 255, which no UTF-8 text holds, stands before every document. One document in
 twenty, chosen by a hash of its name, is held out for evaluation.
 
-**Packing.** The documents stand one behind the other in a stream; a sequence is T tokens of it and its targets are the
+**Packing.** The documents stand one after the other in a stream; a sequence is T tokens of it and its targets are the
 same tokens one further on. Each document in a sequence has its own segment id (attention does not cross it) and its
 positions start at 0. A document that a sequence cuts off goes on in another, without what came before.
 
@@ -28,6 +28,7 @@ be had at once. Neither the mesh nor the number of processes enters, and a resum
 """
 
 import argparse
+import itertools
 import os
 import queue
 import struct
@@ -48,14 +49,18 @@ _HEADER = struct.Struct("<8sIIQQQQI")
 _HEADER_BYTES = 64
 
 
+class CorpusError(ValueError):
+    """What is found wrong with a corpus only when a batch is read from it."""
+
+
 class Batch(NamedTuple):
     """Packed sequences, all arrays [B, T]."""
 
-    tokens_BT: Any  # int32
-    targets_BT: Any  # int32: the token that follows each
-    segments_BT: Any  # int32: number of the document in the sequence, from 1; 0 is padding
-    positions_BT: Any  # int32: position in the document
-    weights_BT: Any  # float32: weight of the target in the loss; 0 is padding
+    tokens: Any  # int32
+    targets: Any  # int32: the token that follows each
+    segments: Any  # int32: number of the document in the sequence, from 1; 0 is padding
+    positions: Any  # int32: position in the document
+    loss_weights: Any  # float32: weight of the target in the loss; 0 is padding
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def write_corpus(
     if not 0 <= separator < vocab_size:
         raise ValueError(f"separator {separator} is outside the vocabulary of {vocab_size}")
     itemsize = 2 if vocab_size <= 1 << 16 else 4
-    unfinished = f"{path}.unfinished"
+    unfinished = f"{path}.unfinished"  # what is left there by an error is no token file: its header comes last
     counts = []
     with open(unfinished, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
@@ -151,8 +156,8 @@ def standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    train, held_out, _ = _read(files, root)
-    join = lambda documents: np.concatenate([np.concatenate([[BYTE_SEPARATOR], d]) for d in documents]).astype(np.uint8)
+    train, held_out, _ = _divide(files, root)
+    join = lambda paths: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), document) for document in _read(paths)])
     name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
     return Corpus(name, join(train), join(held_out), vocab_size=256, separator=BYTE_SEPARATOR)
 
@@ -168,41 +173,47 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
     train, held_out, skipped = [], [], []
     for path in map(Path, paths):
         files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
-        parts = _read(files, path if path.is_dir() else path.parent)
+        parts = _divide(files, path if path.is_dir() else path.parent)
         if not path.is_dir() and parts[2]:
-            try:
-                path.read_bytes().decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+            raise ValueError(f"{path} is no UTF-8 text: {_fault(path.read_bytes())}")
         for so_far, found in zip((train, held_out, skipped), parts, strict=True):
             so_far.extend(found)
-    if not train:  # too few documents for the hash to divide them well
-        train, held_out = held_out, []
-    if not held_out and train:  # the end of the last is held out
-        last = train.pop()
-        cut = len(last) - max(len(last) // HELD_OUT_ONE_IN, 1)
-        train.append(last[:cut])
-        held_out.append(last[cut:])
-    if not train:
+    if not train and not held_out:
         raise ValueError(f"there is no UTF-8 text in {', '.join(paths)}; {len(skipped)} files of other content")
-    return write_corpus(out, train, held_out, vocab_size=256, separator=BYTE_SEPARATOR), skipped
+    train_documents, held_out_documents = _read(train), _read(held_out)
+    if not train or not held_out:  # too few documents for the hash to divide: the end of the last is held out
+        *whole, last = train or held_out
+        (last,) = _read([last])
+        cut = len(last) - max(len(last) // HELD_OUT_ONE_IN, 1)
+        train_documents, held_out_documents = itertools.chain(_read(whole), [last[:cut]]), [last[cut:]]
+    corpus = write_corpus(out, train_documents, held_out_documents, vocab_size=256, separator=BYTE_SEPARATOR)
+    return corpus, skipped
 
 
-def _read(files: list[Path], root: Path) -> tuple[list[np.ndarray], list[np.ndarray], list[Path]]:
-    """Bytes of the training and of the held-out documents, and the files that are empty or no UTF-8 text."""
+def _divide(files: list[Path], root: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Files for training, files held out, and files that are no UTF-8 text. Empty ones are nowhere."""
     train, held_out, skipped = [], [], []
     for path in sorted(files):
         content = path.read_bytes()
-        try:
-            content.decode()
-        except UnicodeDecodeError:
+        is_held_out = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT_ONE_IN == 0
+        if _fault(content):
             skipped.append(path)
-            continue
-        name = path.relative_to(root).as_posix().encode()
-        part = held_out if zlib.crc32(name) % HELD_OUT_ONE_IN == 0 else train
-        if content:
-            part.append(np.frombuffer(content, np.uint8))
+        elif content:
+            (held_out if is_held_out else train).append(path)
     return train, held_out, skipped
+
+
+def _fault(content: bytes) -> str:
+    """What keeps bytes from being UTF-8 text, and where; empty if nothing does."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return f"{error.reason} at byte {error.start}"
+    return ""
+
+
+def _read(paths: list[Path]) -> Iterator[np.ndarray]:
+    return (np.frombuffer(path.read_bytes(), np.uint8) for path in paths)
 
 
 # -- batches
@@ -220,18 +231,26 @@ def train_batch(corpus: Corpus, step: int, *, batch: int, seq_len: int, seed: in
 
 
 def eval_batch(corpus: Corpus, index: int, *, batch: int, seq_len: int, rows: slice = slice(None)) -> Batch:
-    """Rows of the index-th batch of held-out sequences, in their order; rows past the last are padding."""
-    return _pack(corpus, corpus.held_out, index * batch + np.arange(batch)[rows], seq_len)
+    """Rows of the index-th batch of held-out sequences; rows past the last sequence are padding."""
+    numbers = index * batch + np.arange(batch)[rows]
+    size = num_sequences(corpus.held_out, seq_len)
+    return _pack(corpus, corpus.held_out, np.where(numbers < size, _eval_order(numbers, size), -1), seq_len)
+
+
+def _eval_order(numbers: np.ndarray, size: int) -> np.ndarray:
+    """A fixed order that takes from all documents, so that the first few sequences stand for the whole."""
+    return _permute(numbers, size, seed=0)
 
 
 def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: int) -> Batch:
-    there = sequences < num_sequences(stream, seq_len)
+    """The numbered sequences of a stream; a negative number is padding."""
+    there = sequences >= 0
     starts = np.where(there, sequences, 0) * seq_len
     window = np.stack([stream[start : start + seq_len + 1] for start in starts])
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
         part = "training" if stream is corpus.train else "held-out"
-        raise ValueError(
+        raise CorpusError(
             f"{corpus.name} has token {window[row, column]} at {part} token {starts[row] + column}, "
             f"outside its vocabulary of {corpus.vocab_size}"
         )
@@ -326,16 +345,18 @@ def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_tr
     count a token of the vocabulary.
     """
     train = np.asarray(corpus.train[:max_train_tokens]).astype(np.int64)
-    size = min(num_eval_sequences, num_sequences(corpus.held_out, seq_len)) * seq_len
-    held_out = np.asarray(corpus.held_out[: size + 1]).astype(np.int64)
+    size = num_sequences(corpus.held_out, seq_len)
+    starts = _eval_order(np.arange(min(num_eval_sequences, size)), size) * seq_len
+    held_out = np.stack([corpus.held_out[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    tokens, targets = held_out[:, :-1].ravel(), held_out[:, 1:].ravel()
     unigrams = np.bincount(train, minlength=corpus.vocab_size)
     contexts = np.bincount(train[:-1], minlength=corpus.vocab_size)
     pairs, counts = np.unique(train[:-1] * corpus.vocab_size + train[1:], return_counts=True)
-    asked = held_out[:-1] * corpus.vocab_size + held_out[1:]
+    asked = tokens * corpus.vocab_size + targets
     at = np.searchsorted(pairs, asked).clip(0, len(pairs) - 1)
     pair_counts = np.where(pairs[at] == asked, counts[at], 0)
-    p_next = (unigrams[held_out[1:]] + 1) / (len(train) + corpus.vocab_size)
-    return float(-np.mean(np.log((pair_counts + p_next) / (contexts[held_out[:-1]] + 1))))
+    p_next = (unigrams[targets] + 1) / (len(train) + corpus.vocab_size)
+    return float(-np.mean(np.log((pair_counts + p_next) / (contexts[tokens] + 1))))
 
 
 def decode(tokens: np.ndarray) -> str:
@@ -369,11 +390,9 @@ def main() -> None:
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
     if args.command == "show":
         batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
-        print(
-            f"first sequence: {batch.segments_BT.max()} document(s); the last position is {batch.positions_BT[0, -1]}"
-        )
+        print(f"first sequence: {batch.segments.max()} document(s); the last position is {batch.positions[0, -1]}")
         if corpus.vocab_size == 256:
-            print(decode(batch.tokens_BT[0]))
+            print(decode(batch.tokens[0]))
 
 
 if __name__ == "__main__":

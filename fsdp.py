@@ -10,22 +10,25 @@ the transpose of an all-gather *is* a reduce-scatter, so differentiating the gat
 
 **Cost** a layer of P parameters, in bfloat16, with b*t tokens a device, C FLOP/s and W bytes/s into a device:
 
-    compute    forward 2*P*b*t / C             hidden when   b*t > C / W   tokens a device
-    gather     2*P / W                         (TPU7x: 1153.5e12 / (6 rings * 90e9), about 2100)
+    compute    forward 2*P*b*t / C
+    gather     2*P / W, hidden when   b*t > C / W   tokens a device
 
-One gather forward, one gather and one reduce-scatter backward, so the same inequality holds for the backward pass
-with its twice as many FLOPs. It does not depend on the model: more batch a device hides more communication.
+That does not depend on the model: more batch a device hides more communication. On TPU7x (C = 1153.5e12) with rings in
+all six directions of a torus of about 90e9 bytes/s each, whose chips pass what they receive on to both of their
+devices, C/W is about 2100. The backward pass has twice the FLOPs to hide a gather and a reduce-scatter; the
+reduce-scatter, in the compute dtype too, comes out with four or two rings (compiled), and is then what shows first.
 
 **Prefetch.** In program order a layer would wait for its own weights. `scan_layers(prefetch=True)` carries the gathered
 weights of layer i through iteration i and starts the gather of layer i+1 (backward: i-1) beside the computation, which
-does not depend on it. At most two layers are whole at once. The loop is differentiated by hand, because a gathered
-weight in the carry of a differentiated `lax.scan` would be kept for every layer until the backward pass.
+does not depend on it. At most two layers are whole at once, and each pass gathers L+1 times instead of L. The loop is
+differentiated by hand, because a gathered weight in the carry of a differentiated `lax.scan` would be kept for every
+layer until the backward pass.
 
 **Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1).
 Plain data parallelism keeps the whole state on every replica, all-reduces the gradients and does the same update
 everywhere. With `shard_update` the master weights and the optimizer state are cut over `data` as well; a step
-all-gathers the weights once, in the compute dtype, and reduce-scatters the gradients once, in float32 (`replicate`,
-`sum_gradients`).
+all-gathers the weights once, in the compute dtype, and reduce-scatters the gradients once, in float32
+(`whole_over_data`, `sum_gradients`).
 
     all-reduce of float32 gradients     8 * P bytes a device (reduce-scatter, then all-gather)
     sharded update, bfloat16 weights    6 * P bytes, state memory and update time divided by the axis
@@ -46,22 +49,16 @@ from sharding import MESH_AXES, axes_of, dim_of
 def gather(w: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
     """All-gathers a shard over one mesh axis along the dim that `spec` gives it; whole already where `spec` has none.
 
-    Per-device code. Under differentiation the transpose is `reduce_scatter` with the same arguments.
+    Per-device code. Its transpose, under differentiation, is the reduce-scatter of the gradient.
     """
     dim = dim_of(spec, axis)
     return w if dim is None else lax.all_gather(w, axis, axis=dim, tiled=True)
 
 
-def reduce_scatter(dw: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
-    """Sums a gradient over one mesh axis and leaves each device its shard; the whole sum where `spec` has no dim."""
-    dim = dim_of(spec, axis)
-    return lax.psum(dw, axis) if dim is None else lax.psum_scatter(dw, axis, scatter_dimension=dim, tiled=True)
+def whole_over_data(params, specs, dtype):
+    """Once a step: the parameters as the model takes them, whole over `data` and varying over every axis.
 
-
-def replicate(params, specs, dtype):
-    """Step-level: the parameters as the model takes them, whole over `data` and varying over every axis.
-
-    Where a spec has `data` in it (the sharded update), this is the step's one all-gather over that axis, in `dtype`.
+    With the sharded update this is the step's one all-gather over `data`, in `dtype`; without it, it moves nothing.
     """
 
     def one(w, spec):
@@ -72,14 +69,15 @@ def replicate(params, specs, dtype):
 
 
 def sum_gradients(grads, specs):
-    """Step-level, the way back of `replicate`: float32 sums over the axes that do not cut a parameter.
+    """Once a step, the way back of `whole_over_data`: float32 sums over the axes that do not cut a parameter.
 
-    Over `data` an all-reduce; with the sharded update one reduce-scatter in its place.
+    Over `data` that is an all-reduce; with the sharded update, one reduce-scatter in its place.
     """
 
     def one(dw, spec):
         dw = dw.astype(jnp.float32)
-        dw = reduce_scatter(dw, spec, "data") if "data" in axes_of(spec) else dw
+        if (dim := dim_of(spec, "data")) is not None:
+            dw = lax.psum_scatter(dw, "data", scatter_dimension=dim, tiled=True)
         return lax.psum(dw, _uncut(spec))
 
     return jax.tree.map(one, grads, specs)
@@ -93,8 +91,8 @@ def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
     """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i; one is whole at a time, two with prefetch.
 
     Args:
-      layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass; its
-        gathered weights are never saved.
+      layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass; the
+        gathered weights are never saved, but what it computes from them (a cast, say) would be, for every layer.
       gather_layer: one layer's shards -> its weights; differentiated for the gradient's way back.
       shards_L: tree of arrays with a leading layer dim.
       x: the residual stream.
@@ -112,7 +110,9 @@ def _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux):
 def _forward(layer, gather_layer, prefetch, shards_L, x, aux):
     def step(w, x, i):
         x, backward = jax.vjp(lambda w, x: layer(w, x, aux, i), w, x)
-        backward.args_res[0] = None  # the weights: gathered again in the backward pass, not kept
+        # The weights are gathered again in the backward pass, not kept. How to take residuals out of a vjp stands in
+        # JAX's "First-class VJPs", https://docs.jax.dev/en/latest/301/vjp-objects.html
+        backward.args_res[0] = None
         return x, backward
 
     x, backward_L = _loop(step, gather_layer, prefetch, shards_L, x)

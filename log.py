@@ -99,8 +99,8 @@ class Log:
         line += f"  MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         line += f"  input wait {metrics['input_wait_s'] * 1e3:.1f} ms"
         line += f"  skipped {metrics['skipped']}" if metrics["skipped"] else ""
-        is_first = metrics["step"] == self.first_step + 1
-        if is_first or metrics["step"] % self.config.log_every == 0 or metrics["skipped_in_a_row"]:
+        is_end = metrics["step"] in (self.first_step + 1, total)
+        if is_end or metrics["step"] % self.config.log_every == 0 or metrics["skipped_in_a_row"]:
             self.say(line)
         elif self.terminal:
             left_s = (total - metrics["step"]) * self.mean_step_s
@@ -119,9 +119,6 @@ class Log:
 
     def summary(self) -> dict[str, float | None]:
         """The mean rates of the run, printed and returned."""
-        if not self.steps_s:
-            self.say("no steps to do")
-            return {}
         rates = self._rates(self.mean_step_s)
         mfu = f", MFU {rates['mfu']:.1%}" if rates["mfu"] is not None else ""
         self.say(

@@ -11,19 +11,22 @@ attention, SwiGLU (Shazeer 2020, arXiv:2002.05202). Master weights are float32, 
 by columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual
 stream is cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor:
 
-    h_btD = all_gather(norm(x_btd), "tensor")      in
+    h_btd = norm(x_btd)                            its mean over D: an all-reduce of b*t numbers
+    h_btD = all_gather(h_btd, "tensor")            in
     h_btf = h_btD @ w_Df                           columns: no communication
     y_btD = h_btf @ w_fD                           rows: contracting a lower-case letter leaves a partial sum {U_tensor}
     x_btd = x_btd + reduce_scatter(y_btD, "tensor")   out
 
-The MLP, forward: gather and scatter move 2 * 2*b*t*D bytes beside 6*b*t*D*F/tensor FLOPs, so at C FLOP/s and W bytes/s
-they can hide when F > 2/3 * tensor * C/W. On one axis of TPU7x, C/W is 2307e12/200e9 = 11.5k: at tensor=4, F > 31k, and
-Llama 3.1 70B (28,672) misses it. (With two matmuls in the MLP instead of three it is tensor * C/W, 46k.) On the
-die-to-die link of a chip, six times as fast, tensor=2 hides from F > 2.6k.
+The norm could instead wait for the gather and be computed whole on each device: no all-reduce, and tensor times the
+vector work. The MLP, forward: gather and scatter move 2 * 2*b*t*D bytes beside 6*b*t*D*F/tensor FLOPs, so at C FLOP/s
+and W bytes/s they can hide when F > 2/3 * tensor * C/W. For a TPU7x chip and both directions of one torus axis, C/W is
+2307e12/200e9 = 11.5k: at tensor=4, F > 31k, and Llama 3.1 70B (28,672) misses it. (With two matmuls in the MLP instead
+of three it is tensor * C/W, 46k.) On the die-to-die link of a chip, six times as fast, tensor=2 hides from F > 2.6k.
 
 **Vocabulary parallelism.** Embedding and unembedding are cut over `tensor` by vocabulary. A look-up finds the tokens of
 this device's part and leaves a partial sum. The loss needs of the logits only their log-sum-exp and the label's entry,
-both sums over the vocabulary, so the full logits_BTV exist nowhere: not on one device, and not for the whole sequence.
+both sums over the vocabulary, so the full logits_BTV exist nowhere: a device holds those of its part of the vocabulary,
+for `loss_chunk` positions of its sequences at once.
 """
 
 import math
@@ -77,7 +80,7 @@ class Layers:
 class Params:
     """All parameters, in float32."""
 
-    embed: Annotated[jax.Array, "VD", P("tensor", "fsdp"), "D"]
+    embed: Annotated[jax.Array, "VD", P("tensor", "fsdp"), ""]
     layers: Layers
     norm: Annotated[jax.Array, "D", P(("tensor", "fsdp")), ONES]
     unembed: Annotated[jax.Array | None, "VD", P("tensor", "fsdp"), "D"] = None  # None: tied to embed
@@ -152,11 +155,13 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     _tree(config, check)
     batch_axes = {axis: mesh_sizes[axis] for axis in sharding.BATCH_AXES}
     sharding.check_multiple("batch", config.batch, batch_axes | {"microbatches": config.microbatches})
-    sharding.check_multiple("seq_len", config.seq_len, {"loss_chunk": min(config.loss_chunk, config.seq_len)})
 
 
 def init_params(config: Config, key: jax.Array) -> Params:
-    """Normal with variance 1/fan-in, by 2L less for what adds to the residual stream, so that the sum keeps its size.
+    """Normal with variance 1/fan-in, and 2L times less for the 2L outputs that add to the residual stream.
+
+    The stream then starts with variance 1, a row of the embedding (fan-in 1: a look-up; D where it is also the
+    unembedding), and its sub-layers together add about as much.
 
     Call it under jit with the parameters' shardings as output: each device then draws its own shards only. The values
     come from the seed and the parameter's name alone, whatever the mesh.
@@ -167,6 +172,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
         shape = tuple(dims[letter] for letter in letters)
         if init in (ONES, ZEROS):
             return jnp.full(shape, float(init == ONES), jnp.float32)
+        init = "D" if name == "embed" and config.tied_embeddings else init
         fan_in = math.prod(2 * dims[letter] if letter == "L" else dims[letter] for letter in init)
         key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
@@ -266,7 +272,7 @@ def _my_part(tokens_bt, num_rows):
 
 
 def _embed_backward(residuals, dx_btD):
-    tokens_bt, w_vD = residuals
+    tokens_bt, w_vD = residuals  # of w_vD only the shape and the dtype are used
     index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
     dx_btD = jnp.where(mine_bt[..., None], dx_btD, 0).astype(jnp.float32)
     dw_vD = jnp.zeros_like(w_vD, jnp.float32).at[index_bt].add(dx_btD)
@@ -340,7 +346,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
-    """x_btd behind the last norm, sharded over `tensor`. `params` vary over all axes and are whole over `data`."""
+    """x_btd after the last norm, sharded over `tensor`. `params` vary over all axes and are whole over `data`."""
     specs = param_specs(config)
     dtype = jnp.dtype(config.dtype)
     specs_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs.layers)  # one layer's: the dim L is gone
@@ -367,9 +373,9 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
     if config.remat == "full":
         layer = jax.checkpoint(layer, prevent_cse=False)
 
-    x_btD = embed(gather(params.embed, specs.embed), batch.tokens_BT)  # {U_tensor}
+    x_btD = embed(gather(params.embed, specs.embed), batch.tokens)  # {U_tensor}
     x_btd = lax.psum_scatter(x_btD, "tensor", scatter_dimension=2, tiled=True)
-    aux = (batch.segments_BT, *rope_tables(batch.positions_BT, config))
+    aux = (batch.segments, *rope_tables(batch.positions, config))
     x_btd = fsdp.scan_layers(layer, gather_layer, layers, x_btd, aux, prefetch=config.prefetch)
     return rms_norm(x_btd, gather(params.norm, specs.norm), config.norm_eps)
 
@@ -383,22 +389,23 @@ def unembedding(params: Params, config: Config) -> jax.Array:
 def loss_fn(params: Params, batch: Batch, config: Config) -> jax.Array:
     """This device's share of the loss: the sum over all mesh axes but `tensor` is the loss.
 
-    Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.replicate` gives them.
+    Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.whole_over_data` gives them.
     """
     x_btd = hidden_states(params, batch, config)
     x_btD = lax.all_gather(x_btd, "tensor", axis=2, tiled=True)
     w_vD = unembedding(params, config)
-    chunk = min(config.loss_chunk, config.seq_len)
-    return cross_entropy(x_btD, w_vD, batch.targets_BT, batch.weights_BT, chunk, config.logit_soft_cap, config.z_loss)
+    t = batch.tokens.shape[1]
+    chunk = max(size for size in range(1, min(config.loss_chunk, t) + 1) if t % size == 0)
+    return cross_entropy(x_btD, w_vD, batch.targets, batch.loss_weights, chunk, config.logit_soft_cap, config.z_loss)
 
 
-def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, config: Config) -> jax.Array:
-    """A token for each sequence, drawn from the model's distribution behind position `at`. Per-device code.
+def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, config: Config, num_tokens: int):
+    """A token for each sequence, one of the first `num_tokens`, drawn from what the model expects after position `at`.
 
     Gumbel-max: the largest of logits plus noise. Each device of `tensor` looks at its part of the vocabulary, and the
     largest of all is found by two reductions of one number a sequence.
 
-    Returns: int32 tokens_b, the same on all devices that share the sequence.
+    Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
     """
     x_btd = hidden_states(params, batch, config)
     x_bD = lax.all_gather(lax.dynamic_index_in_dim(x_btd, at, 1, keepdims=False), "tensor", axis=1, tiled=True)
@@ -409,6 +416,7 @@ def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, con
     logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
     v = logits_bv.shape[1]
     token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
+    logits_bv = jnp.where(token_bv < num_tokens, logits_bv, -jnp.inf)  # a corpus may use less than the vocabulary
     axes = tuple(axis for axis in sharding.MESH_AXES if axis not in sharding.BATCH_AXES)
     best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
     return lax.pmin(jnp.min(jnp.where(logits_bv == best_b1, token_bv, config.vocab_size), -1), axes)

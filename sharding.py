@@ -3,7 +3,7 @@
 **Mesh.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
 axes, outermost first, most of them of size 1:
 
-    data      replicas of the whole model; across slices this is the data-centre network
+    data      replicas of the whole model; outermost, so this is what crosses slices, over the data-centre network
     pipe      stages of the layer stack
     fsdp      shards of every weight, gathered just before use; also splits the batch
     expert    experts of a mixture; outside the experts it splits the batch
@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 MESH_AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 LOSS_AXES = MESH_AXES[:-1]  # every device holds a share of the loss, those of `tensor` the same one
-BATCH_SPEC = PartitionSpec(BATCH_AXES, "context")  # of tokens_BT
+BATCH_SPEC = PartitionSpec(BATCH_AXES, "context")  # of tokens, [B, T]
 
 
 def parse_mesh(text: str) -> dict[str, int]:

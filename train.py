@@ -11,6 +11,7 @@ moves), checkpoint.py and log.py.
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import os
 import signal
@@ -65,8 +66,8 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(config.steps, config.warmup_steps + 1),
+        warmup_steps=int(config.warmup_ratio * config.steps),
+        decay_steps=config.steps,
         end_value=config.learning_rate * config.final_lr_ratio,
     )
     learning_rate = lambda count: schedule(count + 1)  # so that the first update is not lost to a rate of 0
@@ -75,9 +76,9 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
         beta1, beta2, mu_dtype = config.beta1, config.beta2, config.mu_dtype
         update = optax.adamw(learning_rate, beta1, beta2, weight_decay=decay, mask=matrices, mu_dtype=mu_dtype)
     elif config.optimizer == "adafactor":
-        update = optax.adafactor(
-            learning_rate, weight_decay_rate=decay * config.learning_rate or None, weight_decay_mask=matrices
-        )
+        # Its decay is not multiplied by the learning rate as adamw's is, so it is here.
+        decay_now = (lambda count: decay * learning_rate(count)) if decay else None
+        update = optax.adafactor(learning_rate, weight_decay_rate=decay_now, weight_decay_mask=matrices)
     else:
         update = optax.sgd(learning_rate, momentum=config.beta1)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
@@ -91,7 +92,10 @@ def init_state(key: jax.Array, config: Config) -> State:
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:
-    """The layout of the state. An optimizer slot lies as the parameter whose shape it has; all else is replicated."""
+    """The layout of the state. An optimizer slot lies as the parameter whose shape it has; all else is replicated.
+
+    All else is counts, and the sums over rows and columns that adafactor keeps in place of second moments.
+    """
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(0))
     spec_of = {}  # by the end of a slot's path in the tree: ".layers.w_q"
     for (path, shape), spec in zip(
@@ -110,27 +114,31 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
 def loss_and_grads(params: model.Params, batch: data.Batch, config: Config):
     """Loss, and its gradients laid out as the parameters. Per-device code, under the one shard_map of the step."""
     specs = model.param_specs(config)
-    num_targets = lax.psum(jnp.sum(batch.weights_BT), sharding.axes_of(BATCH_SPEC))
-    batch = batch._replace(weights_BT=batch.weights_BT / num_targets)  # so that sums of losses are their mean
-    weights = fsdp.replicate(params, specs, config.dtype)
+    num_targets = lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
+    batch = batch._replace(loss_weights=batch.loss_weights / num_targets)  # so that sums of losses are their mean
+    weights = fsdp.whole_over_data(params, specs, config.dtype)
     value_and_grad = jax.value_and_grad(partial(model.loss_fn, config=config))
     if config.microbatches == 1:
         loss, grads = value_and_grad(weights, batch)
     else:
-        split = lambda a: a.reshape(config.microbatches, -1, *a.shape[1:])
 
         def accumulate(total, microbatch):
             loss, grads = value_and_grad(weights, microbatch)
             return jax.tree.map(jnp.add, total, grads), loss
 
         zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
-        grads, losses = lax.scan(accumulate, zeros, jax.tree.map(split, batch))
+        grads, losses = lax.scan(accumulate, zeros, split(batch, config.microbatches))
         loss = jnp.sum(losses)
     return lax.psum(loss, LOSS_AXES), fsdp.sum_gradients(grads, specs)
 
 
+def split(batch: data.Batch, microbatches: int) -> data.Batch:
+    """[b, t] -> [microbatches, b/microbatches, t]"""
+    return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
+
+
 def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -> tuple[State, dict[str, jax.Array]]:
-    """One step: gradients in per-device code, then the update, which is elementwise and left to the partitioner."""
+    """One step: gradients in per-device code, then the update, left to the partitioner: but for norms, elementwise."""
     optimizer, learning_rate = make_optimizer(config)
     specs = model.param_specs(config)
     per_device = partial(loss_and_grads, config=config)
@@ -168,27 +176,29 @@ def make_train_step(config: Config, mesh: Mesh):
 
 
 def make_eval_step(config: Config, mesh: Mesh):
-    """jitted (params, batch) -> (sum of the losses of all targets, number of targets)."""
+    """jitted (params, batch) -> (sum of the cross-entropies of all targets, number of targets)."""
     specs = model.param_specs(config)
+    config = dataclasses.replace(config, z_loss=0.0)
 
     def per_device(params, batch):
-        weights = fsdp.replicate(params, specs, config.dtype)
-        loss = model.loss_fn(weights, batch, config)
-        return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.weights_BT), sharding.axes_of(BATCH_SPEC))
+        weights = fsdp.whole_over_data(params, specs, config.dtype)
+        one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config))
+        loss = jnp.sum(lax.scan(one, None, split(batch, config.microbatches))[1])
+        return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
 
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P())))
 
 
-def make_sampler(config: Config, mesh: Mesh, num_tokens: int):
-    """jitted (params, prompt_BT, length, key) -> [B, num_tokens] that the model draws behind the first `length` tokens.
+def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
+    """jitted (params, prompt_BT, length, key) -> [B, config.sample] drawn by the model after the first `length` tokens.
 
-    No cache of keys and values: each token is a forward pass over the whole sequence, whose beginning drops out when it
-    is full. It is there to look at.
+    Only tokens under `vocab_size`, the corpus's, are drawn. No cache of keys and values: each token is a forward pass
+    over the whole sequence, whose beginning drops out when it is full. It is there to look at.
     """
     specs = model.param_specs(config)
 
     def per_device(params, prompt_bt, length, key):
-        weights = fsdp.replicate(params, specs, config.dtype)
+        weights = fsdp.whole_over_data(params, specs, config.dtype)
         t = prompt_bt.shape[1]
         ones_bt = jnp.ones_like(prompt_bt)
         positions_bt = jnp.cumsum(ones_bt, axis=1) - 1
@@ -196,12 +206,12 @@ def make_sampler(config: Config, mesh: Mesh, num_tokens: int):
         def extend(carry, number):
             tokens_bt, length = carry
             batch = data.Batch(tokens_bt, tokens_bt, ones_bt, positions_bt, None)
-            next_b = model.sample_next(weights, batch, length - 1, jax.random.fold_in(key, number), config)
+            next_b = model.sample_next(weights, batch, length - 1, jax.random.fold_in(key, number), config, vocab_size)
             tokens_bt = jnp.where(length == t, jnp.roll(tokens_bt, -1, axis=1), tokens_bt)
             length = jnp.minimum(length + 1, t)
             return (lax.dynamic_update_index_in_dim(tokens_bt, next_b, length - 1, 1), length), next_b
 
-        return lax.scan(extend, (prompt_bt, length), jnp.arange(num_tokens))[1].T
+        return lax.scan(extend, (prompt_bt, length), jnp.arange(config.sample))[1].T
 
     in_specs = (specs, P(sharding.BATCH_AXES), P(), P())
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(sharding.BATCH_AXES)))
@@ -211,15 +221,15 @@ def make_sampler(config: Config, mesh: Mesh, num_tokens: int):
 
 
 LOST_PEER = (
-    "train.py: error: another process of this run is lost; when all are started again, the same command resumes from "
-    "the newest checkpoint"
+    "another process of this run is lost; when all are started again, the same command resumes from the newest "
+    "checkpoint"
 )
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _last_words(_signal):
     """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
-    os.write(2, f"{LOST_PEER}\n".encode())
+    os.write(2, f"train.py: error: {LOST_PEER}\n".encode())
     os._exit(1)
 
 
@@ -265,26 +275,32 @@ def place(make_rows, batch: int, seq_len: int, mesh: Mesh) -> data.Batch:
 
 
 def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh) -> float:
-    """Mean loss over the held-out sequences, `eval_batches` batches of them at most."""
-    total = count = 0.0
-    sequences = data.num_sequences(corpus.held_out, config.seq_len)
-    for index in range(min(config.eval_batches, -(-sequences // config.batch))):
+    """Mean cross-entropy over the held-out sequences, `eval_batches` batches of them at most."""
+
+    def make_batch(index):
         rows = partial(data.eval_batch, corpus, index, batch=config.batch, seq_len=config.seq_len)
-        batch = place(rows, config.batch, config.seq_len, mesh)
-        loss, targets = eval_step(params, batch)
-        total, count = total + float(loss), count + float(targets)
+        return place(rows, config.batch, config.seq_len, mesh)
+
+    num_batches = -(-num_evaluated(corpus, config) // config.batch)
+    sums = [eval_step(params, batch) for batch in data.ahead(make_batch, range(num_batches))]
+    total, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
     return total / count
+
+
+def num_evaluated(corpus: data.Corpus, config: Config) -> int:
+    """Held-out sequences in an evaluation."""
+    return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
 
 
 def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
     """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
     length = min(64, max(config.seq_len // 4, 1))
     rows = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)  # all the same; the first is shown
-    prompt_BT = np.zeros((rows, config.seq_len), np.int32)
+    prompt_BT = np.zeros((rows, min(config.seq_len, length + config.sample)), np.int32)
     prompt_BT[:, :length] = corpus.held_out[:length]
     layout = NamedSharding(mesh, P(sharding.BATCH_AXES))
     prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
-    sampler = make_sampler(config, mesh, config.sample)
+    sampler = make_sampler(config, mesh, corpus.vocab_size)
     sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed))
     text = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
     show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
@@ -316,7 +332,8 @@ def run(config: Config) -> dict[str, float]:
     first_step = int(state.step)
 
     log = Log(config, first_step, mesh)
-    log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}; {jax.process_count()} process(es)")
+    processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{processes}")
     log.say(
         f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
@@ -391,7 +408,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _notice_of_termination():
-    """A function of the step that says whether the run is to stop behind it, the same on all processes."""
+    """A function of the step that says whether the run is to stop after it, the same on all processes."""
     if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
         return multihost_utils.reached_preemption_sync_point
     notices = []
@@ -403,16 +420,19 @@ def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh:
     """Prints what came out of the run, and returns it as numbers."""
     figures = log.summary()
     if eval_loss is not None:
-        sequences = min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
+        sequences = num_evaluated(corpus, config)
         bigram = data.bigram_loss(corpus, seq_len=config.seq_len, num_eval_sequences=sequences)
         figures |= {"eval_loss": eval_loss, "bigram_loss": bigram}
-        log.say(f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's on the same files {bigram:.4f}")
+        log.say(
+            f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's {bigram:.4f} "
+            f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
+        )
     if config.sample:
         prompt, text = sample(state.params, corpus, config, mesh)
         log.say(
-            f"sample     of the model behind a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
+            f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal
-            else f"sample     of the model behind a held-out prompt, after >>>:\n{prompt}>>>{text}"
+            else f"sample     of the model after a held-out prompt, after >>>:\n{prompt}>>>{text}"
         )
     log.say(f"in all     {time.perf_counter() - begun:.1f} s")
     return figures
@@ -426,5 +446,5 @@ if __name__ == "__main__":
     except jax.errors.JaxRuntimeError as error:
         if not any(word in str(error) for word in ("Gloo", "UNAVAILABLE", "Barrier")):
             raise
-        print(error, LOST_PEER, sep="\n", file=sys.stderr, flush=True)
+        print(error, f"train.py: error: {LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
         os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit

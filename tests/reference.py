@@ -36,7 +36,7 @@ def attend(q, k, v, segments, window):
 
 
 def logits(params, batch, config):
-    x = params.embed[batch.tokens_BT]
+    x = params.embed[batch.tokens]
     for i in range(config.num_layers):
         w = jax.tree.map(lambda a, i=i: a[i], params.layers)
         h = norm(x, w.norm_attention, config.norm_eps)
@@ -45,9 +45,9 @@ def logits(params, batch, config):
             q, k, v = q + w.bias_q, k + w.bias_k, v + w.bias_v
         if config.qk_norm:
             q, k = norm(q, w.norm_q, config.norm_eps), norm(k, w.norm_k, config.norm_eps)
-        q, k = rotate(q, batch.positions_BT, config), rotate(k, batch.positions_BT, config)
+        q, k = rotate(q, batch.positions, config), rotate(k, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
-        out = attend(q, k, v, batch.segments_BT, 0 if is_global else config.window)
+        out = attend(q, k, v, batch.segments, 0 if is_global else config.window)
         x = x + jnp.einsum("btnh,nhd->btd", out, w.w_o)
         h = norm(x, w.norm_mlp, config.norm_eps)
         gate = h @ w.w_gate
@@ -60,5 +60,5 @@ def logits(params, batch, config):
 def loss(params, batch, config):
     out = logits(params, batch, config)
     lse = jax.nn.logsumexp(out, -1)
-    label = jnp.take_along_axis(out, batch.targets_BT[..., None], -1)[..., 0]
-    return jnp.sum(batch.weights_BT * (lse - label + config.z_loss * lse**2)) / jnp.sum(batch.weights_BT)
+    label = jnp.take_along_axis(out, batch.targets[..., None], -1)[..., 0]
+    return jnp.sum(batch.loss_weights * (lse - label + config.z_loss * lse**2)) / jnp.sum(batch.loss_weights)

@@ -24,41 +24,33 @@ from config import Config
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(num_layers=2, model_dim=32, ff_dim=64, num_heads=8, num_kv_heads=8, head_dim=4, seq_len=32, batch=8) | dict(
-    warmup_steps=2, sample=0, eval_batches=0, log_every=1
+    warmup_ratio=0.1, sample=0, eval_batches=0, log_every=1
 )
 MESH = "fsdp:8"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """A small token file, so that a start is quick."""
-    path = tmp_path_factory.mktemp("corpus")
-    (path / "squares.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
-    data.prepare([str(path / "squares.txt")], str(path / "squares.bin"))
-    return str(path / "squares.bin")
-
-
-@pytest.fixture(scope="module")
-def tiny(corpus, tmp_path_factory):
-    """Values of a configuration, with a cache of compiled programs that all runs share, each a new start."""
-    yield TINY | dict(corpus=corpus, compilation_cache=str(tmp_path_factory.mktemp("cache")))
+def values_in(directory: Path):
+    """Values of a configuration: a small corpus, and one cache of compiled programs for all runs, for quick starts."""
+    (directory / "squares.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
+    data.prepare([str(directory / "squares.txt")], str(directory / "squares.bin"))
+    yield TINY | dict(corpus=str(directory / "squares.bin"), compilation_cache=str(directory / "cache"), mesh=MESH)
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
-def flags(tiny) -> list[str]:
-    """The same, of a run in a process of its own."""
-    return [f"--{name}={value}" for name, value in (tiny | dict(mesh=MESH)).items()]
+def values(tmp_path_factory):
+    yield from values_in(tmp_path_factory.mktemp("values"))
 
 
-def start(flags, out: Path, *more, err=None) -> subprocess.Popen:
-    """`python train.py` as from a terminal, without what conftest.py sets; it writes to `out`."""
+def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subprocess.Popen:
+    """`python train.py` as from a terminal, without what conftest.py sets. It writes to `out` and, beside it, .err."""
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    with out.open("w") as stdout, (err or out.with_suffix(".err")).open("w") as stderr:
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, "train.py", *flags, *more], cwd=ROOT, stdout=stdout, stderr=stderr, env=env
+            [sys.executable, *program, *flags, *more], cwd=ROOT, stdout=stdout, stderr=stderr, env=env
         )
 
 
@@ -117,9 +109,9 @@ def train_in(config: Config, directory: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory) -> Config:
+def saved(values, tmp_path_factory) -> Config:
     """20 steps, straight."""
-    return train_in(Config(**tiny, mesh=MESH, steps=20, save_every=5), tmp_path_factory.mktemp("saved"))
+    return train_in(Config(**values, steps=20, save_every=5), tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
@@ -163,8 +155,8 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
 )
-def test_resume_is_bit_exact_whatever_the_state(changes, tiny, tmp_path, monkeypatch, capsys):
-    straight = train_in(Config(**tiny | changes, steps=20), tmp_path / "straight")
+def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monkeypatch, capsys):
+    straight = train_in(Config(**values | changes, steps=20), tmp_path / "straight")
     stop_and_resume(straight, tmp_path / "halves", monkeypatch, capsys)
 
 
@@ -238,21 +230,20 @@ def kill_while_it_saves(process: subprocess.Popen, directory: Path, delay_s: flo
 
 
 @pytest.mark.slow
-def test_kill_in_the_middle_of_a_save_loses_nothing_before(flags, saved, tmp_path):
+def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_path):
     killed, metrics = tmp_path / "killed", tmp_path / "metrics.jsonl"
-    flags = [*flags, "--steps=20", "--save_every=1", "--keep_checkpoints=1"]
-    flags += [f"--checkpoint_dir={killed}", f"--metrics_file={metrics}"]
+    values = values | dict(steps=20, save_every=1, keep_checkpoints=1, checkpoint_dir=killed, metrics_file=metrics)
     complete = 0
     for kill in range(3):
         out = tmp_path / f"{kill}.out"
-        process = start(flags, out)
+        process = start(values, out)
         is_further = lambda by=complete + 3: killed.is_dir() and max(steps_in(killed), default=0) >= by
         wait_until(is_further, process)
         kill_while_it_saves(process, killed, delay_s=0.02 * kill)
         assert kill == 0 or f"resumed    from step {complete} in {killed}\n" in out.read_text()
         assert half_written(killed)
         complete = max(steps_in(killed))
-    assert start(flags, tmp_path / "last.out").wait() == 0
+    assert start(values, tmp_path / "last.out").wait() == 0
     assert f"resumed    from step {complete} in {killed}\n" in (tmp_path / "last.out").read_text()
     assert read_metrics(metrics) == read_metrics(saved.metrics_file)
     assert [path.name for path in killed.iterdir()] == ["20"]  # what was left half written is gone
@@ -260,19 +251,19 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_before(flags, saved, tmp_pat
 
 
 @pytest.mark.slow
-def test_termination_saves_the_step_that_it_reached(flags, tmp_path):
+def test_termination_saves_the_step_that_it_reached(values, tmp_path):
     """And nothing but the run's own lines is printed, on the way out as on the way on."""
     directory = tmp_path / "checkpoints"
-    flags = [*flags, "--steps=60", f"--checkpoint_dir={directory}"]
+    values = values | dict(steps=60, checkpoint_dir=directory)
     out = tmp_path / "first.out"
-    process = start(flags, out)
+    process = start(values, out)
     wait_until(lambda: "\nstep  4/60" in out.read_text(), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     (step,) = steps_in(directory)
     assert 4 <= step < 60
     assert out.read_text().endswith(f"terminated after step {step}, saved in {directory}: the same command resumes\n")
-    assert start(flags, tmp_path / "second.out").wait() == 0
+    assert start(values, tmp_path / "second.out").wait() == 0
     second = (tmp_path / "second.out").read_text()
     assert f"resumed    from step {step} in {directory}\n" in second and f"\nstep {step + 1:>2}/60" in second
     assert steps_in(directory) == [step, 60]
@@ -290,16 +281,20 @@ def test_termination_without_a_folder_says_that_nothing_is_saved(saved, monkeypa
     assert "terminated after step 2, not saved: no --checkpoint_dir\n" in capsys.readouterr().out
 
 
+RUN_TRAIN = "runpy.run_path('train.py', run_name='__main__')"
+
+
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(flags, copy):
+def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values, copy, tmp_path):
     """A limit on the size of a file stands in for the disk."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     before, _ = load(copy)
-    command = [sys.executable, "train.py", *flags, "--steps=20", "--save_every=2"]
-    limited = ["bash", "-c", 'ulimit -f 16; exec "$@"', "bash", *command, f"--checkpoint_dir={copy.checkpoint_dir}"]
-    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert done.returncode == 1 and len(said) == 1, done.stderr
+    values = values | dict(steps=20, save_every=2, checkpoint_dir=copy.checkpoint_dir)
+    limited = ("-c", "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, -1)); " + RUN_TRAIN)
+    process = start(values, tmp_path / "out", program=limited)
+    assert process.wait() == 1
+    said = [line for line in (tmp_path / "out.err").read_text().splitlines() if line.startswith("train.py: error: ")]
+    assert len(said) == 1
     assert "a checkpoint could not be written" in said[0] and "File too large" in said[0] and len(said[0]) < 500
     assert steps_in(copy.checkpoint_dir) == [15]
     assert_same_bits(load(copy)[0], before)
@@ -308,13 +303,13 @@ def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(flags,
 # -- what cannot be resumed
 
 
-def test_another_model_is_refused(copy, flags, tmp_path):
+def test_another_model_is_refused(copy, values, tmp_path):
     other = dict(num_layers=3, ff_dim=128, qk_norm=True)
     message = "is of another model: num_layers is 2 there and 3 here, ff_dim is 64 there and 128 here, qk_norm is False"
     with pytest.raises(ValueError, match=message):
         train.run(dataclasses.replace(copy, **other))
-    more = ["--num_layers=3", "--ff_dim=128", "--qk_norm", f"--checkpoint_dir={copy.checkpoint_dir}"]
-    assert start(flags, tmp_path / "out", *more).wait() == 1
+    other = values | dict(num_layers=3, ff_dim=128, checkpoint_dir=copy.checkpoint_dir)
+    assert start(other, tmp_path / "out", "--qk_norm").wait() == 1
     error = (tmp_path / "out.err").read_text()
     assert error.startswith("train.py: error: the checkpoint ") and message in error and error.count("\n") == 1
     assert steps_in(copy.checkpoint_dir) == [15, 20]

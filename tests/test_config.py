@@ -115,7 +115,7 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("--lerning-rate=1", "did you mean --learning_rate?"),
         ("--no-prefetchh", "did you mean --prefetch?"),
         ("--batch_size=3", "did you mean --batch?"),
-        ("--warmup=3", "did you mean --warmup_steps?"),  # and no abbreviations
+        ("--warmup=3", "did you mean --warmup_ratio?"),  # and no abbreviations
         ("--zzz", "there is no flag '--zzz'; there are preset, steps, batch"),
         ("stray", "there is no flag 'stray'"),
         ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
@@ -150,10 +150,24 @@ AT_LEAST_1 = (
     "wrong, message",
     [({name: value}, f"{name}={value} must be at least 1") for name in AT_LEAST_1 for value in (0, -3)]
     + [
-        ({name: -1}, f"{name}=-1 must not be negative")
-        for name in "window global_every warmup_steps eval_every eval_batches sample".split()
+        ({name: -1}, f"{name}=-1 must be at least 0")
+        for name in "window global_every warmup_ratio eval_every eval_batches sample".split()
     ]
     + [
+        (dict(learning_rate=float("nan")), "learning_rate=nan must be at least 0"),
+        (dict(clip_norm=-1.0), "clip_norm=-1.0 must be at least 0"),
+        (dict(seed=-1), "seed=-1 must be at least 0"),
+        (dict(rope_scaling=0.0), "rope_scaling=0.0 must be at least 1"),
+        (dict(beta2=1.0), "beta2=1.0 must be under 1"),
+        (dict(warmup_ratio=1.0), "warmup_ratio=1.0 must be under 1"),
+        (dict(num_processes=2), "num_processes and process_id need a --coordinator"),
+        (dict(process_id=0), "num_processes and process_id need a --coordinator"),
+        (dict(coordinator="a:1", num_processes=2), "coordinator='a:1' needs --num_processes and a --process_id below"),
+        (dict(profile_steps="0:3"), "profile_steps='0:3' must be FIRST:LAST with 1 <= FIRST"),
+        (
+            dict(profile_dir="d", steps=40, profile_steps="41:42"),
+            "profile_steps='41:42' is past the last step: steps=40",
+        ),
         (dict(num_heads=6, num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
         (dict(num_heads=2, num_kv_heads=4), "num_heads=2 must be a multiple of num_kv_heads=4"),
         (dict(head_dim=7), "head_dim=7 must be even"),

@@ -63,23 +63,23 @@ def test_packing_equals_a_loop(seq_len):
     batch = data.train_batch(corpus, 0, batch=size, seq_len=seq_len, seed=3)
     stream = corpus.train.tolist()
     expected = sorted(naive_row(stream, number, seq_len, SEPARATOR) for number in range(size))
-    arrays = (batch.tokens_BT, batch.targets_BT, batch.segments_BT, batch.positions_BT)
+    arrays = (batch.tokens, batch.targets, batch.segments, batch.positions)
     assert sorted(tuple(a[row].tolist() for a in arrays) for row in range(size)) == expected
-    assert (batch.weights_BT == 1).all()
+    assert (batch.loss_weights == 1).all()
 
 
 def test_packing_by_hand():
     """A separator belongs to its document; a cut document goes on as a new one from position 0."""
     corpus = corpus_of([], held_out=[[1, 2], [], [3, 4, 5]])  # the stream: 9 1 2 9 9 3 4 5
     batch = data.eval_batch(corpus, 0, batch=1, seq_len=7)
-    assert batch.tokens_BT.tolist() == [[9, 1, 2, 9, 9, 3, 4]]
-    assert batch.targets_BT.tolist() == [[1, 2, 9, 9, 3, 4, 5]]
-    assert batch.segments_BT.tolist() == [[1, 1, 1, 2, 3, 3, 3]]
-    assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+    assert batch.tokens.tolist() == [[9, 1, 2, 9, 9, 3, 4]]
+    assert batch.targets.tolist() == [[1, 2, 9, 9, 3, 4, 5]]
+    assert batch.segments.tolist() == [[1, 1, 1, 2, 3, 3, 3]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
     batch = data.eval_batch(corpus, 0, batch=3, seq_len=2)
-    assert batch.tokens_BT.tolist() == [[9, 1], [2, 9], [9, 3]]
-    assert batch.segments_BT.tolist() == [[1, 1], [1, 2], [1, 1]]
-    assert batch.positions_BT.tolist() == [[0, 1], [0, 0], [0, 1]]
+    assert batch.tokens.tolist() == [[9, 1], [2, 9], [9, 3]]
+    assert batch.segments.tolist() == [[1, 1], [1, 2], [1, 1]]
+    assert batch.positions.tolist() == [[0, 1], [0, 0], [0, 1]]
 
 
 def test_dtypes_and_shapes():
@@ -122,7 +122,7 @@ def test_an_epoch_has_every_sequence_once(size, batch):
     corpus, seq_len, epochs = numbered_corpus(size, 3), 3, 3
     seen = []
     for step in range(-(-epochs * size // batch)):
-        seen += (data.train_batch(corpus, step, batch=batch, seq_len=seq_len, seed=1).tokens_BT[:, 0] // 3).tolist()
+        seen += (data.train_batch(corpus, step, batch=batch, seq_len=seq_len, seed=1).tokens[:, 0] // 3).tolist()
     for epoch in range(epochs):
         assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
 
@@ -132,7 +132,7 @@ def test_order_does_not_depend_on_the_batch_size():
     rows = lambda batch: [
         row
         for step in range(48 // batch)
-        for row in data.train_batch(corpus, step, batch=batch, seq_len=4, seed=2).tokens_BT.tolist()
+        for row in data.train_batch(corpus, step, batch=batch, seq_len=4, seed=2).tokens.tolist()
     ]
     assert rows(2) == rows(6) == rows(48)
 
@@ -151,19 +151,22 @@ def test_a_part_of_the_rows_is_that_part_of_the_batch(rows):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
-def test_evaluation_goes_through_the_held_out_part_in_order(batch):
+def test_evaluation_goes_through_all_of_the_held_out_part(batch):
+    """Once, in an order that is the same whatever the size of a batch."""
     size, seq_len = 5, 4
     corpus = numbered_corpus(size, seq_len)
     tokens, targets = [], []
     for index in range(-(-size // batch) + 1):  # and one past the end
         made = data.eval_batch(corpus, index, batch=batch, seq_len=seq_len)
         real = index * batch + np.arange(batch) < size
-        np.testing.assert_array_equal(made.weights_BT, np.repeat(real[:, None], seq_len, 1))
-        assert (made.segments_BT[~real] == 0).all() and (made.segments_BT[real] > 0).all()
-        tokens += made.tokens_BT[real].ravel().tolist()
-        targets += made.targets_BT[real].ravel().tolist()
-    assert tokens == corpus.held_out[:-1].tolist()
-    assert targets == corpus.held_out[1:].tolist()
+        np.testing.assert_array_equal(made.loss_weights, np.repeat(real[:, None], seq_len, 1))
+        assert (made.segments[~real] == 0).all() and (made.segments[real] > 0).all()
+        tokens += made.tokens[real].tolist()
+        targets += made.targets[real].tolist()
+    in_order = data.eval_batch(corpus, 0, batch=size, seq_len=seq_len)
+    assert tokens == in_order.tokens.tolist() and targets == in_order.targets.tolist()
+    assert sorted(tokens) == corpus.held_out[:-1].reshape(size, seq_len).tolist()
+    assert sorted(targets) == corpus.held_out[1:].reshape(size, seq_len).tolist()
 
 
 # -- token files
@@ -508,13 +511,17 @@ def test_bigram_loss_equals_counting(num_eval_sequences, max_train_tokens):
     train = corpus.train.tolist()[:max_train_tokens]
     pairs, singles = collections.Counter(itertools.pairwise(train)), collections.Counter(train)
     contexts = collections.Counter(train[:-1])
-    size = min(num_eval_sequences, (len(corpus.held_out) - 1) // seq_len) * seq_len
+    evaluated = data.eval_batch(corpus, 0, batch=num_eval_sequences, seq_len=seq_len)
     losses = []
-    for a, b in itertools.pairwise(corpus.held_out.tolist()[: size + 1]):
+    for a, b, weight in zip(
+        *(array.ravel().tolist() for array in (evaluated[0], evaluated[1], evaluated[4])), strict=True
+    ):
+        if not weight:
+            continue
         p_b = (singles[b] + 1) / (len(train) + corpus.vocab_size)
         losses.append(-math.log((pairs[a, b] + p_b) / (contexts[a] + 1)))
-    assert len(losses) == size > 0
+    assert len(losses) == min(num_eval_sequences, (len(corpus.held_out) - 1) // seq_len) * seq_len > 0
     found = data.bigram_loss(
         corpus, seq_len=seq_len, num_eval_sequences=num_eval_sequences, max_train_tokens=max_train_tokens
     )
-    assert found == pytest.approx(sum(losses) / size, rel=1e-12)
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-12)

@@ -176,13 +176,6 @@ def test_a_resumed_run_shows_its_first_step(capsys):
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["34/100", "50/100"]
 
 
-def test_no_steps(capsys):
-    with started(from_preset("tiny"), first_step=400) as log:
-        log.finish_step()
-    assert log.summary() == {} and log.mean_step_s == 0
-    assert capsys.readouterr().out == "no steps to do\n"
-
-
 def test_only_the_first_process_speaks_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:

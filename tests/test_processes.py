@@ -1,29 +1,121 @@
-"""Runs of two processes on this machine, four simulated devices each: the same numbers as of one, and no end unsaid."""
+"""Runs of two processes on this machine, four simulated devices each: numbers as of one, and no end without a word."""
 
+import dataclasses
 import json
-import os
 import signal
 import socket
-import sys
+import subprocess
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import (  # noqa: F401, the fixtures among them
-    MESH,
-    ROOT,
-    corpus,
-    flags,
-    load,
-    read_metrics,
-    saved,
-    start,
-    steps_in,
-    tiny,
-    wait_until,
-)
+from test_checkpoint import load, read_metrics, start, steps_in, train_in, values_in, wait_until
+
+import train
+from config import Config
 
 pytestmark = pytest.mark.slow
-LOST = "train.py: error: another process of this run is lost; when all are started again, the same command resumes"
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    yield from values_in(tmp_path_factory.mktemp("values"))
+
+
+@pytest.fixture(scope="module")
+def one(values, tmp_path_factory) -> Config:
+    """The run in one process."""
+    return train_in(Config(**values, steps=20), tmp_path_factory.mktemp("one"))
+
+
+def start_two(values: dict, directory: Path, **options) -> list[subprocess.Popen]:
+    """Both processes; each writes to a file of its number in the directory."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    values = values | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2, peer_timeout=10)
+    values = values | dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
+    return [start(values | dict(process_id=i), directory / f"{i}.out", **options) for i in (0, 1)]
+
+
+def wait_for_step(step: int, processes: list[subprocess.Popen], directory: Path) -> None:
+    wait_until(lambda: f"\nstep {step:>2}/20" in (directory / "0.out").read_text(), processes[0])
+
+
+RECORD_ROWS = """
+import json, pathlib, sys
+import config, data, train
+
+rows_read = []
+
+def record(function):
+    def recorded(*args, rows, **keywords):
+        rows_read.append((rows.start, rows.stop))
+        return function(*args, rows=rows, **keywords)
+    return recorded
+
+data.train_batch, data.eval_batch = record(data.train_batch), record(data.eval_batch)
+run = config.parse_flags(sys.argv[1:], prog="", description="")
+train.run(run)
+pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_text(json.dumps(sorted(set(rows_read))))
+"""
+
+
+def test_two_processes_are_as_one(values, one, tmp_path):
+    """In losses and in the checkpoint, which both write; each reads its share of every batch, and only one speaks."""
+    processes = start_two(values | dict(eval_batches=2, save_every=10), tmp_path, program=("-c", RECORD_ROWS))
+    assert [process.wait(300) for process in processes] == [0, 0]
+    ours, theirs = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file)
+    assert len(ours) == 20
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+    rows = [json.loads((tmp_path / f"rows{i}.json").read_text()) for i in (0, 1)]
+    assert rows == [[[i, i + 1] for i in range(4)], [[i, i + 1] for i in range(4, 8)]]
+
+    checkpoints = tmp_path / "checkpoints"
+    assert steps_in(checkpoints) == [10, 20]
+    for i in (0, 1):  # a process's files: of the same size, up to the small arrays that all hold and one writes
+        assert sum(f.stat().st_size for f in (checkpoints / "20/state" / f"ocdbt.process_{i}").rglob("*")) > 100_000
+    (state, note), (expected, _) = load(dataclasses.replace(one, checkpoint_dir=str(checkpoints))), load(one)
+    assert note == ""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, expected)
+
+    assert (tmp_path / "0.out").read_text().startswith("mesh       8 x cpu: fsdp 8; 2 process(es)\n")
+    assert [(tmp_path / name).read_text() for name in ("1.out", "0.err", "1.err")] == ["", "", ""]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=lambda kind: kind.name)
+def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
+    """A connection that breaks in a step is seen at once; one that waits or hangs, by a silence of peer_timeout=10."""
+    processes = start_two(values | dict(save_every=2), tmp_path)
+    wait_for_step(5, processes, tmp_path)
+    processes[lost].send_signal(kind)
+    begun = time.monotonic()
+    try:
+        assert processes[1 - lost].wait(25) == 1
+        print(f"{kind.name} of process {lost}: the other ended {time.monotonic() - begun:.1f} s later")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    last = (tmp_path / f"{1 - lost}.err").read_text().splitlines()[-1]
+    assert last == f"train.py: error: {train.LOST_PEER}"
+    state, _ = load(dataclasses.replace(one, checkpoint_dir=str(tmp_path / "checkpoints")))
+    assert int(state.step) in (2, 4, 6)
+
+
+def test_termination_of_one_process_ends_both_behind_the_same_step(values, one, tmp_path):
+    processes = start_two(values, tmp_path)
+    wait_for_step(4, processes, tmp_path)
+    processes[1].send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in processes] == [128 + signal.SIGTERM] * 2
+    (step,) = steps_in(tmp_path / "checkpoints")
+    assert 4 < step < 20
+    assert f"terminated after step {step}, saved in" in (tmp_path / "0.out").read_text()
+
+    assert [process.wait(120) for process in start_two(values, tmp_path)] == [0, 0]
+    assert f"resumed    from step {step} in " in (tmp_path / "0.out").read_text()
+    np.testing.assert_allclose(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file), rtol=1e-6)

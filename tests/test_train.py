@@ -24,7 +24,7 @@ from config import Config
 ROOT = Path(__file__).parents[1]
 TINY = dict(
     num_layers=2, model_dim=64, ff_dim=128, num_heads=8, num_kv_heads=8, head_dim=8, seq_len=64, batch=16
-) | dict(warmup_steps=5, learning_rate=1e-2, compilation_cache="", sample=0, eval_batches=2)
+) | dict(warmup_ratio=0.125, learning_rate=1e-2, compilation_cache="", sample=0, eval_batches=2)
 
 
 def read(path) -> list[dict]:
@@ -55,7 +55,7 @@ def test_a_run_does_not_depend_on_its_mesh(tmp_path):
     losses = {}
     for mesh in ("fsdp:8", "data:2,tensor:4"):
         file = tmp_path / mesh
-        train.run(Config(**TINY, steps=4, mesh=mesh, eval_every=0, metrics_file=str(file)))
+        train.run(Config(**TINY, steps=6, mesh=mesh, eval_every=0, metrics_file=str(file)))
         losses[mesh] = [line["loss"] for line in read(file) if "loss" in line]
     np.testing.assert_allclose(*losses.values(), rtol=1e-5)
 
@@ -83,7 +83,9 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
     step = train.make_train_step(config, mesh)
     good = make_batch(config)
-    bad = good._replace(weights_BT=np.where(np.arange(config.seq_len) == 3, np.nan, good.weights_BT).astype(np.float32))
+    bad = good._replace(
+        loss_weights=np.where(np.arange(config.seq_len) == 3, np.nan, good.loss_weights).astype(np.float32)
+    )
     place = lambda batch: jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
 
     state, first = step(state, place(good))
@@ -103,7 +105,7 @@ def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
     """Weights blown up by an absurd rate give gradients that are not finite, step after step."""
     file = tmp_path / "metrics.jsonl"
     config = Config(
-        **TINY | dict(learning_rate=1e30, warmup_steps=0),
+        **TINY | dict(learning_rate=1e30, warmup_ratio=0.0),
         steps=30,
         clip_norm=0.0,
         max_skipped=3,
@@ -127,17 +129,17 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
     whole = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
-    one = dataclasses.replace(config, batch=8)
+    one = dataclasses.replace(config, batch=32, microbatches=2, z_loss=0.1)
     assert whole == pytest.approx(train.evaluate(train.make_eval_step(one, mesh), params, corpus, one, mesh), rel=1e-6)
 
 
 def test_samples_follow_the_distribution():
     """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
-    config = Config(**TINY | dict(vocab_size=8, num_layers=1), mesh="fsdp:2,tensor:4")
+    config = Config(**TINY | dict(vocab_size=8, num_layers=1, sample=64), mesh="fsdp:2,tensor:4")
     mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
-    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02, 0.0125, 0.0])
+    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02, 0.0125, 0.5])  # the last is no token of the corpus
     logits = np.log(np.maximum(probabilities, 1e-9))
     zeros = jax.tree.map(jnp.zeros_like, params.layers)
     params = dataclasses.replace(
@@ -148,23 +150,23 @@ def test_samples_follow_the_distribution():
     )
     params = jax.device_put(params, shardings.params)
     prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
-    sampled = np.asarray(train.make_sampler(config, mesh, 64)(params, prompt, jnp.int32(1), jax.random.key(0)))
+    sampled = np.asarray(train.make_sampler(config, mesh, 7)(params, prompt, jnp.int32(1), jax.random.key(0)))
     assert sampled.shape == (32, 64)
     assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
     counts = np.bincount(sampled.ravel(), minlength=8) / 2048
-    assert np.abs(counts - probabilities).max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
+    assert np.abs(counts - probabilities)[:7].max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
 
 
 def test_sampling_continues_the_prompt():
     """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
-    config = Config(**TINY | dict(vocab_size=64, seq_len=8), mesh="data:2,fsdp:2,tensor:2")
+    config = Config(**TINY | dict(vocab_size=64, seq_len=8, sample=12), mesh="data:2,fsdp:2,tensor:2")
     mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
     params = dataclasses.replace(params, unembed=params.unembed * 1e4)  # so sure of itself that the noise is nothing
     prompt = np.tile(np.arange(8) * 7 % 64, (4, 1)).astype(np.int32)
     placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
-    sampled = np.asarray(train.make_sampler(config, mesh, 12)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
+    sampled = np.asarray(train.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
 
     whole, tokens = jax.device_get(params), list(prompt[0, :5])
     for token in sampled:
@@ -209,7 +211,6 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
         (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),
         (["--vocab_size=64"], r"has a vocabulary of 256 and the model one of 64"),
-        (["--seq_len=48", "--loss_chunk=32"], r"seq_len=48 must be a multiple of loss_chunk=32; nearest are 32 or 64"),
         (["--core_axis=fsdp,tensor"], r"only one axis can lie on it"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
