@@ -10,6 +10,9 @@ All processes must see the same `--checkpoint_dir`: a shared file system, or a b
 
 import contextlib
 import dataclasses
+import functools
+import logging
+import sys
 from pathlib import Path
 
 import jax
@@ -38,6 +41,24 @@ def _orbax():
     return ocp
 
 
+@functools.cache  # once a process
+def _let_one_error_speak() -> None:
+    """Keeps the error that is raised when an array cannot be read or written from drowning in hundreds of lines.
+
+    Orbax logs it with its traceback on every thread that it passes, and closes its event loop on the arrays that are
+    still under way, of which asyncio and tensorstore then report each one.
+    """
+
+    def without_traceback(record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+    logging.getLogger("absl").addFilter(without_traceback)
+    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda event: str(event.exc_value) == "Event loop is closed" or report(event)
+
+
 def open_manager(config: Config):
     """The orbax CheckpointManager of `config.checkpoint_dir`, made where there is none.
 
@@ -48,6 +69,7 @@ def open_manager(config: Config):
       OSError: the folder cannot be made.
     """
     ocp = _orbax()
+    _let_one_error_speak()
     path = config.checkpoint_dir
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints), cleanup_tmp_directories=True

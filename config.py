@@ -19,7 +19,7 @@ from dataclasses import dataclass
 class Config:
     # run
     preset: str = "tiny"  # model shape to start from; every other flag overrides it
-    steps: int = 400  # optimizer steps in all (a resumed run counts the steps before it)
+    steps: int = 300  # optimizer steps in all (a resumed run counts the steps before it)
     batch: int = 16  # global batch in sequences
     seq_len: int = 128  # T: tokens in a sequence
     seed: int = 0  # of the weights, of the order of the data, and of the sample
@@ -102,7 +102,8 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         smallest = {
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-            "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta rope_scaling",
+            "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta "
+            "rope_scaling",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
             "beta1 beta2 weight_decay clip_norm final_lr_ratio logit_soft_cap z_loss norm_eps",
         }

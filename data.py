@@ -49,10 +49,6 @@ _HEADER = struct.Struct("<8sIIQQQQI")
 _HEADER_BYTES = 64
 
 
-class CorpusError(ValueError):
-    """What is found wrong with a corpus only when a batch is read from it."""
-
-
 class Batch(NamedTuple):
     """Packed sequences, all arrays [B, T]."""
 
@@ -250,7 +246,7 @@ def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: in
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
         part = "training" if stream is corpus.train else "held-out"
-        raise CorpusError(
+        raise ValueError(
             f"{corpus.name} has token {window[row, column]} at {part} token {starts[row] + column}, "
             f"outside its vocabulary of {corpus.vocab_size}"
         )

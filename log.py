@@ -138,6 +138,29 @@ class Log:
             self.file.flush()
 
 
+class Profile:
+    """A trace of the steps `profile_steps`, for xprof."""
+
+    def __init__(self, config: Config, log: Log):
+        self.folder, (self.first, self.last) = config.profile_dir, config.profile_range
+        self.log, self.running = log, False
+        if self.folder and log.first_step >= self.last:
+            log.say(f"profile    none: the run goes on after step {log.first_step}, past {config.profile_steps}")
+
+    def before(self, step: int) -> None:
+        if self.folder and self.first <= step <= self.last and not self.running:
+            self.log.finish_step()
+            jax.profiler.start_trace(self.folder)
+            self.running = True
+
+    def after(self, step: int, at_end: bool) -> None:
+        if self.running and (at_end or step == self.last):
+            self.log.finish_step()
+            jax.profiler.stop_trace()
+            self.running = False
+            self.log.say(f"profile    up to step {step} written; look at it with: xprof {self.folder}")
+
+
 def open_metrics(path: str, first_step: int):
     """The metrics file, opened to append.
 

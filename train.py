@@ -6,20 +6,19 @@
 
 Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py
 (every flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it
-moves), checkpoint.py and log.py.
+moves), processes.py, checkpoint.py and log.py.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import math
 import os
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from pathlib import Path
 
 import config as config_lib
@@ -41,8 +40,9 @@ import checkpoint
 import data
 import fsdp
 import model
+import processes
 import sharding
-from log import Log
+from log import Log, Profile
 from sharding import BATCH_SPEC, LOSS_AXES
 
 
@@ -220,45 +220,6 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
 # -- the run
 
 
-LOST_PEER = (
-    "another process of this run is lost; when all are started again, the same command resumes from the newest "
-    "checkpoint"
-)
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _last_words(_signal):
-    """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
-    os.write(2, f"train.py: error: {LOST_PEER}\n".encode())
-    os._exit(1)
-
-
-def start_runtime(config: Config) -> None:
-    """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs."""
-    on_tpu = bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
-    if not on_tpu and "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
-    sizes = sharding.parse_mesh(config.mesh)
-    fixed = math.prod(size for size in sizes.values() if size)
-    simulated = fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
-    jax.config.update("jax_num_cpu_devices", simulated // max(config.num_processes, 1))
-    if config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ:
-        if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
-            sys.stdout = os.fdopen(os.dup(1), "w")
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
-        jax.distributed.initialize(
-            config.coordinator or None,
-            config.num_processes or None,
-            config.process_id if config.process_id >= 0 else None,
-            heartbeat_timeout_seconds=config.peer_timeout,
-            shutdown_timeout_seconds=config.peer_timeout,
-        )
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
 def place(make_rows, batch: int, seq_len: int, mesh: Mesh) -> data.Batch:
     """A global batch on the devices; make_rows(rows=slice) is asked only for rows that this process's devices hold."""
     made = {}
@@ -317,67 +278,45 @@ def run(config: Config) -> dict[str, float]:
       SystemExit: SIGTERM came; the state is saved.
     """
     begun = time.perf_counter()
-    start_runtime(config)
+    processes.start(config)
     mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), core_axis=config.core_axis)
     model.check_divides(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
-    manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
-
-    key = jax.random.key(config.seed)
-    shardings = state_shardings(config, mesh)
-    init = jax.jit(partial(init_state, config=config), out_shardings=shardings)  # each device draws its own shards
-    restored, differs = checkpoint.restore(manager, jax.eval_shape(init, key), shardings, config)
-    state = init(key) if restored is None else restored
-    first_step = int(state.step)
-
-    log = Log(config, first_step, mesh)
-    processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{processes}")
-    log.say(
-        f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
-        f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
-    )
-    log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
-    if restored is not None:
-        log.say(f"resumed    from step {first_step} in {config.checkpoint_dir}" + (f"; {differs}" if differs else ""))
-    if first_step >= config.steps:
-        log.say(f"done       before: all of --steps={config.steps}")
-        log.close()
-        checkpoint.close(manager)
-        return {}
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
         return place(rows, config.batch, config.seq_len, mesh)
 
-    compile_begun = time.perf_counter()
-    step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile()
-    eval_step = make_eval_step(config, mesh)
-    now = time.perf_counter()
-    log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start of the run")
+    with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
+        manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
+        stack.callback(checkpoint.close, manager)
+        state, resumed = first_state(config, mesh, manager)
+        last_step = first_step = int(state.step)
+        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
+        introduce(log, config, mesh, corpus, resumed)
+        if first_step >= config.steps:
+            log.say(f"done       before: all of --steps={config.steps}")
+            return {}
 
-    terminated = _notice_of_termination()
-    last_step, stopped, eval_loss = first_step, False, None
-    batches = data.ahead(make_batch, range(first_step, config.steps))
-    (first_profiled, last_profiled), profiling = config.profile_range, False
-    with contextlib.closing(log), contextlib.closing(batches):
+        compile_begun = time.perf_counter()
+        step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile()
+        eval_step, eval_loss = make_eval_step(config, mesh), None
+        now = time.perf_counter()
+        log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start of the run")
+
+        profile, stopped = Profile(config, log), False
+        terminated = stack.enter_context(processes.notice_of_termination())
+        batches = stack.enter_context(contextlib.closing(data.ahead(make_batch, range(first_step, config.steps))))
         log.start_clock()
         for batch in log.waiting_for(batches):
             last_step += 1
-            if config.profile_dir and first_profiled <= last_step <= last_profiled and not profiling:
-                log.finish_step()
-                jax.profiler.start_trace(config.profile_dir)
-                profiling = True
+            profile.before(last_step)
             state, metrics = step_fn(state, batch)
             log.step(metrics)  # shows the step before, while this one runs
             stopped = terminated(last_step)
             at_end = stopped or last_step == config.steps
-            if profiling and (at_end or last_step == last_profiled):
-                log.finish_step()
-                jax.profiler.stop_trace()
-                profiling = False
-                log.say(f"profile    up to step {last_step} written; look at it with: xprof {config.profile_dir}")
+            profile.after(last_step, at_end)
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
             saves = manager and (at_end or _is_due(last_step, config.save_every))
             if evaluates or saves or at_end:
@@ -391,7 +330,6 @@ def run(config: Config) -> dict[str, float]:
                 log.start_clock()
             if stopped:
                 break
-    checkpoint.close(manager)  # waits for the last save
     if stopped:
         saved = (
             f"saved in {config.checkpoint_dir}: the same command resumes"
@@ -403,17 +341,32 @@ def run(config: Config) -> dict[str, float]:
     return summarise(log, state, corpus, config, mesh, eval_loss, begun)
 
 
+def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]:
+    """The newest checkpoint's state, with a note of what now differs; else the seed's, drawn in shards."""
+    shardings = state_shardings(config, mesh)
+    init = jax.jit(partial(init_state, config=config), out_shardings=shardings)
+    key = jax.random.key(config.seed)
+    restored, differs = checkpoint.restore(manager, jax.eval_shape(init, key), shardings, config)
+    return (init(key), None) if restored is None else (restored, differs)
+
+
+def introduce(log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed: str | None) -> None:
+    """Says what is about to run."""
+    num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
+    log.say(
+        f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
+        f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
+    )
+    log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
+    if resumed is not None:
+        log.say(
+            f"resumed    from step {log.first_step} in {config.checkpoint_dir}" + (f"; {resumed}" if resumed else "")
+        )
+
+
 def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _notice_of_termination():
-    """A function of the step that says whether the run is to stop after it, the same on all processes."""
-    if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
-        return multihost_utils.reached_preemption_sync_point
-    notices = []
-    signal.signal(signal.SIGTERM, lambda *_: notices.append(signal.SIGTERM))
-    return lambda step: bool(notices)
 
 
 def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, begun) -> dict:
@@ -438,13 +391,22 @@ def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh:
     return figures
 
 
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether this project raised it, to be read; any other error is a defect, and its traceback is wanted."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(frame.filename).resolve().parent == Path(__file__).resolve().parent and frame.line.startswith("raise")
+    return ours or isinstance(error, OSError)
+
+
 if __name__ == "__main__":
     try:
         run(CONFIG)
     except (ValueError, FloatingPointError, OSError) as error:
+        if not _is_for_the_user(error):
+            raise
         sys.exit(f"train.py: error: {error}")
     except jax.errors.JaxRuntimeError as error:
-        if not any(word in str(error) for word in ("Gloo", "UNAVAILABLE", "Barrier")):
+        if not processes.is_lost_peer(error):
             raise
-        print(error, f"train.py: error: {LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
+        print(error, f"train.py: error: {processes.LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
         os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit

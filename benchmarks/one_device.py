@@ -21,15 +21,19 @@ import reference
 
 import config as config_lib
 import data
+import model
+import processes
 import sharding
 import train
 
 
 def main() -> None:
     config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
-    train.start_runtime(config)
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    processes.start(config)
+    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), core_axis=config.core_axis)
+    model.check_divides(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
+    corpus.check(config.seq_len, config.vocab_size)
     rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
     batch = train.place(rows, config.batch, config.seq_len, mesh)
     layout = train.state_shardings(config, mesh)

@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run is the run that was not interrupted, bit for bit, whatever interrupted it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoint
 import data
+import processes
 import sharding
 import train
 from config import Config
@@ -93,7 +95,7 @@ def assert_same_bits(ours, theirs):
 
 def stop_after(monkeypatch, step: int) -> None:
     """From here on a run sees the notice of its termination at this step."""
-    monkeypatch.setattr(train, "_notice_of_termination", lambda: lambda now: now == step)
+    monkeypatch.setattr(processes, "notice_of_termination", lambda: contextlib.nullcontext(lambda now: now == step))
 
 
 # -- resume
@@ -281,21 +283,23 @@ def test_termination_without_a_folder_says_that_nothing_is_saved(saved, monkeypa
     assert "terminated after step 2, not saved: no --checkpoint_dir\n" in capsys.readouterr().out
 
 
-RUN_TRAIN = "runpy.run_path('train.py', run_name='__main__')"
+ON_A_FULL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))  # bytes of a file
+runpy.run_path("train.py", run_name="__main__")
+"""
 
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values, copy, tmp_path):
-    """A limit on the size of a file stands in for the disk."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     before, _ = load(copy)
     values = values | dict(steps=20, save_every=2, checkpoint_dir=copy.checkpoint_dir)
-    limited = ("-c", "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, -1)); " + RUN_TRAIN)
-    process = start(values, tmp_path / "out", program=limited)
-    assert process.wait() == 1
-    said = [line for line in (tmp_path / "out.err").read_text().splitlines() if line.startswith("train.py: error: ")]
-    assert len(said) == 1
-    assert "a checkpoint could not be written" in said[0] and "File too large" in said[0] and len(said[0]) < 500
+    assert start(values, tmp_path / "out", program=("-c", ON_A_FULL_DISK)).wait() == 1
+    lines = (tmp_path / "out.err").read_text().splitlines()
+    said = [line for line in lines if line.startswith("train.py: error: a checkpoint could not be written to ")]
+    assert len(said) == 1 and "File too large" in said[0] and len(said[0]) < 500
+    assert len(lines) < 20
     assert steps_in(copy.checkpoint_dir) == [15]
     assert_same_bits(load(copy)[0], before)
 

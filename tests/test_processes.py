@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from test_checkpoint import load, read_metrics, start, steps_in, train_in, values_in, wait_until
 
-import train
 from config import Config
+from processes import LOST_PEER
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
             process.kill()
             process.wait()
     last = (tmp_path / f"{1 - lost}.err").read_text().splitlines()[-1]
-    assert last == f"train.py: error: {train.LOST_PEER}"
+    assert last == f"train.py: error: {LOST_PEER}"
     state, _ = load(dataclasses.replace(one, checkpoint_dir=str(tmp_path / "checkpoints")))
     assert int(state.step) in (2, 4, 6)
 

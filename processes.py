@@ -1,0 +1,88 @@
+"""One run, several processes: how they find each other, agree on when to stop, and end when one of them is lost.
+
+On a TPU slice each host runs the program once, on its own chips; the same holds for processes with simulated devices.
+`jax.distributed` connects them: process 0 listens, the others report to it, and one that is silent for `peer_timeout`
+seconds is taken for lost. The others cannot go on without its shards, so they end, with a message, and are started
+again from the newest checkpoint.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from glob import glob
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+import sharding
+from config import Config
+
+LOST_PEER = (
+    "another process of this run is lost; when all are started again, the same command resumes from the newest "
+    "checkpoint"
+)
+
+
+def start(config: Config) -> None:
+    """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs."""
+    wants_tpu = "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
+    on_tpu = wants_tpu and bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
+    if not on_tpu:
+        if "JAX_PLATFORMS" not in os.environ:
+            jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
+        jax.config.update("jax_num_cpu_devices", _simulated_devices(config.mesh) // max(config.num_processes, 1))
+    joins = config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ
+    if joins and not jax.distributed.is_initialized():
+        if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
+            sys.stdout = os.fdopen(os.dup(1), "w")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        jax.distributed.initialize(
+            config.coordinator or None,
+            config.num_processes or None,
+            config.process_id if config.process_id >= 0 else None,
+            heartbeat_timeout_seconds=config.peer_timeout,
+            shutdown_timeout_seconds=config.peer_timeout,
+        )
+        if jax.process_count() > 1:
+            ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _simulated_devices(mesh: str) -> int:
+    """As many as the mesh names; about 8 where one of its axes is *."""
+    sizes = sharding.parse_mesh(mesh)
+    fixed = math.prod(size for size in sizes.values() if size)
+    return fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _last_words(_signal):
+    """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
+    os.write(2, f"train.py: error: {LOST_PEER}\n".encode())
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def notice_of_termination() -> Iterator[Callable[[int], bool]]:
+    """Gives a function of the step that says whether to stop after it, since SIGTERM came; alike on all processes."""
+    if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    notices = []
+    handler = signal.signal(signal.SIGTERM, lambda *_: notices.append(signal.SIGTERM))
+    try:
+        yield lambda step: bool(notices)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def is_lost_peer(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether a collective failed because the process at its other end is gone."""
+    return any(word in str(error) for word in ("Gloo", "UNAVAILABLE", "Barrier"))
