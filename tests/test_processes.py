@@ -35,8 +35,8 @@ def start_two(values: dict, directory: Path, **options) -> list[subprocess.Popen
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    values = values | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2, peer_timeout=10)
-    values = values | dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
+    files = dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
+    values = values | files | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2)
     return [start(values | dict(process_id=i), directory / f"{i}.out", **options) for i in (0, 1)]
 
 
@@ -89,13 +89,13 @@ def test_two_processes_are_as_one(values, one, tmp_path):
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=lambda kind: kind.name)
 def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
-    """A connection that breaks in a step is seen at once; one that waits or hangs, by a silence of peer_timeout=10."""
-    processes = start_two(values | dict(save_every=2), tmp_path)
+    """A connection that breaks in a step is seen at once; one that waits or hangs, by a silence of peer_timeout."""
+    processes = start_two(values | dict(save_every=2, peer_timeout=5), tmp_path)
     wait_for_step(5, processes, tmp_path)
     processes[lost].send_signal(kind)
     begun = time.monotonic()
     try:
-        assert processes[1 - lost].wait(25) == 1
+        assert processes[1 - lost].wait(20) == 1
         print(f"{kind.name} of process {lost}: the other ended {time.monotonic() - begun:.1f} s later")
     finally:
         for process in processes:
