@@ -150,7 +150,7 @@ def _readable(manager, step: int):
 
 
 def _short(error: Exception) -> str:
-    line = str(error).partition("\n")[0]
+    line = str(error).partition("\n")[0].partition(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {line if len(line) <= 200 else f'{line[:100]} ... {line[-100:]}'}"
 
 

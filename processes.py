@@ -41,6 +41,7 @@ def start(config: Config) -> None:
         if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
             sys.stdout = os.fdopen(os.dup(1), "w")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
         jax.distributed.initialize(
             config.coordinator or None,
             config.num_processes or None,
@@ -48,8 +49,8 @@ def start(config: Config) -> None:
             heartbeat_timeout_seconds=config.peer_timeout,
             shutdown_timeout_seconds=config.peer_timeout,
         )
-        if jax.process_count() > 1:
-            ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
+        if jax.process_count() == 1:  # a slice of one host: there is nobody to lose
+            ctypes.CDLL(None).signal(signal.SIGABRT, None)
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -45,10 +45,10 @@ def values(tmp_path_factory):
     yield from values_in(tmp_path_factory.mktemp("values"))
 
 
-def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subprocess.Popen:
+def start(values: dict, out: Path, *more: str, program=("train.py",), **env: str) -> subprocess.Popen:
     """`python train.py` as from a terminal, without what conftest.py sets. It writes to `out` and, beside it, .err."""
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env |= {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     flags = [f"--{name}={value}" for name, value in values.items()]
     with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
         return subprocess.Popen(
