@@ -2,8 +2,8 @@
 
 On a TPU slice each host runs the program once, on its own chips; the same holds for processes with simulated devices.
 `jax.distributed` connects them: process 0 listens, the others report to it, and one that is silent for `peer_timeout`
-seconds is taken for lost. The others cannot go on without its shards, so they end, with a message, and are started
-again from the newest checkpoint.
+seconds is taken for lost (at the start, one that has not come within five minutes). The others cannot go on without its
+shards, so they end, with a message, and are started again from the newest checkpoint.
 """
 
 import contextlib
