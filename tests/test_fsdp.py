@@ -209,7 +209,7 @@ def test_tpu7x_hides_the_gathers_of_llama_8b():
     """At 8192 tokens a device, too: all start with the layer before, and its first matmuls wait for none of them."""
     forward, backward = layer_loops(compiled_for_tpu7x(from_preset("llama3.1-8b", mesh="fsdp:8", batch=8)).as_text())
     assert re.fullmatch(r"M?G[GM]*GMM[gM]*g", forward), forward
-    assert backward.rindex("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward
+    assert backward.index("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
         config = Config(**SMALL | dict(qk_norm=True, qkv_bias=True), mesh=text)
         shardings = train.state_shardings(config, sharding.make_mesh(sharding.parse_mesh(text)))
         states.append(jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(5)))
-    # The random bits are the same; the polynomial that makes them normal may round its last bit by the shape of a shard.
+    # The random bits are the same; the polynomial that makes them normal may round otherwise in a shard of other shape.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *states)
     layers = states[0].params.layers
     assert not np.array_equal(layers.w_k, layers.w_v)  # drawn from their names, not from their shapes
