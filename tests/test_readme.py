@@ -55,7 +55,7 @@ def test_commands_run(command, tmp_path):
 
 @pytest.mark.slow
 def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
-    """With a third of its steps."""
+    """With less than half of its steps."""
     command = [sys.executable, "train.py", "--steps=130", f"--compilation_cache={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     loss, bigram = re.search(r"held-out   loss ([\d.]+) .* model's ([\d.]+) ", done.stdout).groups()
