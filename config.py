@@ -48,6 +48,8 @@ class Config:
     # parallelism
     mesh: str = "fsdp:*"  # sizes of the mesh axes, as in data:2,fsdp:2,tensor:2; one may be * and fills
     core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one of even size
+    collectives: str = "xla"  # who moves weights, gradients, activations: xla, or our own ring or ring_bidirectional
+    collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
@@ -95,6 +97,7 @@ class Config:
             "dtype": ("float32", "bfloat16"),
             "mu_dtype": ("float32", "bfloat16"),
             "remat": ("none", "full"),
+            "collectives": ("xla", "ring", "ring_bidirectional"),
             "optimizer": ("adamw", "adafactor", "sgd"),
         }
         for name, allowed in choices.items():

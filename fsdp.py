@@ -43,32 +43,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from collectives import all_gather, all_reduce, reduce_scatter
 from sharding import MESH_AXES, axes_of, dim_of
 
 
-def gather(w: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
+def gather(w: jax.Array, spec: PartitionSpec, axis: str, algorithm: str = "xla") -> jax.Array:
     """All-gathers a shard over one mesh axis along the dim that `spec` gives it; whole already where `spec` has none.
 
-    Per-device code. Its transpose, under differentiation, is the reduce-scatter of the gradient.
+    Per-device code. Its transpose, under differentiation, is the reduce-scatter of the gradient. `algorithm`: who moves
+    it, one of collectives.ALGORITHMS.
     """
     dim = dim_of(spec, axis)
-    return w if dim is None else lax.all_gather(w, axis, axis=dim, tiled=True)
+    return w if dim is None else all_gather(w, axis, dim=dim, algorithm=algorithm)
 
 
-def whole_over_data(params, specs, dtype):
+def whole_over_data(params, specs, dtype, algorithm="xla"):
     """Once a step: the parameters as the model takes them, whole over `data` and varying over every axis.
 
     With the sharded update this is the step's one all-gather over `data`, in `dtype`; without it, it moves nothing.
     """
 
     def one(w, spec):
-        w = gather(w.astype(dtype), spec, "data") if "data" in axes_of(spec) else w
+        w = gather(w.astype(dtype), spec, "data", algorithm) if "data" in axes_of(spec) else w
         return lax.pcast(w, _uncut(spec), to="varying")  # a type only: its transpose is a sum over these axes
 
     return jax.tree.map(one, params, specs)
 
 
-def sum_gradients(grads, specs):
+def sum_gradients(grads, specs, algorithm="xla"):
     """Once a step, the way back of `whole_over_data`: float32 sums over the axes that do not cut a parameter.
 
     Over `data` that is an all-reduce; with the sharded update, one reduce-scatter in its place.
@@ -77,8 +79,8 @@ def sum_gradients(grads, specs):
     def one(dw, spec):
         dw = dw.astype(jnp.float32)
         if (dim := dim_of(spec, "data")) is not None:
-            dw = lax.psum_scatter(dw, "data", scatter_dimension=dim, tiled=True)
-        return lax.psum(dw, _uncut(spec))
+            dw = reduce_scatter(dw, "data", dim=dim, algorithm=algorithm)
+        return all_reduce(dw, _uncut(spec), algorithm=algorithm, to="invarying")
 
     return jax.tree.map(one, grads, specs)
 

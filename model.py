@@ -23,6 +23,9 @@ and W bytes/s they can hide when F > 2/3 * tensor * C/W. For a TPU7x chip and bo
 2307e12/200e9 = 11.5k: at tensor=4, F > 31k, and Llama 3.1 70B (28,672) misses it. (With two matmuls in the MLP instead
 of three it is tensor * C/W, 46k.) On the die-to-die link of a chip, six times as fast, tensor=2 hides from F > 2.6k.
 
+They *can*: but the matmul waits for its gathered operand, and the scatter for the matmul. `collective_matmul` cuts both
+into blocks, of which one is multiplied while the next one travels (collectives.py).
+
 **Vocabulary parallelism.** Embedding and unembedding are cut over `tensor` by vocabulary. A look-up finds the tokens of
 this device's part and leaves a partial sum. The loss needs of the logits only their log-sum-exp and the label's entry,
 both sums over the vocabulary, so the full logits_BTV exist nowhere: a device holds those of its part of the vocabulary,
@@ -44,6 +47,7 @@ from jax.sharding import PartitionSpec as P
 import fsdp
 import sharding
 from attention import attention
+from collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 from config import Config
 from data import Batch
 
@@ -143,6 +147,10 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     for axis in ("pipe", "expert", "context"):
         if mesh_sizes[axis] > 1:
             raise ValueError(f"mesh axis {axis}:{mesh_sizes[axis]} is not there yet: its size must be 1")
+    if config.collective_matmul and mesh_sizes["tensor"] == 1:
+        raise ValueError(
+            "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."
+        )
     fields = dict(
         L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads", H="head_dim"
     )
@@ -216,13 +224,34 @@ def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x_btnH.dtype)
 
 
+def column_parallel(x_btd: jax.Array, weights: tuple[jax.Array, ...], config: Config) -> list[jax.Array]:
+    """x_btD @ w for each weight [D, ...], of which this device has its columns; for it x is gathered over `tensor`."""
+    if config.collective_matmul:
+        return all_gather_matmul(x_btd, weights, "tensor", dim=2, algorithm=_ring(config))
+    x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
+    return [jnp.tensordot(x_btD, w, 1) for w in weights]
+
+
+def row_parallel(x_btf: jax.Array, w_fD: jax.Array, config: Config) -> jax.Array:
+    """x_btf @ w_fD, of which this device has its rows: the partial sums are scattered over `tensor` -> y_btd.
+
+    The dim f may be several: all of w's but the last.
+    """
+    if config.collective_matmul:
+        return matmul_reduce_scatter(x_btf, w_fD, "tensor", dim=2, algorithm=_ring(config))
+    y_btD = jnp.tensordot(x_btf, w_fD, w_fD.ndim - 1)  # {U_tensor}
+    return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
+
+
+def _ring(config: Config) -> str:
+    """The ring of the collective matmuls: the one of all collectives, both directions where those are XLA's."""
+    return "ring_bidirectional" if config.collectives == "xla" else config.collectives
+
+
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
     """x + attention(norm(x)). `w` is one layer's weights (its dim L is gone), whole over fsdp."""
     h_btd = rms_norm(x_btd, w.norm_attention, config.norm_eps)
-    h_btD = lax.all_gather(h_btd, "tensor", axis=2, tiled=True)
-    q_btnH = jnp.einsum("btD,DnH->btnH", h_btD, w.w_q)
-    k_btkH = jnp.einsum("btD,DkH->btkH", h_btD, w.w_k)
-    v_btkH = jnp.einsum("btD,DkH->btkH", h_btD, w.w_v)
+    q_btnH, k_btkH, v_btkH = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkH = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkH + w.bias_v
     if config.qk_norm:
@@ -237,18 +266,14 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
         out_btnH = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
     else:
         out_btnH = attend(config.window)
-    y_btD = jnp.einsum("btnH,nHD->btD", out_btnH, w.w_o)  # {U_tensor}
-    return x_btd + lax.psum_scatter(y_btD, "tensor", scatter_dimension=2, tiled=True)
+    return x_btd + row_parallel(out_btnH, w.w_o, config)
 
 
 def mlp_block(w: Layers, x_btd, config: Config):
     """x + swiglu(norm(x))."""
     h_btd = rms_norm(x_btd, w.norm_mlp, config.norm_eps)
-    h_btD = lax.all_gather(h_btd, "tensor", axis=2, tiled=True)
-    gate_btf = jnp.einsum("btD,Df->btf", h_btD, w.w_gate)
-    up_btf = jnp.einsum("btD,Df->btf", h_btD, w.w_up)
-    y_btD = jnp.einsum("btf,fD->btD", jax.nn.silu(gate_btf) * up_btf, w.w_down)  # {U_tensor}
-    return x_btd + lax.psum_scatter(y_btD, "tensor", scatter_dimension=2, tiled=True)
+    gate_btf, up_btf = column_parallel(h_btd, (w.w_gate, w.w_up), config)
+    return x_btd + row_parallel(jax.nn.silu(gate_btf) * up_btf, w.w_down, config)
 
 
 # -- vocabulary-parallel embedding and loss
@@ -352,7 +377,7 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
     specs_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs.layers)  # one layer's: the dim L is gone
     in_loop = is_matrix(config).layers
 
-    gather = lambda w, spec: fsdp.gather(w.astype(dtype), spec, "fsdp")
+    gather = lambda w, spec: fsdp.gather(w.astype(dtype), spec, "fsdp", config.collectives)
     # The norms and biases of all layers at once: in the loop each would be a gather of a few kilobytes, all latency.
     layers = jax.tree.map(
         lambda w, spec, matrix: w if matrix else gather(w, spec), params.layers, specs.layers, in_loop
@@ -374,7 +399,7 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
         layer = jax.checkpoint(layer, prevent_cse=False)
 
     x_btD = embed(gather(params.embed, specs.embed), batch.tokens)  # {U_tensor}
-    x_btd = lax.psum_scatter(x_btD, "tensor", scatter_dimension=2, tiled=True)
+    x_btd = reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives)
     aux = (batch.segments, *rope_tables(batch.positions, config))
     x_btd = fsdp.scan_layers(layer, gather_layer, layers, x_btd, aux, prefetch=config.prefetch)
     return rms_norm(x_btd, gather(params.norm, specs.norm), config.norm_eps)
@@ -383,7 +408,7 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
 def unembedding(params: Params, config: Config) -> jax.Array:
     """w_vD of the output layer, whole over fsdp."""
     w_vd = params.embed if config.tied_embeddings else params.unembed
-    return fsdp.gather(w_vd.astype(config.dtype), param_specs(config).embed, "fsdp")
+    return fsdp.gather(w_vd.astype(config.dtype), param_specs(config).embed, "fsdp", config.collectives)
 
 
 def loss_fn(params: Params, batch: Batch, config: Config) -> jax.Array:
@@ -392,7 +417,7 @@ def loss_fn(params: Params, batch: Batch, config: Config) -> jax.Array:
     Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.whole_over_data` gives them.
     """
     x_btd = hidden_states(params, batch, config)
-    x_btD = lax.all_gather(x_btd, "tensor", axis=2, tiled=True)
+    x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
     w_vD = unembedding(params, config)
     t = batch.tokens.shape[1]
     chunk = max(size for size in range(1, min(config.loss_chunk, t) + 1) if t % size == 0)
@@ -408,7 +433,8 @@ def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, con
     Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
     """
     x_btd = hidden_states(params, batch, config)
-    x_bD = lax.all_gather(lax.dynamic_index_in_dim(x_btd, at, 1, keepdims=False), "tensor", axis=1, tiled=True)
+    x_bd = lax.dynamic_index_in_dim(x_btd, at, 1, keepdims=False)
+    x_bD = all_gather(x_bd, "tensor", dim=1, algorithm=config.collectives)
     logits_bv = jnp.einsum("bD,vD->bv", x_bD, unembedding(params, config), preferred_element_type=jnp.float32)
     if config.logit_soft_cap:
         logits_bv = config.logit_soft_cap * jnp.tanh(logits_bv / config.logit_soft_cap)

@@ -116,7 +116,7 @@ def loss_and_grads(params: model.Params, batch: data.Batch, config: Config):
     specs = model.param_specs(config)
     num_targets = lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
     batch = batch._replace(loss_weights=batch.loss_weights / num_targets)  # so that sums of losses are their mean
-    weights = fsdp.whole_over_data(params, specs, config.dtype)
+    weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
     value_and_grad = jax.value_and_grad(partial(model.loss_fn, config=config))
     if config.microbatches == 1:
         loss, grads = value_and_grad(weights, batch)
@@ -129,7 +129,7 @@ def loss_and_grads(params: model.Params, batch: data.Batch, config: Config):
         zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
         grads, losses = lax.scan(accumulate, zeros, split(batch, config.microbatches))
         loss = jnp.sum(losses)
-    return lax.psum(loss, LOSS_AXES), fsdp.sum_gradients(grads, specs)
+    return lax.psum(loss, LOSS_AXES), fsdp.sum_gradients(grads, specs, config.collectives)
 
 
 def split(batch: data.Batch, microbatches: int) -> data.Batch:
@@ -181,7 +181,7 @@ def make_eval_step(config: Config, mesh: Mesh):
     config = dataclasses.replace(config, z_loss=0.0)
 
     def per_device(params, batch):
-        weights = fsdp.whole_over_data(params, specs, config.dtype)
+        weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
         one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config))
         loss = jnp.sum(lax.scan(one, None, split(batch, config.microbatches))[1])
         return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
@@ -198,7 +198,7 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
     specs = model.param_specs(config)
 
     def per_device(params, prompt_bt, length, key):
-        weights = fsdp.whole_over_data(params, specs, config.dtype)
+        weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
         t = prompt_bt.shape[1]
         ones_bt = jnp.ones_like(prompt_bt)
         positions_bt = jnp.cumsum(ones_bt, axis=1) - 1

@@ -1,9 +1,9 @@
-"""Measures what the README says was measured, on this machine, and writes it there.
+"""Measures and compiles what the README says was measured or compiled, on this machine, and writes it there.
 
-    python benchmarks/readme.py
+    python benchmarks/readme.py [block ...]
 
-Runs `python train.py` and benchmarks/one_device.py from a cold start, each in a process of its own, and replaces the
-text between the README's markers.
+Runs `python train.py` and the other benchmarks from a cold start, each in a process of its own, and replaces the text
+between the README's markers. The blocks are those in `BLOCKS` below; default: all.
 """
 
 import os
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({model[1] if model else 'unknown'}), {gib:.0f} GiB, Python {version}"
 
 
-def main() -> None:
+def default_run() -> str:
     first_step = r"step +1/"
     with tempfile.TemporaryDirectory() as cache:
         run = timed_lines("train.py", f"--compilation_cache={cache}")
@@ -48,25 +49,49 @@ def main() -> None:
     compiled = [line for lines in (run, again) for _, line in lines if line.startswith("compiled")]
     compile_s = [float(re.search(r"in ([\d.]+) s", line)[1]) for line in compiled]
     shown = [line for _, line in run if not re.match(r"step +\d*[1-9]0/", line)]
+    return (
+        f"On {machine()}, measured: the first step is shown {first_s:.0f} s after the command, the run takes "
+        f"{run[-1][0]:.0f} s.\nA second start finds its programs compiled: {compile_s[1]:.1f} s instead of "
+        f"{compile_s[0]:.1f} s for the step, which is shown after {again_s:.0f} s.\nIt prints (here only every "
+        "hundredth step):\n\n```\n" + "\n".join(shown) + "\n```"
+    )
+
+
+def one_device() -> str:
     ratios = []
     for flags in ([], ["--no-prefetch"], ["--mesh=data:8"], ["--mesh=data:2,fsdp:2,tensor:2"], ["--mesh=tensor:8"]):
         line = next(line for _, line in timed_lines("benchmarks/one_device.py", *flags) if "x the time" in line)
         median, low, high = re.search(r"([\d.]+) x the time of one device \(([\d.]+) to ([\d.]+)\)", line).groups()
         ratios.append(f"| `{' '.join(flags) or '(default)'}` | {median} | {low} to {high} |")
 
-    blocks = {
-        "default run": f"On {machine()}, measured: the first step is shown {first_s:.0f} s after the command, the run "
-        f"takes {run[-1][0]:.0f} s.\nA second start finds its programs compiled: {compile_s[1]:.1f} s instead of "
-        f"{compile_s[0]:.1f} s for the step, which is shown after {again_s:.0f} s.\nIt prints (here only every "
-        "hundredth step):\n\n```\n" + "\n".join(shown) + "\n```",
-        "one device": "Time of a step on 8 simulated devices over that of a plain `jax.jit` of the same model and "
+    return (
+        "Time of a step on 8 simulated devices over that of a plain `jax.jit` of the same model and "
         f"batch on one, in turns on\n{machine()} (`python benchmarks/one_device.py`): what the\nsimulation costs, "
         "measured. It says nothing about a TPU.\n\n| mesh and flags | median ratio | middle half |\n|---|---|---|\n"
-        + "\n".join(ratios),
-    }
+        + "\n".join(ratios)
+    )
+
+
+def collectives() -> str:
+    lines = [line for _, line in timed_lines("benchmarks/collectives.py", "--topology=tpu7x:4x4x4")]
+    return (
+        f"`python benchmarks/collectives.py`, libtpu {metadata.version('libtpu')}, a ring of 4 devices along an axis "
+        "of the torus, bfloat16. The MLP is one of a\ntensor-parallel block (D = 4096, F = 14336, 8192 tokens). Times "
+        "are predicted from the compiled schedule: the compiler's\ncycles at 2.2 GHz, links at 90 GB/s one way.\n\n"
+        + "\n".join(line for line in lines if line.startswith("|"))
+    )
+
+
+BLOCKS = {"default run": default_run, "one device": one_device, "collectives": collectives}
+
+
+def main() -> None:
     readme = (ROOT / "README.md").read_text()
-    for name, text in blocks.items():
-        pattern = rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)"
+    for name in sys.argv[1:] or BLOCKS:
+        if name not in BLOCKS:
+            sys.exit(f"there is no block {name!r}; there are {', '.join(BLOCKS)}")
+        text = BLOCKS[name]()
+        pattern = rf"(<!-- (?:measured|compiled): {name} -->\n).*?(<!-- end -->)"
         readme, found = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], readme, flags=re.DOTALL)
         assert found == 1, name
     (ROOT / "README.md").write_text(readme)

@@ -93,6 +93,35 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
             assert bool(weights_gathered(body) & used) != prefetch
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_collective_matmuls_keep_no_layer_for_the_backward_pass(remat):
+    """They keep the activations that they gathered, and of the weights no more than the shards."""
+    config = Config(**SMALL, mesh="fsdp:4,tensor:2", collective_matmul=True, remat=remat)
+    whole = (config.num_layers, config.model_dim, config.ff_dim // 2)
+    loops = list(layer_loops_of(config))
+    assert len(loops) == 2
+    for loop, _ in loops:
+        assert whole not in [var.aval.shape for var in loop.outvars]
+
+
+@pytest.mark.parametrize("collectives", ["ring", "ring_bidirectional"])
+@pytest.mark.parametrize("option", [dict(shard_update=True), dict(shard_update=True, collective_matmul=True), dict()])
+def test_rings_move_all_but_sums_of_rows(collectives, option):
+    """XLA's own collectives are left for scalars and for one number a token; and to say that an all-reduce is one."""
+    config = Config(**SMALL, mesh="data:2,fsdp:2,tensor:2", collectives=collectives, **option)
+    largest = {}  # operand of each primitive that moves something
+    for eqn in equations(trace(config)):
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        if {"data", "fsdp", "tensor"} & set([axes] if isinstance(axes, str) else axes):
+            size = max((math.prod(var.aval.shape) for var in eqn.invars), default=0)
+            largest[eqn.primitive.name] = max(size, largest.get(eqn.primitive.name, 0))
+    assert largest["ppermute"] >= config.model_dim * config.ff_dim // 8
+    tokens = config.batch * config.seq_len // 4
+    assert all(size <= tokens for name, size in largest.items() if name.startswith(("psum", "pmax", "all_reduce")))
+    assert not {"all_gather", "reduce_scatter", "all_to_all"} & set(largest)
+    assert ("all_gather_invariant" in largest) == (not option)
+
+
 def test_gradients_are_reduce_scattered_once():
     config = Config(**SMALL, mesh="fsdp:8")
     shapes = jax.tree.leaves(model.param_shapes(config))

@@ -87,6 +87,7 @@ def check_gradients(config: Config, tolerance=1e-5):
     _, per_device, place = on_mesh(config)
     loss, grads = per_device(place(init(config)), make_batch(config))
     plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, remat="none", dtype="float32")
+    plain |= dict(collectives="xla", collective_matmul=False)
     want_loss, want_grads = reference_gradients(dataclasses.replace(config, **plain))
     assert abs(loss - want_loss) < tolerance * want_loss
     assert_close(grads, want_grads, tolerance)
@@ -103,6 +104,8 @@ OPTIONS = [
     dict(microbatches=2),
     dict(shard_update=True),
     dict(remat="full"),
+    dict(collectives="ring"),
+    dict(collectives="ring_bidirectional", shard_update=True),
     dict(microbatches=2, prefetch=False, remat="full", shard_update=True),
 ]
 QUICK = {"data:1,fsdp:8,tensor:1", "data:2,fsdp:2,tensor:2"}
@@ -123,7 +126,27 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL, mesh=mesh, **option))
 
 
-STEP_OPTIONS = [dict(), dict(prefetch=False), dict(microbatches=2), dict(microbatches=2, shard_update=True)]
+@pytest.mark.parametrize(
+    ("mesh", "collectives"),
+    [
+        pytest.param(mesh, name, marks=[] if (mesh, name) == ("data:2,fsdp:2,tensor:2", "xla") else [pytest.mark.slow])
+        for mesh in ("fsdp:2,tensor:4", "data:2,fsdp:2,tensor:2", "tensor:8")
+        for name in ("xla", "ring", "ring_bidirectional")
+    ],
+)
+def test_collective_matmuls_equal_the_reference(mesh, collectives):
+    option = dict(remat="full") if collectives == "ring" else dict()
+    check_gradients(Config(**SMALL, mesh=mesh, collectives=collectives, collective_matmul=True, **option))
+
+
+STEP_OPTIONS = [
+    dict(),
+    dict(prefetch=False),
+    dict(microbatches=2),
+    dict(collectives="ring"),
+    dict(collectives="ring_bidirectional"),
+    dict(microbatches=2, shard_update=True),
+]
 
 
 @functools.cache
@@ -157,7 +180,7 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert int(state.step) == steps and int(state.skipped) == 0
-    plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False)
+    plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, collectives="xla")
     params, want_losses = reference_after_steps(dataclasses.replace(config, **plain), steps)
     np.testing.assert_allclose(losses, want_losses, rtol=tolerance)
     assert losses[-1] < losses[0]

@@ -53,6 +53,18 @@ def test_commands_run(command, tmp_path):
     assert done.stderr == ""
 
 
+DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (roofline|collectives|kernels|spatial)\.py", c)]
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow]) for c in DEMONSTRATIONS])
+def test_demonstrations_run(command):
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 5 and done.stderr == ""
+
+
 @pytest.mark.slow
 def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
     """With less than half of its steps."""
