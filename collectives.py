@@ -224,7 +224,9 @@ def all_reduce(
     if algorithm == "xla" or _num_devices(names) == 1:
         x = lax.psum(x, names)
         return x if to == "invarying" else lax.pcast(x, names, to=to)
-    num_parts = len(names) if spread else 1
+    (x,) = _vary_alike(names, x)
+    rings = tuple(name for name in names if lax.axis_size(name) > 1)
+    num_parts = len(rings) if spread else 1
     blocks = num_parts * _num_devices(names)
     dim = next((dim for dim, size in enumerate(x.shape) if size % blocks == 0), None)
     if dim is None:
@@ -232,13 +234,14 @@ def all_reduce(
         return all_reduce(flat, names, algorithm=algorithm, spread=spread, to=to)[: x.size].reshape(x.shape)
     summed = []
     for number, part in enumerate(jnp.split(x, num_parts, dim)):
-        order = names[number:] + names[:number]
+        order = rings[number:] + rings[:number]
         part = reduce_scatter(part, order, dim=dim, algorithm=algorithm)
         if to == "varying":
             summed.append(all_gather(part, order, dim=dim, algorithm=algorithm))
         else:
             summed.append(lax.all_gather(part, order, axis=dim, tiled=True, to=to))
-    return jnp.concatenate(summed, dim)
+    x = jnp.concatenate(summed, dim)
+    return x if to == "varying" else lax.psum(x, tuple(name for name in names if name not in rings))
 
 
 def hierarchical_all_gather(
@@ -282,13 +285,16 @@ def all_to_all(
     if algorithm == "xla":
         return lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)
     (x,) = _vary_alike(names, x)
-    blocks = jnp.stack(jnp.split(x, _num_devices(names), split_dim))
-    blocks = blocks.reshape(*(lax.axis_size(name) for name in names), *blocks.shape[1:])
+    n, sizes = _num_devices(names), [lax.axis_size(name) for name in names]
+    block = list(x.shape)
+    block[split_dim] //= n
+    blocks = x.reshape(*x.shape[:split_dim], n, block[split_dim], *x.shape[split_dim + 1 :])
+    blocks = jnp.moveaxis(blocks, split_dim, 0).reshape(*sizes, *block)
     for dim in reversed(range(len(names))):
         exchange = partial(_exchange, axis=names[dim], algorithm=algorithm)
-        swap = lambda blocks, dim=dim: jnp.moveaxis(blocks, dim, 0)
-        blocks = jnp.moveaxis(_with_transpose(exchange, exchange, swap(blocks)), 0, dim)
-    return jnp.concatenate(list(blocks.reshape(-1, *blocks.shape[len(names) :])), concat_dim)
+        blocks = jnp.moveaxis(_with_transpose(exchange, exchange, jnp.moveaxis(blocks, dim, 0)), 0, dim)
+    block[concat_dim] *= n
+    return jnp.moveaxis(blocks.reshape(n, *blocks.shape[len(names) :]), 0, concat_dim).reshape(block)
 
 
 def _exchange(blocks, *, axis, algorithm):
@@ -345,6 +351,8 @@ def ragged_all_to_all(
             raise ValueError(f"offsets and sizes of shape {array.shape} must be ({n},): the devices on {_show(names)}")
     if x.shape[1:] != output.shape[1:] or x.dtype != output.dtype:
         raise ValueError(f"rows of x are {x.dtype}{x.shape[1:]}, those of output {output.dtype}{output.shape[1:]}")
+    if block_rows is not None and block_rows < 0:
+        raise ValueError(f"block_rows={block_rows} must be 0 or more")
     rows = jnp.arange(x.shape[0] if block_rows is None else block_rows)
     exchange = partial(all_to_all, axis=names, split_dim=0, concat_dim=0, algorithm=algorithm)
 
@@ -371,7 +379,7 @@ def halo_exchange(x: jax.Array, axis: str, *, dim: int, before: int, after: int,
 
     Returns: x with `dim` longer by before + after.
 
-    Cost: 1 step, max(before, after) rows through a link (the two go opposite ways).
+    Cost: 1 step, max(before, after) rows through a link: the two go opposite ways (but on a periodic axis of 2).
 
     Raises:
       ValueError: as `all_gather`, and for a halo wider than the shard, which would need the neighbour's neighbour.
@@ -596,7 +604,7 @@ def messages(function: Callable, *args) -> dict[tuple[str, int], list[int]]:
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "ppermute":
+            if eqn.primitive.name == "ppermute" and any(source != target for source, target in eqn.params["perm"]):
                 source, target = eqn.params["perm"][0]
                 (block,) = (var.aval for var in eqn.invars)
                 ring = (eqn.params["axis_name"][0], +1 if target == source + 1 else -1)
