@@ -67,7 +67,8 @@ def bits(rng, shape, dtype) -> np.ndarray:
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(dtype)
     x = np.frombuffer(rng.bytes(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
-    return np.where(np.isnan(x), np.array(np.inf, dtype), x) if dtype == jnp.bfloat16 else x
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isnan(x), np.array(np.inf, dtype), x) if dtype == jnp.bfloat16 else x
 
 
 def integers(rng, shape, dtype=np.float32) -> np.ndarray:
