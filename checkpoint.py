@@ -22,11 +22,13 @@ from config import Config
 # What decides the shapes in a checkpoint. A run with another value cannot read it.
 SHAPE_FIELDS = (
     "vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-    "qk_norm qkv_bias tied_embeddings optimizer mu_dtype"
+    "qk_norm qkv_bias output_bias attention_sinks tied_embeddings "
+    "num_experts expert_dim num_shared_experts num_dense_layers expert_bias "
+    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim optimizer mu_dtype"
 ).split()
 # What decides the values from here on. A run with another value goes on, otherwise than the first would have.
 COURSE_FIELDS = (
-    "seed batch seq_len steps corpus window global_every rope_theta rope_scaling rope_original_len "
+    "seed batch seq_len steps corpus window global_every experts_per_token rope_theta rope_scaling rope_original_len "
     "logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay clip_norm"
 ).split()
 

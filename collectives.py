@@ -42,7 +42,7 @@ side. A time is bound by latency or by bandwidth (https://jax-ml.github.io/scali
     all-to-all            h        h(h+1)/2 B/N                   max(h t_hop, h(h+1)/2 B/(N W))    B N/8W
     halo                  1        B                              max(t_hop, B/W)                   B/W
 
-`roofline.py` computes these, and tests hold both to what the programs below permute. Phases over several axes add up.
+`interconnect.py` computes these; tests hold both to what the programs below permute. Phases over several axes add up.
 
 **On TPU7x** (compiled: `python benchmarks/collectives.py`) XLA's own all-gather and reduce-scatter run on the
 SparseCores over all links of up to three torus axes; the permutes here are started by the TensorCore and use the links

@@ -37,6 +37,8 @@ class Config:
     rope_original_len: int = 8192  # context length before rope_scaling
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
     qkv_bias: bool = False  # bias on the query, key and value projections (Qwen 2.5)
+    output_bias: bool = False  # bias on attention's output projection (gpt-oss; predictions only)
+    attention_sinks: bool = False  # a learned logit a head in each softmax, without a value (gpt-oss; predictions only)
     tied_embeddings: bool = False  # the unembedding is the embedding
     window: int = 0  # sliding-window attention: a query sees this many keys, itself included; 0 is no window
     global_every: int = 0  # with a window: every so many-th layer attends without it; 0 is never
@@ -44,6 +46,20 @@ class Config:
     z_loss: float = 0.0  # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
     dtype: str = "float32"  # of the computation: float32 or bfloat16; the master weights are float32
+
+    # mixture of experts (predictions only: no code behind it yet)
+    num_experts: int = 0  # E: routed experts of a layer; 0 is a dense MLP in every layer
+    experts_per_token: int = 0  # X: experts that the router sends a token to
+    expert_dim: int = 0  # M: width of an expert's SwiGLU
+    num_shared_experts: int = 0  # experts of the same width that see every token, beside the routed ones
+    num_dense_layers: int = 0  # leading layers that have a dense MLP of ff_dim in place of experts
+    expert_bias: bool = False  # biases on the router and on the experts' projections (gpt-oss)
+
+    # multi-head latent attention (predictions only: no code behind it yet)
+    kv_lora_rank: int = 0  # C: keys and values of all heads are made from this many numbers a token; 0 is off
+    q_lora_rank: int = 0  # Q: queries are made from this many numbers a token; 0: from the model dim, in one matmul
+    rope_head_dim: int = 0  # R: dims of a head, beside head_dim, that turn with the position; all heads share their key
+    value_head_dim: int = 0  # dims of a head's value; 0 is head_dim
 
     # parallelism
     mesh: str = "fsdp:*"  # sizes of the mesh axes, as in data:2,fsdp:2,tensor:2; one may be * and fills
@@ -108,7 +124,9 @@ class Config:
             "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta "
             "rope_scaling",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
-            "beta1 beta2 weight_decay clip_norm final_lr_ratio logit_soft_cap z_loss norm_eps",
+            "beta1 beta2 weight_decay clip_norm final_lr_ratio logit_soft_cap z_loss norm_eps num_experts "
+            "experts_per_token expert_dim num_shared_experts num_dense_layers kv_lora_rank q_lora_rank rope_head_dim "
+            "value_head_dim",
         }
         for low, names in smallest.items():
             for name in names.split():
@@ -123,6 +141,8 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        self._check_experts()
+        self._check_latent_attention()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
             raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
         if self.coordinator and not 0 <= self.process_id < self.num_processes:
@@ -137,6 +157,45 @@ class Config:
         if self.profile_dir and self.profile_range[0] > self.steps:
             raise ValueError(f"profile_steps={self.profile_steps!r} is past the last step: steps={self.steps}")
 
+    def _check_experts(self):
+        of_experts = "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias"
+        if not self.num_experts:
+            for name in of_experts.split():
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)} needs num_experts; it is 0, a dense model")
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be from 1 to num_experts={self.num_experts}"
+            )
+        if not self.expert_dim:
+            raise ValueError(f"expert_dim=0 must be at least 1 with num_experts={self.num_experts}")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers={self.num_dense_layers} must be under num_layers={self.num_layers}: "
+                f"no layer is left for num_experts={self.num_experts}"
+            )
+
+    def _check_latent_attention(self):
+        if not self.kv_lora_rank:
+            for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)} needs kv_lora_rank; it is 0, no latent attention")
+            return
+        if self.rope_head_dim < 2 or self.rope_head_dim % 2:
+            raise ValueError(
+                f"rope_head_dim={self.rope_head_dim} must be even and at least 2 with "
+                f"kv_lora_rank={self.kv_lora_rank}: rotary embeddings turn pairs"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with "
+                f"kv_lora_rank={self.kv_lora_rank}: every head makes its own keys and values"
+            )
+        for name in ("qk_norm", "qkv_bias"):
+            if getattr(self, name):
+                raise ValueError(f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents")
+
     @property
     def profile_range(self) -> tuple[int, int]:
         """First and last profiled step."""
@@ -149,9 +208,17 @@ class Config:
 # depth and 5:1 pattern of local and global layers in the block of this file's models: SwiGLU where Gemma has GeGLU, no
 # norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
 # of 256 as the local ones, where Gemma's have 4 of 512.
+#
+# Mixtures of experts (predicted, not trained yet): Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
+# arXiv:2505.09388 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; their ff_dim is in the configuration and
+# in no layer); DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module;
+# gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Left out are the last two's YaRN frequencies, gpt-oss's clamped
+# SwiGLU, and DeepSeek's selection bias, a number an expert that no gradient trains.
 _LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
 _LARGE |= dict(loss_chunk=1024)
 _LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
+_QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
+_QWEN3 |= dict(num_experts=128, experts_per_token=8)
 PRESETS: dict[str, dict] = {
     "tiny": {},
     "llama2-70b": dict(
@@ -198,6 +265,76 @@ PRESETS: dict[str, dict] = {
         window=1024,
         global_every=6,
         norm_eps=1e-6,
+    ),
+    "mixtral-8x7b": dict(
+        _LARGE,
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=32,
+        model_dim=4096,
+        ff_dim=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        num_experts=8,
+        experts_per_token=2,
+        expert_dim=14_336,
+    ),
+    "qwen3-30b-a3b": dict(
+        _QWEN3, num_layers=48, model_dim=2048, ff_dim=6144, num_heads=32, num_kv_heads=4, head_dim=128, expert_dim=768
+    ),
+    "qwen3-235b-a22b": dict(
+        _QWEN3,
+        num_layers=94,
+        model_dim=4096,
+        ff_dim=12_288,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        expert_dim=1536,
+    ),
+    "deepseek-v3": dict(
+        _LARGE,
+        vocab_size=129_280,
+        seq_len=4096,
+        num_layers=61,
+        model_dim=7168,
+        ff_dim=18_432,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=128,
+        norm_eps=1e-6,
+        num_experts=256,
+        experts_per_token=8,
+        expert_dim=2048,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        rope_head_dim=64,
+        value_head_dim=128,
+    ),
+    "gpt-oss-120b": dict(
+        _LARGE,
+        vocab_size=201_088,
+        seq_len=8192,
+        num_layers=36,
+        model_dim=2880,
+        ff_dim=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope_theta=150_000.0,
+        qkv_bias=True,
+        output_bias=True,
+        attention_sinks=True,
+        window=128,
+        global_every=2,
+        num_experts=128,
+        experts_per_token=4,
+        expert_dim=2880,
+        expert_bias=True,
     ),
 }
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import jax
 
-import roofline
+import transformer
 from config import Config
+from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 
 
 class Log:
@@ -22,9 +23,8 @@ class Log:
     """
 
     def __init__(self, config: Config, first_step: int, mesh: jax.sharding.Mesh):
-        shape = "num_layers model_dim ff_dim num_heads num_kv_heads head_dim vocab_size seq_len window global_every"
-        self.flops_per_token = roofline.train_flops_per_token(**{name: getattr(config, name) for name in shape.split()})
-        self.peak_flops = roofline.PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
+        self.flops_per_token = transformer.train_flops_per_token(config)
+        self.peak_flops = PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
         self.config, self.num_devices, self.speaks = config, mesh.size, jax.process_index() == 0
         self.terminal = self.speaks and sys.stdout.isatty()
         self.file = open_metrics(config.metrics_file, first_step) if self.speaks and config.metrics_file else None

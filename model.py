@@ -143,10 +143,22 @@ def num_params(config: Config) -> int:
 
 
 def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
-    """Raises ValueError, with the numbers, where the model or the batch cannot be cut as the mesh asks."""
+    """Raises ValueError, with the numbers, where the model or the batch cannot be cut as the mesh asks.
+
+    And where the model has parts that there is no code for yet, only arithmetic (transformer.py).
+    """
     for axis in ("pipe", "expert", "context"):
         if mesh_sizes[axis] > 1:
             raise ValueError(f"mesh axis {axis}:{mesh_sizes[axis]} is not there yet: its size must be 1")
+    not_there_yet = dict(
+        num_experts="mixtures of experts",
+        kv_lora_rank="multi-head latent attention",
+        attention_sinks="attention sinks",
+        output_bias="a bias on attention's output projection",
+    )
+    for name, what in not_there_yet.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)}: no code for {what} yet, only its predictions")
     if config.collective_matmul and mesh_sizes["tensor"] == 1:
         raise ValueError(
             "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."

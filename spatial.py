@@ -78,7 +78,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from collectives import halo_exchange
-from roofline import CHIPS, PEAK_BF16_FLOPS_PER_DEVICE
+from hardware import CHIPS, PEAK_BF16_FLOPS_PER_DEVICE
 from sharding import check_multiple
 
 IMAGE_AXES = ("y", "x")  # the mesh axes that cut rows and columns

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import collectives
-import roofline
+import interconnect
 from collectives import (
     ALGORITHMS,
     all_gather,
@@ -36,7 +36,8 @@ from collectives import (
     ragged_all_to_all,
     reduce_scatter,
 )
-from roofline import Traffic
+from hardware import Axis
+from interconnect import Traffic
 
 RINGS = ("ring", "ring_bidirectional")
 FLOATS = (np.float32, jnp.bfloat16, np.float16)
@@ -753,8 +754,8 @@ each_algorithm = pytest.mark.parametrize("algorithm", RINGS)
 
 @each_ring
 @each_algorithm
-def test_steps_and_bytes_are_those_of_the_docstring_and_of_roofline(algorithm, n):
-    """The same numbers three times: permutes in the jaxpr, formulas of collectives.py, functions of roofline.py."""
+def test_steps_and_bytes_are_those_of_the_docstring_and_of_interconnect(algorithm, n):
+    """The same numbers three times: permutes in the jaxpr, formulas of collectives.py, functions of interconnect.py."""
     h, options = hops(n, algorithm), dict(bidirectional=algorithm == "ring_bidirectional")
     V = B = 4 * 6 * n * n * 5
     formulas = {
@@ -766,15 +767,15 @@ def test_steps_and_bytes_are_those_of_the_docstring_and_of_roofline(algorithm, n
     for name, (f, shape, num_steps, nbytes) in formulas.items():
         forward, _ = traced(partial(f, axis="a", algorithm=algorithm), (n,), shape)
         found = traffic(messages(forward, (n,)))
-        assert found == Traffic(num_steps, nbytes) == getattr(roofline, name)(V, n, **options)
+        assert found == Traffic(num_steps, nbytes) == getattr(interconnect, name)(V, n, **options)
         assert chain(forward) == num_steps
 
 
 def test_times_and_what_they_become_for_many_devices():
     """The last two columns of the docstring's table: of an even ring, both ways round."""
     N, V, W, t_hop = 1000, 8e9, 1e11, 1e-6
-    axis, h = roofline.Axis(N, W, t_hop), N // 2
-    seconds = lambda kind, nbytes: getattr(roofline, kind)(nbytes, N).seconds(axis)
+    axis, h = Axis(N, W, t_hop), N // 2
+    seconds = lambda kind, nbytes: getattr(interconnect, kind)(nbytes, N).seconds(axis)
     for nbytes, bound in ((V, V / (2 * W)), (1e6, h * t_hop)):
         for kind, halves in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
             assert seconds(kind, nbytes) == pytest.approx(halves * bound, rel=1e-12)
@@ -782,7 +783,7 @@ def test_times_and_what_they_become_for_many_devices():
         expected = max(h * t_hop, h * (h + 1) / 2 * nbytes / (N * W))
         assert seconds("all_to_all", nbytes) == pytest.approx(expected, rel=1e-12)
     assert seconds("all_to_all", V) == pytest.approx(V * N / (8 * W), rel=0.003)  # 1 + 2/N
-    assert roofline.halo(V, V / 2).seconds(axis) == V / W and roofline.halo(1, 1).seconds(axis) == t_hop
+    assert interconnect.halo(V, V / 2).seconds(axis) == V / W and interconnect.halo(1, 1).seconds(axis) == t_hop
 
 
 @pytest.mark.parametrize("periodic", [False, True])
@@ -795,15 +796,15 @@ def test_a_halo_is_one_step_of_the_wider_side(n, periodic):
         if periodic and n == 2:  # both neighbours are one device: two messages to it, on whatever links there are
             assert found == Traffic((before > 0) + (after > 0), row * (before + after))
         elif before or after:
-            assert found == Traffic(1, row * max(before, after)) == roofline.halo(row * before, row * after)
+            assert found == Traffic(1, row * max(before, after)) == interconnect.halo(row * before, row * after)
         else:
             assert found == Traffic(0, 0)
 
 
 def phases(kind, nbytes, sizes, axes, algorithm, spread=False) -> dict[str, Traffic]:
-    """{axis: all that roofline sends along it}."""
-    along = [roofline.Axis(sizes["abc".index(axis)], 1e9, name=axis) for axis in axes]
-    rounds = roofline.rounds_of(kind, nbytes, along, bidirectional=algorithm == "ring_bidirectional", spread=spread)
+    """{axis: all that the model sends along it}."""
+    along = [Axis(sizes["abc".index(axis)], 1e9, name=axis) for axis in axes]
+    rounds = interconnect.rounds_of(kind, nbytes, along, bidirectional=algorithm == "ring_bidirectional", spread=spread)
     found = dict.fromkeys(axes, Traffic(0, 0))
     for phase in itertools.chain.from_iterable(rounds):
         steps, link_bytes = found[phase.axis.name].steps, found[phase.axis.name].link_bytes

@@ -53,7 +53,7 @@ def test_commands_run(command, tmp_path):
     assert done.stderr == ""
 
 
-DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (roofline|collectives|kernels|spatial)\.py", c)]
+DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (?!train|data)\w+\.py", c)]
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow]) for c in DEMONSTRATIONS])

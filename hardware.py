@@ -1,0 +1,447 @@
+"""TPU chips in figures, v2 to TPU7x: the hardware that predictions divide by. No imports but the standard library.
+
+    python hardware.py
+    python hardware.py v5p tpu7x --json
+
+**What the figures mean.** All are of a chip, in SI units, dense, at peak: nothing reaches them all. A large bf16 matmul
+on TPU7x was measured at 83% of its peak, a copy at 87% of HBM's, an all-gather at 89% of the links'
+(https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood). Every figure has its source beside it, and
+where sources disagree what was chosen. The rule: what the maker's page says of the chip, if it says anything; then the
+designers' papers; then the scaling book (Austin et al. 2025, https://jax-ml.github.io/scaling-book, part 2), then JAX's
+own table (jax/_src/pallas/mosaic/tpu_info.py). "Page" is https://docs.cloud.google.com/tpu/docs/ and the chip's name.
+
+**A chip and a device.** JAX shows a chip as one device or as two, which then have half of everything each: v2, v3 and
+TPU7x have two cores with a memory of their own (TPU7x: two dies), v4 and v5p run their two cores as one ("megacore").
+The links between chips are the chip's: both devices of a TPU7x send through the same six.
+
+**Traps**, all of them met in print:
+
+    2307e12 / 3.69e12 = 625     TPU7x's ridge? No: FLOPs of a chip over bytes of a device. It is 2307 / 7.38 = 313
+    GB for GiB                  192 GiB are 206 GB: 7% of a memory
+    200 GB/s an axis            one link, both directions: also what a chip sends on both its links of that axis. One
+                                way over one link it is 100, and that is `link_bytes_per_s`
+    1200 GB/s a chip            6 links, both directions. One way 600, on three axes at once
+    1.2 Tbps, 1200 Gbps         said of these 1200 GB/s: bits for bytes. (4800 Gbps of a v5p are 600 GB/s, one way)
+    64 MB of VMEM               of a core; a TPU7x chip has it twice
+    tpu7x-128, v5p-128          count devices and cores: both are 64 chips, 4x4x4
+
+**What if.** A chip that is not there is one line:
+
+    dataclasses.replace(CHIPS["tpu7x"], name="faster links", link_bytes_per_s=200e9)
+
+All predictions take it as they take one of CHIPS.
+
+**Left out.** SparseCores, the vector unit, prices; twisted tori (v4, v5p), which shorten the way across a slice like
+4x4x8; the CMEM of v4, 128 MiB beside VMEM.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import le
+
+
+def by(sizes: Sequence[int]) -> str:
+    """4x4x8"""
+    return "x".join(map(str, sizes))
+
+
+def si(value: float, unit: str) -> str:
+    """7.38 TB/s; of what has no bound, inf."""
+    scales = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1: "", 1e-3: "m", 1e-6: "u"}
+    scale = next((scale for scale in scales if value >= scale), 1 if value == 0 else 1e-6)
+    return f"{value / scale:.4g} {scales[scale]}{unit}" if value < math.inf else f"inf {unit}"
+
+
+# -- links
+
+
+def check_size(size: float) -> None:
+    if size < 1 or size != int(size):
+        raise ValueError(f"an axis has a whole number of devices, 1 or more, not {size}")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Chips in a line, or in a ring where it wraps around, and the links between neighbours."""
+
+    size: int
+    link_bytes_per_s: float  # one way
+    hop_s: float = 1e-6  # "typically around 1us": the scaling book, part 3, "A note on ICI latency"
+    wrap: bool = True
+    name: str = ""  # in what is printed
+
+    def __post_init__(self):
+        check_size(self.size)
+        if not (self.link_bytes_per_s > 0 and self.hop_s >= 0):
+            raise ValueError(f"an axis needs link_bytes_per_s over 0 and hop_s of 0 or more, unlike {self}")
+
+
+# -- chips
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    name: str
+    device_kinds: tuple[str, ...]  # jax.Device.device_kind, whatever release or runtime gave it
+    devices: int  # as JAX shows a chip
+    cores: int  # TensorCores
+
+    # Matrix units: cores * mxus_per_core * mxu_size**2 * mxu_rows_per_cycle * 2 * clock_hz = bf16_flops_per_s
+    mxus_per_core: int
+    mxu_size: int  # operands are padded to multiples of it
+    mxu_rows_per_cycle: int
+    clock_hz: float
+
+    # Of a matmul whose operands have this type; None: no such unit, or no figure published
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float | None
+    int8_flops_per_s: float | None
+
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    vmem_bytes_per_core: float
+    # "around 22x": the book, of no chip in particular. Three registers of 4 KiB a cycle (its appendix A, of v5p) are
+    # 22.5 times HBM on v5e, but 16 on v5p and 7 on TPU7x, should it still be three: there, an upper bound.
+    vmem_over_hbm: float = 22.0
+
+    torus_axes: int
+    link_bytes_per_s: float  # ICI: one link, one way
+    die_to_die_bytes_per_s: float = 0.0  # one way, where a chip is two dies
+    dcn_bytes_per_s: float  # a chip's share of the network between slices, one way
+    pcie_bytes_per_s: float | None  # a chip's share of the way to its host, one way; None: not published
+
+    pods: tuple[tuple[int, ...], ...]  # the machines there are, in chips along each axis
+    cube: int = 0  # optical switches: a slice of whole cubes of this edge wraps around on every axis, another on none
+    ring: int = 0  # fixed wires: an axis of this length wraps around, another does not
+    host: tuple[int, ...]  # chips of a host along each axis
+
+    hop_s: float = 1e-6  # of a link, as in Axis
+    dcn_hop_s: float = 10e-6  # assumed, for want of a published figure
+
+    @property
+    def vmem_bytes(self) -> float:
+        return self.cores * self.vmem_bytes_per_core
+
+    @property
+    def vmem_bytes_per_s(self) -> float:
+        return self.vmem_over_hbm * self.hbm_bytes_per_s
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Of a matmul of bf16, fp8 or int8; of f32, as JAX multiplies it by default: in one pass, rounded to bf16."""
+        speeds = {
+            "f32": self.bf16_flops_per_s,
+            "bf16": self.bf16_flops_per_s,
+            "fp8": self.fp8_flops_per_s,
+            "int8": self.int8_flops_per_s,
+        }
+        if not speeds.get(dtype):
+            there_are = ", ".join(name for name, speed in speeds.items() if speed)
+            raise ValueError(f"{self.name} has no published speed of a matmul in {dtype!r}; it has {there_are}")
+        return speeds[dtype]
+
+    def axes(self, topology: Sequence[int]) -> list[Axis]:
+        """The axes of a slice."""
+        if len(topology) != self.torus_axes:
+            raise ValueError(
+                f"{by(topology)} has {len(topology)} axes, {self.name} has {self.torus_axes}, some maybe of 1"
+            )
+        cubes = self.cube > 0 and all(size % self.cube == 0 for size in topology)
+        link = (self.link_bytes_per_s, self.hop_s)
+        return [Axis(size, *link, wrap=cubes or size == self.ring, name=str(i)) for i, size in enumerate(topology)]
+
+    def across(self, num_slices: int) -> Axis:
+        """The network between slices: an axis behind the others, with a link for every chip.
+
+        Of its one way out and one way in, the two directions of a ring would have half each: no gain, as on a line. An
+        all-to-all is not relayed in there, and costs less than along an axis.
+        """
+        return Axis(num_slices, self.dcn_bytes_per_s, self.dcn_hop_s, wrap=False, name="slices")
+
+
+GiB, MiB = 2**30, 2**20
+
+CHIPS = {
+    # The page sends the reader to Jouppi et al. 2020, "A domain-specific supercomputer for training deep neural
+    # networks", CACM 63(7): all that has no other source here. Wrap-around: its pod is a torus.
+    "v2": Chip(
+        name="v2",
+        device_kinds=("TPU v2",),
+        devices=2,
+        cores=2,
+        mxus_per_core=1,
+        mxu_size=128,
+        mxu_rows_per_cycle=1,
+        clock_hz=0.7e9,
+        bf16_flops_per_s=46e12,  # also JAX; the page, when it had a figure: 45
+        fp8_flops_per_s=None,
+        int8_flops_per_s=None,
+        hbm_bytes=16 * GiB,  # JAX: 16e9
+        hbm_bytes_per_s=700e9,  # JAX: 716e9
+        vmem_bytes_per_core=16 * MiB,  # JAX
+        torus_axes=2,
+        link_bytes_per_s=62e9,  # 496 Gbit/s a link, each way
+        dcn_bytes_per_s=6.25e9,  # the book's typical figure, it has none for v2
+        pcie_bytes_per_s=None,
+        pods=((16, 16),),  # 256 chips. The page's "512 chips" are cores: its largest type is v2-512
+        ring=16,
+        host=(2, 2),  # v2-8
+    ),
+    "v3": Chip(
+        name="v3",
+        device_kinds=("TPU v3",),
+        devices=2,
+        cores=2,
+        mxus_per_core=2,  # page
+        mxu_size=128,
+        mxu_rows_per_cycle=1,
+        clock_hz=0.94e9,  # Jouppi et al. 2020
+        bf16_flops_per_s=123e12,  # page, and what the clock gives. Book and JAX: 140; Hot Chips 2020: 420 / 4 = 105
+        fp8_flops_per_s=None,
+        int8_flops_per_s=None,  # JAX; the book has bf16's figure in its int8 column
+        hbm_bytes=32 * GiB,  # page, JAX; book: 32 GB
+        hbm_bytes_per_s=900e9,  # page, book; JAX: 825e9
+        vmem_bytes_per_core=16 * MiB,  # JAX
+        torus_axes=2,
+        # Book: 100, which fits the page's 6.4 TB/s between the halves of a pod, 2 x 32 links. Its 340 TB/s of
+        # all-reduce, over 4 x 1024 links, would be 83, and Jouppi et al. 2020 have 656 Gbit/s, 82.
+        link_bytes_per_s=100e9,
+        dcn_bytes_per_s=6.25e9,  # as v2
+        pcie_bytes_per_s=None,
+        # Kumar & Chen, Hot Chips 2020: "32x32 torus topology", and four of them in a row, "128x32 mesh topology", whose
+        # axis of 32 is taken to wrap around as in one of them.
+        pods=((32, 32), (128, 32)),
+        ring=32,
+        host=(2, 2),  # v3-8; the book has 4x2
+    ),
+    "v4": Chip(
+        name="v4",
+        device_kinds=("TPU v4",),
+        devices=1,
+        cores=2,
+        mxus_per_core=4,  # page
+        mxu_size=128,
+        mxu_rows_per_cycle=1,
+        clock_hz=1.05e9,  # Jouppi et al. 2023, arXiv:2304.01433
+        bf16_flops_per_s=275e12,  # page, book, JAX
+        fp8_flops_per_s=None,
+        int8_flops_per_s=275e12,  # page: "275 teraflops (bf16 or int8)"; JAX: not available, that is in Pallas
+        hbm_bytes=32 * GiB,  # page, JAX; book: 32 GB
+        hbm_bytes_per_s=1200e9,  # page, book; JAX, and the book in its question 1: 1230e9
+        vmem_bytes_per_core=16 * MiB,  # JAX
+        torus_axes=3,
+        # "400G in each direction": Zu et al. 2024, "Resiliency at scale", NSDI; Jouppi et al. 2023. Book: 45, which
+        # gives the page's 1.1 PB/s of all-reduce over 6 x 4096 links.
+        link_bytes_per_s=50e9,
+        dcn_bytes_per_s=6.25e9,  # book
+        pcie_bytes_per_s=16e9,  # book: "16GB / second each way"
+        pods=((16, 16, 16),),  # page: 4096
+        cube=4,  # book; MaxText's accelerator_to_spec_map.py
+        host=(2, 2, 1),
+    ),
+    "v5e": Chip(
+        name="v5e",
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        devices=1,
+        cores=1,
+        mxus_per_core=4,  # page
+        mxu_size=128,
+        mxu_rows_per_cycle=1,
+        clock_hz=1.5e9,  # book
+        bf16_flops_per_s=197e12,  # page, book, JAX
+        fp8_flops_per_s=None,
+        int8_flops_per_s=394e12,  # book, JAX: twice bf16; page: 393
+        hbm_bytes=16 * GiB,  # JAX, and what stacks of HBM come in; page: 16 GB
+        hbm_bytes_per_s=819e9,  # page until 2025, and now 800 (once GBps, once GiBps); book: 810, then 820; JAX: 820
+        vmem_bytes_per_core=128 * MiB,  # book, JAX; 64 in MaxText's table of VMEM limits
+        torus_axes=2,
+        link_bytes_per_s=50e9,  # page: 400 GBps a chip, 4 links, both ways; 51.2 TB/s of all-reduce. Book: 45
+        dcn_bytes_per_s=3.125e9,  # page: 6.4 Tbps a pod; book
+        pcie_bytes_per_s=16e9,  # book, typical
+        pods=((16, 16),),
+        ring=16,  # book; MaxText's accelerator_to_spec_map.py
+        host=(4, 2),  # page, book; the virtual machines that are let have 1, 4 or 8 of the chips
+    ),
+    "v5p": Chip(
+        name="v5p",
+        device_kinds=("TPU v5", "TPU v5p"),
+        devices=1,
+        cores=2,
+        mxus_per_core=4,  # page
+        mxu_size=128,
+        mxu_rows_per_cycle=1,
+        clock_hz=1.75e9,  # book
+        bf16_flops_per_s=459e12,  # page, book, JAX
+        fp8_flops_per_s=459e12,  # page
+        int8_flops_per_s=918e12,  # book, JAX
+        hbm_bytes=95 * GiB,  # page, what a program gets; JAX, and the book in GB: 96
+        hbm_bytes_per_s=2765e9,  # page (2575 where it says GiBps). Book: 2800, in older text 2500; JAX: 2460
+        vmem_bytes_per_core=64 * MiB,  # JAX
+        torus_axes=3,
+        link_bytes_per_s=100e9,  # page: 1200 GBps a chip, 6 links, both ways. Book: 90
+        dcn_bytes_per_s=6.25e9,  # page: 50 Gbps a chip; book
+        pcie_bytes_per_s=16e9,  # book, typical
+        pods=((16, 20, 28),),  # page: 8960, of which a slice has 16x16x24 at most
+        cube=4,
+        host=(2, 2, 1),
+    ),
+    "v6e": Chip(
+        name="v6e",
+        device_kinds=("TPU v6 lite", "TPU v6e"),
+        devices=1,
+        cores=1,
+        mxus_per_core=2,  # page, JAX; 4 on an older page
+        mxu_size=256,  # book, JAX
+        mxu_rows_per_cycle=2,  # what the peak takes, at two units
+        clock_hz=1.75e9,  # as v5p: what the peak takes
+        bf16_flops_per_s=918e12,  # page; book: 920, in its part 1 910; JAX: 920
+        fp8_flops_per_s=918e12,  # page
+        int8_flops_per_s=1836e12,  # page; book, JAX: 1840
+        hbm_bytes=32 * GiB,  # the page of TPU7x, JAX; its own page: 32 GB
+        hbm_bytes_per_s=1638e9,  # the page of TPU7x; its own: 1600, once 1640; book: 1600; JAX: 1640
+        vmem_bytes_per_core=128 * MiB,  # JAX
+        torus_axes=2,
+        link_bytes_per_s=100e9,  # page: 800 GBps a chip, 4 links, both ways; once 3584 Gbps, which is 112. Book: 90
+        dcn_bytes_per_s=12.5e9,  # page: 25.6 Tbps a pod; book
+        pcie_bytes_per_s=32e9,  # book
+        pods=((16, 16),),
+        ring=16,
+        host=(4, 2),  # page, book; as with v5e
+    ),
+    "tpu7x": Chip(
+        name="tpu7x",
+        device_kinds=("TPU7x",),
+        devices=2,
+        cores=2,
+        mxus_per_core=2,  # JAX
+        mxu_size=256,  # JAX; 128 in a tutorial
+        mxu_rows_per_cycle=2,  # compiled: XLA issues 16 rows every 8 cycles
+        clock_hz=2.2e9,  # what the peak takes. XLA plans with 1.9, the default of --xla_tpu_dvfs_p_state: 14% less
+        bf16_flops_per_s=2307e12,  # page; JAX: 2310; book: 2300
+        fp8_flops_per_s=4614e12,  # page; JAX: 4600
+        int8_flops_per_s=None,  # JAX: not available. The book's 4610 in its int8 column is that of fp8
+        # The page's table. Its text, and the press: 192 GB, 7% less. A device reports 94.74 GiB, which fits half of
+        # 192 GiB and some of it reserved.
+        hbm_bytes=192 * GiB,
+        hbm_bytes_per_s=7380e9,  # the page's table; its text: 7370; JAX, book: 7400; Hot Chips 2025: 7200
+        vmem_bytes_per_core=64 * MiB,  # JAX and most guides; Google's guide to Ironwood has "64 MB" of a chip
+        torus_axes=3,
+        # Page: "bi-directional bandwidth of 200 GBps per axis", 1200 a chip: 6 links, both ways. Book: 90, and so
+        # MaxText's guide to custom models, whose 12,800 FLOPs a byte are 2307e12 / 180e9. As with v4, v5e, v5p and v6e
+        # that is nine tenths: about what an all-gather reaches (89%, see above), an efficiency and not the link.
+        link_bytes_per_s=100e9,
+        die_to_die_bytes_per_s=600e9,  # page: "six times faster" than a link; no number is published
+        dcn_bytes_per_s=12.5e9,  # page: 100 Gb/s a chip; book
+        pcie_bytes_per_s=None,
+        pods=((16, 24, 24),),  # page: 9216; the shape: MaxText's accelerator_to_spec_map.py; 4x4x576 in the book
+        # Page: slices of more than 64 chips "are made up of one or more 4x4x4 cubes"; that one cube wraps around and
+        # what is smaller does not: MaxText's accelerator_to_spec_map.py.
+        cube=4,
+        host=(2, 2, 1),
+    ),
+}
+
+
+# Dense bf16 peak of one JAX device, in FLOP/s, by jax.Device.device_kind. A TPU7x chip (2307e12) shows as two devices.
+PEAK_BF16_FLOPS_PER_DEVICE = {
+    kind: chip.bf16_flops_per_s / chip.devices for chip in CHIPS.values() for kind in chip.device_kinds
+}
+
+
+def chip_of(name: str) -> Chip:
+    """A chip of CHIPS. Raises ValueError, with those that there are."""
+    if name not in CHIPS:
+        raise ValueError(f"there is no chip {name!r}; there are {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
+def parse_topology(text: str) -> tuple[Chip, tuple[int, ...]]:
+    """A chip of CHIPS and how many of them stand along each axis: tpu7x:4x4x8."""
+    name, _, sizes = text.partition(":")
+    if name not in CHIPS:
+        raise ValueError(f"{text!r}: there is no chip {name!r}; there are {', '.join(CHIPS)}, as in tpu7x:4x4x4")
+    chip, pod = CHIPS[name], max(CHIPS[name].pods, key=math.prod)
+    if not re.fullmatch(r"\d+(x\d+)*", sizes):
+        raise ValueError(f"{text!r}: behind {name}: come the chips along each axis, as in {name}:{by(pod)}")
+    topology = tuple(map(int, sizes.split("x")))
+    if math.prod(topology) > math.prod(pod):
+        raise ValueError(f"{text!r} is {math.prod(topology):,} chips; {name} ends at {by(pod)}, {math.prod(pod):,}")
+    if not chip.cube and len(topology) == len(pod):  # fixed wires; optical switches can make other shapes of a pod
+        if not any(all(map(le, sorted(topology), sorted(pod))) for pod in chip.pods):
+            raise ValueError(f"{text!r}: {name}'s wires are fixed, and its pods are {' and '.join(map(by, chip.pods))}")
+    return chip, topology
+
+
+# -- command line
+
+
+def rows_of(chip: Chip) -> dict[str, str]:
+    """What the table shows of a chip: {quantity and unit: figure}."""
+
+    def number(value: float | None, unit: float) -> str:
+        return "-" if not value else f"{value / unit:,.0f}" if value >= 1000 * unit else f"{value / unit:.4g}"
+
+    return {
+        "devices, as JAX shows them": str(chip.devices),
+        "TensorCores": str(chip.cores),
+        "MXUs of a core": f"{chip.mxus_per_core} x {chip.mxu_size}^2",
+        "clock, GHz": number(chip.clock_hz, 1e9),
+        "bf16, TFLOP/s": number(chip.bf16_flops_per_s, 1e12),
+        "fp8, TFLOP/s": number(chip.fp8_flops_per_s, 1e12),
+        "int8, TOP/s": number(chip.int8_flops_per_s, 1e12),
+        "HBM, GiB": number(chip.hbm_bytes, GiB),
+        "HBM, GB/s": number(chip.hbm_bytes_per_s, 1e9),
+        "VMEM of a core, MiB": number(chip.vmem_bytes_per_core, MiB),
+        "ICI axes": str(chip.torus_axes),
+        "ICI link one way, GB/s": number(chip.link_bytes_per_s, 1e9),
+        "die to die one way, GB/s": number(chip.die_to_die_bytes_per_s, 1e9),
+        "DCN one way, GB/s": number(chip.dcn_bytes_per_s, 1e9),
+        "PCIe one way, GB/s": number(chip.pcie_bytes_per_s, 1e9),
+        "largest pod, chips": by(max(chip.pods, key=math.prod)),
+        "wrap around: cubes of": by([chip.cube] * chip.torus_axes) if chip.cube else "-",
+        "wrap around: axes of": str(chip.ring) if chip.ring else "-",
+        "host, chips": by(chip.host),
+        "device: bf16, TFLOP/s": number(chip.bf16_flops_per_s / chip.devices, 1e12),
+        "device: HBM, GiB": number(chip.hbm_bytes / chip.devices, GiB),
+        "bf16 FLOPs / byte of HBM": number(chip.bf16_flops_per_s / chip.hbm_bytes_per_s, 1),
+        "  / byte of an ICI axis": number(chip.bf16_flops_per_s / (2 * chip.link_bytes_per_s), 1),
+        "  / byte of the DCN": number(chip.bf16_flops_per_s / chip.dcn_bytes_per_s, 1),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    about, examples, *_ = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="hardware.py",
+        usage="%(prog)s [CHIP ...] [--json]",
+        description=about,
+        epilog=f"for example:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("chips", nargs="*", metavar="CHIP", help=f"of {', '.join(CHIPS)}; default: all")
+    parser.add_argument("--json", action="store_true", help="all fields, in FLOP/s, bytes, bytes/s, Hz and seconds")
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.chips if name not in CHIPS]
+    if unknown:
+        parser.error(f"there is no chip {unknown[0]!r}; there are {', '.join(CHIPS)}")
+    chips = [CHIPS[name] for name in dict.fromkeys(args.chips or CHIPS)]
+    if args.json:
+        return print(json.dumps({chip.name: dataclasses.asdict(chip) for chip in chips}))
+    print("TPU chips as published, at peak: of a chip, where not of a core or a device. -: none, or not published.\n")
+    table = {"": [chip.name for chip in chips]}
+    table |= {label: [rows_of(chip)[label] for chip in chips] for label in rows_of(chips[0])}
+    for label, cells in table.items():
+        print(f"{label:26}" + "".join(f"{cell:>11}" for cell in cells))
+    print(
+        "\nAn ICI axis takes bytes on both links of a chip along it, as an all-gather round a ring does. Sources, and"
+    )
+    print("where they disagree, stand beside the figures in hardware.py.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""What a collective costs on a line, a ring, a torus, and across slices: bytes, hops, seconds. Arithmetic, no jax.
+
+    python roofline.py collective all_reduce --bytes=1e9 --topology=tpu7x:4x4x4 --explain
+    python roofline.py collective scaling --plot=scaling.png
+
+collectives.py has the programs; tests hold both to the same bytes.
+
+**Along one axis** (the scaling book: Austin et al. 2025, part 3, https://jax-ml.github.io/scaling-book/sharding).
+N devices stand on an axis, each linked to its two neighbours. A link carries W bytes/s one way and as many the other
+way (the book's W_ICI is both, 2W), and a message takes t_hop to the neighbour, however small it is. Every collective is
+a ring: h times, each device passes a block on. In two directions the farthest device is N//2 hops away, in one N-1:
+
+    h = N//2       both ways round an axis that wraps around; the busier direction (even N: the other has N/2 - 1)
+    h = N-1        one way; and both ways on an axis without wrap-around links: what goes round the ring has to travel
+                   the whole line back, on the very links of the other direction, which so gains nothing
+
+                   steps   bytes over a link, in its busier direction
+    all-gather     h       h * V/N                 V: bytes of the whole, gathered array
+    reduce-scatter h       h * V/N                 V: bytes of the array that each device holds a summand of
+    all-reduce     2h      2h * V/N                a reduce-scatter, then an all-gather
+    all-to-all     h       h(h+1)/2 * B/N          B: bytes that each device holds, a part for every device; both ways
+                                                   on a line, whose middle N/2 parts of N/2 devices cross: N*N/4 * B/N
+    permute        1       B                       to the neighbour
+    halo           1       max(before, after)      to both neighbours: the two go opposite ways
+
+    seconds      = max(steps * t_hop, bytes / W)   of a phase; phases that follow each other add up
+
+Round an even ring the all-gather is V / 2W, whatever N is: more devices pass more and smaller blocks. Until the blocks
+are so small that each takes a hop's time, from where on more devices cost more. An all-gather, reduce-scatter or
+all-reduce is latency-bound when
+
+    V/N  <  W * t_hop          100 kB a block on TPU7x
+
+The all-to-all is a quarter of the all-gather of the same array (V = N*B) for large N both ways, half of it one way. It
+relays: a ring has two links between its halves, and a quarter of all bytes must cross them in either direction.
+
+**Axes of a torus** n1, n2, ... go one after another: reduce-scatter V along the first, V/n1 along the second, and so
+on, then all-gather all the way back (Kumar & Chen, "Exploring Limits of ML Training on Google TPUs", Hot Chips 2020:
+"payload in phase 1 is scaled down by the size of the columns"). A slower axis, the network between slices, comes last,
+where least is left. An all-to-all goes along them with all of B each time.
+
+In turn, the links of one axis work and the others idle. With `spread` the array is cut into as many parts as there are
+equal axes, each part takes them in another order, and all links work at once: with k axes the all-gather takes about
+V / (k * 2W), the book's V / (W_ICI * n_axes), and the all-to-all about a quarter of B * max(n1, n2, ...) / 2W.
+
+The times are lower bounds at the published speed of the links, with nothing else on them; adding up is free.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+from hardware import CHIPS, Axis, Chip, by, check_size, chip_of, parse_topology, si
+
+# -- collectives along one axis
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What goes over the links of an axis: messages one after another, and their bytes in the busier direction."""
+
+    steps: int
+    link_bytes: float
+
+    def seconds(self, axis: Axis) -> float:
+        return max(self.steps * axis.hop_s, self.link_bytes / axis.link_bytes_per_s)
+
+    def bound(self, axis: Axis) -> str:
+        return "latency" if self.steps * axis.hop_s > self.link_bytes / axis.link_bytes_per_s else "bandwidth"
+
+
+def ring_hops(size: int, *, bidirectional: bool = True, wrap: bool = True) -> int:
+    """h: how many times a device passes a block on, in the busier direction."""
+    check_size(size)
+    return size // 2 if bidirectional and wrap else size - 1
+
+
+def all_gather(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bool = True) -> Traffic:
+    """`nbytes` of the whole array, of which every device starts with a part."""
+    hops = ring_hops(size, bidirectional=bidirectional, wrap=wrap)
+    return Traffic(hops, hops * _checked(nbytes) / size)
+
+
+def reduce_scatter(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bool = True) -> Traffic:
+    """`nbytes` of the array that every device holds a summand of; each ends with a part of the sum."""
+    return all_gather(nbytes, size, bidirectional=bidirectional, wrap=wrap)  # backwards, summing on the way
+
+
+def all_reduce(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bool = True) -> Traffic:
+    """`nbytes` of the array that every device holds a summand of; each ends with the sum."""
+    half = all_gather(nbytes, size, bidirectional=bidirectional, wrap=wrap)
+    return Traffic(2 * half.steps, 2 * half.link_bytes)
+
+
+def all_to_all(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bool = True) -> Traffic:
+    """`nbytes` that each device holds, a part of them for every device."""
+    hops = ring_hops(size, bidirectional=bidirectional, wrap=wrap)
+    parts = hops * (hops + 1) // 2  # h of them in the first step, then h-1, down to 1
+    if bidirectional and not wrap:
+        parts = size // 2 * ((size + 1) // 2)  # over the middle: from each on its one side to each on the other
+    return Traffic(hops, parts * _checked(nbytes) / size)
+
+
+def permute(nbytes: float) -> Traffic:
+    """`nbytes` from every device to its neighbour."""
+    return Traffic(1, _checked(nbytes))
+
+
+def halo(before_bytes: float, after_bytes: float) -> Traffic:
+    """What every device needs of its neighbour on one side, and on the other."""
+    return Traffic(1, max(_checked(before_bytes), _checked(after_bytes)))
+
+
+def _checked(nbytes: float) -> float:
+    if not 0 <= nbytes < math.inf:  # NaN is not, either
+        raise ValueError(f"a number of bytes is 0 or more, not {nbytes}")
+    return nbytes
+
+
+# -- collectives over several axes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A collective along one axis, with its V or B."""
+
+    kind: str
+    nbytes: float
+    axis: Axis
+    traffic: Traffic
+
+    @property
+    def seconds(self) -> float:
+        return self.traffic.seconds(self.axis)
+
+    @property
+    def bound(self) -> str:
+        return self.traffic.bound(self.axis)
+
+
+def rounds_of(
+    kind: str, nbytes: float, axes: Sequence[Axis], *, bidirectional: bool = True, spread: bool = False
+) -> list[list[Phase]]:
+    """The phases of a collective in rounds, one round after another; the phases of a round run at once.
+
+    Args:
+      kind: all_gather, reduce_scatter, all_reduce or all_to_all.
+      nbytes: V, or B of an all_to_all.
+      axes: in the order of a reduce-scatter; an all-gather takes them from the last to the first.
+      bidirectional: both ways round every axis that wraps around.
+      spread: all links at once: of axes of the same speed, part p of the array takes number p + r in round r.
+    """
+    options = dict(bidirectional=bidirectional, spread=spread)
+    if kind == "all_reduce":
+        return [r for half in ("reduce_scatter", "all_gather") for r in rounds_of(half, nbytes, axes, **options)]
+    along = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
+    if kind not in along:
+        raise ValueError(f"kind={kind!r} does not go over several axes; all_reduce, {', '.join(along)} do")
+    found = []
+    links = [axis for axis in axes if axis.size > 1]
+    for _, equals in groupby(links, key=lambda axis: axis.link_bytes_per_s):
+        equals = list(equals)
+        num_parts = len(equals) if spread else 1
+        left = [nbytes / num_parts] * num_parts  # of each part, on a device
+        for r in range(len(equals)):
+            found.append([])
+            for p in range(num_parts):
+                axis = equals[(p + r) % len(equals)]
+                traffic = along[kind](left[p], axis.size, bidirectional=bidirectional, wrap=axis.wrap)
+                found[-1].append(Phase(kind, left[p], axis, traffic))
+                left[p] /= 1 if kind == "all_to_all" else axis.size
+        nbytes = sum(left)
+    return found[::-1] if kind == "all_gather" else found
+
+
+def seconds_of(rounds: list[list[Phase]]) -> float:
+    """A round takes as long as the slowest of its phases."""
+    return sum(max(phase.seconds for phase in phases) for phases in rounds)
+
+
+def collective_s(kind: str, nbytes: float, axes: Sequence[Axis], **options) -> float:
+    """Seconds of a collective over all the axes; arguments and options are those of `rounds_of`."""
+    return seconds_of(rounds_of(kind, nbytes, axes, **options))
+
+
+def summary(rounds: list[list[Phase]]) -> dict:
+    """What is predicted of a collective; its bound is that of its longest phase."""
+    phases = [phase for phases in rounds for phase in phases]
+    load = {}
+    for phase in phases:
+        load[phase.axis.name] = load.get(phase.axis.name, 0) + phase.traffic.link_bytes
+    return {
+        "predicted_seconds": seconds_of(rounds),
+        "bound": max(phases, key=attrgetter("seconds")).bound if phases else None,
+        "steps": sum(max(phase.traffic.steps for phase in phases) for phases in rounds),
+        "busiest_axis": max(load, key=load.get, default=None),
+        "link_bytes": max(load.values(), default=0),
+    }
+
+
+# -- communication scaling
+
+
+def squarest(number: int, parts: int) -> tuple[int, ...]:
+    """So many factors of a number, as near to each other as can be: 9216 in three is 16x24x24."""
+    if parts == 1:
+        return (number,)
+    divisors = (d for d in range(1, number + 1) if number % d == 0)
+    return min(((d, *squarest(number // d, parts - 1)) for d in divisors), key=sum)
+
+
+def scaling(chip: Chip, nbytes: float) -> list[dict]:
+    """All-reduces over more and more chips: meshes and tori of 1, 2, ... axes, and the pods that were built."""
+    slices = [("pod", chip.axes(pod)) for pod in chip.pods]
+    largest = max(map(math.prod, chip.pods))
+    for num_chips in sorted({largest, *(4**i for i in range(2, 8) if 4**i < largest)}):
+        for shape in (squarest(num_chips, n + 1) for n in range(chip.torus_axes)):
+            for kind in ("mesh", "torus"):
+                link = dict(link_bytes_per_s=chip.link_bytes_per_s, hop_s=chip.hop_s, wrap=kind == "torus")
+                slices.append((kind, [Axis(size, name=str(i), **link) for i, size in enumerate(shape)]))
+    return [
+        dict(chip=chip.name, kind=kind, shape=tuple(axis.size for axis in axes), bytes=nbytes)
+        | summary(rounds_of("all_reduce", nbytes, axes, spread=True))
+        for kind, axes in slices
+    ]
+
+
+def print_scaling(args: argparse.Namespace) -> None:
+    payloads = [25.6e6 * 4, 1e9] if args.bytes is None else [args.bytes]
+    chips = [chip_of(name) for name in args.chips.split(",")]
+    tables = [(chip, nbytes, scaling(chip, nbytes)) for nbytes in payloads for chip in chips]
+    if args.plot:
+        plot_scaling(tables, args.plot)
+    if args.json:
+        return print(json.dumps([row for *_, rows in tables for row in rows]))
+    print("Time of an all-reduce in ms, predicted: both ways round every axis, on all axes at once.")
+    if args.bytes is None:
+        print("102.4 MB are the gradients of ResNet-50, 25.6M parameters in float32.")
+    text = lambda row: f"{row['predicted_seconds'] * 1e3:.3g}{'*' if row['bound'] == 'latency' else ' '}"
+    for chip, nbytes, rows in tables:
+        print(f"\n{si(nbytes, 'B')} on {chip.name}, {si(chip.link_bytes_per_s, 'B/s')} a link one way")
+        print(" chips" + "".join(f"{f'{n + 1}-D':>10}{'mesh':>9}{'torus':>9}" for n in range(chip.torus_axes)))
+        cell = {(row["shape"], row["kind"]): text(row) for row in rows}
+        for num_chips, shapes in groupby([shape for shape, kind in cell if kind == "mesh"], math.prod):
+            cells = (f"{by(shape):>10}{cell[shape, 'mesh']:>10}{cell[shape, 'torus']:>8}" for shape in shapes)
+            print(f"{num_chips:6}{''.join(cells)}".rstrip())
+        print(" built", ", ".join(f"{by(shape)} {ms.strip()}" for (shape, kind), ms in cell.items() if kind == "pod"))
+    print("\n* bound by latency, others by bandwidth. A torus wraps around on every axis, a mesh on none: there")
+    print("the second direction of a ring gains nothing. 1-D: all chips in one ring, on the links of one axis.")
+    print("built: the pods there are, with their own wrap-around links: 128x32 has none along its axis of 128.")
+
+
+def plot_scaling(tables: list[tuple[Chip, float, list[dict]]], path: str) -> None:
+    """A row of panels for each chip, a column for each payload."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
+    except ModuleNotFoundError:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    num_chips = len({chip for chip, *_ in tables})
+    num_payloads = len(tables) // num_chips
+    figure = Figure(figsize=(4.5 * num_payloads + 2, 3.6 * num_chips), layout="constrained")
+    figure.suptitle("Time of an all-reduce against chips, predicted")
+    panels = figure.subplots(num_chips, num_payloads, squeeze=False, sharey="col")
+    looks = {"mesh": dict(ls="--", marker="."), "torus": dict(marker="."), "pod": dict(ls="", marker="*", color="k")}
+    for panel, (chip, nbytes, rows) in zip(panels.T.flat, tables, strict=True):
+        line_of = lambda row: (row["kind"] == "pod", len(row["shape"]), row["kind"])
+        for (built, num_axes, kind), line in groupby(sorted(rows, key=line_of), line_of):
+            points = [(math.prod(row["shape"]), row["predicted_seconds"] * 1e3) for row in line]
+            look = dict(color=f"C{num_axes - 1}", label="as built" if built else f"{num_axes}-D {kind}") | looks[kind]
+            panel.loglog(*zip(*points, strict=True), **look)
+        panel.set(title=f"{si(nbytes, 'B')} on {chip.name}", xlabel="chips", ylabel="time, ms", xlim=(12, 12_000))
+        panel.set_xticks([4**i for i in range(2, 7)])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        panel.grid(alpha=0.3)
+    for panel in panels[:, -1]:
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+# -- command line
+
+
+def explain(phase: Phase) -> str:
+    """The formulas of a phase, with its numbers in them."""
+    axis, h = phase.axis, phase.traffic.steps
+    N, payload, moved = axis.size, si(phase.nbytes, "B"), si(phase.traffic.link_bytes, "B")
+    hops, formula = f"{'N-1' if h == N - 1 else 'N//2'} = {h}", f"h * V/N = {h} * {payload} / {N}"
+    if phase.kind == "all_to_all":
+        parts = round(phase.traffic.link_bytes * N / (phase.nbytes or 1))
+        formula = f"{'h(h+1)/2' if parts == h * (h + 1) // 2 else 'N*N//4'} * B/N = {parts} * {payload} / {N}"
+    elif phase.kind in ("permute", "halo"):
+        hops, formula = "1", "B" if phase.kind == "permute" else "max(before, after)"
+    latency, transfer = f"{h} * {si(axis.hop_s, 's')}", f"{moved} / {si(axis.link_bytes_per_s, 'B/s')}"
+    return (
+        f"{phase.kind} of {payload} along axis {axis.name}, N = {N}\n"
+        f"      h = {hops}, bytes = {formula} = {moved}\n"
+        f"      max(h * t_hop, bytes / W) = max({latency}, {transfer}) = {si(phase.seconds, 's')}, {phase.bound}"
+    )
+
+
+def print_collective(args: argparse.Namespace) -> None:
+    chip, topology = parse_topology(args.topology)
+    axes = {axis.name: axis for axis in chip.axes(topology)}
+    names = args.axes.split(",") if args.axes else list(axes)
+    if not {*names} <= {*axes} or len({*names}) < len(names):
+        raise ValueError(f"--axes={args.axes}: {args.topology} has the axes {','.join(axes)}, each to be named once")
+    axes = [axes[name] for name in names]
+    if args.kind in ("permute", "halo"):
+        if len(axes) > 1:
+            raise ValueError(f"--axes={args.axes}: a {args.kind} goes along one axis, not {len(axes)}")
+        traffic = permute(args.bytes) if args.kind == "permute" else halo(args.before_bytes, args.after_bytes)
+        found = [[Phase(args.kind, traffic.link_bytes, axes[0], traffic)]]
+    else:
+        axes += [chip.across(args.slices)] if args.slices != 1 else []
+        found = rounds_of(args.kind, args.bytes, axes, bidirectional=not args.one_way, spread=args.spread)
+    result = dict(kind=args.kind, topology=args.topology, axes=[axis.name for axis in axes]) | summary(found)
+    if args.json:
+        return print(json.dumps(result))
+    wires = ", ".join(f"{axis.name} ({'ring' if axis.wrap else 'line'} of {axis.size})" for axis in axes)
+    print(f"{args.kind} on {args.topology}, predicted\n  axes     {wires}")
+    if "spread" in args:
+        ways, order = "one way" if args.one_way else "both ways", "at once" if args.spread else "in turn"
+        print(f"  rings    {ways} round, axes {order}")
+    print(f"  time     {si(result['predicted_seconds'], 's')}")
+    print(f"  bound    {result['bound'] or 'none: there is no other chip'}")
+    print(f"  steps    {result['steps']}, each of one hop")
+    print(f"  traffic  {si(result['link_bytes'], 'B')} over the busiest link, in its busier direction")
+    for number, phases in enumerate(found if args.explain else [], 1):
+        at_once = f"{len(phases)} at once, each on another axis; the slowest: " if len(phases) > 1 else ""
+        print(f"  {number:2}. {at_once}{explain(max(phases, key=attrgetter('seconds')))}")
+
+
+def add_collective_command(commands) -> None:
+    about = "time of a collective on a slice; all-reduce time against chips"
+    kinds = commands.add_parser("collective", help=about, description=about)
+    kinds = kinds.add_subparsers(prog="roofline.py collective", metavar="KIND", required=True)
+    style = dict(allow_abbrev=False, usage="%(prog)s [--flag=value ...]")
+    for kind, about in {
+        "all_gather": "every device has a part and gets the whole: --bytes of the whole",
+        "reduce_scatter": "every device has a summand and gets a part of the sum: --bytes of the sum",
+        "all_reduce": "every device has a summand and gets the sum: --bytes of the sum",
+        "all_to_all": "every device has a part for every device: --bytes that a device holds",
+        "permute": "every device sends to its neighbour: --bytes that a device sends",
+        "halo": "every device gets the edges of both neighbours: --before_bytes, --after_bytes",
+    }.items():
+        parser = kinds.add_parser(kind, help=about, description=about, **style)
+        parser.set_defaults(run=print_collective, kind=kind, slices=1)
+        for name in ("before_bytes", "after_bytes") if kind == "halo" else ("bytes",):
+            parser.add_argument(f"--{name}", type=float, required=True, metavar="BYTES", help="as in 1e9")
+        parser.add_argument("--topology", default="tpu7x:4x4x4", help=f"of {', '.join(CHIPS)} [%(default)s]")
+        if kind in ("permute", "halo"):
+            parser.add_argument("--axes", default="0", help="axis to go along, counted from 0 [%(default)s]")
+        else:
+            parser.add_argument("--axes", help="axes to go over, in order and counted from 0, as in 0,1; default: all")
+            parser.add_argument("--one_way", action="store_true", help="one way round every axis; default: both ways")
+            parser.add_argument("--spread", action="store_true", help="all axes at once, as XLA does; default: in turn")
+        if kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            parser.add_argument("--slices", type=int, default=1, help="go over so many slices as well [%(default)s]")
+        parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
+        parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
+    about = "all-reduce time against chips, as mesh and torus of 1, 2, ... axes"
+    parser = kinds.add_parser("scaling", help=about, description=about, **style)
+    parser.set_defaults(run=print_scaling)
+    parser.add_argument("--bytes", type=float, metavar="BYTES", help="of the sum; default: 102.4e6 and 1e9")
+    parser.add_argument("--chips", default="v3,tpu7x", help=f"some of {', '.join(CHIPS)} [%(default)s]")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it, too; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")

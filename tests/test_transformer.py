@@ -1,0 +1,670 @@
+"""The arithmetic of a transformer: against the model's own parameters, against what JAX and XLA count in programs that
+compute it, against the published sizes of models, and against the scaling book's worked answers."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import reference
+from jax.ad_checkpoint import checkpoint_name as named
+from test_fsdp import equations
+
+import config as config_lib
+import model
+import train
+import transformer
+from config import PRESETS, Config, from_preset
+from data import Batch
+
+TRAINED = [preset for preset in PRESETS if not from_preset(preset).num_experts]
+SMALL = Config(
+    batch=2, seq_len=16, num_layers=2, model_dim=32, ff_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64
+)
+LATENT_EXPERTS = dataclasses.replace(
+    SMALL,
+    num_layers=3,
+    num_kv_heads=4,
+    num_experts=6,
+    experts_per_token=2,
+    expert_dim=20,
+    num_shared_experts=2,
+    num_dense_layers=1,
+    kv_lora_rank=12,
+    q_lora_rank=10,
+    rope_head_dim=6,
+    value_head_dim=10,
+)
+
+
+# -- against the model
+
+
+@pytest.mark.parametrize("preset", TRAINED)
+def test_weights_are_those_of_the_model(preset):
+    """Every name, every shape, in total and as matrices or not."""
+    config = from_preset(preset)
+    shapes = model.param_shapes(config)
+    of_model = {**vars(shapes), **vars(shapes.layers)}
+    of_model = {name: leaf.shape for name, leaf in of_model.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+    weights = transformer.weights(config)
+    assert {name: weight.shape for name, weight in weights.items()} == of_model
+    assert transformer.num_params(config) == transformer.active_params(config) == model.num_params(config)
+    matrices = {**vars(model.is_matrix(config)), **vars(model.is_matrix(config).layers)}
+    assert {name for name, w in weights.items() if w.makes} == {
+        n for n, is_one in matrices.items() if is_one is True
+    } - {"embed"}
+
+
+def test_training_flops_by_hand():
+    """2 layers, D=3, F=5, N=4, K=2, H=2, V=7, T=6: each matmul of a token, forward; twice that backward."""
+    q, k, v, o = 2 * 3 * (4 * 2), 2 * 3 * (2 * 2), 2 * 3 * (2 * 2), 2 * (4 * 2) * 3
+    gate, up, down = 2 * 3 * 5, 2 * 3 * 5, 2 * 5 * 3
+    keys = 6 / 2  # on average, under the causal mask
+    scores, mix = 2 * 4 * 2 * keys, 2 * 4 * 2 * keys
+    unembed = 2 * 3 * 7
+    forward = 2 * (q + k + v + o + gate + up + down + scores + mix) + unembed
+    shape = dict(num_layers=2, model_dim=3, ff_dim=5, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=7, seq_len=6)
+    assert transformer.train_flops_per_token(Config(**shape)) == 3 * forward
+
+
+@pytest.mark.parametrize("preset", TRAINED)
+def test_six_flops_a_matmul_parameter_and_twelve_a_key(preset):
+    config = from_preset(preset, window=0, global_every=0)
+    shapes, is_matrix = model.param_shapes(config), model.is_matrix(config)
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(is_matrix), strict=True)
+    in_matmuls = sum(math.prod(leaf.shape) for leaf, matrix in pairs if matrix)
+    in_matmuls -= 0 if config.tied_embeddings else math.prod(shapes.embed.shape)  # looked up, not multiplied
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * config.seq_len / 2
+    assert transformer.train_flops_per_token(config) == 6 * in_matmuls + attention
+
+
+@pytest.mark.parametrize("seq_len, window", [(8, 0), (8, 1), (8, 3), (8, 8), (8, 100), (100, 7), (1000, 999)])
+def test_keys_per_query(seq_len, window):
+    """The mask's cells, each on the diagonal by half (which makes (T+1)/2 the T/2 of the published figures)."""
+    whole = [min(i + 1, window or seq_len) for i in range(seq_len)]
+    halved = [min(i + 0.5, window or seq_len) for i in range(seq_len)]
+    found = transformer.mean_keys(seq_len, window)
+    assert found == pytest.approx(sum(halved) / seq_len, rel=1e-12)
+    assert 0 < sum(whole) / seq_len - found <= 0.5
+
+
+def test_a_window_counts_in_the_local_layers_only():
+    """Of 10 layers with global_every=3 the layers 3, 6 and 9 attend to everything."""
+    tiny = lambda **window: transformer.train_flops_per_token(Config(num_layers=10, seq_len=64, **window))
+    a_key = 12 * 8 * 24  # N = 8, H = 24
+    everywhere, local = 32, 16 - 16 * 16 / (2 * 64)
+    without_attention = tiny() - 10 * a_key * everywhere
+    assert tiny(window=16) == without_attention + 10 * a_key * local
+    assert tiny(window=16, global_every=3) == without_attention + a_key * (3 * everywhere + 7 * local)
+    assert tiny(window=16, global_every=1) == tiny()
+    assert tiny(window=16, global_every=11) == tiny(window=16)
+    assert tiny(window=64) == tiny(window=1000) == tiny()
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(seq_len=3000), dict(window=700), dict(window=1000, global_every=3)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_takes_three_times_the_forward(preset, overrides):
+    config = from_preset(preset, **overrides)
+    forward = sum(transformer.forward_flops_per_token(config).values())
+    assert transformer.train_flops_per_token(config) == pytest.approx(3 * forward, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("preset", "seq_len", "flops"),
+    [("llama3.1-70b", 8192, 449_222_541_312), ("qwen3-235b-a22b", 4096, 148_330_512_384)],
+)
+def test_training_flops_as_published(preset, seq_len, flops):
+    """The FLOPs behind the TFLOP/s of the published TPU7x recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
+
+    They are MaxText's count. What the recipes print, TFLOP/s over tokens/s, is the same within 1e-5.
+    """
+    assert transformer.train_flops_per_token(from_preset(preset, seq_len=seq_len)) == flops
+
+
+# -- against published sizes
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "in_billions", "decimals"),
+    [
+        # Mixtral of Experts, arXiv:2401.04088: 47B; the release has 46.7B.
+        ("mixtral-8x7b", 46_702_792_704, 46.7, 1),
+        # Qwen3 Technical Report, arXiv:2505.09388, and the model cards: 30.5B, 235B.
+        ("qwen3-30b-a3b", 30_532_122_624, 30.5, 1),
+        ("qwen3-235b-a22b", 235_093_634_560, 235, 0),
+        # DeepSeek-V3, arXiv:2412.19437: 671B, without the multi-token prediction module. Its released weights hold the
+        # selection bias as well, 256 numbers for each of 58 layers.
+        ("deepseek-v3", 671_026_404_352, 671, 0),
+        # gpt-oss model card, arXiv:2508.10925, table 1: 116.83B.
+        ("gpt-oss-120b", 116_829_156_672, 116.83, 2),
+    ],
+)
+def test_mixtures_have_the_published_size(preset, total, in_billions, decimals):
+    found = transformer.num_params(from_preset(preset))
+    assert found == total and round(found / 1e9, decimals) == in_billions
+
+
+@pytest.mark.parametrize(
+    ("preset", "in_billions", "decimals", "embedding"),
+    [
+        ("mixtral-8x7b", 12.9, 1, True),  # https://mistral.ai/news/mixtral-of-experts: 12.9B
+        ("qwen3-30b-a3b", 3.35, 2, True),  # model card: 3.3B, which is cut off, not rounded: 3.353
+        ("qwen3-235b-a22b", 22, 0, True),
+        ("deepseek-v3", 37, 0, False),  # with the embedding it would be 37.55, which is not 37 rounded
+        ("gpt-oss-120b", 5.13, 2, False),  # model card, table 1: unembedding counted, embedding not
+    ],
+)
+def test_mixtures_have_the_published_active_size(preset, in_billions, decimals, embedding):
+    found = transformer.active_params(from_preset(preset), embedding=embedding)
+    assert round(found / 1e9, decimals) == in_billions
+
+
+def test_gpt_oss_by_part():
+    """The model card's table 1: MLP 114.71B, with its biases, attention 0.96B, embedding and unembedding 1.16B."""
+    weights = transformer.weights(from_preset("gpt-oss-120b"))
+    count = lambda *words: sum(w.params for name, w in weights.items() if any(word in name for word in words))
+    assert round(count("expert", "router") / 1e9, 2) == 114.71
+    assert round(count("w_q", "w_k", "w_v", "w_o", "bias_q", "bias_k", "bias_v", "bias_o", "sinks") / 1e9, 2) == 0.96
+    assert round(count("embed") / 1e9, 2) == 1.16
+
+
+# -- by hand, for small shapes
+
+
+def test_experts_by_hand():
+    """2 layers, the first dense; D=3, F=5, N=4, K=2, H=2, V=7, T=6; 4 experts of 3, 2 a token, 1 shared; all biases."""
+    config = Config(
+        **dict(num_layers=2, model_dim=3, ff_dim=5, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=7, seq_len=6),
+        **dict(num_experts=4, experts_per_token=2, expert_dim=3, num_shared_experts=1, num_dense_layers=1),
+        **dict(expert_bias=True, attention_sinks=True, output_bias=True, qkv_bias=True),
+    )
+    attention = 3 * 8 + 3 * 4 + 3 * 4 + 8 * 3
+    attention_biases = 8 + 4 + 4 + 3 + 4  # q, k, v, o, sinks
+    mlp, expert, router = 3 * (3 * 5), 3 * (3 * 3), 3 * 4
+    expert_biases, router_bias = 3 + 3 + 3, 4
+    norms = 2 * (3 + 3) + 3
+    whole = 2 * (attention + attention_biases) + mlp + 5 * expert + router + 4 * expert_biases + router_bias + norms
+    active = 2 * (attention + attention_biases) + mlp + 3 * expert + router + 2 * expert_biases + router_bias + norms
+    assert transformer.num_params(config) == whole + 2 * 7 * 3
+    assert transformer.active_params(config) == active + 2 * 7 * 3
+    assert transformer.active_params(config, embedding=False) == active + 7 * 3
+    forward = {"attention": 4 * attention, "mlp": 2 * mlp, "experts": 4 * expert, "router": 2 * router}
+    forward |= {"shared experts": 2 * expert, "unembedding": 2 * 21, "scores": 2 * 2 * 8 * 3, "mix": 2 * 2 * 8 * 3}
+    assert transformer.forward_flops_per_token(config) == forward
+    assert transformer.train_flops_per_token(config) == 3 * sum(forward.values())
+
+
+def test_latent_attention_by_hand():
+    """A layer of DeepSeek-V3, from its report's section 4.2: 128 heads of 128, 64 turning; latents of 512 and 1536."""
+    config = from_preset("deepseek-v3")
+    queries = 7168 * 1536 + 1536 * 128 * (128 + 64)
+    keys_values = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
+    assert transformer.parts(config)["attention"].params == 61 * (queries + keys_values + 128 * 128 * 7168)
+    forward = transformer.forward_flops_per_token(config)
+    assert forward["scores"] == 61 * 2 * 128 * 192 * 2048 and forward["mix"] == 61 * 2 * 128 * 128 * 2048
+    assert transformer.kv_elements_per_layer(config) == 576
+    direct = transformer.parts(dataclasses.replace(config, q_lora_rank=0))["attention"].params
+    assert direct == 61 * (7168 * 128 * 192 + keys_values + 128 * 128 * 7168)
+
+
+# -- against what JAX and XLA count
+
+
+def matmul_flops_per_token(f, *args) -> float:
+    """Two for each multiply-add of every dot_general in the jaxpr, over the tokens of the batch."""
+    flops = 0
+    for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            summed = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+            flops += 2 * summed * math.prod(eqn.outvars[0].aval.shape)
+    return flops / math.prod(args[-1].tokens.shape)
+
+
+def batch_shapes(config: Config) -> Batch:
+    shape = (config.batch, config.seq_len)
+    of_dtype = lambda name: jnp.float32 if name == "loss_weights" else jnp.int32
+    return Batch(**{name: jax.ShapeDtypeStruct(shape, of_dtype(name)) for name in Batch._fields})
+
+
+def empty_half(config: Config) -> float:
+    """Forward FLOPs of a token's scores and mix beyond the causal half, which a plain implementation computes too."""
+    forward = transformer.forward_flops_per_token(config)
+    return forward["scores"] + forward["mix"]
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(num_kv_heads=4, seq_len=24), dict(tied_embeddings=True, qkv_bias=True)])
+def test_the_matmuls_of_the_reference_are_counted_exactly(overrides):
+    config = dataclasses.replace(SMALL, **overrides)
+    params, batch = model.param_shapes(config), batch_shapes(config)
+    loss = partial(reference.loss, config=config)
+    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
+    assert matmul_flops_per_token(loss, params, batch) == sum(forward.values()) + whole_square
+    train_flops = transformer.train_flops_per_token(config) + 3 * whole_square
+    assert matmul_flops_per_token(jax.grad(loss), params, batch) == train_flops
+
+
+def test_xla_counts_the_same_and_some_elementwise_work():
+    """Its cost analysis has the elementwise work, too: a few FLOPs a number, less than 5% at these widths."""
+    shape = dict(
+        num_layers=1, model_dim=128, ff_dim=512, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=256, seq_len=64
+    )
+    config = dataclasses.replace(SMALL, **shape)
+    loss = partial(reference.loss, config=config)
+    compiled = jax.jit(jax.grad(loss)).lower(model.param_shapes(config), batch_shapes(config)).compile()
+    counted = compiled.cost_analysis()["flops"] / (config.batch * config.seq_len)
+    formula = transformer.train_flops_per_token(config) + 3 * empty_half(config)
+    assert formula < counted < 1.05 * formula
+
+
+def plain_layer(x, w, batch, config: Config):
+    """A dense layer, with `reference`'s functions, and the names of what it makes."""
+    x = named(x, "layer_input")
+    h = named(reference.norm(x, w.norm_attention, config.norm_eps), "norm_attention")
+    q, k, v = (jnp.einsum("btd,dnh->btnh", h, m) for m in (w.w_q, w.w_k, w.w_v))
+    q, k = reference.rotate(q, batch.positions, config), reference.rotate(k, batch.positions, config)
+    q, k, v = named(q, "query"), named(k, "key"), named(v, "value")
+    out = named(reference.attend(q, k, v, batch.segments, 0), "context")
+    x = named(x + named(jnp.einsum("btnh,nhd->btd", out, w.w_o), "attention_projection"), "mlp_input")
+    h = named(reference.norm(x, w.norm_mlp, config.norm_eps), "norm_mlp")
+    gate, up = named(h @ w.w_gate, "gate"), named(h @ w.w_up, "up")
+    return x + named(named(jax.nn.silu(gate) * up, "product") @ w.w_down, "down")
+
+
+def plain_loss(params, batch, config: Config, layer):
+    x = params.embed[batch.tokens]
+    for i in range(config.num_layers):
+        x = layer(x, jax.tree.map(lambda a, i=i: a[i], params.layers), batch)
+    return jnp.sum((x * params.norm @ params.unembed.T) ** 2)
+
+
+def latent_experts_layer(x, w, batch, config: Config):
+    """A layer of DeepSeek-V3 the plain way, for each token the weights of its experts; rotation and mask left out."""
+    norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps)
+    H, C = config.head_dim, config.kv_lora_rank
+    x = named(x, "layer_input")
+    h = named(norm(x) * w["norm_attention"], "norm_attention")
+    if config.q_lora_rank:
+        latent = named(h @ w["w_q_down"], "query_latent")
+        latent = named(norm(latent) * w["norm_q_latent"], "query_latent_norm")
+        q = jnp.einsum("btq,qnh->btnh", latent, w["w_q_up"])
+    else:
+        q = jnp.einsum("btd,dnh->btnh", h, w["w_q"])
+    latent = named(h @ w["w_kv_down"], "kv_latent")
+    kv = jnp.einsum("btc,cnh->btnh", named(norm(latent[..., :C]) * w["norm_kv_latent"], "kv_latent_norm"), w["w_kv_up"])
+    turned = jnp.broadcast_to(latent[:, :, None, C:], (*q.shape[:3], config.rope_head_dim))
+    k = jnp.concatenate([kv[..., :H], turned], -1)
+    q, k, v = named(q, "query"), named(k, "key"), named(kv[..., H:], "value")
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), -1), v)
+    projection = jnp.einsum("btnh,nhd->btd", named(out, "context"), w["w_o"])
+    x = named(x + named(projection, "attention_projection"), "mlp_input")
+    h = named(norm(x) * w["norm_mlp"], "norm_mlp")
+
+    def swiglu(prefix, gate, up, down):
+        gate, up = named(h @ gate, f"{prefix}gate"), named(h @ up, f"{prefix}up")
+        return named(named(jax.nn.silu(gate) * up, f"{prefix}product") @ down, f"{prefix}down")
+
+    if "w_gate" in w:
+        return x + swiglu("", w["w_gate"], w["w_up"], w["w_down"])
+    logits = named(h @ w["w_router"], "router_logits")
+    probability, expert = jax.lax.top_k(jax.nn.sigmoid(logits), config.experts_per_token)
+    gate, up, down = (w[kind][expert] for kind in ("expert_gate", "expert_up", "expert_down"))
+    sent = named(jnp.repeat(h[:, :, None], config.experts_per_token, 2), "expert_input")
+    gate, up = jnp.einsum("btxd,btxdm->btxm", sent, gate), jnp.einsum("btxd,btxdm->btxm", sent, up)
+    product = named(jax.nn.silu(named(gate, "expert_gate")) * named(up, "expert_up"), "expert_product")
+    out = named(jnp.einsum("btxm,btxmd->btxd", product, down), "expert_down")
+    x = x + jnp.sum(out * probability[..., None], 2)  # an einsum would be one more matmul
+    return x + swiglu("shared_", w["shared_gate"], w["shared_up"], w["shared_down"])
+
+
+def layer_of(params, i: int, config: Config):
+    """Weights of layer i: some stacks are of all layers, some of the leading dense ones, some of those with experts."""
+    firsts = {"router": config.num_dense_layers, "experts": config.num_dense_layers}
+    firsts["shared experts"] = config.num_dense_layers
+    found = {}
+    for kind, weight in transformer.weights(config).items():
+        row = i - firsts.get(weight.part, 0)
+        if kind not in ("embed", "norm", "unembed") and 0 <= row < weight.shape[0]:
+            found[kind] = params[kind][row]
+    return found
+
+
+def latent_experts_loss(params, batch, config: Config, layer):
+    x = params["embed"][batch.tokens]
+    for i in range(config.num_layers):
+        x = layer(x, layer_of(params, i, config), batch)
+    return jnp.sum((x * params["norm"] @ params["unembed"].T) ** 2)
+
+
+def model_of(config: Config):
+    """(layer, loss of parameters and batch and layer, parameters) of the plain model that the config describes."""
+    if not config.num_experts:
+        return partial(plain_layer, config=config), partial(plain_loss, config=config), model.param_shapes(config)
+    shapes = {n: jax.ShapeDtypeStruct(w.shape, jnp.float32) for n, w in transformer.weights(config).items()}
+    return partial(latent_experts_layer, config=config), partial(latent_experts_loss, config=config), shapes
+
+
+MODELS = {
+    "dense": SMALL,
+    "latent attention and experts": LATENT_EXPERTS,
+    "queries without a latent": dataclasses.replace(LATENT_EXPERTS, q_lora_rank=0),
+}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
+    layer, loss, params = model_of(config)
+    loss = partial(loss, layer=layer)
+    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
+    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
+    trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
+    assert trained == transformer.train_flops_per_token(config) + 3 * whole_square
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        "layer_input",
+        " ".join(sorted(transformer.MATMUL_OUTPUTS)),
+        "layer_input context log_sum_exp query",
+        "layer_input mlp_input norm_mlp gate kv_latent key expert_gate shared_up",
+        "layer_input query_latent key value router_logits expert_up expert_down",
+    ],
+)
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_recomputation_is_counted_exactly(config, saved):
+    """For any set of names: what jax.checkpoint computes again, read off the jaxpr of the gradient."""
+    saved = set(saved.split())
+    layer, loss, params = model_of(config)
+    flops = lambda layer: matmul_flops_per_token(jax.grad(partial(loss, layer=layer)), params, batch_shapes(config))
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    # Plain attention needs its scores again even where its result is there; as a kernel that has their log-sum-exp.
+    kernel_scores = {"context", "log_sum_exp"} <= saved
+    again = transformer.recomputed_flops_per_token(config, saved, kernel_scores=kernel_scores)
+    whole_square = again.get("scores", 0) + again.get("mix", 0)
+    found = flops(jax.checkpoint(layer, policy=policy)) - flops(layer)
+    assert found == sum(again.values()) + whole_square
+
+
+def test_attention_is_recomputed_unless_all_that_it_keeps_is_saved():
+    forward = transformer.forward_flops_per_token(SMALL)
+    again = partial(transformer.recomputed_flops_per_token, SMALL)
+    everything = transformer.saved_names(SMALL)
+    assert again(everything) == {}
+    assert again(everything - {"context"}) == {kind: forward[kind] for kind in ("scores", "mix")}
+    assert again(everything - {"log_sum_exp", "scores"}) == {kind: forward[kind] for kind in ("scores", "mix")}
+    assert again(everything, kernel_scores=True) == {"scores": forward["scores"]}
+    assert again(everything - {"context"}, kernel_scores=True)["scores"] == 2 * forward["scores"]
+
+
+def test_full_recomputation_leaves_out_the_matmul_that_ends_a_layer():
+    """But not the experts' last one: its result is what the router's gradient reads."""
+    config = dataclasses.replace(LATENT_EXPERTS, remat="full")
+    again, forward = transformer.recomputed_flops_per_token(config), transformer.forward_flops_per_token(config)
+    assert again["experts"] == forward["experts"] and again["attention"] == forward["attention"]
+    assert 3 * again["mlp"] == 2 * forward["mlp"]
+    assert 3 * again["shared experts"] == 2 * forward["shared experts"]
+    assert "unembedding" not in again
+
+
+# -- activations
+
+
+def test_what_a_layer_saves_by_hand():
+    """D=32, N=4, K=2, H=8, F=48, in float32: each tensor that the backward pass reads."""
+    read = 32 + 32 + 32 + 16 + 16 + 4 + 32 + 32 + 32 + 3 * 48  # x, norm, q, k, v, lse, context, x, norm, MLP
+    assert transformer.saved_bytes_per_layer(SMALL) == 4 * read
+    assert transformer.saved_bytes_per_token(SMALL) == 2 * 4 * read
+    half = dataclasses.replace(SMALL, dtype="bfloat16")
+    assert transformer.saved_bytes_per_layer(half) == 2 * read + 2 * 4  # the log-sum-exp stays float32
+    assert transformer.saved_bytes_per_layer(half, fused=False) == 2 * (read - 4) + 4 * 4 * 16
+    assert transformer.saved_bytes_per_token(dataclasses.replace(half, remat="full")) == 2 * 2 * 32
+    assert transformer.saved_bytes_per_layer(half, ["gate", "up"]) == 2 * 2 * 48
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_activations_have_the_sizes_of_what_a_plain_layer_makes(config):
+    """Every name in the table, but for what only a kernel makes."""
+    layer, _, params = model_of(config)
+    for i in range(config.num_layers):
+        slice_of = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        w = (
+            jax.tree.map(slice_of, params.layers)
+            if config is SMALL
+            else layer_of({kind: [slice_of(a)] * a.shape[0] for kind, a in params.items()}, i, config)
+        )
+        x = jax.ShapeDtypeStruct((config.batch, config.seq_len, config.model_dim), jnp.float32)
+        made = {}
+        for eqn in equations(jax.make_jaxpr(layer)(x, w, batch_shapes(config)).jaxpr):
+            if eqn.primitive.name == "name":
+                made[eqn.params["name"]] = math.prod(eqn.outvars[0].aval.shape) / (config.batch * config.seq_len)
+        table = transformer.activations(config, experts=i >= config.num_layers - transformer.num_expert_layers(config))
+        assert made == {kind: size for kind, size in table.items() if kind != "log_sum_exp"}
+
+
+def test_what_a_layer_with_experts_saves():
+    found = transformer.activations(LATENT_EXPERTS, experts=True)
+    assert (found["query"], found["key"], found["value"], found["context"]) == (4 * 14, 4 * 14, 4 * 10, 4 * 10)
+    assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12 + 6, 12)
+    assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
+    assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
+    assert "gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
+    dense, experts = (transformer.saved_bytes_per_layer(LATENT_EXPERTS, experts=e) for e in (False, True))
+    assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
+    config = from_preset(preset)
+    made = {name for weight in transformer.weights(config).values() for name in weight.makes} - {"logits"}
+    kinds = {weight.part for weight in transformer.weights(config).values()}
+    there = transformer.activations(config) if "mlp" in kinds else {}
+    there = {**there, **(transformer.activations(config, experts=True) if "experts" in kinds else {})}
+    assert made <= there.keys() and made | {"layer_input"} <= transformer.MATMUL_OUTPUTS | made
+    assert made <= transformer.MATMUL_OUTPUTS
+    assert not transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="none"))
+    full = transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
+    assert 0.15 < sum(full.values()) / transformer.train_flops_per_token(config) < 1 / 3
+
+
+def test_full_recomputation_of_llama_70b():
+    """8 FLOPs a parameter in place of 6 would be a third more: it is 7.5, and of all training FLOPs 24.5%."""
+    config = from_preset("llama3.1-70b", remat="full", seq_len=8192)
+    again = transformer.recomputed_flops_per_token(config)
+    parts = transformer.parts(config)
+    in_layers = parts["attention"].params + parts["mlp"].params
+    assert round(6 + (again["attention"] + again["mlp"]) / in_layers, 2) == 7.45
+    assert round(sum(again.values()) / transformer.train_flops_per_token(config), 3) == 0.245
+
+
+# -- state and cache
+
+
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(mu_dtype="bfloat16"), dict(optimizer="adafactor"), dict(optimizer="sgd")], ids=str
+)
+@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma-31b-like"])
+def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
+    config = from_preset(preset, **flags)
+    state = jax.eval_shape(train.make_optimizer(config)[0].init, model.param_shapes(config))
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]  # the rest are counts of steps
+    found = transformer.state_bytes(config)
+    assert found["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    assert found["weights"] == found["gradients"] == 4 * model.num_params(config)
+    assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * model.num_params(config)
+
+
+def test_kv_cache():
+    """Llama 3.1 70B: 2 * 8 * 128 * 80 in bfloat16. Gemma's local layers stop at their window. DeepSeek: 576 a layer."""
+    assert transformer.kv_cache_bytes_per_token(from_preset("llama3.1-70b")) == 2 * 2 * 8 * 128 * 80
+    gemma = from_preset("gemma-31b-like")
+    tokens = 10 * 100_000 + 50 * 1024
+    assert transformer.kv_cache_bytes(gemma, 100_000) == tokens * 2 * 2 * 16 * 256
+    assert transformer.kv_cache_bytes(gemma, 1000) == 1000 * transformer.kv_cache_bytes_per_token(gemma)
+    assert transformer.kv_cache_bytes_per_token(from_preset("deepseek-v3"), element_bytes=1) == 61 * 576
+
+
+def test_latent_attention_is_read_as_one_shared_head():
+    """T = 1, S large: 2*N*(2C + R) FLOPs for C + R numbers of 2 bytes: 128 * (2*512 + 64) / 576, near 242."""
+    found = transformer.attention_intensity(from_preset("deepseek-v3"), 1, 10**8, absorbed=True)
+    assert found == pytest.approx(128 * (2 * 512 + 64) / 576, rel=1e-4)
+    with pytest.raises(ValueError, match="kv_lora_rank is 0"):
+        transformer.attention_intensity(SMALL, 1, 100, absorbed=True)
+
+
+# -- the scaling book, part 4
+
+
+def book(**overrides) -> Config:
+    """A model as the book has them: F = 4D, N*H = D, all heads with keys of their own."""
+    shape = dict(model_dim=4096, ff_dim=4 * 4096, num_heads=32, num_kv_heads=32, head_dim=128, vocab_size=32_000)
+    return Config(**shape | dict(num_layers=64) | overrides)
+
+
+def whole_square(config: Config) -> float:
+    """Training FLOPs a token and layer of attention itself, not halved by the mask, as the book counts."""
+    return 3 * 2 * empty_half(config) / config.num_layers
+
+
+def test_book_training_flops_of_a_layer():
+    """MLP 18BTDF and 3DF; attention 24BTDNH and 4DNH, 12BT^2NH; "6 * num tokens * parameter count" where T is short."""
+    config = book(seq_len=8192)
+    parts, forward = transformer.parts(config), transformer.forward_flops_per_token(config)
+    L, T, D, F, NH = 64, 8192, 4096, 16_384, 4096
+    assert (parts["mlp"].params, 3 * forward["mlp"]) == (L * 3 * D * F, L * 18 * D * F)
+    assert (parts["attention"].params, 3 * forward["attention"]) == (L * 4 * D * NH, L * 24 * D * NH)
+    assert whole_square(config) == 12 * T * NH
+    short = book(seq_len=1, vocab_size=1)
+    assert transformer.train_flops_per_token(short) == pytest.approx(6 * transformer.num_params(short), rel=1e-3)
+
+
+def test_book_unembedding():
+    """In "Other Operations": 6BTDV. The table of the takeaways has 12BTDV: it counts the look-up as a matmul."""
+    config = book()
+    assert 3 * transformer.forward_flops_per_token(config)["unembedding"] == 6 * 4096 * 32_000
+
+
+def test_book_attention_overtakes_at_8d():
+    """A share of T/8D. "For D ~ 8k, this would be ~64K tokens"; for D=4608 "around 32k", which is 36,864."""
+    assert transformer.overtaking_seq_len(book(), causal=False) == 8 * 4096
+    assert transformer.overtaking_seq_len(book()) == 16 * 4096  # counted at half
+    of_dim = lambda D: book(model_dim=D, ff_dim=4 * D, num_heads=D // 128, num_kv_heads=D // 128)
+    assert transformer.overtaking_seq_len(of_dim(8192), causal=False) == 65_536
+    assert transformer.overtaking_seq_len(of_dim(4608), causal=False) == 36_864
+    config = book(seq_len=4096)
+    matmuls = transformer.train_flops_per_token(config) - whole_square(config) * 64 / 2 - 6 * 4096 * 32_000
+    assert whole_square(config) * 64 / matmuls == 4096 / (8 * 4096)
+    # The takeaways say the MLP dominates until T > 8D; it is the MLP and the projections. The MLP alone: 6D.
+    assert transformer.overtaking_seq_len(book(), "mlp", causal=False) == 6 * 4096
+
+
+def test_book_question_1():
+    """16B parameters: the book takes 4e3 for 4096 and drops what is under 1B; exact is 17.4B. A quarter attention.
+
+    512 kB of cache a token, in int8: kB for KiB.
+    """
+    config = book()
+    parts = transformer.parts(config)
+    assert (
+        transformer.num_params(config) == 64 * (3 * 4096 * 16_384 + 4 * 4096**2 + 2 * 4096) + 4096 + 2 * 4096 * 32_000
+    )
+    assert round(transformer.num_params(config) / 1e9, 1) == 17.4
+    with_4e3 = book(model_dim=4000, ff_dim=16_000, num_heads=40, num_kv_heads=40, head_dim=100)
+    assert math.floor(transformer.num_params(with_4e3) / 1e9) == 16
+    assert parts["attention"].params / (parts["attention"].params + parts["mlp"].params) == 1 / 4
+    assert transformer.kv_cache_bytes_per_token(config, element_bytes=1) == 512 * 1024
+
+
+def test_book_question_4():
+    """TG/(G+1) over a whole sequence, SG/(G+S), so G, for one query. "Compute bound at S=240" is for large G alone:
+
+    one query head a key head needs 480 on a chip of 240 FLOPs a byte.
+    """
+    for G in (1, 4, 32):
+        config = book(num_kv_heads=32 // G)
+        assert transformer.attention_intensity(config, 1000, 1000) == pytest.approx(1000 * G / (G + 1))
+        assert transformer.attention_intensity(config, 1, 5000) == pytest.approx(5000 * G / (G + 5000))
+    assert transformer.attention_intensity(book(), 480, 480) == 240
+    assert transformer.attention_intensity(book(num_kv_heads=1), 248, 248) == pytest.approx(240, rel=0.01)
+
+
+def test_book_question_5():
+    """Attention's square equals the projections at T = 2D: 8192 for D = 4096."""
+    assert transformer.overtaking_seq_len(book(), "projections", causal=False) == 8192
+
+
+def test_book_question_6():
+    """With the outputs of the 7 matmuls saved, attention itself is done again: 4BT^2NH. (The book has no answer.)"""
+    config = book(seq_len=8192)
+    again = transformer.recomputed_flops_per_token(config, transformer.MATMUL_OUTPUTS)
+    assert again.keys() == {"scores", "mix"}
+    assert 2 * sum(again.values()) == 64 * 4 * 8192 * 4096
+
+
+def test_book_gradient_checkpointing():
+    """B*T = 4M, L=64, D=8192 in bfloat16: "2 * 20 * B * T * D * L = 84TB", of which block remat leaves 4.2TB.
+
+    The book's rough 20*D is what the table of activations adds up to at F = 4D, but for the log-sum-exp. Its "7 per
+    layer" for the outputs of big matmuls counts tensors; in units of D, as the 20, they are 13.
+    """
+    config = book(model_dim=8192, ff_dim=4 * 8192, num_heads=64, num_kv_heads=64, dtype="bfloat16")
+    names = transformer.saved_names(config) - {"log_sum_exp"}
+    assert transformer.saved_bytes_per_layer(config, names) == 2 * 20 * 8192
+    assert round(4e6 * transformer.saved_bytes_per_token(config, names) / 1e12) == 84
+    assert round(4e6 * transformer.saved_bytes_per_token(dataclasses.replace(config, remat="full")) / 1e12, 1) == 4.2
+    outputs = transformer.MATMUL_OUTPUTS - {"layer_input"}
+    assert sum(name in outputs for name in transformer.activations(config)) == 7
+    assert transformer.saved_bytes_per_layer(config, outputs) == 2 * 13 * 8192
+
+
+def test_book_kv_cache():
+    """For "8k context length, 64 layers, and NH = D = 8192", int8: 8 GiB."""
+    config = book(model_dim=8192, num_heads=64, num_kv_heads=64)
+    assert transformer.kv_cache_bytes(config, 8192, element_bytes=1) == 8 * 2**30
+
+
+def test_book_a_mixture_is_e_mlps():
+    """So "an MoE is a dense model with E MLP blocks per layer", of which a token meets k."""
+    experts = transformer.parts(book(num_experts=8, experts_per_token=2, expert_dim=16_384))["experts"]
+    dense = transformer.parts(book())["mlp"]
+    assert (experts.params, experts.active_params) == (8 * dense.params, 2 * dense.params)
+
+
+# -- command line
+
+
+def run(*flags: str) -> subprocess.CompletedProcess:
+    path = config_lib.__file__.replace("config.py", "transformer.py")
+    return subprocess.run([sys.executable, "-X", "importtime", path, *flags], capture_output=True, text=True)
+
+
+def test_the_table_is_labelled_and_needs_no_jax():
+    done = run("--preset=deepseek-v3", "--seq_len=8192")
+    assert done.returncode == 0
+    assert re.search(r"^experts +653,908,770,816 +20,434,649,088 ", done.stdout, re.MULTILINE)
+    assert done.stdout.count("predicted") == 4 and len(re.findall(r"counted\b(?! at)", done.stdout)) == 2
+    imported = re.findall(r"\|\s*(\S+)$", done.stderr, re.MULTILINE)
+    assert "argparse" in imported and not {"jax", "numpy", "matmul"} & set(imported)
+
+
+def test_json_is_the_summary():
+    done = run("--json", "--preset=gpt-oss-120b")
+    assert json.loads(done.stdout) == json.loads(json.dumps(transformer.summary(from_preset("gpt-oss-120b"))))
+    refused = run("--preset=gpt-oss")
+    assert refused.returncode == 2 and "did you mean gpt-oss-120b?" in refused.stderr
+    assert "--json prints an object" in run("--help").stdout
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_a_table(preset, capsys):
+    transformer.print_summary(from_preset(preset))
+    shown = capsys.readouterr().out
+    assert f"{transformer.num_params(from_preset(preset)):,}" in shown
+    assert max(map(len, shown.splitlines())) <= 120
