@@ -327,6 +327,7 @@ def main(n: int):
     def run(f, *args, **kwargs):
         spec = PartitionSpec("ring")
         per_device = lambda x: f(x, "ring", *args, **kwargs)
+        # Not check_vma, which jax's simulator itself does not pass.
         result = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
         return result.block_until_ready()  # one at a time: the simulator's state is one for the process
 

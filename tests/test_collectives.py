@@ -860,6 +860,15 @@ def test_an_all_reduce_over_two_axes_by_hand(algorithm):
 
 
 @each_algorithm
+@pytest.mark.parametrize("shape, num_elements", [((8, 3), 24), ((2, 4, 3), 24), ((2, 6), 12), ((5, 7), 36), ((), 4)])
+def test_an_all_reduce_is_padded_to_the_next_multiple(algorithm, shape, num_elements):
+    """Of 4 devices; not at all where one dim, or the whole, can be cut in 4."""
+    device = lambda x: all_reduce(x.reshape(shape), "a", algorithm=algorithm)
+    h = hops(4, algorithm)
+    assert traffic(messages(traced(device, (4,), (math.prod(shape),))[0], (4,))) == Traffic(2 * h, 2 * h * num_elements)
+
+
+@each_algorithm
 def test_a_spread_all_reduce_gives_equal_axes_equal_work(algorithm):
     sent = messages(
         traced(partial(all_reduce, axis=("a", "b", "c"), algorithm=algorithm, spread=True), (2, 2, 2), (48,))[0],
@@ -906,6 +915,20 @@ def test_the_backward_pass_of_each_collective_is_its_transpose_and_nothing_else(
     whole = Counter(step.name for step in scatter_back if step.shape == (4, 3 * n))
     assert whole == {"empty": 1, "pvary": 1, "dynamic_update_slice": n}  # pvary is but a type
     assert not any(step.name in ("add", "add_any", "pad") for step in (*exchange_back, *scatter_back) if step.is_float)
+
+
+@each_algorithm
+def test_a_recomputed_collective_matmul_keeps_its_shard_and_gathers_it_again(algorithm):
+    def messages_back(wrap):
+        f = wrap(lambda x, w: all_gather_matmul(x, (w,), "a", dim=1, algorithm=algorithm)[0])
+        return messages(traced(f, (8,), (3, 5, 7), (7, 2))[1], (8,))
+
+    gather, scatter = (
+        messages(steps, (8,))
+        for steps in traced(partial(all_gather, axis="a", dim=1, algorithm=algorithm), (8,), (3, 5, 7))
+    )
+    assert messages_back(lambda f: f) == scatter
+    assert messages_back(jax.checkpoint) == gather + scatter
 
 
 # -- overlap, by construction
