@@ -62,7 +62,7 @@ def test_demonstrations_run(command):
         [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) > 5 and done.stderr == ""
+    assert len(done.stdout.splitlines()) >= 3 and done.stderr == ""
 
 
 @pytest.mark.slow
