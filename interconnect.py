@@ -179,7 +179,7 @@ def rounds_of(
 
 def seconds_of(rounds: list[list[Phase]]) -> float:
     """A round takes as long as the slowest of its phases."""
-    return sum(max(phase.seconds for phase in phases) for phases in rounds)
+    return math.fsum(max(phase.seconds for phase in phases) for phases in rounds)
 
 
 def collective_s(kind: str, nbytes: float, axes: Sequence[Axis], **options) -> float:
