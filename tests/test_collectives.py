@@ -44,6 +44,9 @@ FLOATS = (np.float32, jnp.bfloat16, np.float16)
 NUMBERS = (*FLOATS, np.int32, np.int8, np.uint8)
 DTYPES = (*NUMBERS, np.bool_)
 
+# Each program runs once, and compiles a third faster so.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 
 def make_mesh(sizes: tuple[int, ...]) -> Mesh:
     """Of the first devices: axes a, b, c."""
@@ -59,7 +62,7 @@ def per_device(f, sizes, *, check_vma=True):
         results = f(*jax.tree.map(lambda a: a[0], args))
         return jax.tree.map(lambda y: y[None], list(results) if inspect.isgenerator(results) else results)
 
-    mapped = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=stacked, out_specs=stacked, check_vma=check_vma))
+    mapped = jit(jax.shard_map(device, mesh=mesh, in_specs=stacked, out_specs=stacked, check_vma=check_vma))
     return lambda *args: jax.tree.map(np.asarray, mapped(*args))
 
 
@@ -184,10 +187,10 @@ def test_reduce_scatter_sums_what_lax_does(sizes, axes):
 
 @at_places("3-a")
 def test_all_reduce_sums_what_lax_does(sizes, axes):
-    """Cut along the first or a later dim, padded, a scalar, nothing at all; spread or not; of either type."""
+    """Cut along the first or a later dim, padded, a scalar; spread or not."""
     rng = np.random.default_rng(3)
     blocks = size_of(sizes, axes) * len(axes)
-    shapes = [(2 * blocks, 3), (blocks + 1, blocks), (5, 7), (), (0, 3)]
+    shapes = [(2 * blocks, 3), (blocks + 1, blocks), (5, 7), ()]
     cases = [(shape, spread) for shape in shapes for spread in {False, len(axes) > 1}]
     dtypes = itertools.cycle(NUMBERS[i] for i in rng.permutation(len(NUMBERS)))
     xs = [integers(rng, (math.prod(sizes), *shape), dtype) for (shape, _), dtype in zip(cases, dtypes, strict=False)]
@@ -207,7 +210,7 @@ def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorith
 
     def reduced(to):
         device = lambda *xs: [all_reduce(x[0], ("b", "a"), algorithm=algorithm, spread=spread, to=to) for x in xs]
-        return jax.jit(jax.shard_map(device, mesh=make_mesh((2, 4)), in_specs=P(("a", "b")), out_specs=P()))(*xs)
+        return jit(jax.shard_map(device, mesh=make_mesh((2, 4)), in_specs=P(("a", "b")), out_specs=P()))(*xs)
 
     assert_same_bits(list(map(np.asarray, reduced("invarying"))), [np.asarray(x.sum(0)) for x in xs])
     with pytest.raises(ValueError, match="out_specs"):
@@ -215,7 +218,7 @@ def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorith
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@cases_of("sizes", [(1, 3), (4, 1), (2, 4), (4, 2)], "(2, 4)")
+@cases_of("sizes", [(1, 3), (2, 4), (4, 2)], "(2, 4)")
 def test_hierarchical_all_gather_is_bit_equal_to_a_plain_one(sizes, algorithm):
     rng = np.random.default_rng(5)
     xs = [bits(rng, (math.prod(sizes), *rng.integers(1, 4, 3)), dtype) for dtype in FLOATS]
@@ -319,7 +322,7 @@ def ragged_rows(input_offsets, send_sizes, output_offsets, block_rows, out_rows)
     return np.array(arriving, int).reshape(-1, 4), dropped
 
 
-@jax.jit
+@jit
 def ragged_on_one_device(x, output, ct, rows):
     """The rows that arrive in one scatter between whole arrays [device, row, ...], and its gradients."""
     source, row, to, target = rows.T
@@ -327,7 +330,7 @@ def ragged_on_one_device(x, output, ct, rows):
     return output, vjp(ct)
 
 
-@at_places("3-a", places=[((n,), "a") for n in (1, 2, 3, 8)] + [((2, 4), ("a", "b")), ((2, 2, 2), tuple("abc"))])
+@at_places("3-a", places=[((n,), "a") for n in (1, 3, 8)] + [((2, 4), ("a", "b"))])
 def test_ragged_all_to_all_and_its_gradients_equal_one_scatter_on_one_device(sizes, axes):
     rng = np.random.default_rng(7)
     n, rows = math.prod(sizes), 9
@@ -517,9 +520,7 @@ def test_the_gradient_of_what_does_not_vary_is_summed_over_the_axis(function):
         return jnp.sum(y * (lax.axis_index("b") + 2 * lax.axis_index("a")).astype(y.dtype))
 
     grads = [
-        jax.jit(
-            jax.shard_map(jax.grad(partial(loss, algorithm=a)), mesh=make_mesh((2, 4)), in_specs=P(), out_specs=P())
-        )(p)
+        jit(jax.shard_map(jax.grad(partial(loss, algorithm=a)), mesh=make_mesh((2, 4)), in_specs=P(), out_specs=P()))(p)
         for a in ALGORITHMS
     ]
     assert np.any(grads[0])
@@ -596,7 +597,7 @@ def check_matmuls(matmuls: dict[tuple, Matmul], sizes, tolerance=1e-5, wrap=lamb
         {c: getattr(m, f) for c, m in matmuls.items()} for f in ("args", "in_specs", "out_specs")
     )
     specs = dict(in_specs=(in_specs, out_specs), out_specs={c: (out_specs[c], in_specs[c]) for c in matmuls})
-    found = jax.jit(jax.shard_map(device, mesh=make_mesh(sizes), **specs))(args, cts)
+    found = jit(jax.shard_map(device, mesh=make_mesh(sizes), **specs))(args, cts)
     worst = 0.0
     for case in matmuls:
         for (path, a), b in zip(jax.tree.leaves_with_path(found[case]), jax.tree.leaves(expected[case]), strict=True):
@@ -619,7 +620,7 @@ def test_all_gather_matmul_and_its_gradients_equal_one_device(algorithm, sizes):
 @on_matmul_meshes
 @cases_of("algorithm", RINGS, "ring_bidirectional")
 def test_matmul_reduce_scatter_and_its_gradients_equal_one_device(algorithm, sizes):
-    cases = itertools.product(range(3), (1, 2))
+    cases = [(0, 1), (2, 1), *((dim, 2) for dim in range(3))]
     check_matmuls({(dim, k): matmul_scatter(sizes[0], dim, k, algorithm) for dim, k in cases}, sizes)
 
 
@@ -1033,7 +1034,7 @@ def run_everything(n, **options):
     return per_device(device, (n,), **options)(x, w)
 
 
-@cases_of("n", [1, 2, 5], "1")
+@cases_of("n", [1, 3], "1")
 def test_every_element_of_an_empty_array_is_written(monkeypatch, n):
     """`lax.empty` is zeros on a CPU and what the memory held on a TPU. With NaN in it, all results are the same.
 
