@@ -12,7 +12,30 @@ import difflib
 import inspect
 import re
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+# What the backward pass finds saved, with MaxText's names and meanings; transformer.py has the tensors of each.
+REMAT_POLICIES = (
+    "none",
+    "full",
+    "save_out_proj",
+    "save_qkv_proj",
+    "save_dot_except_mlp",
+    "save_dot_with_context_except_mlp",
+    "minimal",
+    "minimal_with_context",
+    "qkv_proj_offloaded",
+    "minimal_offloaded",
+    "custom",
+)
+# What a policy may name, of a layer, in the order in which they are made (transformer.activations has the sizes).
+ACTIVATIONS = (
+    "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
+    "key_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj mlp_input norm_mlp "
+    "mlp_gate mlp_up mlp_product mlp_down router_logits expert_input expert_gate expert_up expert_product expert_down "
+    "shared_gate shared_up shared_product shared_down"
+).split()
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,9 @@ class Config:
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
-    remat: str = "none"  # recompute in the backward pass: full (each layer from its input) or none
+    remat: str = "none"  # recompute in the backward pass: full (each layer from its input), none, or a policy (below)
+    remat_tensors: str = ""  # of remat=custom: device, offload or remat, as in context:offload,mlp_up:device
+    fp8: str = "none"  # multiply in 8 bits: none, or how the scales are found (predictions only: no code behind it yet)
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
@@ -112,7 +137,8 @@ class Config:
         choices = {
             "dtype": ("float32", "bfloat16"),
             "mu_dtype": ("float32", "bfloat16"),
-            "remat": ("none", "full"),
+            "remat": REMAT_POLICIES,
+            "fp8": ("none", "dynamic", "static", "fixed", "delayed"),
             "collectives": ("xla", "ring", "ring_bidirectional"),
             "optimizer": ("adamw", "adafactor", "sgd"),
         }
@@ -141,6 +167,10 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        if self.remat_tensors and self.remat != "custom":
+            raise ValueError(f"remat_tensors={self.remat_tensors!r} needs --remat=custom; it is {self.remat!r}")
+        if self.remat_places["decoder_layer_input"] == "remat":
+            raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
         self._check_experts()
         self._check_latent_attention()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
@@ -195,6 +225,19 @@ class Config:
         for name in ("qk_norm", "qkv_bias"):
             if getattr(self, name):
                 raise ValueError(f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents")
+
+    @property
+    def remat_places(self) -> dict[str, str]:
+        """{activation: device, remat or offload} of remat=custom; the layer's input is on the device unless moved."""
+        places = {"decoder_layer_input": "device"}
+        for entry in filter(None, self.remat_tensors.split(",")):
+            name, _, place = entry.strip().partition(":")
+            if name not in ACTIVATIONS:
+                raise ValueError(f"remat_tensors: there is no activation {name!r}{_did_you_mean(name, ACTIVATIONS)}")
+            if place not in ("device", "remat", "offload"):
+                raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")
+            places[name] = place
+        return places
 
     @property
     def profile_range(self) -> tuple[int, int]:
@@ -359,8 +402,19 @@ def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_flags(parser)
+    try:
+        return from_args(*parser.parse_known_args(argv))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> None:
+    """Gives a parser the fields of Config as flags: those of some groups of fields, or of all."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     for group_name, documented in _documentation().items():
+        if groups and group_name not in groups:
+            continue
         group = parser.add_argument_group(group_name)
         for name, help_text in documented.items():
             default = fields[name].default
@@ -375,14 +429,23 @@ def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -
                 group.add_argument(
                     f"--{name}", type=type(default), metavar=metavar, default=argparse.SUPPRESS, help=help_text
                 )
-    values, unknown = parser.parse_known_args(argv)
+
+
+def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults) -> Config:
+    """The Config of parsed flags, under which `defaults` stand; what else is in `args` is not of a Config.
+
+    Args:
+      unknown: what the parser did not know.
+
+    Raises:
+      ValueError: a flag that does not exist, with the nearest that does; a wrong value.
+    """
+    fields = [field.name for field in dataclasses.fields(Config)]
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
-        parser.error(f"there is no flag {unknown[0]!r}{_did_you_mean(name, fields, prefix='--')}")
-    try:
-        return from_preset(**{"preset": "tiny", **vars(values)})
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError(f"there is no flag {unknown[0]!r}{_did_you_mean(name, [*fields, *vars(args)], prefix='--')}")
+    flags = {name: value for name, value in vars(args).items() if name in fields}
+    return from_preset(**{"preset": "tiny", **defaults, **flags})
 
 
 def _did_you_mean(name: str, known, prefix: str = "") -> str:

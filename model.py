@@ -159,6 +159,11 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     for name, what in not_there_yet.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)}: no code for {what} yet, only its predictions")
+    for name, there_are in dict(remat=("none", "full"), fp8=("none",)).items():
+        if getattr(config, name) not in there_are:
+            raise ValueError(
+                f"{name}={getattr(config, name)}: only predicted yet; what runs is {' and '.join(there_are)}"
+            )
     if config.collective_matmul and mesh_sizes["tensor"] == 1:
         raise ValueError(
             "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."

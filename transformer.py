@@ -44,7 +44,8 @@ outputs ("absorbed"): all heads then attend to the one latent, as if K = 1, Hk =
 E, FLOPs with X. Counted is what routing asks for: no padding, nothing dropped.
 
 **What the backward pass reads** has been saved in the forward pass or is computed again. `activations` names each
-tensor of a layer with its size; a policy is a set of these names. Saving all (`none`) is, at F = 4D, the book's 20*D;
+tensor of a layer with its size, by MaxText's names where it has them; a policy (POLICIES, and MaxText's too) is a set
+of these names, of which some may wait in the host's memory. Saving all (`none`) is, at F = 4D, the book's 20*D;
 saving the layer's input alone (`full`) is D, and the layer's forward is done again, except for the matmul that ends it:
 the backward pass reads its operands, not its result. So the book's 8 FLOPs a parameter in place of 6 is too much: for
 the layers of Llama 3.1 70B it is 7.5. An expert's result is read, by the gradient of the router's weight on it.
@@ -62,7 +63,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import config as config_lib
-from config import Config
+from config import REMAT_POLICIES, Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -117,17 +118,17 @@ def weights(config: Config) -> dict[str, Weight]:
     if C and Q:
         found["w_q_down"] = Weight("attention", (L, D, Q), ("query_latent",))
         found["norm_q_latent"] = Weight("norms", (L, Q))
-        found["w_q_up"] = Weight("attention", (L, Q, N, Hk), ("query",))
+        found["w_q_up"] = Weight("attention", (L, Q, N, Hk), ("query_proj",))
     else:
-        found["w_q"] = Weight("attention", (L, D, N, Hk), ("query",))
+        found["w_q"] = Weight("attention", (L, D, N, Hk), ("query_proj",))
     if C:
         found["w_kv_down"] = Weight("attention", (L, D, C + R), ("kv_latent",))
         found["norm_kv_latent"] = Weight("norms", (L, C))
-        found["w_kv_up"] = Weight("attention", (L, C, N, H + Hv), ("key", "value"))
+        found["w_kv_up"] = Weight("attention", (L, C, N, H + Hv), ("key_proj", "value_proj"))
     else:
-        found["w_k"] = Weight("attention", (L, D, K, H), ("key",))
-        found["w_v"] = Weight("attention", (L, D, K, H), ("value",))
-    found["w_o"] = Weight("attention", (L, N, Hv, D), ("attention_projection",))
+        found["w_k"] = Weight("attention", (L, D, K, H), ("key_proj",))
+        found["w_v"] = Weight("attention", (L, D, K, H), ("value_proj",))
+    found["w_o"] = Weight("attention", (L, N, Hv, D), ("out_proj",))
     if config.qk_norm:
         found |= {"norm_q": Weight("norms", (L, H)), "norm_k": Weight("norms", (L, H))}
     if config.qkv_bias:
@@ -140,9 +141,9 @@ def weights(config: Config) -> dict[str, Weight]:
 
     found["norm_mlp"] = Weight("norms", (L, D))
     if L_dense:
-        found["w_gate"] = Weight("mlp", (L_dense, D, F), ("gate",))
-        found["w_up"] = Weight("mlp", (L_dense, D, F), ("up",))
-        found["w_down"] = Weight("mlp", (L_dense, F, D), ("down",))
+        found["w_gate"] = Weight("mlp", (L_dense, D, F), ("mlp_gate",))
+        found["w_up"] = Weight("mlp", (L_dense, D, F), ("mlp_up",))
+        found["w_down"] = Weight("mlp", (L_dense, F, D), ("mlp_down",))
     if L_experts:
         found["w_router"] = Weight("router", (L_experts, D, E), ("router_logits",))
         found["expert_gate"] = Weight("experts", (L_experts, E, D, M), ("expert_gate",), (X, E))
@@ -290,12 +291,7 @@ def attention_intensity(
 # In float32 whatever the dtype of the computation.
 FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
 # They end a sub-layer and are added to the stream: the backward pass reads the sum, not the summand.
-UNREAD_ACTIVATIONS = {"attention_projection", "down", "shared_down"}
-# The outputs of the big matmuls, and the layer's input, without which nothing can be computed again.
-MATMUL_OUTPUTS = frozenset(
-    "layer_input query_latent kv_latent query key value attention_projection gate up down "
-    "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down".split()
-)
+UNREAD_ACTIVATIONS = {"out_proj", "mlp_down", "shared_down"}
 
 
 def activations(config: Config, *, experts: bool = False, fused: bool = True) -> dict[str, int]:
@@ -308,7 +304,7 @@ def activations(config: Config, *, experts: bool = False, fused: bool = True) ->
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     X, M = config.experts_per_token, config.expert_dim
     Hk, Hv = key_dim(config), value_dim(config)
-    found = {"layer_input": D, "norm_attention": D}
+    found = {"decoder_layer_input": D, "norm_attention": D}
     if config.kv_lora_rank:
         # Before their norms; the normed ones are the operands of the matmuls that follow.
         if config.q_lora_rank:
@@ -317,12 +313,16 @@ def activations(config: Config, *, experts: bool = False, fused: bool = True) ->
         found["kv_latent_norm"] = config.kv_lora_rank
     if config.qk_norm:
         found |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
-    found |= {"query": N * Hk, "key": K * Hk, "value": K * Hv}  # with their rotation, which needs nothing saved
+    found |= {
+        "query_proj": N * Hk,
+        "key_proj": K * Hk,
+        "value_proj": K * Hv,
+    }  # with their rotation, which needs nothing saved
     found |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
-    found |= {"context": N * Hv, "attention_projection": D, "mlp_input": D, "norm_mlp": D}
+    found |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
     if not experts:
         F = config.ff_dim
-        return found | {"gate": F, "up": F, "product": F, "down": D}
+        return found | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     found |= {"router_logits": config.num_experts, "expert_input": X * D}
     found |= {"expert_gate": X * M, "expert_up": X * M, "expert_product": X * M, "expert_down": X * D}
     if config.num_shared_experts:
@@ -331,12 +331,43 @@ def activations(config: Config, *, experts: bool = False, fused: bool = True) ->
     return found
 
 
+_QKV = frozenset({"query_proj", "key_proj", "value_proj"})
+_DOTS = _QKV | {"out_proj"}
+_MLP = frozenset(f"{part}_{name}" for part in ("mlp", "expert", "shared") for name in ("gate", "up", "down"))
+_KERNEL = frozenset({"context", "log_sum_exp"})
+# What each policy of config.REMAT_POLICIES keeps beside the layer's input: on the device, and on the host.
+POLICIES = {
+    "full": (frozenset(), frozenset()),
+    "save_out_proj": (frozenset({"out_proj"}), frozenset()),
+    "save_qkv_proj": (_QKV, frozenset()),
+    "save_dot_except_mlp": (_DOTS, frozenset()),
+    "save_dot_with_context_except_mlp": (_DOTS | _KERNEL, frozenset()),
+    "minimal": (_DOTS | _MLP, frozenset()),
+    "minimal_with_context": (_DOTS | _MLP | _KERNEL, frozenset()),
+    "qkv_proj_offloaded": (frozenset(), _QKV),
+    "minimal_offloaded": (frozenset(), _DOTS | _MLP),
+}
+
+
 def saved_names(config: Config) -> frozenset[str]:
-    """What `config.remat` saves: none (is recomputed) all that the backward pass reads, full only a layer's input."""
-    if config.remat == "full":
-        return frozenset({"layer_input"})
-    every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
-    return frozenset(every - UNREAD_ACTIVATIONS)
+    """What `config.remat` saves, wherever: none (is recomputed) all that the backward pass reads.
+
+    The MLP's outputs are those of experts and shared experts as well.
+    """
+    if config.remat == "none":
+        every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
+        return frozenset(every - UNREAD_ACTIVATIONS)
+    if config.remat == "custom":
+        return frozenset(name for name, place in config.remat_places.items() if place != "remat")
+    on_device, on_host = POLICIES[config.remat]
+    return frozenset({"decoder_layer_input"}) | on_device | on_host
+
+
+def offloaded_names(config: Config) -> frozenset[str]:
+    """Those of `saved_names` that wait on the host."""
+    if config.remat == "custom":
+        return frozenset(name for name, place in config.remat_places.items() if place == "offload")
+    return POLICIES[config.remat][1] if config.remat in POLICIES else frozenset()
 
 
 def saved_bytes_per_layer(
@@ -367,8 +398,12 @@ def recomputed_flops_per_token(
     pass whatever the policy, as it kept their log-sum-exp alone.
     """
     names = saved_names(config) if saved is None else {*saved}
-    spared = names | {"logits", "down", "shared_down"}  # model.cross_entropy takes the gradient while it has the logits
-    spared |= {"attention_projection"} if "mlp_input" in names else set()
+    spared = names | {
+        "logits",
+        "mlp_down",
+        "shared_down",
+    }  # model.cross_entropy takes the gradient while it has the logits
+    spared |= {"out_proj"} if "mlp_input" in names else set()
     again = dict.fromkeys(PARTS, 0.0)
     for weight in weights(config).values():
         if not {*weight.makes} <= spared:
@@ -436,8 +471,11 @@ def summary(config: Config) -> dict:
     forward = forward_flops_per_token(config)
     kinds = {"dense": False, "experts": True}
     num_layers = {"dense": config.num_layers - num_expert_layers(config), "experts": num_expert_layers(config)}
-    policies = {remat: saved_names(dataclasses.replace(config, remat=remat)) for remat in ("none", "full")}
-    policies |= {"matmul outputs": MATMUL_OUTPUTS}
+    policies = {
+        remat: saved_names(dataclasses.replace(config, remat=remat))
+        for remat in REMAT_POLICIES
+        if remat in (config.remat, *POLICIES, "none") and not remat.endswith("_offloaded")
+    }
     return {
         "preset": config.preset,
         "seq_len": config.seq_len,
@@ -490,10 +528,10 @@ def print_summary(config: Config) -> None:
     print(f"{where} overtake the MLP at T = {lengths['mlp']}, all of the layer's matmuls at {lengths['layer']}.")
 
     print(f"\nsaved for the backward pass, predicted ({config.dtype}, attention by a fused kernel)")
-    print(f"{'':16}{'bytes a token':>19}{'recomputed FLOPs a token':>27}{'of training':>13}")
+    print(f"{'':33}{'bytes a token':>16}{'recomputed FLOPs a token':>27}{'of training':>13}")
     for name, nbytes in predicted["saved_bytes_per_token"].items():
         again = predicted["recompute_by_policy"][name]
-        print(f"{name:16}{nbytes:19,}{again:27,.0f}{again / total:13.1%}")
+        print(f"{name:33}{nbytes:16,}{again:27,.0f}{again / total:13.1%}")
 
     print(f"\nstate, predicted ({config.optimizer})")
     for name, nbytes in predicted["state_bytes"].items():

@@ -382,9 +382,9 @@ def test_a_bucket_is_no_path(monkeypatch):
 # What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
 # lists of checkpoint.py.
 FREE_FIELDS = (
-    "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat loss_chunk "
-    "max_skipped eval_every eval_batches log_every metrics_file sample profile_dir profile_steps checkpoint_dir "
-    "save_every keep_checkpoints num_processes process_id coordinator peer_timeout compilation_cache"
+    "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors fp8 "
+    "loss_chunk max_skipped eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
+    "checkpoint_dir save_every keep_checkpoints num_processes process_id coordinator peer_timeout compilation_cache"
 ).split()
 
 

@@ -126,7 +126,7 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("--steps=1.5", "argument --steps: invalid int value: '1.5'"),
         ("--learning_rate=high", "argument --learning_rate: invalid float value: 'high'"),
         ("--steps=0", "steps=0 must be at least 1"),
-        ("--remat=some", "remat='some' is not one of none, full"),
+        ("--remat=some", "remat='some' is not one of none, full, save_out_proj"),
     ],
 )
 def test_a_wrong_flag_is_answered_with_the_way_out(capsys, flag, way_out):
@@ -201,7 +201,21 @@ AT_LEAST_1 = (
         (dict(dtype="float16"), "dtype='float16' is not one of float32, bfloat16"),
         (dict(mu_dtype="int8"), "mu_dtype='int8' is not one of float32, bfloat16"),
         (dict(optimizer="adam"), "optimizer='adam' is not one of adamw, adafactor, sgd"),
-        (dict(remat=""), "remat='' is not one of none, full"),
+        (dict(remat_tensors="context:device"), "remat_tensors='context:device' needs --remat=custom; it is 'none'"),
+        (
+            dict(remat="custom", remat_tensors="contxt:device"),
+            "remat_tensors: there is no activation 'contxt'; did you mean context?",
+        ),
+        (
+            dict(remat="custom", remat_tensors="context:host"),
+            "remat_tensors: context:'host' is not one of device, remat, offload",
+        ),
+        (
+            dict(remat="custom", remat_tensors="decoder_layer_input:remat"),
+            "remat_tensors: decoder_layer_input cannot be recomputed",
+        ),
+        (dict(fp8="e4m3"), "fp8='e4m3' is not one of none, dynamic, static"),
+        (dict(remat=""), "remat='' is not one of none, full, save_out_proj"),
         (dict(profile_steps="5"), "profile_steps='5' must be FIRST:LAST"),
         (dict(profile_steps="5:4"), "profile_steps='5:4' must be FIRST:LAST"),
         (dict(profile_steps="a:b"), "profile_steps='a:b' must be FIRST:LAST"),

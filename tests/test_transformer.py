@@ -20,9 +20,14 @@ import config as config_lib
 import model
 import train
 import transformer
-from config import PRESETS, Config, from_preset
+from config import ACTIVATIONS, PRESETS, REMAT_POLICIES, Config, from_preset
 from data import Batch
 
+# The outputs of the big matmuls, and the layer's input, without which nothing can be computed again.
+MATMUL_OUTPUTS = frozenset(
+    "decoder_layer_input query_latent kv_latent query_proj key_proj value_proj out_proj mlp_gate mlp_up mlp_down "
+    "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down".split()
+)
 TRAINED = [preset for preset in PRESETS if not from_preset(preset).num_experts]
 SMALL = Config(
     batch=2, seq_len=16, num_layers=2, model_dim=32, ff_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64
@@ -266,16 +271,16 @@ def test_xla_counts_the_same_and_some_elementwise_work():
 
 def plain_layer(x, w, batch, config: Config):
     """A dense layer, with `reference`'s functions, and the names of what it makes."""
-    x = named(x, "layer_input")
+    x = named(x, "decoder_layer_input")
     h = named(reference.norm(x, w.norm_attention, config.norm_eps), "norm_attention")
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, m) for m in (w.w_q, w.w_k, w.w_v))
     q, k = reference.rotate(q, batch.positions, config), reference.rotate(k, batch.positions, config)
-    q, k, v = named(q, "query"), named(k, "key"), named(v, "value")
+    q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
     out = named(reference.attend(q, k, v, batch.segments, 0), "context")
-    x = named(x + named(jnp.einsum("btnh,nhd->btd", out, w.w_o), "attention_projection"), "mlp_input")
+    x = named(x + named(jnp.einsum("btnh,nhd->btd", out, w.w_o), "out_proj"), "mlp_input")
     h = named(reference.norm(x, w.norm_mlp, config.norm_eps), "norm_mlp")
-    gate, up = named(h @ w.w_gate, "gate"), named(h @ w.w_up, "up")
-    return x + named(named(jax.nn.silu(gate) * up, "product") @ w.w_down, "down")
+    gate, up = named(h @ w.w_gate, "mlp_gate"), named(h @ w.w_up, "mlp_up")
+    return x + named(named(jax.nn.silu(gate) * up, "mlp_product") @ w.w_down, "mlp_down")
 
 
 def plain_loss(params, batch, config: Config, layer):
@@ -289,7 +294,7 @@ def latent_experts_layer(x, w, batch, config: Config):
     """A layer of DeepSeek-V3 the plain way, for each token the weights of its experts; rotation and mask left out."""
     norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps)
     H, C = config.head_dim, config.kv_lora_rank
-    x = named(x, "layer_input")
+    x = named(x, "decoder_layer_input")
     h = named(norm(x) * w["norm_attention"], "norm_attention")
     if config.q_lora_rank:
         latent = named(h @ w["w_q_down"], "query_latent")
@@ -301,10 +306,10 @@ def latent_experts_layer(x, w, batch, config: Config):
     kv = jnp.einsum("btc,cnh->btnh", named(norm(latent[..., :C]) * w["norm_kv_latent"], "kv_latent_norm"), w["w_kv_up"])
     turned = jnp.broadcast_to(latent[:, :, None, C:], (*q.shape[:3], config.rope_head_dim))
     k = jnp.concatenate([kv[..., :H], turned], -1)
-    q, k, v = named(q, "query"), named(k, "key"), named(kv[..., H:], "value")
+    q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(kv[..., H:], "value_proj")
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), -1), v)
     projection = jnp.einsum("btnh,nhd->btd", named(out, "context"), w["w_o"])
-    x = named(x + named(projection, "attention_projection"), "mlp_input")
+    x = named(x + named(projection, "out_proj"), "mlp_input")
     h = named(norm(x) * w["norm_mlp"], "norm_mlp")
 
     def swiglu(prefix, gate, up, down):
@@ -312,7 +317,7 @@ def latent_experts_layer(x, w, batch, config: Config):
         return named(named(jax.nn.silu(gate) * up, f"{prefix}product") @ down, f"{prefix}down")
 
     if "w_gate" in w:
-        return x + swiglu("", w["w_gate"], w["w_up"], w["w_down"])
+        return x + swiglu("mlp_", w["w_gate"], w["w_up"], w["w_down"])
     logits = named(h @ w["w_router"], "router_logits")
     probability, expert = jax.lax.top_k(jax.nn.sigmoid(logits), config.experts_per_token)
     gate, up, down = (w[kind][expert] for kind in ("expert_gate", "expert_up", "expert_down"))
@@ -371,11 +376,11 @@ def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
 @pytest.mark.parametrize(
     "saved",
     [
-        "layer_input",
-        " ".join(sorted(transformer.MATMUL_OUTPUTS)),
-        "layer_input context log_sum_exp query",
-        "layer_input mlp_input norm_mlp gate kv_latent key expert_gate shared_up",
-        "layer_input query_latent key value router_logits expert_up expert_down",
+        "decoder_layer_input",
+        " ".join(sorted(MATMUL_OUTPUTS)),
+        "decoder_layer_input context log_sum_exp query_proj",
+        "decoder_layer_input mlp_input norm_mlp mlp_gate kv_latent key_proj expert_gate shared_up",
+        "decoder_layer_input query_latent key_proj value_proj router_logits expert_up expert_down",
     ],
 )
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -426,7 +431,7 @@ def test_what_a_layer_saves_by_hand():
     assert transformer.saved_bytes_per_layer(half) == 2 * read + 2 * 4  # the log-sum-exp stays float32
     assert transformer.saved_bytes_per_layer(half, fused=False) == 2 * (read - 4) + 4 * 4 * 16
     assert transformer.saved_bytes_per_token(dataclasses.replace(half, remat="full")) == 2 * 2 * 32
-    assert transformer.saved_bytes_per_layer(half, ["gate", "up"]) == 2 * 2 * 48
+    assert transformer.saved_bytes_per_layer(half, ["mlp_gate", "mlp_up"]) == 2 * 2 * 48
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -449,13 +454,55 @@ def test_activations_have_the_sizes_of_what_a_plain_layer_makes(config):
         assert made == {kind: size for kind, size in table.items() if kind != "log_sum_exp"}
 
 
+def test_remat_policies_are_maxtexts():
+    """What each keeps, in the words of MaxText's decoders.py: its names, and the log-sum-exp of the kernel's output."""
+    qkv, dots = "query_proj key_proj value_proj", "query_proj key_proj value_proj out_proj"
+    mlp, kernel = "mlp_gate mlp_up mlp_down", "context log_sum_exp"
+    for remat, kept in {
+        "full": "",
+        "save_out_proj": "out_proj",
+        "save_qkv_proj": qkv,
+        "save_dot_except_mlp": dots,
+        "save_dot_with_context_except_mlp": f"{dots} {kernel}",
+        "minimal": f"{dots} {mlp}",
+        "minimal_with_context": f"{dots} {mlp} {kernel}",
+        "qkv_proj_offloaded": qkv,
+        "minimal_offloaded": f"{dots} {mlp}",
+    }.items():
+        config = dataclasses.replace(SMALL, remat=remat)
+        saved = transformer.saved_names(config) & transformer.activations(SMALL).keys()
+        assert saved == {"decoder_layer_input", *kept.split()}, remat
+        offloaded = transformer.offloaded_names(config) & transformer.activations(SMALL).keys()
+        assert offloaded == ({*kept.split()} if remat.endswith("_offloaded") else set()), remat
+    policies = [remat for remat in REMAT_POLICIES if remat not in ("none", "custom")]
+    assert list(transformer.POLICIES) == policies
+    assert transformer.offloaded_names(SMALL) == set() and SMALL.remat == "none"
+    custom = "context:offload,mlp_up:device,mlp_gate:remat,decoder_layer_input:offload"
+    custom = dataclasses.replace(SMALL, remat="custom", remat_tensors=custom)
+    assert transformer.saved_names(custom) == {"context", "mlp_up", "decoder_layer_input"}
+    assert transformer.offloaded_names(custom) == {"context", "decoder_layer_input"}
+
+
+def test_every_activation_has_a_name_that_a_flag_can_say():
+    tables = [
+        transformer.activations(config, experts=experts, fused=fused)
+        for config in (dataclasses.replace(SMALL, qk_norm=True), LATENT_EXPERTS)
+        for experts in (False, True)[: 1 + (config is LATENT_EXPERTS)]
+        for fused in (False, True)
+    ]
+    assert set().union(*tables) == {*ACTIVATIONS}
+    for table in tables:
+        assert [name for name in ACTIVATIONS if name in table] == list(table)
+
+
 def test_what_a_layer_with_experts_saves():
     found = transformer.activations(LATENT_EXPERTS, experts=True)
-    assert (found["query"], found["key"], found["value"], found["context"]) == (4 * 14, 4 * 14, 4 * 10, 4 * 10)
+    assert (found["query_proj"], found["key_proj"]) == (4 * 14, 4 * 14)
+    assert (found["value_proj"], found["context"]) == (4 * 10, 4 * 10)
     assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12 + 6, 12)
     assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
     assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
-    assert "gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
+    assert "mlp_gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
     dense, experts = (transformer.saved_bytes_per_layer(LATENT_EXPERTS, experts=e) for e in (False, True))
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
 
@@ -467,8 +514,8 @@ def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
     kinds = {weight.part for weight in transformer.weights(config).values()}
     there = transformer.activations(config) if "mlp" in kinds else {}
     there = {**there, **(transformer.activations(config, experts=True) if "experts" in kinds else {})}
-    assert made <= there.keys() and made | {"layer_input"} <= transformer.MATMUL_OUTPUTS | made
-    assert made <= transformer.MATMUL_OUTPUTS
+    assert made <= there.keys() and made | {"decoder_layer_input"} <= MATMUL_OUTPUTS | made
+    assert made <= MATMUL_OUTPUTS
     assert not transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="none"))
     full = transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
     assert 0.15 < sum(full.values()) / transformer.train_flops_per_token(config) < 1 / 3
@@ -603,7 +650,7 @@ def test_book_question_5():
 def test_book_question_6():
     """With the outputs of the 7 matmuls saved, attention itself is done again: 4BT^2NH. (The book has no answer.)"""
     config = book(seq_len=8192)
-    again = transformer.recomputed_flops_per_token(config, transformer.MATMUL_OUTPUTS)
+    again = transformer.recomputed_flops_per_token(config, MATMUL_OUTPUTS)
     assert again.keys() == {"scores", "mix"}
     assert 2 * sum(again.values()) == 64 * 4 * 8192 * 4096
 
@@ -619,7 +666,7 @@ def test_book_gradient_checkpointing():
     assert transformer.saved_bytes_per_layer(config, names) == 2 * 20 * 8192
     assert round(4e6 * transformer.saved_bytes_per_token(config, names) / 1e12) == 84
     assert round(4e6 * transformer.saved_bytes_per_token(dataclasses.replace(config, remat="full")) / 1e12, 1) == 4.2
-    outputs = transformer.MATMUL_OUTPUTS - {"layer_input"}
+    outputs = MATMUL_OUTPUTS - {"decoder_layer_input"}
     assert sum(name in outputs for name in transformer.activations(config)) == 7
     assert transformer.saved_bytes_per_layer(config, outputs) == 2 * 13 * 8192
 
