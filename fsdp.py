@@ -44,7 +44,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, all_reduce, reduce_scatter
-from sharding import MESH_AXES, axes_of, dim_of
+from placement import MESH_AXES
+from sharding import axes_of, dim_of
 
 
 def gather(w: jax.Array, spec: PartitionSpec, axis: str, algorithm: str = "xla") -> jax.Array:

@@ -45,6 +45,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import fsdp
+import placement
 import sharding
 from attention import attention
 from collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
@@ -175,11 +176,11 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     def check(name, letters, spec, init):
         for letter, entry in zip(letters, spec, strict=True):
             axes = {axis: mesh_sizes[axis] for axis in sharding.axes_of(P(entry))}
-            sharding.check_multiple(fields[letter], getattr(config, fields[letter]), axes)
+            placement.check_multiple(fields[letter], getattr(config, fields[letter]), axes)
 
     _tree(config, check)
-    batch_axes = {axis: mesh_sizes[axis] for axis in sharding.BATCH_AXES}
-    sharding.check_multiple("batch", config.batch, batch_axes | {"microbatches": config.microbatches})
+    batch_axes = {axis: mesh_sizes[axis] for axis in placement.BATCH_AXES}
+    placement.check_multiple("batch", config.batch, batch_axes | {"microbatches": config.microbatches})
 
 
 def init_params(config: Config, key: jax.Array) -> Params:
@@ -455,11 +456,11 @@ def sample_next(params: Params, batch: Batch, at: jax.Array, key: jax.Array, con
     logits_bv = jnp.einsum("bD,vD->bv", x_bD, unembedding(params, config), preferred_element_type=jnp.float32)
     if config.logit_soft_cap:
         logits_bv = config.logit_soft_cap * jnp.tanh(logits_bv / config.logit_soft_cap)
-    device = lax.axis_index((*sharding.BATCH_AXES, "tensor"))
+    device = lax.axis_index((*placement.BATCH_AXES, "tensor"))
     logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
     v = logits_bv.shape[1]
     token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
     logits_bv = jnp.where(token_bv < num_tokens, logits_bv, -jnp.inf)  # a corpus may use less than the vocabulary
-    axes = tuple(axis for axis in sharding.MESH_AXES if axis not in sharding.BATCH_AXES)
+    axes = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
     best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
     return lax.pmin(jnp.min(jnp.where(logits_bv == best_b1, token_bv, config.vocab_size), -1), axes)

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-import sharding
+import placement
 from config import Config
 
 LOST_PEER = (
@@ -58,7 +58,7 @@ def start(config: Config) -> None:
 
 def _simulated_devices(mesh: str) -> int:
     """As many as the mesh names; about 8 where one of its axes is *."""
-    sizes = sharding.parse_mesh(mesh)
+    sizes = placement.parse_mesh(mesh)
     fixed = math.prod(size for size in sizes.values() if size)
     return fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
 

@@ -79,7 +79,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import halo_exchange
 from hardware import CHIPS, PEAK_BF16_FLOPS_PER_DEVICE
-from sharding import check_multiple
+from placement import check_multiple
 
 IMAGE_AXES = ("y", "x")  # the mesh axes that cut rows and columns
 IMAGES_SPEC = P("data", *IMAGE_AXES)  # of images, [B, H, W, C]

@@ -40,6 +40,7 @@ import checkpoint
 import data
 import fsdp
 import model
+import placement
 import processes
 import sharding
 from log import Log, Profile
@@ -213,8 +214,8 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
 
         return lax.scan(extend, (prompt_bt, length), jnp.arange(config.sample))[1].T
 
-    in_specs = (specs, P(sharding.BATCH_AXES), P(), P())
-    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(sharding.BATCH_AXES)))
+    in_specs = (specs, P(placement.BATCH_AXES), P(), P())
+    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(placement.BATCH_AXES)))
 
 
 # -- the run
@@ -256,10 +257,10 @@ def num_evaluated(corpus: data.Corpus, config: Config) -> int:
 def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
     """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
     length = min(64, max(config.seq_len // 4, 1))
-    rows = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)  # all the same; the first is shown
+    rows = math.prod(mesh.shape[axis] for axis in placement.BATCH_AXES)  # all the same; the first is shown
     prompt_BT = np.zeros((rows, min(config.seq_len, length + config.sample)), np.int32)
     prompt_BT[:, :length] = corpus.held_out[:length]
-    layout = NamedSharding(mesh, P(sharding.BATCH_AXES))
+    layout = NamedSharding(mesh, P(placement.BATCH_AXES))
     prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
     sampler = make_sampler(config, mesh, corpus.vocab_size)
     sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed))
@@ -279,7 +280,7 @@ def run(config: Config) -> dict[str, float]:
     """
     begun = time.perf_counter()
     processes.start(config)
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), core_axis=config.core_axis)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     model.check_divides(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)

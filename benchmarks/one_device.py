@@ -22,6 +22,7 @@ import reference
 import config as config_lib
 import data
 import model
+import placement
 import processes
 import sharding
 import train
@@ -30,7 +31,7 @@ import train
 def main() -> None:
     config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
     processes.start(config)
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), core_axis=config.core_axis)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     model.check_divides(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)

@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoint
 import data
+import placement
 import processes
 import sharding
 import train
@@ -78,7 +79,7 @@ def steps_in(directory) -> list[int]:
 
 def load(config: Config):
     """The state of the newest checkpoint, in the shards of the configuration."""
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
     manager = checkpoint.open_manager(config)
     state, note = checkpoint.restore(manager, shapes, train.state_shardings(config, mesh), config)
@@ -177,7 +178,7 @@ def test_restores_onto_another_mesh(changes, saved):
     (ours, note), (theirs, _) = load(config), load(saved)
     assert note == ""
     assert_same_bits(ours, theirs)
-    layout = train.state_shardings(config, sharding.make_mesh(sharding.parse_mesh(config.mesh)))
+    layout = train.state_shardings(config, sharding.make_mesh(placement.parse_mesh(config.mesh)))
     jax.tree.map(lambda array, sharding: array.sharding.is_equivalent_to(sharding, array.ndim) or 1 / 0, ours, layout)
     assert ours.params.layers.w_q.sharding != theirs.params.layers.w_q.sharding
 

@@ -15,6 +15,7 @@ from test_parallel import SMALL, init, make_batch, on_mesh
 
 import data
 import model
+import placement
 import sharding
 import train
 from config import Config, from_preset
@@ -170,7 +171,7 @@ def test_sharded_update_cuts_the_optimizer_state_by_the_axis():
 def compiled_for_tpu7x(config: Config, what: str = "step"):
     """The program for two by two chips (8 devices), by libtpu's compiler, which needs no TPU."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1")
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh), topology.devices)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), topology.devices)
     shardings = train.state_shardings(config, mesh)
     init_state = partial(train.init_state, config=config)
     key = jax.eval_shape(lambda: jax.random.key(0))

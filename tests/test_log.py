@@ -11,11 +11,12 @@ import pytest
 from jax.experimental import topologies
 
 import log as log_lib
+import placement
 import sharding
 from config import from_preset
 from log import Log
 
-MESH = sharding.make_mesh(sharding.parse_mesh("fsdp:*"))
+MESH = sharding.make_mesh(placement.parse_mesh("fsdp:*"))
 IN_A_LINE = (
     "step loss grad_norm learning_rate skipped skipped_in_a_row "
     "step_s tokens_per_s tflops_per_s_per_device mfu input_wait_s"
@@ -76,7 +77,7 @@ def test_flops_are_those_of_the_config():
 
 def test_mfu_is_a_share_of_the_peak_of_tpu7x(tmp_path, capsys):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
-    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp:*"), devices)
+    mesh = sharding.make_mesh(placement.parse_mesh("fsdp:*"), devices)
     with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl")), mesh=mesh) as log:
         log.step(metrics(1))
         log.finish_step()

@@ -12,6 +12,7 @@ from test_fsdp import equations, trace
 from test_parallel import SMALL
 
 import model
+import placement
 import sharding
 import transformer
 from config import PRESETS, Config, from_preset
@@ -36,7 +37,7 @@ def test_gemma_like_is_about_as_large_as_gemma():
     assert model.num_params(from_preset("gemma-31b-like")) == pytest.approx(30.7e9, rel=0.02)
 
 
-POD = sharding.fill_mesh(sharding.parse_mesh("fsdp:*,tensor:2"), 128)
+POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,tensor:2"), 128)
 PREDICTED_ONLY = {  # of each preset that cannot be trained yet, the field that says so
     "mixtral-8x7b": "num_experts=8",
     "qwen3-30b-a3b": "num_experts=128",
@@ -79,7 +80,7 @@ LATENT = dict(kv_lora_rank=32, rope_head_dim=8)
 )
 def test_a_flag_without_code_behind_it_is_refused(flags, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        model.check_divides(Config(**flags), sharding.fill_mesh(sharding.parse_mesh("fsdp:8"), 8))
+        model.check_divides(Config(**flags), placement.fill_mesh(placement.parse_mesh("fsdp:8"), 8))
 
 
 def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
@@ -92,12 +93,12 @@ def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
 
 
 def on_tensor_mesh(f, in_specs, out_specs, tensor=4):
-    mesh = sharding.make_mesh(sharding.parse_mesh(f"tensor:{tensor}"), jax.devices()[:tensor])
+    mesh = sharding.make_mesh(placement.parse_mesh(f"tensor:{tensor}"), jax.devices()[:tensor])
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def vary(*arrays):
-    axes = sharding.MESH_AXES[:-1]
+    axes = placement.MESH_AXES[:-1]
     return jax.tree.map(lambda a: jax.lax.pcast(a, axes, to="varying"), arrays)
 
 
@@ -123,7 +124,7 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
         x = jax.lax.pcast(x, ("tensor",), to="varying")
         loss = lambda x, w: model.cross_entropy(x, w, targets_, weights_, chunk, soft_cap, z_loss)
         value, (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1))(x, w)
-        everywhere = sharding.MESH_AXES[:-1]
+        everywhere = placement.MESH_AXES[:-1]
         return jax.lax.psum(value, everywhere), jax.lax.psum(dx, (*everywhere, "tensor")), jax.lax.psum(dw, everywhere)
 
     value, dx, dw = on_tensor_mesh(sharded, (P(), P("tensor")), (P(), P(), P("tensor")))(x, w)
@@ -155,7 +156,7 @@ def test_embedding_gradient_counts_a_frequent_token_in_full():
         ones = jnp.ones((1, 4096, 4), jnp.bfloat16)
         (ones,) = vary(ones)
         (dw,) = backward(jax.lax.pcast(ones, ("tensor",), to="varying"))
-        return jax.lax.psum(dw, sharding.MESH_AXES[:-1])
+        return jax.lax.psum(dw, placement.MESH_AXES[:-1])
 
     dw = on_tensor_mesh(per_device, (P("tensor"),), P("tensor"))(jnp.zeros((8, 4), jnp.bfloat16))
     assert (np.asarray(dw[0], np.float32) == 4096).all() and not np.asarray(dw[1:], np.float32).any()

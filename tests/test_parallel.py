@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import data
 import model
+import placement
 import sharding
 import train
 from config import Config
@@ -51,7 +52,7 @@ def init(config: Config) -> model.Params:
 
 
 def on_mesh(config: Config):
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     model.check_divides(config, dict(mesh.shape))
     specs = model.param_specs(config)
     per_device = jax.shard_map(

@@ -1,9 +1,8 @@
-"""The mesh: flags to sizes, the order of the devices, and the arithmetic of layouts."""
+"""The mesh: the order of the devices, and the arithmetic of layouts."""
 
 import functools
 import itertools
 import random
-import re
 
 import jax
 import numpy as np
@@ -12,144 +11,13 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import placement
 import sharding
-from sharding import MESH_AXES
+from placement import MESH_AXES
 
 
 def sizes_of(text: str = "") -> dict[str, int]:
-    return sharding.parse_mesh(text)
-
-
-# -- flags to sizes
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("", {}),
-        ("fsdp:*", {"fsdp": 0}),
-        ("data:2,fsdp:4,tensor:2", {"data": 2, "fsdp": 4, "tensor": 2}),
-        ("tensor:2, fsdp:*,", {"fsdp": 0, "tensor": 2}),
-        ("pipe:3,expert:16,context:1", {"pipe": 3, "expert": 16}),
-    ],
-)
-def test_parse_mesh(text, expected):
-    sizes = sizes_of(text)
-    assert list(sizes) == list(MESH_AXES)
-    assert sizes == dict.fromkeys(MESH_AXES, 1) | expected
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("fsdq:2", "there is no axis 'fsdq'; did you mean fsdp?"),
-        ("data:2,tensors:2", "there is no axis 'tensors'; did you mean tensor?"),
-        ("model:2", "there is no axis 'model'; there are data, pipe, fsdp, expert, context, tensor"),
-        (":2", "there is no axis ''; there are data, pipe, fsdp, expert, context, tensor"),
-        ("data:2,fsdp:2,data:2", "axis 'data' stands twice"),
-        ("data:1,data:2", "axis 'data' stands twice"),
-        ("fsdp", "the size of 'fsdp' must be a positive number or *, not ''"),
-        ("fsdp:", "the size of 'fsdp' must be a positive number or *, not ''"),
-        ("fsdp:0", "the size of 'fsdp' must be a positive number or *, not '0'"),
-        ("fsdp:-2", "the size of 'fsdp' must be a positive number or *, not '-2'"),
-        ("fsdp:2.0", "the size of 'fsdp' must be a positive number or *, not '2.0'"),
-        ("fsdp:**", "the size of 'fsdp' must be a positive number or *, not '**'"),
-        ("fsdp:2:2", "the size of 'fsdp' must be a positive number or *, not '2:2'"),
-        ("fsdp=2", "there is no axis 'fsdp=2'; did you mean fsdp?"),
-        ("data:*,fsdp:*", "only one axis can be *"),
-    ],
-)
-def test_parse_mesh_errors(text, message):
-    with pytest.raises(ValueError, match="^" + re.escape(f"mesh={text!r}: {message}") + "$"):
-        sizes_of(text)
-
-
-@pytest.mark.parametrize(
-    "text, num_devices, expected",
-    [
-        ("fsdp:*", 8, {"fsdp": 8}),
-        ("data:2,fsdp:*,tensor:2", 8, {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("data:8,fsdp:*", 8, {"data": 8}),
-        ("data:2,tensor:4", 8, {"data": 2, "tensor": 4}),
-        ("", 1, {}),
-    ],
-)
-def test_fill_mesh(text, num_devices, expected):
-    assert sharding.fill_mesh(sizes_of(text), num_devices) == dict.fromkeys(MESH_AXES, 1) | expected
-
-
-@pytest.mark.parametrize(
-    "text, num_devices, message",
-    [
-        ("data:3,fsdp:*", 8, "mesh data:3,fsdp:*: 8 devices are not a multiple of 3; 6 or 9"),
-        ("data:16,fsdp:*", 8, "mesh data:16,fsdp:*: 8 devices are not a multiple of 16; 16"),
-        ("data:2,tensor:2", 8, "mesh data:2,tensor:2 is for 4 devices and there are 8; let one axis be *"),
-        ("fsdp:16", 8, "mesh fsdp:16 is for 16 devices and there are 8; let one axis be *"),
-        ("", 8, "mesh (all axes 1) is for 1 devices and there are 8; let one axis be *"),
-    ],
-)
-def test_fill_mesh_errors(text, num_devices, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        sharding.fill_mesh(sizes_of(text), num_devices)
-
-
-@pytest.mark.parametrize(
-    "size, axes, message",
-    [
-        (6, {"data": 2, "fsdp": 2}, "batch=6 must be a multiple of data*fsdp=4; nearest are 4 or 8"),
-        (
-            9,
-            {"data": 4, "fsdp": 1, "expert": 2},
-            "batch=9 must be a multiple of data*fsdp*expert=8; nearest are 8 or 16",
-        ),
-        (3, {"tensor": 8}, "batch=3 must be a multiple of tensor=8; nearest are 8"),
-    ],
-)
-def test_check_multiple_names_the_nearest(size, axes, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
-        sharding.check_multiple("batch", size, axes)
-
-
-@pytest.mark.parametrize("size, axes", [(8, {"data": 2, "fsdp": 4}), (7, {}), (7, {"data": 1}), (12, {"tensor": 3})])
-def test_check_multiple_passes(size, axes):
-    sharding.check_multiple("batch", size, axes)
-
-
-# -- which axis lies on the two cores of a chip
-
-
-@pytest.mark.parametrize(
-    "text, asked, expected",
-    [
-        ("data:2,fsdp:4", "", "fsdp"),
-        ("data:2,fsdp:4,tensor:2", "", "tensor"),
-        ("data:2,fsdp:4,tensor:2", "data", "data"),
-        ("data:2,fsdp:6", "fsdp", "fsdp"),
-        ("", "", "tensor"),
-    ],
-)
-def test_core_axis(text, asked, expected):
-    assert sharding.core_axis_of(sizes_of(text), asked) == expected
-
-
-@pytest.mark.parametrize(
-    "text, asked, message",
-    [
-        (
-            "data:2,fsdp:2",
-            "data,fsdp",
-            "core_axis='data,fsdp': a chip has two cores and one link between them, so only",
-        ),
-        ("data:2,fsdp:2", "cores", "core_axis='cores' is no mesh axis; there are data, pipe"),
-        ("data:2,fsdp:3", "fsdp", "core_axis='fsdp' has size 3; on the two cores of a chip it must be even"),
-        ("data:2", "tensor", "core_axis='tensor' has size 1; on the two cores of a chip it must be even"),
-    ],
-)
-def test_core_axis_errors(text, asked, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        sharding.core_axis_of(sizes_of(text), asked)
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        sharding.make_mesh(sizes_of(text), jax.devices()[: np.prod(list(sizes_of(text).values()))], core_axis=asked)
+    return placement.parse_mesh(text)
 
 
 # -- the order of the devices
@@ -231,7 +99,7 @@ def test_slices_are_outermost(text, core_axis):
     for place, device in np.ndenumerate(mesh.devices):
         at = place[MESH_AXES.index(outermost)]
         assert device.slice_index == at // (mesh.shape[outermost] // 2)
-    axis = MESH_AXES.index(sharding.core_axis_of(dict(mesh.shape), core_axis))
+    axis = MESH_AXES.index(placement.core_axis_of(dict(mesh.shape), core_axis))
     assert all((second - first)[axis] == 1 and sum(second - first) == 1 for first, second in places_of_chips(mesh))
 
 
@@ -334,7 +202,7 @@ def test_an_added_axis_is_the_minor_one():
 
 
 def test_constants():
-    assert set(sharding.BATCH_AXES) <= set(MESH_AXES)
+    assert set(placement.BATCH_AXES) <= set(MESH_AXES)
     assert set(sharding.LOSS_AXES) == set(MESH_AXES) - {"tensor"}
-    for first, second in itertools.pairwise(sharding.BATCH_AXES):
+    for first, second in itertools.pairwise(placement.BATCH_AXES):
         assert MESH_AXES.index(first) < MESH_AXES.index(second)

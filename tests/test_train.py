@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_parallel import SMALL, make_batch
 
 import data
+import placement
 import sharding
 import train
 from config import Config
@@ -66,7 +67,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
     states = []
     for text in (mesh, "fsdp:8"):
         config = Config(**SMALL | dict(qk_norm=True, qkv_bias=True), mesh=text)
-        shardings = train.state_shardings(config, sharding.make_mesh(sharding.parse_mesh(text)))
+        shardings = train.state_shardings(config, sharding.make_mesh(placement.parse_mesh(text)))
         states.append(jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(5)))
     # The random bits are the same; the polynomial that makes them normal may round otherwise in a shard of other shape.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *states)
@@ -79,7 +80,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
 
 def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts():
     config = Config(**SMALL, mesh="fsdp:8")
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
     step = train.make_train_step(config, mesh)
@@ -126,7 +127,7 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     sequences = data.num_sequences(corpus.held_out, 64)
     assert sequences % 16
     config = Config(**TINY | dict(eval_batches=100), corpus=path, mesh="fsdp:8")
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
     whole = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
@@ -137,7 +138,7 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
 def test_samples_follow_the_distribution():
     """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
     config = Config(**TINY | dict(vocab_size=8, num_layers=1, sample=64), mesh="fsdp:2,tensor:4")
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
     probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02, 0.0125, 0.5])  # the last is no token of the corpus
@@ -150,7 +151,7 @@ def test_samples_follow_the_distribution():
         unembed=jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None] / config.model_dim, params.unembed.shape),
     )
     params = jax.device_put(params, shardings.params)
-    prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
+    prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
     sampled = np.asarray(train.make_sampler(config, mesh, 7)(params, prompt, jnp.int32(1), jax.random.key(0)))
     assert sampled.shape == (32, 64)
     assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
@@ -161,12 +162,12 @@ def test_samples_follow_the_distribution():
 def test_sampling_continues_the_prompt():
     """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
     config = Config(**TINY | dict(vocab_size=64, seq_len=8, sample=12), mesh="data:2,fsdp:2,tensor:2")
-    mesh = sharding.make_mesh(sharding.parse_mesh(config.mesh))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
     params = dataclasses.replace(params, unembed=params.unembed * 1e4)  # so sure of itself that the noise is nothing
     prompt = np.tile(np.arange(8) * 7 % 64, (4, 1)).astype(np.int32)
-    placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)))
+    placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
     sampled = np.asarray(train.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
 
     whole, tokens = jax.device_get(params), list(prompt[0, :5])

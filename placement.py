@@ -1,0 +1,156 @@
+"""Mesh axes: their names and sizes, and the links of a TPU slice that each of them lies on. No jax here.
+
+**Mesh.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
+axes, outermost first, most of them of size 1:
+
+    data      replicas of the whole model; outermost, so this is what crosses slices, over the data-centre network
+    pipe      stages of the layer stack
+    fsdp      shards of every weight, gathered just before use; also splits the batch
+    expert    experts of a mixture; outside the experts it splits the batch
+    context   parts of the sequence
+    tensor    parts of heads, feed-forward and vocabulary; of the residual stream between blocks
+
+**Order.** On TPU7x a chip is two devices, joined by a die-to-die link of about six times the bandwidth of a link
+between chips (Google Cloud, "TPU7x performance optimizations"). Device ids count cores first, then x, y, z, so in id
+order the last axis of the mesh lies on the cores of a chip and the collectives over the others run along torus rings.
+sharding.py puts the devices in this order; `links_of` says what it means for the messages.
+
+**Links.** Mesh axes take the axes of the torus from the first, x, and from the innermost mesh axis; a slice's number
+is the outermost. tpu7x:4x4x4 with fsdp:64,tensor:2 has `tensor` on the dies of a chip and `fsdp` on x, y and z. A mesh
+axis may take a part of a torus axis, fsdp:32,tensor:4 half of x for `tensor`: that is a line of neighbours, without
+wrap-around. The other half, for `fsdp`, jumps over them: two messages share each link, and it wraps around if x does.
+
+The links belong to the chip. Both devices of a TPU7x send through them, each its own share of what is to be moved, so
+each device has half their bandwidth.
+"""
+
+import difflib
+import math
+from collections.abc import Sequence
+
+from hardware import Axis, Chip, by
+
+MESH_AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes of all mesh axes from a flag like `data:2,fsdp:*,tensor:2`. Axes left out have size 1; `*` becomes 0.
+
+    Raises:
+      ValueError: an axis that does not exist or stands twice, a size that is no positive number, more than one `*`.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    seen = set()
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.strip().partition(":")
+        if axis not in MESH_AXES:
+            near = difflib.get_close_matches(axis, MESH_AXES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(MESH_AXES)}"
+            raise ValueError(f"mesh={text!r}: there is no axis {axis!r}; {hint}")
+        if axis in seen:
+            raise ValueError(f"mesh={text!r}: axis {axis!r} stands twice")
+        if size != "*" and not (size.isdecimal() and int(size)):
+            raise ValueError(f"mesh={text!r}: the size of {axis!r} must be a positive number or *, not {size!r}")
+        seen.add(axis)
+        sizes[axis] = 0 if size == "*" else int(size)
+    if list(sizes.values()).count(0) > 1:
+        raise ValueError(f"mesh={text!r}: only one axis can be *")
+    return sizes
+
+
+def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    """Gives the axis of size 0 what the others leave of `num_devices`. Raises ValueError where they do not fit."""
+    fixed = math.prod(size for size in sizes.values() if size)
+    shown = ",".join(f"{axis}:{size or '*'}" for axis, size in sizes.items() if size != 1) or "(all axes 1)"
+    if 0 in sizes.values():
+        if num_devices % fixed:
+            raise ValueError(
+                f"mesh {shown}: {num_devices} devices are not a multiple of {fixed}; {_near(fixed, num_devices)}"
+            )
+        return {axis: size or num_devices // fixed for axis, size in sizes.items()}
+    if fixed != num_devices:
+        raise ValueError(f"mesh {shown} is for {fixed} devices and there are {num_devices}; let one axis be *")
+    return sizes
+
+
+def check_multiple(name: str, size: int, axes: dict[str, int]) -> None:
+    """Raises ValueError unless `size` can be cut over the mesh axes, with the nearest sizes that can."""
+    ways = math.prod(axes.values())
+    if size % ways:
+        product = "*".join(axes)
+        raise ValueError(f"{name}={size} must be a multiple of {product}={ways}; nearest are {_near(ways, size)}")
+
+
+def _near(step: int, number: int) -> str:
+    below = number // step * step
+    return f"{below} or {below + step}" if below else f"{step}"
+
+
+def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
+    """The mesh axis that lies on the two cores of a TPU7x chip: the one asked for, else the last one of even size.
+
+    Raises:
+      ValueError: two axes are asked for, or one that does not exist or that has an odd size.
+    """
+    if not asked:
+        return next((axis for axis in reversed(MESH_AXES) if sizes[axis] % 2 == 0), MESH_AXES[-1])
+    if len(asked.split(",")) > 1:
+        raise ValueError(
+            f"core_axis={asked!r}: a chip has two cores and one link between them, so only one axis can lie on it"
+        )
+    if asked not in MESH_AXES:
+        raise ValueError(f"core_axis={asked!r} is no mesh axis; there are {', '.join(MESH_AXES)}")
+    if sizes[asked] % 2:
+        raise ValueError(f"core_axis={asked!r} has size {sizes[asked]}; on the two cores of a chip it must be even")
+    return asked
+
+
+def links_of(
+    sizes: dict[str, int], chip: Chip, topology: Sequence[int], *, num_slices: int = 1, core_axis: str = ""
+) -> dict[str, list[Axis]]:
+    """The links that each mesh axis lies on, with a device's bandwidth, innermost first: the order of a reduce-scatter.
+
+    Args:
+      sizes: of all mesh axes, filled.
+      topology: chips along each axis of a slice.
+      core_axis: as in `core_axis_of`.
+
+    Raises:
+      ValueError: the sizes do not make up the devices, or cannot be laid along the axes of the torus.
+    """
+    fill_mesh(sizes, chip.devices * math.prod(topology) * num_slices)
+    found = {axis: [] for axis in MESH_AXES}
+    left = dict(sizes)
+    core_axis = core_axis_of(sizes, core_axis)
+    if chip.devices == 2 and sizes[core_axis] % 2 == 0:
+        # No figure of the link inside a v2 or a v3: taken to be as a link between chips.
+        speed = chip.die_to_die_bytes_per_s or chip.link_bytes_per_s
+        found[core_axis].append(Axis(2, speed, chip.hop_s, wrap=False, name="die to die"))
+        left[core_axis] //= 2
+    wires = [*chip.axes(topology), *([chip.across(num_slices)] if num_slices > 1 else [])]
+    at, stride = 0, 1  # the torus axis to take from, and how much of it is taken
+    for axis in reversed(MESH_AXES):
+        while left[axis] > 1:
+            while at < len(wires) and stride == wires[at].size:
+                at, stride = at + 1, 1
+            wire = wires[at]
+            size = math.gcd(left[axis], wire.size // stride)
+            if size == 1:
+                raise ValueError(
+                    f"mesh axis {axis}:{sizes[axis]} cannot lie on {chip.name}:{by(topology)}: {left[axis]} parts of "
+                    f"it are left for {wire.size // stride} of the {wire.size} along {wire.name or 'an axis'}"
+                )
+            name = "xyz"[int(wire.name)] if wire.name.isdecimal() else wire.name
+            found[axis].append(
+                Axis(
+                    size,
+                    wire.link_bytes_per_s / chip.devices / stride,
+                    wire.hop_s * stride,
+                    wrap=wire.wrap and size * stride == wire.size,
+                    name=name if size == wire.size else f"{size} of {name}",
+                )
+            )
+            left[axis] //= size
+            stride *= size
+    return found
