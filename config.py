@@ -228,15 +228,22 @@ class Config:
 
     @property
     def remat_places(self) -> dict[str, str]:
-        """{activation: device, remat or offload} of remat=custom; the layer's input is on the device unless moved."""
+        """{activation: device, remat or offload} of remat=custom; those that are not in it are recomputed.
+
+        The layer's input is on the device unless it is moved; qkv_proj is three of them, and log_sum_exp goes where
+        context goes, both as in MaxText.
+        """
         places = {"decoder_layer_input": "device"}
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
-            if name not in ACTIVATIONS:
+            if name not in (*ACTIVATIONS, "qkv_proj"):
                 raise ValueError(f"remat_tensors: there is no activation {name!r}{_did_you_mean(name, ACTIVATIONS)}")
             if place not in ("device", "remat", "offload"):
                 raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")
-            places[name] = place
+            for one in ("query_proj", "key_proj", "value_proj") if name == "qkv_proj" else (name,):
+                places[one] = place
+        if "context" in places:  # without it, the kernel would have to run again
+            places.setdefault("log_sum_exp", places["context"])
         return places
 
     @property
@@ -409,12 +416,14 @@ def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -
         parser.error(str(error))
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> None:
-    """Gives a parser the fields of Config as flags: those of some groups of fields, or of all."""
+def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> list[str]:
+    """Gives a parser the fields of Config as flags, those of some groups or of all; returns their names."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
+    names = []
     for group_name, documented in _documentation().items():
-        if groups and group_name not in groups:
+        if groups and group_name.partition(" (")[0] not in groups:
             continue
+        names += documented
         group = parser.add_argument_group(group_name)
         for name, help_text in documented.items():
             default = fields[name].default
@@ -429,6 +438,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> 
                 group.add_argument(
                     f"--{name}", type=type(default), metavar=metavar, default=argparse.SUPPRESS, help=help_text
                 )
+    return names
 
 
 def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults) -> Config:
@@ -441,11 +451,16 @@ def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults)
       ValueError: a flag that does not exist, with the nearest that does; a wrong value.
     """
     fields = [field.name for field in dataclasses.fields(Config)]
-    if unknown:
-        name = unknown[0].lstrip("-").partition("=")[0]
-        raise ValueError(f"there is no flag {unknown[0]!r}{_did_you_mean(name, [*fields, *vars(args)], prefix='--')}")
+    check_known(unknown, [*fields, *vars(args)])
     flags = {name: value for name, value in vars(args).items() if name in fields}
     return from_preset(**{"preset": "tiny", **defaults, **flags})
+
+
+def check_known(unknown: Sequence[str], flags: Sequence[str]) -> None:
+    """Raises ValueError for the first flag that a parser did not know, with the nearest of those that there are."""
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        raise ValueError(f"there is no flag {unknown[0]!r}{_did_you_mean(name, flags, prefix='--')}")
 
 
 def _did_you_mean(name: str, known, prefix: str = "") -> str:

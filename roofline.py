@@ -4,6 +4,7 @@
     python roofline.py matmul "A[I_X, J] . B[J_X, K_Y] -> C[I_X, K_Y]" --sizes=I:8192,J:8192,K:28672 --mesh=X:4,Y:8
     python roofline.py collective all_reduce --bytes=1e9 --topology=tpu7x:4x4x4 --explain
     python roofline.py collective scaling --plot=scaling.png
+    python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --batch=256 --remat=save_qkv_proj --explain
 
 A roofline is the larger of two times: FLOPs over the peak of a chip, and bytes over the bandwidth of the memory, or of
 the links, that they go through. A file for each command: matmul.py (a matmul, sharded or not) and interconnect.py (a
@@ -11,10 +12,19 @@ collective), on the chips of hardware.py. What a model is made of, in parameters
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
+from bounds import add_bounds_command
+from config import check_known
+from cost import add_cost_command
 from interconnect import add_collective_command
 from matmul import add_matmul_command
+from planner import add_plan_command
+from serving import add_serve_command
+from step import add_step_command
+from transformer import add_model_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,9 +39,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(prog="roofline.py", metavar="COMMAND", required=True)
     add_matmul_command(commands)
     add_collective_command(commands)
-    args = parser.parse_args(argv)
+    add_bounds_command(commands)
+    add_step_command(commands)
+    add_plan_command(commands)
+    add_cost_command(commands)
+    add_serve_command(commands)
+    add_model_command(commands)
+    args, unknown = parser.parse_known_args(argv)
     try:
+        check_known(unknown, [*getattr(args, "model_flags", []), *vars(args)])
         args.run(args)
+    except BrokenPipeError:  # of `| head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -1,7 +1,7 @@
 """What a transformer is made of, by arithmetic: parameters, FLOPs, bytes. No jax here; config.py describes the model.
 
-    python transformer.py --preset=deepseek-v3 --seq_len=4096
-    python transformer.py --preset=llama3.1-70b --remat=full --json
+    python roofline.py model --preset=deepseek-v3 --seq_len=4096
+    python roofline.py model --preset=llama3.1-70b --remat=full --json
 
 The letters, with the scaling book (Austin et al. 2025, part 4, "All the Transformer Math You Need to Know",
 https://jax-ml.github.io/scaling-book/transformers/): B sequences of T tokens, whose queries meet S keys; L layers of
@@ -55,12 +55,13 @@ Recomputed FLOPs are never among the training FLOPs, which are MFU's numerator.
 compiler makes, or spares by fusing.
 """
 
+import argparse
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import config as config_lib
 from config import REMAT_POLICIES, Config
@@ -104,7 +105,8 @@ def num_expert_layers(config: Config) -> int:
     return config.num_layers - config.num_dense_layers if config.num_experts else 0
 
 
-def weights(config: Config) -> dict[str, Weight]:
+@cache
+def weights(config: Config) -> Mapping[str, Weight]:
     """Every parameter by its name: the whole model, and the one place where it is written down."""
     L, D, F, V = config.num_layers, config.model_dim, config.ff_dim, config.vocab_size
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
@@ -175,14 +177,15 @@ class Part:
     matmul_params: int  # of these, those that multiply each token: no norms, no biases, no embedding look-up
 
 
-def parts(config: Config) -> dict[str, Part]:
+@cache
+def parts(config: Config) -> Mapping[str, Part]:
     """Parameters by part of the model; parts that it does not have are left out.
 
     A tied unembedding has no parameters of its own, and yet it multiplies.
     """
-    found = {}
+    found, every = {}, weights(config).values()
     for part in PARTS:
-        mine = [weight for weight in weights(config).values() if weight.part == part]
+        mine = [weight for weight in every if weight.part == part]
         matmul = sum(weight.active_params for weight in mine if weight.makes)
         if part == "unembedding" and config.tied_embeddings:
             matmul = config.vocab_size * config.model_dim
@@ -545,15 +548,16 @@ def print_summary(config: Config) -> None:
     print(f"{'':16}{intensity['decoding']:19,.1f} FLOPs a byte for one new token")
 
 
-def main(argv: list[str]) -> None:
-    flags = [flag for flag in argv if flag != "--json"]
-    about = f"{__doc__.splitlines()[0]}\nThe flags are those of train.py; --json prints an object."
-    config = config_lib.parse_flags(flags, prog="transformer.py", description=about)
-    if "--json" in argv:
-        print(json.dumps(summary(config)))
-    else:
-        print_summary(config)
+def add_model_command(commands) -> None:
+    about = "what a model is made of: parameters, FLOPs, activations, state, cache"
+    parser = commands.add_parser(
+        "model", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
+    )
+    groups = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
+    parser.set_defaults(run=print_model, model_flags=config_lib.add_flags(parser, groups))
+    parser.add_argument("--json", action="store_true", help="a JSON object, in FLOPs and bytes")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def print_model(args: argparse.Namespace) -> None:
+    config = config_lib.from_args(args)
+    print(json.dumps(summary(config))) if args.json else print_summary(config)

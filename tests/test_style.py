@@ -17,14 +17,15 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 FLOORS = [
     {"config", "data", "hardware", "collectives"},
     {"attention", "kernels", "interconnect", "placement", "transformer", "checkpoint"},
-    {"sharding", "matmul", "processes", "spatial"},
-    {"fsdp"},
-    {"log", "model"},
+    {"sharding", "matmul", "bounds", "serving", "processes", "spatial"},
+    {"fsdp", "workload"},
+    {"log", "model", "step"},
+    {"planner", "cost"},
     {"roofline"},
     {"train"},
 ]
 LEAVES = {"sharding", "data", "hardware", "collectives", "attention", "fsdp", "kernels", "interconnect", "matmul"}
-LEAVES |= {"placement", "spatial", "roofline"}
+LEAVES |= {"placement", "spatial"}
 
 
 # -- names that are shapes

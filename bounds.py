@@ -1,0 +1,529 @@
+"""Parallelism bounds: how far a model can be split until its messages take longer than its FLOPs. Arithmetic, no jax.
+
+    python roofline.py bounds --preset=llama3.1-70b --topology=tpu7x:4x8x8 --mesh=fsdp:128,tensor:4 --explain
+    python roofline.py bounds --preset=deepseek-v3 --topology=tpu7x:8x8x8 --mesh=fsdp:64,expert:16 --batch=4096
+
+**The argument** (the scaling book: Austin et al. 2025, part 5, https://jax-ml.github.io/scaling-book/training). More
+chips divide the FLOPs; they divide what each chip has to send less, or not at all. With both at once a step takes
+max(FLOPs/C, bytes/W), and is compute-bound while
+
+    FLOPs / bytes  >  alpha = C / W        C: FLOP/s of a chip; W: bytes/s of its links, an all-gather's V over its time
+
+    alpha of TPU7x, bf16    1,922  the link between the dies (2 x 600 GB/s), to which each die brings C/2: 961 for a die
+                            3,845  three axes of the torus, rings
+                           11,535  one axis, a ring: both links of a chip, 2 x 100 GB/s (12,817 at nine tenths of it)
+                           23,070  one axis that does not wrap around: its second direction gains nothing
+                          184,560  the network between slices, 12.5 GB/s a chip
+
+A batch has B tokens, a layer's MLP is [D, F] and [F, D], all in bf16: 2 bytes an element; b bytes change alpha by b/2.
+
+    FSDP, X ways         a weight [D, F] is gathered and multiplied by B/X tokens: 2*(B/X)*D*F FLOPs for 2*D*F bytes
+
+                             B/X > alpha
+
+                         Backward, two matmuls cover a gather and a reduce-scatter. Data parallelism: two matmuls
+                         cover an all-reduce, twice a gather. The same ratio. B/X are the tokens of one copy of the
+                         weights: a chip's alone, or of the Y chips that tensor parallelism makes of it.
+    experts              a weight of an expert meets k/E of the tokens:  B/X > alpha * E/k
+    tensor, Y ways       [B, D] is gathered and reduce-scattered, 4*B*D bytes, for 4*B*D*F/Y FLOPs; B cancels
+
+                             F > Y * alpha
+
+                         TP 4 on an axis of TPU7x: 46k. A gate adds half of the FLOPs and no bytes, attention adds as
+                         many bytes and few FLOPs: all of a layer counts like F = (its parameters) / 4D, 26,112 instead
+                         of 28,672 for Llama 3.1 70B.
+    both, N = X*Y        weights are 1/Y to FSDP, tokens 1/X to tensor parallelism:
+
+                             T_math ~ B*F/N,  T_fsdp ~ alpha_x*F/Y,  T_tensor ~ alpha_y*B/X
+
+                         One falls with X and the other rises; their larger one is least where they are equal:
+
+                             X = sqrt(B*N/F * alpha_y/alpha_x)  and compute-bound for  B/N > alpha_x * alpha_y / F
+
+                         with alpha/M on M axes, the book's sqrt(B/F * Mx/My * N) and alpha^2/(Mx*My*F). Its edition of
+                         2025 adds the two, which then do not overlap: 4 times that, at the same X.
+    expert, Z ways       each token goes to k experts and back, by two all-to-alls: D*k*b bytes a token each. Round a
+                         ring of Z they are relayed: (Z+2)/4 of them over W (see interconnect.py). n matmuls, 3 with a
+                         gate, of 2*D*M*k FLOPs a token; k and B cancel
+
+                             M > alpha * (Z+2) / (2*n)
+
+                         MaxText (docs/guides/optimization/custom_model.md) has 4*M/Z > alpha: long rings and n = 2.
+    context, Z ways      ring attention (arXiv:2310.01889): keys and values, of K heads, go once around, 4*K*H bytes a
+                         token, and meet the chip's T/Z queries, of N heads: 4*N*H FLOPs a pair, half of them masked
+
+                             T/Z > alpha * 2*K/N                    without a mask alpha * K/N; backward has more FLOPs
+
+    pipeline, P stages   a stage of l layers sends [B, D] one way, to its neighbour, over one link
+
+                             3 * l * k * F > C / W_link             W_link = W/2 of a ring: 3/2 * l*k*F > alpha
+
+                         k = 1 if dense. What it costs is the bubble: of M microbatches and v repeats (circular: a stage
+                         has every P-th block of layers) the share (P-1) / (v*M + P-1) of the step nobody works.
+    across slices        data parallelism by the chips of a slice together, each for its part of the gradients:
+
+                             tokens of a slice > C / W_dcn * (S-1)/S          S slices
+
+**8 bits.** Matmuls in fp8 double C and so alpha. Weights gathered in fp8 halve the bytes of a gather, not those of the
+gradients: alpha * 3/4 binds, in the backward pass. Activations in fp8: tensor parallelism as in bf16.
+
+**A device and a chip.** An axis of the mesh lies on links of several speeds (placement.py): dies, torus, slices. Each
+has its own bound, in which all that lies further in counts as one: tensor:4 on the dies and on two chips asks for
+F > 4 * 961 of the dies and F > 2 * alpha of the torus, 23k. That it takes 46k, for which Llama 3.1 70B's 28,672 and
+Qwen 2.5 7B's 18,944 are too narrow (at most 2.49 and 1.64 ways), is of four chips on one axis, or of four devices that
+leave the dies to others. `data` or `context` on the dies has both of them gather the same weights through the same
+links: twice the tokens.
+
+**Strong scaling**: more chips for the same global batch. Ideal is a step time that falls as 1/N. FSDP's stops at
+N = B/alpha: from there the step takes as long as its gathers, whatever N. Mixed with tensor parallelism it goes on to
+N = B*F/(alpha_x*alpha_y), from where it falls as 1/sqrt(N).
+
+**Left out**: hops (latency), memory, what two mesh axes take from each other on the links of one torus axis, weights
+that `expert` does not cut; attention's FLOPs, which hide more, count in strong scaling only, keys and values there not.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+import config as config_lib
+from config import Config
+from hardware import CHIPS, Axis, Chip, by, parse_topology, si
+from interconnect import all_to_all, ring_hops
+from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
+from transformer import BYTES, key_dim, kv_elements_per_layer, num_params, train_flops_per_token, value_dim
+
+# -- what messages go over
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Links, and the FLOP/s of what sends over them: of a chip, or of a device with its share of the chip's links."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float  # W
+    link_bytes_per_s: float  # of one link, one way
+    wrap: bool
+
+    @property
+    def alpha(self) -> float:
+        return self.flops_per_s / self.bytes_per_s
+
+    def __str__(self):
+        C, W = si(self.flops_per_s, "FLOP/s"), si(self.bytes_per_s, "B/s")
+        return f"alpha = C/W = {C} / {W} = {self.alpha:,.4g}"
+
+
+def ici(chip: Chip, axes: int = 1, *, wrap: bool = True, dtype: str = "bf16") -> Wires:
+    """So many long axes of a chip's torus: two links each, one if they do not wrap around."""
+    if axes not in range(1, chip.torus_axes + 1):
+        raise ValueError(
+            f"{chip.name} has {chip.torus_axes} axes of links: 1 to {chip.torus_axes} can work, not {axes}"
+        )
+    links = axes * (2 if wrap else 1)
+    name = f"{axes} {'ring' if wrap else 'line'}{'s' if axes > 1 else ''}"
+    return Wires(name, chip.flops_per_s(dtype), links * chip.link_bytes_per_s, chip.link_bytes_per_s, wrap)
+
+
+def die_to_die(chip: Chip, *, dtype: str = "bf16") -> Wires:
+    """The link between the two dies of a chip, and a die's half of the FLOP/s."""
+    if not chip.die_to_die_bytes_per_s:
+        raise ValueError(f"{chip.name} has no link between dies, or no figure of it: die_to_die_bytes_per_s is 0")
+    return along(chip, [Axis(2, chip.die_to_die_bytes_per_s, wrap=False, name="die to die")], dtype=dtype)
+
+
+def dcn(chip: Chip, *, dtype: str = "bf16") -> Wires:
+    """The network between many slices."""
+    speed = chip.dcn_bytes_per_s
+    return Wires("slices", chip.flops_per_s(dtype), speed, speed, False)
+
+
+def along(chip: Chip, pieces: Sequence[Axis], *, dtype: str = "bf16") -> Wires:
+    """A device's share of links: h hops of V/N make W = link * N/h, twice the link in a ring; at best, all at once."""
+    speed = sum(axis.link_bytes_per_s * axis.size / ring_hops(axis.size, wrap=axis.wrap) for axis in pieces)
+    slowest = min(axis.link_bytes_per_s for axis in pieces)
+    name, wrap = ", ".join(axis.name for axis in pieces), all(axis.wrap for axis in pieces)
+    return Wires(name, chip.flops_per_s(dtype) / chip.devices, speed, slowest, wrap)
+
+
+# -- bounds
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Compute-bound where `value` is over `critical`; T_math / T_comms is their ratio (of mixed: the root of it)."""
+
+    name: str
+    rule: str
+    wires: str
+    value: float  # what there is: of `unit`
+    critical: float  # what it takes
+    unit: str
+    degree: float  # ways
+    max_degree: float  # ways that could be, with all else as it is
+    working: str  # the rule with its numbers
+
+    @property
+    def holds(self) -> bool:
+        return self.value >= self.critical
+
+    @property
+    def headroom(self) -> float:
+        return self.value / self.critical
+
+
+def data_parallel(wires: Wires, batch: float, ways: float, *, sparsity: float = 1, gradient_bytes: float = 2) -> Bound:
+    """Gradients are all-reduced under the backward pass.
+
+    Args:
+      batch: B, in tokens, that one all-reduce is for.
+      ways: X: copies of the weights, each with its part of the batch; slices, if it goes across them.
+      sparsity: E/k: a token visits k of E experts.
+    """
+    return _batch_bound("data", wires, batch, ways, sparsity, gradient_bytes / 2)
+
+
+def fsdp(
+    wires: Wires, batch: float, ways: float, *, sparsity: float = 1, weight_bytes: float = 2, gradient_bytes: float = 2
+) -> Bound:
+    """Weights are gathered in both passes, gradients reduce-scattered in the backward pass; arguments as above.
+
+    What binds is the worse of  forward, 2 FLOPs a parameter and token for a gather,  and  backward, 4 for both.
+    """
+    factor = max(weight_bytes / 2, (weight_bytes + gradient_bytes) / 4)
+    return _batch_bound("fsdp", wires, batch, ways, sparsity, factor)
+
+
+def _batch_bound(name: str, wires: Wires, batch: float, ways: float, sparsity: float, bytes_factor: float) -> Bound:
+    _check(batch=batch, ways=ways, sparsity=sparsity, bytes=bytes_factor)
+    critical = wires.alpha * sparsity * bytes_factor
+    working = f"B/X = {batch:,.0f} / {ways:g} = {batch / ways:,.0f}; {wires}{_times(E_over_k=sparsity, b=bytes_factor)}"
+    rule = "B/X > alpha" + (" * E/k" if sparsity > 1 else "")
+    return Bound(name, rule, wires.name, batch / ways, critical, "tokens", ways, batch / critical, working)
+
+
+def tensor(wires: Wires, width: float, ways: float, *, wire_bytes: float = 2) -> Bound:
+    """Activations are gathered before the MLP, whose `width` is F, and reduce-scattered behind it."""
+    _check(width=width, ways=ways, bytes=wire_bytes)
+    critical = ways * wires.alpha * wire_bytes / 2
+    working = f"Y = {ways:g}; {wires}{_times(b=wire_bytes / 2)}"
+    max_degree = width / critical * ways
+    return Bound("tensor", "F > Y * alpha", wires.name, width, critical, "width", ways, max_degree, working)
+
+
+def best_split(
+    fsdp_wires: Wires, tensor_wires: Wires, batch: float, chips: float, width: float, *, sparsity: float = 1
+) -> float:
+    """X, of N = X*Y chips, at which the messages of FSDP take as long as those of tensor parallelism."""
+    _check(batch=batch, chips=chips, width=width, sparsity=sparsity)
+    return math.sqrt(batch * chips / width * tensor_wires.alpha / (fsdp_wires.alpha * sparsity))
+
+
+def mixed(
+    fsdp_wires: Wires,
+    tensor_wires: Wires,
+    batch: float,
+    chips: float,
+    width: float,
+    *,
+    sparsity: float = 1,
+    wire_bytes: float = 2,
+    overlap: bool = True,
+) -> Bound:
+    """FSDP and tensor parallelism on N chips, split as best they can; `overlap`: with each other, too."""
+    _check(batch=batch, chips=chips, width=width, sparsity=sparsity, bytes=wire_bytes)
+    X = best_split(fsdp_wires, tensor_wires, batch, chips, width, sparsity=sparsity)
+    factor = (1 if overlap else 4) * sparsity * (wire_bytes / 2) ** 2
+    critical = factor * fsdp_wires.alpha * tensor_wires.alpha / width
+    rule = f"B/N > {'' if overlap else '4 * '}alpha_x * alpha_y / F{' * E/k' if sparsity > 1 else ''}"
+    product = f"{fsdp_wires.alpha:,.4g} * {tensor_wires.alpha:,.4g} / {width:g}"
+    working = f"{'' if factor == 1 else f'{factor:g} * '}{product}; best at X = {X:,.4g}, Y = {chips / X:,.3g}"
+    wires = f"{fsdp_wires.name}; {tensor_wires.name}"
+    return Bound("fsdp and tensor", rule, wires, batch / chips, critical, "tokens", chips, batch / critical, working)
+
+
+def expert(wires: Wires, width: float, ways: int, *, matmuls: int = 3, wire_bytes: float = 2) -> Bound:
+    """Tokens go to their experts, of width M, and back along one axis, whose links relay them.
+
+    Args:
+      matmuls: of an expert, n: 3 with a gate.
+    """
+    _check(width=width, ways=ways, matmuls=matmuls, bytes=wire_bytes)
+    # Bytes over the busiest link for each that a chip holds; over W instead of W_link
+    relayed = all_to_all(1, ways, wrap=wires.wrap).link_bytes * wires.bytes_per_s / wires.link_bytes_per_s
+    alpha = wires.alpha * wire_bytes / 2
+    critical = alpha * relayed * 2 / matmuls
+    max_degree = 2 * matmuls * width / alpha - 2 if wires.wrap else width / critical * ways
+    working = f"Z = {ways:g}, relayed {relayed:.3g} times, n = {matmuls}; {wires}{_times(b=wire_bytes / 2)}"
+    rule = "M > alpha * 2/n * relayed"
+    return Bound("expert", rule, wires.name, width, critical, "width", ways, max(1, max_degree), working)
+
+
+def context(
+    wires: Wires, seq_len: float, ways: float, *, group: float = 1, causal: bool = True, wire_bytes: float = 2
+) -> Bound:
+    """Keys and values go around while a device's queries attend to them.
+
+    Args:
+      group: N/K: query heads that share a key and a value.
+    """
+    _check(seq_len=seq_len, ways=ways, group=group, bytes=wire_bytes)
+    critical = wires.alpha * (2 if causal else 1) / group * wire_bytes / 2
+    rule = f"T/Z > alpha * {'2' if causal else '1'}*K/N"
+    working = f"T/Z = {seq_len:,.0f} / {ways:g}, N/K = {group:.4g}; {wires}{_times(b=wire_bytes / 2)}"
+    return Bound("context", rule, wires.name, seq_len / ways, critical, "tokens", ways, seq_len / critical, working)
+
+
+def pipeline(
+    wires: Wires, width: float, num_layers: float, stages: float, *, repeats: int = 1, k: int = 1, wire_bytes: float = 2
+) -> Bound:
+    """Stages, of `repeats` blocks of layers each, pass activations on to their neighbours; a token visits k experts."""
+    _check(width=width, num_layers=num_layers, stages=stages, repeats=repeats, k=k, bytes=wire_bytes)
+    layers = num_layers / (stages * repeats)
+    alpha = wires.flops_per_s / wires.link_bytes_per_s
+    critical = alpha * wire_bytes / 2 / (3 * layers * k)
+    working = f"l = {layers:.4g}, k = {k}; C/W_link = {alpha:,.4g}{_times(b=wire_bytes / 2)}"
+    max_degree = width / critical * stages
+    return Bound("pipe", "3*l*k*F > C/W_link", wires.name, width, critical, "width", stages, max_degree, working)
+
+
+def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
+    """Share of the step in which a stage has nothing to do: it waits P-1 turns for the first microbatch, or after."""
+    _check(stages=stages, microbatches=microbatches, repeats=repeats)
+    return (stages - 1) / (repeats * microbatches + stages - 1)
+
+
+def _times(**factors: float) -> str:
+    names = {"E_over_k": "E/k", "b": "b/2"}
+    return "".join(f" * {value:.3g} ({names[name]})" for name, value in factors.items() if value != 1)
+
+
+def _check(**numbers: float) -> None:
+    for name, value in numbers.items():
+        least = 1 if name in ("ways", "stages", "chips", "sparsity", "group") else 0
+        if not (value >= least and 0 < value < math.inf):  # NaN is not, either
+            raise ValueError(f"{name} must be {'1 or more' if least else 'over 0'}, not {value}")
+
+
+# -- of a model on a mesh
+
+
+def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> list[Bound]:
+    """The bounds of each mesh axis, for all kinds of links that it lies on, the innermost first.
+
+    `config` has the model, the mesh in devices, the batch and its microbatches: weights are gathered for each of them.
+    """
+    sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * num_slices)
+    parts = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": config.microbatches}
+    check_multiple("batch", config.batch, parts)
+    check_multiple("seq_len", config.seq_len, {"context": sizes["context"]})
+    if sizes["expert"] > 1 and not config.num_experts:
+        raise ValueError(f"mesh={config.mesh!r}: expert:{sizes['expert']} is for experts, and num_experts is 0")
+    dtype = matmul_dtype(config)
+    wire_bytes = BYTES[config.dtype]
+    batch = config.batch * config.seq_len / config.microbatches
+    k = config.experts_per_token or 1
+    sparsity = config.num_experts / k or 1
+    width = config.expert_dim or config.ff_dim
+    group = config.num_heads * (key_dim(config) + value_dim(config)) / kv_elements_per_layer(config)
+    links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
+    data, replicas = sizes["data"], sizes["data"] * sizes["context"]
+    on_torus = {}
+    found = []
+    for axis, pieces in links.items():
+        inner = 1  # devices further in count as one
+        for level, here in groupby(pieces, _level):
+            here = list(here)
+            wires = along(chip, here, dtype=dtype)
+            ways = sizes[axis] / inner
+            weights = dict(sparsity=sparsity, gradient_bytes=wire_bytes)
+            if axis == "data":
+                found += [data_parallel(wires, batch, data / inner, **weights)]
+            elif axis == "fsdp":
+                found += [fsdp(wires, batch, replicas * ways, weight_bytes=wire_bytes, **weights)]
+            elif axis == "context":
+                found += [context(wires, config.seq_len, ways, group=group, wire_bytes=wire_bytes)]
+                found += [data_parallel(wires, batch, replicas / inner, **weights)]
+            elif axis == "tensor":
+                found += [tensor(wires, width, ways, wire_bytes=wire_bytes)]
+            elif axis == "expert":
+                longest = max(here, key=lambda piece: piece.size)
+                ring = along(chip, [longest], dtype=dtype)
+                found += [expert(ring, width, longest.size, wire_bytes=wire_bytes)]
+            elif axis == "pipe":
+                found += [pipeline(wires, width, config.num_layers, ways, k=k, wire_bytes=wire_bytes)]
+            if level == "torus":
+                on_torus[axis] = wires, ways
+            inner *= math.prod(piece.size for piece in here)
+    if {"fsdp", "tensor"} <= {*on_torus}:
+        (fsdp_wires, X), (tensor_wires, Y) = on_torus["fsdp"], on_torus["tensor"]
+        options = dict(sparsity=sparsity, wire_bytes=wire_bytes)
+        found += [mixed(fsdp_wires, tensor_wires, batch, replicas * X * Y, width, **options)]
+    return found
+
+
+def matmul_dtype(config: Config) -> str:
+    return "bf16" if config.fp8 == "none" else "fp8"
+
+
+def _level(piece: Axis) -> str:
+    kinds = {"die to die": "dies", "slices": "slices"}
+    return next((kind for end, kind in kinds.items() if piece.name.endswith(end)), "torus")
+
+
+# -- strong scaling
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a training step does, on however many chips."""
+
+    batch: float  # B, in tokens: of the whole step, and fixed
+    flops_per_token: float
+    params: float
+    activations: float  # elements a token that a forward pass gathers and scatters if tensor parallelism cuts it
+    wire_bytes: float = 2  # of an element, of either
+
+
+def work_of(config: Config) -> Work:
+    """[B, D] goes twice over the wires in an attention, twice in an MLP."""
+    batch, activations = config.batch * config.seq_len, 4 * config.num_layers * config.model_dim
+    return Work(batch, train_flops_per_token(config), num_params(config), activations, BYTES[config.dtype])
+
+
+def split_wires(chip: Chip, *, dtype: str = "bf16") -> tuple[Wires, Wires, Wires]:
+    """All axes of the torus; all but one, and that one, for FSDP and tensor parallelism together."""
+    return tuple(ici(chip, axes, dtype=dtype) for axes in (chip.torus_axes, chip.torus_axes - 1, 1))
+
+
+def step_seconds(work: Work, chip: Chip, chips: float, tensor_ways: float = 1, *, dtype: str = "bf16") -> float:
+    """FSDP over all axes, or with tensor parallelism on one: max(FLOPs, gathers, activations) of either pass, added.
+
+    Of the FLOPs a third is forward. The backward pass has a gather and a reduce-scatter of the weights for the one
+    gather, and three messages of activations for two: those in between are gathered again for the weights' gradients.
+    """
+    _check(chips=chips, ways=tensor_ways)
+    whole, *both = split_wires(chip, dtype=dtype)
+    fsdp_wires, tensor_wires = both if tensor_ways > 1 else (whole, whole)
+    math_s = work.batch * work.flops_per_token / chips / whole.flops_per_s
+    weights_s = work.wire_bytes * work.params / tensor_ways / fsdp_wires.bytes_per_s
+    tokens = work.batch * tensor_ways / chips
+    activations_s = work.wire_bytes * work.activations * tokens / tensor_wires.bytes_per_s * (tensor_ways > 1)
+    return max(math_s / 3, weights_s, activations_s) + max(math_s * 2 / 3, 2 * weights_s, 1.5 * activations_s)
+
+
+def stops_at(work: Work, chip: Chip, *, dtype: str = "bf16") -> dict[str, float]:
+    """Chips from which on messages take longer than FLOPs, with FSDP alone and with the best mix, which it may be.
+
+    Forward: FLOPs m/N, gathers a/Y, activations c*Y/N. FSDP: N = m/a. At the best Y = sqrt(a*N/c) both take
+    sqrt(a*c/N): N = m*m / (a*c).
+    """
+    whole, fsdp_wires, tensor_wires = split_wires(chip, dtype=dtype)
+    math_s = work.batch * work.flops_per_token / 3 / whole.flops_per_s
+    weight_bytes, activation_bytes = work.wire_bytes * work.params, work.wire_bytes * work.activations * work.batch
+    both = weight_bytes / fsdp_wires.bytes_per_s * activation_bytes / tensor_wires.bytes_per_s
+    alone = math_s * whole.bytes_per_s / weight_bytes
+    return {"fsdp": alone, "mixed": max(alone, math_s**2 / both)}
+
+
+def strong_scaling(work: Work, chip: Chip, *, dtype: str = "bf16") -> list[dict]:
+    """Step times of the same batch on more and more chips, in cubes whose axes all wrap around, up to the largest pod.
+
+    Efficiency is the time of the FLOPs over that of the step: throughput a chip over that of chips that never wait.
+    """
+    largest = max(map(math.prod, chip.pods))
+    rows = []
+    for chips in sorted({2**i for i in range(4, 20) if 2**i < largest} | {largest}):
+        compute_s = work.batch * work.flops_per_token / chips / chip.flops_per_s(dtype)
+        times = {ways: step_seconds(work, chip, chips, ways, dtype=dtype) for ways in (1, 2, 4, 8, 16, 32, 64)}
+        ways = min((ways for ways in times if chips % ways == 0), key=times.get)
+        row = dict(chips=chips, tokens_per_chip=work.batch / chips, compute_s=compute_s, tensor_ways=ways)
+        for name, seconds in dict(fsdp=times[1], mixed=times[ways]).items():
+            row |= {f"{name}_s": seconds, f"{name}_efficiency": compute_s / seconds}
+        rows.append(row)
+    return rows
+
+
+# -- command line
+
+
+def print_bounds(args: argparse.Namespace) -> None:
+    config = config_lib.from_args(args)
+    chip, topology = parse_topology(args.topology)
+    bounds = bounds_of(config, chip, topology, num_slices=args.num_slices)
+    work, dtype = work_of(config), matmul_dtype(config)
+    rows, stops = strong_scaling(work, chip, dtype=dtype), stops_at(work, chip, dtype=dtype)
+    sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * args.num_slices)
+    idle = bubble(sizes["pipe"], config.microbatches)
+    title = f"{config.preset}, {work.batch:,} tokens a step, on {chip.name}"
+    if args.plot:
+        plot_strong_scaling(title, rows, stops, args.plot)
+    if args.json:
+        result = dict(kind="predicted", preset=config.preset, topology=args.topology, num_slices=args.num_slices)
+        result |= dict(mesh={axis: size for axis, size in sizes.items() if size > 1}, bubble=idle)
+        result["bounds"] = [asdict(bound) | dict(holds=bound.holds, headroom=bound.headroom) for bound in bounds]
+        return print(json.dumps(result | dict(strong_scaling=rows, stops_at=stops)))
+    mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+    slices = f"{args.num_slices} slices of " if args.num_slices > 1 else ""
+    tokens = work.batch / (math.prod(topology) * args.num_slices)
+    print(f"{title}:{by(topology)}, predicted\n  mesh  {slices}{mesh}; {tokens:,.0f} tokens a chip\n")
+    print(f"  {'bound':17}{'over':22}{'it has':>11}{'it takes':>11}{'':9}{'times':>6}{'ways':>7}{'at most':>9}")
+    for bound in bounds:
+        cells = f"{bound.value:11,.0f}{bound.critical:11,.0f} {bound.unit:8}{bound.headroom:6.2f}{bound.degree:7,g}"
+        most = f"{bound.max_degree:9,.{2 if bound.max_degree < 100 else 0}f}"
+        print(f"{' ' if bound.holds else '!'} {bound.name:17}{bound.wires:22}{cells}{most}")
+        if args.explain:
+            print(f"      {bound.rule}:  {bound.working}")
+    if not bounds:
+        print("  none: there is nothing to send")
+    print("\n! messages take longer than FLOPs. times: it has / it takes; at most: ways that it could be split.")
+    if idle:
+        print(f"bubble of {sizes['pipe']} stages and {config.microbatches} microbatches: {idle:.1%} of the step")
+    print(f"\nStrong scaling, the same {work.batch:,} tokens on more chips, every axis a ring, predicted")
+    print(f"{'chips':>7}{'tokens':>11}{'FLOPs':>11}{'FSDP':>11}{'':7}{'mixed':>11}{'':7} tensor")
+    for row in rows:
+        cells = (f"{si(row[f'{name}_s'], 's'):>11}{row[f'{name}_efficiency']:7.0%}" for name in ("fsdp", "mixed"))
+        ideal = f"{row['tokens_per_chip']:11,.0f}{si(row['compute_s'], 's'):>11}"
+        print(f"{row['chips']:7,}{ideal}{''.join(cells)}{row['tensor_ways']:7}")
+    print(f"FSDP is bound by its messages from {stops['fsdp']:,.0f} chips on, the best mix from {stops['mixed']:,.0f}.")
+
+
+def plot_strong_scaling(title: str, rows: list[dict], stops: dict[str, float], path: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panel = figure.subplots()
+    chips = [row["chips"] for row in rows]
+    looks = {"compute": ("FLOPs alone", "k:"), "fsdp": ("FSDP", "C0.-"), "mixed": ("FSDP and tensor", "C1.-")}
+    for name, (label, look) in looks.items():
+        panel.loglog(chips, [row[f"{name}_s"] for row in rows], look, label=label)
+    for name, color in dict(fsdp="C0", mixed="C1").items():
+        if chips[0] < stops[name] < chips[-1]:
+            panel.axvline(stops[name], color=color, ls="--", lw=0.8, label=f"{stops[name]:,.0f} chips")
+    panel.set(title=f"{title}, predicted", xlabel="chips", ylabel="time of a step, s")
+    panel.set_xticks(chips[::2], [f"{count:,}" for count in chips[::2]])
+    panel.xaxis.set_minor_formatter("")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=120)
+
+
+FLAGS = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism")
+
+
+def add_bounds_command(commands) -> None:
+    about = "which axes of a mesh are bound by messages; step time against chips"
+    style = dict(allow_abbrev=False, usage="%(prog)s [--flag=value ...]")
+    parser = commands.add_parser("bounds", help=about, description=about, **style)
+    parser.add_argument("--topology", default="tpu7x:4x4x4", help=f"of {', '.join(CHIPS)} [%(default)s]")
+    parser.add_argument("--num_slices", type=int, default=1, help="of that topology; --mesh is of all [%(default)s]")
+    parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib")
+    parser.set_defaults(run=print_bounds, model_flags=config_lib.add_flags(parser, FLAGS))

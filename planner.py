@@ -1,0 +1,357 @@
+"""Which mesh, which microbatches, what to recompute: every legal way to run a model, predicted, ranked, explained.
+
+    python roofline.py plan --preset=llama3.1-70b --chips=64 --batch=256
+    python roofline.py plan --preset=llama3.1-70b --topology=tpu7x:4x8x8 --seq_len=131072 --batch=64 --explain
+
+**What is tried.** Sizes of all mesh axes that make up the devices; 1, 2, 4, ... microbatches; of the policies of
+recomputation the one that recomputes least and fits (with any other the step is longer or does not fit). What does not
+divide is dropped, what does not fit is dropped, and the shortest step wins, but for this: of those within 5% of it, the
+simplest one, that with the fewest mesh axes, then the fewest microbatches. A prediction is not better than that.
+
+**What is left out** as it cannot win: a `data` axis within a slice where `fsdp` can have its size (the same batch,
+more memory); `tensor` over 16 devices; parts of a sequence under 1024 tokens; a pipeline where all else fits, unless
+there are several slices for its stages.
+
+**The guide** (Google Cloud, "TPU7x performance optimizations") has a table, which the answer is held against:
+
+    dense, short sequences      FSDP
+    dense, long sequences       FSDP, and context parallelism
+    experts, short sequences    FSDP, and expert parallelism
+    experts, very large         FSDP, expert and pipeline parallelism
+
+Its reviewers asked more. Is tensor parallelism worth it at 128k? The table of families has each combination of axes
+with its best mesh. Can two axes of size 2 both lie on the two dies of a chip? One can, and each is tried. How does the
+MFU of the whole step depend on the attention kernel? Where attention is most of the FLOPs, the kernel's is the step's.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import config as config_lib
+import transformer
+from config import REMAT_POLICIES, Config
+from hardware import Chip, by, chip_of, parse_topology
+from interconnect import squarest
+from placement import BATCH_AXES, MESH_AXES, links_of
+from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict
+from workload import TODAY, Efficiency, Run, check, layers_of, memory_of
+
+WITHIN = 1.05  # of the best: as good as it
+LONG = 32_768  # tokens from which a sequence is long here; the guide's are 8k and 128k
+SHORTEST_PART = 1024  # tokens of a sequence on a device
+
+
+@dataclass(frozen=True)
+class Plan:
+    best: Prediction
+    families: list[Prediction]  # the best of each combination of mesh axes, the fastest first
+    num_tried: int
+    num_fitting: int
+
+
+def family(found: Prediction) -> str:
+    """The mesh axes in use: fsdp + tensor."""
+    return " + ".join(axis for axis, size in found.of.sizes.items() if size > 1) or "one device"
+
+
+def plan(
+    config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
+) -> Plan:
+    """The best way to train what `config` describes, whose mesh, microbatches and remat are not looked at.
+
+    Raises:
+      ValueError: nothing divides, or nothing fits, with what is short and by how much.
+    """
+    reasons: dict[str, int] = {}
+    closest = None  # what is nearest to fitting
+    fitting: list[Prediction] = []
+    num_tried = 0
+    configs = _configs(config)
+    num_devices = chip.devices * math.prod(topology) * num_slices
+    for with_pipeline in (False, True) if num_slices == 1 else (True,):
+        if with_pipeline and fitting:
+            break
+        for sizes in meshes(config, num_devices, num_slices, with_pipeline):
+            try:
+                links = links_of(sizes, chip, topology, num_slices=num_slices)
+            except ValueError as error:
+                reasons[str(error)] = reasons.get(str(error), 0) + 1
+                continue
+            for microbatches, by_remat in configs.items():
+                if (sizes["pipe"] > 1) and microbatches < sizes["pipe"]:
+                    continue
+                num_tried += 1
+                of = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
+                try:
+                    if check(of):
+                        raise ValueError("model_dim or vocab_size does not divide by its shards")
+                except ValueError as error:
+                    reasons[str(error)] = reasons.get(str(error), 0) + 1
+                    continue
+                found, least = _least_recomputation(of, by_remat)
+                fitting += found
+                if closest is None or least[1] < closest[1]:
+                    closest = least
+    if not fitting:
+        raise ValueError(_why_nothing(config, num_devices, reasons, closest))
+    fitting = _with_other_core_axes(fitting)
+    families = {}
+    for found in sorted(fitting, key=lambda found: found.step_s):
+        families.setdefault(family(found), found)
+    shortest = min(found.step_s for found in fitting)
+    best = min((found for found in fitting if found.step_s <= WITHIN * shortest), key=complexity)
+    return Plan(best, list(families.values()), num_tried, len(fitting))
+
+
+def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, float]]:
+    """With the first policy that fits, and the first of those that use the host; and the run that needs least memory.
+
+    More recomputation takes longer, and so it need not be looked at. The host may be slower than recomputation: both
+    are tried.
+    """
+    found, least = {}, None
+    for config in by_remat:
+        on_host = bool(transformer.offloaded_names(config))
+        if on_host in found:
+            continue
+        one = dataclasses.replace(of, config=config)
+        memory, _ = memory_of(one, layers_of(config, of.efficiency.attention_block))
+        needs = math.fsum(memory.values())
+        if needs <= of.hbm_limit:
+            found[on_host] = predict(one)
+        if least is None or needs < least[1]:
+            least = one, needs
+    return list(found.values()), least
+
+
+def complexity(found: Prediction) -> tuple:
+    """What is simpler comes first; of the equally simple, what is faster."""
+    of = found.of
+    return sum(size > 1 for size in of.sizes.values()), of.microbatches, bool(of.config.core_axis), found.step_s
+
+
+def meshes(config: Config, num_devices: int, num_slices: int, with_pipeline: bool) -> Iterator[dict[str, int]]:
+    """Sizes of the mesh axes worth a try, that make up the devices; `fsdp` has what the others leave."""
+    powers = lambda limit: [2**i for i in range(limit.bit_length()) if 2**i <= limit]
+    divisors = lambda number: [size for size in range(1, number + 1) if number % size == 0]
+    experts = [size for size in divisors(config.num_experts or 1) if size <= 64]
+    stages = divisors(config.num_layers)
+    pipes = [size for size in stages if 1 < size <= 16] if with_pipeline else [1]
+    if num_slices > 1:
+        pipes = [1, *(size for size in stages if size % num_slices == 0 and size <= 16)]
+    for pipe in pipes:
+        # The outermost axes cross slices: so do stages, or replicas.
+        least = 1 if pipe > 1 and pipe % num_slices == 0 else num_slices
+        for tensor in powers(_widest(config)):
+            for context in powers(config.seq_len // SHORTEST_PART or 1):
+                for expert in experts:
+                    inner = pipe * tensor * context * expert * least
+                    if num_devices % inner:
+                        continue
+                    left = num_devices // inner
+                    # The largest fsdp that cuts the model's dim, and a quarter of it.
+                    whole = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
+                    for fsdp in {whole[-1], *(size for size in whole if size * 4 == whole[-1])}:
+                        data = least * left // fsdp
+                        sizes = dict(data=data, pipe=pipe, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
+                        if config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0:
+                            yield {axis: sizes[axis] for axis in MESH_AXES}
+
+
+def _widest(config: Config) -> int:
+    """The largest `tensor` to try."""
+    return min(16, config.num_heads if config.kv_lora_rank else config.num_kv_heads)
+
+
+def _configs(config: Config) -> dict[int, list[Config]]:
+    """{microbatches: one for each policy, from the least recomputation to the most}."""
+    once = dataclasses.replace(config, mesh="", microbatches=1, remat_tensors="", core_axis="", collective_matmul=False)
+    policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
+    found = [dataclasses.replace(once, remat=policy) for policy in policies]
+    again = lambda one: sum(transformer.recomputed_flops_per_token(one).values())
+    # Of those that recompute alike, what stays on the device comes first.
+    found.sort(key=lambda one: (again(one), len(transformer.offloaded_names(one))))
+    return {2**i: [dataclasses.replace(one, microbatches=2**i) for one in found] for i in range(6)}
+
+
+def _with_other_core_axes(fitting: list[Prediction]) -> list[Prediction]:
+    """And the best of them with each other axis of even size on the two dies of a chip."""
+    found = list(fitting)
+    if fitting[0].of.chip.devices == 2:
+        for one in sorted(fitting, key=lambda one: one.step_s)[:32]:
+            of = one.of
+            used = next((axis for axis in reversed(MESH_AXES) if of.sizes[axis] % 2 == 0), None)
+            for axis in (axis for axis in MESH_AXES if of.sizes[axis] % 2 == 0 and axis != used):
+                try:
+                    links = links_of(of.sizes, of.chip, of.topology, num_slices=of.num_slices, core_axis=axis)
+                except ValueError:
+                    continue
+                config = dataclasses.replace(of.config, core_axis=axis)
+                found.append(predict(dataclasses.replace(of, config=config, links=links)))
+    return found
+
+
+def _why_nothing(config: Config, num_devices: int, reasons: dict[str, int], closest: tuple[Run, float] | None) -> str:
+    if closest is None:
+        ways = dict(batch=config.batch, context=max(1, config.seq_len // SHORTEST_PART), tensor=_widest(config))
+        fed = math.prod(ways.values())
+        if fed < num_devices:
+            return (
+                f"no mesh divides: {config.batch} sequences, parts of {SHORTEST_PART:,} tokens of them (context:"
+                f"{ways['context']}) and tensor:{ways['tensor']} feed {fed:,} of {num_devices:,} devices, "
+                f"{num_devices - fed:,} too few; a larger batch, or fewer chips"
+            )
+        return f"no mesh divides; most often: {max(reasons, key=reasons.get) if reasons else 'the batch'}"
+    of, needs = closest
+    memory, _ = memory_of(of, layers_of(of.config, of.efficiency.attention_block))
+    largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
+    text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
+    return (
+        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} needs {needs / GiB:.1f} GiB a "
+        f"device at least (mesh {_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}) of "
+        f"{of.hbm_limit / GiB:.1f}: {(needs - of.hbm_limit) / GiB:.1f} GiB short. Of it: {text} GiB. "
+        f"More chips, or fewer tokens in a batch"
+    )
+
+
+# -- command line
+
+
+def _mesh_text(of: Run) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in of.sizes.items() if size > 1) or "one device"
+
+
+def guide_row(config: Config, num_slices: int) -> tuple[str, set[str]]:
+    """The guide's words for such a run, and the axes that it advises."""
+    length = "long" if config.seq_len >= LONG else "short"
+    if config.num_experts and num_slices > 1:
+        return "experts, very large", {"fsdp", "expert", "pipe"}
+    if config.num_experts:
+        return f"experts, {length} sequences", {"fsdp", "expert"} | ({"context"} if length == "long" else set())
+    return f"dense, {length} sequences", {"fsdp"} | ({"context"} if length == "long" else set())
+
+
+def reasons(found: Plan) -> list[str]:
+    """Why this plan, in sentences with their numbers."""
+    best, of, config = found.best, found.best.of, found.best.of.config
+    words, advised = guide_row(config, of.num_slices)
+    used = {axis for axis, size in of.sizes.items() if size > 1}
+    lines = [
+        f"The guide has, for {words}: {' + '.join(sorted(advised, key=MESH_AXES.index))}. Here it is {family(best)}."
+    ]
+    fastest = found.families[0]
+    if fastest.step_s < best.step_s:
+        lines.append(
+            f"{_mesh_text(fastest.of)} with {fastest.of.microbatches} microbatches takes {fastest.step_s:.3f} s, "
+            f"{1 - fastest.step_s / best.step_s:.1%} less; within {WITHIN - 1:.0%} the simpler one is preferred."
+        )
+    for axis in ("tensor", "context", "expert"):
+        others = [one for one in found.families if (one.of.sizes[axis] > 1) != (axis in used)]
+        if others and others[0] is not best:
+            other = others[0]
+            more = {
+                part.name: part.exposed_s - math.fsum(p.exposed_s for p in best.parts if p.name == part.name)
+                for part in other.parts
+            }
+            worst = max(more, key=more.get)
+            word = "Without" if axis in used else "With"
+            if other.step_s > best.step_s:
+                why = f"; {worst} takes {more[worst]:.3f} s more" if more[worst] > 0 else ""
+            else:
+                why = ", no more than what a prediction is worth"
+            lines.append(
+                f"{word} {axis} parallelism the best is {_mesh_text(other.of)}, {other.step_s:.3f} s "
+                f"({other.step_s / best.step_s - 1:+.1%}){why}."
+            )
+    hidden = {part.name: part.seconds - part.exposed_s for part in best.parts if part.resource == "communication"}
+    for name, seconds in hidden.items():
+        if seconds > 0:
+            lines.append(f"Of {name}, {seconds:.3f} s hide behind compute.")
+    if of.chip.devices == 2 and of.num_chips * 2 > 1:
+        on_dies = next(
+            (axis for axis, links in of.links.items() if any(link.name == "die to die" for link in links)), None
+        )
+        rivals = [axis for axis in used if of.sizes[axis] == 2 and axis != on_dies]
+        cannot = f"; {' and '.join(rivals)}, of size 2, cannot as well" if rivals else ""
+        lines.append(f"The link between the two dies of a chip has {on_dies}{cannot}.")
+    flops = transformer.forward_flops_per_token(config)
+    share = (flops["scores"] + flops["mix"]) / math.fsum(flops.values())
+    kernel = math.fsum(part.exposed_s for part in best.parts if part.name == "attention")
+    kernel_mfu = share * best.flops_per_step / kernel / of.num_chips / of.chip.bf16_flops_per_s
+    lines.append(
+        f"Attention is {share:.0%} of the FLOPs and {kernel / best.step_s:.0%} of the time, at an MFU of "
+        f"{kernel_mfu:.0%} (the step's: {best.mfu:.0%})"
+        + ("; the kernel decides." if kernel > best.step_s / 2 else ".")
+    )
+    state = best.memory["weights"] + best.memory["optimizer"] + best.memory["gradients"]
+    spare = of.hbm_limit - best.hbm_bytes
+    lines.append(
+        f"Memory: {best.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB, {state / GiB:.1f} of it the state; "
+        f"remat {config.remat} recomputes least of what fits, {spare / GiB:.1f} GiB are left."
+    )
+    return lines
+
+
+def print_plan(args: argparse.Namespace) -> None:
+    if args.chips:
+        chip = chip_of(args.topology.partition(":")[0])
+        shape = sorted(squarest(args.chips, chip.torus_axes), key=lambda size: (size == 1, size))
+        chip, topology = parse_topology(f"{chip.name}:{by(shape)}")
+    else:
+        chip, topology = parse_topology(args.topology)
+    config = config_lib.from_args(args)
+    given = [name for name in ("mesh", "microbatches", "remat", "core_axis") if name in args]
+    if given:
+        raise ValueError(f"--{given[0]} is what plan finds; for one that is given: roofline.py step")
+    found = plan(config, chip, topology, num_slices=args.num_slices)
+    precise = None
+    if config.fp8 == "none" and chip.fp8_flops_per_s and chip.fp8_flops_per_s > chip.bf16_flops_per_s:
+        precise = plan(dataclasses.replace(config, fp8="dynamic"), chip, topology, num_slices=args.num_slices)
+    if args.plot:
+        plot({_mesh_text(one.of): one for one in found.families[:8]}, args.plot)
+    if args.json:
+        result = {
+            "best": as_json(found.best),
+            "families": {family(one): as_json(one) for one in found.families},
+            "reasons": reasons(found),
+            "num_tried": found.num_tried,
+            "num_fitting": found.num_fitting,
+            "fp8": as_json(precise.best) if precise else None,
+        }
+        return print(json.dumps(result))
+    of = found.best.of
+    print(describe(found.best, explain=args.explain))
+    print(f"\nwhy, of {found.num_tried:,} ways to run it, of which {found.num_fitting:,} fit")
+    for line in reasons(found):
+        print(f"  - {line}")
+    print("\nthe best of each family")
+    print(f"  {'mesh':42}{'microbatches':>13}  {'remat':34}{'step':>9}{'MFU':>7}{'GiB':>6}  waits most for")
+    for one in found.families[:12]:
+        print(
+            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}  {one.of.config.remat:34}{one.step_s:7.3f} s"
+            f"{one.mfu:7.1%}{one.hbm_bytes / GiB:6.1f}  {one.bound}"
+        )
+    if precise:
+        gain = found.best.step_s / precise.best.step_s
+        print(f"\nin fp8: {precise.best.step_s:.3f} s, {gain:.2f}x, with {_mesh_text(precise.best.of)}")
+    core = f" --core_axis={of.config.core_axis}" if of.config.core_axis else ""
+    parts = f" --microbatches={of.microbatches}" if of.microbatches > 1 else ""
+    flags = f"--mesh={_mesh_text(of)}{core}{parts} --remat={of.config.remat}"
+    print(f"\n  {flags} --preset={of.config.preset} --batch={of.config.batch} --seq_len={of.config.seq_len}")
+
+
+def add_plan_command(commands) -> None:
+    about = "the best mesh, microbatches and recomputation for a model on so many chips"
+    parser = commands.add_parser(
+        "plan", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
+    )
+    parser.add_argument("--chips", type=int, help="so many, in the shape nearest to a cube, in place of --topology's")
+    parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib")
+    add_run_flags(parser)
+    parser.set_defaults(run=print_plan)

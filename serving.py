@@ -1,0 +1,469 @@
+"""What serving a model must cost, by arithmetic: prefill, decoding, memory, how many chips help. No jax here.
+
+    python roofline.py serve --preset=llama3.1-70b --topology=v5e:4x4 --context=8192 --dtype=int8 --explain
+    python roofline.py serve --preset=deepseek-v3 --topology=tpu7x:2x2x1,tpu7x:2x2x2 --dtype=fp8 --plot=pareto.png
+
+The letters, with the scaling book (Austin et al. 2025, parts 7 and 8, https://jax-ml.github.io/scaling-book/inference):
+n chips, each of C FLOP/s, W bytes/s of HBM and W_ici on both links of an axis; a batch of B sequences.
+
+**Prefill** does all T tokens of a prompt at once, like training without a backward pass, and only the last token needs
+logits. So it is bound by FLOPs, at a share of the peak (MFU) that is assumed and not predicted:
+
+    prefill_s   = max( FLOPs / (MFU * n*C),  weights / (n*W) )
+
+**Decoding** makes one token of each sequence a step. Every weight is read once for the whole batch, every cache for its
+own sequence alone:
+
+    attention_s = max( B*cache / (n*W),  B*attention_FLOPs / (n*C) )
+    linear_s    = max( weights(B) / (n*W),  B*2*P / (n*C) )               P: active matmul parameters
+    step_s      = max( attention_s + linear_s,  messages_s )
+    tokens/s    = B / step_s
+
+The book leaves out attention's FLOPs: right for its G FLOPs a byte, wrong for latent attention. There ("absorbed") all
+heads read one latent, at near 2*N FLOPs a byte: DeepSeek-V3 at 242 in bfloat16, twice that from a cache in fp8; TPU7x
+has 313. No batch helps against caches. Against weights it does: FLOPs overtake them at the critical batch, of a dense
+model
+
+    B_critical  = bytes of a weight / 2 * C/W                             240 on v5e in bfloat16; 313 on TPU7x
+
+**Experts.** Of E experts a batch reads those that any of its tokens visits. If the router sends each token to X of them
+at random (real ones are less even, and touch fewer):
+
+    distinct(B) = E * (1 - (1 - X/E)^B)
+
+so that the critical batch is about E/X times that of a dense model.
+
+**Memory.** weights + B*cache <= n * HBM, cut evenly; the activations of a step are small, and left out. The latency
+floor is the weights alone, weights(1) / (n*W).
+
+**How far to cut.** Cut over n chips, a layer gathers its input and reduce-scatters its output twice, B*D numbers each
+time, whatever n is, while its part of the weights shrinks: messages_s is 2*L all-reduces. A matmul D x F, w bytes a
+weight, a bytes an activation, over M axes at once, has longer messages than loads and than FLOPs from
+
+    n > F/a * M * max( w / (B*beta),  2 / alpha )                         beta = W / W_ici, alpha = C / W_ici
+
+The book's F / (B*beta) is that of w = a, its F / alpha that of a = 2. Both take every axis to wrap around; one that
+does not has half of W_ici. A layer with experts has for F: where weights are loaded, distinct(B) times the width of an
+expert; for FLOPs X times it. Shared experts come on top.
+
+**Disaggregated**: servers for prefill fill the caches of servers for decoding, each of n chips. All are busy if
+
+    prefill : decode = prefill_s / (step_s * new tokens / B)
+
+**Left out**: how queries come in and differ in length, copies between the servers, scales of quantized weights, work on
+elements; the all-to-alls that cut caches over more chips than there are key heads, those of expert parallelism;
+speculative decoding.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import config as config_lib
+import transformer
+from config import Config
+from hardware import Axis, Chip, by, parse_topology, si
+from interconnect import collective_s
+
+# Of the fields of Config, those that say what a model is.
+MODEL_GROUPS = ("model", "mixture of experts", "multi-head latent attention")
+STORED_BYTES = {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}  # of weights and caches, without their scales
+
+
+# -- what is asked of the chips
+
+
+def distinct_experts(num_experts: int, experts_per_token: int, tokens: float) -> float:
+    """Expected number of experts that any of so many tokens visits, each of which takes some at random."""
+    return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a served model asks of all chips together, in plain numbers; `load_of` makes it of a Config."""
+
+    weight_bytes: float  # held
+    cache_bytes: float  # of one sequence
+    flops_per_token: float  # 2*P: matmuls with weights
+    attention_flops: float = 0.0  # of one new token with its cache
+    lookup_bytes: float = 0.0  # of the weights, those of which a token reads one row: the embedding
+    expert_bytes: float = 0.0  # of the weights, those of the routed experts
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if not 0 <= value < math.inf:  # NaN is not, either
+                raise ValueError(f"{name}={value} must be 0 or more, and finite")
+
+    def loaded_bytes(self, tokens: float) -> float:
+        """Weights that a step of so many tokens reads."""
+        experts = self.expert_bytes
+        if self.num_experts:
+            experts *= distinct_experts(self.num_experts, self.experts_per_token, tokens) / self.num_experts
+        return self.weight_bytes - self.lookup_bytes - self.expert_bytes + experts
+
+    def held_bytes(self, batch: int) -> float:
+        return self.weight_bytes + batch * self.cache_bytes
+
+
+def bytes_of(dtype: str) -> float:
+    if dtype not in STORED_BYTES:
+        raise ValueError(f"{dtype!r} is not one of {', '.join(STORED_BYTES)}")
+    return STORED_BYTES[dtype]
+
+
+def load_of(config: Config, context: int, *, weight_dtype: str = "bf16", cache_dtype: str = "bf16") -> Load:
+    """With `context` tokens in the cache of every sequence."""
+    if context < 1:
+        raise ValueError(f"a context is 1 token or more, not {context}")
+    size = bytes_of(weight_dtype)
+    forward = transformer.forward_flops_per_token(config)
+    routed = sum(w.params for w in transformer.weights(config).values() if w.share[1] > 1)
+    keys = transformer.kv_cache_bytes(config, context, element_bytes=1) / transformer.kv_elements_per_layer(config)
+    dims = transformer.key_dim(config) + transformer.value_dim(config)
+    if config.kv_lora_rank:  # absorbed
+        dims = 2 * config.kv_lora_rank + config.rope_head_dim
+    return Load(
+        weight_bytes=size * transformer.num_params(config),
+        cache_bytes=transformer.kv_cache_bytes(config, context, element_bytes=bytes_of(cache_dtype)),
+        flops_per_token=sum(flops for part, flops in forward.items() if part not in ("scores", "mix")),
+        attention_flops=2 * config.num_heads * dims * keys,
+        lookup_bytes=0 if config.tied_embeddings else size * config.vocab_size * config.model_dim,
+        expert_bytes=size * routed,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+    )
+
+
+# -- memory
+
+
+def max_batch(load: Load, chip: Chip, num_chips: int) -> int:
+    """The largest batch that fits. Raises ValueError if not even the weights do."""
+    check_fit(load, chip, num_chips, 0)
+    if not load.cache_bytes:
+        raise ValueError("without a cache any batch fits")
+    return int((num_chips * chip.hbm_bytes - load.weight_bytes) // load.cache_bytes)
+
+
+def check_fit(load: Load, chip: Chip, num_chips: int, batch: int) -> None:
+    """Raises ValueError, with what is short and by how much."""
+    has, needs = num_chips * chip.hbm_bytes, load.held_bytes(batch)
+    if needs > has:
+        cache = f", {batch:,} caches {si(batch * load.cache_bytes, 'B')}" if batch else ""
+        raise ValueError(
+            f"does not fit: weights are {si(load.weight_bytes, 'B')}{cache}, the HBM of {num_chips:,} {chip.name} is "
+            f"{si(has, 'B')}: short by {si(needs - has, 'B')}; from {least_chips(load, chip, batch):,} chips on it fits"
+        )
+
+
+def least_chips(load: Load, chip: Chip, batch: int) -> int:
+    return math.ceil(load.held_bytes(batch) / chip.hbm_bytes)
+
+
+# -- decoding
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token of each sequence; every time is a lower bound of its own."""
+
+    batch: int
+    num_chips: int
+    cache_s: float
+    attention_flops_s: float
+    weights_s: float
+    flops_s: float
+    messages_s: float
+
+    @property
+    def step_s(self) -> float:
+        """If messages travel while all else is done."""
+        attention_s, linear_s = max(self.cache_s, self.attention_flops_s), max(self.weights_s, self.flops_s)
+        return max(attention_s + linear_s, self.messages_s)
+
+    @property
+    def sequential_s(self) -> float:
+        """If they do not."""
+        return max(self.cache_s, self.attention_flops_s) + max(self.weights_s, self.flops_s) + self.messages_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch / self.step_s
+
+    @property
+    def tokens_per_s_per_chip(self) -> float:
+        return self.tokens_per_s / self.num_chips
+
+    @property
+    def bound(self) -> str:
+        """What takes the largest part of it; messages where they take longer than all else."""
+        parts = {"weights": self.weights_s, "FLOPs": self.flops_s, "cache": self.cache_s}
+        parts["attention"] = self.attention_flops_s
+        return "messages" if self.messages_s == self.step_s else max(parts, key=parts.get)
+
+
+def decode(
+    load: Load, chip: Chip, num_chips: int, batch: int, *, matmul_dtype: str = "bf16", messages_s: float = 0.0
+) -> Step:
+    """The times of a step, whether or not it fits: that is `check_fit`."""
+    if batch < 1 or num_chips < 1:
+        raise ValueError(f"a batch and a number of chips are 1 or more, not {batch} and {num_chips}")
+    C, W = num_chips * chip.flops_per_s(matmul_dtype), num_chips * chip.hbm_bytes_per_s
+    return Step(
+        batch,
+        num_chips,
+        cache_s=batch * load.cache_bytes / W,
+        attention_flops_s=batch * load.attention_flops / C,
+        weights_s=load.loaded_bytes(batch) / W,
+        flops_s=batch * load.flops_per_token / C,
+        messages_s=messages_s,
+    )
+
+
+def floor_s(load: Load, chip: Chip, num_chips: int) -> float:
+    """The weights alone, at batch 1: no step is quicker."""
+    return load.loaded_bytes(1) / (num_chips * chip.hbm_bytes_per_s)
+
+
+def critical_batch(load: Load, chip: Chip, *, matmul_dtype: str = "bf16") -> float:
+    """B at which FLOPs take as long as the weights: B * 2P/C = weights(B) / W. (That at which caches do: none.)"""
+    ridge = chip.flops_per_s(matmul_dtype) / chip.hbm_bytes_per_s
+    excess = lambda batch: batch * load.flops_per_token - ridge * load.loaded_bytes(batch)
+    high = 1.0  # the excess is below 0 at no tokens, and convex: it has one root
+    while excess(high) < 0:
+        high *= 2
+    low = 0.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+    return high
+
+
+# -- cutting a model over chips
+
+
+def messages_s(config: Config, axes: Sequence[Axis], batch: int, *, activation_bytes: float = 2) -> float:
+    """2*L all-reduces of B*D numbers over all axes, each a reduce-scatter behind and an all-gather before a matmul."""
+    nbytes = batch * config.model_dim * activation_bytes
+    return 2 * config.num_layers * collective_s("all_reduce", nbytes, axes, spread=True)
+
+
+def mlp_widths(config: Config, batch: int) -> tuple[float, float]:
+    """F of the weights that a layer's MLP loads for a batch, and of those that a token meets."""
+    if not config.num_experts:
+        return config.ff_dim, config.ff_dim
+    E, X, shared = config.num_experts, config.experts_per_token, config.num_shared_experts
+    return config.expert_dim * (distinct_experts(E, X, batch) + shared), config.expert_dim * (X + shared)
+
+
+def max_cut(
+    widths: tuple[float, float],
+    batch: int,
+    chip: Chip,
+    axes: Sequence[Axis],
+    *,
+    weight_bytes: float = 2,
+    activation_bytes: float = 2,
+    matmul_dtype: str = "bf16",
+) -> float:
+    """Chips from which on the messages of a matmul take longer than its weights and its FLOPs; see the top."""
+    loaded, met = widths
+    ici_bytes_per_s = sum(axis.link_bytes_per_s * (2 if axis.wrap else 1) for axis in axes if axis.size > 1)
+    if not ici_bytes_per_s:  # one chip sends none
+        return math.inf
+    weights_s = weight_bytes * loaded / chip.hbm_bytes_per_s  # of a number of the model dim, on one chip
+    flops_s = batch * 2 * met / chip.flops_per_s(matmul_dtype)
+    return max(weights_s, flops_s) / (batch * activation_bytes / ici_bytes_per_s)
+
+
+# -- prefill, and servers of both kinds
+
+
+def prefill_flops(config: Config, tokens: int) -> float:
+    """The forward pass of a prompt, causal, with the logits of its last token alone."""
+    forward = transformer.forward_flops_per_token(dataclasses.replace(config, seq_len=tokens))
+    logits = forward.pop("unembedding")
+    return tokens * sum(forward.values()) + logits
+
+
+def prefill_s(
+    flops: float, chip: Chip, num_chips: int, *, mfu: float, matmul_dtype: str = "bf16", loaded_bytes: float = 0.0
+) -> float:
+    """Of one prompt, at an assumed share of the peak, and not before its weights are loaded."""
+    if not 0 < mfu <= 1:
+        raise ValueError(f"mfu={mfu}: a share of the peak is over 0 and at most 1")
+    compute_s = flops / (mfu * num_chips * chip.flops_per_s(matmul_dtype))
+    return max(compute_s, loaded_bytes / (num_chips * chip.hbm_bytes_per_s))
+
+
+def prefill_servers(prefill_s: float, step: Step, new_tokens: int) -> float:
+    """So many of the same size fill the caches of one that decodes, and is always full."""
+    if new_tokens < 1:
+        raise ValueError(f"a sequence gets 1 new token or more, not {new_tokens}")
+    return prefill_s * step.batch / (step.step_s * new_tokens)
+
+
+# -- latency against throughput
+
+
+def batches_up_to(largest: int) -> list[int]:
+    """1, 2, 4, ... and the largest."""
+    return sorted({largest, *(2**i for i in range(largest.bit_length()))}) if largest else []
+
+
+def frontier(steps: Sequence[Step]) -> list[Step]:
+    """Those that no other beats: at least as quick and as many tokens a chip, and better in one of them."""
+    best = []
+    for step in sorted(steps, key=lambda step: (step.step_s, -step.tokens_per_s_per_chip)):
+        if not best or step.tokens_per_s_per_chip > best[-1].tokens_per_s_per_chip:
+            best.append(step)
+    return best
+
+
+# -- command line
+
+
+def print_serve(args: argparse.Namespace) -> None:
+    config = config_lib.from_args(args)
+    stored = dict(weight_dtype=args.weight_dtype or args.dtype_, cache_dtype=args.cache_dtype or args.dtype_)
+    load, prompt = load_of(config, args.context, **stored), args.context - args.new_tokens
+    if min(prompt, args.new_tokens) < 1:
+        raise ValueError(f"--new_tokens={args.new_tokens} must leave a prompt: from 1 to {args.context - 1}")
+    slices = [predict(topology, config, load, prompt, args) for topology in args.topology.split(",")]
+    best = frontier([step for _, steps in slices for step in steps])
+    names = ("step_s", "sequential_s", "tokens_per_s", "tokens_per_s_per_chip", "bound")
+    for found, steps in slices:
+        found["steps"] = [
+            dataclasses.asdict(step) | {name: getattr(step, name) for name in names} | dict(on_frontier=step in best)
+            for step in steps
+        ]
+    result = dict(kind="predicted", preset=config.preset, **stored, matmul_dtype=args.matmul_dtype)
+    result |= dict(context_tokens=args.context, prompt_tokens=prompt, new_tokens=args.new_tokens)
+    result |= dict(assumed_prefill_mfu=args.mfu, slices=[found for found, _ in slices])
+    if args.plot:
+        plot_frontier(result, args.plot)
+    if args.json:
+        return print(json.dumps(result))
+    print(f"{config.preset}, {args.context:,} tokens in every cache, predicted")
+    print(f"weights in {stored['weight_dtype']}, caches in {stored['cache_dtype']}, multiplied in {args.matmul_dtype}")
+    for found, steps in slices:
+        print_slice(found, args.mfu, prompt)
+        if args.explain:
+            explain(steps[-1], load, config, found["topology"], args.matmul_dtype)
+    print("\n*: no other row is as quick with as many tokens a chip. In a step messages travel while all else is done.")
+
+
+def predict(topology: str, config: Config, load: Load, prompt: int, args) -> tuple[dict, list[Step]]:
+    """Of one slice: its numbers, and its steps."""
+    chip, shape = parse_topology(topology)
+    axes, n, options = chip.axes(shape), math.prod(shape), dict(matmul_dtype=args.matmul_dtype)
+    largest = max_batch(load, chip, n)
+    check_fit(load, chip, n, args.batch_ or 1)
+    batches = batches_up_to(largest) if args.batch_ is None else [args.batch_]
+    steps = [decode(load, chip, n, B, messages_s=messages_s(config, axes, B), **options) for B in batches]
+    last, flops, loaded = steps[-1], prefill_flops(config, prompt), load.loaded_bytes(prompt)
+    prompt_s = prefill_s(flops, chip, n, mfu=args.mfu, loaded_bytes=loaded, **options)
+    size = bytes_of(args.weight_dtype or args.dtype_)
+    cut = max_cut(mlp_widths(config, last.batch), last.batch, chip, axes, weight_bytes=size, **options)
+    found = dict(topology=topology, num_chips=n, hbm_bytes=n * chip.hbm_bytes, weight_bytes=load.weight_bytes)
+    found |= dict(cache_bytes_per_sequence=load.cache_bytes, max_batch=largest, floor_s=floor_s(load, chip, n))
+    found |= dict(critical_batch=critical_batch(load, chip, **options), max_cut_chips=cut if cut < math.inf else None)
+    found |= dict(prefill_flops=flops, prefill_s=prompt_s)
+    found["prefill_servers_per_decode_server"] = prefill_servers(prompt_s, last, args.new_tokens)
+    return found, steps
+
+
+def print_slice(found: dict, mfu: float, prompt: int) -> None:
+    n, cut, last = found["num_chips"], found["max_cut_chips"], f"{found['steps'][-1]['batch']:,}"
+    weights, cache = si(found["weight_bytes"], "B"), si(found["cache_bytes_per_sequence"], "B")
+    print(f"\n{found['topology']}, {n:,} chips, {si(found['hbm_bytes'], 'B')} of HBM")
+    print(f"  memory    weights {weights}, a cache {cache}: at most {found['max_batch']:,} sequences")
+    print(f"  floor     {si(found['floor_s'], 's')} a step: the weights that one token needs, and nothing else")
+    print(f"  critical  batch {found['critical_batch']:,.1f}: from there on FLOPs take longer than weights")
+    print(f"  prefill   {si(found['prefill_s'], 's')} for {prompt:,} tokens, at an assumed {mfu:.0%} of the peak")
+    print(f"  servers   {found['prefill_servers_per_decode_server']:.3g} of prefill for one that decodes {last}")
+    if cut:
+        print(f"  cut       from {cut:,.1f} chips on messages take longest in an MLP, at batch {last}; these are {n:,}")
+    print(f"  {'batch':>7}{'step, ms':>12}{'not overlapped':>16}{'tokens/s':>12}{'a chip':>10}{'a user':>10}  bound")
+    for row in found["steps"]:
+        numbers = f"{row['batch']:9,}{row['step_s'] * 1e3:12.3f}{row['sequential_s'] * 1e3:16.3f}"
+        numbers += f"{row['tokens_per_s']:12,.1f}{row['tokens_per_s_per_chip']:10,.2f}{1 / row['step_s']:10,.1f}"
+        print(f"{numbers}  {row['bound']}{' *' if row['on_frontier'] else ''}")
+
+
+def explain(step: Step, load: Load, config: Config, topology: str, dtype: str) -> None:
+    """The formulas of a step, with its numbers in them."""
+    chip, shape = parse_topology(topology)
+    n, B, C, W = step.num_chips, step.batch, si(chip.flops_per_s(dtype), "FLOP/s"), si(chip.hbm_bytes_per_s, "B/s")
+    cache, read, sent = (si(x, "B") for x in (load.cache_bytes, load.loaded_bytes(B), 2 * B * config.model_dim))
+    scores, flops = si(load.attention_flops, "FLOP"), si(load.flops_per_token, "FLOP")
+    print(f"  batch {B:,}")
+    print(f"    cache      B * cache / (n*W) = {B} * {cache} / ({n} * {W}) = {si(step.cache_s, 's')}")
+    print(f"    attention  B * FLOPs / (n*C) = {B} * {scores} / ({n} * {C}) = {si(step.attention_flops_s, 's')}")
+    print(f"    weights    read / (n*W) = {read} / ({n} * {W}) = {si(step.weights_s, 's')}")
+    if load.num_experts:
+        E, X = load.num_experts, load.experts_per_token
+        print(f"    experts    E * (1 - (1 - X/E)^B) = {E} * (1 - (1 - {X}/{E})^{B}) = ", end="")
+        print(f"{distinct_experts(E, X, B):.4g} of a layer's are read")
+    print(f"    FLOPs      B * 2*P / (n*C) = {B} * {flops} / ({n} * {C}) = {si(step.flops_s, 's')}")
+    print(f"    messages   2*L all-reduces of B*D*2 bytes = 2 * {config.num_layers} of {sent} over {by(shape)}", end="")
+    print(f" = {si(step.messages_s, 's')}")
+    print(f"    step       max(max(cache, attention) + max(weights, FLOPs), messages) = {si(step.step_s, 's')}")
+
+
+def plot_frontier(result: dict, path: str) -> None:
+    """Tokens a chip against the time of a step, a line a slice, a point a batch."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
+    except ModuleNotFoundError:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for found in result["slices"]:
+        points = [(row["step_s"] * 1e3, row["tokens_per_s_per_chip"]) for row in found["steps"]]
+        panel.plot(*zip(*points, strict=True), marker=".", label=found["topology"])
+    title = f"{result['preset']}, {result['context_tokens']:,} tokens a cache, predicted"
+    panel.set(title=title, xlabel="time of a step, ms", ylabel="tokens/s a chip", xscale="log", yscale="log")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=120)
+
+
+def add_serve_command(commands) -> None:
+    about = "prefill, decoding, memory and servers of a model on slices"
+    parser = commands.add_parser(
+        "serve",
+        help=about,
+        description=about,
+        allow_abbrev=False,
+        usage="%(prog)s [--flag=value ...]",
+        conflict_handler="resolve",  # --dtype is not Config's: what is stored, not what a training step computes in
+    )
+    parser.set_defaults(run=print_serve, model_flags=[*config_lib.add_flags(parser, MODEL_GROUPS), "preset", "batch"])
+    presets = ", ".join(config_lib.PRESETS)
+    parser.add_argument("--preset", default=argparse.SUPPRESS, help=f"model to start from ['tiny']: {presets}")
+    group = parser.add_argument_group("serving")
+    group.add_argument("--topology", default="tpu7x:2x2x1", help="slices, as in v5e:4x4,v5e:4x8 [%(default)s]")
+    group.add_argument("--context", type=int, default=8192, help="tokens in the cache of a sequence [%(default)s]")
+    group.add_argument("--batch", type=int, dest="batch_", metavar="B", help="sequences; default: 1, 2, 4 to what fits")
+    stored = dict(dest="dtype_", default="bf16", metavar="DTYPE")
+    group.add_argument("--dtype", **stored, help=f"of what is stored: {', '.join(STORED_BYTES)} [%(default)s]")
+    group.add_argument("--weight_dtype", metavar="DTYPE", help="of the weights, if another")
+    group.add_argument("--cache_dtype", metavar="DTYPE", help="of the caches, if another")
+    group.add_argument("--matmul_dtype", default="bf16", metavar="DTYPE", help="bf16, fp8 or int8 [%(default)s]")
+    group.add_argument("--new_tokens", type=int, default=512, help="of the context, after the prompt [%(default)s]")
+    about = "assumed share of the peak in prefill; the scaling book assumes the default, too [%(default)s]"
+    group.add_argument("--mfu", type=float, default=0.4, help=about)
+    group.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
+    group.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
+    group.add_argument("--plot", metavar="FILE.png", help="draw latency against throughput; needs matplotlib")

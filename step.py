@@ -1,0 +1,460 @@
+"""How long a training step takes and whether it fits, predicted: every part with its formula. No jax here.
+
+    python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --explain
+    python roofline.py step --preset=qwen3-235b-a22b --topology=tpu7x:4x8x8 --batch=2048 --json
+
+A roofline says what a step must take. This says what it will: the same arithmetic, each part divided by what programs
+reach of the chip's figures. workload.py has these efficiencies, the time that a layer computes, and the memory. Here
+they are added up, over a stage's layers and all M microbatches, with what no layer has,
+
+    loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax
+    update        28 bytes a parameter / W_hbm                       adamw: read weights, gradients, moments; write them
+
+and with communication, of which only what nothing hides (the exposed part) makes the step longer:
+
+    fsdp          gather a layer forward and backward, reduce-scatter its gradient: hidden behind the compute of another
+                  layer, as far as that lasts. Exposed for the first layer and the last, and without `prefetch`
+    tensor        gather and reduce-scatter the stream twice a layer, forward and backward. Exposed, as matmuls wait for
+                  it; with `collective_matmul` what the matmuls do not cover, and a message
+    context       keys and values go round a ring while attention computes; backward with their gradients
+    expert        all-to-all there and back, forward and backward. Exposed
+    pipe          (P - 1) of M + P - 1 ticks idle; a message a tick, hidden but in the first and last ticks
+    data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
+                  weight, and over `expert` for all that is not an expert
+    host          what is offloaded goes out during the forward pass and comes back during the backward pass
+
+Every microbatch gathers and reduce-scatters anew.
+
+**MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
+time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
+
+**Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
+and the compute down. Attention is taken to be a fused kernel.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+
+import config as config_lib
+import transformer
+from hardware import by, parse_topology, si
+from workload import Layer, Run, check, compute_s, layers_of, memory_of, params_of_device, run_of
+
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the step, on the busiest device."""
+
+    name: str
+    resource: str  # what it waits for: compute, attention, memory, communication, host, idle
+    seconds: float  # in all, hidden or not
+    exposed_s: float  # that the step takes longer for it
+    formula: str  # with the numbers in it
+
+
+@dataclass(frozen=True)
+class Prediction:
+    of: Run
+    parts: list[Part]
+    memory: dict[str, float]  # bytes of a device, by what they hold
+    host_bytes: float  # of a device's activations on its host
+    notes: list[str]
+
+    @property
+    def flops_per_step(self) -> float:
+        config = self.of.config
+        return transformer.train_flops_per_token(config) * config.batch * config.seq_len
+
+    @property
+    def step_s(self) -> float:
+        return math.fsum(part.exposed_s for part in self.parts)
+
+    @property
+    def hbm_bytes(self) -> float:
+        return math.fsum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.hbm_bytes <= self.of.hbm_limit
+
+    @property
+    def exposed_comm_s(self) -> float:
+        return math.fsum(part.exposed_s for part in self.parts if part.resource == "communication")
+
+    @property
+    def tokens_per_s_per_chip(self) -> float:
+        return self.of.config.batch * self.of.config.seq_len / self.step_s / self.of.num_chips
+
+    @property
+    def mfu(self) -> float:
+        return self.flops_per_step / self.step_s / self.of.num_chips / self.of.chip.bf16_flops_per_s
+
+    @property
+    def own_precision_mfu(self) -> float:
+        return self.mfu * self.of.chip.bf16_flops_per_s / self.of.chip.flops_per_s(self.of.dtype)
+
+    @property
+    def by_resource(self) -> dict[str, float]:
+        """Seconds of the step by what it waits for, the longest first."""
+        seconds = {}
+        for part in self.parts:
+            seconds[part.resource] = seconds.get(part.resource, 0) + part.exposed_s
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    @property
+    def bound(self) -> str:
+        return next(iter(self.by_resource))
+
+
+# -- the step
+
+
+def predict(of: Run) -> Prediction:
+    """The step of a run. Raises ValueError, with the numbers, where the mesh cannot cut the model or the batch."""
+    notes = check(of)
+    kinds = [Kind(layer, of) for layer in layers_of(of.config, of.efficiency.attention_block)]
+    memory, host_bytes = memory_of(of, [kind.layer for kind in kinds])
+    of_layers = [
+        *_compute(of, kinds),
+        _loss(of),
+        _fsdp(of, kinds),
+        _tensor(of, kinds),
+        _context(of, kinds),
+        _expert(of, kinds),
+    ]
+    rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes)]
+    parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
+    return Prediction(of, [part for part in parts if part.seconds], memory, host_bytes, notes)
+
+
+class Kind:
+    """The layers of a kind, and the seconds that one computes on a microbatch."""
+
+    def __init__(self, layer: Layer, of: Run):
+        self.layer = layer
+        self.times = layer.num_layers / of.pipe * of.microbatches  # that a stage runs one, in a step
+        self.by_part = compute_s(of, layer)  # (forward, backward)
+        self.forward, self.backward = map(math.fsum, zip(*self.by_part.values(), strict=True))
+
+
+# -- compute
+
+
+def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
+    config, e = of.config, of.efficiency
+    seconds = {
+        name: math.fsum(sum(kind.by_part[name]) * kind.times for kind in kinds)
+        for name in ("matmul", "attention", "elementwise")
+    }
+    flops = {"matmul": 0.0, "attention": 0.0}  # a token
+    again = transformer.recomputed_flops_per_token(config)
+    for name, forward in transformer.forward_flops_per_token(config).items():
+        if name != "unembedding":
+            flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + again.get(name, 0)
+    tokens = f"{config.batch * config.seq_len / math.prod(of.sizes.values()):,.0f} tokens"  # a device's share
+    moved = math.fsum(kind.layer.elementwise * kind.layer.num_layers for kind in kinds) * of.element
+    peak = of.chip.bf16_flops_per_s / of.chip.devices
+    speed = of.chip.flops_per_s(of.dtype) / of.chip.devices
+    formulas = {
+        "matmul": f"{tokens} * {si(flops['matmul'], 'FLOP')} with what is recomputed / ({si(speed, 'FLOP/s')} * "
+        f"{e.matmul}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
+        "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
+        f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
+        "diagonal are whole, backward has one more matmul",
+        "elementwise": f"{tokens} * {3 + (config.remat != 'none')} * {si(moved, 'B')} of all layers / "
+        f"({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
+    }
+    resources = {"matmul": "compute", "attention": "attention", "elementwise": "memory"}
+    return [Part(name, resources[name], s, s, formulas[name]) for name, s in seconds.items()]
+
+
+def _loss(of: Run) -> Part:
+    D, V = of.config.model_dim, of.config.vocab_size
+    tokens = of.tokens * of.microbatches / of.tensor
+    speed, bandwidth = of.flops_per_s("unembedding"), of.hbm_bytes_per_s * of.efficiency.elementwise
+    seconds = tokens * (3 * 2 * D * V / speed + V * 16 / bandwidth)
+    formula = f"{tokens:,.0f} tokens * (3 * 2 * {D} * {V:,} / {si(speed, 'FLOP/s')} + {V:,} * 16 B / "
+    return Part("loss", "compute", seconds, seconds, f"{formula}{si(bandwidth, 'B/s')})")
+
+
+def _update(of: Run) -> Part:
+    config = of.config
+    params = sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
+    slots = {"adamw": transformer.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
+    each = 4 + 4 + 4 + 2 * slots  # the gradient in; weight and slots in and out
+    bandwidth = of.hbm_bytes_per_s * of.efficiency.hbm
+    seconds = params * each / bandwidth
+    return Part("update", "memory", seconds, seconds, f"{params:,.0f} parameters * {each} B / {si(bandwidth, 'B/s')}")
+
+
+# -- communication
+
+
+def _fsdp(of: Run, kinds: list[Kind]) -> Part:
+    if of.sizes["fsdp"] == 1:
+        return _communication("fsdp", 0, 0)
+    config = of.config
+    seconds = exposed = ends = 0.0
+    for kind in kinds:
+        whole = kind.layer.whole_params(of)
+        gather = of.collective_s("all_gather", of.weight_bytes * whole, "fsdp")
+        scatter = of.collective_s("reduce_scatter", of.element * whole, "fsdp")
+        hidden = min(gather, kind.forward) + min(gather + scatter, kind.backward) if config.prefetch else 0
+        seconds += kind.times * (2 * gather + scatter)
+        exposed += kind.times * (2 * gather + scatter - hidden)
+        ends = max(ends, 2 * gather + scatter) if config.prefetch else 0
+    tables = of.element * config.vocab_size * config.model_dim / of.tensor * (1 if config.tied_embeddings else 2)
+    tables_s = of.collective_s("all_gather", tables, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
+    largest = max(kind.layer.whole_params(of) for kind in kinds) * of.weight_bytes
+    formula = f"gather {si(largest, 'B')} of a layer twice, reduce-scatter its gradient, over {_wires(of, 'fsdp')}"
+    formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
+    once = of.microbatches * tables_s
+    return _communication("fsdp", seconds + once, exposed + once + of.microbatches * ends, formula)
+
+
+def _tensor(of: Run, kinds: list[Kind]) -> Part:
+    if of.tensor == 1:
+        return _communication("tensor", 0, 0)
+    stream = of.tokens * of.config.model_dim * of.element
+    once = of.collective_s("all_gather", stream, "tensor")
+    seconds = exposed = 0.0
+    for kind in kinds:
+        # A product that is computed again needs its operand gathered again, or its result scattered.
+        moved = {"w_q": 1, "w_q_up": 1, "w_o": 1, "w_up": 1, "expert_up": 1}
+        again = sum(product.recomputed * moved.get(product.weight, 0) for product in kind.layer.products)
+        for way, number in ((0, 4), (1, 4 + again)):
+            covered = kind.by_part["matmul"][way] if of.config.collective_matmul else 0
+            seconds += kind.times * number * once
+            exposed += kind.times * max(number * once - covered, number * once / of.tensor)
+    formula = f"{si(stream, 'B')} gathered and reduce-scattered twice a layer and way, over {_wires(of, 'tensor')}"
+    formula += ", behind the matmuls" if of.config.collective_matmul else ""
+    return _communication("tensor", seconds, exposed, formula)
+
+
+def _context(of: Run, kinds: list[Kind]) -> Part:
+    ways = of.sizes["context"]
+    if ways == 1:
+        return _communication("context", 0, 0)
+    local = of.tokens * transformer.kv_elements_per_layer(of.config) / of.tensor * of.element
+    once = of.collective_s("all_gather", local * ways, "context")
+    seconds = exposed = 0.0
+    for kind in kinds:
+        # Backward: keys and values once more, with their gradients in float32; before, if the kernel runs again.
+        for way, number in ((0, 1), (1, 1 + 4 / of.element + kind.layer.attention_lost)):
+            hidden = min(number * once, kind.by_part["attention"][way] * (1 - 1 / ways))
+            seconds += kind.times * number * once
+            exposed += kind.times * (number * once - hidden)
+    formula = (
+        f"{si(local, 'B')} of keys and values pass all of {_wires(of, 'context')}, behind attention; backward with "
+    )
+    return _communication("context", seconds, exposed, f"{formula}their gradients")
+
+
+def _expert(of: Run, kinds: list[Kind]) -> Part:
+    if of.sizes["expert"] == 1:
+        return _communication("expert", 0, 0)
+    sent = of.tokens * of.config.model_dim / of.tensor * of.element * of.config.experts_per_token
+    number = 4 if of.config.remat == "none" else 6  # there and back, forward and backward, and what is recomputed
+    times = sum(kind.times for kind in kinds if kind.layer.params[True])
+    seconds = times * number * of.collective_s("all_to_all", sent, "expert")
+    formula = f"{number} times {si(sent, 'B')} of a layer's tokens, each to its experts, over {_wires(of, 'expert')}"
+    return _communication("expert", seconds, seconds, formula)
+
+
+def _pipe(of: Run, working_s: float) -> list[Part]:
+    """The idle ticks of a pipeline whose stages work `working_s` in a step, and its messages."""
+    if of.pipe == 1:
+        return []
+    tick = working_s / of.microbatches
+    stream = of.tokens * of.config.model_dim * of.element / of.tensor
+    message = max(link.hop_s + stream / link.link_bytes_per_s for link in of.links["pipe"])
+    first_and_last = 2 * (of.pipe - 1) * message
+    exposed = first_and_last + of.microbatches * max(0.0, 2 * message - tick)
+    return [
+        Part(
+            "pipeline bubble",
+            "idle",
+            (of.pipe - 1) * tick,
+            (of.pipe - 1) * tick,
+            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/(M+P-1) = {of.bubble:.1%}",
+        ),
+        _communication(
+            "pipe",
+            2 * of.microbatches * message + first_and_last,
+            exposed,
+            f"{si(stream, 'B')} from stage to stage and back, over {_wires(of, 'pipe')}",
+        ),
+    ]
+
+
+def _gradient_sum(of: Run) -> Part:
+    sizes = of.sizes
+    experts, others = params_of_device(of)
+    seconds = 0.0
+    for params, axes in ((experts, ("context", "data")), (others, ("context", "expert", "data"))):
+        if of.config.shard_update:
+            seconds += of.collective_s("reduce_scatter", 4 * params, *axes)
+            seconds += of.collective_s("all_gather", of.element * params, *axes)
+        else:
+            seconds += of.collective_s("all_reduce", 4 * params, *axes)
+    replicas = " and ".join(_wires(of, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
+    formula = f"all-reduce {si(4 * (experts + others), 'B')}, over {replicas}, after the backward pass"
+    return Part("gradient sum", "communication", seconds, seconds, formula)
+
+
+def _host(of: Run, kinds: list[Kind], nbytes: float) -> Part:
+    speed = (of.chip.pcie_bytes_per_s or of.chip.devices * of.efficiency.host_bytes_per_s) / of.chip.devices
+    one_way = nbytes * of.microbatches / speed
+    forward = math.fsum(kind.forward * kind.times for kind in kinds)
+    backward = math.fsum(kind.backward * kind.times for kind in kinds)
+    exposed = max(0.0, one_way - forward) + max(0.0, one_way - backward)
+    formula = (
+        f"{si(nbytes * of.microbatches, 'B')} / {si(speed, 'B/s')}, out behind the forward pass, back behind the other"
+    )
+    return Part("host offload", "host", 2 * one_way, exposed, formula)
+
+
+def _communication(axis: str, seconds: float, exposed: float, formula: str = "") -> Part:
+    return Part(f"{axis} communication", "communication", seconds, exposed, formula)
+
+
+def _wires(of: Run, axis: str) -> str:
+    return f"{axis}:{of.sizes[axis]} on {', '.join(link.name for link in of.links[axis])}"
+
+
+# -- command line
+
+
+def as_json(found: Prediction) -> dict:
+    """What --json gives: seconds, bytes, FLOPs."""
+    of, config = found.of, found.of.config
+    return {
+        "preset": config.preset,
+        "topology": f"{of.chip.name}:{by(of.topology)}",
+        "num_slices": of.num_slices,
+        "num_chips": of.num_chips,
+        "mesh": {axis: size for axis, size in of.sizes.items() if size > 1},
+        "batch": config.batch,
+        "seq_len": config.seq_len,
+        "microbatches": config.microbatches,
+        "remat": config.remat,
+        "fp8": config.fp8,
+        "kind": "predicted",
+        "step_s": found.step_s,
+        "mfu": found.mfu,
+        "own_precision_mfu": found.own_precision_mfu,
+        "flops_per_step": found.flops_per_step,
+        "tokens_per_s_per_chip": found.tokens_per_s_per_chip,
+        "exposed_comm_s": found.exposed_comm_s,
+        "bound": found.bound,
+        "hbm_bytes": found.hbm_bytes,
+        "hbm_limit_bytes": of.hbm_limit,
+        "host_bytes": found.host_bytes,
+        "fits": found.fits,
+        "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
+        "memory_bytes": found.memory,
+        "notes": found.notes,
+    }
+
+
+def describe(found: Prediction, *, explain: bool = False) -> str:
+    """The prediction as a person reads it."""
+    of, config, chip = found.of, found.of.config, found.of.chip
+    mesh = ", ".join(
+        f"{axis} {size} ({', '.join(link.name for link in of.links[axis])})"
+        for axis, size in of.sizes.items()
+        if size > 1
+    )
+    slices = f"{of.num_slices} slices of " if of.num_slices > 1 else ""
+    tokens = config.batch * config.seq_len
+    lines = [
+        f"{config.preset} on {slices}{chip.name}:{by(of.topology)}, {of.num_chips:,} chips, predicted",
+        f"  mesh     {mesh or 'one device'}",
+        f"  batch    {config.batch:,} sequences of {config.seq_len:,}: {tokens:,} tokens"
+        + (f", in {config.microbatches} microbatches" if config.microbatches > 1 else ""),
+        f"  how      {'bf16' if config.fp8 == 'none' else f'fp8 ({config.fp8})'}, remat {config.remat}"
+        + (f" {config.remat_tensors}" if config.remat_tensors else ""),
+        "",
+        f"{'':26}{'in all':>10}{'exposed':>10}{'of the step':>13}   waits for",
+    ]
+    for part in found.parts:
+        share = part.exposed_s / found.step_s
+        lines.append(f"  {part.name:24}{part.seconds:8.3f} s{part.exposed_s:8.3f} s{share:13.1%}   {part.resource}")
+        if explain:
+            lines.append(f"      = {part.formula}")
+    own = f" of bf16's peak, {found.own_precision_mfu:.1%} of fp8's" if config.fp8 != "none" else ""
+    lines += [
+        f"  {'step':24}{'':10}{found.step_s:8.3f} s   bound by {found.bound}",
+        "",
+        f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
+        f"{si(found.flops_per_step, 'FLOP')} a step",
+        f"  memory   {found.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB a device"
+        + ("" if found.fits else f": DOES NOT FIT, {(found.hbm_bytes - of.hbm_limit) / GiB:.1f} GiB short"),
+    ]
+    held = {name: nbytes for name, nbytes in found.memory.items() if nbytes}
+    held |= {"on the host": found.host_bytes} if found.host_bytes else {}
+    width = max(map(len, held))
+    lines += [f"           {name:{width}} {nbytes / GiB:8.2f} GiB" for name, nbytes in held.items()]
+    if explain:
+        peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
+        lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")
+    return "\n".join(lines + [f"  note     {note}" for note in found.notes])
+
+
+def plot(predictions: dict[str, Prediction], path: str) -> None:
+    """A bar a prediction, its step time by part; the exposed part of each."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(9, 1.8 + 0.5 * len(predictions)), layout="constrained")
+    panel = figure.subplots()
+    names = list(dict.fromkeys(part.name for found in predictions.values() for part in found.parts))
+    left = dict.fromkeys(predictions, 0.0)
+    for number, name in enumerate(names):
+        seconds = {
+            label: math.fsum(part.exposed_s for part in found.parts if part.name == name)
+            for label, found in predictions.items()
+        }
+        panel.barh(list(seconds), list(seconds.values()), left=list(left.values()), color=f"C{number}", label=name)
+        left = {label: left[label] + seconds[label] for label in left}
+    panel.invert_yaxis()
+    panel.set(xlabel="seconds", title="Time of a step by part, predicted")
+    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+MODEL_FLAGS = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """What describes a run: the slice, and train.py's flags of model and mesh."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--topology", default="tpu7x:4x4x4", help="chips along each axis of a slice [%(default)s]")
+    machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
+    parser.set_defaults(model_flags=config_lib.add_flags(parser, MODEL_FLAGS))
+
+
+def print_step(args: argparse.Namespace) -> None:
+    chip, topology = parse_topology(args.topology)
+    config = config_lib.from_args(args)
+    found = predict(run_of(config, chip, topology, num_slices=args.num_slices))
+    if args.plot:
+        plot({config.preset: found}, args.plot)
+    print(json.dumps(as_json(found)) if args.json else describe(found, explain=args.explain))
+
+
+def add_step_command(commands) -> None:
+    about = "time of a training step by part, memory, MFU"
+    parser = commands.add_parser(
+        "step", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
+    )
+    parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts; needs matplotlib")
+    add_run_flags(parser)
+    parser.set_defaults(run=print_step)

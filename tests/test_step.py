@@ -1,0 +1,402 @@
+"""The step and its memory: against measured runs, against the counts of transformer.py, and part by part by hand."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+import roofline
+import step
+import transformer
+import workload
+from config import PRESETS, Config, from_preset
+from hardware import CHIPS, parse_topology
+from interconnect import all_gather, all_to_all, collective_s
+from step import predict
+from workload import Efficiency, run_of
+
+TPU7X = CHIPS["tpu7x"]
+GiB = 2**30
+EXACT = Efficiency(
+    matmul=1,
+    expert_tile=0,
+    attention_forward=1,
+    attention_backward=1,
+    attention_block=1,
+    attention_head=128,
+    hbm=math.inf,
+    elementwise=math.inf,
+    links=1,
+    usable_hbm=1,
+)
+
+
+def predicted(topology: str = "tpu7x:4x4x4", *, num_slices=1, efficiency=workload.TODAY, **flags) -> step.Prediction:
+    chip, chips = parse_topology(topology)
+    return predict(run_of(from_preset(**flags), chip, chips, num_slices=num_slices, efficiency=efficiency))
+
+
+def seconds(found: step.Prediction, name: str, exposed: bool = True) -> float:
+    return sum(part.exposed_s if exposed else part.seconds for part in found.parts if part.name == name)
+
+
+# -- against measured runs
+
+
+QKV_CONTEXT = "context:device,query_proj:device,key_proj:device,value_proj:device"
+ON_HOST = ",".join(f"{name}:offload" for name in "decoder_layer_input out_proj query_proj key_proj value_proj".split())
+LLAMA_70B = dict(
+    preset="llama3.1-70b", mesh="fsdp:128", batch=256, remat="custom", remat_tensors=QKV_CONTEXT, mu_dtype="bfloat16"
+)
+# Published by https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at c8cfe2f, and
+# training/trillium/Llama3.1-8B-MaxText/v6e-64/README.md: MaxText, with the meshes and the policies given here. Seconds
+# of a step; TFLOP/s and tokens/s of a chip, whose quotient is the FLOPs of a token. The v6e run counts attention whole.
+MEASURED = {
+    "llama3.1-70b bf16": ("tpu7x:4x4x4", LLAMA_70B, 12.2, 1207.05e12 / 2686.98, 0.15),
+    "llama3.1-70b fp8": ("tpu7x:4x4x4", LLAMA_70B | dict(fp8="static"), 7.93, 1854.19e12 / 4127.56, 0.15),
+    "qwen3-235b-a22b bf16": (
+        "tpu7x:4x8x8",
+        dict(
+            preset="qwen3-235b-a22b",
+            mesh="fsdp:512",
+            batch=8192,
+            remat="custom",
+            remat_tensors="decoder_layer_input:offload",
+        ),
+        30.87,
+        629.79e12 / 4245.89,
+        0.30,
+    ),
+    "llama3.1-8b bf16, v6e": (
+        "v6e:8x8",
+        dict(preset="llama3.1-8b", mesh="fsdp:64", batch=320, remat="custom", remat_tensors=ON_HOST),
+        5.652,
+        None,
+        0.15,
+    ),
+}
+
+
+@pytest.mark.parametrize("topology, flags, step_s, flops_per_token, tolerance", MEASURED.values(), ids=MEASURED)
+def test_measured_runs(topology, flags, step_s, flops_per_token, tolerance):
+    """Within 15% for dense models and 30% for experts; FLOPs within 0.5%. One set of efficiencies, the same for all."""
+    found = predicted(topology, **flags)
+    assert found.step_s == pytest.approx(step_s, rel=tolerance)
+    assert found.fits
+    if flops_per_token:
+        tokens = found.of.config.batch * found.of.config.seq_len
+        assert found.flops_per_step == pytest.approx(flops_per_token * tokens, rel=0.005)
+        assert found.mfu == pytest.approx(found.flops_per_step / found.step_s / found.of.num_chips / 2307e12)
+
+
+def test_the_memory_of_a_measured_run():
+    """Compiled from MaxText's own program, of Llama 3.1 70B's run: 84.8 GiB a device in bf16. Within 10%."""
+    assert predicted(**LLAMA_70B).hbm_bytes / GiB == pytest.approx(84.8, rel=0.10)
+
+
+# -- part by part
+
+
+SMALL = dict(
+    preset="tiny",
+    vocab_size=1024,
+    num_layers=4,
+    model_dim=512,
+    ff_dim=1024,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=128,
+    seq_len=1024,
+    dtype="bfloat16",
+    batch=256,
+)
+
+
+def test_at_the_chips_figures_it_is_flops_over_peak():
+    """With all efficiencies 1 and nothing to move: the step is the FLOPs of transformer.py over the chips' peak."""
+    # The kernel's backward pass has five matmuls where four are counted; scores are counted at half, exactly.
+    found = predicted(
+        "tpu7x:4x4x4", efficiency=EXACT, mesh="data:128", batch=128, **{k: v for k, v in SMALL.items() if k != "batch"}
+    )
+    config, tokens = found.of.config, 128 * 1024
+    flops = transformer.forward_flops_per_token(config)
+    matmuls = sum(flops[name] for name in ("attention", "mlp"))
+    assert seconds(found, "matmul") == pytest.approx(3 * matmuls * tokens / 64 / 2307e12)
+    half = 2 * 4 * 4 * 128 * (1024 / 2 + 1 / 2) * 4 / 4  # 2 matmuls * 4 heads * 128 * keys, 4 layers, forward
+    assert seconds(found, "attention") == pytest.approx((1 + 5 / 2) * 4 * half / 2 * tokens / 64 / 2307e12, rel=1e-6)
+    assert seconds(found, "loss") == pytest.approx(3 * flops["unembedding"] * tokens / 64 / 2307e12)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save_qkv_proj", "minimal", "save_out_proj"])
+def test_recomputed_matmuls_are_those_of_transformer(remat):
+    found = predicted(efficiency=EXACT, **SMALL | dict(batch=128), mesh="data:128", remat=remat)
+    config = found.of.config
+    flops, again = transformer.forward_flops_per_token(config), transformer.recomputed_flops_per_token(config)
+    matmuls = sum(3 * flops[name] + again.get(name, 0) for name in ("attention", "mlp"))
+    assert seconds(found, "matmul") == pytest.approx(matmuls * 1024 / 1153.5e12)
+    assert ("scores" in again) == (
+        seconds(found, "attention")
+        > seconds(predicted(efficiency=EXACT, **SMALL | dict(batch=128), mesh="data:128"), "attention")
+    )
+
+
+def test_experts_are_counted_as_they_are_visited():
+    experts = dict(num_experts=8, experts_per_token=2, expert_dim=256)
+    found = predicted(efficiency=EXACT, **SMALL | dict(batch=128), **experts, mesh="data:128")
+    flops = transformer.forward_flops_per_token(found.of.config)
+    # The router's 8 columns are padded to the matrix unit's 256.
+    padded = flops["attention"] + flops["experts"] + flops["router"] * 256 / 8
+    assert seconds(found, "matmul") == pytest.approx(3 * padded * 1024 / 1153.5e12)
+    tiles = predicted(
+        efficiency=dataclasses.replace(EXACT, expert_tile=512), **SMALL | dict(batch=128), **experts, mesh="data:128"
+    )
+    # 1024 tokens * 2 / 8 = 256 rows an expert, and 512 more for the ends of its tiles.
+    more = flops["experts"] * 512 / 256
+    assert seconds(tiles, "matmul") == pytest.approx(3 * (padded + more) * 1024 / 1153.5e12)
+
+
+def test_head_dims_that_do_not_fill_the_matrix_unit():
+    """Attention takes as long for heads of 64 as of 128 and 256; projections' dims are padded."""
+    times = [seconds(predicted(**SMALL | dict(head_dim=dim)), "attention") for dim in (64, 128, 256, 512)]
+    assert times[0] == times[1] == times[2] == pytest.approx(times[3] / 2)
+    narrow, wide = (seconds(predicted(**SMALL | dict(ff_dim=dim)), "matmul") for dim in (1025, 1280))
+    assert narrow == wide
+
+
+def test_8_bits_halve_the_layers_matmuls_and_what_travels():
+    once = dict(preset="llama3.1-70b", mesh="fsdp:128", batch=128)
+    bf16, fp8 = predicted(**once), predicted(**once, fp8="dynamic")
+    assert seconds(fp8, "matmul") == pytest.approx(seconds(bf16, "matmul") / 2)
+    for name in ("attention", "elementwise", "loss", "update"):
+        assert seconds(fp8, name) == seconds(bf16, name)
+    assert seconds(fp8, "fsdp communication", False) < seconds(bf16, "fsdp communication", False)
+    assert fp8.mfu == pytest.approx(2 * fp8.own_precision_mfu) and bf16.mfu == bf16.own_precision_mfu
+    with pytest.raises(ValueError, match="v4 has no published speed of a matmul in 'fp8'"):
+        predicted("v4:4x4x4", preset="llama3.1-8b", batch=64, fp8="dynamic")
+
+
+def test_fsdp_hides_behind_compute():
+    """Two gathers and a reduce-scatter a layer, over the dies first, then three axes at once (one to scatter)."""
+    # D = 128 * 64, so that a layer's weights are large; a microbatch that is long enough, and one that is not.
+    flags = SMALL | dict(model_dim=8192, ff_dim=16384, num_layers=8, tied_embeddings=True, mesh="fsdp:128")
+    found = predicted(efficiency=EXACT, **flags | dict(batch=1280, seq_len=1024))
+    nbytes = 2 * (2 * 8192 * 4 * 128 + 2 * 8192 * 4 * 128 + 3 * 8192 * 16384 + 2 * 8192)
+    die, wire = 600e9, 100e9 / 2
+    gather = nbytes / 2 / die + 21 / 32 * nbytes / 2 / 3 / wire
+    scatter = nbytes / 2 / die + sum(2 / 4 * nbytes / 2 / 4**i for i in range(3)) / wire
+    table = 2 * 1024 * 8192
+    ends = table / 2 / die * 2 + 21 / 32 * table / 2 / 3 / wire + sum(2 / 4 * table / 2 / 4**i for i in range(3)) / wire
+    assert seconds(found, "fsdp communication", False) == pytest.approx(8 * (2 * gather + scatter) + ends, rel=1e-3)
+    assert seconds(found, "fsdp communication") == pytest.approx(2 * gather + scatter + ends, rel=1e-3)
+    bare = predicted(efficiency=EXACT, **flags | dict(batch=1280, seq_len=1024, prefetch=False))
+    assert seconds(bare, "fsdp communication") == pytest.approx(8 * (2 * gather + scatter) + ends, rel=1e-3)
+    short = predicted(efficiency=EXACT, **flags | dict(batch=128, seq_len=128))
+    forward = seconds(short, "matmul") + seconds(short, "attention")
+    assert seconds(short, "fsdp communication") == pytest.approx(9 * (2 * gather + scatter) + ends - forward, rel=1e-3)
+    assert short.bound == "communication" and found.bound == "compute"
+
+
+def test_microbatches_gather_anew():
+    flags = dict(preset="llama3.1-70b", mesh="fsdp:128", batch=512, remat="full")
+    one, four = (predicted(**flags, microbatches=count) for count in (1, 4))
+    assert seconds(four, "fsdp communication", False) == pytest.approx(4 * seconds(one, "fsdp communication", False))
+    assert seconds(four, "matmul") == pytest.approx(seconds(one, "matmul"))
+    assert four.memory["saved activations"] == one.memory["saved activations"] / 4
+
+
+def test_tensor_parallelism_moves_the_stream():
+    """2 gathers and 2 reduce-scatters a layer, forward and backward, here on the two dies of a chip."""
+    flags = SMALL | dict(mesh="data:64,tensor:2", batch=64, seq_len=8192)
+    found = predicted(efficiency=EXACT, **flags)
+    stream = 8192 * 512 * 2
+    assert seconds(found, "tensor communication") == pytest.approx(4 * 8 * stream / 2 / 600e9)
+    again = predicted(efficiency=EXACT, **flags | dict(remat="full"))  # both gathers, and attention's scatter
+    assert seconds(again, "tensor communication") == pytest.approx(4 * 11 * stream / 2 / 600e9)
+    kept = predicted(efficiency=EXACT, **flags | dict(remat="save_dot_except_mlp"))
+    assert seconds(kept, "tensor communication") == pytest.approx(4 * 9 * stream / 2 / 600e9)
+    hidden = predicted(efficiency=EXACT, **flags | dict(collective_matmul=True))
+    assert seconds(hidden, "tensor communication", False) == seconds(found, "tensor communication")
+    assert seconds(hidden, "tensor communication") == pytest.approx(seconds(found, "tensor communication") / 2)
+
+
+def test_context_parallelism_passes_keys_and_values_on():
+    flags = SMALL | dict(mesh="data:16,context:8", seq_len=8192, batch=16, num_kv_heads=2)
+    found = predicted(efficiency=EXACT, **flags)
+    kv = 1024 * 2 * (128 + 128) * 2  # of a device
+    die, wire = 600e9, 50e9
+    once = kv * 8 / 2 / die + all_gather(kv * 8 / 2, 4).link_bytes / wire
+    assert seconds(found, "context communication", False) == pytest.approx(4 * (1 + 3) * once)
+    assert seconds(found, "context communication") < seconds(found, "context communication", False)
+    # Every device has an eighth of the work, of the whole sequence's keys.
+    alone = predicted(efficiency=EXACT, **flags | dict(mesh="data:128", batch=128))
+    assert seconds(found, "attention") == pytest.approx(seconds(alone, "attention") / 8)
+
+
+def test_expert_parallelism_sends_tokens_there_and_back():
+    experts = dict(num_experts=8, experts_per_token=2, expert_dim=256, num_dense_layers=1)
+    flags = SMALL | experts | dict(mesh="data:32,expert:4", batch=128)
+    sent = 1024 * 512 * 2 * 2
+    once = sent / 4 / 600e9 * 0 + collective_s(
+        "all_to_all", sent, run_of(from_preset(**flags), TPU7X, (4, 4, 4)).links["expert"], spread=True
+    )
+    assert seconds(predicted(efficiency=EXACT, **flags), "expert communication") == pytest.approx(3 * 4 * once)
+    again = predicted(efficiency=EXACT, **flags | dict(remat="full"))
+    assert seconds(again, "expert communication") == pytest.approx(3 * 6 * once)
+    assert once >= all_to_all(sent, 2, wrap=False).link_bytes / 50e9
+
+
+def test_a_pipeline_is_idle_at_both_ends():
+    flags = SMALL | dict(mesh="pipe:4,fsdp:32", batch=256)
+    for microbatches in (1, 2, 8):
+        found = predicted(**flags, microbatches=microbatches)
+        idle = seconds(found, "pipeline bubble")
+        names = ("matmul", "attention", "elementwise", "loss", "fsdp communication")
+        working = sum(seconds(found, name) for name in names)
+        assert idle / (idle + working) == pytest.approx(3 / (microbatches + 3))
+    assert found.memory["weights"] == pytest.approx(predicted(**flags | dict(mesh="fsdp:128")).memory["weights"])
+
+
+def test_gradients_of_replicas_are_summed_across_slices():
+    flags = dict(preset="llama3.1-70b", batch=512, mesh="data:2,fsdp:128", remat="full")
+    found = predicted(num_slices=2, **flags)
+    nbytes = 4 * transformer.num_params(found.of.config) / 128
+    assert seconds(found, "gradient sum") == pytest.approx(2 * nbytes / 2 / (6.25e9 * 0.89), rel=1e-3)
+    sharded = predicted(num_slices=2, **flags, shard_update=True)
+    assert seconds(sharded, "gradient sum") == pytest.approx(3 / 4 * nbytes / (6.25e9 * 0.89), rel=1e-3)
+    assert sharded.memory["optimizer"] == found.memory["optimizer"] / 2
+    assert seconds(sharded, "update") == seconds(found, "update") / 2
+
+
+def test_what_is_offloaded_waits_for_the_host():
+    flags = dict(preset="llama3.1-8b", mesh="fsdp:128", batch=128)
+    kept, offloaded = predicted(**flags, remat="minimal"), predicted(**flags, remat="minimal_offloaded")
+    moved = transformer.saved_bytes_per_token(kept.of.config, transformer.offloaded_names(offloaded.of.config)) * 8192
+    assert offloaded.host_bytes == pytest.approx(moved)
+    assert kept.hbm_bytes - offloaded.hbm_bytes == pytest.approx(moved)
+    assert seconds(offloaded, "host offload", False) == pytest.approx(2 * moved / 16e9)
+    assert offloaded.bound == "host" and offloaded.step_s > 2 * kept.step_s
+    slow, fast = CHIPS["v6e"], dataclasses.replace(CHIPS["v6e"], pcie_bytes_per_s=64e9)
+    config = from_preset(**flags | dict(mesh="fsdp:64"), remat="minimal_offloaded")
+    times = [seconds(predict(run_of(config, chip, (8, 8))), "host offload", False) for chip in (slow, fast)]
+    assert times[0] == pytest.approx(2 * times[1])
+
+
+# -- memory
+
+
+def test_the_state_is_cut_as_the_mesh_says():
+    flags = dict(preset="llama3.1-70b", batch=128)
+    params = transformer.num_params(from_preset(**flags))
+    for mesh in ("fsdp:128", "fsdp:32,tensor:4", "fsdp:16,tensor:8"):
+        found = predicted(**flags, mesh=mesh)
+        assert found.memory["weights"] == found.memory["gradients"] == pytest.approx(4 * params / 128)
+        assert found.memory["optimizer"] == pytest.approx(8 * params / 128)
+    assert predicted(**flags, mesh="data:2,fsdp:64").memory["weights"] == pytest.approx(4 * params / 64)
+    halved = predicted(**flags, mesh="fsdp:128", mu_dtype="bfloat16")
+    assert halved.memory["optimizer"] == pytest.approx(6 * params / 128)
+    moe = dict(preset="qwen3-235b-a22b", batch=512)
+    all_experts = transformer.parts(from_preset(**moe))["experts"].params
+    found = predicted("tpu7x:4x8x8", **moe, mesh="fsdp:64,expert:8")
+    others = transformer.num_params(found.of.config) - all_experts
+    assert found.memory["weights"] == pytest.approx(4 * (all_experts / 512 + others / 64))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_saved_activations_are_those_of_transformer(preset):
+    for remat in ("none", "full", "minimal"):
+        config = from_preset(preset, remat=remat, batch=8, mesh="data:8", fp8="none")
+        run = run_of(config, TPU7X, (2, 2, 1))
+        kinds = workload.layers_of(config, 1024)
+        memory, _ = workload.memory_of(run, kinds)
+        assert memory["saved activations"] == transformer.saved_bytes_per_token(config) * config.seq_len
+        assert sum(layer.num_layers for layer in kinds) == config.num_layers
+        counted = sum(layer.num_layers * sum(layer.params.values()) for layer in kinds)
+        parts = transformer.parts(config)
+        outside = sum(parts[name].params for name in ("embedding", "unembedding") if name in parts) + config.model_dim
+        assert counted == transformer.num_params(config) - outside
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (dict(mesh="fsdp:64"), "mesh fsdp:64 is for 64 devices and there are 128"),
+        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest are 128"),
+        (dict(batch=64), "nearest are 128 (or a context axis, so that 2 devices share a sequence)"),
+        (dict(batch=128, microbatches=3), "microbatches=384"),
+        (dict(batch=128, mesh="fsdp:8,tensor:16"), "num_kv_heads=8 must be a multiple of tensor=16"),
+        (dict(batch=128, mesh="pipe:3,fsdp:*"), "128 devices are not a multiple of 3"),
+        (dict(batch=128, mesh="pipe:128"), "num_layers=80 must be a multiple of pipe=128"),
+        (dict(batch=128, mesh="fsdp:64,expert:2"), "mesh axis expert:2: llama3.1-70b has no experts"),
+        (dict(batch=128, seq_len=8190, mesh="fsdp:32,context:4"), "seq_len=8190 must be a multiple of context=4"),
+        (dict(batch=128, collective_matmul=True), "collective_matmul is for the mesh axis tensor"),
+    ],
+)
+def test_impossible_runs(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        predicted(**{"preset": "llama3.1-70b"} | flags)
+
+
+def test_what_does_not_divide_and_is_padded_is_noted():
+    assert predicted(preset="gpt-oss-120b", batch=128).notes == [
+        "model_dim=2880 does not divide by its 128 shards: padded"
+    ]
+    assert predicted(preset="llama3.1-8b", batch=128).notes == []
+
+
+def test_long_context_needs_a_context_axis():
+    """8B at 128k on 64 devices: a device's sequence fits with `full`, not with `minimal`; that with a context axis."""
+    flags = dict(preset="llama3.1-8b", topology="tpu7x:2x4x4", seq_len=131_072)
+    assert not predicted(**flags, batch=64, mesh="fsdp:64", remat="minimal").fits
+    assert predicted(**flags, batch=64, mesh="fsdp:64", remat="full").hbm_bytes / GiB == pytest.approx(75, rel=0.15)
+    assert predicted(**flags, batch=8, mesh="fsdp:8,context:8", remat="minimal").fits
+
+
+# -- command line
+
+
+def ran(capsys, command: str) -> str:
+    roofline.main(command.split())
+    return capsys.readouterr().out
+
+
+def test_step_command(capsys):
+    command = "step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=save_qkv_proj"
+    out = ran(capsys, command)
+    for words in (
+        "llama3.1-70b on tpu7x:4x4x4, 64 chips, predicted",
+        "fsdp 128 (die to die, x, y, z)",
+        "256 sequences of 8,192: 2,097,152 tokens",
+        "bound by compute",
+        "942.1 PFLOP a step",
+        "of 94.7 GiB a device",
+    ):
+        assert words in out, out
+    assert "1.153 PFLOP/s * 0.83" not in out
+    explained = ran(capsys, f"{command} --explain")
+    assert "1.153 PFLOP/s * 0.83" in explained and "551,200,832 parameters * 28 B / 3.21 TB/s" in explained
+    found = json.loads(ran(capsys, f"{command} --json"))
+    keys = "step_s mfu flops_per_step hbm_bytes tokens_per_s_per_chip exposed_comm_s bound fits parts memory_bytes"
+    assert {*keys.split()} <= found.keys()
+    assert found["step_s"] == pytest.approx(sum(part["exposed_s"] for part in found["parts"].values()))
+    assert found["hbm_bytes"] == pytest.approx(sum(found["memory_bytes"].values()))
+    assert f"{found['step_s']:.3f} s" in out and found["kind"] == "predicted"
+    assert found["tokens_per_s_per_chip"] == pytest.approx(2_097_152 / found["step_s"] / 64)
+    assert "DOES NOT FIT" in ran(capsys, "step --preset=llama3.1-70b --batch=1024 --remat=none")
+
+
+def test_step_plot(capsys, tmp_path):
+    path = tmp_path / "step.png"
+    ran(capsys, f"step --preset=llama3.1-8b --batch=128 --plot={path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "tiny"])
+def test_every_preset_has_a_step(preset, capsys):
+    out = ran(capsys, f"step --preset={preset} --topology=tpu7x:8x8x8 --batch=1024 --explain")
+    config = Config(**PRESETS[preset] | dict(preset=preset))
+    assert f"{transformer.train_flops_per_token(config) * 1024 * config.seq_len / 1e15:.4g} PFLOP a step" in out

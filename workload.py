@@ -1,0 +1,364 @@
+"""What one device of a run does, predicted: its share of the model, of the batch, of the machine. No jax here.
+
+step.py adds it up to a step. A mesh of X/Y axis sizes, M microbatches, P pipeline stages:
+
+    b = batch * T / (data * fsdp * expert * context * M)     tokens of a microbatch, which `tensor` devices share
+
+**Time of a layer**, each the arithmetic divided by what programs reach of the chip's figures (`Efficiency`):
+
+    matmul        (3 * forward + recomputed) FLOPs / C       dims padded to the matrix unit; rows of experts to tiles;
+                                                             or its bytes / W_hbm, if that takes longer
+    attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes whole blocks of scores
+    elementwise   (3 or 4) * bytes / W_hbm                   norms, rotations, SwiGLU, tokens sorted by expert and back
+
+The 3 are one forward and two backward, a fourth what is recomputed.
+
+**Memory of a device**: weights in float32 with the optimizer's moments; gradients; what the layers save for as many
+microbatches as are under way; of the layer that is in its backward pass all activations, and as much for their
+gradients; two whole layers of weights, and a whole gradient; the unembedding, whole, and its gradient.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import transformer
+from config import Config
+from hardware import Axis, Chip
+from interconnect import collective_s
+from matmul import DTYPE_BYTES
+from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
+
+# -- what programs reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """What programs reach of a chip's figures: one set for every model.
+
+    "Measured": https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. "Compiled": what libtpu makes
+    of tokamax's splash attention for TPU7x, heads of 128 in blocks of 1024 x 1024 scores, counted in cycles; the times
+    that tokamax publishes are these cycles at 1.76 GHz, 0.8 of the clock that the peak takes.
+    """
+
+    matmul: float = 0.83  # of the peak; measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
+    expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
+    attention_forward: float = 0.8 * 1024 / 3333  # of the peak, in two matmuls. Compiled: 3333 cycles a block
+    attention_backward: float = 0.8 * 2560 / 5780  # of the peak, in five. Compiled: 5780 cycles a block
+    attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
+    # Up to this head dim a block is taken to take as long as of 128: the softmax does not see it, and 128 half fills
+    # the matrix unit.
+    attention_head: int = 256
+    hbm: float = 0.87  # of the peak; measured: a copy, 6421 of 7380 GB/s
+    # Of HBM's peak. Chosen: what the measured steps of Llama 3.1 70B in bf16 and fp8 and of Qwen3 235B take beyond the
+    # other parts, over the bytes that are counted here. A program moves more: transposes, float32, what is not fused.
+    elementwise: float = 0.37
+    links: float = 0.89  # of a link; measured: an all-gather, 178.8 of 200 GB/s
+    usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
+    host_bytes_per_s: float = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
+
+
+TODAY = Efficiency()
+
+
+# -- a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on its machine, and what is a device's share of it."""
+
+    config: Config
+    chip: Chip
+    topology: tuple[int, ...]
+    num_slices: int
+    sizes: dict[str, int]  # of the mesh axes; config.mesh is not looked at
+    links: dict[str, list[Axis]]  # that each of them lies on
+    efficiency: Efficiency = TODAY
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.topology) * self.num_slices
+
+    @property
+    def hbm_limit(self) -> float:
+        """Bytes that a program gets of a device's memory."""
+        return self.chip.hbm_bytes / self.chip.devices * self.efficiency.usable_hbm
+
+    @property
+    def pipe(self) -> int:
+        return self.sizes["pipe"]
+
+    @property
+    def tensor(self) -> int:
+        return self.sizes["tensor"]
+
+    @property
+    def microbatches(self) -> int:
+        return self.config.microbatches
+
+    @property
+    def tokens(self) -> float:
+        """b: of a microbatch, which the devices along `tensor` have together."""
+        groups = math.prod(self.sizes[axis] for axis in (*BATCH_AXES, "context"))
+        return self.config.batch * self.config.seq_len / groups / self.microbatches
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's element."""
+        return transformer.BYTES[self.config.dtype]
+
+    @property
+    def dtype(self) -> str:
+        """What the layers' weights are multiplied in."""
+        return "bf16" if self.config.fp8 == "none" else "fp8"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight as it multiplies, and so as it travels."""
+        return DTYPE_BYTES["fp8"] if self.dtype == "fp8" else self.element
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        return self.chip.hbm_bytes_per_s / self.chip.devices
+
+    @property
+    def bubble(self) -> float:
+        return (self.pipe - 1) / (self.microbatches + self.pipe - 1)
+
+    def flops_per_s(self, part: str) -> float:
+        """Of a device's matmuls in a part of the model."""
+        dtype = self.dtype if part in FP8_PARTS else "bf16"
+        return self.chip.flops_per_s(dtype) / self.chip.devices * self.efficiency.matmul
+
+    def collective_s(self, kind: str, nbytes: float, *axes: str) -> float:
+        """Over mesh axes, the inner one first, by all links at once.
+
+        But XLA's reduce-scatter, compiled for TPU7x, uses two torus axes at once, if there are two, and else one.
+        """
+        reached = lambda link: dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * self.efficiency.links)
+        links = [reached(link) for axis in axes for link in self.links[axis]]
+        wires = sum(link.name not in ("die to die", "slices") for link in links)
+        return collective_s(kind, nbytes, links, spread=kind != "reduce_scatter" or wires == 2)
+
+
+def run_of(
+    config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
+) -> Run:
+    """The run that `config` describes, on slices of a chip.
+
+    Raises:
+      ValueError: the mesh does not make up the devices, or cannot be laid on the torus.
+    """
+    sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * num_slices)
+    links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
+    return Run(config, chip, tuple(topology), num_slices, sizes, links, efficiency)
+
+
+def check(of: Run) -> list[str]:
+    """What is padded as it does not divide. Raises ValueError, with the numbers, for what a mesh cannot cut at all."""
+    config, sizes = of.config, of.sizes
+    tensor = {"tensor": of.tensor}
+    for name in ("num_heads", "num_kv_heads", "ff_dim", "model_dim"):
+        if not (name == "num_kv_heads" and config.kv_lora_rank):
+            check_multiple(name, getattr(config, name), tensor)
+    check_multiple("num_layers", config.num_layers, {"pipe": sizes["pipe"]})
+    check_multiple("seq_len", config.seq_len, {"context": sizes["context"]})
+    if config.num_experts:
+        check_multiple("num_experts", config.num_experts, {"expert": sizes["expert"]})
+        check_multiple("expert_dim", config.expert_dim, tensor)
+    elif sizes["expert"] > 1:
+        raise ValueError(f"mesh axis expert:{sizes['expert']}: {config.preset} has no experts (num_experts=0)")
+    batch_axes = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": config.microbatches}
+    try:
+        check_multiple("batch", config.batch, batch_axes)
+    except ValueError as error:
+        spare = math.prod(batch_axes.values()) / config.batch
+        more = f" (or a context axis, so that {spare:g} devices share a sequence)" if spare == int(spare) > 1 else ""
+        raise ValueError(f"{error}{more}") from None
+    if config.collective_matmul and sizes["tensor"] == 1:
+        raise ValueError("collective_matmul is for the mesh axis tensor, whose size is 1")
+    shards = {"model_dim": sizes["fsdp"] * of.tensor, "vocab_size": of.tensor}
+    whole = {name: getattr(config, name) for name in shards}
+    return [
+        f"{name}={whole[name]} does not divide by its {ways} shards: padded"
+        for name, ways in shards.items()
+        if whole[name] % ways
+    ]
+
+
+# -- a layer
+
+
+FP8_PARTS = {"attention", "mlp", "experts", "shared experts"}  # in 8 bits; router and unembedding stay in bf16
+ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` cuts what they sum over
+
+
+@dataclass(frozen=True)
+class Product:
+    """A layer's matmul with a weight: [tokens * copies, k] . [k, n]."""
+
+    weight: str
+    part: str
+    k: int
+    n: int
+    copies: int  # experts of a token
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer costs: of those that have experts, or of the others."""
+
+    num_layers: int
+    products: list[Product]
+    params: dict[bool, int]  # of the experts, and of all else
+    attention_lost: bool  # the backward pass needs the kernel's forward again
+    keys: float  # keys that the kernel computes for a query, on average over the layers
+    elementwise: float  # elements a token, forward
+    saved: float  # bytes a token, on the device
+    offloaded: float  # on the host
+    every: float  # bytes a token of all activations that the backward pass reads
+
+    def whole_params(self, of: Run) -> float:
+        """Its weights on a device, once gathered over `fsdp`."""
+        return (self.params[True] / of.sizes["expert"] + self.params[False]) / of.tensor
+
+
+@cache
+def layers_of(config: Config, block: int) -> list[Layer]:
+    """The kinds of layers that the model has.
+
+    Args:
+      block: scores along an edge of the attention kernel's block.
+    """
+    saved, offloaded = transformer.saved_names(config), transformer.offloaded_names(config)
+    spared = saved | {"logits", "mlp_down", "shared_down"} | ({"out_proj"} if "mlp_input" in saved else set())
+    every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
+    num_experts = transformer.num_expert_layers(config)
+    T = config.seq_len
+    whole = T if T <= block else T / 2 + block / 2  # blocks on the diagonal are computed whole
+    local = min(whole, config.window + block) if config.window else whole
+    num_global = transformer.num_global_layers(config)
+    keys = (num_global * whole + (config.num_layers - num_global) * local) / config.num_layers
+
+    found = []
+    for experts, num_layers in ((False, config.num_layers - num_experts), (True, num_experts)):
+        if not num_layers:
+            continue
+        absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
+        products, params = [], {True: 0, False: 0}
+        for name, weight in transformer.weights(config).items():
+            if weight.part in absent or name == "norm" or (not experts and name.startswith(("bias_e", "bias_r"))):
+                continue
+            dims = weight.shape[1:]
+            params[weight.part == "experts"] += math.prod(dims)
+            if weight.makes:
+                copies = 1
+                if weight.part == "experts":
+                    copies, dims = config.experts_per_token, dims[1:]
+                k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
+                products.append(Product(name, weight.part, k, n, copies, not {*weight.makes} <= spared))
+        of_layer = lambda names, experts=experts: transformer.saved_bytes_per_layer(config, names, experts=experts)
+        found.append(
+            Layer(
+                num_layers,
+                products,
+                params,
+                "context" not in saved or "log_sum_exp" not in saved,
+                keys,
+                elementwise_elements(config, experts),
+                of_layer(saved - offloaded),
+                of_layer(offloaded),
+                of_layer(every),
+            )
+        )
+    return found
+
+
+def elementwise_elements(config: Config, experts: bool) -> float:
+    """Elements a token that a layer's elementwise work reads and writes, forward; twice as many backward.
+
+    norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result out of it;
+    addition to the stream 3D, twice; second norm 2D. SwiGLU 3F. Experts: sort X*D, read and write; SwiGLU 3*X*M; sort
+    back; weigh and add, X*D + D; the router's E, a few times.
+    """
+    D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
+    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    elements = 10 * D + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
+    elements += 2 * (config.q_lora_rank + config.kv_lora_rank)
+    if not experts:
+        return elements + 3 * config.ff_dim
+    X, M = config.experts_per_token, config.expert_dim
+    shared = 3 * config.num_shared_experts * M
+    return elements + shared + 5 * X * D + D + 3 * X * M + 4 * config.num_experts
+
+
+def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
+    """Seconds of a layer and a microbatch, forward and backward, by part."""
+    config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
+    forward = backward = 0.0
+    mxu = of.chip.mxu_size
+    padded = lambda dim: math.ceil(dim / mxu) * mxu
+    for product in layer.products:
+        cut_k = product.weight in ROW_PARALLEL
+        k, n = product.k / (tensor if cut_k else 1), product.n / (1 if cut_k else tensor)
+        rows, matrices = b * product.copies, 1
+        if product.part == "experts":
+            matrices = config.num_experts / of.sizes["expert"]
+            rows += matrices * e.expert_tile  # half a tile too much at both ends of every expert's rows
+        once = max(
+            2 * rows * padded(k) * padded(n) / of.flops_per_s(product.part),
+            (matrices * k * n + rows * (k + n)) * of.element / (of.hbm_bytes_per_s * e.hbm),
+        )
+        forward += once
+        backward += (2 + product.recomputed) * once
+    scores = b * layer.keys * config.num_heads / tensor
+    dims = 128 * math.ceil(max(transformer.key_dim(config), transformer.value_dim(config)) / e.attention_head)
+    peak = of.chip.bf16_flops_per_s / of.chip.devices
+    attention = scores * 2 * 2 * dims / (peak * e.attention_forward)
+    attention_backward = scores * 5 * 2 * dims / (peak * e.attention_backward) + layer.attention_lost * attention
+    elementwise = layer.elementwise * of.element * b / tensor / (of.hbm_bytes_per_s * e.elementwise)
+    return {
+        "matmul": (forward, backward),
+        "attention": (attention, attention_backward),
+        "elementwise": (elementwise, elementwise * (2 + (config.remat != "none"))),
+    }
+
+
+def params_of_device(of: Run) -> tuple[float, float]:
+    """Elements of a device's shards: of the experts, and of all else."""
+    config, sizes = of.config, of.sizes
+    experts = transformer.parts(config)["experts"].params if config.num_experts else 0
+    shards = sizes["fsdp"] * of.tensor * of.pipe
+    return experts / shards / sizes["expert"], (transformer.num_params(config) - experts) / shards
+
+
+# -- memory
+
+
+def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
+    """Bytes of a device by what they hold, and those on its host."""
+    config, sizes, b = of.config, of.sizes, of.tokens
+    experts, others = params_of_device(of)
+    params = experts + others
+    optimizer = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config) * params
+    in_flight = min(of.microbatches, of.pipe)
+    held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
+    largest = max(layers, key=lambda layer: layer.every)
+    gathered = max(of.weight_bytes * layer.whole_params(of) for layer in layers)
+    grads = max(of.element * layer.whole_params(of) for layer in layers)
+    whole = sizes["fsdp"] > 1
+    table = config.vocab_size * config.model_dim / of.tensor * of.element
+    memory = {
+        "weights": 4 * params,
+        "optimizer": optimizer / (sizes["data"] if config.shard_update else 1),
+        "gradients": 4 * params,
+        "saved activations": held(lambda layer: layer.saved) * in_flight,
+        "a layer's activations": 2 * largest.every * b / of.tensor,
+        "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
+        "unembedding": 2 * table if whole else 0,
+    }
+    return memory, held(lambda layer: layer.offloaded) * in_flight
