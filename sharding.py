@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from hardware import CHIPS, Chip
 from placement import BATCH_AXES, MESH_AXES, core_axis_of, fill_mesh
 
 LOSS_AXES = MESH_AXES[:-1]  # every device holds a share of the loss, those of `tensor` the same one
@@ -57,6 +58,17 @@ def describe_mesh(mesh: Mesh, core_axis: str = "") -> str:
         text += f"; {core_axis} lies on the two cores of a chip"
         text += f", {' and '.join(others)} cannot as well" if others else ""
     return f"{mesh.size} x {kind}: {text}"
+
+
+def slice_of(devices: np.ndarray) -> tuple[Chip, tuple[int, ...], int] | None:
+    """The chip, how many stand along each axis of a slice, and the slices; None for a chip that hardware.py lacks."""
+    devices = list(devices.flat)
+    chip = next((chip for chip in CHIPS.values() if devices[0].device_kind in chip.device_kinds), None)
+    if chip is None:
+        return None
+    places = np.array([device.coords for device in devices])[:, : chip.torus_axes]
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return chip, tuple((np.ptp(places, axis=0) + 1).tolist()), num_slices
 
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import config as config_lib
 import transformer
 from hardware import by, parse_topology, si
-from workload import Layer, Run, check, compute_s, layers_of, memory_of, params_of_device, run_of
+from workload import Layer, Run, check, compute_s, layers_of, local_shape, memory_of, params_of_device, run_of
 
 GiB = 2**30
 
@@ -405,26 +405,65 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     return "\n".join(lines + [f"  note     {note}" for note in found.notes])
 
 
+def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
+    """(weight, FLOPs, bytes, FLOP/s at most) of a layer's forward matmuls on a device, by the roofline."""
+    of, rows = found.of, []
+    for layer in layers_of(of.config, of.efficiency.attention_block):
+        for product in layer.products:
+            m, k, n, matrices = local_shape(of, product)
+            flops, nbytes = 2 * m * k * n, (matrices * k * n + m * (k + n)) * of.element
+            peak = of.flops_per_s(product.part) / of.efficiency.matmul
+            rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * of.hbm_bytes_per_s)))
+    return list(dict.fromkeys(rows))
+
+
+def describe_matmuls(found: Prediction) -> str:
+    """A layer's matmuls against the roofline of a device, as a table."""
+    of = found.of
+    ridge = of.chip.flops_per_s(of.dtype) / of.chip.hbm_bytes_per_s
+    lines = [f"matmuls of a layer, forward, on a device; its ridge is at {ridge:.1f} FLOPs a byte of HBM"]
+    lines.append(f"  {'weight':16}{'FLOPs':>14}{'bytes':>14}{'FLOPs a byte':>14}{'FLOP/s at most':>18}   bound by")
+    for name, flops, nbytes, speed in matmuls(found):
+        bound = "memory" if speed == flops / nbytes * of.hbm_bytes_per_s else "compute"
+        intensity = f"{flops / nbytes:,.1f}"
+        lines.append(
+            f"  {name:16}{si(flops, ''):>14}{si(nbytes, 'B'):>14}{intensity:>14}{si(speed, 'FLOP/s'):>18}   {bound}"
+        )
+    return "\n".join(lines)
+
+
 def plot(predictions: dict[str, Prediction], path: str) -> None:
-    """A bar a prediction, its step time by part; the exposed part of each."""
+    """The time of each step by part; for the first of them, a layer's matmuls on the roofline of a device."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
-    figure = Figure(figsize=(9, 1.8 + 0.5 * len(predictions)), layout="constrained")
-    panel = figure.subplots()
-    names = list(dict.fromkeys(part.name for found in predictions.values() for part in found.parts))
+    figure = Figure(figsize=(15, 4 + 0.3 * len(predictions)), layout="constrained")
+    bars, roof = figure.subplots(1, 2)
+    names = dict.fromkeys(part.name for found in predictions.values() for part in found.parts)
     left = dict.fromkeys(predictions, 0.0)
     for number, name in enumerate(names):
-        seconds = {
-            label: math.fsum(part.exposed_s for part in found.parts if part.name == name)
-            for label, found in predictions.items()
-        }
-        panel.barh(list(seconds), list(seconds.values()), left=list(left.values()), color=f"C{number}", label=name)
-        left = {label: left[label] + seconds[label] for label in left}
-    panel.invert_yaxis()
-    panel.set(xlabel="seconds", title="Time of a step by part, predicted")
-    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        exposed = lambda found, name=name: math.fsum(part.exposed_s for part in found.parts if part.name == name)
+        seconds = [exposed(found) for found in predictions.values()]
+        bars.barh(list(predictions), seconds, left=list(left.values()), color=f"C{number}", label=name)
+        left = {label: left[label] + s for label, s in zip(left, seconds, strict=True)}
+    bars.invert_yaxis()
+    bars.set(xlabel="seconds", title="Time of a step by part, predicted")
+    bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
+
+    label, found = next(iter(predictions.items()))
+    of = found.of
+    peak = of.chip.flops_per_s(of.dtype) / of.chip.devices
+    ridge = peak / of.hbm_bytes_per_s
+    points = [(name, flops / nbytes, speed) for name, flops, nbytes, speed in matmuls(found)]
+    low, high = min(ridge / 4, *(x for _, x, _ in points)), max(ridge * 16, *(x for _, x, _ in points)) * 1.5
+    roof.loglog([low, ridge, high], [low * of.hbm_bytes_per_s, peak, peak], color="k", label="roofline")
+    for number, (name, intensity, speed) in enumerate(points):
+        roof.plot(intensity, speed, marker="o", ls="", color=f"C{number}", label=name)
+    roof.set(title=f"Matmuls of a layer on a device, {label}, predicted")
+    roof.set(xlabel="FLOPs a byte of HBM", ylabel="FLOP/s at most")
+    roof.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    roof.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
@@ -445,7 +484,11 @@ def print_step(args: argparse.Namespace) -> None:
     found = predict(run_of(config, chip, topology, num_slices=args.num_slices))
     if args.plot:
         plot({config.preset: found}, args.plot)
-    print(json.dumps(as_json(found)) if args.json else describe(found, explain=args.explain))
+    if args.json:
+        return print(json.dumps(as_json(found)))
+    print(describe(found, explain=args.explain))
+    if args.explain:
+        print(f"\n{describe_matmuls(found)}")
 
 
 def add_step_command(commands) -> None:
@@ -455,6 +498,8 @@ def add_step_command(commands) -> None:
     )
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts; needs matplotlib")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
+    )
     add_run_flags(parser)
     parser.set_defaults(run=print_step)

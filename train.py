@@ -45,6 +45,8 @@ import processes
 import sharding
 from log import Log, Profile
 from sharding import BATCH_SPEC, LOSS_AXES
+from step import GiB, Prediction, predict
+from workload import run_of
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +297,8 @@ def run(config: Config) -> dict[str, float]:
         state, resumed = first_state(config, mesh, manager)
         last_step = first_step = int(state.step)
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
-        introduce(log, config, mesh, corpus, resumed)
+        prediction = predict_step(config, mesh)
+        introduce(log, config, mesh, corpus, resumed, prediction)
         if first_step >= config.steps:
             log.say(f"done       before: all of --steps={config.steps}")
             return {}
@@ -339,7 +342,7 @@ def run(config: Config) -> dict[str, float]:
         )
         log.say(f"terminated after step {last_step}, {saved}")
         raise SystemExit(128 + signal.SIGTERM)
-    return summarise(log, state, corpus, config, mesh, eval_loss, begun)
+    return summarise(log, state, corpus, config, mesh, eval_loss, prediction, begun)
 
 
 def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]:
@@ -351,7 +354,19 @@ def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]
     return (init(key), None) if restored is None else (restored, differs)
 
 
-def introduce(log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed: str | None) -> None:
+def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
+    """What roofline.py predicts of the step on these devices; None where they are no chips that it knows."""
+    found = sharding.slice_of(mesh.devices)
+    if found is None:
+        return None
+    chip, topology, num_slices = found
+    filled = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
+    return predict(run_of(dataclasses.replace(config, mesh=filled), chip, topology, num_slices=num_slices))
+
+
+def introduce(
+    log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed: str | None, prediction: Prediction | None
+) -> None:
     """Says what is about to run."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
@@ -360,6 +375,12 @@ def introduce(log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
+    if prediction:
+        log.say(
+            f"predicted  {prediction.step_s:.3f} s a step, MFU {prediction.mfu:.1%}, bound by {prediction.bound}; "
+            f"{prediction.hbm_bytes / GiB:.1f} of {prediction.of.hbm_limit / GiB:.1f} GiB a device"
+            + ("" if prediction.fits else ": it will hardly fit; roofline.py plan finds what does")
+        )
     if resumed is not None:
         log.say(
             f"resumed    from step {log.first_step} in {config.checkpoint_dir}" + (f"; {resumed}" if resumed else "")
@@ -370,9 +391,14 @@ def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def summarise(log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, begun) -> dict:
+def summarise(
+    log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, prediction, begun
+) -> dict:
     """Prints what came out of the run, and returns it as numbers."""
     figures = log.summary()
+    if prediction:
+        figures["predicted_step_s"] = prediction.step_s
+        log.say(f"predicted  {prediction.step_s:.3f} s: measured is {figures['step_s'] / prediction.step_s:.2f} of it")
     if eval_loss is not None:
         sequences = num_evaluated(corpus, config)
         bigram = data.bigram_loss(corpus, seq_len=config.seq_len, num_eval_sequences=sequences)

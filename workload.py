@@ -296,6 +296,17 @@ def elementwise_elements(config: Config, experts: bool) -> float:
     return elements + shared + 5 * X * D + D + 3 * X * M + 4 * config.num_experts
 
 
+def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
+    """(rows, k, n, matrices) of a device: its rows, in groups, one for each of so many matrices [k, n].
+
+    An expert's matmul has as many matrices as the device has experts, and all tokens that `expert` brought to them.
+    """
+    k, n, tensor = product.k, product.n, of.tensor
+    k, n = (k / tensor, n) if product.weight in ROW_PARALLEL else (k, n / tensor)
+    matrices = of.config.num_experts / of.sizes["expert"] if product.part == "experts" else 1
+    return of.tokens * product.copies, k, n, matrices
+
+
 def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
     config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
@@ -303,14 +314,10 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     mxu = of.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
     for product in layer.products:
-        cut_k = product.weight in ROW_PARALLEL
-        k, n = product.k / (tensor if cut_k else 1), product.n / (1 if cut_k else tensor)
-        rows, matrices = b * product.copies, 1
-        if product.part == "experts":
-            matrices = config.num_experts / of.sizes["expert"]
-            rows += matrices * e.expert_tile  # half a tile too much at both ends of every expert's rows
+        rows, k, n, matrices = local_shape(of, product)
+        padded_rows = rows + matrices * e.expert_tile * (product.part == "experts")
         once = max(
-            2 * rows * padded(k) * padded(n) / of.flops_per_s(product.part),
+            2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.part),
             (matrices * k * n + rows * (k + n)) * of.element / (of.hbm_bytes_per_s * e.hbm),
         )
         forward += once

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import cost
+import roofline
 import transformer
 from config import PRESETS, from_preset
 from cost import best_interval_s, chips_needed, goodput, run_of
@@ -285,6 +286,24 @@ def test_a_step_gives_the_mfu(capsys):
     per_step = transformer.train_flops_per_token(from_preset("llama3.1-8b")) * 128 * 8192
     assert found["mfu"] == pytest.approx(per_step / (2 * 64 * 2307e12), rel=1e-12)
     assert "* 2 s = 200 s" in ran(capsys, f"{flags} --explain")
+
+
+def ran_step(capsys, command: str) -> str:
+    roofline.main(command.split())
+    return capsys.readouterr().out
+
+
+def test_a_slice_and_a_mesh_have_their_step_predicted(capsys):
+    command = "--preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=save_qkv_proj"
+    step = json.loads(ran_step(capsys, f"step {command} --json"))
+    found = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --goodput=0.9 --json"))
+    assert found["mfu"] == pytest.approx(step["mfu"]) and found["num_chips"] == 64
+    assert found["seconds"] == pytest.approx(15e12 / (256 * 8192) * step["step_s"] / 0.9)
+    assert "of the predicted 12.89 s a step" in ran(capsys, f"cost {command} --tokens=15e12")
+    with pytest.raises(ValueError, match="another slice"):
+        ran(capsys, f"cost {command} --chips=64")
+    with pytest.raises(ValueError, match=r"llama3.1-70b does not fit on tpu7x:2x2x1, .* short"):
+        ran(capsys, "cost --preset=llama3.1-70b --topology=tpu7x:2x2x1 --batch=8")
 
 
 def test_days_give_the_chips(capsys):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import placement
 import sharding
+from hardware import CHIPS
 from placement import MESH_AXES
 
 
@@ -206,3 +207,16 @@ def test_constants():
     assert set(sharding.LOSS_AXES) == set(MESH_AXES) - {"tensor"}
     for first, second in itertools.pairwise(placement.BATCH_AXES):
         assert MESH_AXES.index(first) < MESH_AXES.index(second)
+
+
+# -- the slice that devices make up
+
+
+@pytest.mark.parametrize("topology, num_slices", [("2x2x1", 1), ("2x2x2", 1), ("4x4x4", 1), ("2x2x2", 2)])
+def test_slice_of(topology, num_slices):
+    options = dict(num_slices=num_slices) if num_slices > 1 else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", **options).devices
+    mesh = sharding.make_mesh(placement.parse_mesh("data:*,tensor:2"), shuffled(devices))
+    chips = tuple(map(int, topology.split("x")))
+    assert sharding.slice_of(mesh.devices) == (CHIPS["tpu7x"], chips, num_slices)
+    assert sharding.slice_of(np.array(jax.devices())) is None

@@ -11,6 +11,7 @@ import roofline
 import step
 import transformer
 import workload
+from benchmarks.measured_runs import RUNS, prediction_of
 from config import PRESETS, Config, from_preset
 from hardware import CHIPS, parse_topology
 from interconnect import all_gather, all_to_all, collective_s
@@ -45,55 +46,23 @@ def seconds(found: step.Prediction, name: str, exposed: bool = True) -> float:
 # -- against measured runs
 
 
-QKV_CONTEXT = "context:device,query_proj:device,key_proj:device,value_proj:device"
-ON_HOST = ",".join(f"{name}:offload" for name in "decoder_layer_input out_proj query_proj key_proj value_proj".split())
-LLAMA_70B = dict(
-    preset="llama3.1-70b", mesh="fsdp:128", batch=256, remat="custom", remat_tensors=QKV_CONTEXT, mu_dtype="bfloat16"
+@pytest.mark.parametrize(
+    "run", RUNS, ids=lambda run: f"{run.flags['preset']} on {run.topology}, {len(run.flags)} flags"
 )
-# Published by https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at c8cfe2f, and
-# training/trillium/Llama3.1-8B-MaxText/v6e-64/README.md: MaxText, with the meshes and the policies given here. Seconds
-# of a step; TFLOP/s and tokens/s of a chip, whose quotient is the FLOPs of a token. The v6e run counts attention whole.
-MEASURED = {
-    "llama3.1-70b bf16": ("tpu7x:4x4x4", LLAMA_70B, 12.2, 1207.05e12 / 2686.98, 0.15),
-    "llama3.1-70b fp8": ("tpu7x:4x4x4", LLAMA_70B | dict(fp8="static"), 7.93, 1854.19e12 / 4127.56, 0.15),
-    "qwen3-235b-a22b bf16": (
-        "tpu7x:4x8x8",
-        dict(
-            preset="qwen3-235b-a22b",
-            mesh="fsdp:512",
-            batch=8192,
-            remat="custom",
-            remat_tensors="decoder_layer_input:offload",
-        ),
-        30.87,
-        629.79e12 / 4245.89,
-        0.30,
-    ),
-    "llama3.1-8b bf16, v6e": (
-        "v6e:8x8",
-        dict(preset="llama3.1-8b", mesh="fsdp:64", batch=320, remat="custom", remat_tensors=ON_HOST),
-        5.652,
-        None,
-        0.15,
-    ),
-}
-
-
-@pytest.mark.parametrize("topology, flags, step_s, flops_per_token, tolerance", MEASURED.values(), ids=MEASURED)
-def test_measured_runs(topology, flags, step_s, flops_per_token, tolerance):
+def test_measured_runs(run):
     """Within 15% for dense models and 30% for experts; FLOPs within 0.5%. One set of efficiencies, the same for all."""
-    found = predicted(topology, **flags)
-    assert found.step_s == pytest.approx(step_s, rel=tolerance)
+    found = prediction_of(run)
+    assert found.step_s == pytest.approx(run.step_s, rel=run.tolerance)
     assert found.fits
-    if flops_per_token:
+    if run.flops_per_token:
         tokens = found.of.config.batch * found.of.config.seq_len
-        assert found.flops_per_step == pytest.approx(flops_per_token * tokens, rel=0.005)
+        assert found.flops_per_step == pytest.approx(run.flops_per_token * tokens, rel=0.005)
         assert found.mfu == pytest.approx(found.flops_per_step / found.step_s / found.of.num_chips / 2307e12)
 
 
 def test_the_memory_of_a_measured_run():
     """Compiled from MaxText's own program, of Llama 3.1 70B's run: 84.8 GiB a device in bf16. Within 10%."""
-    assert predicted(**LLAMA_70B).hbm_bytes / GiB == pytest.approx(84.8, rel=0.10)
+    assert prediction_of(RUNS[0]).hbm_bytes / GiB == pytest.approx(84.8, rel=0.10)
 
 
 # -- part by part
@@ -387,6 +356,19 @@ def test_step_command(capsys):
     assert f"{found['step_s']:.3f} s" in out and found["kind"] == "predicted"
     assert found["tokens_per_s_per_chip"] == pytest.approx(2_097_152 / found["step_s"] / 64)
     assert "DOES NOT FIT" in ran(capsys, "step --preset=llama3.1-70b --batch=1024 --remat=none")
+
+
+def test_matmuls_on_the_roofline(capsys):
+    """w_q of Llama 3.1 8B, [8192, 4096] . [4096, 4096], is bound by compute; experts of few tokens are by memory."""
+    found = {name: row for name, *row in step.matmuls(predicted(preset="llama3.1-8b", batch=128))}
+    assert found["w_q"] == [2 * 8192 * 4096 * 4096, 2 * (4096**2 + 2 * 8192 * 4096), 1153.5e12]
+    assert set(found) == {"w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"}
+    few = predicted(preset="qwen3-235b-a22b", batch=128, seq_len=1024, mesh="fsdp:128")
+    flops, nbytes, speed = next(row for name, *row in step.matmuls(few) if name == "expert_gate")
+    assert nbytes == 2 * (128 * 4096 * 1536 + 1024 * 8 * (4096 + 1536)) and flops == 2 * 1024 * 8 * 4096 * 1536
+    assert speed == flops / nbytes * 3.69e12 < 1153.5e12 / 4
+    out = ran(capsys, "step --preset=qwen3-235b-a22b --batch=128 --seq_len=1024 --explain")
+    assert re.search(r"expert_gate .* memory$", out, re.MULTILINE) and "312.6 FLOPs a byte" in out
 
 
 def test_step_plot(capsys, tmp_path):

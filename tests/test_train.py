@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from test_parallel import SMALL, make_batch
 
@@ -20,7 +21,10 @@ import data
 import placement
 import sharding
 import train
-from config import Config
+from config import Config, from_preset
+from hardware import CHIPS
+from step import predict
+from workload import run_of
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(
@@ -230,3 +234,13 @@ def test_second_start_reads_the_cache_of_compiled_programs(tmp_path):
         return float(out.split("compiled   in ")[1].split()[0])
 
     assert compile_s() > 2 * compile_s()
+
+
+def test_the_prediction_is_that_of_the_slice():
+    """Of TPU devices that are not there: what `roofline.py step` says of this mesh, and for simulated ones nothing."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x2").devices
+    config = from_preset("llama3.1-8b", mesh="fsdp:8,tensor:*", batch=8)
+    found = train.predict_step(config, sharding.make_mesh(placement.parse_mesh(config.mesh), devices))
+    filled = dataclasses.replace(config, mesh="fsdp:8,tensor:2")
+    assert found.step_s == predict(run_of(filled, CHIPS["tpu7x"], (2, 2, 2))).step_s
+    assert train.predict_step(config, sharding.make_mesh(placement.parse_mesh("fsdp:8"), jax.devices())) is None
