@@ -7,8 +7,8 @@
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --batch=256 --remat=save_qkv_proj --explain
 
 A roofline is the larger of two times: FLOPs over the peak of a chip, and bytes over the bandwidth of the memory, or of
-the links, that they go through. A file for each command: matmul.py (a matmul, sharded or not) and interconnect.py (a
-collective), on the chips of hardware.py. What a model is made of, in parameters, FLOPs and bytes, tells transformer.py.
+the links, that they go through. A file for each command: matmul.py, interconnect.py (collective), bounds.py, step.py,
+planner.py (plan), cost.py, serving.py (serve) and transformer.py (model), on the chips of hardware.py.
 """
 
 import argparse

@@ -21,7 +21,8 @@ and with communication, of which only what nothing hides (the exposed part) make
     pipe          (P - 1) of M + P - 1 ticks idle; a message a tick, hidden but in the first and last ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
                   weight, and over `expert` for all that is not an expert
-    host          what is offloaded goes out during the forward pass and comes back during the backward pass
+    host          what is offloaded goes out during the forward pass and comes back during the backward pass; a batch
+                  comes in while the step before computes
 
 Every microbatch gathers and reduce-scatters anew.
 
@@ -128,6 +129,7 @@ def predict(of: Run) -> Prediction:
     ]
     rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes)]
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
+    parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
     return Prediction(of, [part for part in parts if part.seconds], memory, host_bytes, notes)
 
 
@@ -306,8 +308,16 @@ def _gradient_sum(of: Run) -> Part:
     return Part("gradient sum", "communication", seconds, seconds, formula)
 
 
+def _input(of: Run, step_s: float) -> Part:
+    nbytes = of.tokens * of.microbatches * 5 * 4
+    seconds = nbytes / of.host_bytes_per_s
+    formula = f"{si(nbytes, 'B')} of tokens, targets, documents, positions, weights of the loss / "
+    formula += f"{si(of.host_bytes_per_s, 'B/s')}, while the step before computes"
+    return Part("input", "host", seconds, max(0.0, seconds - step_s), formula)
+
+
 def _host(of: Run, kinds: list[Kind], nbytes: float) -> Part:
-    speed = (of.chip.pcie_bytes_per_s or of.chip.devices * of.efficiency.host_bytes_per_s) / of.chip.devices
+    speed = of.host_bytes_per_s
     one_way = nbytes * of.microbatches / speed
     forward = math.fsum(kind.forward * kind.times for kind in kinds)
     backward = math.fsum(kind.backward * kind.times for kind in kinds)

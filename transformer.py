@@ -548,6 +548,25 @@ def print_summary(config: Config) -> None:
     print(f"{'':16}{intensity['decoding']:19,.1f} FLOPs a byte for one new token")
 
 
+def explain(config: Config) -> str:
+    """The formulas of parameters, FLOPs and cache, with the model's numbers in them."""
+    lines = ["parameters"]
+    for name, weight in weights(config).items():
+        met = f", of which a token meets {weight.share[0]}/{weight.share[1]}" if weight.share != (1, 1) else ""
+        lines.append(f"  {name:20} {' * '.join(f'{size:,}' for size in weight.shape)} = {weight.params:,}{met}")
+    N, Hk, Hv, keys = config.num_heads, key_dim(config), value_dim(config), keys_of_all_layers(config)
+    P, per_layer = matmul_params(config), kv_elements_per_layer(config)
+    lines += [
+        "FLOPs a token",
+        f"  matmuls   6 * active matmul parameters = 6 * {P:,} = {6 * P:,}",
+        f"  attention 6 * N * (Hk + Hv) * keys of all layers = 6 * {N} * ({Hk} + {Hv}) * {keys:,.0f} = "
+        f"{6 * N * (Hk + Hv) * keys:,.0f}",
+        "bytes of the cache a token",
+        f"  L * elements * 2 = {config.num_layers} * {per_layer:,} * 2 = {kv_cache_bytes_per_token(config):,}",
+    ]
+    return "\n".join(lines)
+
+
 def add_model_command(commands) -> None:
     about = "what a model is made of: parameters, FLOPs, activations, state, cache"
     parser = commands.add_parser(
@@ -555,9 +574,14 @@ def add_model_command(commands) -> None:
     )
     groups = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
     parser.set_defaults(run=print_model, model_flags=config_lib.add_flags(parser, groups))
+    parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in FLOPs and bytes")
 
 
 def print_model(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
-    print(json.dumps(summary(config))) if args.json else print_summary(config)
+    if args.json:
+        return print(json.dumps(summary(config)))
+    print_summary(config)
+    if args.explain:
+        print(f"\n{explain(config)}")

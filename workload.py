@@ -125,6 +125,10 @@ class Run:
         return self.chip.hbm_bytes_per_s / self.chip.devices
 
     @property
+    def host_bytes_per_s(self) -> float:
+        return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
+
+    @property
     def bubble(self) -> float:
         return (self.pipe - 1) / (self.microbatches + self.pipe - 1)
 

@@ -252,6 +252,11 @@ def test_what_is_offloaded_waits_for_the_host():
     assert times[0] == pytest.approx(2 * times[1])
 
 
+def test_the_next_batch_comes_in_meanwhile():
+    found = predicted(preset="llama3.1-8b", mesh="fsdp:64,tensor:2", batch=128)
+    assert seconds(found, "input", False) == pytest.approx(2 * 8192 * 20 / 16e9) and seconds(found, "input") == 0
+
+
 # -- memory
 
 

@@ -713,6 +713,15 @@ def test_json_is_the_summary():
     assert "--json" in run("--help").stdout
 
 
+def test_formulas_with_their_numbers():
+    shown = run("--preset=llama3.1-70b", "--explain").stdout
+    assert re.search(r"^  w_q +80 \* 8,192 \* 64 \* 128 = 5,368,709,120$", shown, re.MULTILINE)
+    assert "6 * 69,501,714,432 = 417,010,286,592" in shown  # the formula's parameters, unembedding included
+    assert "6 * 64 * (128 + 128) * 327,680 = 32,212,254,720" in shown
+    assert "80 * 2,048 * 2 = 327,680" in shown
+    assert "of which a token meets 8/128" in run("--preset=qwen3-30b-a3b", "--explain").stdout
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_a_table(preset, capsys):
     transformer.print_summary(from_preset(preset))
