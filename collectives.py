@@ -11,8 +11,8 @@ other, so that either is the other's gradient, and are written so below. An all-
 
     reduce-scatter   {U_x} A[I, J] -> A[I_x, J]        all-gather   A[I_x, J] -> A[I, J]
 
-**Both directions.** Each link can carry a message each way at once, so blocks go round the shorter way: half of them
-from behind, half from ahead, in half the steps (`ring_bidirectional`).
+**Both directions.** Each link can carry a message each way at once, so blocks go round the shorter way, in half the
+steps (`ring_bidirectional`): half of the N-1 others from behind and half from ahead, of an even N N/2 and N/2 - 1.
 
 **A torus.** Over several axes a collective goes axis by axis, on what the one before left. Along y, then x:
 
@@ -29,7 +29,10 @@ stop the bundle loses the block that has arrived.
 **Collective matmuls.** A matmul that needs a gathered operand can start with the block that is there, while the next
 one travels; a matmul whose result is to be scattered can send off a sum while it multiplies the next part (Wang et al.
 2023, "Overlap communication with dependent computation via decomposition", ASPLOS; Rafi Witten's High Performance LLMs,
-session 4).
+session 4). Products that are summed on the way are rounded at each step. In bfloat16 on 8 devices the error (root mean
+square, against float64) is 2.4 times that of one matmul, 2.2 times in a `matmul_reduce_scatter` in both directions, and
+no larger where rows are gathered, whose products are not summed (measured on simulated devices, 64 x 8192 . 8192 x 256,
+standard normal; the same within 0.1 for 1024 and 4096 summands).
 
 **Cost** on an axis of N, which wraps around; h hops are N-1, or N//2 in both directions. V is the bytes of the whole
 array (of the payload, for an all-reduce), B what a device holds before an all-to-all, or sends as a halo on the wider
@@ -47,7 +50,8 @@ side. A time is bound by latency or by bandwidth (https://jax-ml.github.io/scali
 **On TPU7x** (compiled: `python benchmarks/collectives.py`) XLA's own all-gather and reduce-scatter run on the
 SparseCores over all links of up to three torus axes; the permutes here are started by the TensorCore and use the links
 of one axis. So XLA's are what a run takes by default, these are to read, and the collective matmuls are what overlaps
-where nothing else does: within one tensor-parallel block.
+where nothing else does: within one tensor-parallel block. Hence two defaults: `algorithm` is "ring" in this file, since
+who calls these by name wants them, and "xla" in `fsdp.py` and the Config, since who trains wants the fastest.
 
 **Left out.** Trees for broadcast, scatter and gather from one root: training has no root (state is created in place, in
 shards). Rings on a line without wrap-around links work, but the last message travels the whole line back, so that the
@@ -215,19 +219,21 @@ def all_reduce(
       to: what the type of the result says. "varying": that it may differ between devices (it does not). "invarying":
         that it is the same on all, as `lax.psum` says; only XLA's own all-gather can, so it then does that half.
 
-    Cost: 2h steps, 2h V/N bytes through a link of a single axis. Over axes n1, n2, ...: 2h1 V/n1, 2h2 V/(n1 n2), ...
+    Cost, to="varying": 2h steps, 2h V/N bytes through a link of a single axis. Over axes n1, n2, ...: 2h1 V/n1,
+    2h2 V/(n1 n2), ... With "invarying" only the first half of it, a `reduce_scatter`; the second is one all-gather of
+    XLA's over all axes at once, by the links that it chooses.
 
     Raises:
       ValueError: an axis that is not in the mesh, an unknown algorithm.
     """
     names = _check(x, axis, None, algorithm)
-    if algorithm == "xla" or _num_devices(names) == 1:
+    if algorithm == "xla" or lax.axis_size(names) == 1:
         x = lax.psum(x, names)
         return x if to == "invarying" else lax.pcast(x, names, to=to)
     (x,) = _vary_alike(names, x)
     rings = tuple(name for name in names if lax.axis_size(name) > 1)
     num_parts = len(rings) if spread else 1
-    blocks = num_parts * _num_devices(names)
+    blocks = num_parts * lax.axis_size(names)
     dim = next((dim for dim, size in enumerate(x.shape) if size % blocks == 0), None)
     if dim is None:
         flat = jnp.pad(x.reshape(-1), (0, -x.size % blocks))
@@ -252,7 +258,8 @@ def hierarchical_all_gather(
     Gathering inside a slice first would send all that a slice has over the slow network once for each of its devices;
     so each device fetches only the shards of its counterparts, and what was fetched is then shared inside.
 
-    Cost: (slices - 1) * V/N bytes a device across, N all devices; inside, h V/n through a link of n devices.
+    Cost: across, h V/N bytes a device, N all devices, h being slices - 1 one way and slices // 2 both ways; inside,
+    h V/n through a link of n devices.
 
     Raises:
       ValueError: as `all_gather`.
@@ -285,7 +292,7 @@ def all_to_all(
     if algorithm == "xla":
         return lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)
     (x,) = _vary_alike(names, x)
-    n, sizes = _num_devices(names), [lax.axis_size(name) for name in names]
+    n, sizes = lax.axis_size(names), [lax.axis_size(name) for name in names]
     block = list(x.shape)
     block[split_dim] //= n
     blocks = x.reshape(*x.shape[:split_dim], n, block[split_dim], *x.shape[split_dim + 1 :])
@@ -339,13 +346,14 @@ def ragged_all_to_all(
       output, and the number of this device's rows that were dropped: those past `block_rows`, or past the end of the
       receiver's output. int32.
 
-    Cost: as `all_to_all` of N * block_rows rows, and 8 bytes more a block.
+    Cost: 2h steps. Offsets and sizes go first, in an exchange of their own: an `all_to_all` of 8 bytes a device; then
+    the blocks: one of N * block_rows rows.
 
     Raises:
       ValueError: as `all_gather`, and where there is not one size and offset for each device.
     """
     names = _check(x, axis, 0, algorithm)
-    n = _num_devices(names)
+    n = lax.axis_size(names)
     for array in (input_offsets, send_sizes, output_offsets):
         if array.shape != (n,):
             raise ValueError(f"offsets and sizes of shape {array.shape} must be ({n},): the devices on {_show(names)}")
@@ -453,7 +461,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str, *, dim: int, al
     k = w.ndim - 1
     if x.shape[x.ndim - k :] != w.shape[:k]:
         raise ValueError(f"the last dims of x, {x.shape[x.ndim - k :]}, are not the first ones of w, {w.shape[:k]}")
-    product = jax.eval_shape(lambda: jax.ShapeDtypeStruct((*x.shape[: x.ndim - k], w.shape[-1]), x.dtype))
+    product = jax.ShapeDtypeStruct((*x.shape[: x.ndim - k], w.shape[-1]), x.dtype)
     _check(product, axis, dim, algorithm, cut=True, one_axis=True)
     _check_dtypes(x, w)
     if algorithm == "xla":
@@ -576,15 +584,11 @@ def _check(x, axis, dim, algorithm, *, cut=False, tiled=True, new_dim=False, one
     if dim is not None and not 0 <= dim <= last:
         raise ValueError(f"dim={dim} of an array of shape {x.shape} must be between 0 and {last}")
     if cut:
-        n = _num_devices(names)
+        n = lax.axis_size(names)
         if x.shape[dim] % n or not (tiled or x.shape[dim] == n):
             rule = f"a multiple of {n}" if tiled else str(n)
             raise ValueError(f"dim {dim} of shape {x.shape} must be {rule}, the devices on {_show(names)}")
     return names
-
-
-def _num_devices(names) -> int:
-    return lax.axis_size(names)
 
 
 def _show(names) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import collectives
@@ -1264,3 +1264,23 @@ def test_wrong_input_is_refused_with_names_and_numbers(name):
 def test_outside_of_shard_map_there_are_no_axes():
     with pytest.raises(ValueError, match="there is no axis 'a' in the mesh; it has none"):
         all_gather(jnp.ones(3), "a")
+
+
+# -- rounding
+
+
+@pytest.mark.parametrize("algorithm", RINGS)
+def test_products_that_are_summed_on_the_way_are_rounded_at_each_step(algorithm):
+    """In bfloat16 on 8 devices: 2.2 to 2.4 times the error of one matmul; where nothing is summed, the same."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (64, 1024)).astype(jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (1024, 256)).astype(jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    error = lambda product: np.sqrt(np.mean((np.asarray(product, np.float64) - exact) ** 2))
+    on = lambda f, *specs: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(None, "x")))(x, w)
+    gathered = lambda dim: lambda x, w: collectives.all_gather_matmul(x, (w,), "x", dim=dim, algorithm=algorithm)[0]
+    scattered = partial(collectives.matmul_reduce_scatter, axis="x", dim=1, algorithm=algorithm)
+    one = error(jax.jit(jnp.matmul)(x, w))
+    assert error(on(gathered(0), P("x"), P(None, "x"))) == pytest.approx(one, rel=0.01)
+    assert 2 < error(on(gathered(1), P(None, "x"), P(None, "x"))) / one < 2.8
+    assert 2 < error(on(scattered, P(None, "x"), P("x"))) / one < 2.8

@@ -16,7 +16,7 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 # A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
 FLOORS = [
     {"config", "data", "hardware", "collectives"},
-    {"attention", "kernels", "interconnect", "placement", "transformer", "checkpoint"},
+    {"attention", "kernels", "interconnect", "placement", "transformer", "checkpoint", "compiler_flags"},
     {"sharding", "matmul", "bounds", "serving", "processes", "spatial"},
     {"fsdp", "workload"},
     {"log", "model", "step"},
