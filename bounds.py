@@ -79,7 +79,9 @@ N = B/alpha: from there the step takes as long as its gathers, whatever N. Mixed
 N = B*F/(alpha_x*alpha_y), from where it falls as 1/sqrt(N).
 
 **Left out**: hops (latency), memory, what two mesh axes take from each other on the links of one torus axis, weights
-that `expert` does not cut; attention's FLOPs, which hide more, count in strong scaling only, keys and values there not.
+that `expert` does not cut; attention's FLOPs, which hide more, count in strong scaling only, keys and values there not;
+windows, under which a query has fewer keys to hide the ring behind. All links of an axis are taken to work at once;
+those of XLA's reduce-scatter do not (workload.py), so that step.py can find messages exposed that hold here.
 """
 
 import argparse
@@ -325,6 +327,7 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
         raise ValueError(f"mesh={config.mesh!r}: expert:{sizes['expert']} is for experts, and num_experts is 0")
     dtype = matmul_dtype(config)
     wire_bytes = BYTES[config.dtype]
+    gathered = 1 if dtype == "fp8" else wire_bytes  # weights travel as they multiply
     batch = config.batch * config.seq_len / config.microbatches
     k = config.experts_per_token or 1
     sparsity = config.num_experts / k or 1
@@ -344,7 +347,7 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
             if axis == "data":
                 found += [data_parallel(wires, batch, data / inner, **weights)]
             elif axis == "fsdp":
-                found += [fsdp(wires, batch, replicas * ways, weight_bytes=wire_bytes, **weights)]
+                found += [fsdp(wires, batch, replicas * ways, weight_bytes=gathered, **weights)]
             elif axis == "context":
                 found += [context(wires, config.seq_len, ways, group=group, wire_bytes=wire_bytes)]
                 found += [data_parallel(wires, batch, replicas / inner, **weights)]

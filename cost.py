@@ -46,7 +46,7 @@ import config as config_lib
 import transformer
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
 from step import MODEL_FLAGS, predict
-from workload import run_of as step_run_of
+from workload import run_of
 
 DAY_S, HOUR_S = 86_400, 3_600
 
@@ -111,7 +111,7 @@ def best_interval_s(save_s: float, failure_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     flops: float
     num_chips: int
     mfu: float
@@ -136,7 +136,7 @@ class Run:
         return None if self.price_per_chip_hour is None else self.chip_hours * self.price_per_chip_hour
 
 
-def run_of(
+def training_run(
     flops: float,
     chip: Chip,
     num_chips: int,
@@ -146,14 +146,16 @@ def run_of(
     dtype: str = "bf16",
     goodput: float = 1.0,
     price_per_chip_hour: float | None = None,
-) -> Run:
+) -> TrainingRun:
     """A run of so many FLOPs at an MFU, or in so many seconds of steps; the one gives the other.
 
     Raises:
       ValueError: not one of the two, or more FLOPs in those seconds than the chips have.
     """
     if (mfu is None) == (busy_s is None):
-        raise ValueError("a run has an mfu or seconds of its steps, one of the two")
+        raise ValueError(
+            "a run has an MFU or seconds of a step, one of the two: --mfu, --step_s, or --topology to predict it"
+        )
     if num_chips < 1:
         raise ValueError(f"num_chips={num_chips} must be 1 or more")
     if price_per_chip_hour is not None and not 0 <= price_per_chip_hour < math.inf:
@@ -166,14 +168,14 @@ def run_of(
             f"{flops:.4g} FLOPs take {num_chips:,} {chip.name} {peak_s:,.4g} s at their peak, which nothing reaches: "
             f"{busy_s:,.4g} s are too short by {peak_s - busy_s:,.4g} s at least"
         )
-    return Run(flops, num_chips, peak_s / busy_s, _share("goodput", goodput), busy_s, price_per_chip_hour)
+    return TrainingRun(flops, num_chips, peak_s / busy_s, _share("goodput", goodput), busy_s, price_per_chip_hour)
 
 
 def chips_needed(
     flops: float, chip: Chip, days: float, *, mfu: float, dtype: str = "bf16", goodput: float = 1.0
 ) -> int:
     """The fewest chips that are done in so many days."""
-    one = run_of(flops, chip, 1, mfu=mfu, dtype=dtype, goodput=goodput)
+    one = training_run(flops, chip, 1, mfu=mfu, dtype=dtype, goodput=goodput)
     return math.ceil(one.days / _positive("days", days))
 
 
@@ -195,17 +197,18 @@ def least_chips(held_bytes: float, chip: Chip) -> int:
 
 
 def print_cost(args: argparse.Namespace) -> None:
-    config, chip = config_lib.from_args(args), chip_of(args.chip)
-    num_chips, step_s, source = args.chips, args.step_s, "given"
+    config, chip = config_lib.from_args(args), chip_of(args.chip or "tpu7x")
+    num_chips, step_s, source, dtype = args.chips, args.step_s, "given", args.matmul_dtype
     if args.topology:
-        if num_chips or step_s or args.mfu:
-            raise ValueError("--topology has its step predicted; --chips, --mfu and --step_s are for another slice")
+        if [given for given in (args.chips, args.step_s, args.mfu, args.chip) if given is not None]:
+            raise ValueError("--topology has its step predicted: no --chip, --chips, --mfu or --step_s beside it")
         chip, topology = parse_topology(args.topology)
-        prediction = predict(step_run_of(config, chip, topology))
+        prediction = predict(run_of(config, chip, topology, num_slices=args.num_slices))
         if not prediction.fits:
             short = si(prediction.hbm_bytes - prediction.of.hbm_limit, "B")
             raise ValueError(f"{config.preset} does not fit on {args.topology}, {short} short; see: roofline.py step")
         num_chips, step_s, source = prediction.of.num_chips, prediction.step_s, "predicted"
+        dtype = prediction.of.dtype
     params, per_token = transformer.num_params(config), transformer.train_flops_per_token(config)
     tokens_per_step = config.batch * config.seq_len
     tokens, of_tokens = config.steps * tokens_per_step, f"{config.steps:,} steps of {tokens_per_step:,}"
@@ -216,7 +219,7 @@ def print_cost(args: argparse.Namespace) -> None:
     elif args.tokens is not None:
         tokens, of_tokens = args.tokens, "given"
     flops = train_flops(per_token, tokens)
-    options = dict(dtype=args.matmul_dtype, goodput=args.goodput)
+    options = dict(dtype=dtype, goodput=args.goodput)
     if num_chips is None:
         if args.days is None or args.mfu is None:
             raise ValueError("it needs --chips, or --days and --mfu to find them")
@@ -224,10 +227,10 @@ def print_cost(args: argparse.Namespace) -> None:
     state_bytes = sum(transformer.state_bytes(config).values())
     check_fit(state_bytes, chip, num_chips)
     busy_s = None if step_s is None else tokens / tokens_per_step * step_s
-    run = run_of(flops, chip, num_chips, mfu=args.mfu, busy_s=busy_s, price_per_chip_hour=args.price, **options)
+    run = training_run(flops, chip, num_chips, mfu=args.mfu, busy_s=busy_s, price_per_chip_hour=args.price, **options)
     needed = None if args.days is None else chips_needed(flops, chip, args.days, mfu=run.mfu, **options)
     pod = max(chip.pods, key=math.prod)
-    pods, peak = num_chips / math.prod(pod), si(chip.flops_per_s(args.matmul_dtype), "FLOP/s")
+    pods, peak = num_chips / math.prod(pod), si(chip.flops_per_s(dtype), "FLOP/s")
     if args.json:
         result = dict(kind="predicted", preset=config.preset, chip=chip.name, tokens=tokens, params=params)
         result |= dict(flops_per_token=per_token) | dataclasses.asdict(run)
@@ -270,7 +273,8 @@ def add_cost_command(commands) -> None:
     tokens.add_argument("--tokens", type=float, help="of the run, as in 15e12; default: steps * batch * seq_len")
     tokens.add_argument("--chinchilla", action="store_true", help="20 tokens a parameter")
     group.add_argument("--topology", help="of a slice, as in tpu7x:4x4x4: the step is predicted, with --mesh and so on")
-    group.add_argument("--chip", default="tpu7x", help=f"one of {', '.join(CHIPS)} [%(default)s]")
+    group.add_argument("--num_slices", type=int, default=1, help="of that topology [%(default)s]")
+    group.add_argument("--chip", help=f"one of {', '.join(CHIPS)} ['tpu7x']")
     group.add_argument("--chips", type=int, metavar="N", help="how many of them; default: as many as --days asks for")
     group.add_argument("--days", type=float, help="find the chips that finish in so many")
     group.add_argument("--mfu", type=float, metavar="SHARE", help="of the chips' peak, as in 0.4: assumed or measured")

@@ -368,6 +368,8 @@ def parse_topology(text: str) -> tuple[Chip, tuple[int, ...]]:
     if not re.fullmatch(r"\d+(x\d+)*", sizes):
         raise ValueError(f"{text!r}: behind {name}: come the chips along each axis, as in {name}:{by(pod)}")
     topology = tuple(map(int, sizes.split("x")))
+    if 0 in topology:
+        raise ValueError(f"{text!r}: an axis has 1 chip or more")
     if math.prod(topology) > math.prod(pod):
         raise ValueError(f"{text!r} is {math.prod(topology):,} chips; {name} ends at {by(pod)}, {math.prod(pod):,}")
     if not chip.cube and len(topology) == len(pod):  # fixed wires; optical switches can make other shapes of a pod

@@ -119,6 +119,8 @@ def links_of(
     Raises:
       ValueError: the sizes do not make up the devices, or cannot be laid along the axes of the torus.
     """
+    if num_slices < 1:
+        raise ValueError(f"num_slices={num_slices} must be 1 or more")
     fill_mesh(sizes, chip.devices * math.prod(topology) * num_slices)
     found = {axis: [] for axis in MESH_AXES}
     left = dict(sizes)

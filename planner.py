@@ -3,14 +3,16 @@
     python roofline.py plan --preset=llama3.1-70b --chips=64 --batch=256
     python roofline.py plan --preset=llama3.1-70b --topology=tpu7x:4x8x8 --seq_len=131072 --batch=64 --explain
 
-**What is tried.** Sizes of all mesh axes that make up the devices; 1, 2, 4, ... microbatches; of the policies of
-recomputation the one that recomputes least and fits (with any other the step is longer or does not fit). What does not
-divide is dropped, what does not fit is dropped, and the shortest step wins, but for this: of those within 5% of it, the
-simplest one, that with the fewest mesh axes, then the fewest microbatches. A prediction is not better than that.
+**What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
+recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the first
+that uses the host. What does not divide is dropped, what does not fit is dropped, and the shortest step wins, but for
+this: of those within 5% of it, the simplest one, that with the fewest mesh axes, then the fewest microbatches. A
+prediction is not better than that.
 
-**What is left out** as it cannot win: a `data` axis within a slice where `fsdp` can have its size (the same batch,
-more memory); `tensor` over 16 devices; parts of a sequence under 1024 tokens; a pipeline where all else fits, unless
-there are several slices for its stages.
+**What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
+sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
+one's own; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a quarter of it, with `data`
+for the rest, nothing: smaller rings can be faster, at the price of memory, but not by much.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, which the answer is held against:
 
@@ -34,12 +36,13 @@ from dataclasses import dataclass
 import config as config_lib
 import transformer
 from config import REMAT_POLICIES, Config
-from hardware import Chip, by, chip_of, parse_topology
+from hardware import Chip, by, chip_of, parse_topology, si
 from interconnect import squarest
 from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict
 from workload import TODAY, Efficiency, Run, check, layers_of, memory_of
 
+TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
 WITHIN = 1.05  # of the best: as good as it
 LONG = 32_768  # tokens from which a sequence is long here; the guide's are 8k and 128k
 SHORTEST_PART = 1024  # tokens of a sequence on a device
@@ -66,11 +69,13 @@ def plan(
     Raises:
       ValueError: nothing divides, or nothing fits, with what is short and by how much.
     """
-    reasons: dict[str, int] = {}
+    dropped: dict[str, int] = {}  # how often, by why
     closest = None  # what is nearest to fitting
     fitting: list[Prediction] = []
-    num_tried = 0
+    num_tried = 0  # meshes and microbatches
     configs = _configs(config)
+    if num_slices < 1:
+        raise ValueError(f"num_slices={num_slices} must be 1 or more")
     num_devices = chip.devices * math.prod(topology) * num_slices
     for with_pipeline in (False, True) if num_slices == 1 else (True,):
         if with_pipeline and fitting:
@@ -79,10 +84,10 @@ def plan(
             try:
                 links = links_of(sizes, chip, topology, num_slices=num_slices)
             except ValueError as error:
-                reasons[str(error)] = reasons.get(str(error), 0) + 1
+                dropped[str(error)] = dropped.get(str(error), 0) + 1
                 continue
             for microbatches, by_remat in configs.items():
-                if (sizes["pipe"] > 1) and microbatches < sizes["pipe"]:
+                if microbatches < sizes["pipe"]:
                     continue
                 num_tried += 1
                 of = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
@@ -90,21 +95,22 @@ def plan(
                     if check(of):
                         raise ValueError("model_dim or vocab_size does not divide by its shards")
                 except ValueError as error:
-                    reasons[str(error)] = reasons.get(str(error), 0) + 1
+                    dropped[str(error)] = dropped.get(str(error), 0) + 1
                     continue
                 found, least = _least_recomputation(of, by_remat)
                 fitting += found
                 if closest is None or least[1] < closest[1]:
                     closest = least
     if not fitting:
-        raise ValueError(_why_nothing(config, num_devices, reasons, closest))
+        raise ValueError(_why_nothing(config, num_devices, dropped, closest))
+    num_fitting = len({(tuple(found.of.sizes.values()), found.of.microbatches) for found in fitting})
     fitting = _with_other_core_axes(fitting)
     families = {}
     for found in sorted(fitting, key=lambda found: found.step_s):
         families.setdefault(family(found), found)
     shortest = min(found.step_s for found in fitting)
     best = min((found for found in fitting if found.step_s <= WITHIN * shortest), key=complexity)
-    return Plan(best, list(families.values()), num_tried, len(fitting))
+    return Plan(best, list(families.values()), num_tried, num_fitting)
 
 
 def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, float]]:
@@ -146,7 +152,7 @@ def meshes(config: Config, num_devices: int, num_slices: int, with_pipeline: boo
     for pipe in pipes:
         # The outermost axes cross slices: so do stages, or replicas.
         least = 1 if pipe > 1 and pipe % num_slices == 0 else num_slices
-        for tensor in powers(_widest(config)):
+        for tensor in (ways for ways in powers(_widest(config)) if config.model_dim % ways == 0):
             for context in powers(config.seq_len // SHORTEST_PART or 1):
                 for expert in experts:
                     inner = pipe * tensor * context * expert * least
@@ -195,7 +201,7 @@ def _with_other_core_axes(fitting: list[Prediction]) -> list[Prediction]:
     return found
 
 
-def _why_nothing(config: Config, num_devices: int, reasons: dict[str, int], closest: tuple[Run, float] | None) -> str:
+def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], closest: tuple[Run, float] | None) -> str:
     if closest is None:
         ways = dict(batch=config.batch, context=max(1, config.seq_len // SHORTEST_PART), tensor=_widest(config))
         fed = math.prod(ways.values())
@@ -205,16 +211,19 @@ def _why_nothing(config: Config, num_devices: int, reasons: dict[str, int], clos
                 f"{ways['context']}) and tensor:{ways['tensor']} feed {fed:,} of {num_devices:,} devices, "
                 f"{num_devices - fed:,} too few; a larger batch, or fewer chips"
             )
-        return f"no mesh divides; most often: {max(reasons, key=reasons.get) if reasons else 'the batch'}"
+        no_mesh = f"the batch of {config.batch} and the model's dims have no common divisors with {num_devices} devices"
+        return f"no mesh divides; most often: {max(dropped, key=dropped.get) if dropped else no_mesh}"
     of, needs = closest
     memory, _ = memory_of(of, layers_of(of.config, of.efficiency.attention_block))
+    state = sum(transformer.state_bytes(config).values())
+    least = math.ceil(state / (of.hbm_limit * of.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
     return (
         f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} needs {needs / GiB:.1f} GiB a "
         f"device at least (mesh {_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}) of "
         f"{of.hbm_limit / GiB:.1f}: {(needs - of.hbm_limit) / GiB:.1f} GiB short. Of it: {text} GiB. "
-        f"More chips, or fewer tokens in a batch"
+        f"{least:,} chips hold the state alone; more chips, or fewer tokens in a batch"
     )
 
 
@@ -262,16 +271,16 @@ def reasons(found: Plan) -> list[str]:
             if other.step_s > best.step_s:
                 why = f"; {worst} takes {more[worst]:.3f} s more" if more[worst] > 0 else ""
             else:
-                why = ", no more than what a prediction is worth"
+                why = "; a prediction is not better than that"
             lines.append(
                 f"{word} {axis} parallelism the best is {_mesh_text(other.of)}, {other.step_s:.3f} s "
                 f"({other.step_s / best.step_s - 1:+.1%}){why}."
             )
     hidden = {part.name: part.seconds - part.exposed_s for part in best.parts if part.resource == "communication"}
     for name, seconds in hidden.items():
-        if seconds > 0:
-            lines.append(f"Of {name}, {seconds:.3f} s hide behind compute.")
-    if of.chip.devices == 2 and of.num_chips * 2 > 1:
+        if seconds > 1e-3 * best.step_s:
+            lines.append(f"Of {name}, {si(seconds, 's')} hide behind compute.")
+    if of.chip.devices == 2:
         on_dies = next(
             (axis for axis, links in of.links.items() if any(link.name == "die to die" for link in links)), None
         )
@@ -297,20 +306,22 @@ def reasons(found: Plan) -> list[str]:
 
 
 def print_plan(args: argparse.Namespace) -> None:
-    if args.chips:
+    if args.chips is not None:
+        if args.chips < 1:
+            raise ValueError(f"--chips={args.chips} must be 1 or more")
         chip = chip_of(args.topology.partition(":")[0])
         shape = sorted(squarest(args.chips, chip.torus_axes), key=lambda size: (size == 1, size))
         chip, topology = parse_topology(f"{chip.name}:{by(shape)}")
     else:
         chip, topology = parse_topology(args.topology)
     config = config_lib.from_args(args)
-    given = [name for name in ("mesh", "microbatches", "remat", "core_axis") if name in args]
+    given = [name for name in TO_FIND if name in args]
     if given:
         raise ValueError(f"--{given[0]} is what plan finds; for one that is given: roofline.py step")
     found = plan(config, chip, topology, num_slices=args.num_slices)
-    precise = None
+    in_fp8 = None
     if config.fp8 == "none" and chip.fp8_flops_per_s and chip.fp8_flops_per_s > chip.bf16_flops_per_s:
-        precise = plan(dataclasses.replace(config, fp8="dynamic"), chip, topology, num_slices=args.num_slices)
+        in_fp8 = plan(dataclasses.replace(config, fp8="dynamic"), chip, topology, num_slices=args.num_slices)
     if args.plot:
         plot({_mesh_text(one.of): one for one in found.families[:8]}, args.plot)
     if args.json:
@@ -320,10 +331,9 @@ def print_plan(args: argparse.Namespace) -> None:
             "reasons": reasons(found),
             "num_tried": found.num_tried,
             "num_fitting": found.num_fitting,
-            "fp8": as_json(precise.best) if precise else None,
+            "fp8": as_json(in_fp8.best) if in_fp8 else None,
         }
         return print(json.dumps(result))
-    of = found.best.of
     print(describe(found.best, explain=args.explain))
     print(f"\nwhy, of {found.num_tried:,} ways to run it, of which {found.num_fitting:,} fit")
     for line in reasons(found):
@@ -332,16 +342,26 @@ def print_plan(args: argparse.Namespace) -> None:
     print(f"  {'mesh':42}{'microbatches':>13}  {'remat':34}{'step':>9}{'MFU':>7}{'GiB':>6}  waits most for")
     for one in found.families[:12]:
         print(
-            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}  {one.of.config.remat:34}{one.step_s:7.3f} s"
+            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}  {one.of.config.remat:34}{si(one.step_s, 's'):>9}"
             f"{one.mfu:7.1%}{one.hbm_bytes / GiB:6.1f}  {one.bound}"
         )
-    if precise:
-        gain = found.best.step_s / precise.best.step_s
-        print(f"\nin fp8: {precise.best.step_s:.3f} s, {gain:.2f}x, with {_mesh_text(precise.best.of)}")
-    core = f" --core_axis={of.config.core_axis}" if of.config.core_axis else ""
-    parts = f" --microbatches={of.microbatches}" if of.microbatches > 1 else ""
-    flags = f"--mesh={_mesh_text(of)}{core}{parts} --remat={of.config.remat}"
-    print(f"\n  {flags} --preset={of.config.preset} --batch={of.config.batch} --seq_len={of.config.seq_len}")
+    if in_fp8:
+        gain = found.best.step_s / in_fp8.best.step_s
+        print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.of)}")
+    print(f"\nroofline.py step {' '.join(flags_of(found.best))}")
+
+
+def flags_of(found: Prediction) -> list[str]:
+    """The flags that give this very prediction by `roofline.py step`."""
+    of = found.of
+    config = dataclasses.replace(of.config, mesh=",".join(f"{axis}:{n}" for axis, n in of.sizes.items() if n > 1))
+    preset = dataclasses.asdict(config_lib.from_preset(config.preset))
+    flags = [f"--topology={of.chip.name}:{by(of.topology)}", f"--preset={config.preset}"]
+    flags += [f"--num_slices={of.num_slices}"] if of.num_slices > 1 else []
+    for name, value in dataclasses.asdict(config).items():
+        if name != "preset" and value != preset[name]:
+            flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+    return flags
 
 
 def add_plan_command(commands) -> None:

@@ -14,8 +14,9 @@ and with communication, of which only what nothing hides (the exposed part) make
 
     fsdp          gather a layer forward and backward, reduce-scatter its gradient: hidden behind the compute of another
                   layer, as far as that lasts. Exposed for the first layer and the last, and without `prefetch`
-    tensor        gather and reduce-scatter the stream twice a layer, forward and backward. Exposed, as matmuls wait for
-                  it; with `collective_matmul` what the matmuls do not cover, and a message
+    tensor        gather and reduce-scatter the stream twice a layer, forward and backward, and gather twice more what
+                  is not saved whole. Exposed, as matmuls wait for it; with `collective_matmul` what the matmuls do not
+                  cover, and a message
     context       keys and values go round a ring while attention computes; backward with their gradients
     expert        all-to-all there and back, forward and backward. Exposed
     pipe          (P - 1) of M + P - 1 ticks idle; a message a tick, hidden but in the first and last ticks
@@ -30,7 +31,8 @@ Every microbatch gathers and reduce-scatters anew.
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
 
 **Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
-and the compute down. Attention is taken to be a fused kernel.
+and the compute down. Attention is taken to be a fused kernel, and a sequence over `context` to be cut so that all have
+the same work; that latent attention expands the latents of others, there.
 """
 
 import argparse
@@ -41,7 +43,18 @@ from dataclasses import dataclass
 import config as config_lib
 import transformer
 from hardware import by, parse_topology, si
-from workload import Layer, Run, check, compute_s, layers_of, local_shape, memory_of, params_of_device, run_of
+from workload import (
+    Layer,
+    Run,
+    check,
+    compute_s,
+    layers_of,
+    local_shape,
+    memory_of,
+    moved_bytes,
+    params_of_device,
+    run_of,
+)
 
 GiB = 2**30
 
@@ -130,7 +143,8 @@ def predict(of: Run) -> Prediction:
     rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes)]
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
-    return Prediction(of, [part for part in parts if part.seconds], memory, host_bytes, notes)
+    held = host_bytes * min(of.microbatches, of.pipe)
+    return Prediction(of, [part for part in parts if part.seconds], memory, held, notes)
 
 
 class Kind:
@@ -208,11 +222,11 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         hidden = min(gather, kind.forward) + min(gather + scatter, kind.backward) if config.prefetch else 0
         seconds += kind.times * (2 * gather + scatter)
         exposed += kind.times * (2 * gather + scatter - hidden)
-        ends = max(ends, 2 * gather + scatter) if config.prefetch else 0
+        ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
     tables = of.element * config.vocab_size * config.model_dim / of.tensor * (1 if config.tied_embeddings else 2)
     tables_s = of.collective_s("all_gather", tables, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
-    largest = max(kind.layer.whole_params(of) for kind in kinds) * of.weight_bytes
-    formula = f"gather {si(largest, 'B')} of a layer twice, reduce-scatter its gradient, over {_wires(of, 'fsdp')}"
+    formula = f"gather {si(of.weight_bytes * whole, 'B')} of a layer twice, {si(gather, 's')} each, reduce-scatter its "
+    formula += f"gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
     formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
     once = of.microbatches * tables_s
     return _communication("fsdp", seconds + once, exposed + once + of.microbatches * ends, formula)
@@ -225,14 +239,17 @@ def _tensor(of: Run, kinds: list[Kind]) -> Part:
     once = of.collective_s("all_gather", stream, "tensor")
     seconds = exposed = 0.0
     for kind in kinds:
-        # A product that is computed again needs its operand gathered again, or its result scattered.
-        moved = {"w_q": 1, "w_q_up": 1, "w_o": 1, "w_up": 1, "expert_up": 1}
-        again = sum(product.recomputed * moved.get(product.weight, 0) for product in kind.layer.products)
+        # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, if it is not saved;
+        # attention's result scattered again, if the stream behind it is not there.
+        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + 2 * (not kind.layer.norms)
         for way, number in ((0, 4), (1, 4 + again)):
             covered = kind.by_part["matmul"][way] if of.config.collective_matmul else 0
             seconds += kind.times * number * once
             exposed += kind.times * max(number * once - covered, number * once / of.tensor)
-    formula = f"{si(stream, 'B')} gathered and reduce-scattered twice a layer and way, over {_wires(of, 'tensor')}"
+    ends = 4 * of.microbatches * once  # the embedding's result scattered, the loss's operand gathered; and backward
+    seconds, exposed = seconds + ends, exposed + ends
+    formula = f"{si(stream, 'B')} gathered and reduce-scattered twice a layer and way, {si(once, 's')} each, over "
+    formula += f"{_wires(of, 'tensor')}; again what is not saved"
     formula += ", behind the matmuls" if of.config.collective_matmul else ""
     return _communication("tensor", seconds, exposed, formula)
 
@@ -241,7 +258,8 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     ways = of.sizes["context"]
     if ways == 1:
         return _communication("context", 0, 0)
-    local = of.tokens * transformer.kv_elements_per_layer(of.config) / of.tensor * of.element
+    heads = 1 if of.config.kv_lora_rank else of.tensor  # a latent has no heads that `tensor` could cut
+    local = of.tokens * transformer.kv_elements_per_layer(of.config) / heads * of.element
     once = of.collective_s("all_gather", local * ways, "context")
     seconds = exposed = 0.0
     for kind in kinds:
@@ -260,10 +278,14 @@ def _expert(of: Run, kinds: list[Kind]) -> Part:
     if of.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
     sent = of.tokens * of.config.model_dim / of.tensor * of.element * of.config.experts_per_token
-    number = 4 if of.config.remat == "none" else 6  # there and back, forward and backward, and what is recomputed
-    times = sum(kind.times for kind in kinds if kind.layer.params[True])
-    seconds = times * number * of.collective_s("all_to_all", sent, "expert")
-    formula = f"{number} times {si(sent, 'B')} of a layer's tokens, each to its experts, over {_wires(of, 'expert')}"
+    once = of.collective_s("all_to_all", sent, "expert")
+    kept = transformer.saved_names(of.config)
+    number = 4 + ("expert_input" not in kept) + ("expert_down" not in kept)  # there and back, both ways, and once more
+    seconds = sum(kind.times for kind in kinds if kind.layer.params[True]) * number * once
+    formula = (
+        f"{number} times {si(sent, 'B')} of a layer's tokens to their experts or back, {si(once, 's')} each, over "
+    )
+    formula += _wires(of, "expert")
     return _communication("expert", seconds, seconds, formula)
 
 
@@ -273,7 +295,7 @@ def _pipe(of: Run, working_s: float) -> list[Part]:
         return []
     tick = working_s / of.microbatches
     stream = of.tokens * of.config.model_dim * of.element / of.tensor
-    message = max(link.hop_s + stream / link.link_bytes_per_s for link in of.links["pipe"])
+    message = max(link.hop_s + stream / link.link_bytes_per_s for link in of.reached("pipe"))
     first_and_last = 2 * (of.pipe - 1) * message
     exposed = first_and_last + of.microbatches * max(0.0, 2 * message - tick)
     return [
@@ -288,7 +310,7 @@ def _pipe(of: Run, working_s: float) -> list[Part]:
             "pipe",
             2 * of.microbatches * message + first_and_last,
             exposed,
-            f"{si(stream, 'B')} from stage to stage and back, over {_wires(of, 'pipe')}",
+            f"{si(stream, 'B')} from stage to stage and back, {si(message, 's')} each, over {_wires(of, 'pipe')}",
         ),
     ]
 
@@ -304,7 +326,8 @@ def _gradient_sum(of: Run) -> Part:
         else:
             seconds += of.collective_s("all_reduce", 4 * params, *axes)
     replicas = " and ".join(_wires(of, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
-    formula = f"all-reduce {si(4 * (experts + others), 'B')}, over {replicas}, after the backward pass"
+    how = "reduce-scatter, then all-gather the weights of" if of.config.shard_update else "all-reduce"
+    formula = f"{how} {si(4 * (experts + others), 'B')} over {replicas}, after the backward pass"
     return Part("gradient sum", "communication", seconds, seconds, formula)
 
 
@@ -333,7 +356,9 @@ def _communication(axis: str, seconds: float, exposed: float, formula: str = "")
 
 
 def _wires(of: Run, axis: str) -> str:
-    return f"{axis}:{of.sizes[axis]} on {', '.join(link.name for link in of.links[axis])}"
+    """fsdp:128 on x (4 of 44.5 GB/s), ...: a device's links, one way, at the speed that programs reach."""
+    links = ", ".join(f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in of.reached(axis))
+    return f"{axis}:{of.sizes[axis]} on {links}"
 
 
 # -- command line
@@ -389,16 +414,17 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
         f"  how      {'bf16' if config.fp8 == 'none' else f'fp8 ({config.fp8})'}, remat {config.remat}"
         + (f" {config.remat_tensors}" if config.remat_tensors else ""),
         "",
-        f"{'':26}{'in all':>10}{'exposed':>10}{'of the step':>13}   waits for",
+        f"{'':26}{'in all':>12}{'exposed':>12}{'of the step':>13}   waits for",
     ]
     for part in found.parts:
         share = part.exposed_s / found.step_s
-        lines.append(f"  {part.name:24}{part.seconds:8.3f} s{part.exposed_s:8.3f} s{share:13.1%}   {part.resource}")
+        times = f"{si(part.seconds, 's'):>12}{si(part.exposed_s, 's'):>12}"
+        lines.append(f"  {part.name:24}{times}{share:13.1%}   {part.resource}")
         if explain:
             lines.append(f"      = {part.formula}")
     own = f" of bf16's peak, {found.own_precision_mfu:.1%} of fp8's" if config.fp8 != "none" else ""
     lines += [
-        f"  {'step':24}{'':10}{found.step_s:8.3f} s   bound by {found.bound}",
+        f"  {'step':36}{si(found.step_s, 's'):>12}{'100.0%':>13}   bound by {found.bound}",
         "",
         f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
         f"{si(found.flops_per_step, 'FLOP')} a step",
@@ -420,8 +446,8 @@ def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
     of, rows = found.of, []
     for layer in layers_of(of.config, of.efficiency.attention_block):
         for product in layer.products:
-            m, k, n, matrices = local_shape(of, product)
-            flops, nbytes = 2 * m * k * n, (matrices * k * n + m * (k + n)) * of.element
+            m, k, n, _ = local_shape(of, product)
+            flops, nbytes = 2 * m * k * n, moved_bytes(of, product)
             peak = of.flops_per_s(product.part) / of.efficiency.matmul
             rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * of.hbm_bytes_per_s)))
     return list(dict.fromkeys(rows))

@@ -355,13 +355,16 @@ def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]
 
 
 def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
-    """What roofline.py predicts of the step on these devices; None where they are no chips that it knows."""
+    """What roofline.py predicts of the step on these devices; None for chips, or a mesh, that it cannot tell of."""
     found = sharding.slice_of(mesh.devices)
     if found is None:
         return None
     chip, topology, num_slices = found
     filled = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
-    return predict(run_of(dataclasses.replace(config, mesh=filled), chip, topology, num_slices=num_slices))
+    try:
+        return predict(run_of(dataclasses.replace(config, mesh=filled), chip, topology, num_slices=num_slices))
+    except ValueError:  # a mesh that runs, laid over the torus in a way that has no name in placement.py
+        return None
 
 
 def introduce(

@@ -14,8 +14,12 @@ step.py adds it up to a step. A mesh of X/Y axis sizes, M microbatches, P pipeli
 The 3 are one forward and two backward, a fourth what is recomputed.
 
 **Memory of a device**: weights in float32 with the optimizer's moments; gradients; what the layers save for as many
-microbatches as are under way; of the layer that is in its backward pass all activations, and as much for their
-gradients; two whole layers of weights, and a whole gradient; the unembedding, whole, and its gradient.
+microbatches as are under way. And the larger of what a layer needs in its backward pass, all its activations and as
+much for their gradients, two whole layers of weights and a whole gradient, and of what the loss needs: the unembedding,
+whole, and its gradient in float32, the logits of `loss_chunk` positions of each sequence and their gradient.
+
+Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
+or, with remat=none, it was saved.
 """
 
 import dataclasses
@@ -137,14 +141,18 @@ class Run:
         dtype = self.dtype if part in FP8_PARTS else "bf16"
         return self.chip.flops_per_s(dtype) / self.chip.devices * self.efficiency.matmul
 
+    def reached(self, axis: str) -> list[Axis]:
+        """The links of a mesh axis, at the speed that programs reach."""
+        share = self.efficiency.links
+        return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
+
     def collective_s(self, kind: str, nbytes: float, *axes: str) -> float:
         """Over mesh axes, the inner one first, by all links at once.
 
         But XLA's reduce-scatter, compiled for TPU7x, uses two torus axes at once, if there are two, and else one.
         """
-        reached = lambda link: dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * self.efficiency.links)
-        links = [reached(link) for axis in axes for link in self.links[axis]]
-        wires = sum(link.name not in ("die to die", "slices") for link in links)
+        links = [link for axis in axes for link in self.reached(axis)]
+        wires = sum(not link.name.endswith(("die to die", "slices")) for link in links)
         return collective_s(kind, nbytes, links, spread=kind != "reduce_scatter" or wires == 2)
 
 
@@ -156,7 +164,7 @@ def run_of(
     Raises:
       ValueError: the mesh does not make up the devices, or cannot be laid on the torus.
     """
-    sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * num_slices)
+    sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * max(num_slices, 1))
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     return Run(config, chip, tuple(topology), num_slices, sizes, links, efficiency)
 
@@ -225,6 +233,7 @@ class Layer:
     saved: float  # bytes a token, on the device
     offloaded: float  # on the host
     every: float  # bytes a token of all activations that the backward pass reads
+    norms: float  # bytes a token of what the column-parallel matmuls take, if it is saved
 
     def whole_params(self, of: Run) -> float:
         """Its weights on a device, once gathered over `fsdp`."""
@@ -277,6 +286,7 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 of_layer(saved - offloaded),
                 of_layer(offloaded),
                 of_layer(every),
+                of_layer(saved & {"norm_attention", "norm_mlp"}),
             )
         )
     return found
@@ -311,6 +321,13 @@ def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
     return of.tokens * product.copies, k, n, matrices
 
 
+def moved_bytes(of: Run, product: Product) -> float:
+    """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
+    rows, k, n, matrices = local_shape(of, product)
+    operand = of.weight_bytes if product.part in FP8_PARTS else of.element
+    return (matrices * k * n + rows * k) * operand + rows * n * of.element
+
+
 def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
     config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
@@ -322,7 +339,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
         padded_rows = rows + matrices * e.expert_tile * (product.part == "experts")
         once = max(
             2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.part),
-            (matrices * k * n + rows * (k + n)) * of.element / (of.hbm_bytes_per_s * e.hbm),
+            moved_bytes(of, product) / (of.hbm_bytes_per_s * e.hbm),
         )
         forward += once
         backward += (2 + product.recomputed) * once
@@ -340,36 +357,48 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
 
 
 def params_of_device(of: Run) -> tuple[float, float]:
-    """Elements of a device's shards: of the experts, and of all else."""
+    """Elements of a device's shards: of the experts, and of all else. A pipeline's last stage has the unembedding."""
     config, sizes = of.config, of.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
-    shards = sizes["fsdp"] * of.tensor * of.pipe
-    return experts / shards / sizes["expert"], (transformer.num_params(config) - experts) / shards
+    table = config.vocab_size * config.model_dim
+    tables = table if config.tied_embeddings else 2 * table
+    layers = (transformer.num_params(config) - experts - tables) / of.pipe
+    shards = sizes["fsdp"] * of.tensor
+    of_stage = layers + (tables if of.pipe == 1 else table)
+    return experts / of.pipe / shards / sizes["expert"], of_stage / shards
 
 
 # -- memory
 
 
 def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
-    """Bytes of a device by what they hold, and those on its host."""
+    """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
     config, sizes, b = of.config, of.sizes, of.tokens
     experts, others = params_of_device(of)
     params = experts + others
     optimizer = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config) * params
     in_flight = min(of.microbatches, of.pipe)
     held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
+    saved = lambda layer: layer.saved + (of.tensor - 1) * layer.norms
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(of.weight_bytes * layer.whole_params(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
     whole = sizes["fsdp"] > 1
-    table = config.vocab_size * config.model_dim / of.tensor * of.element
+    table = config.vocab_size * config.model_dim / of.tensor
+    positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
     memory = {
         "weights": 4 * params,
         "optimizer": optimizer / (sizes["data"] if config.shard_update else 1),
         "gradients": 4 * params,
-        "saved activations": held(lambda layer: layer.saved) * in_flight,
+        "saved activations": held(saved) * in_flight,
+    }
+    in_layer = {
         "a layer's activations": 2 * largest.every * b / of.tensor,
         "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
-        "unembedding": 2 * table if whole else 0,
     }
-    return memory, held(lambda layer: layer.offloaded) * in_flight
+    in_loss = {
+        "unembedding": (of.element + 4) * table if whole else 0,
+        "logits": 2 * 4 * positions * config.vocab_size / of.tensor,
+    }
+    memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
+    return memory, held(lambda layer: layer.offloaded)

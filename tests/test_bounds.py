@@ -919,7 +919,7 @@ def test_command_line_takes_the_models_flags(capsys):
     """All groups of fields that describe a model; had one another name, its flags were gone."""
     mixture = "--num_experts=8 --experts_per_token=2 --expert_dim=512 --seq_len=1024 --batch=256 --num_layers=4"
     out = ran(capsys, f"{mixture} --dtype=bfloat16 --fp8=dynamic --mesh=fsdp:*")
-    assert "fsdp 128" in out and "30,760 tokens" in out  # 3,845 * 2 * 8/2
+    assert "fsdp 128" in out and "23,070 tokens" in out  # 3,845 * 2 * 8/2 * 3/4
     latent = "--kv_lora_rank=64 --rope_head_dim=32 --mesh=fsdp:64,context:2 --batch=64 --dtype=float32 --core_axis=fsdp"
     assert "context" in ran(capsys, latent)
 
@@ -933,6 +933,14 @@ def test_json(capsys):
     two = json.loads(ran(capsys, "--preset=llama3.1-70b --mesh=pipe:1,fsdp:64,tensor:2 --json"))
     assert two["mesh"] == {"fsdp": 64, "tensor": 2}
     assert found["strong_scaling"][-1]["chips"] == 9216 and found["stops_at"]["fsdp"] == about(289, abs=1)
+
+
+def test_in_8_bits_the_gradient_binds():
+    """FLOPs twice as fast, weights of one byte, gradients of two: alpha doubles, times (1 + 2) / 4."""
+    fsdp_of = lambda **flags: bounds.bounds_of(
+        from_preset("llama3.1-70b", mesh="fsdp:128", batch=256, **flags), CHIPS["tpu7x"], (4, 4, 4)
+    )[-1]
+    assert fsdp_of(fp8="static").critical == about(fsdp_of().critical * 2 * 3 / 4)
 
 
 def test_plot(capsys, tmp_path):

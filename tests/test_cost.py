@@ -20,7 +20,7 @@ import cost
 import roofline
 import transformer
 from config import PRESETS, from_preset
-from cost import best_interval_s, chips_needed, goodput, run_of
+from cost import best_interval_s, chips_needed, goodput, training_run
 from hardware import CHIPS
 
 V5P = dataclasses.replace(CHIPS["v5p"], hbm_bytes=96e9)  # the book's 96 GB
@@ -42,7 +42,7 @@ def test_book_parameters():
 
 def test_book_flops_a_token():
     """6 * 70e9 = 4.2e11, "about half a TFLOP", and about 1 ms of a v5p. Here 4.5e11, a half with attention at 8192."""
-    one = run_of(6 * 70e9, V5P, 1, mfu=1)
+    one = training_run(6 * 70e9, V5P, 1, mfu=1)
     assert one.flops == 4.2e11
     assert one.busy_s == pytest.approx(1e-3, abs=0.5e-3)
     assert one.busy_s == pytest.approx(0.915e-3, abs=0.0005e-3)
@@ -58,12 +58,12 @@ def test_book_flops_of_the_run():
 
 def test_book_years_of_one_chip():
     """435."""
-    assert run_of(6.3e24, V5P, 1, mfu=1).seconds / YEAR_S == pytest.approx(435, abs=0.5)
+    assert training_run(6.3e24, V5P, 1, mfu=1).seconds / YEAR_S == pytest.approx(435, abs=0.5)
 
 
 def test_book_days_of_a_pod():
     """8960 chips at 40%: 3.8e6 s, 44 days."""
-    run = run_of(6.3e24, V5P, 8960, mfu=0.4)
+    run = training_run(6.3e24, V5P, 8960, mfu=0.4)
     assert run.seconds == pytest.approx(3.8e6, abs=0.05e6)
     assert round(run.days) == 44 and run.days == pytest.approx(44.3, abs=0.05)
 
@@ -86,7 +86,7 @@ def test_book_least_chips(checkpoints, exact_tb, total, chips, days):
     cost.check_fit(total, V5P, least)
     with pytest.raises(ValueError, match="short by"):
         cost.check_fit(total, V5P, least - 1)
-    run, pod = run_of(6.3e24, V5P, chips, mfu=0.4), run_of(6.3e24, V5P, 8960, mfu=0.4)
+    run, pod = training_run(6.3e24, V5P, chips, mfu=0.4), training_run(6.3e24, V5P, 8960, mfu=0.4)
     assert run.days * 44 / pod.days == pytest.approx(days, abs=1)
 
 
@@ -104,7 +104,7 @@ def test_book_flops_for_a_dollar(chip, price, flops):
 
     In 2025 the table had 1.09e14 and 1.64e14 "FLOPs / $": FLOP/s for a dollar an hour.
     """
-    run = run_of(1e24, CHIPS[chip], 1, mfu=1, price_per_chip_hour=price)
+    run = training_run(1e24, CHIPS[chip], 1, mfu=1, price_per_chip_hour=price)
     assert run.flops / run.cost == pytest.approx(flops, abs=0.005e17)
     assert run.flops / run.cost / 3600 == pytest.approx({"v5p": 1.09e14, "v5e": 1.64e14}[chip], abs=0.005e14)
 
@@ -123,16 +123,16 @@ def test_chinchilla():
 def test_a_run_by_hand():
     """7200 FLOPs on 2 chips of 1 FLOP/s at a half, 4/5 of the time, at 3 a chip-hour."""
     chip = dataclasses.replace(V5P, bf16_flops_per_s=1)
-    run = run_of(7200, chip, 2, mfu=0.5, goodput=0.8, price_per_chip_hour=3)
+    run = training_run(7200, chip, 2, mfu=0.5, goodput=0.8, price_per_chip_hour=3)
     assert (run.busy_s, run.seconds, run.days, run.chip_hours, run.cost) == (7200, 9000, 9000 / 86_400, 5, 15)
-    given = run_of(7200, chip, 2, busy_s=7200, goodput=0.8)
+    given = training_run(7200, chip, 2, busy_s=7200, goodput=0.8)
     assert (given.mfu, given.seconds, given.cost) == (0.5, 9000, None)
-    assert run_of(7200, chip, 2, busy_s=3600).mfu == 1
-    assert run_of(7200, dataclasses.replace(chip, fp8_flops_per_s=4), 2, mfu=0.5, dtype="fp8").busy_s == 1800
+    assert training_run(7200, chip, 2, busy_s=3600).mfu == 1
+    assert training_run(7200, dataclasses.replace(chip, fp8_flops_per_s=4), 2, mfu=0.5, dtype="fp8").busy_s == 1800
 
 
 def test_more_chips_take_less_time_and_cost_as_much():
-    runs = [run_of(1e24, V5P, chips, mfu=0.4, price_per_chip_hour=2) for chips in (1, 10, 1000)]
+    runs = [training_run(1e24, V5P, chips, mfu=0.4, price_per_chip_hour=2) for chips in (1, 10, 1000)]
     assert [run.days / runs[0].days for run in runs] == pytest.approx([1, 0.1, 0.001], rel=1e-12)
     assert [run.cost / runs[0].cost for run in runs] == pytest.approx([1, 1, 1], rel=1e-12)
 
@@ -143,8 +143,8 @@ def test_chips_needed_are_the_fewest():
         flops, days = 10 ** rng.uniform(20, 25), rng.uniform(1, 100)
         options = dict(mfu=rng.uniform(0.1, 0.7), goodput=rng.uniform(0.5, 1))
         chips = chips_needed(flops, V5P, days, **options)
-        assert run_of(flops, V5P, chips, **options).days <= days
-        assert chips == 1 or run_of(flops, V5P, chips - 1, **options).days > days
+        assert training_run(flops, V5P, chips, **options).days <= days
+        assert chips == 1 or training_run(flops, V5P, chips - 1, **options).days > days
     assert chips_needed(6.3e24, V5P, 44.3, mfu=0.4) == pytest.approx(8960, abs=10)
 
 
@@ -185,18 +185,18 @@ def test_the_best_interval_by_trying_them():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: run_of(1e20, V5P, 1), "one of the two"),
-        (lambda: run_of(1e20, V5P, 1, mfu=0.4, busy_s=1), "one of the two"),
-        (lambda: run_of(1e20, V5P, 0, mfu=0.4), "num_chips=0"),
-        (lambda: run_of(-1, V5P, 1, mfu=0.4), "flops=-1"),
-        (lambda: run_of(math.nan, V5P, 1, mfu=0.4), "flops=nan"),
-        (lambda: run_of(1e20, V5P, 1, mfu=0), "mfu=0"),
-        (lambda: run_of(1e20, V5P, 1, mfu=1.1), "mfu=1.1"),
-        (lambda: run_of(1e20, V5P, 1, mfu=0.4, goodput=0), "goodput=0"),
-        (lambda: run_of(1e20, V5P, 1, mfu=0.4, price_per_chip_hour=-1), "price_per_chip_hour=-1"),
-        (lambda: run_of(4.59e16, V5P, 1, busy_s=60), "take 1 v5p 100 s at their peak, .* too short by 40 s"),
-        (lambda: run_of(1e20, V5P, 1, busy_s=0), "busy_s=0"),
-        (lambda: run_of(1e20, CHIPS["v4"], 1, mfu=0.4, dtype="fp8"), "v4 has no published speed"),
+        (lambda: training_run(1e20, V5P, 1), "one of the two"),
+        (lambda: training_run(1e20, V5P, 1, mfu=0.4, busy_s=1), "one of the two"),
+        (lambda: training_run(1e20, V5P, 0, mfu=0.4), "num_chips=0"),
+        (lambda: training_run(-1, V5P, 1, mfu=0.4), "flops=-1"),
+        (lambda: training_run(math.nan, V5P, 1, mfu=0.4), "flops=nan"),
+        (lambda: training_run(1e20, V5P, 1, mfu=0), "mfu=0"),
+        (lambda: training_run(1e20, V5P, 1, mfu=1.1), "mfu=1.1"),
+        (lambda: training_run(1e20, V5P, 1, mfu=0.4, goodput=0), "goodput=0"),
+        (lambda: training_run(1e20, V5P, 1, mfu=0.4, price_per_chip_hour=-1), "price_per_chip_hour=-1"),
+        (lambda: training_run(4.59e16, V5P, 1, busy_s=60), "take 1 v5p 100 s at their peak, .* too short by 40 s"),
+        (lambda: training_run(1e20, V5P, 1, busy_s=0), "busy_s=0"),
+        (lambda: training_run(1e20, CHIPS["v4"], 1, mfu=0.4, dtype="fp8"), "v4 has no published speed"),
         (lambda: chips_needed(1e20, V5P, 0, mfu=0.4), "days=0"),
         (lambda: cost.train_flops(1, 0), "tokens=0"),
         (lambda: cost.chinchilla_tokens(-1), "params=-1"),
@@ -251,7 +251,7 @@ def test_cost_command(capsys):
 def test_cost_json(capsys):
     found = json.loads(ran(capsys, f"{BOOK} --price=2 --days=20 --goodput=0.8 --json"))
     flops = 15e12 * transformer.train_flops_per_token(LLAMA)
-    run = run_of(flops, CHIPS["v5p"], 8960, mfu=0.4, goodput=0.8, price_per_chip_hour=2)
+    run = training_run(flops, CHIPS["v5p"], 8960, mfu=0.4, goodput=0.8, price_per_chip_hour=2)
     expected = dict(
         dataclasses.asdict(run),
         kind="predicted",
@@ -300,8 +300,14 @@ def test_a_slice_and_a_mesh_have_their_step_predicted(capsys):
     assert found["mfu"] == pytest.approx(step["mfu"]) and found["num_chips"] == 64
     assert found["seconds"] == pytest.approx(15e12 / (256 * 8192) * step["step_s"] / 0.9)
     assert "of the predicted 12.89 s a step" in ran(capsys, f"cost {command} --tokens=15e12")
-    with pytest.raises(ValueError, match="another slice"):
+    with pytest.raises(ValueError, match="--topology has its step predicted: no --chip"):
         ran(capsys, f"cost {command} --chips=64")
+    two = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --num_slices=2 --mesh=data:2,fsdp:128 --json"))
+    assert two["num_chips"] == 128
+    fast = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --fp8=static --json"))
+    assert fast["mfu"] == pytest.approx(
+        json.loads(ran_step(capsys, f"step {command} --fp8=static --json"))["own_precision_mfu"]
+    )
     with pytest.raises(ValueError, match=r"llama3.1-70b does not fit on tpu7x:2x2x1, .* short"):
         ran(capsys, "cost --preset=llama3.1-70b --topology=tpu7x:2x2x1 --batch=8")
 

@@ -65,20 +65,19 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
     assert found.best.step_s <= planner.WITHIN * shortest
 
 
-def test_the_plan_is_a_step_that_can_be_asked_for():
+def test_the_plan_is_a_step_that_can_be_asked_for(capsys):
     """The flags that it ends with give the very same prediction."""
     for preset, topology, flags in (
         ("llama3.1-70b", "tpu7x:4x4x4", dict(batch=256)),
         ("llama3.1-70b", "tpu7x:4x8x8", dict(batch=64, seq_len=131_072)),
         ("deepseek-v3", "tpu7x:4x8x8", dict(batch=2048)),
+        ("tiny", "v6e:1x1", dict(mu_dtype="bfloat16", prefetch=False)),
     ):
         found = planned(preset, topology, **flags)
         for one in [found.best, *found.families]:
             assert one.fits and not one.notes
-            mesh = ",".join(f"{axis}:{size}" for axis, size in one.of.sizes.items())
-            config = dataclasses.replace(one.of.config, mesh=mesh)
-            chip, chips = parse_topology(topology)
-            assert predict(run_of(config, chip, chips)).step_s == one.step_s
+            roofline.main(["step", *planner.flags_of(one), "--json"])
+            assert json.loads(capsys.readouterr().out)["step_s"] == one.step_s
 
 
 def test_of_equally_fast_plans_the_simplest():
@@ -197,7 +196,9 @@ def test_a_batch_that_does_not_feed_all_devices():
         planned("llama3.1-8b", "tpu7x:4x4x4", batch=2, seq_len=1024)
     # With longer sequences a context axis does: less than a sequence a device.
     found = planned("llama3.1-8b", "tpu7x:4x4x4", batch=16, seq_len=8192)
-    assert found.best.of.sizes["context"] * found.best.of.sizes["tensor"] >= 8
+    assert (
+        axes_of(found.best) & {"context", "tensor"} and found.best.of.sizes["fsdp"] * found.best.of.sizes["data"] <= 16
+    )
 
 
 # -- command line
@@ -217,10 +218,11 @@ def test_plan_command(capsys, tmp_path):
         "the best of each family",
         "Without tensor parallelism the best is fsdp:128",
         "in fp8:",
-        "--preset=llama3.1-70b --batch=256 --seq_len=8192",
+        "--topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=256",
     ):
         assert words in out, out
     found = json.loads(ran(capsys, "plan --preset=llama3.1-70b --chips=64 --batch=256 --json"))
+    assert 0 < found["num_fitting"] <= found["num_tried"]
     assert {"best", "families", "reasons", "num_tried", "num_fitting", "fp8"} <= found.keys()
     assert found["best"]["fits"] and found["fp8"]["step_s"] < found["best"]["step_s"]
     assert "tpu7x:2x2x4, 16 chips" in ran(capsys, "plan --preset=llama3.1-8b --chips=16 --batch=64")
@@ -234,11 +236,17 @@ def test_plan_command(capsys, tmp_path):
         ("--remat=full", "--remat is what plan finds"),
         ("--preset=llama3.1-405b --chips=4 --batch=8", "GiB short"),
         ("--preset=llama3.1-8b --batch=1", "feed 64 of 128 devices, 64 too few; a larger batch, or fewer chips"),
+        ("--chips=0", "--chips=0 must be 1 or more"),
+        ("--num_slices=0 --batch=128", "num_slices=0 must be 1 or more"),
+        ("--collective_matmul", "--collective_matmul is what plan finds"),
+        ("--preset=tiny --model_dim=190 --topology=tpu7x:2x2x1", None),
         ("--chips=100000", "tpu7x ends at 16x24x24"),
         ("--batchsize=3", "there is no flag '--batchsize=3'; did you mean --batch?"),
     ],
 )
 def test_wrong_plan_command(capsys, flags, words):
+    if words is None:  # a dim that hardly divides is no error
+        return roofline.main(["plan", *flags.split()])
     with pytest.raises(SystemExit) as end:
         roofline.main(["plan", *flags.split()])
     assert end.value.code == 2

@@ -11,10 +11,10 @@ import roofline
 import step
 import transformer
 import workload
-from benchmarks.measured_runs import RUNS, prediction_of
+from benchmarks.measured_runs import RUNS, SAVED, prediction_of
 from config import PRESETS, Config, from_preset
 from hardware import CHIPS, parse_topology
-from interconnect import all_gather, all_to_all, collective_s
+from interconnect import all_gather
 from step import predict
 from workload import Efficiency, run_of
 
@@ -60,9 +60,24 @@ def test_measured_runs(run):
         assert found.mfu == pytest.approx(found.flops_per_step / found.step_s / found.of.num_chips / 2307e12)
 
 
-def test_the_memory_of_a_measured_run():
-    """Compiled from MaxText's own program, of Llama 3.1 70B's run: 84.8 GiB a device in bf16. Within 10%."""
-    assert prediction_of(RUNS[0]).hbm_bytes / GiB == pytest.approx(84.8, rel=0.10)
+@pytest.mark.parametrize(
+    "run, gib",
+    [
+        (dict(RUNS[0].flags), 84.8),
+        (dict(RUNS[1].flags), 83.4),
+        (dict(preset="llama3.1-8b", mesh="fsdp:8", batch=8, remat="full"), 21.9),
+        (dict(preset="llama3.1-8b", mesh="fsdp:8", batch=8, remat="custom", remat_tensors=SAVED), 25.0),
+    ],
+)
+def test_memory_is_that_of_compiled_programs(run, gib):
+    """GiB a device, compiled for TPU7x by libtpu 0.0.50 from MaxText's programs of the same models. Within 6%."""
+    topology = "tpu7x:2x2x1" if run["mesh"] == "fsdp:8" else "tpu7x:4x4x4"
+    assert predicted(topology, **run).hbm_bytes / GiB == pytest.approx(gib, rel=0.06)
+
+
+def test_the_runs_that_chose_an_efficiency_stay_explained():
+    for run in RUNS[:3]:
+        assert prediction_of(run).step_s == pytest.approx(run.step_s, rel=0.02)
 
 
 # -- part by part
@@ -163,7 +178,9 @@ def test_fsdp_hides_behind_compute():
     assert seconds(bare, "fsdp communication") == pytest.approx(8 * (2 * gather + scatter) + ends, rel=1e-3)
     short = predicted(efficiency=EXACT, **flags | dict(batch=128, seq_len=128))
     forward = seconds(short, "matmul") + seconds(short, "attention")
-    assert seconds(short, "fsdp communication") == pytest.approx(9 * (2 * gather + scatter) + ends - forward, rel=1e-3)
+    assert seconds(short, "fsdp communication") == pytest.approx(
+        8 * (2 * gather + scatter) + ends - 7 / 8 * forward, rel=1e-3
+    )
     assert short.bound == "communication" and found.bound == "compute"
 
 
@@ -180,14 +197,19 @@ def test_tensor_parallelism_moves_the_stream():
     flags = SMALL | dict(mesh="data:64,tensor:2", batch=64, seq_len=8192)
     found = predicted(efficiency=EXACT, **flags)
     stream = 8192 * 512 * 2
-    assert seconds(found, "tensor communication") == pytest.approx(4 * 8 * stream / 2 / 600e9)
-    again = predicted(efficiency=EXACT, **flags | dict(remat="full"))  # both gathers, and attention's scatter
-    assert seconds(again, "tensor communication") == pytest.approx(4 * 11 * stream / 2 / 600e9)
-    kept = predicted(efficiency=EXACT, **flags | dict(remat="save_dot_except_mlp"))
-    assert seconds(kept, "tensor communication") == pytest.approx(4 * 9 * stream / 2 / 600e9)
+    message, ends = stream / 2 / 600e9, 4  # and of the embedding's result and the loss's operand, both ways
+    assert seconds(found, "tensor communication") == pytest.approx((4 * 8 + ends) * message)
+    assert found.memory["saved activations"] == pytest.approx(
+        8192 / 2 * (transformer.saved_bytes_per_token(found.of.config) + 4 * 2 * 2 * 512)
+    )
+    # Both gathers again, and attention's scatter; without the latter where the stream behind attention can be had.
+    again = predicted(efficiency=EXACT, **flags | dict(remat="full"))
+    assert seconds(again, "tensor communication") == pytest.approx((4 * 11 + ends) * message)
+    kept = predicted(efficiency=EXACT, **flags | dict(remat="minimal_with_context"))
+    assert seconds(kept, "tensor communication") == pytest.approx((4 * 10 + ends) * message)
     hidden = predicted(efficiency=EXACT, **flags | dict(collective_matmul=True))
     assert seconds(hidden, "tensor communication", False) == seconds(found, "tensor communication")
-    assert seconds(hidden, "tensor communication") == pytest.approx(seconds(found, "tensor communication") / 2)
+    assert seconds(hidden, "tensor communication") == pytest.approx((4 * 8 / 2 + ends) * message)
 
 
 def test_context_parallelism_passes_keys_and_values_on():
@@ -207,13 +229,24 @@ def test_expert_parallelism_sends_tokens_there_and_back():
     experts = dict(num_experts=8, experts_per_token=2, expert_dim=256, num_dense_layers=1)
     flags = SMALL | experts | dict(mesh="data:32,expert:4", batch=128)
     sent = 1024 * 512 * 2 * 2
-    once = sent / 4 / 600e9 * 0 + collective_s(
-        "all_to_all", sent, run_of(from_preset(**flags), TPU7X, (4, 4, 4)).links["expert"], spread=True
-    )
+    # Half of it to the other die; half of a ring of 4 chips: a line of 2, half of it to the other, at a device's share.
+    once = sent / 2 / 600e9 + sent / 2 / 50e9
     assert seconds(predicted(efficiency=EXACT, **flags), "expert communication") == pytest.approx(3 * 4 * once)
     again = predicted(efficiency=EXACT, **flags | dict(remat="full"))
     assert seconds(again, "expert communication") == pytest.approx(3 * 6 * once)
-    assert once >= all_to_all(sent, 2, wrap=False).link_bytes / 50e9
+    kept = predicted(efficiency=EXACT, **flags | dict(remat="minimal"))
+    assert seconds(kept, "expert communication") == pytest.approx(3 * 5 * once)
+
+
+def test_no_part_is_exposed_for_longer_than_it_takes():
+    for flags in (
+        dict(preset="llama3.1-70b", num_layers=1, batch=128, seq_len=128),
+        dict(preset="llama3.1-70b", batch=256, mesh="pipe:4,fsdp:16,tensor:2", microbatches=4),
+        dict(preset="llama3.1-8b", batch=16, mesh="data:2,fsdp:8,context:8", remat="minimal_offloaded"),
+        dict(preset="deepseek-v3", batch=512, mesh="fsdp:32,expert:4"),
+    ):
+        for part in predicted(**flags).parts:
+            assert 0 <= part.exposed_s <= part.seconds * (1 + 1e-9), part
 
 
 def test_a_pipeline_is_idle_at_both_ends():
@@ -224,7 +257,16 @@ def test_a_pipeline_is_idle_at_both_ends():
         names = ("matmul", "attention", "elementwise", "loss", "fsdp communication")
         working = sum(seconds(found, name) for name in names)
         assert idle / (idle + working) == pytest.approx(3 / (microbatches + 3))
-    assert found.memory["weights"] == pytest.approx(predicted(**flags | dict(mesh="fsdp:128")).memory["weights"])
+    # The last stage has the unembedding, and not the embedding.
+    table, params = 1024 * 512, transformer.num_params(found.of.config)
+    assert found.memory["weights"] == pytest.approx(4 * ((params - 2 * table) / 4 + table) / 32)
+
+
+def test_a_pipeline_offloads_no_more():
+    flags = dict(preset="llama3.1-70b", batch=1024, microbatches=8, remat="custom")
+    flags |= dict(remat_tensors="decoder_layer_input:offload")
+    times = [seconds(predicted(**flags, mesh=mesh), "host offload", False) for mesh in ("fsdp:128", "pipe:4,fsdp:32")]
+    assert times[0] == times[1] == pytest.approx(2 * 80 * 8192 * 2 * 1024 * 8192 / 128 / 16e9)
 
 
 def test_gradients_of_replicas_are_summed_across_slices():
@@ -358,7 +400,7 @@ def test_step_command(capsys):
     assert {*keys.split()} <= found.keys()
     assert found["step_s"] == pytest.approx(sum(part["exposed_s"] for part in found["parts"].values()))
     assert found["hbm_bytes"] == pytest.approx(sum(found["memory_bytes"].values()))
-    assert f"{found['step_s']:.3f} s" in out and found["kind"] == "predicted"
+    assert f"{found['step_s']:.4g} s" in out and found["kind"] == "predicted"
     assert found["tokens_per_s_per_chip"] == pytest.approx(2_097_152 / found["step_s"] / 64)
     assert "DOES NOT FIT" in ran(capsys, "step --preset=llama3.1-70b --batch=1024 --remat=none")
 

@@ -244,3 +244,5 @@ def test_the_prediction_is_that_of_the_slice():
     filled = dataclasses.replace(config, mesh="fsdp:8,tensor:2")
     assert found.step_s == predict(run_of(filled, CHIPS["tpu7x"], (2, 2, 2))).step_s
     assert train.predict_step(config, sharding.make_mesh(placement.parse_mesh("fsdp:8"), jax.devices())) is None
+    odd = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x3").devices
+    assert train.predict_step(config, sharding.make_mesh(placement.parse_mesh("fsdp:8,tensor:3"), odd)) is None
