@@ -59,7 +59,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -391,25 +391,28 @@ def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *,
     return (config.num_layers - num_experts) * of_layer(False) + num_experts * (of_layer(True) if num_experts else 0)
 
 
+def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
+    """Whether the backward pass needs what the weight's matmul makes, and it is not among the `saved`.
+
+    Spared is what is read elsewhere: the stream, once attention's projection is added to it; a layer's own result. And
+    the logits: model.cross_entropy takes the gradient while it has them.
+    """
+    spared = {*saved, "logits", "mlp_down", "shared_down"} | ({"out_proj"} if "mlp_input" in saved else set())
+    return bool(weight.makes) and not {*weight.makes} <= spared
+
+
 def recomputed_flops_per_token(
     config: Config, saved: Iterable[str] | None = None, *, kernel_scores: bool = False
 ) -> dict[str, float]:
     """Forward FLOPs that the backward pass does again, by part, because their result is read and not saved.
 
-    A matmul is spared if what it makes is saved, or what is read instead: the stream after the attention's projection
-    is added. `kernel_scores`: add the 2*N*Hk*keys of the scores that a fused kernel computes once more in its backward
+    `kernel_scores`: add the 2*N*Hk*keys of the scores that a fused kernel computes once more in its backward
     pass whatever the policy, as it kept their log-sum-exp alone.
     """
     names = saved_names(config) if saved is None else {*saved}
-    spared = names | {
-        "logits",
-        "mlp_down",
-        "shared_down",
-    }  # model.cross_entropy takes the gradient while it has the logits
-    spared |= {"out_proj"} if "mlp_input" in names else set()
     again = dict.fromkeys(PARTS, 0.0)
     for weight in weights(config).values():
-        if not {*weight.makes} <= spared:
+        if multiplied_again(weight, names):
             again[weight.part] += 2 * weight.active_params
     forward = forward_flops_per_token(config)
     lost = "context" not in names or names.isdisjoint({"log_sum_exp", "scores"})

@@ -248,7 +248,6 @@ def layers_of(config: Config, block: int) -> list[Layer]:
       block: scores along an edge of the attention kernel's block.
     """
     saved, offloaded = transformer.saved_names(config), transformer.offloaded_names(config)
-    spared = saved | {"logits", "mlp_down", "shared_down"} | ({"out_proj"} if "mlp_input" in saved else set())
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     num_experts = transformer.num_expert_layers(config)
     T = config.seq_len
@@ -273,7 +272,7 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 if weight.part == "experts":
                     copies, dims = config.experts_per_token, dims[1:]
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-                products.append(Product(name, weight.part, k, n, copies, not {*weight.makes} <= spared))
+                products.append(Product(name, weight.part, k, n, copies, transformer.multiplied_again(weight, saved)))
         of_layer = lambda names, experts=experts: transformer.saved_bytes_per_layer(config, names, experts=experts)
         found.append(
             Layer(
