@@ -59,7 +59,7 @@ DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (?!train|data)\w+\.py
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow]) for c in DEMONSTRATIONS])
 def test_demonstrations_run(command):
     done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3 and done.stderr == ""

@@ -1,0 +1,378 @@
+"""Compile the train step for a TPU slice that is not there, and read what the compiler says: memory, schedule, time.
+
+    python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --seq_len=2048
+    python aot.py --topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=128 --xla_flags=recommended --json
+    python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --batch=8 --compare=prefetch
+
+libtpu, the compiler and runtime of TPUs, compiles for any slice on any x86 machine (`pip install -e ".[tpu]"`). What is
+compiled here is train.py's own step, `train.make_train_step`, with the flags of train.py, for the devices of the
+topology; no array is ever made, and a model that fills a pod compiles on a laptop. It reports
+
+    memory      what the program needs of a device's HBM, and of its host; of a program that does not fit, by how much
+                it does not and what fills it. Then the exit status is 3
+    schedule    every collective: how often, how large, on which engine, what hides it; the time of the step, as
+                schedule.py walks the program's order of execution with the compiler's own estimates of cycles
+    prediction  beside it what roofline.py predicts of the same step
+
+Compiled is the memory, the order and the engines. The seconds are predicted from what is compiled; no TPU has run it.
+
+**Traps**, all of which are taken care of here. A slice of whole cubes wraps around, but the compiler has to be told.
+Devices must stand in the order of their ids, or collectives over a slice take a third of the links, or turn into others
+(sharding.py). The compiled program cannot be read back from JAX's compilation cache: what is extracted of it is kept,
+by the program and the flags. Two processes fight over libtpu's lock unless they are told not to.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import compiler_flags
+import config as config_lib
+import hlo
+import placement
+import schedule
+from config import Config
+from hardware import by, parse_topology, si
+from step import GiB, predict
+from workload import run_of
+
+# Before libtpu is loaded: it looks for no TPU, says nothing, and leaves others alone.
+QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "tpu7x-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+DOES_NOT_FIT = 3  # exit status
+
+
+class DoesNotFitError(ValueError):
+    """The compiler refused the program: `args` are what it used, what there is, and the largest buffers."""
+
+    def __init__(self, text: str):
+        self.found = refusal(text)
+        super().__init__(text)
+
+
+# -- compiling
+
+
+def lower_step(config: Config, topology: str, num_slices: int = 1):
+    """The step of train.py for the devices of a topology, as jax lowers it: nothing is compiled yet, or made.
+
+    Raises:
+      ValueError: the mesh does not make up the devices, or cannot cut the model or the batch.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding
+
+    import data
+    import model
+    import sharding
+    import train
+
+    chip, chips = parse_topology(topology)
+    options = {"wrap": tuple(axis.wrap for axis in chip.axes(chips))} if chip.torus_axes == 3 else {}
+    options |= {"num_slices": num_slices} if num_slices > 1 else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
+    model.check_divides(config, dict(mesh.shape))
+    shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(partial(train.init_state, config=config), key)
+    state = jax.tree.map(shaped, state, train.state_shardings(config, mesh))
+    rows = NamedSharding(mesh, sharding.BATCH_SPEC)
+    dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
+    shape = (config.batch, config.seq_len)
+    batch = data.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in dtypes))
+    return train.make_train_step(config, mesh).lower(state, batch)
+
+
+def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
+    """What the compiled program needs, and its HLO in the order of execution; from `cache` if it was compiled before.
+
+    Raises:
+      DoesNotFitError: the compiler refused it for want of memory.
+    """
+    import jax
+    import libtpu
+
+    versions = [jax.__version__, libtpu.__version__]
+    content = "\n".join([lowered.as_text(), json.dumps(flags, sort_keys=True), *versions])
+    kept = Path(cache).expanduser() / "aot" / hashlib.sha256(content.encode()).hexdigest() if cache else None
+    if kept and (kept / "memory.json").exists():
+        memory = json.loads((kept / "memory.json").read_text())
+        return memory | {"cached": True}, gzip.decompress((kept / "program.hlo.gz").read_bytes()).decode()
+    begun = time.perf_counter()
+    try:
+        compiled = lowered.compile(compiler_options=compiler_flags.compiler_options(flags))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFitError(str(error)) from None
+    analysis = compiled.memory_analysis()
+    total = getattr(analysis, "total_allocation_bytes", 0)  # not there in jax 0.10
+    memory = {
+        "compile_s": time.perf_counter() - begun,
+        "peak_hbm_bytes": total or analysis.peak_memory_in_bytes,
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "host_bytes": analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
+        "cached": False,
+    }
+    program = compiled.as_text()
+    if kept:
+        kept.mkdir(parents=True, exist_ok=True)
+        (kept / "program.hlo.gz").write_bytes(gzip.compress(program.encode(), 1))
+        unfinished = kept / f"memory.{os.getpid()}.json"
+        unfinished.write_text(json.dumps(memory))
+        os.replace(unfinished, kept / "memory.json")  # whole or not there
+    return memory, program
+
+
+def refusal(text: str) -> dict:
+    """What the compiler's message says: which memory, how many bytes of how many, the largest allocations."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    number = r"([\d.]+)([KMGT]?)"
+    hbm = re.search(rf"Used {number} of {number} hbm|\({number}\) exceeds available HBM \({number}\)", text)
+    vmem = re.search(rf"size {number} and limit {number} exceeded scoped vmem", text)
+    if not (match := hbm or vmem):
+        return {"memory": "unknown", "message": text.splitlines()[0]}
+    figures = [figure for figure in match.groups() if figure is not None]
+    used, there = (float(figures[i]) * units[figures[i + 1]] for i in (0, 2))
+    buffers = []
+    for block in re.split(r"\n\s*\d+\. (?=Size:)", text)[1:]:
+        size = re.match(rf"Size: {number}", block)
+        name = re.search(r'op_name="?([^"\n]*)', block) or re.search(r"Operator: (.*)", block)
+        shape = re.search(r"Shape: (\S+)", block)
+        buffers.append(
+            {
+                "bytes": float(size[1]) * units[size[2]],
+                "shape": shape[1] if shape else "",
+                "op": name[1].strip() if name else "",
+            }
+        )
+    return {"memory": "hbm" if hbm else "vmem", "used_bytes": used, "limit_bytes": there, "largest": buffers[:8]}
+
+
+# -- reporting
+
+
+def way_out(config: Config, found: dict) -> str:
+    """Flags that would make room, of those that this run does not have yet."""
+    if found["memory"] == "vmem":
+        return "--xla_flags=xla_tpu_scoped_vmem_limit_kib=61440, or smaller blocks of the kernel that it names"
+    ways = []
+    if config.remat == "none":
+        ways.append("--remat=full")
+    ways.append(f"--microbatches={2 * config.microbatches}")
+    ways.append("a smaller --batch, a larger --topology")
+    return ", ".join(ways) + "; roofline.py plan finds what fits"
+
+
+def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
+    """Compiles, reads and predicts; everything as numbers."""
+    chip, chips = parse_topology(args.topology)
+    kernels = schedule.pairs_of(args.kernel, "--kernel")
+    expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    lowered = lower_step(config, args.topology, args.num_slices)
+    memory, program = compile_step(lowered, flags, config.compilation_cache)
+    if args.hlo_out:
+        Path(args.hlo_out).write_text(program)
+    timeline = schedule.walk(hlo.parse(program), kernels=kernels)
+    num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
+    return {
+        "preset": config.preset,
+        "topology": f"{chip.name}:{by(chips)}",
+        "num_slices": args.num_slices,
+        "num_chips": num_chips,
+        "mesh": {axis: size for axis, size in expected.of.sizes.items() if size > 1},
+        "xla_flags": flags,
+        "fits": True,
+        **memory,
+        "hbm_limit_bytes": expected.of.hbm_limit,
+        "step_s": timeline.seconds,
+        "mfu": flops / timeline.seconds / num_chips / chip.bf16_flops_per_s,
+        "flops_per_step": flops,
+        "tokens_per_s_per_chip": tokens / timeline.seconds / num_chips,
+        "exposed_comm_s": timeline.exposed_s,
+        "by_category_s": timeline.categories,
+        "collectives": collectives(timeline, expected.of.sizes),
+        "top_ops": [dataclasses.asdict(op) for op in timeline.ops[:10]],
+        "roofline": {"step_s": expected.step_s, "hbm_bytes": expected.hbm_bytes, "bound": expected.bound},
+    }
+
+
+def collectives(timeline: schedule.Timeline, sizes: dict[str, int]) -> list[dict]:
+    """Each collective of the program, the most exposed first."""
+    rows = []
+    for message in timeline.collectives:
+        rows.append(
+            {
+                "kind": message.kind,
+                "mesh_axes": mesh_axes(message.groups, sizes),
+                "bytes": message.nbytes,
+                "count": message.count,
+                "engine": message.engine,
+                "synchronous": message.synchronous,
+                "op": message.op_name or message.name,
+                "source": message.source,
+                "started_after": message.after,
+                "done_before": message.before,
+                "computed_between_s": message.computed_s,
+                "seconds": message.seconds,
+                "hidden_s": message.hidden_s,
+                "exposed_s": message.exposed_s,
+            }
+        )
+    return sorted(rows, key=lambda row: (-row["exposed_s"], -row["seconds"]))
+
+
+def mesh_axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> list[str]:
+    """The mesh axes along which the devices of a group differ: in the program they are numbered as in the mesh."""
+    if not groups:
+        return []
+    places, group = [], groups[0]
+    for device in group:
+        place = []
+        for size in reversed(sizes.values()):
+            device, index = divmod(device, size)
+            place.append(index)
+        places.append(place[::-1])
+    return [axis for axis, indices in zip(sizes, zip(*places, strict=True), strict=True) if len({*indices}) > 1]
+
+
+def describe(found: dict) -> str:
+    """The report as a person reads it."""
+    slices = f"{found['num_slices']} slices of " if found["num_slices"] > 1 else ""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    how = "read from the cache, it took" if found["cached"] else "in"
+    flags = ", ".join(f"{name}={value}" for name, value in found["xla_flags"].items()) or "none but the defaults"
+    step_s, roofline = found["step_s"], found["roofline"]
+    gib = lambda name: f"{found[name] / GiB:.2f}"
+    lines = [
+        f"{found['preset']} on {slices}{found['topology']}, {found['num_chips']:,} chips, mesh {mesh}",
+        f"  compiled    {how} {found['compile_s']:.0f} s; flags {flags}",
+        f"  memory      {gib('peak_hbm_bytes')} of {gib('hbm_limit_bytes')} GiB a device, arguments "
+        f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')} (compiled; by roofline.py "
+        f"{roofline['hbm_bytes'] / GiB:.2f})",
+        f"  step        {si(step_s, 's')}, MFU {found['mfu']:.1%}, {found['tokens_per_s_per_chip']:,.0f} tokens/s a "
+        "chip (predicted from the compiled schedule)",
+        f"  roofline    {si(roofline['step_s'], 's')}, bound by {roofline['bound']} (predicted)",
+        f"  exposed     {si(found['exposed_comm_s'], 's')} of communication, {found['exposed_comm_s'] / step_s:.1%}",
+        "",
+        f"  {'where the time goes':24}{'time':>12}{'of the step':>13}",
+    ]
+    for name, seconds in found["by_category_s"].items():
+        lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}")
+    lines += [
+        "",
+        f"  {'collective':16}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>11}{'exposed':>11}  of",
+    ]
+    for row in found["collectives"][:16]:
+        axes = ",".join(row["mesh_axes"]) or "all"
+        numbers = (
+            f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>11}{si(row['exposed_s'], 's'):>11}"
+        )
+        lines.append(f"  {row['kind']:16}{axes:14}{row['engine']:11}{numbers}  {row['op'][-36:]}")
+    if more := found["collectives"][16:]:
+        lines.append(
+            f"  and {len(more)} more, {si(sum(row['exposed_s'] for row in more), 's')} of them exposed (--json)"
+        )
+    lines += ["", f"  {'longest operations':24}{'time':>12}{'count':>7}  of"]
+    for op in found["top_ops"]:
+        name = (op["op_name"] or op["name"])[-72:]
+        lines.append(f"  {op['category'][:22]:24}{si(op['seconds'], 's'):>12}{op['count']:7}  {name}")
+    return "\n".join(lines)
+
+
+def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> list[dict]:
+    """Two settings of one thing: prefetch, sparsecore (offload of collectives), or vmem (of an operation)."""
+    offload = "xla_tpu_enable_sparse_core_collective_offload_"
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    settings = {
+        "prefetch": [(f"prefetch={on}", dataclasses.replace(config, prefetch=on), flags) for on in (True, False)],
+        "sparsecore": [
+            (f"sparsecore={on}", config, flags | {f"{offload}{kind}": on for kind in kinds}) for on in ("true", "false")
+        ],
+        "vmem": [
+            (f"vmem={kib} KiB", config, flags | {"xla_tpu_scoped_vmem_limit_kib": kib}) for kib in ("32768", "61440")
+        ],
+    }
+    return [{"setting": name} | report(one, args, its) for name, one, its in settings[args.compare]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="aot.py",
+        usage="%(prog)s [--flag=value ...]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    machine = parser.add_argument_group("machine and compiler")
+    machine.add_argument("--topology", default="tpu7x:2x2x1", help="chips along each axis of a slice [%(default)s]")
+    machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
+    machine.add_argument("--xla_flags", default="none", help="recommended, none, or name=value,... [%(default)s]")
+    machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
+    about = "cycles of kernels, which the compiler does not estimate; may be given several times"
+    machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
+    machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
+    machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
+    config_lib.add_flags(parser)
+    args, unknown = parser.parse_known_args(argv)
+    try:
+        config = config_lib.from_args(args, unknown)
+        flags = compiler_flags.parse(args.xla_flags, compiler_flags.workload_of(config))
+        if not importlib.util.find_spec("libtpu"):
+            raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        found = compare(config, args, flags) if args.compare else report(config, args, flags)
+    except DoesNotFitError as error:
+        return refuse(config, args, error.found)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(found))
+    elif args.compare:
+        print("\n\n".join(f"{one['setting']}: {describe(one)}" for one in found))
+    else:
+        print(describe(found))
+    return 0
+
+
+def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
+    """Says what does not fit."""
+    ways = way_out(config, found)
+    if args.json:
+        print(json.dumps({"fits": False, **found, "way_out": ways}))
+    elif found["memory"] == "unknown":
+        print(f"does not fit: {found['message']}\n  way out: {ways}")
+    else:
+        used, limit = found["used_bytes"] / GiB, found["limit_bytes"] / GiB
+        print(
+            f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {used - limit:.2f} GiB short (compiled)"
+        )
+        for buffer in found["largest"]:
+            print(f"  {buffer['bytes'] / GiB:8.2f} GiB  {buffer['shape']:36} {buffer['op']}")
+        print(f"  way out: {ways}")
+    return DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

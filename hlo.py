@@ -1,0 +1,253 @@
+"""A compiled program as text, read: computations, instructions, what they call and how large their results are. No jax.
+
+`compiled.as_text()` is XLA's HLO: computations, of which one is the ENTRY, each with its instructions,
+
+    %name = shape opcode(operands), attribute=..., metadata={...}, backend_config={...}
+
+in the order of execution where the first line says is_scheduled=true. A shape has its layout behind it, and in it the
+memory: f32[8,128]{1,0:T(8,128)S(1)} lies in VMEM. An instruction may go over several lines. What cannot be read here is
+an error that names the line. schedule.py makes a timeline of it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    dtype: str
+    dims: tuple[int, ...]
+    space: int  # 0 HBM, 1 VMEM, 5 the host's memory; others are scalars' and semaphores'
+
+    @property
+    def nbytes(self) -> float:
+        bits = {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
+        return math.prod(self.dims) * (int(re.search(r"\d+", self.dtype)[0]) if bits is None else bits) / 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # those of a tuple, nested or not, one after another
+    operands: tuple[str, ...]
+    literal: str  # what stands between the parentheses: a constant's value, a parameter's number
+    called: dict[str, tuple[str, ...]]  # computations, by attribute: calls, body, condition, ...
+    attributes: dict[str, str]  # all others, as they stand there
+    config: dict  # backend_config
+    op_name: str
+    source: str  # file:line
+    groups: tuple[tuple[int, ...], ...]  # replica_groups
+    pairs: tuple[tuple[int, ...], ...]  # source_target_pairs
+    channel: int | None
+    thread: str  # async_execution_thread
+    after: tuple[str, ...]  # control-predecessors
+    line: int
+
+    @property
+    def cycles(self) -> int | None:
+        """XLA's estimate; 2**63 - 1 stands for none."""
+        cycles = int(self.config.get("window_config", {}).get("estimated_cycles", -1))
+        return cycles if 0 <= cycles < 2**62 else None
+
+
+@dataclass(frozen=True)
+class Program:
+    entry: str
+    computations: dict[str, dict[str, Instruction]]  # in the order of the schedule
+    roots: dict[str, str]
+
+    def root(self, computation: str) -> Instruction:
+        return self.computations[computation][self.roots[computation]]
+
+
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.DOTALL)
+SHAPE = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+CALLED = ("calls", "body", "condition", "to_apply", "branch_computations", "true_computation", "false_computation")
+CALLED += ("called_computations",)
+START = re.compile(r"\s+(ROOT )?%(\S+) = ")
+
+
+def brackets(text: str, begin: int = 0) -> Iterator[tuple[re.Match, int]]:
+    """The brackets and commas that stand in no string, and how many brackets are open behind each."""
+    depth = 0
+    for token in TOKEN.finditer(text, begin):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        yield token, depth
+
+
+def closing(text: str, begin: int) -> int:
+    """Where the bracket that opens at `begin` is closed, and one further."""
+    for token, depth in brackets(text, begin):
+        if not depth:
+            return token.end()
+    raise ValueError("a bracket stays open")
+
+
+def split(text: str) -> list[str]:
+    """At the commas that stand in no bracket and in no string."""
+    begin, depth, parts = 0, 0, []
+    for token, depth in brackets(text):
+        if token[0] == "," and not depth:
+            parts.append(text[begin : token.start()].strip())
+            begin = token.end()
+    if depth:
+        raise ValueError("a bracket stays open, or is closed twice")
+    return [part for part in (*parts, text[begin:].strip()) if part]
+
+
+def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """{{0,1},{2,3}}; {}: all in one; [2,4]<=[4,2]T(1,0): of an iota, transposed; mesh['x'=2,'y'=4] {'y'}: along y."""
+    if text.startswith("{"):
+        groups = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+        return groups or (tuple(range(num_devices)),)
+    if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
+        order = [int(n) for n in match[3].split(",")] if match[3] else list(range(len(dims)))
+        size = shape[-1]
+    elif match := re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text):
+        axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])]
+        along, names, dims = re.findall(r"'(\w+)'", match[2]), [name for name, _ in axes], [size for _, size in axes]
+        order = [i for i, name in enumerate(names) if name not in along] + [names.index(name) for name in along]
+        size = math.prod(dict(axes)[name] for name in along)
+    else:
+        raise ValueError(f"replica_groups={text} is of a form that is not known here")
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    ids = [0]
+    for i in order:
+        ids = [n + k * strides[i] for n in ids for k in range(dims[i])]
+    return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
+
+
+def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, str]) -> Instruction:
+    start = START.match(text)
+    rest = text[start.end() :]
+    end = closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    opening = re.compile(r"\s*([a-z][a-z0-9-]*)(?=\()").match(rest, end)
+    if end < 0 or not opening:
+        raise ValueError("no opcode behind the type")
+    last = closing(rest, opening.end())
+    raw = rest[opening.end() + 1 : last - 1]
+    attributes = {}
+    for part in split(rest[last:]):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is no attribute")
+        attributes[key] = value
+    config = attributes.pop("backend_config", "{}")
+    config = json.loads(json.loads(config) if config.startswith('"') else config)
+    metadata = attributes.pop("metadata", "")
+    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
+    frame = re.search(r"stack_frame_id=(\d+)", metadata)
+    source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', metadata)
+    shapes = tuple(
+        Shape(dtype, tuple(int(n.removeprefix("<=")) for n in dims.split(",") if n), int(space[1]) if space else 0)
+        for dtype, dims, layout in SHAPE.findall(rest[:end])
+        for space in [re.search(r"S\((\d+)\)", layout)]
+    )
+    unknown = [s.dtype for s in shapes if not re.fullmatch(r"pred|token|opaque|(bf|[sufc])\d+\w*", s.dtype)]
+    if unknown or len(shapes) != len(re.findall(r"\w\[", rest[:end])):
+        raise ValueError(f"{unknown[0] if unknown else rest[:end]} is no type that is known here")
+    groups = attributes.pop("replica_groups", None)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", attributes.pop("source_target_pairs", ""))
+    channel = attributes.pop("channel_id", None)
+    names = lambda text: tuple(re.findall(r"%([^\s,(){}]+)", text))
+    return Instruction(
+        name=start[2],
+        opcode=opening[1],
+        shapes=shapes,
+        operands=names(raw),
+        literal=raw,
+        called={key: names(attributes.pop(key)) for key in CALLED if key in attributes},
+        attributes=attributes,
+        config=config,
+        op_name=op_name[1] if op_name else "",
+        source=f"{source[1]}:{source[2]}" if source else sources.get(frame[1], "") if frame else "",
+        groups=read_groups(groups, num_devices) if groups is not None else (),
+        pairs=tuple((int(a), int(b)) for a, b in pairs),
+        channel=int(channel) if channel else None,
+        thread=attributes.pop("async_execution_thread", '"main"').strip('"'),
+        after=names(attributes.pop("control-predecessors", "")),
+        line=line,
+    )
+
+
+def read_sources(text: str) -> dict[str, str]:
+    """{stack frame: file:line} from the tables in front of the computations."""
+
+    def table(title: str) -> dict[str, str]:
+        section = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        return dict(line.split(" ", 1) for line in section[1].splitlines()) if section else {}
+
+    files, places = table("FileNames"), {}
+    for number, location in table("FileLocations").items():
+        found = re.search(r"file_name_id=(\d+).* line=(\d+)", location)
+        places[number] = f"{files.get(found[1], '')[1:-1]}:{found[2]}" if found else ""
+    frames = {number: re.search(r"file_location_id=(\d+)", frame) for number, frame in table("StackFrames").items()}
+    return {number: places.get(location[1], "") for number, location in frames.items() if location}
+
+
+def parse(text: str) -> Program:
+    """Raises ValueError for a text that is no schedule, or a line that cannot be read, with its number."""
+    lines = re.sub(r"/\*index=\d+\*/", "", text).splitlines()
+    header = lines[0] if lines else ""
+    if "is_scheduled=true" not in header:
+        raise ValueError("no schedule: is_scheduled=true is not in its first line; compiled.as_text() has it")
+    num_devices = math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)))
+    sources = read_sources(text)
+    computations, roots, current, entry = {}, {}, None, None
+    pending: list[str] = []  # the lines of an instruction: strings and JSON in it may have several
+
+    def is_open() -> bool:
+        *_, depth = 0, *(depth for _, depth in brackets("\n".join(pending)))
+        return depth > 0
+
+    def flush(number: int) -> None:
+        if not pending:
+            return
+        line, whole = number - len(pending), "\n".join(pending)
+        try:
+            read = read_instruction(whole, line, num_devices, sources)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {line}: {error}: {whole.strip()[:80]}") from None
+        if read.name in computations[current]:
+            raise ValueError(f"line {line}: %{read.name} is there twice")
+        computations[current][read.name] = read
+        if START.match(whole)[1]:
+            roots[current] = read.name
+        pending.clear()
+
+    for number, line in enumerate(lines, 1):
+        if current is None:
+            if found := re.fullmatch(r"(ENTRY )?%(\S+) \(.*\{", line):
+                current = found[2]
+                computations[current] = {}
+                entry = current if found[1] else entry
+            elif line.startswith((" ", "%", "ENTRY")):
+                raise ValueError(f"line {number}: no computation begins here: {line.strip()[:80]}")
+        elif START.match(line):
+            flush(number)
+            pending.append(line)
+        elif re.fullmatch(r"\}(, execution_thread=\"\w+\")?", line) and not is_open():
+            flush(number)
+            if current not in roots:
+                raise ValueError(f"line {number}: {current} ends without a ROOT")
+            current = None
+        elif is_open():
+            pending.append(line)
+        elif line.strip():
+            raise ValueError(f"line {number}: no instruction: {line.strip()[:80]}")
+    if current is not None or entry is None:
+        raise ValueError(f"line {len(lines)}: the text ends before its ENTRY computation does")
+    for name, instructions in computations.items():
+        for instruction in instructions.values():
+            for called in (n for names in instruction.called.values() for n in names):
+                if called not in computations:
+                    raise ValueError(f"line {instruction.line}: there is no computation {called}")
+            for operand in instruction.operands:
+                if operand not in instructions:
+                    raise ValueError(f"line {instruction.line}: there is no %{operand} in {name}")
+    return Program(entry, computations, roots)

@@ -1,0 +1,731 @@
+"""How long a compiled program takes and what waits for what, predicted from its schedule: text, no jax and no TPU.
+
+    python schedule.py step.hlo
+    python schedule.py step.hlo --kernel='attention.*=4.6e6' --link_bytes_per_s=45e9 --json
+
+`compiled.as_text()` of a program for TPU7x is its **scheduled HLO**: instructions in computations, `is_scheduled=true`
+in the first line, and then the order of the lines is the order in which the TensorCore issues them. A loop names the
+computations of its body and condition, a fusion the one that it fuses. What goes on beside the TensorCore is cut in
+two: `x-start` hands the work over and returns at once, `x-done` waits for its result. Collectives on the SparseCores
+are a `call-start` and `call-done` with `async_execution_thread="sparsecore"` around the computation that holds them;
+with newer compilers `call-start` has no operands, these come, and the work begins, with a `call-update`.
+
+**The walk** goes through the lines with a clock, `now`, and a queue for each engine:
+
+    TensorCore        now += estimated_cycles / clock       as XLA has written them into the instruction
+      no estimate     now += bytes in HBM / W_hbm           outputs and operands; of what is picked from or written
+                                                            into an array only the part; n sorted elements in the
+                                                            log n (log n + 1) / 2 passes of a sorting network
+    Pallas kernel     now += cycles / clock                 which the caller gives: the text has none
+    x-start           ready = max(now, queue free) + t      t of the table below; the queue is busy until then
+    x-done            now = max(now, ready)                 a stall: what of t no computation hid is exposed
+    collective alone  now += t                              synchronous: all of it is exposed
+    while             trips x body                          trips from the condition's constant, start and step
+    conditional       the longest of its branches
+
+The state of the queues, and what is under way in the values that a loop carries, go from one iteration into the next:
+iterations are walked until one leaves both as it found them; it stands for all that follow.
+
+    all-gather        V (n-1)/n / (rings W)                 V: bytes of the whole array, n: devices of a group
+    reduce-scatter    V (n-1)/n / (rings W)
+    all-reduce        2 V (n-1)/n / (rings W)
+    all-to-all        V (n-1)/n / W                         V: bytes of a device; half of all cross the middle, which
+                                                            is V a link on 2x2x1 and on a torus of 4x4x4
+    permute           V / W                                 a queue of its own for every way round
+    copy, slice       V / W_hbm, V / W_host                 between HBM and VMEM, device and host; a copy within HBM
+                                                            takes 2V, and so do the SparseCores to gather or transpose
+
+`rings` are the "colours" of the strategy that XLA wrote down for the collective, a direction of links each; where it
+wrote none, one. W is a link one way, and between the two devices of a chip the die-to-die link, whose rings are one.
+
+**Constants** (`Rates`; measured: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood), the
+same as those of workload.py:
+
+    clock     2.2 GHz      that of the published peak. XLA plans with 1.9: what HBM bounds has cycles of that clock, so
+                           all the time that is not a transfer is 1.16 times as long at the other extreme
+    W         89 GB/s      100 a link one way; measured: an all-gather, 178.8 of 200. The die-to-die link as well: x0.89
+    W_hbm     3.2 TB/s     a device's half of 7.38; measured: a copy, 0.87 of the peak
+    W_host    16 GB/s      assumed; no figure is published
+    network   6.25 GB/s    a device's half of a chip's 100 Gb/s; sends and receives between slices
+
+Seconds of TensorCore go with 1/clock. Half a W doubles each t, but the total grows by no more than what then sticks out
+of the computations beside it: nothing as long as all is hidden. `Rates` and the flags are for trying this.
+
+**Left out**: that transfers, SparseCores and TensorCore share HBM, and a chip's two devices its links; that a ring over
+several axes has phases of different size; start-up and hops (1 us each) of collectives; that a synchronous collective
+waits for those under way; other devices coming late; the host. So the bytes of small collectives say too little.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hardware import CHIPS
+from hlo import Instruction, Program, Shape, parse
+
+CHIP = CHIPS["tpu7x"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device's engines reach; sources: above."""
+
+    clock_hz: float = CHIP.clock_hz
+    link_bytes_per_s: float = 0.89 * CHIP.link_bytes_per_s
+    die_to_die_bytes_per_s: float = 0.89 * CHIP.die_to_die_bytes_per_s
+    hbm_bytes_per_s: float = 0.87 * CHIP.hbm_bytes_per_s / CHIP.devices
+    host_bytes_per_s: float = 16e9
+    network_bytes_per_s: float = CHIP.dcn_bytes_per_s / CHIP.devices
+
+
+# -- what an instruction costs
+
+FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier"
+    " partition-id replica-id domain".split()
+)
+# Without an estimate of XLA's these take the time of their bytes.
+BYTES = set(
+    "abs add and atan2 bitcast-convert broadcast cbrt ceil clamp clz compare complex concatenate convert copy cosine"
+    " count-leading-zeros divide dynamic-reshape dynamic-slice dynamic-update-slice erf exponential"
+    " exponential-minus-one floor fusion gather imag iota is-finite log log-plus-one logistic map maximum minimum"
+    " multiply negate not or pad popcnt power real reduce reduce-precision reduce-window remainder reshape reverse"
+    " rng-bit-generator round-nearest-afz round-nearest-even rsqrt scatter select select-and-scatter"
+    " set-dimension-size get-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine slice sort"
+    " sqrt stochastic-convert subtract tan tanh transpose xor".split()
+)
+FREE_TARGETS = set(
+    "PrepareAsyncCallStart PrepareAsyncCallDone AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound"
+    " GatherScatterIndicesBitpacked Sharding SPMDFullToShardShape SPMDShardToFullShape".split()
+)
+MATMULS = {"convolution", "dot"}
+MOVES = FREE | set(
+    "broadcast concatenate copy dynamic-slice dynamic-update-slice fusion iota pad reshape reverse slice"
+    " transpose".split()
+)
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+COLLECTIVES += ("collective-broadcast",)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes on beside the TensorCore, or, if it is synchronous, in its place."""
+
+    kind: str
+    engine: str
+    queue: str
+    nbytes: float  # of the whole array
+    seconds: float
+    groups: tuple[tuple[int, ...], ...] = ()
+    rings: int = 0
+
+
+def num_rings(config: object) -> int:
+    """The colours of the strategy in a collective's backend_config, 0 if there is none."""
+    if isinstance(config, dict):
+        if "color_strategies" in config:
+            return len(config["color_strategies"])
+        return max(map(num_rings, config.values()), default=0)
+    found = re.search(r"colors:(\d+)", config) if isinstance(config, str) else None
+    return int(found[1]) if found else 0
+
+
+def on_a_chip(devices: Sequence[int]) -> bool:
+    return len(devices) == 2 and devices[0] // 2 == devices[1] // 2 and devices[0] != devices[1]
+
+
+def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates, thread: str) -> Transfer:
+    kind, start = instruction.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
+    shapes = [shape for shape in instruction.shapes if not (start and not shape.dims and shape.space)]  # semaphores
+    if start and kind != "all-reduce":  # (operands, results)
+        shapes = shapes[len(operands) :]
+    nbytes = sum(shape.nbytes for shape in shapes)
+    size = len(instruction.groups[0]) if instruction.groups else 1
+    rings = num_rings(instruction.config)
+    sparse = thread == "sparsecore" or instruction.config.get("device_type") == "DEVICE_TYPE_SPARSECORE"
+    near = bool(instruction.groups or instruction.pairs) and all(
+        map(on_a_chip, instruction.groups or instruction.pairs)
+    )
+    speed = rates.die_to_die_bytes_per_s if near else rates.link_bytes_per_s
+    queue = "links"
+    if kind in ("collective-permute", "collective-broadcast"):
+        moved = nbytes if instruction.pairs or size > 1 else 0.0
+        queue = "link {} to {}".format(*min(instruction.pairs)) if instruction.pairs else queue
+    else:
+        nbytes *= size if kind == "reduce-scatter" else 1
+        moved = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        if not kind.endswith("all-to-all") and not near:
+            speed *= max(rings, 1)
+    engine = "SparseCore" if sparse else "TensorCore"
+    return Transfer(kind, engine, queue, nbytes, moved / speed, instruction.groups, rings)
+
+
+def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
+    """Its own, and those of the computations that it fuses; a custom-call that does nothing is none."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    yield "bitcast" if target in FREE_TARGETS else instruction.opcode
+    for name in instruction.called.get("calls", ()):
+        for inner in program.computations[name].values():
+            yield from opcodes_of(program, inner)
+
+
+# -- results
+
+
+@dataclass(frozen=True)
+class Op:
+    """What an instruction of the TensorCore takes, over all trips of the loops around it."""
+
+    name: str
+    category: str
+    seconds: float
+    count: int
+    by: str  # its time is that of cycles, of bytes, or of cycles that the caller gave
+    op_name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective or a copy beside the TensorCore, over all trips of the loops around it."""
+
+    name: str
+    kind: str
+    engine: str  # SparseCore, TensorCore, DMA
+    nbytes: float  # of the whole array, once
+    group_size: int
+    groups: tuple[tuple[int, ...], ...]
+    rings: int
+    count: int
+    op_name: str
+    source: str
+    after: str  # the last computation before it starts
+    before: str  # the first one after it is done
+    synchronous: bool
+    computed_s: float  # what the TensorCore computed between start and done
+    seconds: float
+    exposed_s: float  # of them, how many the TensorCore waited
+
+    @property
+    def hidden_s(self) -> float:
+        return self.seconds - self.exposed_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    seconds: float
+    categories: dict[str, float]  # add up to the seconds
+    ops: tuple[Op, ...]  # the longest first
+    messages: tuple[Message, ...]
+    by_bytes_s: float  # seconds of ops for which XLA has no estimate
+    uncounted: tuple[str, ...]  # counted as nothing, for want of their cycles
+
+    @property
+    def collectives(self) -> tuple[Message, ...]:
+        return tuple(message for message in self.messages if message.kind in COLLECTIVES)
+
+    @property
+    def exposed_s(self) -> float:
+        return math.fsum(message.exposed_s for message in self.collectives)
+
+
+# -- the walk
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A transfer that was started; with no times one that still waits for its operands."""
+
+    key: tuple[str, str]
+    queue: str = ""
+    start: float = 0.0
+    begin: float = 0.0
+    ready: float = 0.0
+    busy: float = 0.0  # what the TensorCore had computed when it started
+
+
+class Walk:
+    """The clock, the queues, and a ledger of {(what, of what): seconds or number of times}."""
+
+    def __init__(self, program: Program, rates: Rates, kernels: Mapping[str, float], trips: Mapping[str, int]):
+        self.program, self.rates, self.kernels, self.given_trips = program, rates, kernels, trips
+        self.missing: dict[str, str] = {}
+        self.now = self.busy = 0.0
+        self.queues: dict[str, list[Flight]] = {}
+        self.ledger: Counter = Counter()
+        self.facts: dict[tuple, tuple] = {}  # of an op or a message: what is the same each time
+        self.last, self.ended = "", []  # the last op, and the messages after which none has come yet
+        self.after, self.before = {}, {}
+
+    def run(self, computation: str, arguments: list) -> object:
+        """The value of its root: a number that is known, something under way, a tuple of values, or None."""
+        values = {}
+        for name, instruction in self.program.computations[computation].items():
+            values[name] = self.step(computation, instruction, [values[n] for n in instruction.operands], arguments)
+        return values[self.program.roots[computation]]
+
+    def step(self, computation: str, instruction: Instruction, values: list, arguments: list) -> object:
+        opcode, called = instruction.opcode, instruction.called
+        key = computation, instruction.name
+        first = values[0] if values else None
+        if opcode == "parameter":
+            number = int(instruction.literal)
+            return arguments[number] if number < len(arguments) else None
+        if opcode == "constant":
+            return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
+        if opcode == "tuple":
+            return tuple(values)
+        if opcode == "get-tuple-element":
+            return first[int(instruction.attributes["index"])] if isinstance(first, tuple) else None
+        if opcode == "while":
+            return self.loop(instruction, first)
+        if opcode == "conditional":
+            return self.branch(instruction, values)
+        if opcode == "call":
+            return self.run(*called["to_apply"], values)
+        if opcode.endswith("-start") or opcode in ("send", "recv"):
+            if opcode == "call-start" and not instruction.operands:
+                return Flight(key)
+            return self.start(key, computation, instruction)
+        if opcode.endswith("-update"):
+            if isinstance(first, Flight) and not first.queue:
+                return self.start(first.key, first.key[0], self.program.computations[first.key[0]][first.key[1]])
+            return first
+        if opcode.endswith("-done"):
+            return self.done(instruction, first)
+        if opcode in COLLECTIVES:
+            return self.alone(key, instruction, self.operand_shapes(computation, instruction))
+        self.compute(key, instruction, self.operand_shapes(computation, instruction))
+        passes = opcode in ("copy", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier")
+        return first if passes else None
+
+    def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
+        return [self.program.computations[computation][name].shapes for name in instruction.operands]
+
+    # the TensorCore
+
+    def compute(self, key: tuple, instruction: Instruction, operands: list) -> None:
+        if set(opcodes_of(self.program, instruction)) <= FREE:
+            return
+        seconds, by = self.cost(instruction, operands)
+        if seconds == 0:
+            return
+        category = self.category(instruction)
+        self.now += seconds
+        self.busy += seconds
+        self.ledger["count", key] += 1
+        self.ledger["seconds", key] += seconds
+        self.ledger["category", category] += seconds
+        self.facts[key] = instruction, category, by
+        self.last = instruction.op_name or instruction.name
+        for ended in self.ended:
+            self.before.setdefault(ended, self.last)
+        self.ended = []
+
+    def category(self, instruction: Instruction) -> str:
+        if instruction.opcode == "custom-call":
+            return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
+        opcodes = set(opcodes_of(self.program, instruction))
+        return "matmul" if opcodes & MATMULS else "copies and layouts" if opcodes <= MOVES else "elementwise"
+
+    def cost(self, instruction: Instruction, operands: list) -> tuple[float, str]:
+        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        for pattern, cycles in self.kernels.items():
+            if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name, target)):
+                if instruction.cycles is None:
+                    return cycles / self.rates.clock_hz, "caller"
+        if instruction.cycles is not None:
+            return instruction.cycles / self.rates.clock_hz, "cycles"
+        opcodes = set(opcodes_of(self.program, instruction))
+        if not opcodes <= BYTES | FREE:
+            what = target or instruction.opcode
+            self.missing[instruction.name] = (
+                f"line {instruction.line}: {what} %{instruction.name} {instruction.op_name}"
+            )
+            return 0.0, "nothing"
+        return self.hbm_bytes(opcodes, instruction.shapes, operands) / self.rates.hbm_bytes_per_s, "bytes"
+
+    def hbm_bytes(self, opcodes: set[str], results: Sequence[Shape], operands: list) -> float:
+        """Read and written. In place, or picking from an array: the largest operand is not gone through."""
+        in_hbm = lambda shapes: sum(shape.nbytes for shape in shapes if shape.space in (0, 5) and shape.dims)
+        read, written = sorted(map(in_hbm, operands)), in_hbm(results)
+        if (
+            "sort" in opcodes and results and results[0].dims
+        ):  # a network of comparisons, n long: log n (log n + 1) / 2 passes
+            passes = math.ceil(math.log2(max(max(results[0].dims), 2)))
+            return 2 * sum(shape.nbytes for shape in results) * passes * (passes + 1) / 2
+        if opcodes & {"dynamic-update-slice", "scatter"}:
+            return 2 * sum(read[:-1])
+        if opcodes & {"gather", "dynamic-slice", "slice"}:
+            return sum(read[:-1]) + 2 * written
+        return sum(read) + written
+
+    # beside it
+
+    def start(self, key: tuple, computation: str, instruction: Instruction) -> Flight:
+        transfer = self.transfer(computation, instruction)
+        queue = [flight for flight in self.queues.get(transfer.queue, []) if flight.ready > self.now]
+        begin = max([self.now, *(flight.ready for flight in queue)])
+        flight = Flight(key, transfer.queue, self.now, begin, begin + transfer.seconds, self.busy)
+        self.queues[transfer.queue] = [*queue, flight]
+        self.count(key, instruction, transfer, synchronous=False)
+        return flight
+
+    def done(self, instruction: Instruction, flight: object) -> None:
+        if not isinstance(flight, Flight) or not flight.queue:
+            raise ValueError(f"line {instruction.line}: %{instruction.name} waits for what was not started before it")
+        if flight.ready > self.now:
+            for other in self.queues[flight.queue]:
+                exposed = min(other.ready, flight.ready) - max(other.begin, self.now)
+                self.ledger["exposed", other.key] += max(exposed, 0.0)
+            *_, transfer, _ = self.facts[flight.key]
+            waits = "waits for collectives" if transfer.kind in COLLECTIVES else f"waits for {transfer.engine} copies"
+            waits = "host" if transfer.queue.endswith("host") else waits
+            self.ledger["category", waits] += flight.ready - self.now
+            self.now = flight.ready
+        self.ledger["computed", flight.key] += self.busy - flight.busy
+        self.ended.append(flight.key)
+
+    def alone(self, key: tuple, instruction: Instruction, operands: list) -> None:
+        transfer = collective(instruction, [s for shapes in operands for s in shapes], self.rates, "main")
+        self.count(key, instruction, transfer, synchronous=True)
+        self.ledger["exposed", key] += transfer.seconds
+        self.ledger["category", "synchronous collectives"] += transfer.seconds
+        self.now += transfer.seconds
+        self.ended.append(key)
+
+    def count(self, key: tuple, instruction: Instruction, transfer: Transfer, *, synchronous: bool) -> None:
+        self.ledger["count", key] += 1
+        self.ledger["seconds", key] += transfer.seconds
+        self.facts[key] = instruction, transfer, synchronous
+        self.after.setdefault(key, self.last)
+
+    def transfer(self, computation: str, instruction: Instruction) -> Transfer:
+        """Of a start: what the computation does that it calls, or what its own name says."""
+        thread, inner = instruction.thread, instruction
+        while inner.called.get("to_apply", inner.called.get("calls")) and inner.opcode in ("call-start", "async-start"):
+            (computation,) = inner.called.get("to_apply", inner.called.get("calls"))
+            instructions = self.program.computations[computation].values()
+            working = [i for i in instructions if i.opcode not in FREE and not i.opcode.endswith("-done")]
+            if len(working) != 1:
+                raise ValueError(f"line {instruction.line}: {computation} does not do one thing that this can count")
+            inner = working[0]
+        operands = self.operand_shapes(computation, inner)
+        flat = [shape for shapes in operands for shape in shapes]
+        if inner.opcode.removesuffix("-start") in COLLECTIVES:
+            return collective(inner, flat, self.rates, thread)
+        rates = self.rates
+        if thread == "sparsecore":
+            opcodes = set(opcodes_of(self.program, inner))
+            if opcodes <= BYTES | FREE:
+                nbytes = self.hbm_bytes(opcodes, inner.shapes, operands)
+                return Transfer(inner.opcode, "SparseCore", "SparseCore", nbytes, nbytes / rates.hbm_bytes_per_s)
+        kind = inner.opcode.removesuffix("-start")
+        if kind in ("send", "recv"):
+            nbytes, far = inner.shapes[0].nbytes, "megascale" in inner.attributes.get("frontend_attributes", "")
+            if far or "is_host_transfer" not in inner.attributes:
+                return Transfer(kind, "network", f"network, {kind}", nbytes, nbytes / rates.network_bytes_per_s)
+            host = "to host" if kind == "send" else "from host"
+            return Transfer(f"{kind} host", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
+        if kind not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice") or thread != "main":
+            seconds, by = self.cost(inner, operands)
+            if by == "bytes":  # of a program that runs where this knows no speed of memory
+                self.missing[inner.name] = f"line {inner.line}: {kind} %{inner.name} on {thread} {inner.op_name}"
+            return Transfer(kind, thread, thread, 0.0, seconds)
+        if inner.opcode == "copy-start":  # (target, origin, semaphore)
+            target, origin = inner.shapes[:2]
+        else:  # ((operands), target, semaphore), or within a computation the target
+            target, origin = inner.shapes[len(flat) if inner.opcode.endswith("-start") else 0], flat[0]
+        origin = flat[1] if kind == "dynamic-update-slice" else origin
+        nbytes = min(target.nbytes, origin.nbytes)
+        if 5 in (target.space, origin.space) and target.space != origin.space:
+            host = "to host" if target.space == 5 else "from host"
+            return Transfer(f"{kind} {host}", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
+        passes = max((target.space == 0) + (origin.space == 0), 1)
+        return Transfer(kind, "DMA", "DMA", nbytes, nbytes * passes / rates.hbm_bytes_per_s)
+
+    # loops and branches
+
+    def branch(self, instruction: Instruction, values: list) -> object:
+        names = [name for found in instruction.called.values() for name in found]
+        ends = []
+        begin = self.state()
+        for name, value in zip(names, values[1:], strict=True):
+            self.restore(begin)
+            ends.append((self.run(name, [value]), self.state()))
+        value, longest = max(ends, key=lambda end: end[1][0])
+        self.restore(longest)
+        return value
+
+    def state(self) -> tuple:
+        queues = {name: list(flights) for name, flights in self.queues.items()}
+        return self.now, self.busy, queues, Counter(self.ledger), self.last, list(self.ended)
+
+    def restore(self, state: tuple) -> None:
+        self.now, self.busy, queues, ledger, self.last, ended = state
+        self.queues = {name: list(flights) for name, flights in queues.items()}
+        self.ledger, self.ended = Counter(ledger), list(ended)
+
+    def loop(self, instruction: Instruction, carried: object) -> object:
+        (body,) = instruction.called["body"]
+        left = self.trips(instruction, carried)
+        while left:
+            before, begin, busy = self.picture(carried), self.now, self.busy
+            outer, self.ledger = self.ledger, Counter()
+            carried = self.run(body, [carried])
+            times = left if self.picture(carried) == before else 1  # from the same state, all others are the same
+            outer.update({key: times * amount for key, amount in self.ledger.items()})
+            self.ledger = outer
+            if times > 1:
+                carried = self.skip(carried, begin, (times - 1) * (self.now - begin), (times - 1) * (self.busy - busy))
+            left -= times
+        return carried
+
+    def picture(self, value: object) -> tuple:
+        """Of the state, as far as it matters for what comes: what is under way, and for how long yet."""
+        after = lambda seconds: round(max(seconds - self.now, 0.0), 12)
+
+        def of(value: object) -> object:
+            if isinstance(value, Flight):
+                return value.key, value.queue, after(value.ready), round(self.busy - value.busy, 12)
+            return tuple(map(of, value)) if isinstance(value, tuple) else value
+
+        queues = {
+            name: [(flight.key, after(flight.begin), after(flight.ready)) for flight in flights if after(flight.ready)]
+            for name, flights in self.queues.items()
+        }
+        return of(value), sorted((name, flights) for name, flights in queues.items() if flights)
+
+    def skip(self, value: object, begin: float, seconds: float, busy: float) -> object:
+        """Lets the clock jump over iterations; what the last one started goes along."""
+
+        def moved(value: object) -> object:
+            if isinstance(value, Flight) and value.queue and value.start >= begin:
+                times = dict(start=value.start + seconds, begin=value.begin + seconds, ready=value.ready + seconds)
+                return replace(value, **times, busy=value.busy + busy)
+            return tuple(map(moved, value)) if isinstance(value, tuple) else value
+
+        value = moved(value)
+        self.queues = {name: [moved(flight) for flight in flights] for name, flights in self.queues.items()}
+        self.now += seconds
+        self.busy += busy
+        return value
+
+    def timeline(self) -> Timeline:
+        ops, messages = [], []
+        get = lambda what, key: self.ledger[what, key]
+        for key, (instruction, detail, more) in self.facts.items():
+            count, seconds = round(get("count", key)), get("seconds", key)
+            if not count:  # in a branch that is not the longest
+                continue
+            about = dict(op_name=instruction.op_name, source=instruction.source, count=count, seconds=seconds)
+            if isinstance(detail, str):
+                ops.append(Op(instruction.name, detail, by=more, **about))
+                continue
+            group_size = len(detail.groups[0]) if detail.groups else 0
+            what = (detail.kind, detail.engine, detail.nbytes, group_size, detail.groups, detail.rings)
+            between = dict(after=self.after[key], before=self.before.get(key, ""), computed_s=get("computed", key))
+            exposed_s = get("exposed", key)
+            messages.append(Message(instruction.name, *what, synchronous=more, exposed_s=exposed_s, **between, **about))
+        categories = {key: seconds for (what, key), seconds in self.ledger.items() if what == "category"}
+        return Timeline(
+            seconds=self.now,
+            categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
+            ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
+            messages=tuple(messages),
+            by_bytes_s=math.fsum(op.seconds for op in ops if op.by == "bytes"),
+            uncounted=tuple(self.missing.values()),
+        )
+
+    def trips(self, instruction: Instruction, carried: object) -> int:
+        """From known_trip_count, from the caller, or from the number that the condition compares."""
+        if known := instruction.config.get("known_trip_count"):
+            return int(known["n"])
+        for pattern, trips in self.given_trips.items():
+            if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name)):
+                return trips
+        (body,), (condition,) = instruction.called["body"], instruction.called["condition"]
+        start = lambda i: (None, carried[i]) if isinstance(carried, tuple) and isinstance(carried[i], int) else None
+        compare, bind = self.program.root(condition), None
+        where = condition
+        if compare.opcode == "fusion":
+            bind = [linear(self.program, where, operand) for operand in compare.operands]
+            (where,) = compare.called["calls"]
+            compare = self.program.root(where)
+        sides = [linear(self.program, where, operand, bind) for operand in compare.operands]
+        direction = compare.attributes.get("direction", "")
+        if len(sides) == 2 and None not in sides and direction in STEPS:
+            if sides[0][0] is None:
+                sides, direction = sides[::-1], {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "NE")
+            (index, offset), bound = sides
+            bound = start(bound[0]) if bound[0] is not None and bound[1] == 0 else bound
+            step = linear(self.program, body, self.program.root(body).operands[index]) if index is not None else None
+            first = start(index) if index is not None else None
+            if first and bound and bound[0] is None and step and step[0] == index and step[1]:
+                distance, by = bound[1] - first[1] - offset, step[1]
+                distance += {"LE": 1, "GE": -1}.get(direction, 0)
+                rising = {"LT": True, "LE": True, "GT": False, "GE": False, "NE": by > 0}[direction]
+                if rising == (by > 0) and not (direction == "NE" and distance % by):
+                    return max(math.ceil(distance / by), 0)
+        self.missing[instruction.name] = f"line {instruction.line}: trips of %{instruction.name} {instruction.op_name}"
+        return 1
+
+
+STEPS = ("LT", "LE", "GT", "GE", "NE")
+
+
+def linear(program: Program, computation: str, name: str, bind: list | None = None) -> tuple[int | None, int] | None:
+    """A scalar as (number of a carried value or None, what is added to it); None: it is something else.
+
+    Args:
+      bind: what the parameters are, where the computation is a fusion; else it has one, the tuple that a loop carries.
+    """
+    instruction = program.computations[computation][name]
+    of = lambda operand: linear(program, computation, operand, bind)
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "constant":
+        return (None, int(instruction.literal)) if re.fullmatch(r"-?\d+", instruction.literal) else None
+    if opcode == "parameter":
+        return bind[int(instruction.literal)] if bind else None
+    if opcode == "get-tuple-element":
+        source = program.computations[computation][operands[0]]
+        if source.opcode == "parameter" and bind is None:
+            return int(instruction.attributes["index"]), 0
+    if opcode in ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done"):
+        return of(operands[0])
+    if opcode in ("add", "subtract"):
+        a, b = map(of, operands)
+        if a and b and opcode == "subtract" and b[0] is None:
+            return a[0], a[1] - b[1]
+        if a and b and opcode == "add" and None in (a[0], b[0]):
+            return a[0] if b[0] is None else b[0], a[1] + b[1]
+    if opcode == "fusion":
+        (called,) = instruction.called["calls"]
+        return linear(program, called, program.roots[called], list(map(of, operands)))
+    return None
+
+
+def walk(
+    program: Program,
+    *,
+    rates: Rates | None = None,
+    kernels: Mapping[str, float] | None = None,
+    trips: Mapping[str, int] | None = None,
+    uncounted: bool = False,
+) -> Timeline:
+    """The program's time, from its first instruction to its last.
+
+    Args:
+      kernels: {regular expression: cycles} of what XLA has no estimate for, found in its name, op_name or target.
+      trips: {regular expression: trips} of loops whose condition does not tell, found in name or op_name.
+      uncounted: what has no cycles then, or trips, takes no time, or one trip, and is named in the result.
+
+    Raises:
+      ValueError: something could take time that is not known, and nothing was given for it.
+    """
+    state = Walk(program, rates or Rates(), kernels or {}, trips or {})
+    state.run(program.entry, [])
+    if state.missing and not uncounted:
+        raise ValueError(
+            "no cycles, or trips, are known of\n  "
+            + "\n  ".join(state.missing.values())
+            + "\ngive them: kernels={regular expression: cycles}, trips={regular expression: trips}; or uncounted=True"
+        )
+    return state.timeline()
+
+
+# -- command line
+
+
+def print_timeline(timeline: Timeline, top: int) -> None:
+    total = timeline.seconds or 1.0
+    row = lambda name, seconds: print(f"{name:32}{seconds:12.6f} s {seconds / total:7.1%}")
+    row("in all, predicted", timeline.seconds)
+    for category, seconds in timeline.categories.items():
+        row(f"  {category}", seconds)
+    if timeline.by_bytes_s:
+        row("of these by bytes, not cycles", timeline.by_bytes_s)
+    print(f"\n{'ms':>10}{'count':>7}  {'what':20}{'where':22}operation")
+    for op in timeline.ops[:top]:
+        where = op.source.rpartition("/")[2][-20:]
+        print(f"{op.seconds * 1e3:10.3f}{op.count:7}  {op.category[:18]:20}{where:22}{(op.op_name or op.name)[-58:]}")
+    print(f"\n{'ms':>10}{'exposed':>9}{'beside':>10}{'count':>7}{'MB':>9}{'of':>5}{'rings':>6}  {'kind':23}operation")
+    for kind in dict.fromkeys((m.kind, m.engine) for m in timeline.messages):
+        of_kind = [m for m in timeline.messages if (m.kind, m.engine) == kind]
+        print_messages(of_kind, kind[0], f"{len(of_kind)} in the text")
+        for message in sorted(of_kind, key=lambda m: -m.exposed_s)[: top // 4]:
+            print_messages([message], "", message.op_name or message.name)
+    for what in timeline.uncounted:
+        print(f"not counted: {what}")
+
+
+def print_messages(messages: Sequence[Message], kind: str, text: str) -> None:
+    """A line for them all; of a single one with its megabytes, size of the group and rings."""
+    milliseconds = lambda of: 1e3 * math.fsum(of(m) for m in messages)
+    columns = (
+        milliseconds(lambda m: m.seconds),
+        milliseconds(lambda m: m.exposed_s),
+        milliseconds(lambda m: m.computed_s),
+    )
+    first = messages[0]
+    one = " " * 20 if kind else f"{first.nbytes / 1e6:9.3f}{first.group_size:5}{first.rings:6}"
+    count = sum(m.count for m in messages)
+    print("{:10.3f}{:9.3f}{:10.3f}".format(*columns) + f"{count:7}{one}  {kind:23}{first.engine}, {text[-27:]}")
+
+
+def pairs_of(values: Sequence[str], flag: str) -> dict[str, float]:
+    found = dict(value.rpartition("=")[::2] for value in values)
+    try:
+        return {pattern: float(number) for pattern, number in found.items() if re.compile(pattern)}
+    except (ValueError, re.error):
+        raise ValueError(f"{flag} takes REGEX=NUMBER, as in {flag}='attention.*=4.6e6', not {values}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    about, examples, *_ = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="schedule.py",
+        description=about,
+        epilog=f"for example:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="what compiled.as_text() returned")
+    parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
+    parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
+    for rate in dataclasses.fields(Rates):
+        parser.add_argument(f"--{rate.name}", type=float, default=rate.default, help="default: %(default).4g")
+    parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES")
+    parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS")
+    parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")
+    args = parser.parse_args(argv)
+    try:
+        timeline = walk(
+            parse(Path(args.file).read_text()),
+            rates=Rates(**{rate.name: getattr(args, rate.name) for rate in dataclasses.fields(Rates)}),
+            kernels=pairs_of(args.kernel, "--kernel"),
+            trips={pattern: int(trips) for pattern, trips in pairs_of(args.trips, "--trips").items()},
+            uncounted=args.uncounted,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        if args.json:
+            messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in timeline.messages]
+            return print(json.dumps(dataclasses.asdict(timeline) | {"messages": messages}))
+        print_timeline(timeline, args.top)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

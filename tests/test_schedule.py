@@ -1,0 +1,761 @@
+"""A schedule walked by hand, and programs compiled for TPU7x, whose trips, cycles and collectives are known."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_fsdp import TPU, compiled_for_tpu7x
+from test_kernels import compiled_for_tpu7x as compiled_kernel
+
+import schedule
+from config import Config
+from hardware import CHIPS
+from hlo import Program, parse
+from kernels import ring_all_gather
+from schedule import Rates, walk
+from workload import TODAY
+
+# -- schedules by hand: a cycle is a second, a byte over a link is a second, too
+
+RATES = Rates(
+    clock_hz=1.0,
+    link_bytes_per_s=1.0,
+    die_to_die_bytes_per_s=4.0,
+    hbm_bytes_per_s=2.0,
+    host_bytes_per_s=0.5,
+    network_bytes_per_s=0.25,
+)
+HEADER = "HloModule m, is_scheduled=true, num_partitions=8\n"
+
+
+def computation(name: str, *lines: str, tail: str = "") -> str:
+    *body, last = lines
+    body = "".join(f"  {line}\n" for line in body)
+    return f"%{name} (p: u8[8]) -> u8[8] {{\n{body}  ROOT {last}\n}}{tail}\n\n"
+
+
+COMMON = computation("vector", "%p.v = u8[8]{0} parameter(0)", "%neg = u8[8]{0} negate(%p.v)")
+COMMON += computation("matmul", "%p.m = u8[8]{0} parameter(0)", "%conv = u8[8]{0} convolution(%p.m, %p.m)")
+
+
+def text(*lines: str, more: str = "") -> str:
+    return HEADER + "\n" + COMMON + more + "ENTRY " + computation("main", "%p = u8[8]{0} parameter(0)", *lines)
+
+
+def run(*lines: str, more: str = "", **options) -> schedule.Timeline:
+    return walk(parse(text(*lines, more=more)), rates=RATES, **options)
+
+
+def work(name: str, cycles: float, calls: str = "vector") -> str:
+    config = json.dumps({"window_config": {"estimated_cycles": str(cycles)}}, separators=(",", ":"))
+    return (
+        f"%{name} = u8[8]{{0}} fusion(%p), kind=kLoop, calls=%{calls}, "
+        f'metadata={{op_name="op/{name}" source_file="a/model.py" source_line=7}}, backend_config={config}'
+    )
+
+
+def permute(name: str, nbytes: int, pairs: str = "{0,2},{2,0}") -> str:
+    shape = f"u8[{nbytes}]{{0}}"
+    start = f"({shape}, {shape}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
+    return f"%{name} = {start} collective-permute-start(%p), source_target_pairs={{{pairs}}}"
+
+
+def done(name: str, of: str, opcode: str = "collective-permute-done") -> str:
+    return f"%{name} = u8[8]{{0}} {opcode}(%{of})"
+
+
+END = "%end = u8[8]{0} bitcast(%p)"
+
+
+def loop(name: str, trips: int, *body: str, carried: str = "p", init: str = "p", more: str = "", **compare) -> tuple:
+    """(the computations of a loop over (a number, something carried), the lines of its call)."""
+    how = {"first": 0, "step": 1, "direction": "LT"} | compare
+    state = "(s32[], u8[8]{0})"
+    text = computation(
+        f"{name}.body",
+        f"%state = {state} parameter(0)",
+        "%i = s32[] get-tuple-element(%state), index=0",
+        "%p = u8[8]{0} get-tuple-element(%state), index=1",
+        f"%one = s32[] constant({how['step']})",
+        "%next = s32[] add(%i, %one)",
+        *body,
+        f"%out = {state} tuple(%next, %{carried})",
+    )
+    text += computation(
+        f"{name}.condition",
+        f"%s = {state} parameter(0)",
+        "%i = s32[] get-tuple-element(%s), index=0",
+        f"%n = s32[] constant({trips})",
+        f"%less = pred[] compare(%i, %n), direction={how['direction']}",
+    )
+    call = f"{state} while(%{name}.in), condition=%{name}.condition, body=%{name}.body"
+    lines = (
+        f"%{name}.first = s32[] constant({how['first']})",
+        f"%{name}.in = {state} tuple(%{name}.first, %{init})",
+        f"%{name} = {call}",
+    )
+    return more + text, lines
+
+
+def test_a_program_without_asynchronous_work_takes_the_sum_of_its_parts():
+    timeline = run(work("a", 3), work("b", 4, "matmul"), "%c = u8[8]{0} copy(%p)", END)
+    assert timeline.seconds == 3 + 4 + 16 / 2  # the copy has no estimate: 8 bytes read, 8 written
+    assert timeline.categories == {"copies and layouts": 8, "matmul": 4, "elementwise": 3}
+    assert timeline.by_bytes_s == 8
+    longest, second, third = timeline.ops
+    assert (longest.name, longest.by, second.name, third.op_name) == ("c", "bytes", "b", "op/a")
+    assert (third.source, third.count, third.by) == ("a/model.py:7", 1, "cycles")
+
+
+def test_nested_loops():
+    inner, lines = loop("inner", 4, work("x", 5))
+    more, lines = loop("outer", 3, work("y", 2), *lines, more=inner)
+    timeline = run(*lines, END, more=more)
+    assert timeline.seconds == 3 * (2 + 4 * 5)
+    assert {op.name: (op.count, op.seconds) for op in timeline.ops} == {"x": (12, 60), "y": (3, 6)}
+
+
+@pytest.mark.parametrize(
+    "first, step, direction, bound, trips",
+    [
+        (0, 1, "LT", 5, 5),
+        (0, 2, "LT", 5, 3),
+        (2, 1, "LT", 5, 3),
+        (1, 1, "LE", 5, 5),
+        (5, -1, "GT", 0, 5),
+        (5, -2, "GE", 0, 3),
+        (0, 1, "NE", 4, 4),
+        (7, 1, "LT", 5, 0),
+    ],
+)
+def test_trips_from_start_step_and_bound(first, step, direction, bound, trips):
+    more, lines = loop("l", bound, work("x", 5), first=first, step=step, direction=direction)
+    assert run(*lines, END, more=more).seconds == 5 * trips
+
+
+def test_trips_that_the_text_names_or_does_not_tell():
+    more, (*lines, call) = loop("l", 5, work("x", 5))
+    known = call + ', backend_config={"known_trip_count":{"n":"9"}}'
+    assert run(*lines, known, END, more=more).seconds == 45
+    more = more.replace("%n = s32[] constant(5)", "%n = s32[] get-tuple-element(%s), index=1")
+    with pytest.raises(ValueError, match=r"trips of %l .*\n.*trips="):
+        run(*lines, call, END, more=more)
+    assert run(*lines, call, END, more=more, trips={"^l$": 7}).seconds == 35
+    timeline = run(*lines, call, END, more=more, uncounted=True)
+    assert timeline.seconds == 5 and "trips of %l" in timeline.uncounted[0]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("compare(%i, %n), direction=LT", "compare(%n, %i), direction=GT"),
+        (
+            "%less = pred[] compare(%i, %n), direction=LT",
+            "%less = pred[] fusion(%n, %i), kind=kLoop, calls=%fused.less",
+        ),
+        (
+            "%i = s32[] get-tuple-element(%state), index=0",
+            "%j = s32[] get-tuple-element(%state), index=0\n  %i = s32[] copy(%j)",
+        ),
+        ("constant(1)\n  %next = s32[] add(%i, %one)", "constant(-1)\n  %next = s32[] subtract(%i, %one)"),
+        ("s32[] add(%i, %one)", "s32[] fusion(%one, %i), kind=kLoop, calls=%fused.add"),
+    ],
+)
+def test_trips_of_loops_that_are_written_in_other_ways(old, new):
+    pair = "%a = s32[] parameter(0)", "%b = s32[] parameter(1)"
+    fused = computation("fused.less", *pair, "%less = pred[] compare(%a, %b), direction=GT")
+    fused += computation("fused.add", *pair, "%sum = s32[] add(%b, %a)")
+    more, lines = loop("l", 5, work("x", 5), more=fused)
+    assert old in more
+    assert run(*lines, END, more=more.replace(old, new)).seconds == 25
+
+
+def test_numbers_that_loops_carry():
+    """An inner loop's bound that the outer one passes through is known; its start, if it is their index, is not."""
+    inner, (first, state, call) = loop("inner", 4, work("x", 5))
+    state = "%inner.in = (s32[], u8[8]{0}) tuple(%inner.first, %p)"
+    inner = inner.replace("%n = s32[] constant(4)", "%n = s32[] get-tuple-element(%s), index=1")
+    more, lines = loop("outer", 3, first, state, call, more=inner, init="four")
+    four = "%four = s32[] constant(4)"
+    assert run(four, *lines, END, more=more).seconds == 3 * 4 * 5
+    with pytest.raises(ValueError, match="trips of %inner "):
+        run(four, *lines, END, more=more.replace("tuple(%inner.first, %p)", "tuple(%i, %p)"))
+
+
+@pytest.mark.parametrize("step, direction", [(1, "GT"), (0, "LT"), (3, "NE")])
+def test_loops_that_would_not_end_are_not_counted(step, direction):
+    more, lines = loop("l", 5, work("x", 5), step=step, direction=direction)
+    with pytest.raises(ValueError, match="trips of %l"):
+        run(*lines, END, more=more)
+
+
+def test_a_transfer_is_exposed_as_far_as_nothing_computes_beside_it():
+    (message,) = run(permute("s", 5), work("a", 2), done("d", "s"), work("b", 1), END).collectives
+    assert (message.seconds, message.exposed_s, message.hidden_s, message.computed_s) == (5, 3, 2, 2)
+    assert (message.kind, message.nbytes, message.count, message.synchronous) == ("collective-permute", 5, 1, False)
+    assert (message.after, message.before) == ("", "op/b")
+    assert run(permute("s", 5), work("a", 7), done("d", "s"), END).seconds == 7
+    assert run(work("a", 7), permute("s", 5), done("d", "s"), END).seconds == 12
+
+
+def test_two_transfers_on_one_queue_go_one_after_the_other():
+    lines = (permute("s", 5), permute("t", 3), work("a", 4), done("e", "t"), done("d", "s"), END)
+    timeline = run(*lines)
+    assert timeline.seconds == 8  # t is ready at 8, s was at 5
+    assert timeline.categories == {"elementwise": 4, "waits for collectives": 4}
+    assert [(m.name, m.exposed_s) for m in timeline.collectives] == [("s", 1), ("t", 3)]  # who was on the link then
+    other_way = permute("t", 3, "{0,6},{6,0}")
+    assert run(lines[0], other_way, *lines[2:]).seconds == 5
+
+
+STRADDLE = (done("d", "p"), permute("s", 3).replace("%p", "%i"), work("a", 2))
+
+
+def test_transfers_straddle_the_iterations():
+    """Iteration k waits until 3k for what the one before started, and computes for 2 s while the next is under way."""
+    more, lines = loop("l", 5, *STRADDLE, carried="s", init="s0")
+    after = ("%got = u8[8]{0} get-tuple-element(%l), index=1", done("d0", "got"))
+    timeline = run(permute("s0", 3), *lines, *after, END, more=more)
+    assert timeline.seconds == 6 * 3
+    first, others = timeline.collectives
+    assert (first.count, first.seconds, first.exposed_s, first.computed_s) == (1, 3, 3, 0)
+    assert (others.count, others.seconds, others.exposed_s, others.computed_s) == (5, 15, 5, 10)
+
+
+def test_what_straddles_a_long_computation_is_hidden(monkeypatch):
+    """And a thousand million iterations are not walked one by one."""
+    walked, of = [], schedule.Walk.run
+
+    def counted(self, computation, arguments):
+        walked.append(computation)
+        assert len(walked) < 10
+        return of(self, computation, arguments)
+
+    monkeypatch.setattr(schedule.Walk, "run", counted)
+    more, lines = loop("l", 10**9, *STRADDLE[:2], work("a", 4), carried="s", init="s0")
+    after = ("%got = u8[8]{0} get-tuple-element(%l), index=1", done("d0", "got"))
+    timeline = run(permute("s0", 3), work("b", 10), *lines, *after, END, more=more)
+    assert timeline.seconds == 10 + 4e9
+    assert [(m.count, m.exposed_s, m.computed_s) for m in timeline.messages] == [(1, 0, 10), (10**9, 0, 4e9)]
+
+
+def test_a_transfer_over_a_loop_delays_those_inside():
+    """20 s on the link from before the loop: the first iterations wait behind it, later ones for their own."""
+    more, lines = loop("l", 6, permute("s", 1), work("a", 2), done("d", "s"))
+    timeline = run(permute("long", 20), *lines, done("e", "long"), END, more=more)
+    assert timeline.seconds == 21 + 5 * 2
+    long, short = timeline.collectives
+    assert (long.exposed_s, short.exposed_s, short.count) == (18, 1, 6)
+
+
+def random_body(source: random.Random, prefix: str) -> list[str]:
+    """Work, and transfers that are waited for in some order; the last one of the iteration before is, too."""
+    lines, under_way, number = [], ["p"], 0
+    for _ in range(source.randrange(3, 9)):
+        number += 1
+        kind = source.choice(["work", "start", "done"])
+        if kind == "work":
+            lines.append(work(f"{prefix}w{number}", source.randrange(6)).replace("%p)", "%i)"))
+        elif kind == "start":
+            pairs = source.choice(["{0,2},{2,0}", "{0,6},{6,0}"])
+            lines.append(permute(f"{prefix}s{number}", source.randrange(1, 7), pairs).replace("%p)", "%i)"))
+            under_way.append(f"{prefix}s{number}")
+        elif under_way:
+            lines.append(done(f"{prefix}d{number}", under_way.pop(source.randrange(len(under_way)))))
+    lines += [done(f"{prefix}f{number}", of) for number, of in enumerate(under_way)]
+    return [*lines, permute(f"{prefix}last", source.randrange(1, 7)).replace("%p)", "%i)")]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_loop_takes_as_long_as_its_iterations_written_out(seed):
+    body = random_body(random.Random(seed), "")
+    more, lines = loop("l", 9, *body, carried="last", init="zero")
+    entry = [permute("zero", 4), *lines, "%got = u8[8]{0} get-tuple-element(%l), index=1", done("z", "got"), END]
+    rolled = run(*entry, more=more)
+
+    written, carried = [permute("zero", 4), "%i = s32[] constant(0)"], "zero"
+    for number in range(9):
+        again = [re.sub(r"%(?=[wsdfl]\w*[ )])", f"%n{number}", line) for line in body]
+        written += [line.replace("(%p)", f"(%{carried})") for line in again]
+        carried = f"n{number}last"
+    unrolled = run(*written, done("z", carried), END)
+    assert rolled.seconds == pytest.approx(unrolled.seconds, rel=1e-12) and unrolled.seconds > 0
+    assert rolled.exposed_s == pytest.approx(unrolled.exposed_s, rel=1e-12)
+    assert math.fsum(rolled.categories.values()) == pytest.approx(rolled.seconds, rel=1e-12)
+    sum_of = lambda timeline: [
+        sum(getattr(m, f) for m in timeline.messages) for f in ("count", "seconds", "computed_s")
+    ]
+    assert sum_of(rolled) == pytest.approx(sum_of(unrolled), rel=1e-12)
+
+    faster = walk(parse(text(*entry, more=more)), rates=dataclasses.replace(RATES, link_bytes_per_s=2.0))
+    assert faster.seconds <= rolled.seconds
+    computed = sum(op.seconds for op in rolled.ops)
+    assert rolled.seconds == pytest.approx(computed + rolled.exposed_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "attribute", ["branch_computations={%yes, %no}", "true_computation=%yes, false_computation=%no"]
+)
+def test_conditionals_take_the_longest_branch(attribute):
+    branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
+    more = branch("yes", work("a", 3), work("b", 4), END) + branch("no", permute("s", 9), done("d", "s"))
+    timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", work("c", 1), END, more=more)
+    assert timeline.seconds == 10 and [op.name for op in timeline.ops] == ["c"]  # nothing of the other one is counted
+    assert [(m.name, m.before) for m in timeline.messages] == [("s", "op/c")]
+    more = more.replace("u8[9]", "u8[2]")
+    timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", END, more=more)
+    assert timeline.seconds == 7 and not timeline.messages
+
+
+# -- collectives
+
+
+def rings(number: int, sparsecore: bool = True) -> str:
+    ring = {"phase_rings": [{"ring_type": "ICI_RING_TYPE_UNIDIR_CW"}]}
+    config = {"collective_offload_config": {"x": {"ici_strategy_config": {"color_strategies": [ring] * number}}}}
+    config |= {"device_type": "DEVICE_TYPE_SPARSECORE"} if sparsecore else {}
+    return f"backend_config={json.dumps(config)}"
+
+
+GROUPS = "replica_groups={{0,2,4,6},{1,3,5,7}}"
+GATHER = computation(
+    "gather",
+    "%p = u8[2]{0} parameter(0)",
+    f"%ag = u8[8]{{0}} all-gather(%p), {GROUPS}, channel_id=3, {rings(2)}",
+    tail=', execution_thread="sparsecore"',
+)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_collectives_on_the_sparsecores(update):
+    """All-gather of 8 bytes by 4 devices over two rings: 8 * 3/4 / 2 = 3 s. With an update, that is where it begins."""
+    thread = 'async_execution_thread="sparsecore", to_apply=%gather, metadata={op_name="op/gather"}'
+    if update:
+        start = f"%s = ((), (), (s32[1]{{0:T(128)S(2)}})) call-start(), {thread}"
+        begin = "%u = ((u8[2]{0}), u8[8]{0}) call-update(%s, %p)"
+    else:
+        start = "%idle = u8[8]{0} bitcast(%p)"
+        begin = f"%u = ((u8[2]{{0}}, token[]), u8[8]{{0}}) call-start(%p, %p), {thread}"
+    timeline = run(
+        start, work("a", 5), begin, work("b", 1), done("d", "u", "call-done"), work("c", 1), END, more=GATHER
+    )
+    assert timeline.seconds == 5 + 3 + 1
+    (message,) = timeline.collectives
+    assert (message.kind, message.engine, message.rings, message.group_size) == ("all-gather", "SparseCore", 2, 4)
+    assert message.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and message.op_name == "op/gather"
+    assert (message.nbytes, message.seconds, message.exposed_s, message.computed_s) == (8, 3, 2, 1)
+    assert (message.after, message.before) == ("op/a", "op/c")
+
+
+def test_other_work_on_the_sparsecores():
+    """A transposition reads and writes HBM beside a gather; one program has to do one thing."""
+    lines = ("%p = u8[8]{0} parameter(0)", "%turned = u8[8]{0} transpose(%p), dimensions={0}")
+    more = computation("turn", *lines) + computation("two", *lines, "%again = u8[8]{0} copy(%turned)") + GATHER
+    call = lambda name, of: f'%{name} = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{of}'
+    ends = done("d", "s", "call-done"), done("e", "g", "call-done"), END
+    timeline = run(call("s", "turn"), call("g", "gather"), *ends, more=more)
+    assert timeline.seconds == 16 / 2
+    assert timeline.categories == {"waits for SparseCore copies": 8}
+    assert [(m.kind, m.engine) for m in timeline.messages] == [
+        ("transpose", "SparseCore"),
+        ("all-gather", "SparseCore"),
+    ]
+    with pytest.raises(ValueError, match="two does not do one thing"):
+        run(call("s", "two"), call("g", "gather"), *ends, more=more)
+
+
+@pytest.mark.parametrize(
+    "opcode, attributes, seconds, nbytes",
+    [
+        ("all-gather", GROUPS, 6, 8),
+        ("all-gather", f"{GROUPS}, {rings(3)}", 2, 8),
+        ("all-reduce", f"{GROUPS}, to_apply=%vector", 12, 8),
+        ("reduce-scatter", f"{GROUPS}, to_apply=%vector", 24, 32),
+        ("all-to-all", GROUPS, 6, 8),
+        ("all-gather", "replica_groups={}", 7, 8),  # all 8 devices
+        ("all-gather", "replica_groups={{0,1},{2,3},{4,5},{6,7}}", 1, 8),  # the two of a chip, over the die-to-die link
+        ("all-gather", f"replica_groups={{{{0,1}},{{2,3}}}}, {rings(2)}", 1, 8),
+        ("all-gather", "replica_groups={{0,2},{1,3}}", 4, 8),
+        ("collective-permute", "source_target_pairs={{0,2},{2,4}}", 8, 8),
+        ("collective-permute", "source_target_pairs={{0,1},{1,0}}", 2, 8),
+        (
+            "all-reduce",
+            GROUPS
+            + r', to_apply=%vector, backend_config={"collective_algorithm_config":{"debug":"\nND{colors:2 p:2}"}}',
+            6,
+            8,
+        ),
+    ],
+)
+def test_synchronous_collectives_stall_in_full(opcode, attributes, seconds, nbytes):
+    timeline = run(work("a", 1), f"%c = u8[8]{{0}} {opcode}(%p), {attributes}", END)
+    assert timeline.seconds == 1 + seconds
+    assert timeline.categories["synchronous collectives"] == seconds
+    (message,) = timeline.collectives
+    assert message.synchronous and message.exposed_s == message.seconds == seconds and message.nbytes == nbytes
+
+
+def test_asynchronous_collectives_of_the_tensorcore():
+    start = f"%s = (u8[8]{{0}}, u8[32]{{0}}) all-gather-start(%p), {GROUPS}"
+    reduce = f"%r = u8[8]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%vector"
+    timeline = run(start, done("d", "s", "all-gather-done"), reduce, done("e", "r", "all-reduce-done"), END)
+    assert [(m.nbytes, m.seconds, m.engine) for m in timeline.collectives] == [
+        (32, 24, "TensorCore"),
+        (8, 12, "TensorCore"),
+    ]
+    assert timeline.seconds == 36
+
+
+@pytest.mark.parametrize(
+    "groups, expected",
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=1,'b'=8] {'a','b'}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+    ],
+)
+def test_replica_groups(groups, expected):
+    (message,) = run(f"%c = u8[8]{{0}} all-gather(%p), replica_groups={groups}", END).collectives
+    assert message.groups == expected
+
+
+# -- copies
+
+
+@pytest.mark.parametrize(
+    "start, opcode, seconds, category",
+    [
+        ("(u8[8]{0:S(1)}, u8[8]{0}, u32[]{:S(2)}) copy-start(%p)", "copy", 4, "waits for DMA copies"),
+        ("(u8[8]{0}, u8[8]{0}, u32[]{:S(2)}) copy-start(%p)", "copy", 8, "waits for DMA copies"),
+        ("(u8[8]{0:T(8)S(5)}, u8[8]{0}, u32[]{:S(2)}) copy-start(%p)", "copy", 16, "host"),
+        ("(u8[8]{0}, u8[8]{0:T(8)S(5)}, u32[]{:S(2)}) copy-start(%p)", "copy", 16, "host"),
+        (
+            "((u8[8]{0}), u8[2]{0:S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:2]}",
+            "slice",
+            1,
+            "waits for DMA copies",
+        ),
+        ("((u8[8]{0:S(5)}), u8[2]{0}, u32[]{:S(2)}) dynamic-slice-start(%far)", "dynamic-slice", 4, "host"),
+        (
+            "((u8[8]{0:S(5)}, u8[3]{0}), u8[8]{0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%far, %three)",
+            "dynamic-update-slice",
+            6,
+            "host",
+        ),
+        ("(u8[8]{0}, u32[], token[]) send(%p), channel_id=1", "send", 32, "waits for network copies"),
+        ("(u8[8]{0}, u32[], token[]) recv(%p), channel_id=1, is_host_transfer=true", "recv", 16, "host"),
+    ],
+)
+def test_copies_occupy_their_own_queue(start, opcode, seconds, category):
+    far = ("%far = u8[8]{0:S(5)} bitcast(%p)", "%three = u8[3]{0} bitcast(%p)")
+    timeline = run(*far, f"%s = {start}", permute("q", 2), work("a", 1), done("d", "s", f"{opcode}-done"), END)
+    assert timeline.seconds == seconds
+    assert timeline.categories == ({"elementwise": 1, category: seconds - 1} if seconds > 1 else {"elementwise": 1})
+
+
+def test_the_two_ways_to_the_host_do_not_wait_for_each_other():
+    down = "%s = (u8[8]{0:S(5)}, u8[8]{0}, u32[]{:S(2)}) copy-start(%p)"
+    up = "%t = (u8[8]{0}, u8[8]{0:S(5)}, u32[]{:S(2)}) copy-start(%p)"
+    ends = (done("d", "s", "copy-done"), done("e", "t", "copy-done"), END)
+    assert run(down, up, *ends).seconds == 16
+    assert run(down, down.replace("%s", "%t"), *ends).seconds == 32
+
+
+@pytest.mark.parametrize(
+    "line, seconds",
+    [
+        ("%x = u8[8]{0} add(%p, %p)", 12),
+        ("%x = u8[8]{0:S(1)} add(%p, %near)", 4),  # VMEM is not HBM
+        ("%x = u8[8]{0} dynamic-update-slice(%p, %two, %zero)", 2),  # in place: the update is read and written
+        ("%x = u8[2]{0} dynamic-slice(%p, %zero), dynamic_slice_sizes={2}", 2),
+        ("%x = s32[]{:S(6)} add(%zero, %zero)", 0),
+        ("%x = u8[8]{0} sort(%p), dimensions={0}, to_apply=%vector", 48),  # 3 * 4 / 2 = 6 passes
+    ],
+)
+def test_without_an_estimate_the_bytes_count(line, seconds):
+    given = ("%near = u8[8]{0:S(1)} bitcast(%p)", "%two = u8[2]{0} bitcast(%p)", "%zero = s32[] constant(0)")
+    assert run(*given, line, END).seconds == seconds
+
+
+def test_the_largest_integer_is_no_estimate():
+    assert run(work("a", 2**63 - 1), END).seconds == 8
+
+
+# -- what is not known
+
+
+KERNEL = '%flash.3 = u8[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="op/attention"}'
+
+
+def test_kernels_without_cycles():
+    with pytest.raises(ValueError, match=r"tpu_custom_call %flash.3 op/attention\n  .*other\ngive them: kernels="):
+        run(KERNEL, KERNEL.replace("flash.3", "other").replace("op/attention", "other"), END)
+    for pattern in ("flash", "op/att", "^tpu_custom"):
+        timeline = run(KERNEL, END, kernels={"nothing": 5, pattern: 11})
+        assert timeline.seconds == 11 and timeline.categories == {"kernel flash": 11}
+        assert timeline.ops[0].by == "caller" and not timeline.uncounted
+    timeline = run(KERNEL, work("a", 2), END, uncounted=True)
+    assert timeline.seconds == 2 and "flash.3" in timeline.uncounted[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%x = u8[8]{0} newfangled(%p)",
+        "%x = u8[8]{0} convolution(%p, %p)",
+        "%x = u8[8]{0} fusion(%p), kind=kOutput, calls=%matmul",
+        '%x = u8[8]{0} custom-call(%p), custom_call_target="Unheard"',
+        "%x = ((u8[8]{0}), u8[8]{0}) newfangled-start(%p)",
+        '%x = ((u8[8]{0}), u8[8]{0}) call-start(%p), async_execution_thread="host", to_apply=%vector',
+    ],
+)
+def test_what_could_cost_time_is_an_error(line):
+    with pytest.raises(ValueError, match=r"line (15|5): "):
+        run(line, END)
+    assert len(run(line, END, uncounted=True).uncounted) == 1
+
+
+def test_what_costs_nothing():
+    free = '%x = u8[8]{0} custom-call(%p), custom_call_target="AllocateBuffer"'
+    assert run(free, "%t = (u8[8]{0}) tuple(%x)", "%g = u8[8]{0} get-tuple-element(%t), index=0", END).seconds == 0
+
+
+@pytest.mark.parametrize(
+    "old, new, wrong",
+    [
+        ("is_scheduled=true", "", "is_scheduled=true is not in its first line"),
+        ("%a = u8[8]{0} fusion(", "%a = u8[8]{0} ", "line 15: no opcode"),
+        ("kind=kLoop, calls", "kind=kLoop, (calls", "line 15: a bracket stays open"),
+        ("kind=kLoop, calls", "kind, calls", "line 15: 'kind' is no attribute"),
+        ('"3"}}', '"3"}', "line 15: "),
+        ('"3"}}', "3x}}", "line 15: "),
+        ("u8[8]{0} fusion", "q8[8]{0} fusion", "line 15: "),
+        ("u8[8]{0} fusion", "u8[8, 9]{0} fusion", "line 15: "),
+        ("calls=%vector", "calls=%nowhere", "line 15: there is no computation nowhere"),
+        ("fusion(%p)", "fusion(%q)", "line 15: there is no %q"),
+        ("%a = ", "%p = ", "line 15: %p is there twice"),
+        ("  %a = ", "  a = ", "line 15: no instruction"),
+        ("  ROOT %end", "  %end", "line 17: main ends without a ROOT"),
+        ("ENTRY %main", "%main", "ends before its ENTRY"),
+        ("ENTRY %main (p: u8[8]) -> u8[8] {", "ENTRY %main", "line 13: no computation begins here"),
+    ],
+)
+def test_what_cannot_be_read_names_its_line(old, new, wrong):
+    program = text(work("a", 3), END)
+    assert program.count(old) >= 1 and walk(parse(program), rates=RATES).seconds == 3
+    head, _, tail = program.rpartition(old)
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        parse(head + new + tail)
+
+
+def test_done_without_a_start():
+    with pytest.raises(ValueError, match="%d waits for what was not started"):
+        run(done("d", "p"), END)
+    with pytest.raises(ValueError, match="is of a form that is not known"):
+        run("%c = u8[8]{0} all-gather(%p), replica_groups=mesh['a'=8] {'a':(1)2}", END)
+
+
+def test_instructions_of_several_lines_and_tables_of_sources():
+    tables = (
+        'FileNames\n1 "m.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n1 {file_name_id=1 function_name_id=1 line=9}\n'
+    )
+    tables += "\nStackFrames\n7 {file_location_id=1 parent_frame_id=7}\n\n"
+    kernel = KERNEL.replace('attention"}', 'attention" stack_frame_id=7}')
+    kernel += ', backend_config={"custom_call_config":{"metadata":{\n"a": "x, {y",\n  "b": [1,\n 2]\n}\n}}'
+    program = parse(text(kernel, work("a", 1), END).replace("\n\n", "\n\n" + tables, 1))
+    instruction = program.computations["main"]["flash.3"]
+    assert instruction.config["custom_call_config"]["metadata"] == {"a": "x, {y", "b": [1, 2]}
+    assert walk(program, rates=RATES, kernels={"flash": 4}).ops[0].source == "m.py:9"
+
+
+def test_what_is_read_of_an_instruction():
+    line = "%c = (f32[2,<=3]{1,0:T(8,128)S(1)}, /*index=1*/pred[]) async-start(%p, f32[] %q), calls=%vector, "
+    line += 'channel_id=7, async_execution_thread="sparsecore", control-predecessors={%q, %p}, custom={a, b}'
+    program = parse(text("%q = f32[] constant(1.5)", line, END))
+    read = program.computations["main"]["c"]
+    assert [(s.dtype, s.dims, s.space, s.nbytes) for s in read.shapes] == [("f32", (2, 3), 1, 24), ("pred", (), 0, 1)]
+    assert (read.operands, read.called, read.channel) == (("p", "q"), {"calls": ("vector",)}, 7)
+    assert (read.thread, read.after, read.attributes) == ("sparsecore", ("q", "p"), {"custom": "{a, b}"})
+    assert program.computations["main"]["q"].literal == "1.5" and program.root("main").name == "end"
+
+
+# -- constants and command line
+
+
+def test_the_constants_are_those_of_the_other_predictions():
+    chip, rates = CHIPS["tpu7x"], Rates()
+    assert rates.clock_hz == chip.clock_hz
+    assert rates.link_bytes_per_s == TODAY.links * chip.link_bytes_per_s == 89e9
+    assert rates.die_to_die_bytes_per_s == TODAY.links * chip.die_to_die_bytes_per_s
+    assert rates.hbm_bytes_per_s == TODAY.hbm * chip.hbm_bytes_per_s / 2
+    assert rates.host_bytes_per_s == TODAY.host_bytes_per_s
+
+
+def test_command_line(tmp_path, capsys):
+    more, lines = loop("l", 3, permute("s" * 90, 5 * 10**9), work("a" * 90, 22 * 10**8), done("d", "s" * 90))
+    (tmp_path / "p.hlo").write_text(text(*lines, KERNEL, END, more=more))
+    schedule.main([str(tmp_path / "p.hlo"), "--kernel=flash=2.2e9", "--link_bytes_per_s=2.5e9"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 120
+    assert "in all, predicted                   7.000000 s" in printed  # 3 * 2 s on the link, 1 s of the kernel
+    schedule.main(
+        [str(tmp_path / "p.hlo"), "--kernel=flash=2.2e9", "--link_bytes_per_s=2.5e9", "--clock_hz=1.1e9", "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == pytest.approx(3 * 2 + 2) and found["messages"][0]["hidden_s"] == pytest.approx(3 * 2)
+    for arguments in (["--kernel=flash"], [], [str(tmp_path / "none")]):
+        with pytest.raises(SystemExit):
+            schedule.main([str(tmp_path / "p.hlo"), *arguments] if arguments != [str(tmp_path / "none")] else arguments)
+        assert "error:" in capsys.readouterr().err
+
+
+# -- compiled for TPU7x
+
+
+def mesh_of(topology: str, size: int) -> Mesh:
+    wrap = {"wrap": (True, True, True)} if topology == "4x4x4" else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", **wrap).devices
+    devices = np.array(sorted(devices, key=lambda device: device.id))
+    return Mesh(devices.reshape(-1, size), ("rest", "x"), axis_types=(AxisType.Auto,) * 2)
+
+
+def spec(mesh: Mesh, shape: tuple, *dims, **kind) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*dims), **kind))
+
+
+def test_compiled_scan_of_matmuls():
+    mesh = mesh_of("2x2x1", 8)
+    scan = jax.jit(lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+    program = scan.lower(spec(mesh, (1024, 1024)), spec(mesh, (7, 1024, 1024))).compile().as_text()
+    timeline = walk(parse(program))
+    (matmul,) = [op for op in timeline.ops if op.category == "matmul"]
+    assert matmul.count == 7 and matmul.op_name.endswith("dot_general") and "test_schedule.py" in matmul.source
+    (cycles,) = re.findall(rf'%{re.escape(matmul.name)} = .*"estimated_cycles":"(\d+)"', program)
+    assert matmul.seconds == pytest.approx(7 * int(cycles) / 2.2e9)
+    assert not timeline.collectives
+    waits = sum(message.exposed_s for message in timeline.messages)
+    assert timeline.seconds == pytest.approx(sum(op.seconds for op in timeline.ops) + waits)
+
+
+@pytest.mark.parametrize("topology, rings", [("2x2x1", 4), pytest.param("4x4x4", 2, marks=pytest.mark.slow)])
+def test_compiled_gather_beside_matmuls(topology, rings):
+    """64 MiB by 8 devices on the SparseCores, beside three matmuls, which take longer: hidden, but not without them."""
+
+    def per_device(w, x, y, matmuls):
+        whole = lax.all_gather(w, "x", tiled=True)
+        for _ in range(matmuls):
+            x = x @ y
+        return whole[:8] + 1, x
+
+    mesh = mesh_of(topology, 8)
+    found = {}
+    for matmuls in (0, 3):
+        function = jax.shard_map(
+            lambda *args, matmuls=matmuls: per_device(*args, matmuls),
+            mesh=mesh,
+            in_specs=(P("x"), P(), P()),
+            out_specs=(P("x"), P()),
+            check_vma=False,
+        )
+        args = spec(mesh, (8 * 4096, 1024), "x"), spec(mesh, (4096, 4096)), spec(mesh, (4096, 4096))
+        found[matmuls] = walk(parse(jax.jit(function).lower(*args).compile().as_text()))
+    for matmuls, timeline in found.items():
+        (gather,) = timeline.collectives
+        assert (gather.kind, gather.engine, gather.rings) == ("all-gather", "SparseCore", rings)
+        assert gather.groups[0] == tuple(range(8)) and len(gather.groups) == mesh.size // 8
+        assert gather.seconds == pytest.approx(64 * 2**20 * 7 / 8 / (rings * 89e9))
+        matmul_s = sum(op.seconds for op in timeline.ops if op.category == "matmul")
+        assert gather.computed_s == pytest.approx(matmul_s, rel=0.1, abs=1e-5)
+        assert gather.exposed_s == pytest.approx(max(gather.seconds - gather.computed_s, 0), abs=2e-5)
+        assert (gather.exposed_s == 0) == (matmuls > 0)
+    slow = Rates(link_bytes_per_s=89e9 / 20)
+    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (rings * slow.link_bytes_per_s)
+
+
+def test_compiled_copies_from_and_to_the_host():
+    """Weights on the host, one fetched while the one before multiplies; the results back in one copy."""
+    mesh = mesh_of("2x2x1", 8)
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    device = NamedSharding(mesh, P())
+
+    def stream(ws, x):
+        return jax.device_put(lax.scan(lambda x, w: (x @ jax.device_put(w, device), x), x, ws)[1], host)
+
+    args = spec(mesh, (7, 1024, 1024), memory_kind="pinned_host"), spec(mesh, (1024, 1024))
+    timeline = walk(parse(jax.jit(stream, out_shardings=host).lower(*args).compile().as_text()))
+    moved = {way: [m for m in timeline.messages if m.kind.endswith(way)] for way in ("from host", "to host")}
+    for messages in moved.values():
+        assert sum(m.nbytes * m.count for m in messages) == 7 * 2 * 2**20
+        assert sum(m.seconds for m in messages) == pytest.approx(7 * 2 * 2**20 / 16e9)
+    assert timeline.categories["host"] == pytest.approx(sum(m.exposed_s for way in moved.values() for m in way))
+
+
+def test_compiled_kernels_need_their_cycles():
+    """A ring by remote DMA, and the matmul that takes what it gathered."""
+    multiply = lambda x: jnp.ones((8, 8 * 4096), x.dtype) @ ring_all_gather(x, "ring")
+    program = parse(compiled_kernel(multiply, (4096, 4096), jnp.bfloat16).as_text())
+    with pytest.raises(ValueError, match=r"tpu_custom_call %all_gather_kernel\S* jit.*pallas_call"):
+        walk(program)
+    given, free = walk(program, kernels={"all_gather_kernel": 2.2e6}), walk(program, uncounted=True)
+    assert given.categories["kernel all_gather_kernel"] == pytest.approx(1e-3)
+    assert given.seconds == pytest.approx(free.seconds + 1e-3) and free.categories["matmul"] > 0
+
+
+@cache
+def train_step(prefetch: bool) -> Program:
+    return parse(compiled_for_tpu7x(Config(**TPU, prefetch=prefetch)).as_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_compiled_train_step(prefetch):
+    """Seven matrices a layer: gathered for the forward and the backward pass, their gradients scattered once.
+
+    With prefetch each pass gathers one layer more: the first before the loop, the last iteration's for nothing. The
+    norms of all layers travel together, as two arrays; embedding and unembedding once.
+    """
+    layers, matrices, once = TPU["num_layers"], 7, 4
+    timeline = walk(train_step(prefetch))
+    count = lambda kind: sum(message.count for message in timeline.collectives if message.kind == kind)
+    assert count("all-gather") == 2 * (layers + prefetch) * matrices + once
+    assert count("reduce-scatter") == layers * matrices + once
+    on_sparsecores = [m for m in timeline.collectives if m.kind in ("all-gather", "reduce-scatter")]
+    assert {(m.engine, m.group_size, m.rings) for m in on_sparsecores} == {("SparseCore", 8, 4)}
+    largest = max(m.nbytes for m in timeline.collectives if m.synchronous)
+    assert largest <= 2 * TPU["model_dim"]
+    assert not timeline.uncounted and timeline.by_bytes_s < 0.01 * timeline.seconds
+    assert math.fsum(timeline.categories.values()) == pytest.approx(timeline.seconds)
+    computed = math.fsum(op.seconds for op in timeline.ops)
+    assert timeline.seconds == pytest.approx(computed + sum(m.exposed_s for m in timeline.messages))
+    gathered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "all-gather")
+    scattered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "reduce-scatter")
+    D, F, V, N, K, H = (TPU[k] for k in ("model_dim", "ff_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim"))
+    layer = D * (2 * N + 2 * K) * H + 3 * D * F
+    assert gathered == pytest.approx(2 * (2 * (layers + prefetch) * layer + 2 * V * D), rel=0.01)
+    assert scattered == pytest.approx(2 * (layers * layer + 2 * V * D), rel=0.01)
+
+
+@pytest.mark.slow
+def test_faster_links_never_lengthen_a_train_step():
+    program = train_step(True)
+    speeds = [walk(program, rates=Rates(link_bytes_per_s=speed)) for speed in (1e9, 2e9, 4e9, 8e9, 89e9, 178e9)]
+    seconds = [timeline.seconds for timeline in speeds]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
+    computed = [math.fsum(op.seconds for op in timeline.ops) for timeline in speeds]
+    assert max(computed) == pytest.approx(min(computed))
