@@ -281,7 +281,7 @@ def describe(found: dict) -> str:
         lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}")
     lines += [
         "",
-        f"  {'collective':16}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>11}{'exposed':>11}  of",
+        f"  {'collective':16}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  of",
     ]
     for row in found["collectives"][:16]:
         axes = ",".join(row["mesh_axes"]) or "all"
