@@ -260,8 +260,10 @@ def describe(found: dict) -> str:
     """The report as a person reads it."""
     slices = f"{found['num_slices']} slices of " if found["num_slices"] > 1 else ""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    by_hand = compiler_flags.unknown(found["xla_flags"])
     how = "read from the cache, it took" if found["cached"] else "in"
     flags = ", ".join(f"{name}={value}" for name, value in found["xla_flags"].items()) or "none but the defaults"
+    flags += f" ({', '.join(by_hand)}: not in compiler_flags.py)" if by_hand else ""
     step_s, roofline = found["step_s"], found["roofline"]
     gib = lambda name: f"{found[name] / GiB:.2f}"
     lines = [
@@ -286,7 +288,7 @@ def describe(found: dict) -> str:
     for row in found["collectives"][:16]:
         axes = ",".join(row["mesh_axes"]) or "all"
         numbers = (
-            f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>11}{si(row['exposed_s'], 's'):>11}"
+            f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>13}{si(row['exposed_s'], 's'):>13}"
         )
         lines.append(f"  {row['kind']:16}{axes:14}{row['engine']:11}{numbers}  {row['op'][-36:]}")
     if more := found["collectives"][16:]:
@@ -324,10 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    machine = parser.add_argument_group("machine and compiler")
+    machine = parser.add_argument_group("slice and compiler")
     machine.add_argument("--topology", default="tpu7x:2x2x1", help="chips along each axis of a slice [%(default)s]")
     machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
-    machine.add_argument("--xla_flags", default="none", help="recommended, none, or name=value,... [%(default)s]")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
     about = "cycles of kernels, which the compiler does not estimate; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
@@ -337,11 +338,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     try:
         config = config_lib.from_args(args, unknown)
-        flags = compiler_flags.parse(args.xla_flags, compiler_flags.workload_of(config))
+        flags = compiler_flags.of(config)
         if not importlib.util.find_spec("libtpu"):
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
+        compiler_flags.set_init_args(flags)
         found = compare(config, args, flags) if args.compare else report(config, args, flags)
     except DoesNotFitError as error:
         return refuse(config, args, error.found)

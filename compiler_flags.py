@@ -54,6 +54,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -314,6 +315,17 @@ def parse(text: str, workload: str) -> dict[str, str]:
                 raise ValueError(f"--xla_flags: {name} needs a value, as in {name}=true")
             raise ValueError(f"--xla_flags: there is no {name!r}{_did_you_mean(name, known, _ENTRIES)}")
     return flags
+
+
+def of(config: Config) -> dict[str, str]:
+    """Those of a run. Raises ValueError, as `parse`."""
+    return parse(config.xla_flags, workload_of(config))
+
+
+def set_init_args(flags: Mapping[str, str]) -> None:
+    """Adds what libtpu reads at its start to LIBTPU_INIT_ARGS. Before jax is imported."""
+    if at_start := init_args(flags):
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {at_start}".strip()
 
 
 def unknown(flags: Mapping[str, str]) -> list[str]:

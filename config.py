@@ -131,6 +131,7 @@ class Config:
     process_id: int = -1  # number of this process, from 0
     coordinator: str = ""  # host:port of process 0
     peer_timeout: int = 60  # seconds without a sign of life from a process after which the others end too
+    xla_flags: str = "none"  # of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
     compilation_cache: str = "~/.cache/ironwood"  # compiled programs are kept here between runs; empty is off
 
     def __post_init__(self):

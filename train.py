@@ -21,11 +21,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import compiler_flags
 import config as config_lib
 from config import Config
 
 if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
     CONFIG = config_lib.parse_flags(sys.argv[1:], prog="train.py", description=__doc__)
+    try:
+        compiler_flags.set_init_args(compiler_flags.of(CONFIG))
+    except ValueError as error:
+        sys.exit(f"train.py: error: {error}")
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +289,9 @@ def run(config: Config) -> dict[str, float]:
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     model.check_divides(config, dict(mesh.shape))
+    compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
+    if compiler_options and (backend := mesh.devices.flat[0].platform) != "tpu":
+        raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
 
@@ -304,7 +312,7 @@ def run(config: Config) -> dict[str, float]:
             return {}
 
         compile_begun = time.perf_counter()
-        step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile()
+        step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile(compiler_options or None)
         eval_step, eval_loss = make_eval_step(config, mesh), None
         now = time.perf_counter()
         log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start of the run")

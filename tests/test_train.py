@@ -213,6 +213,11 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         ),
         (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of fsdp=3; nearest are 30 or 33"),
         (["--mesh=tensor:16"], r"num_heads=8 must be a multiple of tensor=16"),
+        (
+            ["--xla_flags=recommended"],
+            r"xla_flags='recommended' are the TPU compiler's, and these devices are of 'cpu'",
+        ),
+        (["--xla_flags=recomended"], r"--xla_flags: there is no 'recomended'; did you mean recommended?"),
         (["--mesh=context:2,fsdp:4"], r"mesh axis context:2 is not there yet"),
         (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
         (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),

@@ -291,7 +291,10 @@ def plain_loss(params, batch, config: Config, layer):
 
 
 def latent_experts_layer(x, w, batch, config: Config):
-    """A layer of DeepSeek-V3 the plain way, for each token the weights of its experts; rotation and mask left out."""
+    """A layer of DeepSeek-V3 the plain way, for each token the weights of its experts; rotation and mask left out.
+
+    And of the mixtures whose keys and values are not made from a latent.
+    """
     norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps)
     H, C = config.head_dim, config.kv_lora_rank
     x = named(x, "decoder_layer_input")
@@ -302,11 +305,20 @@ def latent_experts_layer(x, w, batch, config: Config):
         q = jnp.einsum("btq,qnh->btnh", latent, w["w_q_up"])
     else:
         q = jnp.einsum("btd,dnh->btnh", h, w["w_q"])
-    latent = named(h @ w["w_kv_down"], "kv_latent")
-    kv = jnp.einsum("btc,cnh->btnh", named(norm(latent[..., :C]) * w["norm_kv_latent"], "kv_latent_norm"), w["w_kv_up"])
-    turned = jnp.broadcast_to(latent[:, :, None, C:], (*q.shape[:3], config.rope_head_dim))
-    k = jnp.concatenate([kv[..., :H], turned], -1)
-    q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(kv[..., H:], "value_proj")
+    if "w_kv_down" in w:
+        latent = named(h @ w["w_kv_down"], "kv_latent")
+        kv = jnp.einsum(
+            "btc,cnh->btnh", named(norm(latent[..., :C]) * w["norm_kv_latent"], "kv_latent_norm"), w["w_kv_up"]
+        )
+        turned = jnp.broadcast_to(latent[:, :, None, C:], (*q.shape[:3], config.rope_head_dim))
+        k = jnp.concatenate([kv[..., :H], turned], -1)
+        v = kv[..., H:]
+    else:
+        k, v = (
+            jnp.repeat(jnp.einsum("btd,dkh->btkh", h, w[n]), config.num_heads // config.num_kv_heads, 2)
+            for n in ("w_k", "w_v")
+        )
+    q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), -1), v)
     projection = jnp.einsum("btnh,nhd->btd", named(out, "context"), w["w_o"])
     x = named(x + named(projection, "out_proj"), "mlp_input")
@@ -326,7 +338,7 @@ def latent_experts_layer(x, w, batch, config: Config):
     product = named(jax.nn.silu(named(gate, "expert_gate")) * named(up, "expert_up"), "expert_product")
     out = named(jnp.einsum("btxm,btxmd->btxd", product, down), "expert_down")
     x = x + jnp.sum(out * probability[..., None], 2)  # an einsum would be one more matmul
-    return x + swiglu("shared_", w["shared_gate"], w["shared_up"], w["shared_down"])
+    return x + swiglu("shared_", w["shared_gate"], w["shared_up"], w["shared_down"]) if "shared_gate" in w else x
 
 
 def layer_of(params, i: int, config: Config):
@@ -367,6 +379,22 @@ MODELS = {
 def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
     layer, loss, params = model_of(config)
     loss = partial(loss, layer=layer)
+    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
+    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
+    trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
+    assert trained == transformer.train_flops_per_token(config) + 3 * whole_square
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
+    """At its real widths and depth, of few tokens, traced and not run: forward and training, to the last FLOP."""
+    config = from_preset(preset, batch=1, seq_len=16, window=0, global_every=0)
+    if config.num_experts:
+        layer, loss, params = model_of(config)
+        loss = partial(loss, layer=layer)
+    else:
+        loss, params = partial(reference.loss, config=config), model.param_shapes(config)
     forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
     assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
     trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
