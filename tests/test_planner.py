@@ -58,7 +58,7 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
                 found = predict(run_of(once, TPU7X, (2, 2, 1)))
             except ValueError:
                 continue
-            if found.fits and not found.notes:
+            if found.hbm_bytes <= planner.ROOM * found.of.hbm_limit and not found.notes:
                 shortest = min(shortest, found.step_s)
     found = plan(config, TPU7X, (2, 2, 1))
     assert found.families[0].step_s == pytest.approx(shortest, rel=1e-9)
@@ -185,9 +185,9 @@ def test_what_does_not_fit_is_told_with_what_is_short():
     text = str(error.value)
     state = transformer.num_params(from_preset("llama3.1-405b")) * 16 / 8 / 2**30
     needs, has, short = (
-        float(x) for x in re.search(r"needs ([\d.]+) GiB .* of ([\d.]+): ([\d.]+) GiB short", text).groups()
+        float(x) for x in re.search(r"needs ([\d.]+) GiB .* of ([\d.]+) \(95% .*: ([\d.]+) GiB short", text).groups()
     )
-    assert needs > state and has == 94.7 and short == pytest.approx(needs - has, abs=0.11)
+    assert needs > state and has == 90.0 and short == pytest.approx(needs - has, abs=0.11)
     assert text.startswith("nothing fits: llama3.1-405b on 4 chips of tpu7x") and "optimizer" in text
 
 
