@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -339,6 +340,8 @@ def of_another_program(step: Path):
     (step / "model.pt").write_bytes(b"PK")
 
 
+# Where one of orbax's parallel reads fails, it may leave others that it has not begun.
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("damage", [remove_config, cut_config, cut_arrays, of_another_program])
 def test_a_checkpoint_that_cannot_be_read_is_named(damage, copy):
     damage(Path(copy.checkpoint_dir) / "20")
@@ -349,6 +352,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(damage, copy):
     assert "\n" not in str(e.value) and len(str(e.value)) < 500
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")  # the way out that it names
     assert int(load(copy)[0].step) == 15
+    gc.collect()  # what was left is noticed in here
 
 
 def test_a_file_is_no_folder(copy, tmp_path):
