@@ -46,16 +46,20 @@ from hardware import by, parse_topology, si
 from step import GiB, predict
 from workload import run_of
 
-# Before libtpu is loaded: it looks for no TPU, says nothing, and leaves others alone.
-QUIET = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "tpu7x-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}
 DOES_NOT_FIT = 3  # exit status
+
+
+def without_tpu() -> None:
+    """Has libtpu describe and compile for TPU7x where there is none. Before jax is imported."""
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # it looks for no TPU
+        "TPU_ACCELERATOR_TYPE": "tpu7x-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 class DoesNotFitError(ValueError):
@@ -341,8 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = compiler_flags.of(config)
         if not importlib.util.find_spec("libtpu"):
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
+        without_tpu()
         compiler_flags.set_init_args(flags)
         found = compare(config, args, flags) if args.compare else report(config, args, flags)
     except DoesNotFitError as error:

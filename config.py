@@ -92,8 +92,8 @@ class Config:
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
-    remat: str = "none"  # recompute in the backward pass: full (each layer from its input), none, or a policy (below)
-    remat_tensors: str = ""  # of remat=custom: device, offload or remat, as in context:offload,mlp_up:device
+    remat: str = "none"  # recompute in the backward pass: none, full (each layer from its input); others only predicted
+    remat_tensors: str = ""  # of remat=custom (only predicted): device, offload or remat, as in mlp_up:device
     fp8: str = "none"  # multiply in 8 bits: none, or how the scales are found (predictions only: no code behind it yet)
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 

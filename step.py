@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 import config as config_lib
 import transformer
+from bounds import bubble
 from hardware import by, parse_topology, si
 from workload import (
     Layer,
@@ -304,7 +305,7 @@ def _pipe(of: Run, working_s: float) -> list[Part]:
             "idle",
             (of.pipe - 1) * tick,
             (of.pipe - 1) * tick,
-            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/(M+P-1) = {of.bubble:.1%}",
+            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/(M+P-1) = {bubble(of.pipe, of.microbatches):.1%}",
         ),
         _communication(
             "pipe",

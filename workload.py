@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import transformer
+from bounds import matmul_dtype
 from config import Config
 from hardware import Axis, Chip
 from interconnect import collective_s
@@ -118,7 +119,7 @@ class Run:
     @property
     def dtype(self) -> str:
         """What the layers' weights are multiplied in."""
-        return "bf16" if self.config.fp8 == "none" else "fp8"
+        return matmul_dtype(self.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -132,10 +133,6 @@ class Run:
     @property
     def host_bytes_per_s(self) -> float:
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
-
-    @property
-    def bubble(self) -> float:
-        return (self.pipe - 1) / (self.microbatches + self.pipe - 1)
 
     def flops_per_s(self, part: str) -> float:
         """Of a device's matmuls in a part of the model."""

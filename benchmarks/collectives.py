@@ -16,7 +16,6 @@ predicted from what is compiled; no TPU has run it.
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -25,15 +24,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-for name, value in {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "tpu7x-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}.items():
-    os.environ.setdefault(name, value)
+import aot
+
+aot.without_tpu()
 
 import jax
 import jax.numpy as jnp

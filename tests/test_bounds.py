@@ -944,7 +944,6 @@ def test_in_8_bits_the_gradient_binds():
 
 
 def test_plot(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "scaling.png"
     ran(capsys, f"{LLAMA} --plot={path}")
     assert path.read_bytes()[:4] == b"\x89PNG"
