@@ -8,8 +8,9 @@ libtpu, the compiler and runtime of TPUs, compiles for any slice on any x86 mach
 compiled here is train.py's own step, `train.make_train_step`, with the flags of train.py, for the devices of the
 topology; no array is ever made, and a model that fills a pod compiles on a laptop. It reports
 
-    memory      what the program needs of a device's HBM, and of its host; of a program that does not fit, by how much
-                it does not and what fills it. Then the exit status is 3
+    memory      what the program needs of a device's HBM, and of its host; the largest buffers that are live when it
+                needs most, by operation and source line (liveness.py). Of a program that does not fit the same, by how
+                much it does not, and flags with which the planner predicts that it does. Then the exit status is 3
     schedule    every collective: how often, how large, on which engine, what hides it; the time of the step, as
                 schedule.py walks the program's order of execution with the compiler's own estimates of cycles
     prediction  beside it what roofline.py predicts of the same step
@@ -31,6 +32,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -39,34 +41,23 @@ from pathlib import Path
 import compiler_flags
 import config as config_lib
 import hlo
+import liveness
 import placement
+import planner
 import schedule
 from config import Config
 from hardware import by, parse_topology, si
-from step import GiB, predict
+from step import GiB, Prediction, predict
 from workload import run_of
 
 DOES_NOT_FIT = 3  # exit status
 
 
-def without_tpu() -> None:
-    """Has libtpu describe and compile for TPU7x where there is none. Before jax is imported."""
-    for name, value in {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # it looks for no TPU
-        "TPU_ACCELERATOR_TYPE": "tpu7x-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
 class DoesNotFitError(ValueError):
-    """The compiler refused the program: `args` are what it used, what there is, and the largest buffers."""
+    """The compiler refused the program; `found` is what it used, what there is, and the largest buffers."""
 
-    def __init__(self, text: str):
-        self.found = refusal(text)
+    def __init__(self, text: str, peak: liveness.Peak | None = None):
+        self.found = liveness.refusal(text) | (peak.in_numbers() if peak else {})
         super().__init__(text)
 
 
@@ -118,74 +109,68 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
     versions = [jax.__version__, libtpu.__version__]
     content = "\n".join([lowered.as_text(), json.dumps(flags, sort_keys=True), *versions])
     kept = Path(cache).expanduser() / "aot" / hashlib.sha256(content.encode()).hexdigest() if cache else None
-    if kept and (kept / "memory.json").exists():
-        memory = json.loads((kept / "memory.json").read_text())
+    if kept and (kept / "found.json").exists():
+        memory = json.loads((kept / "found.json").read_text())
         return memory | {"cached": True}, gzip.decompress((kept / "program.hlo.gz").read_bytes()).decode()
     begun = time.perf_counter()
-    try:
-        compiled = lowered.compile(compiler_options=compiler_flags.compiler_options(flags))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise DoesNotFitError(str(error)) from None
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder} | compiler_flags.compiler_options(flags)
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DoesNotFitError(str(error), liveness.read_refused(options["xla_dump_to"], str(error))) from None
+        compile_s = time.perf_counter() - begun
+        peak = liveness.read(options["xla_dump_to"])
     analysis = compiled.memory_analysis()
-    total = getattr(analysis, "total_allocation_bytes", 0)  # not there in jax 0.10
     memory = {
-        "compile_s": time.perf_counter() - begun,
-        "peak_hbm_bytes": total or analysis.peak_memory_in_bytes,
+        "compile_s": compile_s,
+        "peak_hbm_bytes": peak.total_bytes,  # this decides whether it fits
+        "stated_peak_bytes": analysis.peak_memory_in_bytes,  # of what is live, on the host too
         "argument_bytes": analysis.argument_size_in_bytes,
         "temporary_bytes": analysis.temp_size_in_bytes,
         "host_bytes": analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
+        **peak.in_numbers(),
         "cached": False,
     }
     program = compiled.as_text()
     if kept:
         kept.mkdir(parents=True, exist_ok=True)
         (kept / "program.hlo.gz").write_bytes(gzip.compress(program.encode(), 1))
-        unfinished = kept / f"memory.{os.getpid()}.json"
+        unfinished = kept / f"found.{os.getpid()}.json"
         unfinished.write_text(json.dumps(memory))
-        os.replace(unfinished, kept / "memory.json")  # whole or not there
+        os.replace(unfinished, kept / "found.json")  # whole or not there
     return memory, program
 
 
-def refusal(text: str) -> dict:
-    """What the compiler's message says: which memory, how many bytes of how many, the largest allocations."""
-    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    number = r"([\d.]+)([KMGT]?)"
-    hbm = re.search(rf"Used {number} of {number} hbm|\({number}\) exceeds available HBM \({number}\)", text)
-    vmem = re.search(rf"size {number} and limit {number} exceeded scoped vmem", text)
-    if not (match := hbm or vmem):
-        return {"memory": "unknown", "message": text.splitlines()[0]}
-    figures = [figure for figure in match.groups() if figure is not None]
-    used, there = (float(figures[i]) * units[figures[i + 1]] for i in (0, 2))
-    buffers = []
-    for block in re.split(r"\n\s*\d+\. (?=Size:)", text)[1:]:
-        size = re.match(rf"Size: {number}", block)
-        name = re.search(r'op_name="?([^"\n]*)', block) or re.search(r"Operator: (.*)", block)
-        shape = re.search(r"Shape: (\S+)", block)
-        buffers.append(
-            {
-                "bytes": float(size[1]) * units[size[2]],
-                "shape": shape[1] if shape else "",
-                "op": name[1].strip() if name else "",
-            }
-        )
-    return {"memory": "hbm" if hbm else "vmem", "used_bytes": used, "limit_bytes": there, "largest": buffers[:8]}
+def kernel_cycles(program: hlo.Program, cache: str) -> dict[str, float]:
+    """{pattern of a name: cycles} of the project's own kernels in a program, each compiled alone (bundles.py)."""
+    import jax
+    import libtpu
+
+    import kernels
+
+    found = {}
+    for computation in program.computations.values():
+        for instruction in computation.values():
+            said = dict(re.findall(r'"(\w+)":"([^"]*)"', instruction.attributes.get("frontend_attributes", "")))
+            if "tuned_key" not in said:
+                continue
+            content = json.dumps([said, jax.__version__, libtpu.__version__], sort_keys=True)
+            number = hashlib.sha256(content.encode()).hexdigest()
+            kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
+            if kept and kept.exists():
+                cycles = json.loads(kept.read_text())["cycles"]
+            else:
+                cycles = kernels.cycles_of(said)
+                if kept:
+                    kept.write_text(json.dumps(said | {"cycles": cycles}))
+            found[f"^{re.escape(instruction.name)}$"] = cycles
+    return found
 
 
 # -- reporting
-
-
-def way_out(config: Config, found: dict) -> str:
-    """Flags that would make room, of those that this run does not have yet."""
-    if found["memory"] == "vmem":
-        return "--xla_flags=xla_tpu_scoped_vmem_limit_kib=61440, or smaller blocks of the kernel that it names"
-    ways = []
-    if config.remat == "none":
-        ways.append("--remat=full")
-    ways.append(f"--microbatches={2 * config.microbatches}")
-    ways.append("a smaller --batch, a larger --topology")
-    return ", ".join(ways) + "; roofline.py plan finds what fits"
 
 
 def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
@@ -197,7 +182,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
         Path(args.hlo_out).write_text(program)
-    timeline = schedule.walk(hlo.parse(program), kernels=kernels)
+    program = hlo.parse(program)
+    timeline = schedule.walk(program, kernels=kernels | kernel_cycles(program, config.compilation_cache))
     num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,
@@ -281,6 +267,8 @@ def describe(found: dict) -> str:
         f"  roofline    {si(roofline['step_s'], 's')}, bound by {roofline['bound']} (predicted)",
         f"  exposed     {si(found['exposed_comm_s'], 's')} of communication, {found['exposed_comm_s'] / step_s:.1%}",
         "",
+        *liveness.describe(found, found["peak_hbm_bytes"]),
+        "",
         f"  {'where the time goes':24}{'time':>12}{'of the step':>13}",
     ]
     for name, seconds in found["by_category_s"].items():
@@ -345,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = compiler_flags.of(config)
         if not importlib.util.find_spec("libtpu"):
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
-        without_tpu()
+        compiler_flags.without_tpu()
         compiler_flags.set_init_args(flags)
         found = compare(config, args, flags) if args.compare else report(config, args, flags)
     except DoesNotFitError as error:
@@ -361,21 +349,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+# -- a step that does not fit
+
+
+def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
+    """What the planner would change so that it fits, and its prediction then.
+
+    The refused step is predicted too. If the compiler needs more for it, other steps are taken to need as much more in
+    proportion, and so the planner is given a chip with that much less memory.
+    """
+    if found["memory"] == "vmem":
+        words = "--xla_flags=xla_tpu_scoped_vmem_limit_kib=61440, or smaller blocks of the kernel that it names"
+        return {"flags": [], "words": words}
+    chip, chips = parse_topology(args.topology)
+    refused = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    more = max(found.get("used_bytes", 0) / refused.hbm_bytes, 1.0)
+    smaller = dataclasses.replace(chip, hbm_bytes=chip.hbm_bytes / more)
+    try:
+        best = planner.plan(config, smaller, chips, num_slices=args.num_slices).best
+    except ValueError as error:
+        needs = (
+            f"; the compiler needs {more:.3g} times what is predicted of this step, and so of all" if more > 1 else ""
+        )
+        return {"flags": [], "words": f"a smaller --batch or a larger --topology{needs}: {error}"}
+    words = f"{si(best.step_s, 's')} a step, {more * best.hbm_bytes / GiB:.2f} GiB a device (predicted)"
+    flags = changed(config, refused.of.sizes, best)
+    return {"flags": flags, "words": words, "step_s": best.step_s, "hbm_bytes": more * best.hbm_bytes}
+
+
+def changed(config: Config, sizes: dict[str, int], found: Prediction) -> list[str]:
+    """The flags in which a prediction's run differs."""
+    mesh = ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items() if size > 1)
+    flags = [f"--mesh={mesh}"] if found.of.sizes != sizes else []
+    for name in planner.TO_FIND[1:]:
+        value = getattr(found.of.config, name)
+        if value != getattr(config, name):
+            flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+    return flags
+
+
 def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
-    """Says what does not fit."""
-    ways = way_out(config, found)
+    """Says what does not fit, by how much, what fills the memory, and what would fit."""
+    ways = way_out(config, args, found)
     if args.json:
         print(json.dumps({"fits": False, **found, "way_out": ways}))
-    elif found["memory"] == "unknown":
-        print(f"does not fit: {found['message']}\n  way out: {ways}")
+        return DOES_NOT_FIT
+    if found["memory"] == "unknown":
+        print(f"does not fit: {found['message']}")
     else:
-        used, limit = found["used_bytes"] / GiB, found["limit_bytes"] / GiB
-        print(
-            f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {used - limit:.2f} GiB short (compiled)"
-        )
-        for buffer in found["largest"]:
-            print(f"  {buffer['bytes'] / GiB:8.2f} GiB  {buffer['shape']:36} {buffer['op']}")
-        print(f"  way out: {ways}")
+        used, limit, over = (found[name] / GiB for name in ("used_bytes", "limit_bytes", "over_bytes"))
+        print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over (compiled)")
+    if found["largest_buffers"]:
+        print(*liveness.describe(found, found["used_bytes"]), sep="\n")
+    print(f"  way out: {' '.join(ways['flags'])}{': ' if ways['flags'] else ''}{ways['words']}")
     return DOES_NOT_FIT
 
 

@@ -3,14 +3,14 @@
     out = softmax(mask(scale * q k^T)) v                       Vaswani et al. 2017, arXiv:1706.03762
 
 **Grouped queries** (Ainslie et al. 2023, arXiv:2305.13245): G = N/K query heads share one key/value head, so keys and
-values take K/N of the memory and of the traffic. **Masks**: a query sees the keys at or before its own position
-(causal), of its own document (segment ids: documents packed into one sequence do not see each other), and the last
-`window` of them (sliding window). The masks are combined with *and*.
+values take K/N of the memory and of the traffic. **Masks** (masks.py): causal, with a prefix that all may read; a
+sliding window; packed documents. They are combined with *and*. **Sinks** (Xiao et al. 2023, arXiv:2309.17453, as
+gpt-oss learns them): a logit a head that joins the softmax and has no value, for a query that finds nothing.
 
 **Cost**, a layer of B sequences: 4*B*T*S*N*H FLOPs forward (half of it under a causal mask, if the empty half is
 skipped; not here), twice that backward. The reference below holds the scores, 4*B*N*T*S bytes, which is what a kernel
-that never writes them to memory saves. It returns the log-sum-exp of the scores as well: with it, attention over parts
-of the keys can be merged into attention over all.
+that never writes them to memory saves (flash.py). It returns the log-sum-exp of the scores as well: with it, attention
+over parts of the keys can be merged into attention over all.
 
 **Left out**: dropout, bias terms, and absolute masks given as arrays.
 """
@@ -18,56 +18,68 @@ of the keys can be merged into attention over all.
 import jax
 import jax.numpy as jnp
 
+from masks import UNSEEN, visible
+
 
 def attention(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
-    v_bskH: jax.Array,
+    v_bskV: jax.Array,
     *,
     causal: bool = True,
     window: int = 0,
+    prefix: jax.Array | int | None = None,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     soft_cap: float = 0.0,
-    q_offset: int = 0,
+    sinks: jax.Array | None = None,
+    q_offset: jax.Array | int = 0,
+    scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Masked attention, the plain way: all scores at once, softmax in float32.
 
     Args:
-      q_btnH, k_bskH, v_bskH: queries, keys and values; n a multiple of k.
+      q_btnH, k_bskH, v_bskV: queries, keys and values; n a multiple of k.
       causal: a query sees no key after its own position.
       window: a query sees at most this many keys back, itself included (and, when not causal, as many ahead); 0 is all.
+      prefix: this many leading keys are seen by the queries before them, too; one number, or one a sequence, prefix_b.
       segment_ids: (q_ids_bt, kv_ids_bs); a query sees only keys of its own segment.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.
+      sinks: sinks_n, a logit in the denominator of each head's softmax.
       q_offset: position of the first query among the keys.
+      scale: of the scores; None is H**-0.5.
 
     Returns:
-      out_btnH in the dtype of the values, and the log-sum-exp of the scores, lse_bnt in float32. A query that sees no
-      key gets zeros, and -inf.
+      out_btnV in the dtype of the values, and the log-sum-exp of the scores, lse_bnt in float32. A query that sees no
+      key gets zeros, and `masks.UNSEEN` (with sinks, its sink).
     """
     b, t, n, H = q_btnH.shape
-    s, k = k_bskH.shape[1:3]
+    s, k, V = v_bskV.shape[1:]
+    scale = H**-0.5 if scale is None else scale
     q_btkGH = q_btnH.reshape(b, t, k, n // k, H)
-    scores_bkGts = jnp.einsum("btkGH,bskH->bkGts", q_btkGH, k_bskH, preferred_element_type=jnp.float32) * H**-0.5
+    scores_bkGts = jnp.einsum("btkGH,bskH->bkGts", q_btkGH, k_bskH, preferred_element_type=jnp.float32) * scale
     if soft_cap:
         scores_bkGts = soft_cap * jnp.tanh(scores_bkGts / soft_cap)
-    distance_ts = (jnp.arange(t) + q_offset)[:, None] - jnp.arange(s)[None, :]
-    seen_ts = jnp.ones((t, s), bool)
-    if causal:
-        seen_ts &= distance_ts >= 0
-    if window:
-        seen_ts &= jnp.abs(distance_ts) < window
-    seen_bkGts = seen_ts[None, None, None]
-    if segment_ids is not None:
-        q_ids_bt, kv_ids_bs = segment_ids
-        seen_bkGts &= (q_ids_bt[:, :, None] == kv_ids_bs[:, None, :])[:, None, None]
-    scores_bkGts = jnp.where(seen_bkGts, scores_bkGts, -jnp.inf)
-    max_bkGt = jnp.max(scores_bkGts, -1)
-    max_bkGt = jax.lax.stop_gradient(jnp.where(jnp.isfinite(max_bkGt), max_bkGt, 0.0))
-    p_bkGts = jnp.exp(scores_bkGts - max_bkGt[..., None])
+    seen_bts = visible(
+        jnp.arange(t)[None, :, None] + q_offset,
+        jnp.arange(s)[None, None, :],
+        causal=causal,
+        window=window,
+        prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
+        segments=None if segment_ids is None else (segment_ids[0][:, :, None], segment_ids[1][:, None, :]),
+    )
+    seen_bkGts = seen_bts[:, None, None]
+    scores_bkGts = jnp.where(seen_bkGts, scores_bkGts, UNSEEN)
+    max_bkGt = jax.lax.stop_gradient(jnp.max(scores_bkGts, -1))
+    if sinks is not None:
+        sinks_kG1 = sinks.reshape(k, n // k, 1).astype(jnp.float32)
+        max_bkGt = jnp.maximum(max_bkGt, jax.lax.stop_gradient(sinks_kG1))
+    p_bkGts = jnp.where(seen_bkGts, jnp.exp(scores_bkGts - max_bkGt[..., None]), 0.0)
     sum_bkGt = jnp.sum(p_bkGts, -1)
+    if sinks is not None:
+        sum_bkGt += jnp.exp(sinks_kG1 - max_bkGt)
     any_bkGt = sum_bkGt > 0  # false for a query that sees nothing
     safe_bkGt = jnp.where(any_bkGt, sum_bkGt, 1.0)
-    p_bkGts = (p_bkGts / safe_bkGt[..., None]).astype(v_bskH.dtype)
-    out_btkGH = jnp.einsum("bkGts,bskH->btkGH", p_bkGts, v_bskH)
-    lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), -jnp.inf)
-    return out_btkGH.reshape(b, t, n, H).astype(v_bskH.dtype), lse_bkGt.reshape(b, n, t)
+    p_bkGts = (p_bkGts / safe_bkGt[..., None]).astype(v_bskV.dtype)
+    out_btkGV = jnp.einsum("bkGts,bskV->btkGV", p_bkGts, v_bskV)
+    lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
+    return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)

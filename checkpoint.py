@@ -29,7 +29,8 @@ SHAPE_FIELDS = (
 # What decides the values from here on. A run with another value goes on, otherwise than the first would have.
 COURSE_FIELDS = (
     "seed batch seq_len steps corpus window global_every experts_per_token rope_theta rope_scaling rope_original_len "
-    "logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay clip_norm"
+    "max_logit logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay "
+    "clip_norm"
 ).split()
 
 

@@ -58,6 +58,7 @@ import os
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from glob import glob
 from itertools import groupby
 
 from config import Config
@@ -91,6 +92,16 @@ UNEXPLAINED = (
     "xla_tpu_sparse_core_all_gather_latency_multiplier xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes "
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier xla_tpu_use_single_sparse_core_for_all_gather_offload"
 ).split()
+
+# What libtpu has to hear to describe and compile for TPU7x where there is no TPU, before jax is imported.
+WITHOUT_TPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # it looks for no TPU
+    "TPU_ACCELERATOR_TYPE": "tpu7x-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 
 
 @dataclass(frozen=True)
@@ -326,6 +337,17 @@ def set_init_args(flags: Mapping[str, str]) -> None:
     """Adds what libtpu reads at its start to LIBTPU_INIT_ARGS. Before jax is imported."""
     if at_start := init_args(flags):
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {at_start}".strip()
+
+
+def has_tpu() -> bool:
+    """Whether this machine has one, and JAX may use it."""
+    return "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
+
+
+def without_tpu() -> None:
+    """Has libtpu describe and compile for TPU7x where there is none. Before jax is imported."""
+    for name, value in WITHOUT_TPU.items():
+        os.environ.setdefault(name, value)
 
 
 def unknown(flags: Mapping[str, str]) -> list[str]:

@@ -92,9 +92,11 @@ class Config:
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     microbatches: int = 1  # accumulate gradients over this many parts of the batch
-    remat: str = "none"  # recompute in the backward pass: none, full (each layer from its input); others only predicted
-    remat_tensors: str = ""  # of remat=custom (only predicted): device, offload or remat, as in mlp_up:device
+    remat: str = "none"  # what the backward pass computes again, of none to full (each layer, from its input): remat.py
+    remat_tensors: str = ""  # of remat=custom: device, offload or remat, as in mlp_up:device,context:offload
     fp8: str = "none"  # multiply in 8 bits: none, or how the scales are found (predictions only: no code behind it yet)
+    attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
+    max_logit: float = 0.0  # flash attention's softmax subtracts this instead of the running maximum; 0 is off
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
@@ -140,6 +142,7 @@ class Config:
             "mu_dtype": ("float32", "bfloat16"),
             "remat": REMAT_POLICIES,
             "fp8": ("none", "dynamic", "static", "fixed", "delayed"),
+            "attention": ("auto", "flash", "reference"),
             "collectives": ("xla", "ring", "ring_bidirectional"),
             "optimizer": ("adamw", "adafactor", "sgd"),
         }
@@ -151,7 +154,7 @@ class Config:
             "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta "
             "rope_scaling",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
-            "beta1 beta2 weight_decay clip_norm final_lr_ratio logit_soft_cap z_loss norm_eps num_experts "
+            "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps num_experts "
             "experts_per_token expert_dim num_shared_experts num_dense_layers kv_lora_rank q_lora_rank rope_head_dim "
             "value_head_dim",
         }
@@ -168,6 +171,8 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        if self.max_logit and self.attention != "flash":
+            raise ValueError(f"max_logit={self.max_logit} needs --attention=flash; it is {self.attention!r}")
         if self.remat_tensors and self.remat != "custom":
             raise ValueError(f"remat_tensors={self.remat_tensors!r} needs --remat=custom; it is {self.remat!r}")
         if self.remat_places["decoder_layer_input"] == "remat":

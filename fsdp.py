@@ -99,7 +99,7 @@ def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
       gather_layer: one layer's shards -> its weights; differentiated for the gradient's way back.
       shards_L: tree of arrays with a leading layer dim.
       x: the residual stream.
-      aux: tree of constants that all layers see (no gradient flows to it).
+      aux: tree of constants that all layers see. No gradient flows to it: the layer stops it.
     """
     return _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux)
 
@@ -112,22 +112,23 @@ def _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux):
 
 def _forward(layer, gather_layer, prefetch, shards_L, x, aux):
     def step(w, x, i):
-        x, backward = jax.vjp(lambda w, x: layer(w, x, aux, i), w, x)
-        # The weights are gathered again in the backward pass, not kept. How to take residuals out of a vjp stands in
-        # JAX's "First-class VJPs", https://docs.jax.dev/en/latest/301/vjp-objects.html
-        backward.args_res[0] = None
+        x, backward = jax.vjp(lambda w, x, aux: layer(w, x, aux, i), w, x, aux)
+        # The weights are gathered again in the backward pass, and aux is the same for all layers: neither is kept, or
+        # there would be one for every layer. How to take residuals out of a vjp stands in JAX's "First-class VJPs",
+        # https://docs.jax.dev/en/latest/301/vjp-objects.html
+        backward.args_res[0] = backward.args_res[2] = None
         return x, backward
 
     x, backward_L = _loop(step, gather_layer, prefetch, shards_L, x)
-    return x, (backward_L, shards_L)
+    return x, (backward_L, shards_L, aux)
 
 
 def _backward(layer, gather_layer, prefetch, residuals, dx):
-    backward_L, shards_L = residuals
+    backward_L, shards_L, aux = residuals
 
     def step(w, dx, i, backward):
-        backward.args_res[0] = w
-        dw, dx = backward(dx)
+        backward.args_res[0], backward.args_res[2] = w, aux
+        dw, dx, _ = backward(dx)
         scatter = jax.linear_transpose(gather_layer, _index(shards_L, i))
         return dx, scatter(dw)[0]
 

@@ -99,26 +99,44 @@ def split(text: str) -> list[str]:
     return [part for part in (*parts, text[begin:].strip()) if part]
 
 
-def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """{{0,1},{2,3}}; {}: all in one; [2,4]<=[4,2]T(1,0): of an iota, transposed; mesh['x'=2,'y'=4] {'y'}: along y."""
-    if text.startswith("{"):
-        groups = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
-        return groups or (tuple(range(num_devices)),)
-    if match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
-        order = [int(n) for n in match[3].split(",")] if match[3] else list(range(len(dims)))
-        size = shape[-1]
-    elif match := re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text):
-        axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])]
-        along, names, dims = re.findall(r"'(\w+)'", match[2]), [name for name, _ in axes], [size for _, size in axes]
-        order = [i for i, name in enumerate(names) if name not in along] + [names.index(name) for name in along]
-        size = math.prod(dict(axes)[name] for name in along)
-    else:
-        raise ValueError(f"replica_groups={text} is of a form that is not known here")
+def transposed(dims: list[int], order: list[int]) -> list[int]:
+    """0, 1, 2, ... in an array of `dims`, as they stand when its axes are put in this order."""
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     ids = [0]
     for i in order:
         ids = [n + k * strides[i] for n in ids for k in range(dims[i])]
+    return ids
+
+
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+MESH = rf"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\({IOTA}\))? ?\{{((?:'\w+',?)*)\}}"
+
+
+def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """{{0,1},{2,3}}; {}: all in one; [2,4]<=[4,2]T(1,0): of an iota, transposed; mesh['x'=2,'y'=4] {'y'}: along y.
+
+    A mesh may have its devices in another order: mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}.
+    """
+    if text.startswith("{"):
+        groups = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+        return groups or (tuple(range(num_devices)),)
+
+    def iota(dims: str, order: str | None) -> list[int]:
+        sizes = [int(n) for n in dims.split(",")]
+        return transposed(sizes, [int(n) for n in order.split(",")] if order else list(range(len(sizes))))
+
+    if match := re.fullmatch(rf"\[([\d,]+)\]<={IOTA}", text):
+        ids, size = iota(match[2], match[3]), int(match[1].split(",")[-1])
+    elif match := re.fullmatch(MESH, text):
+        axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])]
+        along, names, dims = re.findall(r"'(\w+)'", match[4]), [name for name, _ in axes], [size for _, size in axes]
+        order = [i for i, name in enumerate(names) if name not in along] + [names.index(name) for name in along]
+        ids, size = transposed(dims, order), math.prod(dict(axes)[name] for name in along)
+        if match[2]:
+            devices = iota(match[2], match[3])
+            ids = [devices[place] for place in ids]
+    else:
+        raise ValueError(f"replica_groups={text} is of a form that is not known here")
     return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
 
 
@@ -152,6 +170,8 @@ def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, 
     if unknown or len(shapes) != len(re.findall(r"\w\[", rest[:end])):
         raise ValueError(f"{unknown[0] if unknown else rest[:end]} is no type that is known here")
     groups = attributes.pop("replica_groups", None)
+    if groups and "device_ids" in attributes:
+        groups += f", device_ids={attributes.pop('device_ids')}"
     pairs = re.findall(r"\{(\d+),(\d+)\}", attributes.pop("source_target_pairs", ""))
     channel = attributes.pop("channel_id", None)
     names = lambda text: tuple(re.findall(r"%([^\s,(){}]+)", text))

@@ -1,349 +1,376 @@
-"""Kernels: collectives that drive the links between chips themselves, with remote DMA.
+"""Kernels: every Pallas kernel of the project, and the search for their block sizes, which needs no TPU.
 
-**Idea** (after "Distributed computing in Pallas for TPUs", docs.jax.dev). A TPU's DMA engines copy memory while its
-core computes, and they reach the memory of other chips: a *remote DMA* writes a buffer of this device into one of
-another, which did not ask for it. When done it raises two counters, called semaphores: one here (the source is read and
-may change) and one there (the data has arrived and may be used). Collectives are made of such copies, and of waits.
-Here, N devices stand in a ring, and each writes to its two neighbours only:
+    python kernels.py                                            the kernels, and the sizes that were found for them
+    python kernels.py tune attention --T=8192 --head_dim=128
+    python kernels.py tune attention --T=8192 --head_dim=256 --window=1024
+    python kernels.py tune gmm --M=8192 --K=4096 --N=1536 --E=8
 
-    all-gather       pass on what comes in; every block lands in its place in the result
-    reduce-scatter   the way back: a sum starts far from its owner and takes up one device's part at each hop
+**Why kernels.** XLA compiles an operation at a time and puts its result into HBM, or into VMEM if it fits. Attention
+has a result in its middle, the scores, that fits nowhere; a mixture of experts has matmuls whose sizes the router
+decides while the program runs. Pallas is the way to write the loops oneself: which blocks are in VMEM when, and what is
+computed beside what. To be read in this order:
 
-Both go **both ways** round at once, as a link carries bytes in both directions: a block makes at most N//2 hops upwards
-and (N-1)//2 downwards, in N//2 steps instead of N-1.
+    dense.py           a matmul: grid, blocks, accumulator, and the distance from the limit of the matrix units
+    gmm.py             its rows in groups, each times a matrix of its own (and tgmm, the gradient of the matrices)
+    flash.py           attention, forward: a running softmax, tiles in a list, software pipelining
+    flash_backward.py  its gradient: five matmuls a tile, and no partial sum in HBM
+    remote_dma.py      collectives that write into the memory of other chips
+    bundles.py         the instrument: cycles of a kernel, from the program that the compiler made of it
 
-**What goes wrong** without care, for all devices run the same program, but not at the same time:
-
-    barrier       A device that is early would write into memory that its neighbour, still in the operation before,
-                  uses for something else. So each tells both neighbours that it is here, and waits to hear from both.
-    arrival       What is passed on before it came is whatever stood there. So each block is waited for.
-    two buffers   Were all of a block received, then added to, then sent, the links would idle during the sum. So half
-                  of it is added to while the other half is under way, and what comes in lands beside what is being
-                  worked on: in two slots, by turns.
-    credits       A fast device would write into a slot whose sum its slow neighbour has yet to send: a wrong result,
-                  now and then. So no slot is written again before its owner has said that it is free.
-
-The all-gather needs no credits, as it writes no place twice. The race detector of Pallas' simulator finds a missing
-wait for an arrival, and missing credits (tests/test_kernels.py); of a missing barrier it knows nothing.
-
-**Cost** for blocks of B bytes, a link of W bytes/s each way, and t seconds until the first byte of a hop is there:
-
-    steps          N//2
-    bytes a link   N//2 * B each way; no algorithm does with less than (N-1)/2 * B over two links
-    time           N//2 * (t + B/W), which is at most twice the larger of N//2 * t and N//2 * B/W
-
-The sums (of two half blocks, one for each way: 3*B bytes of memory traffic) hide behind the transfer of a half (B/2) if
-memory has more than 6*W bytes/s. On TPU7x that is 3.7e12 a device (published) and W about 90e9 (assumed, see fsdp.py).
-Predicted, all of it: it compiles for TPU7x and is right in the simulator, but has not run on a TPU.
-
-**Left out.** A ring lies on one axis of the torus, where XLA's collectives take up to six directions at once and run on
-the SparseCores while the TensorCore computes. So this shows how it is done, and does not do it faster. Whether the
-neighbours on a mesh axis have a link between them is up to the mesh. No forward-mode derivatives.
+**Block sizes** decide three things at once: how often an operand is read from HBM, how much of VMEM is taken, and how
+well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit, and a search looks
+for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by cycles and by the
+time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps the best.
 """
 
-import contextlib
-import io
+import argparse
+import dataclasses
+import json
 import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, Mesh, PartitionSpec
 
-UP, DOWN = 0, 1  # the two ways round the ring
-WAYS = {UP: +1, DOWN: -1}  # and where they lead
-TILE = (256, 1024)  # of a sum, rows and columns: eight tiles are in VMEM at once, 8 MiB in float32
+import bundles
+import compiler_flags
+import flash
+import flash_backward
+import gmm as grouped
+import schedule
+import tuned
+from flash import flash_attention  # noqa: F401
+from gmm import gmm, tgmm  # noqa: F401
+
+CLOCK_HZ = schedule.Rates().kernel_clock_hz
+VMEM_KIB = 61_440  # of 64 MiB
 
 
-def ring_all_gather(x: jax.Array, axis: str, *, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
-    """The blocks of all N devices of a mesh axis, in order: [rows, ...] -> [N*rows, ...]. Code of one device.
+@dataclass(frozen=True)
+class Tunable:
+    """A kernel whose blocks are searched for. A shape is {name: value}, as in its key in tuned.py."""
 
-    Equal to `lax.all_gather(x, axis, tiled=True)` in every bit, for any dtype. Its gradient is `ring_reduce_scatter`.
+    rule: Callable[[dict], object]  # shape -> blocks, a dataclass or a named tuple
+    choices: Callable[[dict], Iterator]  # shape -> other blocks
+    vmem_bytes: Callable[[dict, object], int]
+    job: Callable[[dict, object], tuple[str, dict]]  # what bundles.measure builds
+    cycles: Callable[[bundles.Report, dict, object], float]  # of the call that `job` builds
+
+
+def _forward_choices(s: dict) -> Iterator[flash.Blocks]:
+    rule = _forward_rule(s)
+    for queries, keys, ahead, full, cut in product((256, 512), (256, 512, 1024), (2, 4), (8, 16, 24), (8, 16)):
+        if full % (2 * ahead) == 0 and cut % (2 * ahead) == 0 and cut <= full:
+            q_rows = -(-rule.q_rows // queries) * queries
+            k_rows = -(-rule.k_rows // keys) * keys
+            yield flash.Blocks(q_rows, k_rows, queries, keys, full, cut, ahead)
+
+
+def _forward_rule(s: dict) -> flash.Blocks:
+    return flash.default_blocks(s["T"], s["S"], s["H"], s["V"], s["dtype"], s["window"])
+
+
+def _forward_job(s: dict, blocks: flash.Blocks) -> tuple[str, dict]:
+    options = dict(seq=s["T"], heads=2, head_dim=s["H"], value_dim=s["V"], dtype=s["dtype"], packed=s["packed"])
+    options |= dict(causal=s["causal"], window=s["window"], sizes=dataclasses.asdict(blocks))
+    return "flash:build_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
+
+
+def _forward_cycles(report: bundles.Report, s: dict, blocks: flash.Blocks) -> float:
+    kernel, mask = report.kernel("flash_forward"), dict(causal=s["causal"], window=s["window"])
+    executions = flash.executions(kernel, s["T"], s["S"], 2, blocks, **mask)
+    moved = 2 * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
+    return kernel.cycles(executions, moved_bytes=moved).total / 2
+
+
+def _backward_choices(s: dict) -> Iterator[flash_backward.Blocks]:
+    rule = _backward_rule(s)
+    for queries, keys, chunk in product((512, 1024, 2048), (512, 1024, 2048), (128, 256, 512)):
+        if queries <= max(rule.queries, s["T"]) and keys <= rule.resident and rule.resident % keys == 0:
+            yield dataclasses.replace(rule, queries=queries, keys=keys, chunk=chunk)
+
+
+def _backward_rule(s: dict) -> flash_backward.Blocks:
+    return flash_backward.default_blocks(s["T"], s["S"], s["H"], s["V"], s["dtype"])
+
+
+def _backward_job(s: dict, blocks: flash_backward.Blocks) -> tuple[str, dict]:
+    options = dict(seq=s["T"], heads=2, H=s["H"], V=s["V"], dtype=s["dtype"], segments=s["packed"])
+    options |= dict(causal=s["causal"], window=s["window"])
+    return "flash_backward:build_backward", options | dataclasses.asdict(blocks)
+
+
+def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blocks) -> float:
+    kernel, mask = report.kernel("flash_backward"), dict(causal=s["causal"], window=s["window"])
+    executions = flash_backward.executions(kernel, s["T"], s["S"], 2, 2, blocks, **mask)
+    moved = 4 * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
+    return kernel.cycles(executions, moved_bytes=moved).total / 2
+
+
+def _gmm_choices(s: dict) -> Iterator[grouped.Tiles]:
+    rule = _gmm_rule(s)
+    for rows, cols in product((128, 256, 384, 512, 640, 768, 1024), grouped.widths(s["N"])):
+        if cols >= min(512, s["N"]) and rows % rule.step == 0:
+            yield rule._replace(rows=rows, cols=cols)
+
+
+def _gmm_rule(s: dict) -> grouped.Tiles:
+    return grouped.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
+
+
+def _gmm_job(s: dict, tiles: grouped.Tiles) -> tuple[str, dict]:
+    return "gmm:build_gmm", dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
+
+
+def _tgmm_choices(s: dict) -> Iterator[grouped.TgmmTiles]:
+    for rows, k, n, outs in product((256, 512, 1024), grouped.widths(s["K"]), grouped.widths(s["N"]), (1, 2)):
+        if k >= min(512, s["K"]) and n >= min(512, s["N"]):
+            yield grouped.TgmmTiles(rows, k, n, outs)
+
+
+def _tgmm_rule(s: dict) -> grouped.TgmmTiles:
+    return grouped.default_tgmm_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
+
+
+def _tgmm_job(s: dict, tiles: grouped.TgmmTiles) -> tuple[str, dict]:
+    return "gmm:build_tgmm", dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
+
+
+def ragged(M: int, E: int) -> list[int]:
+    """Group sizes to rank tiles by: around M/E, no two alike, and no multiple of anything."""
+    weights = [1 + 0.3 * ((i * 0.618034) % 1 - 0.5) for i in range(E)]
+    ends = [round(M * sum(weights[: i + 1]) / sum(weights)) for i in range(E)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
+    sizes = ragged(s["M"], s["E"])
+    executions = grouped.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    moved = grouped.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    return report.kernel(name).cycles(executions, moved_bytes=moved).total
+
+
+TUNABLES = {
+    "flash_forward": Tunable(
+        _forward_rule,
+        _forward_choices,
+        lambda s, blocks: flash.vmem_bytes(blocks, s["H"], s["V"], s["dtype"]),
+        _forward_job,
+        _forward_cycles,
+    ),
+    "flash_backward": Tunable(
+        _backward_rule,
+        _backward_choices,
+        lambda s, blocks: flash_backward.vmem_bytes(blocks, s["H"], s["V"], s["dtype"]),
+        _backward_job,
+        _backward_cycles,
+    ),
+    "gmm": Tunable(
+        _gmm_rule,
+        _gmm_choices,
+        lambda s, tiles: grouped.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        _gmm_job,
+        partial(_grouped_cycles, "gmm"),
+    ),
+    "tgmm": Tunable(
+        _tgmm_rule,
+        _tgmm_choices,
+        lambda s, tiles: grouped.tgmm_vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        _tgmm_job,
+        partial(_grouped_cycles, "tgmm"),
+    ),
+}
+SEARCHES = {"attention": ("flash_forward", "flash_backward"), "gmm": ("gmm", "tgmm")}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Blocks, and what they cost: compiled cycles, or on a TPU measured ones, of CLOCK_HZ."""
+
+    blocks: object
+    vmem_bytes: int
+    cycles: float  # infinite if refused
+    error: str = ""
+
+
+def candidates(kernel: str, shape: dict, vmem_kib: int = VMEM_KIB) -> list:
+    """Blocks worth a compile: the rule's first, then others that take no more than `vmem_kib` of VMEM."""
+    of, rule = TUNABLES[kernel], TUNABLES[kernel].rule(shape)
+    others = (blocks for blocks in of.choices(shape) if blocks != rule)
+    return [rule, *(blocks for blocks in others if of.vmem_bytes(shape, blocks) <= vmem_kib * 1024)]
+
+
+def tune(
+    kernel: str, shape: dict, *, vmem_kib: int = VMEM_KIB, workers: int = 2, most: int = 0
+) -> tuple[list[Candidate], dict]:
+    """Compiles candidates for TPU7x; on a TPU it times them. They are not kept: that is `tuned.keep`'s.
 
     Args:
-      x: this device's block, of the same shape on each.
-      axis: the mesh axis that is the ring. Its number in the mesh is the kernel's collective id: no other kernel of the
-        program may have it.
-      interpret: True or `pltpu.InterpretParams(...)` simulates it on CPU, in a `jax.shard_map(..., check_vma=False)`.
+      kernel: of TUNABLES.
+      shape: as in the kernel's key in tuned.py.
+      vmem_kib: what a choice may take.
+      workers: compiles at a time, 1 to 2 GB each.
+      most: candidates, evenly chosen; 0 is all.
+
+    Returns:
+      The candidates, best first, those that the compiler refuses last; the best one's entry for tuned.py.
 
     Raises:
-      ValueError: the mesh has no such axis, or x has no elements or no dim 0.
+      ValueError: not even the rule's blocks compile.
     """
-    return _all_gather(_checked(x, axis), axis, interpret)
-
-
-def ring_reduce_scatter(x: jax.Array, axis: str, *, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
-    """The sum over all N devices, of which each keeps its own block: [N*rows, ...] -> [rows, ...]. Code of one device.
-
-    Equal to `lax.psum_scatter(x, axis, tiled=True)` but for rounding. With x_i the part of device i modulo N, device d
-    gets, each bracket summed from the left,
-
-        ((x_{d-N//2} + ... + x_{d-1}) + (x_{d+(N-1)//2} + ... + x_{d+1})) + x_d
-
-    What travels has the dtype of x: sums are made in float32 (of integers in int32) and rounded to it at every device
-    on the way; at the owner, once. Its gradient is `ring_all_gather`.
-
-    Takes memory for 4 blocks beside x and the result, and at most 8 MiB of VMEM, whatever the size. Blocks that are not
-    made of whole registers (8 rows in float32, 16 in bfloat16, 32 in int8; 128 columns) are padded, which copies x.
-
-    Args:
-      x: this device's part of the sum, of the same shape on each.
-      axis, interpret: as for `ring_all_gather`.
-
-    Raises:
-      ValueError: as for `ring_all_gather`, or dim 0 is not a multiple of N.
-    """
-    x = _checked(x, axis)
-    if left := x.shape[0] % (n := lax.axis_size(axis)):
-        raise ValueError(
-            f"dim 0 of {x.shape} is not a multiple of the {n} devices of {axis!r}: pad it to {x.shape[0] + n - left}"
-        )
-    return _reduce_scatter(x, axis, interpret)
-
-
-def _checked(x, axis):
-    if axis not in (axes := jax.sharding.get_abstract_mesh().manual_axes):
-        raise ValueError(
-            f"there is no axis {axis!r} here: the jax.shard_map has {', '.join(axes) or 'none, or is missing'}"
-        )
-    if not (x.ndim and x.size):
-        raise ValueError(f"nothing to move in an array of shape {x.shape}: it needs a dim 0, and no dim of size 0")
-    # What is the same on all devices is one part for each, too. A type only; its transpose is a sum.
-    return x if axis in jax.typeof(x).mat.varying else lax.pcast(x, axis, to="varying")
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gather(x, axis, interpret):
-    if (n := lax.axis_size(axis)) == 1:
-        return x
-    block = x if x.ndim > 1 else x[None]  # the last two dims are stored in tiles; a dim before them is cut anywhere
-    semaphores = [pltpu.SemaphoreType.DMA(shape) for shape in [(), (2,), (2, n // 2)]]
-    (whole,) = _call(_all_gather_kernel, block, [(n, *block.shape)], semaphores, axis, interpret)
-    return whole.reshape(n * x.shape[0], *x.shape[1:])
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _reduce_scatter(x, axis, interpret):
-    if (n := lax.axis_size(axis)) == 1:
-        return x
-    size, least = x.size // n, _register_rows(x.dtype)
-    cols = x.shape[-1] if x.ndim > 1 else 128 if size % 128 == 0 else size
-    rows = size // cols
-    blocks = jnp.pad(x.reshape(n, rows, cols), ((0, 0), (0, -rows % least), (0, -cols % 128)))
-    height, width = blocks.shape[1:]
-    halves = 1 if height % (2 * least) else 2
-    block = (halves, height // halves, width)
-
-    tile_width = min(width, max(TILE[1], math.prod(TILE) // height // 128 * 128))  # wide where there are few rows
-    tile_height = min(height // halves, math.prod(TILE) // tile_width // least * least)
-    scratch = [
-        pltpu.VMEM((2, 4, tile_height, tile_width), x.dtype),  # two of each: up to three terms, and their sum
-        *[pltpu.SemaphoreType.DMA(shape) for shape in [(2,), (2,), (2, halves), (2, 2, halves)]],
-        pltpu.SemaphoreType.REGULAR((2, halves)),
+    of, found = TUNABLES[kernel], candidates(kernel, shape, vmem_kib)
+    found = found[:1] + found[1 :: max(1, -(-len(found[1:]) // (most - 1)))] if most > 1 else found
+    jobs = [of.job(shape, blocks) for blocks in found]
+    if compiler_flags.has_tpu():
+        costs = [time_on_tpu(*job, shape) for job in jobs]
+    else:
+        costs = []
+        for report, blocks in zip(bundles.measure_many(jobs, workers), found, strict=True):
+            refused = bool(report.error)
+            costs.append((math.inf if refused else of.cycles(report, shape, blocks), report.error))
+    ranked = [
+        Candidate(blocks, of.vmem_bytes(shape, blocks), cycles, error)
+        for blocks, (cycles, error) in zip(found, costs, strict=True)
     ]
-    outputs = [block, (2, 2, *block)]  # the second is not one, but Pallas gives out memory in HBM in no other way
-    total, _ = _call(_reduce_scatter_kernel, blocks.reshape(n, *block), outputs, scratch, axis, interpret)
-    return total.reshape(height, width)[:rows, :cols].reshape(x.shape[0] // n, *x.shape[1:])
+    if ranked[0].error:
+        raise ValueError(f"{kernel} {shape}: the rule's {ranked[0].blocks} do not compile: {ranked[0].error}")
+    rule = ranked[0].cycles
+    ranked.sort(key=lambda candidate: candidate.cycles)
+    entry = {"blocks": tuned.fields_of(ranked[0].blocks), "cycles": round(ranked[0].cycles), "rule_cycles": round(rule)}
+    return ranked, entry
 
 
-# Each is the other's transpose: a block that was copied to N places gets the sum of what comes back from them.
-_all_gather.defvjp(
-    lambda x, axis, interpret: (_all_gather(x, axis, interpret), None),
-    lambda axis, interpret, _, dy: (_reduce_scatter(dy, axis, interpret),),
-)
-_reduce_scatter.defvjp(
-    lambda x, axis, interpret: (_reduce_scatter(x, axis, interpret), None),
-    lambda axis, interpret, _, dy: (_all_gather(dy, axis, interpret),),
-)
+def cycles_of(metadata: Mapping[str, str]) -> float:
+    """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata). Compiles it: 10 to 30 s.
 
+    Documents are taken to be whole sequences, groups of experts to be `ragged`. Where attention's keys take turns, the
+    mean of the calls.
 
-def _call(kernel, x, out_shapes, scratch, axis, interpret):
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        partial(kernel, axis=axis),
-        out_shape=[jax.ShapeDtypeStruct(s, x.dtype, manual_axis_type=jax.typeof(x).mat) for s in out_shapes],
-        in_specs=[anywhere],
-        out_specs=[anywhere] * len(out_shapes),
-        scratch_shapes=scratch,
-        # Kernels with one id meet at one barrier: right for those, and only those, that have the same neighbours.
-        compiler_params=pltpu.CompilerParams(collective_id=jax.sharding.get_abstract_mesh().axis_names.index(axis)),
-        interpret=pltpu.InterpretParams() if interpret is True else interpret,
-        name=kernel.__name__.strip("_"),
-    )(pltpu.with_memory_space_constraint(x, pltpu.HBM))  # XLA would bring what fits into VMEM first
-
-
-def _register_rows(dtype) -> int:
-    return 32 // jnp.dtype(dtype).itemsize
-
-
-# -- in the kernels, where x and the like are places in memory; what is read and written says a DMA
-
-
-def _ring(axis):
-    """(N, this device's place, hops of a block on either way, {way: next device on it})."""
-    n, me = lax.axis_size(axis), lax.axis_index(axis)
-    return n, me, {UP: n // 2, DOWN: (n - 1) // 2}, {way: {axis: (me + to) % n} for way, to in WAYS.items()}
-
-
-def _meet(neighbours):
-    barrier = pltpu.get_barrier_semaphore()
-    for neighbour in neighbours.values():
-        pl.semaphore_signal(barrier, device_id=neighbour)
-    pl.semaphore_wait(barrier, 2)
-
-
-def _wait_for_arrival(transfer):  # of what comes in; the transfer that goes out is of the same size and semaphore
-    transfer.wait_recv()
-
-
-def _give_credit(free, neighbour):
-    pl.semaphore_signal(free, device_id=neighbour)
-
-
-def _take_credit(free):
-    pl.semaphore_wait(free)
-
-
-def _all_gather_kernel(x, whole, copied, sent, arrived, *, axis):
-    """x [...], whole [N, ...]."""
-    n, me, hops, neighbours = _ring(axis)
-
-    def transfer(way, hop):
-        """Passes on the block that came `hop` hops. Neighbours may be blocks ahead: each has its arrival semaphore."""
-        place = whole.at[(me - WAYS[way] * hop) % n]
-        source = place if hop else x
-        return pltpu.make_async_remote_copy(source, place, sent.at[way], arrived.at[way, hop], neighbours[way])
-
-    own = pltpu.make_async_copy(x, whole.at[me], copied)
-    own.start()
-    _meet(neighbours)
-    for hop in range(n // 2):
-        transfers = [transfer(way, hop) for way in WAYS if hop < hops[way]]
-        for each in transfers:
-            each.start()
-        for each in transfers:
-            _wait_for_arrival(each)
-            each.wait_send()
-    own.wait()
-
-
-def _reduce_scatter_kernel(x, total, slots, tiles, read, written, sent, arrived, free, *, axis):
-    """x [N, halves, rows, cols], total [halves, rows, cols], slots [ways, 2, halves, rows, cols].
-
-    The sum for the device h hops on arrives in a slot, gets this device's part there, and goes into the other slot of
-    the next device. While it does, the other half of the block and the other way have their turns.
+    Raises:
+      ValueError: it does not compile by itself.
     """
-    n, me, hops, neighbours = _ring(axis)
-    halves = range(x.shape[1])
-    part = lambda way, step, half: x.at[(me + WAYS[way] * (hops[way] - step)) % n, half]  # what has so far to go
-    slot = lambda way, step, half: slots.at[way, step % 2, half]
-
-    def transfer(way, step, half, source=None):
-        source = slot(way, step - 1, half) if source is None else source
-        semaphores = sent.at[way, half], arrived.at[way, step % 2, half]
-        return pltpu.make_async_remote_copy(source, slot(way, step, half), *semaphores, neighbours[way])
-
-    def pass_on(way, step, half):
-        last = transfer(way, step - 1, half)
-        _wait_for_arrival(last)
-        last.wait_send()  # so the slot that it was sent from is free for what comes next: long before that is ready
-        pl.when(step > 1)(lambda: _give_credit(free.at[way, half], neighbours[1 - way]))
-        so_far = slot(way, step - 1, half)
-        _add(so_far, [so_far, part(way, step, half)], tiles, read, written)
-        pl.when(step > 1)(lambda: _take_credit(free.at[way, half]))
-        transfer(way, step, half).start()
-
-    def one_step(step, _):
-        for half in halves:
-            for way in WAYS:
-                pl.when(step < hops[way])(partial(pass_on, way, step, half))
-
-    _meet(neighbours)
-    ways = [way for way in WAYS if hops[way]]
-    for half in halves:
-        for way in ways:
-            transfer(way, 0, half, part(way, 0, half)).start()
-    lax.fori_loop(1, n // 2, one_step, None)
-    for half in halves:
-        for way in ways:
-            last = transfer(way, hops[way] - 1, half)
-            _wait_for_arrival(last)
-            last.wait_send()
-        terms = [slot(way, hops[way] - 1, half) for way in ways]
-        _add(total.at[half], [*terms, x.at[me, half]], tiles, read, written)
+    name, shape = tuned.shape_of(metadata["tuned_key"])
+    of = TUNABLES[name]
+    blocks = dict(part.split("=") for part in metadata["blocks"].split())
+    blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})
+    builder, options = of.job(shape, blocks)
+    report = bundles.measure(builder, **options)
+    parts = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1
+    return of.cycles(report, shape, blocks) * int(metadata["calls"]) / parts
 
 
-def _add(out, terms, tiles, read, written):
-    """out = sum(terms), all [rows, cols] in HBM, tile by tile: one is read, one added, one written. May be in place."""
-    (rows, cols), (tile_height, tile_width), least = out.shape, tiles.shape[2:], _register_rows(out.dtype)
-    across = pl.cdiv(cols, tile_width)
-    count = pl.cdiv(rows, tile_height) * across
-    wide = jnp.int32 if jnp.issubdtype(out.dtype, jnp.integer) else jnp.float32
-
-    def views(hbm, i, k):
-        """Tile i in HBM, and its place in VMEM. The last ones may be smaller: of fewer registers."""
-        row, col = i // across * tile_height, i % across * tile_width
-        height = pl.multiple_of(jnp.minimum(tile_height, rows - row), least)
-        width = pl.multiple_of(jnp.minimum(tile_width, cols - col), 128)
-        there = hbm.at[pl.ds(pl.multiple_of(row, least), height), pl.ds(pl.multiple_of(col, 128), width)]
-        return there, tiles.at[i % 2, k, pl.ds(0, height), pl.ds(0, width)]
-
-    def reads(i):
-        return [pltpu.make_async_copy(*views(term, i, k), read.at[i % 2]) for k, term in enumerate(terms)]
-
-    def write(i):
-        there, here = views(out, i, len(terms))
-        return pltpu.make_async_copy(here, there, written.at[i % 2])
-
-    def start_reads(i):
-        for copy in reads(i):
-            copy.start()
-
-    def one_tile(i, _):
-        pl.when(i + 1 < count)(lambda: start_reads(i + 1))
-        for copy in reads(i):
-            copy.wait()
-        pl.when(i > 1)(lambda: write(i - 2).wait())
-        values = [tiles[i % 2, k].astype(wide) for k in range(len(terms))]
-        tiles[i % 2, len(terms)] = sum(values[1:], values[0]).astype(out.dtype)
-        write(i).start()
-
-    start_reads(0)
-    lax.fori_loop(0, count, one_tile, None)
-    for i in range(max(count - 2, 0), count):
-        write(i).wait()
+def time_on_tpu(builder: str, options: dict, shape: dict, repeats: int = 10) -> tuple[float, str]:
+    """(cycles of CLOCK_HZ that a call takes, or infinity; why it could not run). The median of `repeats`."""
+    try:
+        run, shapes = bundles.build(builder, options)
+        run = jax.jit(run)
+        sizes = jnp.asarray(ragged(shape["M"], shape["E"])) if "E" in shape else 1
+        arrays = jax.tree.map(lambda a: jnp.broadcast_to(sizes if a.ndim == 1 else 1, a.shape).astype(a.dtype), shapes)
+        jax.block_until_ready(run(*arrays))
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            jax.block_until_ready(run(*arrays))
+            seconds.append(time.perf_counter() - begun)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return math.inf, str(error).splitlines()[0]
+    return statistics.median(seconds) * CLOCK_HZ, ""
 
 
-def main(n: int):
-    """Both on n simulated devices, against XLA's own, with the race detector on."""
-    mesh = Mesh(np.array(jax.devices()[:n]), ("ring",), axis_types=(AxisType.Auto,))
-    simulated = pltpu.InterpretParams(detect_races=True)
-    x = jax.random.normal(jax.random.key(0), (n * n * 64, 512))
+# -- command line
 
-    def run(f, *args, **kwargs):
-        spec = PartitionSpec("ring")
-        per_device = lambda x: f(x, "ring", *args, **kwargs)
-        # Not check_vma, which jax's simulator itself does not pass.
-        result = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
-        return result.block_until_ready()  # one at a time: the simulator's state is one for the process
 
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # jax 0.10 prints races, later ones raise them
-        gathered = run(ring_all_gather, interpret=simulated)
-        scattered = run(ring_reduce_scatter, interpret=simulated)
-    same = (gathered == run(lax.all_gather, tiled=True)).all()
-    error = abs(scattered - run(lax.psum_scatter, tiled=True)).max()
-    kib = lambda devices: f"{x.nbytes / devices / 2**10:.0f} KiB"
-    print(f"ring            {n} simulated devices, {n // 2} steps")
-    print(f"all-gather      {kib(n)} from each, {'' if same else 'NOT '}equal to XLA's in every bit")
-    print(f"reduce-scatter  {kib(n * n)} to each, largest difference to XLA's {error:.1e}")
-    print(f"races           {said.getvalue() or 'none detected'}")
+def shapes_of(args: argparse.Namespace) -> dict[str, dict]:
+    """{kernel: shape} that a command line asks for, or those of all layers of a preset."""
+    if args.search == "gmm":
+        sizes = {name: getattr(args, name) for name in ("M", "K", "N", "E")}
+        return {kernel: sizes | {"dtype": args.dtype} for kernel in SEARCHES["gmm"]}
+    sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
+    mask = dict(causal=args.causal, window=args.window, packed=args.packed)
+    return {
+        "flash_forward": sizes | mask | dict(max_logit=args.max_logit),
+        "flash_backward": sizes | mask,
+    }
+
+
+def print_search(args: argparse.Namespace) -> None:
+    for kernel, shape in shapes_of(args).items():
+        key = tuned.key_of(kernel, **shape)
+        ranked, entry = tune(kernel, shape, vmem_kib=args.scoped_vmem_kib, workers=args.workers, most=args.most)
+        tuned.keep(key, entry, args.out)
+        if args.json:
+            rows = [dataclasses.asdict(each) | {"blocks": tuned.fields_of(each.blocks)} for each in ranked]
+            print(json.dumps({"key": key, "entry": entry, "candidates": rows}))
+            continue
+        how = "measured" if compiler_flags.has_tpu() else "compiled"
+        print(f"\n{key}\n{'cycles':>12}{'VMEM MiB':>10}  blocks ({how})")
+        for each in ranked[:8]:
+            print(f"{each.cycles:12,.0f}{each.vmem_bytes / 2**20:10.1f}  {tuned.fields_of(each.blocks)}")
+        gain = entry["rule_cycles"] / entry["cycles"]
+        refused = sum(bool(each.error) for each in ranked)
+        print(
+            f"{len(ranked)} tried, {refused} refused; the best is {gain:.3f}x as fast as the rule's; kept in {args.out}"
+        )
+
+
+def print_found(args: argparse.Namespace) -> None:
+    entries = tuned.read(tuned.CHECKED_IN) | tuned.read(tuned.OWN)
+    if args.json:
+        return print(json.dumps(entries))
+    print(f"{'cycles':>12}{'by rule':>12}{'gain':>7}  kernel and shape: blocks (compiled)")
+    for key, entry in entries.items():
+        gain = entry["rule_cycles"] / entry["cycles"]
+        print(f"{entry['cycles']:12,}{entry['rule_cycles']:12,}{gain:7.3f}  {key}: {entry['blocks']}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="kernels.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object in place of the table of what was found")
+    parser.set_defaults(run=print_found)
+    search = parser.add_subparsers(metavar="tune").add_parser(
+        "tune", help="search for block sizes, and keep the best", allow_abbrev=False
+    )
+    search.add_argument("search", choices=SEARCHES, help="attention: forward and backward; gmm: and tgmm, its gradient")
+    search.add_argument("--dtype", default="bfloat16", help="of the operands [%(default)s]")
+    search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
+    search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")
+    search.add_argument("--most", type=int, default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]")
+    search.add_argument("--out", type=Path, default=tuned.OWN, help="where the best is kept [%(default)s]")
+    search.add_argument("--json", action="store_true", help="a JSON object a kernel, with all candidates")
+    of_attention = search.add_argument_group("attention")
+    of_attention.add_argument("--T", type=int, default=8192, help="queries of a sequence [%(default)s]")
+    of_attention.add_argument("--S", type=int, default=0, help="keys; 0 is as many [%(default)s]")
+    of_attention.add_argument("--head_dim", type=int, default=128, help="of queries and keys [%(default)s]")
+    of_attention.add_argument("--value_dim", type=int, default=0, help="of values; 0 is as wide [%(default)s]")
+    of_attention.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="[%(default)s]")
+    of_attention.add_argument("--window", type=int, default=0, help="keys that a query sees; 0 is all [%(default)s]")
+    of_attention.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True, help="documents")
+    of_attention.add_argument("--max_logit", action="store_true", help="a constant in place of the running maximum")
+    of_experts = search.add_argument_group("gmm")
+    of_experts.add_argument("--M", type=int, default=8192, help="rows of all groups [%(default)s]")
+    of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over [%(default)s]")
+    of_experts.add_argument("--N", type=int, default=1536, help="columns [%(default)s]")
+    of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
+    search.set_defaults(run=print_search)
+    args = parser.parse_args(argv)
+    if not compiler_flags.has_tpu():
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)  # twice the ring: jax 0.10 hangs with no thread to spare for a copy
-    main(4)
+    main()

@@ -46,11 +46,13 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp
 import placement
+import remat
 import sharding
 from attention import attention
 from collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 from config import Config
 from data import Batch
+from flash import flash_attention
 
 ONES, ZEROS = "ones", "zeros"  # how a parameter starts; any other string names the dims of its fan-in
 
@@ -160,11 +162,8 @@ def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
     for name, what in not_there_yet.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)}: no code for {what} yet, only its predictions")
-    for name, there_are in dict(remat=("none", "full"), fp8=("none",)).items():
-        if getattr(config, name) not in there_are:
-            raise ValueError(
-                f"{name}={getattr(config, name)}: only predicted yet; what runs is {' and '.join(there_are)}"
-            )
+    if config.fp8 != "none":
+        raise ValueError(f"fp8={config.fp8}: only predicted yet; what runs is none")
     if config.collective_matmul and mesh_sizes["tensor"] == 1:
         raise ValueError(
             "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."
@@ -268,30 +267,47 @@ def _ring(config: Config) -> str:
 
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
     """x + attention(norm(x)). `w` is one layer's weights (its dim L is gone), whole over fsdp."""
-    h_btd = rms_norm(x_btd, w.norm_attention, config.norm_eps)
+    h_btd = remat.named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
     q_btnH, k_btkH, v_btkH = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkH = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkH + w.bias_v
     if config.qk_norm:
+        q_btnH, k_btkH = remat.named(q_btnH, "query_before_norm"), remat.named(k_btkH, "key_before_norm")
         q_btnH = rms_norm(q_btnH, w.norm_q, config.norm_eps, axis=None)
         k_btkH = rms_norm(k_btkH, w.norm_k, config.norm_eps, axis=None)
-    q_btnH, k_btkH = rope(q_btnH, cos, sin), rope(k_btkH, cos, sin)
+    q_btnH = remat.named(rope(q_btnH, cos, sin), "query_proj")
+    k_btkH = remat.named(rope(k_btkH, cos, sin), "key_proj")
+    v_btkH = remat.named(v_btkH, "value_proj")
 
     def attend(window):
-        return attention(q_btnH, k_btkH, v_btkH, window=window, segment_ids=(segments_bt, segments_bt))[0]
+        options = dict(window=window, segment_ids=(segments_bt, segments_bt))
+        if not attends_by_kernel(config):
+            return remat.named(attention(q_btnH, k_btkH, v_btkH, **options)[0], "context")
+        options |= dict(max_logit=config.max_logit or None, interpret=sharding.platform() != "tpu")
+        out_btnH, lse_bnt = flash_attention(q_btnH, k_btkH, v_btkH, **options)
+        if config.max_logit:  # which was too far off where lse is infinite: no number, so that the step is skipped
+            out_btnH = jnp.where(jnp.isinf(lse_bnt).swapaxes(1, 2)[..., None], jnp.nan, out_btnH)
+        return out_btnH
 
     if config.global_every:
         out_btnH = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
     else:
         out_btnH = attend(config.window)
-    return x_btd + row_parallel(out_btnH, w.w_o, config)
+    return x_btd + remat.named(row_parallel(out_btnH, w.w_o, config), "out_proj")
+
+
+def attends_by_kernel(config: Config) -> bool:
+    """Whether attention is the kernel of flash.py, on these devices: simulated where they are no TPUs."""
+    return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
 
 
 def mlp_block(w: Layers, x_btd, config: Config):
     """x + swiglu(norm(x))."""
-    h_btd = rms_norm(x_btd, w.norm_mlp, config.norm_eps)
+    h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     gate_btf, up_btf = column_parallel(h_btd, (w.w_gate, w.w_up), config)
-    return x_btd + row_parallel(jax.nn.silu(gate_btf) * up_btf, w.w_down, config)
+    gate_btf, up_btf = remat.named(gate_btf, "mlp_gate"), remat.named(up_btf, "mlp_up")
+    product_btf = remat.named(jax.nn.silu(gate_btf) * up_btf, "mlp_product")
+    return x_btd + remat.named(row_parallel(product_btf, w.w_down, config), "mlp_down")
 
 
 # -- vocabulary-parallel embedding and loss
@@ -405,16 +421,17 @@ def hidden_states(params: Params, batch: Batch, config: Config) -> jax.Array:
         return jax.tree.map(lambda w, spec, matrix: gather(w, spec) if matrix else w, shards, specs_layer, in_loop)
 
     def layer(w: Layers, x_btd, aux, i):
-        segments_bt, cos, sin = aux
+        segments_bt, cos, sin = lax.stop_gradient(aux)
         is_global = (i + 1) % config.global_every == 0 if config.global_every else None
+        x_btd = remat.named(x_btd, "decoder_layer_input")
         x_btd = attention_block(w, x_btd, segments_bt, cos, sin, is_global, config)
-        x_btd = mlp_block(w, x_btd, config)
+        x_btd = mlp_block(w, remat.named(x_btd, "mlp_input"), config)
         # Left to choose, XLA:TPU lays the residual stream out with T fastest and transposes it on the SparseCores,
         # where the gathers of the next layer then wait for the end of this one.
         return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2)))
 
-    if config.remat == "full":
-        layer = jax.checkpoint(layer, prevent_cse=False)
+    if config.remat != "none":
+        layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
 
     x_btD = embed(gather(params.embed, specs.embed), batch.tokens)  # {U_tensor}
     x_btd = reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives)

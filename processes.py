@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from glob import glob
 from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
 
+import compiler_flags
 import placement
 from config import Config
 
@@ -28,14 +28,18 @@ LOST_PEER = (
 )
 
 
-def start(config: Config) -> None:
-    """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs."""
-    wants_tpu = "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
-    on_tpu = wants_tpu and bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
+def start(config: Config) -> list[jax.Device]:
+    """Chooses the platform, joins the other processes of the run, sets up the cache of compiled programs.
+
+    Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
+    0.10 takes a thread of a device for copies, and with none to spare waits for ever.
+    """
+    on_tpu = compiler_flags.has_tpu()
     if not on_tpu:
         if "JAX_PLATFORMS" not in os.environ:
             jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
-        jax.config.update("jax_num_cpu_devices", _simulated_devices(config.mesh) // max(config.num_processes, 1))
+        own = _simulated_devices(config.mesh) // max(config.num_processes, 1)
+        jax.config.update("jax_num_cpu_devices", own * (2 if config.attention == "flash" else 1))
     joins = config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ
     if joins and not jax.distributed.is_initialized():
         if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
@@ -54,6 +58,10 @@ def start(config: Config) -> None:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if on_tpu or config.attention != "flash":
+        return jax.devices()
+    of_process = lambda index: [device for device in jax.devices() if device.process_index == index]
+    return [device for index in range(jax.process_count()) for device in of_process(index)[:own]]
 
 
 def _simulated_devices(mesh: str) -> int:

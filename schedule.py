@@ -16,7 +16,7 @@ with newer compilers `call-start` has no operands, these come, and the work begi
       no estimate     now += bytes in HBM / W_hbm           outputs and operands; of what is picked from or written
                                                             into an array only the part; n sorted elements in the
                                                             log n (log n + 1) / 2 passes of a sorting network
-    Pallas kernel     now += cycles / clock                 which the caller gives: the text has none
+    Pallas kernel     now += cycles / kernel clock          which the caller gives: the text has none (bundles.py)
     x-start           ready = max(now, queue free) + t      t of the table below; the queue is busy until then
     x-done            now = max(now, ready)                 a stall: what of t no computation hid is exposed
     collective alone  now += t                              synchronous: all of it is exposed
@@ -43,6 +43,7 @@ same as those of workload.py:
 
     clock     2.2 GHz      that of the published peak. XLA plans with 1.9: what HBM bounds has cycles of that clock, so
                            all the time that is not a transfer is 1.16 times as long at the other extreme
+    kernels   1.76 GHz     tokamax publishes times of attention kernels on TPU7x (their compiled cycles over 1.7 to 1.8)
     W         89 GB/s      100 a link one way; measured: an all-gather, 178.8 of 200. The die-to-die link as well: x0.89
     W_hbm     3.2 TB/s     a device's half of 7.38; measured: a copy, 0.87 of the peak
     W_host    16 GB/s      assumed; no figure is published
@@ -79,6 +80,7 @@ class Rates:
     """What a device's engines reach; sources: above."""
 
     clock_hz: float = CHIP.clock_hz
+    kernel_clock_hz: float = 0.8 * CHIP.clock_hz
     link_bytes_per_s: float = 0.89 * CHIP.link_bytes_per_s
     die_to_die_bytes_per_s: float = 0.89 * CHIP.die_to_die_bytes_per_s
     hbm_bytes_per_s: float = 0.87 * CHIP.hbm_bytes_per_s / CHIP.devices
@@ -104,8 +106,9 @@ BYTES = set(
 )
 FREE_TARGETS = set(
     "PrepareAsyncCallStart PrepareAsyncCallDone AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound"
-    " GatherScatterIndicesBitpacked Sharding SPMDFullToShardShape SPMDShardToFullShape".split()
+    " GatherScatterIndicesBitpacked Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape".split()
 )
+BYTES_TARGETS = {"ZeroCrop"}  # between slices: zeros where an array was filled up, in place, so no more than its bytes
 MATMULS = {"convolution", "dot"}
 MOVES = FREE | set(
     "broadcast concatenate copy dynamic-slice dynamic-update-slice fusion iota pad reshape reverse slice"
@@ -169,9 +172,9 @@ def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates
 
 
 def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
-    """Its own, and those of the computations that it fuses; a custom-call that does nothing is none."""
+    """Its own, and those of the computations that it fuses; a custom-call that only moves data is named as a move."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
-    yield "bitcast" if target in FREE_TARGETS else instruction.opcode
+    yield "bitcast" if target in FREE_TARGETS else "broadcast" if target in BYTES_TARGETS else instruction.opcode
     for name in instruction.called.get("calls", ()):
         for inner in program.computations[name].values():
             yield from opcodes_of(program, inner)
@@ -331,9 +334,9 @@ class Walk:
         self.ended = []
 
     def category(self, instruction: Instruction) -> str:
-        if instruction.opcode == "custom-call":
-            return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
         opcodes = set(opcodes_of(self.program, instruction))
+        if instruction.opcode == "custom-call" and "custom-call" in opcodes:
+            return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
         return "matmul" if opcodes & MATMULS else "copies and layouts" if opcodes <= MOVES else "elementwise"
 
     def cost(self, instruction: Instruction, operands: list) -> tuple[float, str]:
@@ -341,7 +344,7 @@ class Walk:
         for pattern, cycles in self.kernels.items():
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name, target)):
                 if instruction.cycles is None:
-                    return cycles / self.rates.clock_hz, "caller"
+                    return cycles / self.rates.kernel_clock_hz, "caller"
         if instruction.cycles is not None:
             return instruction.cycles / self.rates.clock_hz, "cycles"
         opcodes = set(opcodes_of(self.program, instruction))

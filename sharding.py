@@ -60,6 +60,11 @@ def describe_mesh(mesh: Mesh, core_axis: str = "") -> str:
     return f"{mesh.size} x {kind}: {text}"
 
 
+def platform() -> str:
+    """Of the devices that per-device code is traced for, "tpu" or "cpu": they need not be there, see aot.py."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
 def slice_of(devices: np.ndarray) -> tuple[Chip, tuple[int, ...], int] | None:
     """The chip, how many stand along each axis of a slice, and the slices; None for a chip that hardware.py lacks."""
     devices = list(devices.flat)

@@ -182,7 +182,7 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
         "diagonal are whole, backward has one more matmul",
-        "elementwise": f"{tokens} * {3 + (config.remat != 'none')} * {si(moved, 'B')} of all layers / "
+        "elementwise": f"{tokens} * 4 * {si(moved, 'B')} of all layers / "
         f"({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
     resources = {"matmul": "compute", "attention": "attention", "elementwise": "memory"}
@@ -240,9 +240,9 @@ def _tensor(of: Run, kinds: list[Kind]) -> Part:
     once = of.collective_s("all_gather", stream, "tensor")
     seconds = exposed = 0.0
     for kind in kinds:
-        # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, if it is not saved;
+        # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, but with remat=none;
         # attention's result scattered again, if the stream behind it is not there.
-        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + 2 * (not kind.layer.norms)
+        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + 2 * (of.config.remat != "none")
         for way, number in ((0, 4), (1, 4 + again)):
             covered = kind.by_part["matmul"][way] if of.config.collective_matmul else 0
             seconds += kind.times * number * once

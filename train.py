@@ -47,6 +47,7 @@ import fsdp
 import model
 import placement
 import processes
+import remat
 import sharding
 from log import Log, Profile
 from sharding import BATCH_SPEC, LOSS_AXES
@@ -286,12 +287,19 @@ def run(config: Config) -> dict[str, float]:
       SystemExit: SIGTERM came; the state is saved.
     """
     begun = time.perf_counter()
-    processes.start(config)
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
+    devices = processes.start(config)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
     model.check_divides(config, dict(mesh.shape))
+    remat.check_host_memory(config, mesh)
     compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
-    if compiler_options and (backend := mesh.devices.flat[0].platform) != "tpu":
+    backend = mesh.devices.flat[0].platform
+    if compiler_options and backend != "tpu":
         raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
+    if config.attention == "flash" and config.remat != "none" and backend != "tpu":
+        raise ValueError(
+            f"attention=flash is simulated on {backend!r}, where jax.checkpoint cannot run it again for "
+            f"remat={config.remat}: --remat=none or --attention=reference"
+        )
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
 

@@ -373,11 +373,19 @@ def offloaded_names(config: Config) -> frozenset[str]:
     return POLICIES[config.remat][1] if config.remat in POLICIES else frozenset()
 
 
+def read_names(saved: Collection[str]) -> frozenset[str]:
+    """Those of the `saved` names that the backward pass reads: no other is kept, whatever the policy says.
+
+    Not read is what is only added to the stream: a layer's result, and attention's projection where the sum is saved.
+    """
+    return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())
+
+
 def saved_bytes_per_layer(
     config: Config, saved: Iterable[str] | None = None, *, experts: bool = False, fused: bool = True
 ) -> int:
     """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s."""
-    names = saved_names(config) if saved is None else {*saved}
+    names = read_names(saved_names(config) if saved is None else {*saved})
     size = lambda name: 4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]
     found = activations(config, experts=experts, fused=fused)
     return sum(size(name) * elements for name, elements in found.items() if name in names)
@@ -394,11 +402,11 @@ def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *,
 def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
     """Whether the backward pass needs what the weight's matmul makes, and it is not among the `saved`.
 
-    Spared is what is read elsewhere: the stream, once attention's projection is added to it; a layer's own result. And
-    the logits: model.cross_entropy takes the gradient while it has them.
+    Nor again what it does not read (`read_names`), nor the logits: model.cross_entropy takes the gradient while it has
+    them.
     """
-    spared = {*saved, "logits", "mlp_down", "shared_down"} | ({"out_proj"} if "mlp_input" in saved else set())
-    return bool(weight.makes) and not {*weight.makes} <= spared
+    wanted = read_names({*saved, *weight.makes}) - {*saved, "logits"}
+    return not wanted.isdisjoint(weight.makes)
 
 
 def recomputed_flops_per_token(

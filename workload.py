@@ -9,14 +9,16 @@ step.py adds it up to a step. A mesh of X/Y axis sizes, M microbatches, P pipeli
     matmul        (3 * forward + recomputed) FLOPs / C       dims padded to the matrix unit; rows of experts to tiles;
                                                              or its bytes / W_hbm, if that takes longer
     attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes whole blocks of scores
-    elementwise   (3 or 4) * bytes / W_hbm                   norms, rotations, SwiGLU, tokens sorted by expert and back
+    elementwise   4 * bytes / W_hbm                          norms, rotations, SwiGLU, tokens sorted by expert and back
 
-The 3 are one forward and two backward, a fourth what is recomputed.
+The 3 are one forward and two backward, a fourth what is recomputed: elementwise work always, as it fuses with what
+reads it (with remat=none the program reads what it saved instead, and is no faster).
 
 **Memory of a device**: weights in float32 with the optimizer's moments; gradients; what the layers save for as many
-microbatches as are under way. And the larger of what a layer needs in its backward pass, all its activations and as
-much for their gradients, two whole layers of weights and a whole gradient, and of what the loss needs: the unembedding,
-whole, and its gradient in float32, the logits of `loss_chunk` positions of each sequence and their gradient.
+microbatches as are under way. And the larger of what a layer needs in its backward pass, those of its activations that
+are not saved, or come from the host, gradients half as large as all of them, two whole layers of weights and a whole
+gradient, and of what the loss needs: the unembedding, whole, and its gradient in float32, the logits of `loss_chunk`
+positions of each sequence and their gradient.
 
 Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
 or, with remat=none, it was saved.
@@ -245,7 +247,8 @@ def layers_of(config: Config, block: int) -> list[Layer]:
     Args:
       block: scores along an edge of the attention kernel's block.
     """
-    saved, offloaded = transformer.saved_names(config), transformer.offloaded_names(config)
+    saved = transformer.read_names(transformer.saved_names(config))
+    offloaded = saved & transformer.offloaded_names(config)
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     num_experts = transformer.num_expert_layers(config)
     T = config.seq_len
@@ -349,7 +352,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     return {
         "matmul": (forward, backward),
         "attention": (attention, attention_backward),
-        "elementwise": (elementwise, elementwise * (2 + (config.remat != "none"))),
+        "elementwise": (elementwise, 3 * elementwise),
     }
 
 
@@ -367,6 +370,10 @@ def params_of_device(of: Run) -> tuple[float, float]:
 
 # -- memory
 
+# Bytes that remat=none keeps, over those of transformer.activations: it is plain differentiation, which keeps what has
+# no name too, in float32 where it is. Compiled: 4.57 for 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
+PLAIN = 2.0
+
 
 def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
@@ -376,7 +383,9 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     optimizer = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config) * params
     in_flight = min(of.microbatches, of.pipe)
     held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
-    saved = lambda layer: layer.saved + (of.tensor - 1) * layer.norms
+    # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered.
+    plain = config.remat == "none"
+    saved = lambda layer: PLAIN * layer.saved + (of.tensor - 1) * layer.norms if plain else layer.saved
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(of.weight_bytes * layer.whole_params(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
@@ -390,7 +399,8 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         "saved activations": held(saved) * in_flight,
     }
     in_layer = {
-        "a layer's activations": 2 * largest.every * b / of.tensor,
+        # On the device once more is what comes from the host ahead of its layer.
+        "a layer's activations": (largest.every * 1.5 - largest.saved + largest.offloaded) * b / of.tensor,
         "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
     }
     in_loss = {

@@ -6,17 +6,14 @@ Two things on a ring of 4 devices along one axis of the torus, by XLA's own coll
 and a reduce-scatter of 64 MiB alone, and the MLP of a tensor-parallel block (Llama 3.1 8B: D = 4096, F = 14336, 8192
 tokens, bfloat16), forward, and forward with backward, where matmuls can hide the messages.
 
-The compiled program is a schedule: its order is the order of execution. TensorCore time is the compiler's own estimate
-of cycles at 2.2 GHz. A message occupies its link for its bytes at 90e9 bytes/s (of 100e9 one way; Google Cloud's
-microbenchmarks measure 89% of the peak), a collective on the SparseCores as many links as the rings that its strategy
-lists. A message is exposed if the TensorCore has to wait where it is needed. So this is compiled, and its times are
-predicted from what is compiled; no TPU has run it.
+The compiled program is a schedule: its order is the order of execution, and schedule.py walks it, with its rates: the
+compiler's own estimates of cycles at 2.2 GHz, links at 89 GB/s one way. A message is exposed if the TensorCore has to
+wait where it is needed. So this is compiled, and its times are predicted from what is compiled; no TPU has run it.
 """
 
 import argparse
 import json
 import math
-import re
 import sys
 from collections import Counter
 from functools import partial
@@ -24,9 +21,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-import aot
+import compiler_flags
 
-aot.without_tpu()
+compiler_flags.without_tpu()
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +33,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import collectives
+import hlo
+import schedule
 
-CLOCK_HZ = 2.2e9  # 2.2e9 * 524,288 FLOP a cycle is the published peak of a core
-LINK_BYTES_PER_S = 90e9
-ITEM_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 B, T, D, F = 1, 8192, 4096, 14336
-MESSAGES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
 def make_mesh(topology: str, size: int = 4) -> Mesh:
@@ -88,76 +83,20 @@ def compiled(case: str, algorithm: str, topology: str) -> str:
     return jax.jit(per_device).lower(*args).compile().as_text()
 
 
-def walk(program: str) -> dict:
-    """The entry computation in its order, on a clock.
-
-    Raises:
-      ValueError: a collective, or a loop, that this does not understand.
-    """
-    computations = {}
-    for line in program.splitlines():
-        if start := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
-            current = computations.setdefault("ENTRY" if line.startswith("ENTRY") else start[1], [])
-        elif line.startswith(" "):
-            current.append(line)
-    now_s = tensorcore_s = exposed_s = 0.0
-    free_at, pending, found, exposed = Counter(), {}, Counter(), 0
-    for line in computations["ENTRY"]:
-        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-        name = name.removeprefix("%")
-        operation = re.search(r"(?:^|[\s)}])([a-z][a-z0-9-]*)\(", rest)[1]
-        if operation == "while" or operation in MESSAGES:
-            raise ValueError(f"{name}: a {operation} that is not asynchronous, or a loop, is not understood here")
-        if operation == "collective-permute-start":
-            pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest)
-            link, seconds = f"links {pairs[1]} to {pairs[2]}", _bytes(rest) / LINK_BYTES_PER_S
-            found["collective-permute on the TensorCore's DMA"] += 1
-        elif operation == "call-start" and (inner := _collective(computations, rest)):
-            kind, seconds = inner
-            if 'async_execution_thread="sparsecore"' not in rest:
-                raise ValueError(f"{name}: a {kind} that does not run on the SparseCores is not understood here")
-            link = "sparsecore"
-            found[f"{kind} on the SparseCores"] += 1
-        elif operation in ("collective-permute-done", "call-done"):
-            done_s = pending.pop(re.search(r"\(.*?%([\w.-]+)\)", rest)[1], now_s)
-            exposed += done_s > now_s
-            exposed_s += max(done_s - now_s, 0.0)
-            now_s = max(done_s, now_s)
-            continue
-        else:
-            cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
-            spent_s = int(cycles[1]) / CLOCK_HZ if cycles else 0.0
-            tensorcore_s, now_s = tensorcore_s + spent_s, now_s + spent_s
-            continue
-        free_at[link] = pending[name] = max(now_s, free_at[link]) + seconds
+def read(program: str) -> dict:
+    """What the scheduled program sends, on which engine, and what of it the TensorCore waits for."""
+    timeline = schedule.walk(hlo.parse(program))
+    messages, engines = Counter(), {"SparseCore": "the SparseCores", "TensorCore": "the TensorCore's DMA"}
+    for message in timeline.collectives:
+        where = "the TensorCore, which waits" if message.synchronous else engines[message.engine]
+        messages[f"{message.kind} on {where}"] += message.count
     return {
-        "messages": dict(found),
-        "exposed": exposed,
-        "tensorcore_s": tensorcore_s,
-        "exposed_s": exposed_s,
-        "total_s": now_s,
+        "messages": dict(messages),
+        "exposed": sum(message.count for message in timeline.collectives if message.exposed_s > 0),
+        "tensorcore_s": math.fsum(op.seconds for op in timeline.ops),
+        "exposed_s": timeline.exposed_s,
+        "total_s": timeline.seconds,
     }
-
-
-def _bytes(rest: str) -> int:
-    """Bytes of the first array in an instruction's type."""
-    dtype, dims = re.search(r"(\w+)\[([\d,]*)\]", rest).groups()
-    return ITEM_BYTES[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim)
-
-
-def _collective(computations: dict[str, list[str]], rest: str) -> tuple[str, float] | None:
-    """(kind, seconds) of the collective that an asynchronous call makes, None if it makes none."""
-    called = re.search(r"(?:to_apply|calls)=%([\w.-]+)", rest)
-    for line in computations.get(called[1], []) if called else []:
-        if kind := re.search(rf" ({'|'.join(MESSAGES)})\(", line):
-            result = line.partition(" = ")[2]
-            rings = max(line.count('"phase_rings"'), 1)
-            moved = _bytes(result) * (4 - 1) / (1 if kind[1] == "reduce-scatter" else 4)
-            moved *= 2 if kind[1] == "all-reduce" else 1
-            return kind[1], moved / (rings * LINK_BYTES_PER_S)
-        if inner := _collective(computations, line):
-            return inner
-    return None
 
 
 def main() -> None:
@@ -172,7 +111,7 @@ def main() -> None:
     for topology in [arguments.topology] if arguments.topology else ["tpu7x:2x2x1", "tpu7x:4x4x4"]:
         for case in CASES:
             for algorithm in collectives.ALGORITHMS:
-                row = walk(compiled(case, algorithm, topology))
+                row = read(compiled(case, algorithm, topology))
                 rows.append({"topology": topology, "case": case, "algorithm": algorithm} | row)
                 messages = ", ".join(f"{count} {what}" for what, count in row["messages"].items())
                 times = " | ".join(f"{1e3 * row[key]:.3f}" for key in ("tensorcore_s", "exposed_s", "total_s"))

@@ -1,8 +1,8 @@
 """Eight simulated devices for every test, the TPU7x compiler at hand, and none of the noise of a missing TPU."""
 
-import aot
+import compiler_flags
 
-aot.without_tpu()
+compiler_flags.without_tpu()
 
 import jax  # noqa: E402
 

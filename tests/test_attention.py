@@ -6,28 +6,31 @@ import numpy as np
 import pytest
 
 from attention import attention
+from masks import UNSEEN
 
 
-def inputs(b, t, s, n, k, H, seed=0):
+def inputs(b, t, s, n, k, H, V=None, seed=0):
     random = np.random.default_rng(seed)
-    shapes = (b, t, n, H), (b, s, k, H), (b, s, k, H)
+    shapes = (b, t, n, H), (b, s, k, H), (b, s, k, V or H)
     return tuple(random.standard_normal(shape).astype(np.float32) for shape in shapes)
 
 
-def one_query_at_a_time(q, k, v, *, causal=True, window=0, segment_ids=None, soft_cap=0.0, q_offset=0):
+def one_query_at_a_time(
+    q, k, v, *, causal=True, window=0, prefix=0, segment_ids=None, soft_cap=0.0, sinks=None, q_offset=0, scale=None
+):
     """(out, lse) in float64, with Python loops."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     b, t, n, H = q.shape
-    out, lse = np.zeros((b, t, n, v.shape[-1])), np.full((b, n, t), -np.inf)
+    out, lse = np.zeros((b, t, n, v.shape[-1])), np.full((b, n, t), UNSEEN)
     for row, i, head in np.ndindex(b, t, n):
         kv_head = head // (n // k.shape[2])
-        scores, values = [], []
+        scores, values = ([], []) if sinks is None else ([sinks[head]], [np.zeros(v.shape[-1])])
         for j in range(k.shape[1]):
-            hidden = causal and j > i + q_offset
+            hidden = causal and j > i + q_offset and j >= np.broadcast_to(prefix, b)[row]
             hidden = hidden or (window and abs(i + q_offset - j) >= window)
             hidden = hidden or (segment_ids and segment_ids[0][row, i] != segment_ids[1][row, j])
             if not hidden:
-                score = q[row, i, head] @ k[row, j, kv_head] / np.sqrt(H)
+                score = q[row, i, head] @ k[row, j, kv_head] * (scale or H**-0.5)
                 scores.append(soft_cap * np.tanh(score / soft_cap) if soft_cap else score)
                 values.append(v[row, j, kv_head])
         if scores:
@@ -38,6 +41,7 @@ def one_query_at_a_time(q, k, v, *, causal=True, window=0, segment_ids=None, sof
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3], [1, 2, 2, 2, 2, 2, 0]])
 IDS = (SEGMENTS, SEGMENTS)
+SINKS = np.array([0.0, 1.0, -1.0, 3.0, -40.0, 0.5], np.float32)
 MHA, GQA, MQA = dict(n=4, k=4), dict(n=6, k=3), dict(n=4, k=1)
 SQUARE = dict(b=2, t=7, s=7, H=4)
 
@@ -68,6 +72,13 @@ CASES = {
         dict(segment_ids=(SEGMENTS[:, 3:5], SEGMENTS), q_offset=3, window=2),
     ),
     "soft cap": (SQUARE | GQA, dict(soft_cap=0.7)),
+    "prefix": (SQUARE | GQA, dict(prefix=3)),
+    "prefix of each sequence": (SQUARE | GQA, dict(prefix=np.array([5, 2]))),
+    "prefix and window": (SQUARE | GQA, dict(prefix=5, window=3)),
+    "prefix and segments": (SQUARE | GQA, dict(prefix=4, segment_ids=IDS)),
+    "sinks": (SQUARE | GQA, dict(sinks=SINKS)),
+    "sinks of queries that see nothing": (dict(b=1, t=6, s=4, H=4) | GQA, dict(q_offset=-3, sinks=SINKS)),
+    "narrow values": (SQUARE | GQA | dict(V=2), dict(scale=0.3)),
     "everything": (SQUARE | GQA, dict(segment_ids=IDS, window=3, soft_cap=1.5, causal=False)),
 }
 
@@ -80,13 +91,13 @@ def test_equals_one_query_at_a_time(shape, options):
     assert out.dtype == lse.dtype == jnp.float32
     np.testing.assert_allclose(out, expected_out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
-    blind = np.isneginf(expected_lse).swapaxes(1, 2)
+    blind = (expected_lse == UNSEEN).swapaxes(1, 2)
     assert (np.asarray(out)[blind] == 0).all()
 
 
 def test_the_cases_have_queries_that_see_nothing():
     """And queries that see something: what the test above says of them is not empty."""
-    blind = lambda name: np.isneginf(one_query_at_a_time(*inputs(**CASES[name][0]), **CASES[name][1])[1])
+    blind = lambda name: one_query_at_a_time(*inputs(**CASES[name][0]), **CASES[name][1])[1] == UNSEEN
     for name in ("queries before the keys", "window behind the keys", "foreign segments"):
         assert 0 < blind(name).mean() < 1
     assert not blind("segments").any()
@@ -161,14 +172,33 @@ def test_gradients_of_queries_that_see_nothing_are_zero():
     out, lse = jax.jit(f)(q, k, v)
     lse = np.asarray(lse).swapaxes(1, 2)
     assert (np.asarray(out)[blind] == 0).all()
-    assert np.isneginf(lse[blind]).all() and np.isfinite(lse[~blind]).all()
+    assert (lse[blind] == np.float32(UNSEEN)).all() and (np.abs(lse[~blind]) < 100).all()
 
-    total = lambda q, k, v: sum(jnp.sum(a) for a in f(q, k, v))  # -inf itself
+    total = lambda q, k, v: sum(jnp.sum(a) for a in f(q, k, v))
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
     for gradient, zero in zip(gradients, (blind, unseen, unseen), strict=True):
         largest = np.abs(gradient).max((-1, -2))
         assert np.isfinite(gradient).all()
         assert (largest[zero] == 0).all() and (largest[~zero] > 0).all()
+
+
+def test_gradients_of_sinks():
+    """Against a key more, which scores the sink and has no value."""
+    q, k, v = (jnp.asarray(a) for a in inputs(**SQUARE, **MHA))
+    sinks = jnp.asarray(SINKS[:4])
+
+    def with_a_key_more(q, k, v, sinks):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+        scores = jnp.where(np.tri(7, dtype=bool), scores, -jnp.inf)
+        extra = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        p = jax.nn.softmax(jnp.concatenate([scores, extra], -1), -1)[..., :-1]
+        return jnp.einsum("bnts,bsnh->btnh", p, v)
+
+    gradients = lambda f: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1, 2, 3)))
+    found = gradients(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks)[0])(q, k, v, sinks)
+    for a, b in zip(found, gradients(with_a_key_more)(q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert np.abs(b).max() > 0.1
 
 
 # -- merging

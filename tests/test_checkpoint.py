@@ -388,7 +388,7 @@ def test_a_bucket_is_no_path(monkeypatch):
 # lists of checkpoint.py.
 FREE_FIELDS = (
     "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors fp8 "
-    "loss_chunk max_skipped eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
+    "attention loss_chunk max_skipped eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
     "checkpoint_dir save_every keep_checkpoints num_processes process_id coordinator peer_timeout xla_flags "
     "compilation_cache"
 ).split()

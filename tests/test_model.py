@@ -72,7 +72,6 @@ LATENT = dict(kv_lora_rank=32, rope_head_dim=8)
         (LATENT, "kv_lora_rank=32: no code for multi-head latent attention yet"),
         (LATENT | dict(q_lora_rank=16), "kv_lora_rank=32: "),
         (LATENT | dict(value_head_dim=16), "kv_lora_rank=32: "),
-        (dict(remat="minimal"), "remat=minimal: only predicted yet; what runs is none and full"),
         (dict(fp8="dynamic"), "fp8=dynamic: only predicted yet; what runs is none"),
         (dict(attention_sinks=True), "attention_sinks=True: no code for attention sinks yet"),
         (dict(output_bias=True), "output_bias=True: no code for a bias on attention's output projection yet"),

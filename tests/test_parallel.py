@@ -51,8 +51,8 @@ def init(config: Config) -> model.Params:
     return jax.tree.map(lambda w: w + 0.1 * jax.random.normal(noise, w.shape), params)
 
 
-def on_mesh(config: Config):
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
+def on_mesh(config: Config, devices: list | None = None):
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices)
     model.check_divides(config, dict(mesh.shape))
     specs = model.param_specs(config)
     per_device = jax.shard_map(
@@ -84,11 +84,11 @@ def reference_gradients(config: Config):
     return jax.jit(jax.value_and_grad(partial(reference.loss, config=config)))(params, batch)
 
 
-def check_gradients(config: Config, tolerance=1e-5):
-    _, per_device, place = on_mesh(config)
+def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None):
+    _, per_device, place = on_mesh(config, devices)
     loss, grads = per_device(place(init(config)), make_batch(config))
     plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, remat="none", dtype="float32")
-    plain |= dict(collectives="xla", collective_matmul=False)
+    plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
     want_loss, want_grads = reference_gradients(dataclasses.replace(config, **plain))
     assert abs(loss - want_loss) < tolerance * want_loss
     assert_close(grads, want_grads, tolerance)
@@ -241,3 +241,21 @@ def test_model_variants_equal_the_reference(mesh, variant):
 def test_bfloat16_stays_near_the_reference():
     """25 unit round-offs of 2^-9, through three layers and back (about 17 are seen)."""
     check_gradients(Config(**SMALL, dtype="bfloat16", mesh="data:2,fsdp:2,tensor:2"), tolerance=25 * 2**-9)
+
+
+FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attention="flash", mesh="fsdp:1,tensor:2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [dict(max_logit=8.0), dict(window=5, global_every=2)], ids=["max logit", "window"])
+def test_flash_attention_equals_the_reference(option):
+    """The kernels in the simulator, which needs devices to spare; documents are packed, the length is no block's."""
+    check_gradients(Config(**FLASH, **option), devices=jax.devices()[:2])
+
+
+@pytest.mark.slow
+def test_a_max_logit_that_is_far_off_makes_no_number():
+    """So that the step is skipped and counted, and no gradient of a wrong softmax is taken."""
+    _, per_device, place = on_mesh(config := Config(**FLASH, max_logit=1000.0), jax.devices()[:2])
+    loss, _ = per_device(place(init(config)), make_batch(config))
+    assert np.isnan(loss)

@@ -199,14 +199,20 @@ def test_tensor_parallelism_moves_the_stream():
     stream = 8192 * 512 * 2
     message, ends = stream / 2 / 600e9, 4  # and of the embedding's result and the loss's operand, both ways
     assert seconds(found, "tensor communication") == pytest.approx((4 * 8 + ends) * message)
-    assert found.memory["saved activations"] == pytest.approx(
-        8192 / 2 * (transformer.saved_bytes_per_token(found.of.config) + 4 * 2 * 2 * 512)
-    )
+    # Plain differentiation keeps both gathered operands whole, in 4 layers.
+    named = transformer.saved_bytes_per_token(found.of.config)
+    assert found.memory["saved activations"] == pytest.approx(8192 / 2 * (workload.PLAIN * named + 4 * 2 * 2 * 512))
     # Both gathers again, and attention's scatter; without the latter where the stream behind attention can be had.
     again = predicted(efficiency=EXACT, **flags | dict(remat="full"))
     assert seconds(again, "tensor communication") == pytest.approx((4 * 11 + ends) * message)
     kept = predicted(efficiency=EXACT, **flags | dict(remat="minimal_with_context"))
     assert seconds(kept, "tensor communication") == pytest.approx((4 * 10 + ends) * message)
+    # Norms that are saved by name are so before they are gathered: no fewer gathers, and a part of each in memory.
+    norms = dict(remat="custom", remat_tensors="norm_attention:device,norm_mlp:device")
+    named = predicted(efficiency=EXACT, **flags | norms)
+    assert seconds(named, "tensor communication") == seconds(again, "tensor communication")
+    more = named.memory["saved activations"] - again.memory["saved activations"]
+    assert more == 8192 / 2 * 4 * 2 * 2 * 512
     hidden = predicted(efficiency=EXACT, **flags | dict(collective_matmul=True))
     assert seconds(hidden, "tensor communication", False) == seconds(found, "tensor communication")
     assert seconds(hidden, "tensor communication") == pytest.approx((4 * 8 / 2 + ends) * message)
@@ -326,7 +332,8 @@ def test_saved_activations_are_those_of_transformer(preset):
         run = run_of(config, TPU7X, (2, 2, 1))
         kinds = workload.layers_of(config, 1024)
         memory, _ = workload.memory_of(run, kinds)
-        assert memory["saved activations"] == transformer.saved_bytes_per_token(config) * config.seq_len
+        more = workload.PLAIN if remat == "none" else 1  # what has no name
+        assert memory["saved activations"] == more * transformer.saved_bytes_per_token(config) * config.seq_len
         assert sum(layer.num_layers for layer in kinds) == config.num_layers
         counted = sum(layer.num_layers * sum(layer.params.values()) for layer in kinds)
         parts = transformer.parts(config)
@@ -368,8 +375,14 @@ def test_long_context_needs_a_context_axis():
     """8B at 128k on 64 devices: a device's sequence fits with `full`, not with `minimal`; that with a context axis."""
     flags = dict(preset="llama3.1-8b", topology="tpu7x:2x4x4", seq_len=131_072)
     assert not predicted(**flags, batch=64, mesh="fsdp:64", remat="minimal").fits
-    assert predicted(**flags, batch=64, mesh="fsdp:64", remat="full").hbm_bytes / GiB == pytest.approx(75, rel=0.15)
+    assert predicted(**flags, batch=64, mesh="fsdp:64", remat="full").fits
     assert predicted(**flags, batch=8, mesh="fsdp:8,context:8", remat="minimal").fits
+    # Compiled for TPU7x by libtpu 0.0.50 from model.py, of 2 layers and hardly a vocabulary: 29.68 GiB, most of it what
+    # a layer needs in its backward pass.
+    short = flags | dict(topology="tpu7x:2x2x1", num_layers=2, vocab_size=2048)
+    layer = predicted(**short, batch=8, mesh="fsdp:8", remat="full")
+    assert layer.hbm_bytes / GiB == pytest.approx(29.68, rel=0.05)
+    assert layer.memory["a layer's activations"] > 0.8 * layer.hbm_bytes
 
 
 # -- command line

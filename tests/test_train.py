@@ -218,6 +218,7 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
             r"xla_flags='recommended' are the TPU compiler's, and these devices are of 'cpu'",
         ),
         (["--xla_flags=recomended"], r"--xla_flags: there is no 'recomended'; did you mean recommended?"),
+        (["--attention=flash", "--remat=full"], r"attention=flash is simulated on 'cpu', where jax.checkpoint cannot"),
         (["--mesh=context:2,fsdp:4"], r"mesh axis context:2 is not there yet"),
         (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
         (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),
@@ -230,6 +231,19 @@ def test_wrong_flags_end_with_one_line(flags, message):
     done = command(*SHORT, *flags)
     assert done.returncode and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.slow
+def test_flash_attention_trains_as_the_reference_does(tmp_path):
+    losses = {}
+    for attention in ("flash", "reference"):
+        file = tmp_path / attention
+        flags = ["--steps=2", "--mesh=fsdp:2", "--batch=2", "--num_heads=2", "--num_kv_heads=1", "--eval_batches=1"]
+        done = command(*SHORT, *flags, f"--attention={attention}", f"--metrics_file={file}", "--compilation_cache=")
+        assert not done.returncode, done.stderr
+        losses[attention] = [line["loss"] for line in read(file) if "loss" in line]
+    assert len(losses["flash"]) == 2
+    np.testing.assert_allclose(losses["flash"], losses["reference"], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,408 @@
+"""Our kernels and others' for the same work: cycles of each, counted by one instrument in one run, without a TPU.
+
+    python benchmarks/kernels.py [--only=REGEX] [--json]
+
+bundles.py compiles each kernel for TPU7x and counts cycles in the program that the compiler made of it, so all columns
+are compiled, by the libtpu that the first line names. The anchors, in their good tiles:
+
+    jax       splash attention, in blocks of 1024 x 1024, 512 keys at once, backward fused; megablox, all of K and 128
+              rows in a tile of gmm, 256 rows and 2048 x 1536 of the result for tgmm: of 128, 256 and 512 rows the best
+              for these groups
+    tokamax   splash attention, likewise, with the compiler's other scheduler, which it offers (`pip install tokamax`)
+
+A head is causal, 8192 queries and keys of 128, in bfloat16, where a row says nothing else. All that a kernel does for
+it is counted: rounds of the grid, starts, ends and masks. Of the anchors this is compute alone; of ours the time of
+HBM's traffic counts, if that is longer. Left out is what XLA does beside a kernel, and that favours the anchors too:
+their backward passes leave dq in 8 partial sums in HBM, which XLA then adds up. Ours have the block sizes of their
+rules, not those that a search found (kernels.py).
+
+Goals ("reach") are the project's own: "met" is for a share of the MXU limit "at least", for all else "at most".
+
+    / 64          a head without a mask has 64 blocks of 1024 x 1024 scores
+    window        63 such blocks have scores that are seen; 31.5 would hold them
+    x ideal       over the cycles of 2MKN FLOPs at the MXUs' full rate, with all that is computed in vain, for groups of
+                  1000 1100 900 1024 700 1300 1068 1100 rows, K = 4096 and N = 1536
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+import compiler_flags
+
+compiler_flags.without_tpu()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bundles
+import dense
+import flash
+import flash_backward
+import gmm
+import masks
+
+COLUMNS = ("ironwood", "jax", "tokamax")
+HEADS = 2  # that are compiled; cycles are of one
+BLOCK, KEYS = 1024, 512  # of the anchors: what is in VMEM, what is computed at once
+M, K, N, RAGGED = 8192, 4096, 1536, (1000, 1100, 900, 1024, 700, 1300, 1068, 1100)
+GMM_TILES, TGMM_TILES = (128, 4096, 1536), (256, 2048, 1536)  # of megablox: rows, K, N
+MORE_VMEM = "--xla_tpu_scoped_vmem_limit_kib=61440"  # which megablox cannot ask for by itself
+
+
+# -- the anchors, for bundles.py
+
+
+def build_splash(T=8192, H=128, causal=True, window=0, packed=False, backward=False):
+    """jax's splash attention: (function, [jax.ShapeDtypeStruct, ...])."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    mask = splash.MultiHeadMask([_mask_of(splash, T, causal, window)] * HEADS)
+    sizes = splash.BlockSizes(**_sizes(), use_fused_bwd_kernel=True)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes)
+    return _attention(kernel, splash.SegmentIds, T, H, packed, backward)
+
+
+def build_tokamax(T=8192, H=128, causal=True, window=0, packed=False, backward=False, max_logit=None):
+    """tokamax's splash attention, likewise. Its public function chooses the sizes itself; these are given."""
+    attention = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_"
+    splash, kinds = (importlib.import_module(attention + module) for module in ("kernel", "mask"))
+    config = splash.SplashConfig(**_sizes(), use_experimental_scheduler=True, max_logit_const=max_logit)
+    mask = _mask_of(kinds, T, causal, window)
+    kernel = splash.make_splash_mha_single_device(mask, config=config, save_residuals=False)
+    return _attention(kernel, splash.SegmentIds, T, H, packed, backward)
+
+
+def build_megablox(which="gmm"):
+    """megablox's "gmm" or "tgmm", which is given lhs transposed."""
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    tiling = GMM_TILES if which == "gmm" else TGMM_TILES
+    shapes = [(M, K), (len(RAGGED), K, N)] if which == "gmm" else [(K, M), (M, N)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    run = partial(getattr(megablox, which), preferred_element_type=jnp.bfloat16, tiling=tiling)
+    return run, [*arrays, jax.ShapeDtypeStruct((len(RAGGED),), jnp.int32)]
+
+
+def _sizes():
+    return dict(
+        block_q=BLOCK,
+        block_kv=BLOCK,
+        block_kv_compute=KEYS,
+        block_q_dkv=BLOCK,
+        block_kv_dkv=BLOCK,
+        block_kv_dkv_compute=KEYS,
+    )
+
+
+def _mask_of(kinds, T, causal, window):
+    if window:
+        return kinds.LocalMask((T, T), (window - 1, 0), 0)
+    return kinds.CausalMask((T, T)) if causal else kinds.FullMask((T, T))
+
+
+def _attention(kernel, segment_ids, T, H, packed, backward):
+    of_head, ids = jax.ShapeDtypeStruct((HEADS, T, H), jnp.bfloat16), jax.ShapeDtypeStruct((T,), jnp.int32)
+    forward = lambda q, k, v, *ids: kernel(q, k, v, *([segment_ids(*ids)] if ids else []))
+    gradients = lambda dout, *qkv: jax.vjp(forward, *qkv)[1](dout)
+    return (gradients, [of_head] * 4) if backward else (forward, [of_head] * 3 + [ids] * (2 * packed))
+
+
+# -- what is compiled, and how its cycles are read
+
+
+@dataclass(frozen=True)
+class Call:
+    builder: str
+    options: dict
+    read: Callable[[bundles.Report], float]
+    flags: str = ""
+
+
+def forward(column: str, T: int = 8192, H: int = 128, causal=True, window=0, documents=1, max_logit=None) -> Call:
+    """Cycles of a head; `documents` of T/documents each."""
+    mask, packed = dict(causal=causal, window=window), documents > 1
+    ids = jnp.arange(T, dtype=jnp.int32)[None] // (T // documents)
+    segments = dict(segments=(ids, ids)) if packed else {}
+    limit = {} if max_logit is None else dict(max_logit=max_logit)
+    if column == "ironwood":
+        options = dict(seq=T, heads=HEADS, head_dim=H, packed=packed) | mask | limit
+        return Call("flash:build_forward", options, partial(read_forward, T, H, mask | segments))
+    skipped = segments if column == "tokamax" else {}  # of jax, documents are masked, but no block is left out
+    blocks = masks.block_ranges((T, T), (BLOCK, BLOCK), **mask | skipped)[0][0]
+    rows, seen, full = len(blocks), int((blocks[:, 3] - blocks[:, 0]).sum()), int((blocks[:, 2] - blocks[:, 1]).sum())
+    options = dict(T=T, H=H, packed=packed) | mask | limit
+    if column == "jax":
+        return Call(f"{__file__}:build_splash", options, partial(read_anchor, seen, [rows, seen, rows]))
+    branches = [rows, full, seen - full, rows] if causal or window or packed else [rows, rows]
+    return Call(f"{__file__}:build_tokamax", options, partial(read_anchor, seen, branches))
+
+
+def read_forward(T: int, H: int, mask: dict, report: bundles.Report) -> float:
+    """Of ours, a head. The bytes: q and out once, k and v for each pair of superblocks that is seen."""
+    kernel, sizes = report.kernel("flash_forward"), flash.default_blocks(T, T, H, H, window=mask["window"])
+    pairs = masks.block_ranges((T, T), (sizes.q_rows, sizes.k_rows), **mask)[0][0]
+    num_pairs = int((pairs[:, 3] - pairs[:, 0]).sum())
+    executions = flash.executions(kernel, T, T, HEADS, sizes, **mask)
+    moved = HEADS * (T + num_pairs * sizes.k_rows) * 2 * H * 2
+    return kernel.cycles(executions, moved_bytes=moved).total / HEADS
+
+
+def read_anchor(steps: int, branches: Sequence[int], report: bundles.Report, name: str | None = None) -> float:
+    """Of an anchor, a head: `branches` are executions in the order of the program. A grid whose size is data is a
+    branch, a loop and a branch of its own, and two rounds more than steps, as bundles.py has it of a known grid."""
+    kernel = report.kernel(name)
+    grid = [1, HEADS * steps + 2, HEADS * steps] if len(kernel.unknown()) == len(branches) + 3 else []
+    return kernel.cycles(grid + [HEADS * count for count in branches], moved_bytes=0).compute / HEADS
+
+
+def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Call:
+    """Cycles of a causal head, or of a `step`: 1024 x 1024 scores without a mask, and a round of the grid."""
+    rows = T // BLOCK
+    cut, full = rows, rows * (rows - 1) // 2
+    if column == "ironwood":
+        read = read_backward_step if step else partial(read_backward, T, H)
+        return Call("flash_backward:build_backward", dict(seq=T, heads=HEADS, H=H), read)
+    branches = [rows, full + cut, rows] if column == "jax" else [rows, full, cut, rows]
+    whole = partial(read_anchor, rows * rows, branches, name="splash_mha_dkv_no_residuals")
+    builder = "build_splash" if column == "jax" else "build_tokamax"
+    return Call(f"{__file__}:{builder}", dict(T=T, H=H, backward=True), read_anchor_step if step else whole)
+
+
+def read_backward(T: int, H: int, report: bundles.Report) -> float:
+    kernel, sizes = report.kernel("flash_backward"), flash_backward.default_blocks(T, T, H, H)
+    executions = flash_backward.executions(kernel, T, T, HEADS, HEADS, sizes, causal=True, window=0)
+    moved = HEADS * T * (7 * H * 2 + 2 * 4)  # q, k, v, dout and three gradients; two numbers of each query
+    return kernel.cycles(executions, moved_bytes=moved).total / HEADS
+
+
+def read_backward_step(report: bundles.Report) -> float:
+    return report.kernel("flash_backward").region("full block").cycles
+
+
+def read_anchor_step(report: bundles.Report) -> float:
+    kernel = report.kernel("splash_mha_dkv_no_residuals")
+    rounds = [region.cycles for region, _ in bundles.walk(kernel.root) if region.kind in ("grid", "step")]
+    return sum(rounds) + kernel.unknown()[1].cycles  # the first is the start of a row of blocks
+
+
+def grouped(column: str, which: str) -> Call:
+    """Cycles of gmm or tgmm of the RAGGED groups."""
+    if column == "ironwood":
+        return Call(f"gmm:build_{which}", dict(M=M, K=K, N=N, groups=len(RAGGED)), partial(read_grouped, which))
+    return Call(f"{__file__}:build_megablox", dict(which=which), partial(read_megablox, which), MORE_VMEM)
+
+
+def read_grouped(which: str, report: bundles.Report) -> float:
+    kernel, shape = report.kernel(which), (M, K, N)
+    tiles = (gmm.default_tiles if which == "gmm" else gmm.default_tgmm_tiles)(*shape, len(RAGGED), "bfloat16")
+    executions = gmm.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
+    return kernel.cycles(executions, moved_bytes=gmm.moved_bytes(RAGGED, *shape, tiles, "bfloat16")).total
+
+
+def read_megablox(which: str, report: bundles.Report) -> float:
+    """A tile of rows is visited by each group that has rows in it."""
+    rows, k, n = GMM_TILES if which == "gmm" else TGMM_TILES
+    ends, passes = np.cumsum(RAGGED), (K // k) * (N // n)
+    visits = passes * int(np.sum(-(-ends // rows) - (ends - RAGGED) // rows))
+    branches = [] if which == "gmm" else [passes * len(RAGGED), visits, passes * len(RAGGED)]  # clear, add, write
+    return report.kernel(which).cycles([1, visits + 2, visits, *branches], moved_bytes=0).compute
+
+
+def square(dtype: str, size: int = 8192) -> Call:
+    """Share of the MXU limit of a dense matmul."""
+
+    def read(report):
+        tiles = dense.TILES[jnp.dtype(dtype).itemsize]
+        return dense.mxu_cycles(size, size, size, dtype) / dense.found(report, tiles, size, size, size).total
+
+    return Call("dense:build", dict(M=size, K=size, N=size, lhs=dtype), read)
+
+
+# -- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """`figure` of what the calls of a column gave; of a column without calls there is none."""
+
+    name: str
+    unit: str  # cycles, x or share
+    calls: dict[str, tuple[Call, ...]]
+    goal: float | None = None  # at most; of a share, at least
+    lead: float = 0.0  # or: tokamax's figure is to be at least so many times ours
+    figure: Callable[..., float] = lambda only: only
+
+
+def of_each(call: Callable[..., Call], columns: Sequence[str] = COLUMNS, **options) -> dict[str, tuple[Call, ...]]:
+    return {column: (call(column, **options),) for column in columns}
+
+
+def both(one: dict, other: dict) -> dict[str, tuple[Call, ...]]:
+    return {column: one[column] + other[column] for column in one}
+
+
+def rows() -> list[Row]:
+    ideal = dense.mxu_cycles(M, K, N, "bfloat16")
+    starts = np.cumsum(RAGGED) - RAGGED
+    passes = int(np.sum(-(-(starts % 16 + RAGGED) // gmm.MXU)))  # of 256 rows, from the first row's register on
+    by_jax = lambda which: of_each(partial(grouped, which=which), COLUMNS[:2])
+    whole, needed = (8192 // BLOCK) ** 2, 2 * (32768 // BLOCK) - 1
+    unmasked = of_each(forward, causal=False)
+    return [
+        Row("forward, head", "cycles", of_each(forward), 80_000),
+        Row(
+            "forward, head, constant max logit",
+            "cycles",
+            of_each(forward, ("ironwood", "tokamax"), max_logit=30.0),
+            70_000,
+        ),
+        Row("forward, head, no mask, / 64: 1024 x 1024", "cycles", unmasked, 2000, figure=lambda head: head / whole),
+        Row("forward, head of 64", "cycles", of_each(forward, H=64), lead=1.2),
+        Row("forward, head of 256", "cycles", of_each(forward, H=256), lead=1.2),
+        Row(
+            "forward, 4 documents of 2k in 8k, / 4 heads of 2k",
+            "x",
+            both(of_each(forward, documents=4), of_each(forward, T=2048)),
+            1.15,
+            figure=lambda packed, alone: packed / (4 * alone),
+        ),
+        Row(
+            f"forward, 32k, window of 1k, / its {needed} blocks at the price without a mask",
+            "x",
+            both(of_each(forward, T=32768, window=1024), unmasked),
+            1.2,
+            figure=lambda head, full: head / (needed * full / whole),
+        ),
+        Row("backward, 1024 x 1024, no mask", "cycles", of_each(backward, step=True), 4400),
+        Row("backward, head", "cycles", of_each(backward)),
+        Row("gmm, ragged, x ideal", "x", by_jax("gmm"), 1.08, figure=lambda cycles: cycles / ideal),
+        Row("tgmm, ragged, x ideal", "x", by_jax("tgmm"), 1.08, figure=lambda cycles: cycles / ideal),
+        Row(
+            f"tgmm, ragged, x its {passes} passes of 256 rows, {passes * gmm.MXU / M:.3f} x ideal",
+            "x",
+            by_jax("tgmm"),
+            1.08,
+            figure=lambda cycles: cycles / (ideal * passes * gmm.MXU / M),
+        ),
+        Row("dense 8192^3, bf16, of the MXU limit", "share", {"ironwood": (square("bfloat16"),)}, 0.92),
+        Row("dense 8192^3, fp8, of the MXU limit", "share", {"ironwood": (square("float8_e4m3fn"),)}, 0.95),
+    ]
+
+
+@dataclass(frozen=True)
+class Found:
+    name: str
+    unit: str
+    goal: float | None  # None: there is none, or it is unknown
+    lead: float
+    figures: dict[str, float | str]  # by column: a figure, or why there is none
+
+    @property
+    def met(self) -> bool | None:
+        ours = self.figures["ironwood"]
+        if self.goal is None or isinstance(ours, str):
+            return None
+        return ours >= self.goal if self.unit == "share" else ours <= self.goal
+
+
+def found(row: Row, reports: Callable[[Call], bundles.Report], absent: Sequence[str] = ()) -> Found:
+    """A row's figures. `reports` compiles, or knows; `absent` are columns that are not installed."""
+    figures = {}
+    for column in COLUMNS:
+        calls = row.calls.get(column, ())
+        if not calls or column in absent:
+            figures[column] = "not installed" if calls else "-"
+            continue
+        compiled = [reports(call) for call in calls]
+        try:
+            figures[column] = float(row.figure(*(c.read(r) for c, r in zip(calls, compiled, strict=True))))
+        except ValueError as error:  # refused by the compiler, or a kernel of another form than the one that is known
+            figures[column] = f"failed: {error}"
+    goal = row.goal
+    if row.lead and isinstance(figures["tokamax"], float):
+        goal = figures["tokamax"] / row.lead
+    return Found(row.name, row.unit, goal, row.lead, figures)
+
+
+FORMATS = {"cycles": ",.0f", "x": ".3f", "share": ".1%"}
+
+
+def text_of(figure: float | str | None, unit: str) -> str:
+    if isinstance(figure, str):
+        return figure.split(":")[0]
+    return "-" if figure is None else format(figure, FORMATS[unit])
+
+
+def line_of(row: Found) -> str:
+    """A line of the table; what goes wrong is told under it."""
+    met = {None: "-", True: "yes", False: "no"}[row.met]
+    reach = text_of(row.goal, row.unit)
+    if row.lead:
+        reach = f"tokamax / {row.lead:g}" + (f" = {reach}" if row.goal else "")
+        met = met if row.goal else "unknown"
+    figures = " | ".join(text_of(row.figures[column], row.unit) for column in COLUMNS)
+    return f"| {row.name} | {reach} | {figures} | {met} |"
+
+
+HEADER = f"| compiled | reach | {' | '.join(COLUMNS)} | met |\n|---|---|---|---|---|---|"
+
+
+def compiler(progress: bool = True) -> Callable[[Call], bundles.Report]:
+    """Compiles each call once in this run."""
+    known = {}
+
+    def report_of(call):
+        key = json.dumps([call.builder, call.options, call.flags])
+        if key not in known:
+            known[key] = bundles.measure(call.builder, flags=call.flags, **call.options)
+            if progress:
+                options = " ".join(f"{name}={value}" for name, value in call.options.items())
+                name = call.builder.rsplit("/", 1)[-1]
+                print(f"{len(known)}: {name} {options}, {known[key].compile_s:.0f} s", file=sys.stderr, flush=True)
+        return known[key]
+
+    return report_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--only", type=re.compile, default="", metavar="REGEX", help="rows with this in their names")
+    parser.add_argument("--json", action="store_true", help="one object for each line of the table")
+    arguments = parser.parse_args(argv)
+    if not importlib.util.find_spec("libtpu"):
+        parser.error('compiling for TPU7x needs libtpu: pip install -e ".[tpu]"')
+    chosen = [row for row in rows() if re.search(arguments.only, row.name)]
+    if not chosen:
+        parser.error(f"--only={arguments.only.pattern}: rows are {', '.join(row.name for row in rows())}")
+    versions = {"libtpu": metadata.version("libtpu"), "jax": jax.__version__}
+    absent = [] if importlib.util.find_spec("tokamax") else ["tokamax"]
+    versions["tokamax"] = "not installed" if absent else metadata.version("tokamax")
+    if not arguments.json:
+        print(", ".join(f"{name} {version}" for name, version in versions.items()), HEADER, sep="\n\n", flush=True)
+    reports, done = compiler(), []
+    for row in chosen:
+        done.append(found(row, reports, absent))
+        if not arguments.json:
+            print(line_of(done[-1]), flush=True)
+    failed = [(row.name, column, text) for row in done for column, text in row.figures.items() if ":" in str(text)]
+    if arguments.json:
+        print(json.dumps({"versions": versions, "rows": [vars(row) | {"met": row.met} for row in done]}, indent=1))
+    else:
+        print("".join(f"\n{name}, {column}: {text}" for name, column, text in failed), end="\n" if failed else "")
+    return 1 if any(column == "ironwood" for _, column, _ in failed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,527 @@
+"""Flash attention, backward: the gradients of q, k and v, from the log-sum-exp of the scores instead of the scores.
+
+**Formula** (Dao et al. 2022, arXiv:2205.14135, appendix B.2; Dao 2023, arXiv:2307.08691, section 3.1.2). The forward
+pass keeps its result and, of each row of scores s = scale * q k^T, lse = log(sum(exp(s))). With that, a tile of
+probabilities is recomputed from q and k whenever it is needed, and nothing of size T x S ever leaves the chip:
+
+    P = exp(S - lse)      dP = dO V^T      dS = P * (dP - di)      di = sum(out * dout) - dlse, a number for each query
+    dV = P^T dO           dQ = scale * dS K                        dK = scale * dS^T Q
+
+`dlse` is what flows into the log-sum-exp itself, where parts of the keys are merged by it or a loss is made of it: as
+dlse/dS = P, it joins di. A soft cap multiplies dS by 1 - tanh^2. Five matmuls in one kernel; a kernel for dK and dV and
+another for dQ, the older way, make seven.
+
+**Five matmuls, and which operand stands still.** An MXU keeps a tile of 256 x 256 weights and streams the rows of the
+other operand through it, two a cycle: M rows take M/4 cycles on the two MXUs for each tile of [K, N], even if K or N is
+128 and fills half of it. For a block of 1024 queries x 1024 keys, with H = V:
+
+                                  streams       stands still              cycles: H = 64   128   192   256
+    S     = Q K^T                 Q             K^T   [H, keys]                     1024  1024  1024  1024
+    dP    = dO V^T                dO            V^T   [V, keys]                     1024  1024  1024  1024
+    dV^T  = dO^T P                dO^T          P     [queries, keys]                256   512   768  1024
+    dK^T  = Q^T dS                Q^T           dS    [queries, keys]                256   512   768  1024
+    dQ^T  = K^T dS^T              K^T           dS^T  [keys, queries]                256   512   768  1024
+                                                                                    2816  3584  4352  5120
+
+The first two have K = H and nothing helps that. The others, written as usual (P^T streams, dO [queries, V] stands
+still), would have N = H and take 1024 each; with the block of P or dS as the stationary operand the whole array works.
+So everything but Q, dO, P and dS lives transposed in VMEM. P and dS are pushed as they are, except for dQ: there the
+push transposes, which takes twice as long (128 cycles a tile), hidden behind other matmuls. If S^T were computed
+instead, two of the three would need that, and pushes would be the limit (4900 cycles, not 4370).
+
+**Schedule.** The grid is (batch, kv head, query head of its group, block of queries). All keys of a kv head stay in
+VMEM with dK and dV in float32, for the G query heads that share them: read once, written once. Queries pass by, a block
+at a time, and an inner loop takes a block through the keys that it sees (masks.py): its dQ is summed in VMEM as well,
+so that no partial sum goes through HBM. The other way round, queries resident and keys passing by, would hold dQ of G
+heads. An iteration of 1024 keys is unrolled into pieces of 256; the scores of two pieces are issued ahead of the
+gradients of one, so that the MXUs have work while the VALUs and the EUP make P and dS.
+
+**Masks.** Full blocks have none. A block on an edge of the causal mask or the window is known by its distance from the
+diagonal, of which few occur if q_offset is a multiple of the block: each has its own code, with a constant mask, that
+leaves out tiles of 256 x 256 that see nothing (10 of 16 are left on the diagonal). Whatever else is masked (documents,
+prefix, odd offsets, a last block of keys cut short) compares positions. A query that sees no key gets a log-sum-exp so
+high that P is 0: with the UNSEEN of its own, exp(UNSEEN - UNSEEN) would be 1. Beyond T, q and dout are set to 0.
+
+**Cost**, compiled for TPU7x (`python bundles.py flash_backward:build_backward H=128`): cycles of blocks of 1024 x 1024
+
+    H                          64     128    192/128    256
+    full block               4291    4370       4685   5408
+    on the diagonal          2754    2834       3053   3494
+    MXUs busy, full block     66%     82%        87%    95%
+
+and about 1500 for each block of queries, before and after its loop (the XLUs transpose q, dout and dq, and spread lse
+and di along the lanes), and 750 for each block of keys of a kv head. A causal head of 8192 is 28 full blocks, 8 on the
+diagonal and 8 of each of these: 159,000 in all. What limits a full block for H <= 128 are waits for results of matmuls,
+which take 211 cycles, most at the end of an iteration, as iterations do not overlap. (Under libtpu's LP scheduler it
+takes 3965 cycles if an MXU lets matmuls queue and 4448 if not, which only a TPU can tell; by default, 4370 either way.)
+
+A key takes 6*(H+V) bytes of VMEM transposed, and 8*(H+V), or half of that without double buffering, for what is read
+and written: 16k keys at a time for H = V = 128. More of them take turns (`lax.scan`): for each part all queries pass by
+that see any of it, and their dQ is read and written once more, 8*H bytes. With q and dout that hides behind compute if
+a part has more than (8*H + 2*(H+V)) * (2.2e9 / 3.7e12) / 4.2e-3 = 220 keys (3.7e12 bytes/s, 2.2e9 cycles/s, published;
+4.2e-3 cycles for a query and a key). A part that nobody sees costs one empty step a head.
+
+**Left out.** Dropout. Heads of 64 are not joined to fill the MXUs for S and dP: that would take zeros. Queries that
+see nothing of a part, between others that do, are still read.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import tuned
+from masks import UNSEEN, block_ranges, visible
+
+LOG2_E = math.log2(math.e)
+LANES = 128
+VMEM_LIMIT = 60 * 2**20  # of 64 MiB; the rest is the compiler's own
+NO_GRADIENT = -UNSEEN  # the log-sum-exp of a query that has none: exp2(score - NO_GRADIENT) is 0 for any score
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the kernel.
+
+    An iteration works on `queries` x `keys` scores, in pieces of `chunk` keys. `resident` keys are in VMEM at once.
+    With `buffers` = 2 those of the next kv head are read, and dk and dv of the last one written, meanwhile.
+    """
+
+    queries: int
+    keys: int
+    resident: int
+    chunk: int = 256
+    buffers: int = 2
+
+
+def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16) -> Blocks:
+    """1024 x 1024, less for short sequences, and all keys resident, or a half, a quarter, ... of them, as they fit."""
+    blocks = Blocks(queries=min(1024, _up(T, 256 if T > LANES else LANES)), keys=min(1024, _up(S, 256)), resident=0)
+    parts = 1
+    while True:
+        resident = _up(pl.cdiv(S, parts), blocks.keys)
+        for buffers in (2, 1):
+            choice = replace(blocks, resident=resident, buffers=buffers)
+            if vmem_bytes(choice, H, V, dtype) <= VMEM_LIMIT or resident == blocks.keys:
+                return choice
+        parts *= 2
+
+
+def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
+    """VMEM that the kernel takes: an upper bound, up to 6 MiB above what the compiler reports."""
+    size, lanes = jnp.dtype(dtype).itemsize, _up(H, LANES) + _up(V, LANES)  # rows of 64 are stored as rows of 128
+    ids = 2 * 8 * 4
+    key = 2 * blocks.buffers * lanes * size + (H + V) * (size + 4) + ids  # k, v, dk, dv; then transposed
+    q_do = 4 * lanes * size  # in two buffers, then scaled, then transposed
+    dq = 5 * _up(H, LANES) * 4  # as output and what it is added to, in two buffers each; the sum
+    query = q_do + dq + ids + 2 * 8 * 4 + 3 * LANES * 4  # and lse, di, ids: as rows, as columns
+    spilled = 6 * blocks.queries * blocks.chunk * 4  # scores and their gradients, of three pieces
+    return blocks.resident * key + blocks.queries * query + spilled
+
+
+def backward(
+    q_BNTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSV: jax.Array,
+    out_BNTV: jax.Array,
+    lse_BNT: jax.Array,
+    dout_BNTV: jax.Array,
+    dlse_BNT: jax.Array,
+    *,
+    causal: bool,
+    window: int,
+    prefix: jax.Array | int | None,
+    segments: tuple[jax.Array, jax.Array] | None,
+    soft_cap: float,
+    q_offset: jax.Array | int,
+    scale: float,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq_BNTH, dk_BKSH, dv_BKSV) of flash attention, in the dtype of q, k and v. Code of one device.
+
+    Args:
+      q_BNTH, k_BKSH, v_BKSV: of one dtype. Query head n uses kv head n // (N/K).
+      out_BNTV, lse_BNT: what the forward pass returned; lse in float32, natural logarithm. Where it is UNSEEN (no key
+        seen) or infinite (overflow) the query has no gradient.
+      dout_BNTV, dlse_BNT: their gradients.
+      causal, window, prefix, segments, q_offset: as for `masks.block_ranges`. Prefix and q_offset may be traced.
+      soft_cap: scores are soft_cap * tanh(scale * q k^T / soft_cap); 0 is off.
+      scale: of the scores.
+      blocks: sizes, `default_blocks` if None.
+      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
+
+    Raises:
+      ValueError: shapes or blocks that do not go together, or do not fit into VMEM.
+    """
+    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
+    shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=causal, window=window)
+    key = tuned.key_of("flash_backward", **shape, packed=segments is not None)
+    blocks = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype)
+    blocks = _checked(q_BNTH, k_BKSH, v_BKSV, blocks)
+    di_BNT = jnp.sum(out_BNTV.astype(jnp.float32) * dout_BNTV.astype(jnp.float32), -1) - dlse_BNT
+    dead_BNT = (lse_BNT <= UNSEEN / 2) | (lse_BNT == jnp.inf)
+    stats_BN2T = jnp.stack([jnp.where(dead_BNT, NO_GRADIENT, lse_BNT * LOG2_E), jnp.where(dead_BNT, 0.0, di_BNT)], 2)
+    described = tuned.metadata(key, blocks, calls=B * N)
+    static = _Static((T, S), dict(causal=causal, window=window), soft_cap, scale, blocks, interpret, described)
+    call = partial(_call, static, q_BNTH, dout_BNTV.astype(q_BNTH.dtype), stats_BN2T)
+    if S <= blocks.resident:
+        return call(k_BKSH, v_BKSV, prefix, segments, q_offset)
+
+    def some_keys(dq_BNTH, start, size):
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        k_BKsH, v_BKsV = cut(k_BKSH, axis=2), cut(v_BKSV, axis=2)
+        some_prefix = None if prefix is None else prefix - start
+        some_segments = None if segments is None else (segments[0], cut(segments[1], axis=1))
+        dq_BNTH, dk_BKsH, dv_BKsV = call(k_BKsH, v_BKsV, some_prefix, some_segments, q_offset - start, dq_BNTH)
+        return dq_BNTH, (dk_BKsH, dv_BKsV)
+
+    whole, left = divmod(S, blocks.resident)
+    dq_BNTH = jnp.zeros((B, N, _up(T, blocks.queries), H), jnp.float32)  # whole blocks: it is updated in place
+    if axes := tuple(jax.typeof(q_BNTH).mat.varying):
+        dq_BNTH = lax.pcast(dq_BNTH, axes, to="varying")
+    starts = jnp.arange(whole) * blocks.resident
+    dq_BNTH, parts = lax.scan(partial(some_keys, size=blocks.resident), dq_BNTH, starts)
+    dk_BKSH, dv_BKSV = [jnp.moveaxis(part, 0, 2).reshape(B, K, -1, part.shape[-1]) for part in parts]
+    if left:
+        dq_BNTH, rest = some_keys(dq_BNTH, S - left, left)
+        dk_BKSH, dv_BKSV = [jnp.concatenate(both, 2) for both in zip((dk_BKSH, dv_BKSV), rest, strict=True)]
+    return dq_BNTH[:, :, :T].astype(q_BNTH.dtype), dk_BKSH, dv_BKSV
+
+
+def _checked(q_BNTH, k_BKSH, v_BKSV, blocks):
+    (B, N, _, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
+    if N % K or k_BKSH.shape != (B, K, S, H):
+        raise ValueError(
+            f"q {q_BNTH.shape}, k {k_BKSH.shape}, v {v_BKSV.shape}: need k (B, K, S, H), N a multiple of K"
+        )
+    if not q_BNTH.dtype == k_BKSH.dtype == v_BKSV.dtype:
+        raise ValueError(f"q, k and v are {q_BNTH.dtype}, {k_BKSH.dtype} and {v_BKSV.dtype}: cast them to one dtype")
+    blocks = replace(blocks, resident=min(blocks.resident, _up(S, blocks.keys)))
+    for whole, part in [("queries", LANES), ("chunk", LANES), ("keys", blocks.chunk), ("resident", blocks.keys)]:
+        if (size := getattr(blocks, whole)) % part or not size:
+            raise ValueError(f"blocks.{whole}={size} must be a multiple of {part}")
+    if blocks.queries % min(blocks.chunk, blocks.queries):
+        raise ValueError(f"blocks.queries={blocks.queries} must be a multiple of blocks.chunk={blocks.chunk}, or less")
+    if (size := vmem_bytes(blocks, H, V, q_BNTH.dtype)) > VMEM_LIMIT:
+        raise ValueError(f"{blocks} takes {size} bytes of VMEM, and there are {VMEM_LIMIT}: fewer resident keys")
+    return blocks
+
+
+@dataclass(frozen=True)
+class _Static:
+    lengths: tuple[int, int]
+    mask: dict  # causal, window
+    soft_cap: float
+    scale: float
+    blocks: Blocks
+    interpret: bool | pltpu.InterpretParams
+    metadata: dict[str, str]
+
+
+def _call(static, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, prefix, segments, q_offset, dq_so_far=None):
+    """The kernel, on keys that all fit into VMEM. With `dq_so_far` it adds to that, and skips queries that see none."""
+    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
+    static = replace(static, lengths=(T, S))
+    blocks, bq, bk = static.blocks, static.blocks.queries, static.blocks.keys
+    nq, nk = pl.cdiv(T, bq), pl.cdiv(S, bk)
+    # Queries beyond T have no gradient, so a last block that they fill up needs no mask.
+    of_q, _ = block_ranges((nq * bq, S), (bq, bk), prefix=prefix, segments=segments, q_offset=q_offset, **static.mask)
+    first_q, count_q = (0, nq) if dq_so_far is None else _visited((of_q[..., 3] > of_q[..., 0]).any(0))
+    scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=q_offset, first_q=first_q)
+    if prefix is not None:
+        scalars["prefix"] = jnp.broadcast_to(prefix, (B,))
+    scalars = {name: jnp.asarray(x, jnp.int32).reshape(-1) for name, x in scalars.items()}
+
+    block_of = lambda i, ranges, offset, first_q, *_: first_q[0] + i
+    rows = lambda width: pl.BlockSpec(
+        (None, None, bq, width), lambda b, k, g, *i: (b, k * (N // K) + g, block_of(*i), 0)
+    )
+    buffers = {} if blocks.buffers == 2 else dict(pipeline_mode=pl.Buffered(blocks.buffers))
+    head = lambda width: pl.BlockSpec((None, None, nk * bk, width), lambda b, k, *_: (b, k, 0, 0), **buffers)
+    stats = pl.BlockSpec((None, None, 2, bq), lambda b, k, g, *i: (b, k * (N // K) + g, 0, block_of(*i)))
+    inputs = dict(q=(q_BNTH, rows(H)), do=(do_BNTV, rows(V)), stats=(stats_BN2T, stats))
+    inputs |= dict(k=(k_BKSH, head(H)), v=(v_BKSV, head(V)))
+    if segments is not None:
+        q_ids, k_ids = [ids[:, None].astype(jnp.int32) for ids in segments]
+        inputs["q_ids"] = (q_ids, pl.BlockSpec((None, 1, bq), lambda b, k, g, *i: (b, 0, block_of(*i))))
+        inputs["k_ids"] = (k_ids, pl.BlockSpec((None, 1, nk * bk), lambda b, *_: (b, 0, 0)))
+    if dq_so_far is not None:
+        inputs["dq_so_far"] = (dq_so_far, rows(H))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(q_BNTH).mat)
+    outputs = dict(dq=(like(q_BNTH if dq_so_far is None else dq_so_far), rows(H)))
+    outputs |= dict(dk=(like(k_BKSH), head(H)), dv=(like(v_BKSV), head(V)))
+    narrow, wide = partial(pltpu.VMEM, dtype=q_BNTH.dtype), partial(pltpu.VMEM, dtype=jnp.float32)
+    scratch = dict(qs=narrow((bq, H)), dos=narrow((bq, V)), qT=narrow((H, bq)), doT=narrow((V, bq)))
+    scratch |= dict(lse=wide((bq, LANES)), di=wide((bq, LANES)), dqT=wide((H, bq)))
+    scratch |= dict(kT=narrow((nk, H, bk)), vT=narrow((nk, V, bk)), dkT=wide((nk, H, bk)), dvT=wide((nk, V, bk)))
+    if segments is not None:
+        scratch["ids"] = pltpu.VMEM((bq, LANES), jnp.int32)
+
+    names = [*scalars, *inputs, *outputs, *scratch]
+    absent = dict.fromkeys(("prefix", "q_ids", "k_ids", "ids", "dq_so_far"))
+    return pl.pallas_call(
+        lambda *refs: _kernel(SimpleNamespace(**absent | dict(zip(names, refs, strict=True))), static),
+        out_shape=[shape for shape, _ in outputs.values()],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(B, K, N // K, count_q),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases={} if dq_so_far is None else {names.index("dq_so_far"): 0},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT),
+        interpret=pltpu.InterpretParams() if static.interpret is True else static.interpret,
+        name="flash_backward",
+        metadata=static.metadata,
+    )(*scalars.values(), *(array for array, _ in inputs.values()))
+
+
+def _visited(flags):
+    """(first, count) of the hull of what is true; of nothing, (0, 1): the kernel has to run to write zeros."""
+    first, last = jnp.argmax(flags), flags.shape[0] - 1 - jnp.argmax(flags[::-1])
+    return jnp.where(flags.any(), jnp.stack([first, last - first + 1]), jnp.array([0, 1]))
+
+
+# -- in the kernel, where r has the references: what is in HBM outside is a block of it here
+
+
+def _kernel(r, static):
+    """A block of queries of one head, against all keys that it sees."""
+    bq, bk = static.blocks.queries, static.blocks.keys
+    b, g, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    pl.when((g == 0) & (i == 0))(partial(_load_keys, r, static))
+    block = r.first_q[0] + i
+    _load_queries(r, static, block)
+
+    at = (b * pl.cdiv(static.lengths[0], bq) + block) * 4
+    first, full_first, full_end, end = [r.ranges[at + n] for n in range(4)]
+    before = full_first - first
+    edges = _edges(bq, bk, **static.mask) if r.prefix is None else []
+
+    def full(j, _):
+        with jax.named_scope("full block"):
+            _block(r, static, j)
+
+    def masked(n, _):
+        j = jnp.where(n < before, first + n, full_end + n - before)
+        distance = block * bq + r.offset[0] - j * bk
+        other = True
+        for edge in edges:
+            pl.when(distance == edge)(partial(edge_block, j, edge))
+            other &= distance != edge
+        pl.when(other)(partial(masked_block, j))
+
+    def edge_block(j, edge):
+        with jax.named_scope("edge block"):
+            _block(r, static, j, partial(_seen, r, static, j, block, edge), edge)
+
+    def masked_block(j):
+        with jax.named_scope("masked block"):
+            _block(r, static, j, partial(_seen, r, static, j, block, None))
+
+    lax.fori_loop(full_first, full_end, full, None)
+    if any(static.mask.values()) or r.ids is not None or static.lengths[1] % bk:
+        lax.fori_loop(0, before + end - full_end, masked, None)
+
+    dq = (r.dqT[...] * static.scale).astype(r.dq.dtype).T
+    r.dq[...] = dq if r.dq_so_far is None else r.dq_so_far[...] + dq
+    pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))(partial(_store_keys, r, static))
+
+
+def _load_keys(r, static):
+    def one_block(j, _):
+        for x, xT, dxT in [(r.k, r.kT, r.dkT), (r.v, r.vT, r.dvT)]:
+            xT[j] = _cleared(x[_rows(static, j)], 0, static.lengths[1], j * static.blocks.keys).T
+            dxT[j] = jnp.zeros(dxT.shape[1:], jnp.float32)
+
+    lax.fori_loop(0, r.kT.shape[0], one_block, None)
+
+
+def _store_keys(r, static):
+    def one_block(j, _):
+        r.dk[_rows(static, j)] = (r.dkT[j] * static.scale).astype(r.dk.dtype).T
+        r.dv[_rows(static, j)] = r.dvT[j].astype(r.dv.dtype).T
+
+    lax.fori_loop(0, r.kT.shape[0], one_block, None)
+
+
+def _rows(static, j):
+    return pl.ds(pl.multiple_of(j * static.blocks.keys, static.blocks.keys), static.blocks.keys)
+
+
+def _load_queries(r, static, block):
+    bq = static.blocks.queries
+    q, do, stats = [
+        _cleared(x[...], dim, static.lengths[0], block * bq) for x, dim in [(r.q, 0), (r.do, 0), (r.stats, 1)]
+    ]
+    fold = static.scale / static.soft_cap if static.soft_cap else static.scale * LOG2_E
+    r.qs[...], r.dos[...] = (q.astype(jnp.float32) * fold).astype(q.dtype), do  # rounded as in the forward pass
+    r.qT[...], r.doT[...] = q.T, do.T
+    r.dqT[...] = jnp.zeros_like(r.dqT)
+    columns = [(r.lse, stats[:1]), (r.di, stats[1:])] + ([] if r.ids is None else [(r.ids, r.q_ids[...])])
+    for column, row in columns:
+        for c in range(0, bq, LANES):
+            column[c : c + LANES] = jnp.broadcast_to(row[:, c : c + LANES], (LANES, LANES)).T
+
+
+def _cleared(x, dim, length, start):
+    """A block that starts at `start`, with 0 for what is beyond `length`: NaN maybe, and 0 * NaN is not 0."""
+    if length % x.shape[dim] == 0:
+        return x
+    return jnp.where(_iota(x.shape, dim) < length - start, x, jnp.zeros_like(x))
+
+
+def _block(r, static, j, seen=None, distance=None):
+    """A block of queries and block j of keys; `seen` gives the mask of a piece, `distance` is known on an edge."""
+    bq, bk, chunk = static.blocks.queries, static.blocks.keys, static.blocks.chunk
+    height, pieces = min(chunk, bq), []
+    for c in range(0, bk, chunk):
+        some_seen = lambda q, c=c: distance is None or _tile(distance + q - c, height, chunk, **static.mask)[0]
+        if live := [q for q in range(0, bq, height) if some_seen(q)]:
+            pieces.append((slice(live[0], live[-1] + height), slice(c, c + chunk)))
+    ahead = [_scores(r, j, *piece) for piece in pieces[:2]]
+    for n, piece in enumerate(pieces):
+        ahead += [_scores(r, j, *after) for after in pieces[n + 2 : n + 3]]
+        _gradients(r, static, j, *piece, *ahead.pop(0), seen and seen(*piece))
+
+
+def _scores(r, j, rows, keys):
+    return _dot(r.qs[rows], r.kT[j, :, keys]), _dot(r.dos[rows], r.vT[j, :, keys])
+
+
+def _gradients(r, static, j, rows, keys, s, dp, seen):
+    if static.soft_cap:
+        capped = jnp.tanh(s)
+        s = capped * (static.soft_cap * LOG2_E)
+    if seen is not None:
+        s = jnp.where(seen, s, UNSEEN)
+    p = jnp.exp2(s - _across(r.lse[rows], s.shape[1]))
+    ds = p * (dp - _across(r.di[rows], s.shape[1]))
+    if static.soft_cap:
+        ds *= 1 - capped * capped
+    p, ds = p.astype(r.qs.dtype), ds.astype(r.qs.dtype)
+    r.dvT[j, :, keys] += _dot(r.doT[:, rows], p)
+    r.dkT[j, :, keys] += _dot(r.qT[:, rows], ds)
+    r.dqT[:, rows] += _dot(r.kT[j, :, keys], ds.T)
+
+
+def _seen(r, static, j, block, distance, rows, keys):
+    """The mask of a piece: a constant, if `distance` is known and nothing else hides keys."""
+    (bq, bk), S = (static.blocks.queries, static.blocks.keys), static.lengths[1]
+    shape = (rows.stop - rows.start, keys.stop - keys.start)
+    q_at, k_at = _iota(shape, 0) + rows.start, _iota(shape, 1) + keys.start
+    if distance is not None and r.ids is None and S % bk == 0:
+        return visible(q_at + distance, k_at, **static.mask)
+    q_at, k_at, segments = q_at + (block * bq + r.offset[0]), k_at + j * bk, None
+    if r.ids is not None:
+        k_ids = r.k_ids[:, pl.ds(pl.multiple_of(j * bk + keys.start, shape[1]), shape[1])]
+        segments = _across(r.ids[rows], shape[1]), k_ids
+    prefix = None if r.prefix is None else r.prefix[pl.program_id(0)]
+    seen = visible(q_at, k_at, prefix=prefix, segments=segments, **static.mask)
+    return seen & (k_at < S) if S % bk else seen
+
+
+def _across(column, width):
+    return jnp.concatenate([column] * (width // LANES), 1)
+
+
+def _tile(distance, rows, keys, *, causal, window):
+    """Whether any query of a tile sees any key, and whether each sees all; distance from first key to first query."""
+    least, most = distance - keys + 1, distance + rows - 1
+    some = (not causal or most >= 0) and (not window or (least < window and most > -window))
+    every = (not causal or least >= 0) and (not window or (most < window and least > -window))
+    return some, every
+
+
+def _edges(bq, bk, **mask):
+    """Distances, in whole blocks, of the tiles that need a mask."""
+    step, reach = math.gcd(bq, bk), mask["window"] + bq + bk
+    distances = range(-_up(reach, step), _up(reach, step) + 1, step)
+    edges = [d for d in distances if _tile(d, bq, bk, **mask) == (True, False)]
+    return edges if len(edges) <= 4 else []
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _iota(shape, dim):
+    return lax.broadcasted_iota(jnp.int32, shape, dim)
+
+
+def _up(x, multiple):
+    return pl.cdiv(x, multiple) * multiple
+
+
+def build_backward(
+    seq: int = 8192,
+    heads: int = 8,
+    kv_heads: int = 0,
+    H: int = 128,
+    V: int = 0,
+    dtype: str = "bfloat16",
+    segments: bool = False,
+    prefix: bool = False,
+    traced_offset: bool = False,
+    **options,
+):
+    """(function, shapes of its arguments) for bundles.py: `options` are fields of Blocks, causal, window, soft_cap."""
+    T, N, K, V = seq, heads, kv_heads or heads, V or H
+    mask = {name: options.pop(name, default) for name, default in dict(causal=True, window=0, soft_cap=0.0).items()}
+    blocks = replace(default_blocks(T, T, H, V, dtype), **options)
+    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+    out_BNTV, lse_BNT = shape(1, N, T, V), shape(1, N, T, dtype="float32")
+    arrays = shape(1, N, T, H), shape(1, K, T, H), shape(1, K, T, V), out_BNTV, lse_BNT, out_BNTV, lse_BNT
+    more = dict(segments=(shape(1, T, dtype="int32"),) * 2 if segments else None)
+    more |= dict(prefix=shape(1, dtype="int32") if prefix else None)
+    more |= dict(q_offset=shape(dtype="int32") if traced_offset else None)
+
+    def function(arrays, more):
+        more = more if traced_offset else more | dict(q_offset=0)
+        return backward(*arrays, **mask, **more, scale=H**-0.5, blocks=blocks)
+
+    return function, [arrays, more]
+
+
+def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, **mask) -> list[int]:
+    """Of the regions of a compiled kernel (of bundles.py) that depend on the mask, for its `cycles`.
+
+    Where keys take turns, of all the calls together. `mask`: causal and window.
+    """
+    num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
+    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), **mask)
+    at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, **mask), 0), 0, 0
+    for i, (first, full_first, full_end, end) in enumerate(of_q[0].tolist()):
+        full += full_end - full_first
+        for j in [*range(first, full_first), *range(full_end, end)]:
+            distance = i * blocks.queries - j * blocks.keys
+            if distance in at_edge:
+                at_edge[distance] += 1
+            else:
+                elsewhere += 1
+    parts = pl.cdiv(S, blocks.resident)
+    steps, masked, edges = heads * num_q * parts, heads * (elsewhere + sum(at_edge.values())), iter(at_edge.values())
+
+    def inside(region):
+        return {*region.names}.union(*(inside(child) for child in region.children))
+
+    def of(region):
+        if {"full block", "edge block", "masked block"} & {*region.names}:
+            if "edge block" in region.names:
+                return heads * next(edges)
+            return heads * (full if "full block" in region.names else elsewhere)
+        if region.kind in ("grid", "step") or "full block" in inside(region):
+            return steps
+        if "masked block" in inside(region):
+            return masked if region.kind == "loop" else steps
+        return kv_heads * (num_k if region.kind == "loop" else parts)  # the keys' way in, transposed, and out
+
+    return [of(region) for region in kernel.unknown()]

@@ -1,0 +1,945 @@
+"""Grouped matmul: each expert of a mixture multiplies its own rows, however many they are (MegaBlocks).
+
+**Idea** (Gale et al. 2022, "MegaBlocks", arXiv:2211.15841). A router sends tokens to experts, and how many go to each
+is known only when the program runs. To give each expert room for the same number (its capacity) pads those with fewer
+and drops tokens of those with more. Instead, sort the rows by expert and let *one* kernel walk through them, with a
+list, computed beside it, of which rows belong to which expert:
+
+    gmm     out[rows of e] = lhs[rows of e] . rhs[e]         [M, K] . [E, K, N] -> [M, N]        forward, and dlhs
+    tgmm    out[e] = lhs[rows of e]^T . dout[rows of e]      [M, K], [M, N]     -> [E, K, N]     drhs
+
+**The list** (`plan_of`) is made of jnp and handed to the kernel in SMEM (scalar prefetch), where the scalar unit reads
+row numbers, starts DMAs from them and branches on them. A kernel is one loop over tiles, as many as there are for these
+group sizes; the next tile and the next expert's matrix are on their way while this one is multiplied.
+
+**What a boundary costs.** On a fixed grid of tiles (as in `megablox`, which comes with JAX) a tile with rows of two
+groups is computed twice, and masked: with 1024 rows a group, a grid of 512 rows does 1.44 times the work, one of 128
+rows 1.11 times, but a matmul of so few rows keeps the matrix units busy 0.92 of the time only. So:
+
+    own tiles     A tile starts with its group, at the register (8, 16 or 32 rows, what a DMA can address) that holds
+                  the group's first row. A group has the fewest tiles, nearly equal in height, and there is code for
+                  every multiple of 32 rows from half a tile on (`heights`).
+    one writer    A register at a boundary has rows of two groups or more. Each leaves its rows to the next one in VMEM,
+                  and the last one writes: no row of out is read back or written twice, so that no write needs to
+                  wait for another.
+    all of K      Partial sums stay in the matrix units. VMEM limits K, to about 20,000 in bf16.
+
+Rows that no expert here has are zeros: those beyond the last group, and with `group_offset`, when rhs is one device's
+shard of the experts, those of the others.
+
+**tgmm** sums over rows, 256 at a time, the height of a matrix unit: 257 rows cost as much as 512. No schedule avoids
+it, as a pass of rows of two experts has but the sum of their products. So it takes sum(ceil(R_e / 256)) * 256 / M times
+the ideal at least, about 1 + 128 * E/M: 1.125 with 1024 rows an expert. Foreign rows are cleared in both operands, as
+0 * NaN is NaN. A group's sum stays in VMEM in float32; its last tile rounds it on the way out.
+
+**Cost**, with b bytes of an element, R = M/E rows an expert, on a core of C FLOP/s and W bytes/s of HBM:
+
+    FLOPs    2 M K N
+    bytes    M K b * N/cols  +  E K N b  +  M N b
+    bound by FLOPs where    b/2 * C/W * (1/cols + 1/R + 1/K) < 1
+
+In bf16 on TPU7x C/W is 312: with cols = 1536, K = 4096 and 1024 rows an expert the left side is 0.58. With fewer than
+about 430 rows, to read the weights takes longer than to use them, and what boundaries cost is hidden.
+
+**Cycles**, compiled with libtpu 0.0.50 (tests/test_gmm.py), over the ideal of 2MKN / 524,288, with all that is computed
+in vain, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 1100 900 1024 700 1300 1068 1100 rows:
+
+                                                       ragged    8 x 1024
+    gmm     tiles of 640 x 1536 rows and columns       1.07      1.05
+    tgmm    1024 rows, out in tiles of 2048 x 1536     1.24      1.05      at least 1.16 and 1.00, see above
+
+It does not contain HBM, which is hidden (`moved_bytes`: 0.55 and 0.63 of the time) but for the first expert's matrix
+and tile, about 10,000 cycles.
+
+**Left out.** A second rhs, with silu(gate) * up of both results: the epilogue is free (12,603 cycles a tile of 512
+rows, 12,590 without), and would save the activation's pass through HBM; but a backward pass wants gate and up, so that
+training gains only where it recomputes them. Scales of blocks along K. K cut into parts. Forward-mode derivatives.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import tuned
+
+MXU = 256  # rows and columns of a matrix unit, of which a core has two
+VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of a core; the rest is left to the compiler
+LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
+SPILL_BYTES = 2 * 2**20  # at most 0.5 MiB in the kernels compiled so far
+LEAST_ROWS = MXU // 2  # below, a matmul takes as long as bringing its stationary operand into the matrix units
+
+
+class Tiles(NamedTuple):
+    """Of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never cut."""
+
+    rows: int  # of a tile at most; a multiple of step
+    cols: int  # N, or a multiple of 128 that divides N
+    step: int = 32  # there is code for heights that are multiples of it; a multiple of a register's rows
+
+
+class TgmmTiles(NamedTuple):
+    """Of tgmm: out[k, n] += lhs[rows, k]^T . dout[rows, n]."""
+
+    rows: int  # of a tile at most; a multiple of 256, in which the sum runs through the matrix units
+    k: int  # K, or a multiple of 128 that divides K
+    n: int  # N, likewise
+    outs: int = 2  # results in VMEM: 2, or 1, which waits for the last one to be written
+
+
+# -- the function
+
+
+def gmm(
+    lhs_MK: jax.Array,
+    rhs_EKN: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    group_offset: jax.Array | int = 0,
+    lhs_scale: jax.Array | float | None = None,
+    rhs_scale: jax.Array | float | None = None,
+    out_dtype=None,
+    tiles: Tiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """Each group's rows times its own matrix: out[rows of e] = lhs[rows of e] . rhs[e]. Code of one device.
+
+    Differentiable in lhs and rhs: by `gmm` with the other `transpose_rhs`, and by `tgmm`. Off the TPU it computes
+    `reference_gmm`, unless asked to interpret the kernel.
+
+    Args:
+      lhs_MK: rows sorted by group. bfloat16, float32, float8_e4m3fn or float8_e5m2. What rows beyond the last group
+        hold, NaN included, does not matter. M that is not a multiple of a register's rows (32 bytes / bytes of the
+        narrowest of lhs and out) is padded, which copies lhs and out.
+      rhs_EKN: with `transpose_rhs` rhs_ENK. Of the type of lhs, or of another one with as many bits.
+      group_sizes_E: int32, rows of each group; values that the program computes. Their sum is at most M.
+      group_offset: rhs holds the experts [offset, offset + its dim 0) of the E that group_sizes has. Rows of lhs before
+        and behind those of these experts give zeros, like those beyond the last group.
+      lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
+      rhs_scale: of all of rhs, or [E] of each expert in rhs, or [E, N] of each of their columns; likewise.
+      out_dtype: default: of lhs, of fp8 bfloat16.
+      tiles: default: `default_tiles`. Gradients have their own.
+      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU (in a shard_map with check_vma=False).
+
+    Returns:
+      out_MN.
+
+    Raises:
+      ValueError: shapes, types or tiles do not fit; more VMEM than there is; a gradient of fp8, or with scales.
+    """
+    shape = check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if lhs_MK.dtype.itemsize == 1 else lhs_MK.dtype))
+    M, K, E, N = shape
+    scales = (lhs_scale, rhs_scale) if lhs_scale is not None or rhs_scale is not None else None
+    lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
+    options = (transpose_rhs, out_dtype, tiles, _interpreter(interpret))
+    arrays = (lhs_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), lhs_row_scale, rhs_col_scale)
+    return _gmm(options, *_vary_alike(*arrays))
+
+
+def tgmm(
+    lhs_MK: jax.Array,
+    dout_MN: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    group_offset: jax.Array | int = 0,
+    num_groups: int | None = None,
+    scale: jax.Array | float | None = None,
+    out_dtype=None,
+    tiles: TgmmTiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """What each group's rows say of its matrix: out[e] = lhs[rows of e]^T . dout[rows of e]. Code of one device.
+
+    The gradient of `gmm` in rhs; not differentiable itself. A group without rows gives zeros.
+
+    Args:
+      lhs_MK, dout_MN, group_sizes_E: as for `gmm`; what rows of no group hold does not matter, in either.
+      group_offset, num_groups: of which groups: [offset, offset + num_groups); default: the E of group_sizes.
+      scale: a factor of the result, or [E] of each of its groups, or [E, N] of each of their columns. (Scales of rows
+        of lhs and dout stand within the sum: multiply before.)
+      out_dtype: default: as of `gmm`.
+      tiles: default: `default_tgmm_tiles`.
+      interpret: as for `gmm`.
+
+    Returns:
+      out_EKN.
+
+    Raises:
+      ValueError: shapes or types do not fit; tiles that do not, or take more VMEM than there is.
+    """
+    if lhs_MK.ndim != 2 or dout_MN.ndim != 2 or lhs_MK.shape[0] != dout_MN.shape[0]:
+        raise ValueError(f"tgmm takes [M, K] and [M, N], not {lhs_MK.shape} and {dout_MN.shape}")
+    _check_types(lhs_MK, dout_MN, group_sizes_E)
+    E = group_sizes_E.shape[0] if num_groups is None else num_groups
+    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if lhs_MK.dtype.itemsize == 1 else lhs_MK.dtype))
+    scale = None if scale is None else _column_scale(scale, E, dout_MN.shape[1], "scale")
+    arrays = (lhs_MK, dout_MN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale)
+    return _tgmm((E, out_dtype, tiles, _interpreter(interpret)), *_vary_alike(*arrays))
+
+
+def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_scale=None, *, transpose_rhs, out_dtype):
+    """What `gmm` is, expert by expert: each multiplies all rows, and keeps its own. Scales [M, 1], [E, 1, N]."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
+
+    def of_expert(e, out):
+        weights = (rhs[e].T if transpose_rhs else rhs[e]).astype(jnp.float32)
+        product = jnp.dot(lhs.astype(jnp.float32), weights, precision="highest")
+        product = product if rhs_scale is None else product * rhs_scale[e]
+        product = product if lhs_scale is None else product * lhs_scale
+        return jnp.where((group == e + group_offset)[:, None], product.astype(out_dtype), out)
+
+    zeros = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
+    return lax.fori_loop(0, rhs.shape[0], of_expert, _vary_alike(zeros, lhs)[0])
+
+
+def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_groups, out_dtype):
+    """What `tgmm` is, expert by expert. Scale [E, 1, N]."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
+
+    def of_expert(e):
+        own = (group == e + group_offset)[:, None]
+        x, dy = (jnp.where(own, a.astype(jnp.float32), 0) for a in (lhs, dout))
+        product = jnp.dot(x.T, dy, precision="highest")
+        return (product if scale is None else product * scale[e]).astype(out_dtype)
+
+    return lax.map(of_expert, jnp.arange(num_groups))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+    transpose_rhs, out_dtype, tiles, interpret = options
+    arrays = (lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale)
+    kernel = partial(_gmm_call, transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
+    if interpret:
+        return kernel(*arrays)
+    reference = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
+
+
+def _gmm_forward(options, *arrays):
+    if any(scale is not None for scale in arrays[4:]) or arrays[0].dtype.itemsize == 1:
+        raise ValueError("gmm of fp8 or with scales has no gradient: call gmm and tgmm in a custom_vjp of your own")
+    return _gmm(options, *arrays), arrays[:4]
+
+
+def _gmm_backward(options, saved, dout):
+    transpose_rhs, _, _, interpret = options
+    lhs, rhs, group_sizes, group_offset = saved
+    dout = dout.astype(lhs.dtype)
+    dlhs = _gmm((not transpose_rhs, lhs.dtype, None, interpret), dout, rhs, group_sizes, group_offset, None, None)
+    pair = (dout, lhs) if transpose_rhs else (lhs, dout)
+    drhs = _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
+    return dlhs, drhs, None, None, None, None
+
+
+_gmm.defvjp(_gmm_forward, _gmm_backward)
+
+
+def _tgmm(options, lhs, dout, group_sizes, group_offset, scale):
+    num_groups, out_dtype, tiles, interpret = options
+    arrays = (lhs, dout, group_sizes, group_offset, scale)
+    kernel = partial(_tgmm_call, num_groups=num_groups, out_dtype=out_dtype, tiles=tiles, interpret=interpret)
+    if interpret:
+        return kernel(*arrays)
+    reference = partial(reference_tgmm, num_groups=num_groups, out_dtype=out_dtype)
+    return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
+
+
+def _interpreter(interpret):
+    return pltpu.InterpretParams() if interpret is True else interpret
+
+
+def _vary_alike(*arrays):
+    """Arrays as of one type on a mesh: what is the same on all devices of an axis along which another varies is taken
+    to vary, too, so that its gradient is summed there."""
+    axes = set().union(*(jax.typeof(a).mat.varying for a in arrays if a is not None))
+
+    def vary(a):
+        missing = tuple(axes - set(jax.typeof(a).mat.varying))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return [None if a is None else vary(a) for a in arrays]
+
+
+def check_gmm(lhs, rhs, group_sizes, transpose_rhs) -> tuple[int, int, int, int]:
+    """(M, K, E, N). Raises ValueError if shapes or types do not fit."""
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
+        name = "[E, N, K], as transpose_rhs is set" if transpose_rhs else "[E, K, N]"
+        raise ValueError(f"gmm takes [M, K] and {name}, not {lhs.shape} and {rhs.shape}")
+    _check_types(lhs, rhs, group_sizes)
+    if rhs.shape[0] > group_sizes.shape[0]:
+        raise ValueError(f"rhs has {rhs.shape[0]} experts, group_sizes only {group_sizes.shape[0]} groups")
+    return *lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+
+
+def _check_types(lhs, rhs, group_sizes):
+    types = [jnp.dtype(t) for t in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2)]
+    if lhs.dtype not in types or rhs.dtype not in types or lhs.dtype.itemsize != rhs.dtype.itemsize:
+        raise ValueError(
+            f"operands are {lhs.dtype} and {rhs.dtype}; they must be both bfloat16, both float32, or both "
+            "float8_e4m3fn or float8_e5m2: cast one"
+        )
+    if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes must be [E] integers, not {group_sizes.shape} {group_sizes.dtype}")
+
+
+def _gmm_scales(lhs_scale, rhs_scale, shape):
+    """(None or [M, 1], None or [E, 1, N]); a factor of all of lhs is one of all of rhs."""
+    M, K, E, N = shape
+    lhs_scale = None if lhs_scale is None else jnp.asarray(lhs_scale, jnp.float32)
+    if lhs_scale is not None and lhs_scale.shape not in ((), (M,)):
+        raise ValueError(f"lhs_scale has shape {lhs_scale.shape}; it must be one number or [M] = [{M}]")
+    rhs_scale = None if rhs_scale is None else _column_scale(rhs_scale, E, N, "rhs_scale")
+    if lhs_scale is None or lhs_scale.ndim:
+        return None if lhs_scale is None else lhs_scale[:, None], rhs_scale
+    ones = jnp.ones((E, 1, N), jnp.float32) if rhs_scale is None else rhs_scale
+    return None, ones * lhs_scale
+
+
+def _column_scale(scale, E, N, name):
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.shape not in ((), (E,), (E, N)):
+        raise ValueError(f"{name} has shape {scale.shape}; it must be one number, [E] = [{E}] or [E, N] = [{E}, {N}]")
+    return jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (2 - scale.ndim)), (E, N))[:, None]
+
+
+# -- tiles
+
+
+def heights(tiles: Tiles | TgmmTiles) -> list[int]:
+    """Heights of a tile that there is code for. Of gmm, fewer below half of rows, where only small groups need them."""
+    if isinstance(tiles, TgmmTiles):
+        return list(range(MXU, tiles.rows + 1, MXU))
+    half = pl.cdiv(tiles.rows // 2, tiles.step) * tiles.step
+    return [*range(min(LEAST_ROWS, half), half, 2 * tiles.step), *range(half, tiles.rows + 1, tiles.step)]
+
+
+def register_rows(*dtypes) -> int:
+    """Rows of a register (8 x 128 x 4 bytes) of the narrowest type: a DMA starts and ends at multiples of them."""
+    return 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes)
+
+
+def _padded_bytes(shape: Sequence[int], dtype) -> int:
+    """Of an array in VMEM, whose last two dims are whole registers (a single row takes but one row of them)."""
+    *outer, rows, cols = shape
+    unit = 1 if rows == 1 else register_rows(dtype)
+    return int(np.prod(outer)) * pl.cdiv(rows, unit) * unit * pl.cdiv(cols, 128) * 128 * jnp.dtype(dtype).itemsize
+
+
+def _gmm_buffers(
+    tiles: Tiles, K, N, dtype, out_dtype, rhs_dtype=None, transpose_rhs=False, lhs_scale=False, rhs_scale=False
+):
+    """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
+    unit = register_rows(dtype, out_dtype)
+    return dict(
+        lhs=((2, tiles.rows, K), dtype),
+        rhs=((2, tiles.cols, K) if transpose_rhs else (2, K, tiles.cols), rhs_dtype or dtype),
+        lhs_scale=((2, tiles.rows, 1), jnp.float32) if lhs_scale else None,
+        rhs_scale=((2, 1, tiles.cols), jnp.float32) if rhs_scale else None,
+        out=((2, tiles.rows, tiles.cols), out_dtype),
+        shared=((unit, tiles.cols), out_dtype),
+        zeros=((unit, N), out_dtype),
+    )
+
+
+def _tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scale=False):
+    unit = register_rows(out_dtype)
+    return dict(
+        lhs=((2, tiles.rows, tiles.k), dtype),
+        dout=((2, tiles.rows, tiles.n), dout_dtype or dtype),
+        scale=((2, 1, tiles.n), jnp.float32) if scale else None,
+        sum=((tiles.k, tiles.n), jnp.float32),
+        out=((tiles.outs, tiles.k, tiles.n), out_dtype),
+        zeros=((K if K % unit else unit, N), out_dtype),
+    )
+
+
+def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
+    """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while.
+
+    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), as flags.
+    """
+    return _bytes_of(_gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+
+
+def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds) -> int:
+    """Likewise of `tgmm`. kinds: scale, a flag."""
+    return _bytes_of(_tgmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+
+
+def _bytes_of(buffers):
+    return sum(_padded_bytes(*buffer) for buffer in buffers.values() if buffer) + SPILL_BYTES
+
+
+def widths(size: int) -> list[int]:
+    """In how wide pieces a dim can be cut: all of it, or a multiple of 128 that divides it."""
+    return [size] + [width for width in range((size - 1) // 128 * 128, 0, -128) if size % width == 0]
+
+
+def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:
+    """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest."""
+    out_dtype = out_dtype or dtype
+    step = max(32, register_rows(dtype, out_dtype))
+    most = min(640, pl.cdiv(M, step) * step)
+    rows = [most] + [rows for rows in (512, 384, 256, 128, 64, 32) if rows < most]
+    fitting = [
+        tiles
+        for tiles in (Tiles(r, c, step) for r in rows for c in widths(N))
+        if vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES
+    ]
+    if not fitting:
+        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, **kinds)  # says why
+    return max(fitting, key=lambda t: (t.rows * t.cols, t.cols))
+
+
+def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> TgmmTiles:
+    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least."""
+    out_dtype = out_dtype or dtype
+    rows = range(MXU, min(1024, pl.cdiv(M, MXU) * MXU) + 1, MXU)
+    sizes = [(k, n) for k in widths(K) for n in widths(N)]
+    tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
+    size = lambda t: (t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
+    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES]
+    if not fitting:
+        check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, **kinds)
+    return max(fitting, key=size)
+
+
+def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, **kinds):
+    """Raises ValueError: tiles do not divide what they must, or take more VMEM than there is."""
+    unit = register_rows(dtype, out_dtype)
+    if tiles.cols not in widths(N):
+        raise ValueError(f"{tiles}: cols must be N or a multiple of 128 that divides it, of {N} one of {widths(N)}")
+    if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
+        raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
+    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+        raise ValueError(
+            f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_LIMIT_BYTES:,}: "
+            "take fewer rows or cols, or cut K into parts and add their results"
+        )
+
+
+def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
+    for name, width, size in (("k", tiles.k, K), ("n", tiles.n, N)):
+        if width not in widths(size):
+            raise ValueError(f"{tiles}: {name} must be {size} or a multiple of 128 that divides it: {widths(size)}")
+    if tiles.rows % MXU or tiles.rows <= 0:
+        raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
+    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+        raise ValueError(
+            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_LIMIT_BYTES:,}: take less of any"
+        )
+
+
+# -- which tile belongs to which group
+
+
+class Plan(NamedTuple):
+    """Of the tiles, one after the other, and of the groups that have rows and are wanted. A block: rows of a register.
+
+    All int32 [tiles at most] or [groups], in SMEM, where the scalar unit reads them.
+    """
+
+    totals: jax.Array  # tiles, groups, first row, end of the last row
+    tile_group: jax.Array  # which of the groups, in the order of those that have rows
+    tile_block: jax.Array  # where it starts: the first tile of a group with the block that holds the group's first row
+    tile_blocks: jax.Array  # its blocks that hold rows of the group
+    tile_write: jax.Array  # of these, the ones to write: not the last one, if the next group has rows in it
+    tile_height: jax.Array  # the height in which it is computed, an index in `heights`
+    group_expert: jax.Array
+    group_start: jax.Array  # row
+    group_end: jax.Array
+
+
+def most_tiles(num_rows: int, num_groups: int, unit: int, rows: int) -> int:
+    """Of any group sizes: each group has one tile that may be small, and shares a block at either end."""
+    return (num_rows + 2 * unit * num_groups) // rows + num_groups
+
+
+def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step: int, tiles) -> Plan:
+    """Cuts each group into the fewest tiles, of equal height but for the last one, which has what is left.
+
+    Args:
+      group_sizes: [E]. Groups [offset, offset + num_groups) are wanted.
+      unit: rows of a block.
+      step: heights of tiles are multiples of it, but for the last one of a group.
+    """
+    per_tile, per_step = tiles.rows // unit, step // unit
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
+    wanted = partial(lax.dynamic_slice, start_indices=(offset,), slice_sizes=(num_groups,))
+    ends, starts = wanted(ends), wanted(jnp.concatenate([jnp.zeros_like(ends, shape=1), ends[:-1]]))
+    some = ends > starts
+    expert = jnp.argsort(~some, stable=True)  # those without rows last
+    ordinal = jnp.cumsum(some, dtype=jnp.int32) - 1
+    groups = ordinal[-1] + 1
+
+    first = starts // unit
+    blocks = jnp.where(some, pl.cdiv(ends, unit) - first, 0)
+    count = pl.cdiv(blocks, per_tile)  # tiles of each
+    height = pl.cdiv(pl.cdiv(blocks, jnp.maximum(count, 1)), per_step) * per_step
+    before = jnp.cumsum(count) - count
+
+    t = jnp.arange(most_tiles(num_rows, num_groups, unit, tiles.rows), dtype=jnp.int32)
+    g = jnp.minimum(jnp.searchsorted(before + count, t, side="right"), num_groups - 1)
+    nth = t - before[g]
+    block = first[g] + nth * height[g]
+    size = jnp.minimum(height[g], first[g] + blocks[g] - block)
+    is_shared = (nth == count[g] - 1) & (ends[g] % unit > 0) & (ordinal[g] < groups - 1)
+    bucket = jnp.searchsorted(jnp.asarray(heights(tiles)), size * unit)
+
+    begin = jnp.min(jnp.where(some, starts, num_rows))
+    end = jnp.max(jnp.where(some, ends, 0))
+    totals = jnp.stack([jnp.sum(count), groups, jnp.minimum(begin, end), end])
+    found = Plan(totals, ordinal[g], block, size, size - is_shared, bucket, expert, starts[expert], ends[expert])
+    return Plan(*(each.astype(jnp.int32) for each in found))
+
+
+def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
+    """{region: executions} in a call of the kernel for these group sizes: what `bundles.py` wants to know."""
+    unit = register_rows(dtype, out_dtype or dtype)
+    step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
+    shape = (0, len(group_sizes), num_rows, unit, step, tiles)
+    plan = jax.jit(lambda sizes: plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
+    num_tiles, num_groups = int(plan.totals[0]), int(plan.totals[1])
+    group, bucket = (np.asarray(x)[:num_tiles] for x in (plan.tile_group, plan.tile_height))
+    is_last = np.diff(group, append=num_groups) > 0
+    names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
+    if isinstance(tiles, TgmmTiles):
+        names["add"] = int(np.sum(~is_last))
+        for k, height in enumerate(heights(tiles)):
+            names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
+    else:
+        names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(heights(tiles))}
+    return {name: passes * count for name, count in names.items()}
+
+
+def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
+    """Of the regions of a compiled kernel (of bundles.py) that depend on the group sizes, for its `cycles`.
+
+    Of a named region as counted; of a branch that leads to such, the sum of theirs; of any other one in the loop over
+    tiles, the number of tiles.
+    """
+    passes = K // tiles.k * (N // tiles.n) if isinstance(tiles, TgmmTiles) else N // tiles.cols
+    counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
+    loop = kernel.region("tile")
+
+    def inside(region):
+        return [each for child in region.children for each in (child, *inside(child))]
+
+    def of(region):
+        if known := [counts[name] for name in region.names if name in counts]:
+            return known[0]
+        named = [name for each in inside(region) for name in each.names if name in counts]
+        if "tile" in named:
+            return 1
+        if named:
+            return sum(counts[name] for name in named)
+        return counts["tile"] if loop.first <= region.first <= loop.last else 0
+
+    return [of(region) for region in kernel.unknown()]
+
+
+def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> int:
+    """Between HBM and VMEM, in a call of the kernel for these group sizes."""
+    out_dtype = out_dtype or dtype
+    of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
+    sizes = np.asarray(group_sizes)
+    unit = register_rows(dtype, out_dtype)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
+    if isinstance(tiles, TgmmTiles):
+        return rows * (K * (N // tiles.n) + N * (K // tiles.k)) * of_in + len(sizes) * K * N * of_out
+    experts = int(np.sum(sizes > 0))
+    return (rows * K * (N // tiles.cols) + experts * K * N) * of_in + num_rows * N * of_out
+
+
+# -- in the kernels, where lhs and the like are places in HBM, and buf those in VMEM
+
+
+def _start(copies):
+    for copy in copies:
+        copy.start()
+
+
+def _wait(copies):
+    for copy in copies:
+        copy.wait()
+
+
+def _rows(block, blocks, unit):
+    return pl.ds(pl.multiple_of(block * unit, unit), pl.multiple_of(blocks * unit, unit))
+
+
+def _block(block, unit):
+    return pl.ds(pl.multiple_of(block * unit, unit), unit)
+
+
+def _part(i, width, size):
+    return slice(None) if width == size else pl.ds(pl.multiple_of(i * width, 128), width)
+
+
+def _neighbours(plan, t):
+    """(it is the first tile of its group, the last one of it, the last one of all)."""
+    g, wraps = plan.tile_group[t], t + 1 == plan.totals[0]
+    is_first = (t == 0) | (plan.tile_group[jnp.maximum(t - 1, 0)] != g)
+    return is_first, wraps | (plan.tile_group[jnp.where(wraps, 0, t + 1)] != g), wraps
+
+
+def _matmul(x, y, contract):
+    # A core multiplies float32 in passes of bfloat16: all that it takes for float32, not one.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _gmm_kernel(
+    plan, lhs, rhs, lhs_scale, rhs_scale, out, buf, arrived, written, filled, *, tiles, transpose_rhs, unit
+):
+    """Tile by tile in the first cols columns of out, then in the next ones."""
+    num_tiles, num_groups = plan.totals[0], plan.totals[1]
+    passes = out.shape[1] // tiles.cols
+    total = num_tiles * passes
+
+    def fetch_tile(t, slot):
+        there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
+        yield pltpu.make_async_copy(lhs.at[there], buf["lhs"].at[slot, here], arrived.at[0, slot])
+        if lhs_scale is not None:
+            yield pltpu.make_async_copy(lhs_scale.at[there], buf["lhs_scale"].at[slot, here], arrived.at[0, slot])
+
+    def fetch_expert(g, n, slot):
+        expert, cols = plan.group_expert[g], _part(n, tiles.cols, out.shape[1])
+        weights = rhs.at[expert, cols] if transpose_rhs else rhs.at[expert, :, cols]
+        yield pltpu.make_async_copy(weights, buf["rhs"].at[slot], arrived.at[1, slot])
+        if rhs_scale is not None:
+            yield pltpu.make_async_copy(rhs_scale.at[expert, :, cols], buf["rhs_scale"].at[slot], arrived.at[1, slot])
+
+    def write(t, n, slot):
+        there, here = _rows(plan.tile_block[t], plan.tile_write[t], unit), _rows(0, plan.tile_write[t], unit)
+        cols = _part(n, tiles.cols, out.shape[1])
+        return pltpu.make_async_copy(buf["out"].at[slot, here], out.at[there, cols], written.at[slot])
+
+    def wait_for_write(t, slot):
+        pl.when(plan.tile_write[t] > 0)(lambda: write(t, 0, slot).wait())  # of as many bytes in all columns
+
+    def zero_blocks(act):
+        """Blocks of rows that no group here has."""
+        for begin, end in ((0, plan.totals[2] // unit), (pl.cdiv(plan.totals[3], unit), out.shape[0] // unit)):
+            copy = lambda b, _: act(pltpu.make_async_copy(buf["zeros"], out.at[_block(b, unit)], filled))
+            lax.fori_loop(begin, end, copy, None)
+
+    @jax.named_scope("tile")
+    def one_tile(i, state):
+        t, n, last_t, last_but_one_t = state
+        slot, g = i & 1, plan.tile_group[t]
+        is_first, is_last, wraps = _neighbours(plan, t)
+        next_t, next_n = jnp.where(wraps, 0, t + 1), n + wraps.astype(jnp.int32)
+        pl.when(i + 1 < total)(lambda: _start(fetch_tile(next_t, 1 - slot)))
+        nth = n * num_groups + g  # of the experts, in the order in which they are needed
+
+        @pl.when(is_first)
+        @jax.named_scope("first of group")
+        def _():
+            _wait(fetch_expert(g, n, nth & 1))
+            was_last = g + 1 == num_groups
+            following = (jnp.where(was_last, 0, g + 1), n + was_last.astype(jnp.int32), 1 - (nth & 1))
+            pl.when(nth + 1 < num_groups * passes)(lambda: _start(fetch_expert(*following)))
+
+        _wait(fetch_tile(t, slot))
+        pl.when(i > 1)(lambda: wait_for_write(last_but_one_t, slot))
+        _gmm_tile(plan, t, slot, nth & 1, buf, tiles, transpose_rhs)
+        pl.when(is_first)(lambda: _take_shared(plan, t, slot, buf, unit))
+        pl.when(is_last)(lambda: _leave_shared(plan, t, slot, buf, unit))
+        pl.when(plan.tile_write[t] > 0)(lambda: write(t, n, slot).start())
+        return next_t, next_n, t, last_t
+
+    @pl.when(total > 0)
+    def _():
+        _start(fetch_tile(0, 0))
+        _start(fetch_expert(0, 0, 0))
+
+    buf["zeros"][...] = jnp.zeros_like(buf["zeros"])
+    buf["shared"][...] = jnp.zeros_like(buf["shared"])
+    zero_blocks(lambda copy: copy.start())
+    _, _, last_t, last_but_one_t = lax.fori_loop(0, total, one_tile, (0, 0, 0, 0))
+    pl.when(total > 1)(lambda: wait_for_write(last_but_one_t, total & 1))
+    pl.when(total > 0)(lambda: wait_for_write(last_t, (total - 1) & 1))
+    zero_blocks(lambda copy: copy.wait())
+
+
+def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs):
+    def of_height(height):
+        product = _matmul(buf["lhs"][slot, :height], buf["rhs"][expert_slot], ((1,), (1 if transpose_rhs else 0,)))
+        if buf["rhs_scale"] is not None:
+            product = product * buf["rhs_scale"][expert_slot]
+        if buf["lhs_scale"] is not None:
+            product = product * buf["lhs_scale"][slot, :height]
+        buf["out"][slot, :height] = product.astype(buf["out"].dtype)
+
+    bodies = [jax.named_scope(f"{height} rows")(partial(of_height, height)) for height in heights(tiles)]
+    _one_of(bodies, plan.tile_height[t])
+
+
+def _one_of(bodies, which):
+    """Calls bodies[which]: by halves, as a branch costs about 10 cycles, and `lax.switch` tries one after the other."""
+    if len(bodies) == 1:
+        return bodies[0]()
+    half = len(bodies) // 2
+    lax.cond(which < half, lambda: _one_of(bodies[:half], which), lambda: _one_of(bodies[half:], which - half))
+
+
+def _take_shared(plan, t, slot, buf, unit):
+    """The first block of a group gets those rows that belong to groups before."""
+    row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 0) + plan.tile_block[t] * unit
+    is_own = row >= plan.group_start[plan.tile_group[t]]
+    buf["out"][slot, :unit] = jnp.where(is_own, buf["out"][slot, :unit], buf["shared"][...])
+
+
+def _leave_shared(plan, t, slot, buf, unit):
+    """The last block of a group is kept for the next one, with zeros where the group has no rows."""
+    last = plan.tile_blocks[t] - 1
+    here = _block(last, unit)
+    row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 0) + (plan.tile_block[t] + last) * unit
+    kept = jnp.where(row < plan.group_end[plan.tile_group[t]], buf["out"][slot, here], jnp.zeros_like(buf["shared"]))
+    buf["out"][slot, here] = kept
+    is_last_of_all = t + 1 == plan.totals[0]
+    buf["shared"][...] = jnp.where(is_last_of_all, jnp.zeros_like(kept), kept)
+
+
+def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, tiles, unit):
+    """Tile by tile in the first [k, n] of all groups, then in the next ones."""
+    num_tiles, num_groups = plan.totals[0], plan.totals[1]
+    (K, N), num_experts = out.shape[1:], out.shape[0]
+    passes = (K // tiles.k) * (N // tiles.n)
+    total, last_out = num_tiles * passes, tiles.outs - 1
+    place = lambda c: (_part(c // (N // tiles.n), tiles.k, K), _part(c % (N // tiles.n), tiles.n, N))
+
+    def fetch_tile(t, c, slot):
+        there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
+        k, n = place(c)
+        yield pltpu.make_async_copy(lhs.at[there, k], buf["lhs"].at[slot, here], arrived.at[slot])
+        yield pltpu.make_async_copy(dout.at[there, n], buf["dout"].at[slot, here], arrived.at[slot])
+        if scale is not None:
+            expert = plan.group_expert[plan.tile_group[t]]
+            yield pltpu.make_async_copy(scale.at[expert, :, n], buf["scale"].at[slot], arrived.at[slot])
+
+    def write(g, c, slot):
+        there = out.at[(plan.group_expert[g], *place(c))]
+        return pltpu.make_async_copy(buf["out"].at[slot], there, written.at[slot])
+
+    def zero_experts(act):
+        height = buf["zeros"].shape[0]
+
+        def of_expert(i, _):
+            at = lambda b: out.at[plan.group_expert[i], pl.ds(pl.multiple_of(b * height, height), height)]
+            copy = lambda b, _: act(pltpu.make_async_copy(buf["zeros"], at(b), filled))
+            lax.fori_loop(0, K // height, copy, None)
+
+        lax.fori_loop(num_groups, num_experts, of_expert, None)
+
+    @jax.named_scope("tile")
+    def one_tile(i, state):
+        t, c = state
+        slot, g = i & 1, plan.tile_group[t]
+        is_first, is_last, wraps = _neighbours(plan, t)
+        next_t, next_c = jnp.where(wraps, 0, t + 1), c + wraps.astype(jnp.int32)
+        pl.when(i + 1 < total)(lambda: _start(fetch_tile(next_t, next_c, 1 - slot)))
+        nth = c * num_groups + g  # of what is written
+        _wait(fetch_tile(t, c, slot))
+        pl.when(is_first)(lambda: _clear_foreign(plan, t, 0, slot, buf, unit))
+
+        @pl.when(is_last)
+        @jax.named_scope("last of group")
+        def _():
+            _clear_foreign(plan, t, plan.tile_blocks[t] - 1, slot, buf, unit)
+            _clear_rest(plan, t, slot, buf, unit)
+            pl.when(nth >= tiles.outs)(lambda: write(g, c, nth & last_out).wait())  # as many bytes, whatever it wrote
+
+        _tgmm_tile(plan, t, slot, nth & last_out, is_first, is_last, buf, tiles)
+        pl.when(is_last)(lambda: write(g, c, nth & last_out).start())
+        return next_t, next_c
+
+    pl.when(total > 0)(lambda: _start(fetch_tile(0, 0, 0)))
+    buf["zeros"][...] = jnp.zeros_like(buf["zeros"])
+    zero_experts(lambda copy: copy.start())
+    lax.fori_loop(0, total, one_tile, (0, 0))
+    writes = num_groups * passes
+    for out_slot in range(tiles.outs):
+        pl.when(writes > out_slot)(partial(lambda slot: write(0, 0, slot).wait(), out_slot))
+    zero_experts(lambda copy: copy.wait())
+
+
+def _tgmm_tile(plan, t, slot, out_slot, is_first, is_last, buf, tiles):
+    """Adds up in float32. The last tile of a group, which may be its only one, rounds the sum on the way."""
+
+    def of_height(height, last):
+        for k in range(0, tiles.k, MXU):  # all at once, the compiler would keep more than there are registers for
+            here = slice(k, min(k + MXU, tiles.k))
+            part = _matmul(buf["lhs"][slot, :height, here], buf["dout"][slot, :height], ((0,), (0,)))
+            total = jnp.where(is_first, 0, buf["sum"][here]) + part  # what a first tile would read is of another group
+            if not last:
+                buf["sum"][here] = total
+                continue
+            if buf["scale"] is not None:
+                total = total * buf["scale"][slot]
+            buf["out"][out_slot, here] = total.astype(buf["out"].dtype)
+
+    body = lambda name, *which: jax.named_scope(name)(partial(of_height, *which))
+    finish = [body(f"finish {height}", height, True) for height in heights(tiles)]
+    _one_of([body("add", tiles.rows, False), *finish], jnp.where(is_last, 1 + plan.tile_height[t], 0))
+
+
+def _clear_foreign(plan, t, block, slot, buf, unit):
+    """Zeros for the rows of other groups in a block: in both operands, as 0 * NaN is NaN."""
+    here, g = _block(block, unit), plan.tile_group[t]
+    for name in ("lhs", "dout"):
+        values = buf[name][slot, here]
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (plan.tile_block[t] + block) * unit
+        is_own = (row >= plan.group_start[g]) & (row < plan.group_end[g])
+        buf[name][slot, here] = jnp.where(is_own, values, jnp.zeros_like(values))
+
+
+def _clear_rest(plan, t, slot, buf, unit):
+    """Zeros for what the last tile has below its rows, up to the height in which it is computed."""
+
+    def clear(block, _):
+        for name in ("lhs", "dout"):
+            zeros = jnp.zeros((unit, buf[name].shape[2]), buf[name].dtype)
+            buf[name][slot, _block(block, unit)] = zeros
+
+    lax.fori_loop(plan.tile_blocks[t], (plan.tile_height[t] + 1) * (MXU // unit), clear, None)
+
+
+# -- calling them
+
+
+def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, transpose_rhs, out_dtype, tiles, interpret):
+    M, K = lhs.shape
+    E, N = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=lhs_scale is not None, rhs_scale=rhs_scale is not None)
+    key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(lhs.dtype), transpose_rhs=transpose_rhs)
+    tiles = tiles or _found(key, Tiles, check_tiles, K, N, lhs.dtype, out_dtype, **kinds)
+    tiles = tiles or default_tiles(M, K, N, E, lhs.dtype, out_dtype, **kinds)
+    check_tiles(tiles, K, N, lhs.dtype, out_dtype, **kinds)
+    unit = register_rows(lhs.dtype, out_dtype)
+    whole = lambda x: x if x is None or M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
+    lhs, lhs_scale = whole(lhs), whole(lhs_scale)
+    plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
+    buffers = _gmm_buffers(tiles, K, N, lhs.dtype, out_dtype, rhs.dtype, **kinds)
+    kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, unit=unit)
+    operands = (plan, lhs, rhs, lhs_scale, rhs_scale)
+    shape, described = (lhs.shape[0], N), tuned.metadata(key, tiles, calls=1)
+    return _call("gmm", kernel, operands, shape, out_dtype, buffers, (2, 2), interpret, described)[:M]
+
+
+def _found(key, make, check, *shape, **kinds):
+    """What was tuned, if it fits: the key says nothing of scales and of the result's type."""
+    if tiles := tuned.best(key, make):
+        try:
+            check(tiles, *shape, **kinds)
+        except ValueError:
+            return None
+    return tiles
+
+
+def _tgmm_call(lhs, dout, group_sizes, group_offset, scale, *, num_groups, out_dtype, tiles, interpret):
+    (M, K), N = lhs.shape, dout.shape[1]
+    kinds = dict(scale=scale is not None)
+    key = tuned.key_of("tgmm", M=M, K=K, N=N, E=num_groups, dtype=str(lhs.dtype))
+    tiles = tiles or _found(key, TgmmTiles, check_tgmm_tiles, K, N, lhs.dtype, out_dtype, **kinds)
+    tiles = tiles or default_tgmm_tiles(M, K, N, num_groups, lhs.dtype, out_dtype, **kinds)
+    check_tgmm_tiles(tiles, K, N, lhs.dtype, out_dtype, **kinds)
+    unit = register_rows(lhs.dtype)
+    lhs, dout = (x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0))) for x in (lhs, dout))
+    plan = plan_of(group_sizes, group_offset, num_groups, M, unit, tiles.rows, tiles)
+    buffers = _tgmm_buffers(tiles, K, N, lhs.dtype, out_dtype, dout.dtype, **kinds)
+    kernel = partial(_tgmm_kernel, tiles=tiles, unit=unit)
+    shape, described = (num_groups, K, N), tuned.metadata(key, tiles, calls=1)
+    return _call("tgmm", kernel, (plan, lhs, dout, scale), shape, out_dtype, buffers, (2,), interpret, described)
+
+
+def _call(name, kernel, operands, shape, dtype, buffers, arrivals, interpret, metadata):
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    varying = jax.typeof(operands[1]).mat
+    dma = pltpu.SemaphoreType.DMA
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[None if x is None else anywhere for x in operands[1:]],
+            out_specs=anywhere,
+            scratch_shapes=[
+                {name: buffer and pltpu.VMEM(*buffer) for name, buffer in buffers.items()},
+                *[dma(arrivals), dma((2,)), dma(())],
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=interpret,
+        name=name,
+        metadata=metadata,
+    )(*operands)
+
+
+# -- for bundles.py
+
+
+def build_gmm(
+    M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype="bfloat16", transpose_rhs=False, scaled=False, **tiles
+):
+    """(function, shapes of its arguments); tiles: rows, cols, step."""
+    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled)
+    default = default_tiles(M, K, N, groups, dtype, out_dtype, **kinds)
+    options = dict(transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=default._replace(**tiles))
+    shape = jax.ShapeDtypeStruct
+    rhs = shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
+    arguments = [shape((M, K), dtype), rhs, shape((groups,), jnp.int32)]
+    if not scaled:
+        return partial(gmm, **options), arguments
+    with_scales = lambda x, w, sizes, of_x, of_w: gmm(x, w, sizes, lhs_scale=of_x, rhs_scale=of_w, **options)
+    return with_scales, [*arguments, shape((M,), jnp.float32), shape((groups, N), jnp.float32)]
+
+
+def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype="bfloat16", **tiles):
+    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype)
+    shape = jax.ShapeDtypeStruct
+    arguments = [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32)]
+    return partial(tgmm, out_dtype=out_dtype, tiles=default._replace(**tiles)), arguments
+
+
+def main():
+    """Both kernels on simulated cores, against numpy in float64, and what the boundaries cost."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([100, 0, 1, 300, 47, 220])
+    M, K, N = 700, 256, 384
+    lhs, rhs, dout = (rng.standard_normal(shape) for shape in ((M, K), (len(sizes), K, N), (M, N)))
+    ends = np.cumsum(sizes)
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    out, drhs = np.zeros((M, N)), np.zeros((len(sizes), K, N))
+    for e, of_e in enumerate(rows):
+        out[of_e], drhs[e] = lhs[of_e] @ rhs[e], lhs[of_e].T @ dout[of_e]
+
+    def error(f, *arrays, expected, tiles):
+        simulated = pltpu.InterpretParams(detect_races=True)
+        arrays = [jnp.asarray(a, jnp.float32) for a in arrays]
+        return abs(np.asarray(f(*arrays, jnp.asarray(sizes), tiles=tiles, interpret=simulated)) - expected).max()
+
+    tiles = Tiles(128, 128, 32)
+    counts = tile_counts(sizes, M, tiles, "float32")
+    used = {name: count for name, count in counts.items() if count and name.endswith("rows")}
+    print(f"groups      {' '.join(map(str, sizes))} of {M} rows")
+    print(f"tiles       {', '.join(f'{count} of {name}' for name, count in used.items())}")
+    print(f"gmm         largest error {error(gmm, lhs, rhs, expected=out, tiles=tiles):.1e}")
+    print(f"tgmm        largest error {error(tgmm, lhs, dout, expected=drhs, tiles=TgmmTiles(256, 128, 128)):.1e}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

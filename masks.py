@@ -1,0 +1,174 @@
+"""Masks: which keys a query sees, element by element and block by block.
+
+A query at position q sees a key at position k of the same sequence if *all* of these hold:
+
+    causal     k <= q, or k lies in the prefix (k < prefix): a prefix is read in both directions (Raffel et al. 2019,
+               arXiv:1910.10683, section 3.2.1)
+    window     |q - k| < window: with `causal`, the query itself and the window-1 keys before it (Beltagy et al. 2020,
+               arXiv:2004.05150)
+    segments   both belong to one document, of those packed into the sequence
+
+`visible` says it for positions, and is all that a reference needs. A kernel works on blocks of queries and keys, and
+must not compute what nobody sees: `block_ranges` says, of every block of queries, which blocks of keys it has to visit,
+and which of those need no mask because every query sees every key:
+
+    keys        0         first     full_first        full_end      end        S
+                |  unseen   |  masked   |      full       |   masked  |  unseen |
+
+or, the other way round, which blocks of queries see a block of keys. Each mask alone gives such an interval, and so do
+documents in the order of their ids. For ids in any other order the interval is wider than needed: slower, and right.
+
+**Cost.** A causal mask over n blocks each way leaves n(n+1)/2 of n^2, of which n are masked. A window of w keys leaves
+about (w + block)/block blocks a row, packed documents of d keys about d/block.
+"""
+
+import jax
+import jax.numpy as jnp
+
+UNSEEN = -1e30  # the score of a key that is not seen, the log-sum-exp of a query that sees none: finite, so no NaN
+
+
+def visible(
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    *,
+    causal: bool,
+    window: int = 0,
+    prefix: jax.Array | int | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Whether a query sees a key: bool, of the shape that positions, prefix and segments broadcast to.
+
+    Args:
+      q_positions, k_positions: in the sequence of the keys, from 0; of shapes that broadcast: [T, 1] and [1, S].
+      causal: only keys up to the query's own position, and those of the prefix.
+      window: only keys less than this far away; 0 is no window.
+      prefix: number of leading keys that `causal` does not hide from anyone.
+      segments: document ids of queries and of keys, of shapes that broadcast as the positions do.
+    """
+    distance = q_positions - k_positions
+    seen = distance == distance
+    if causal:
+        seen = distance >= 0 if prefix is None else (distance >= 0) | (k_positions < prefix)
+    if window:
+        seen = seen & (distance < window) & (distance > -window)
+    if segments is not None:
+        seen = seen & (segments[0] == segments[1])
+    return seen
+
+
+def block_ranges(
+    lengths: tuple[int, int],
+    blocks: tuple[int, int],
+    *,
+    causal: bool,
+    window: int = 0,
+    prefix: jax.Array | int | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    q_offset: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """The blocks that a kernel has to visit: (of keys, for each block of queries; of queries, for each block of keys).
+
+    Args:
+      lengths: (T, S), numbers of queries and of keys.
+      blocks: (queries, keys) in a block; the last ones may be cut short, and are then never full.
+      causal, window: as for `visible`.
+      prefix: as for `visible`, one number or an array_B.
+      segments: (ids_BT, ids_BS).
+      q_offset: position of the first query among the keys.
+
+    Returns:
+      Two arrays of int32, [b, number of blocks of queries, 4] and [b, number of blocks of keys, 4], with b = 1 where
+      the mask is the same for the whole batch. The 4 are first, full_first, full_end, end, in blocks, with first <=
+      full_first <= full_end <= end. Blocks in [full_first, full_end) need no mask; a block that sees nothing, or that
+      nobody sees, has first = end.
+    """
+    q_first, q_last, q_whole = _edges(lengths[0], blocks[0])
+    k_first, k_last, k_whole = _edges(lengths[1], blocks[1])
+    q_first, q_last, q_whole = [a[None, :, None] for a in (q_first + q_offset, q_last + q_offset, q_whole)]
+    k_first, k_last, k_whole = [a[None, None, :] for a in (k_first, k_last, k_whole)]
+
+    any_seen = (q_last >= q_first) & (k_last >= k_first)  # of a pair of blocks, [b, blocks of queries, blocks of keys]
+    all_seen = q_whole & k_whole
+    if causal:
+        in_prefix = (lambda k: False) if prefix is None else (lambda k: k < jnp.reshape(prefix, (-1, 1, 1)))
+        any_seen &= (k_first <= q_last) | in_prefix(k_first)
+        all_seen &= (k_last <= q_first) | in_prefix(k_last)
+    if window:
+        any_seen &= (q_first - k_last < window) & (k_first - q_last < window)
+        all_seen &= (q_last - k_first < window) & (k_last - q_first < window)
+    if segments is not None:
+        (q_low, q_high), (k_low, k_high) = [_extremes(ids, block) for ids, block in zip(segments, blocks, strict=True)]
+        q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None, :], k_high[:, None, :]
+        any_seen &= (q_low <= k_high) & (k_low <= q_high)
+        all_seen &= (q_low == k_high) & (k_low == q_high)
+    any_seen, all_seen = jnp.broadcast_arrays(any_seen, any_seen & all_seen)
+    return _ranges(any_seen, all_seen), _ranges(any_seen.swapaxes(1, 2), all_seen.swapaxes(1, 2))
+
+
+def _edges(length, block):
+    first = jnp.arange(0, length, block)
+    return first, jnp.minimum(first + block, length) - 1, first + block <= length
+
+
+def _extremes(ids_BT, block):
+    """Lowest and highest id of each block, [B, number of blocks] both."""
+    padding = ((0, 0), (0, -ids_BT.shape[1] % block))
+    blocks = jnp.pad(ids_BT, padding, mode="edge").reshape(ids_BT.shape[0], -1, block)
+    return blocks.min(-1), blocks.max(-1)
+
+
+def _ranges(seen, full):
+    """[..., n] twice -> [..., 4]: the hull of what is seen, and the first run of what is full."""
+    n = seen.shape[-1]
+    first, end = _first(seen), n - _first(seen[..., ::-1])
+    full_first = _first(full)
+    full_end = _first(~full & (jnp.arange(n) >= full_first[..., None]))
+    nothing, no_full = ~seen.any(-1), ~full.any(-1)
+    first, end = jnp.where(nothing, 0, first), jnp.where(nothing, 0, end)
+    full_first, full_end = jnp.where(no_full, first, full_first), jnp.where(no_full, first, full_end)
+    return jnp.stack([first, full_first, full_end, end], -1).astype(jnp.int32)
+
+
+def _first(flags):
+    """Index of the first that is true, n if none is."""
+    return jnp.where(flags.any(-1), jnp.argmax(flags, -1), flags.shape[-1])
+
+
+def picture(seen: jax.Array, blocks: tuple[int, int]) -> str:
+    """A mask [T, S] of bools as text: a character a block, full '#', masked '+', unseen '.'."""
+    rows = []
+    for q in range(0, seen.shape[0], blocks[0]):
+        tiles = [seen[q : q + blocks[0], k : k + blocks[1]] for k in range(0, seen.shape[1], blocks[1])]
+        rows.append("".join("#" if tile.all() else "+" if tile.any() else "." for tile in tiles))
+    return "\n".join(rows)
+
+
+def main(length: int = 32, block: int = 4):
+    """Four masks over one sequence, as blocks."""
+    ids = (jnp.arange(length) // (length // 3))[None]
+    masks = {
+        "causal": dict(causal=True),
+        "prefix": dict(causal=True, prefix=length // 3),
+        "window": dict(causal=True, window=length // 4),
+        "documents": dict(causal=True, segments=(ids, ids)),
+    }
+    pictures = []
+    for mask in masks.values():
+        elementwise = dict(mask)
+        if ids_of := elementwise.pop("segments", None):
+            elementwise["segments"] = (ids_of[0][0][:, None], ids_of[1][0][None])
+        seen = visible(jnp.arange(length)[:, None], jnp.arange(length)[None], **elementwise)
+        pictures.append(picture(seen, (block, block)).splitlines())
+    print("  ".join(f"{name:{length // block + 2}}" for name in masks))
+    for rows in zip(*pictures, strict=True):
+        print("  ".join(f"{row:{length // block + 2}}" for row in rows))
+    print("\n# every query sees every key   + masked   . not visited")
+    for name, mask in masks.items():
+        of_keys, _ = block_ranges((length, length), (block, block), **mask)
+        visited, full = (of_keys[0, :, 3] - of_keys[0, :, 0]).sum(), (of_keys[0, :, 2] - of_keys[0, :, 1]).sum()
+        print(f"{name:10} {visited:3} of {(length // block) ** 2} blocks visited, {full} of them without a mask")
+
+
+if __name__ == "__main__":
+    main()

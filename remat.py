@@ -1,0 +1,253 @@
+"""Rematerialisation: what the backward pass finds saved, what it computes again, and what waits in the host's memory.
+
+    python remat.py --preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --seq_len=8192            every policy, predicted
+    python remat.py --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=auto
+
+The backward pass of a matmul y = x w needs x again, so what the forward pass made has to be there, in all layers, when
+the backward pass begins; or else it is computed once more, from something earlier that is there. Chen et al. 2016
+(arXiv:1604.06174, section 4) save the inputs of segments and recompute a segment when its turn comes: the memory of one
+segment, and the inputs of all. A decoder's layers are such segments: with D numbers a token saved of each, the memory
+is that of L inputs and one whole layer; the price is another forward pass, a third of the training FLOPs at most.
+
+**Selective** (Korthikanti et al. 2022, arXiv:2205.05198, section 5): activations differ in what a byte of them costs.
+Attention's scores are the most bytes for the fewest FLOPs, and a fused kernel recomputes them anyway, from the
+log-sum-exp that it keeps. Of the rest, a policy is a set of names. `named` tags a tensor of the layer, `policy` tells
+`jax.checkpoint` which of the names to keep. The tables are in transformer.py: `activations` has the elements a token of
+each name, `POLICIES` the sets. For D = NH, elements a token and layer, with MaxText's names:
+
+    full                                D                     multiplied again: all, but what ends a layer
+    save_qkv_proj                       D + (N+2K)H           ... but q, k, v
+    save_dot_except_mlp                 2D + (N+2K)H          ... and o
+    save_dot_with_context_except_mlp    2D + (2N+2K)H + N     ... and attention itself
+    minimal_with_context                the same + 2F         nothing
+
+A name is an offer: what the backward pass does not read is not kept, though the policy name it (the outputs that end a
+sub-layer: their sum with the stream is read, not they). What is elementwise (norms, rotations, SwiGLU) has names too,
+and no policy but custom saves it: fused with what reads it, it is repeated almost for nothing. `none` is plain
+differentiation, which keeps that as well: twice the bytes of all names, and no time is won (workload.PLAIN).
+
+**The choice, a byte at a time.** A matmul that contracts D makes its result at D FLOPs a byte in bfloat16 (2*D FLOPs,
+2 bytes). With C FLOP/s reached of a device, W_hbm bytes/s of its memory and W_host of the link to its host:
+
+    recompute           D / C
+    keep in HBM         2 / W_hbm       written once, read once; faster from D = 2 * C / W_hbm on
+    keep on the host    2 / W_host      out and back; faster from D = 2 * C / W_host on, unless it hides
+
+On a TPU7x device (C = 957e12, W_hbm = 3.2e12, of what programs reach; W_host = 16e9, assumed: the figure of other
+chips) that is D = 600 and D = 120,000. So what a matmul gives is kept in HBM where it fits, and is never worth a
+transfer that anything waits for.
+
+**Offload** moves a tensor out during the forward pass and back during the backward pass, while other layers compute. It
+hides, each way, if the layer computes for as long. A layer of P matmul parameters, n elements a token offloaded, in
+bfloat16, without attention's help:
+
+    2*n / W_host  <  2*P / C        <=>    P / n  >  C / W_host = 60,000
+
+The layer's input passes in Llama 3.1 70B (P/n = 855.6e6 / 8192 = 104,000) and in 8B only just with the help of
+attention (53,200 without); query, key and value of 70B pass as well (83,600). What `minimal_offloaded` moves, MLP and
+all, never does (11,300): the step waits for the link.
+
+**Whether it fits** and what it takes is step.py's prediction; `best` looks at every policy, and takes the shortest step
+of those whose memory is within planner.py's room. Nothing in the program falls back on another policy: a step that does
+not fit is refused (aot.py), and a backend without host memory is, too (`check_host_memory`).
+
+**Left out.** Segments of several layers: fewer inputs to save, but a larger segment to hold, and the inputs are the
+small part. Policies that differ between layers. Offload of weights and optimizer state.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+import config as config_lib
+import transformer
+from config import REMAT_POLICIES, Config, check_known
+from hardware import Chip, by, parse_topology, si
+from planner import ROOM
+from step import GiB, Prediction, add_run_flags, plot, predict
+from transformer import offloaded_names, saved_names
+from workload import TODAY, Efficiency, run_of
+
+# jax is imported where it is used: the predictions answer without it.
+
+HOST_MEMORY = "pinned_host"
+
+
+# -- what runs
+
+
+def named(x, name: str):
+    """`x`, tagged with one of config.ACTIVATIONS for the policy to see."""
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(x, name)
+
+
+def policy(config: Config):
+    """For `jax.checkpoint`: which of the named activations of a layer are kept, and where."""
+    import jax
+
+    offloaded = offloaded_names(config)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(saved_names(config) - offloaded),
+        names_which_can_be_offloaded=sorted(offloaded),
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )
+
+
+def check_host_memory(config: Config, mesh) -> None:
+    """Raises ValueError where `config.remat` offloads and a device of the mesh cannot address its host's memory."""
+    if not offloaded_names(config):
+        return
+    for device in mesh.local_devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST_MEMORY not in kinds:
+            raise ValueError(
+                f"remat={config.remat} offloads {', '.join(sorted(offloaded_names(config)))} to {HOST_MEMORY}, and "
+                f"{device.device_kind} has the memories {', '.join(kinds)} only; a policy without offload: --remat=full"
+            )
+
+
+# -- what is predicted
+
+
+def candidates(config: Config) -> list[Config]:
+    """`config` with each policy; `custom` among them if it is its own."""
+    own = [config] if config.remat == "custom" else []
+    names = [name for name in REMAT_POLICIES if name != "custom"]
+    return [dataclasses.replace(config, remat=name, remat_tensors="") for name in names] + own
+
+
+def predictions(
+    config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
+) -> dict[str, Prediction]:
+    """The step by policy; `config.remat` is not looked at, unless it is custom."""
+    run = lambda one: run_of(one, chip, topology, num_slices=num_slices, efficiency=efficiency)
+    return {one.remat: predict(run(one)) for one in candidates(config)}
+
+
+def recomputed_share(found: Prediction) -> float:
+    """FLOPs that the backward pass repeats, over the training FLOPs."""
+    config = found.of.config
+    again = math.fsum(transformer.recomputed_flops_per_token(config).values())
+    return again / transformer.train_flops_per_token(config)
+
+
+def fits(found: Prediction) -> bool:
+    """In the memory that planner.py lets a prediction have."""
+    return found.hbm_bytes <= ROOM * found.of.hbm_limit
+
+
+def best(found: dict[str, Prediction]) -> str:
+    """The policy of the shortest step of those that fit; of equal ones, what recomputes least, then what saves least.
+
+    Raises:
+      ValueError: none fits, with the one that is nearest to it and what it lacks.
+    """
+    fitting = {name: one for name, one in found.items() if fits(one)}
+    if not fitting:
+        name, one = min(found.items(), key=lambda item: item[1].hbm_bytes)
+        limit = ROOM * one.of.hbm_limit
+        raise ValueError(
+            f"no policy fits: remat={name} needs least, {one.hbm_bytes / GiB:.1f} GiB of {limit / GiB:.1f} ({ROOM:.0%} "
+            f"of what there is), {(one.hbm_bytes - limit) / GiB:.1f} GiB short; more devices, or --microbatches"
+        )
+    cost = lambda name: (found[name].step_s, recomputed_share(found[name]), found[name].hbm_bytes)
+    return min(fitting, key=cost)
+
+
+def auto(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> str:
+    """The policy that --remat=auto stands for: the `best` of those with a name. Raises ValueError if none fits."""
+    named_only = dataclasses.replace(config, remat="full", remat_tensors="")
+    return best(predictions(named_only, chip, topology, num_slices=num_slices))
+
+
+# -- command line
+
+
+def row(found: Prediction) -> dict:
+    """A policy's numbers. `saved_bytes` and `offloaded_bytes` are one layer's, on average, of a microbatch."""
+    of = found.of
+    layers = of.config.num_layers / of.pipe * min(of.microbatches, of.pipe)  # that a device has under way
+    link = [part for part in found.parts if part.name == "host offload"]
+    return {
+        "saved_bytes": found.memory["saved activations"] / layers,
+        "offloaded_bytes": found.host_bytes / layers,
+        "recomputed_share": recomputed_share(found),
+        "host_bytes": found.host_bytes,
+        "host_s": math.fsum(part.seconds for part in link),
+        "host_exposed_s": math.fsum(part.exposed_s for part in link),
+        "hbm_bytes": found.hbm_bytes,
+        "step_s": found.step_s,
+        "fits": fits(found),
+    }
+
+
+def describe(found: dict[str, Prediction], chosen: str) -> str:
+    """The table: a line a policy."""
+    of = next(iter(found.values())).of
+    config = of.config
+    mesh = ", ".join(f"{axis} {size}" for axis, size in of.sizes.items() if size > 1)
+    lines = [
+        f"{config.preset} on {of.chip.name}:{by(of.topology)}, {of.num_chips:,} chips, mesh {mesh or 'one device'}, "
+        f"batch {config.batch:,} of {config.seq_len:,} tokens; of a device, predicted",
+        "",
+        f"{'':34}{'a layer saves':>26}{'recomputed':>12}{'host link':>12}{'waited for':>12}{'HBM':>12}{'step':>11}",
+        f"{'':34}{'in HBM':>13}{'on the host':>13}{'of training':>12}",
+    ]
+    for name, one in found.items():
+        its = row(one)
+        link = [(si(its[key], unit)) for key, unit in (("host_s", "s"), ("host_exposed_s", "s"))]
+        on_host, seconds, waited = (si(its["offloaded_bytes"], "B"), *link) if its["host_s"] else ("-", "-", "-")
+        lines.append(
+            f"{'* ' if name == chosen else '  '}{name:32}{si(its['saved_bytes'], 'B'):>13}{on_host:>13}"
+            f"{its['recomputed_share']:12.1%}{seconds:>12}{waited:>12}{its['hbm_bytes'] / GiB:8.2f} GiB"
+            f"{si(its['step_s'], 's'):>11}{'' if its['fits'] else '  does not fit'}"
+        )
+    limit = f"{ROOM * of.hbm_limit / GiB:.1f} GiB, {ROOM:.0%} of what there is"
+    why = f"the shortest step of those that fit in {limit}" if chosen else f"none fits in {limit}"
+    return "\n".join([*lines, "", f"--remat=auto: {f'{chosen}, ' if chosen else ''}{why}"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """All policies; the one of --remat, or with --remat=auto the best."""
+    about, examples, *_ = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="remat.py",
+        usage="%(prog)s [--flag=value ...]",
+        description=about,
+        epilog=f"for example:\n{examples}",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of each step; needs matplotlib")
+    add_run_flags(parser)
+    parser.set_defaults(topology="tpu7x:2x2x1")
+    args, unknown = parser.parse_known_args(argv)
+    try:
+        check_known(unknown, [*args.model_flags, *vars(args)])
+        asked = getattr(args, "remat", "")
+        if asked == "auto":  # no policy of a Config, but the choice among them
+            args.remat = "full"
+        config = config_lib.from_args(args)
+        chip, topology = parse_topology(args.topology)
+        found = predictions(config, chip, topology, num_slices=args.num_slices)
+        chosen = best(found) if asked == "auto" or any(map(fits, found.values())) else ""
+        shown = {"": found, "auto": {chosen: found.get(chosen)}}.get(asked) or {asked: found[asked]}
+        if args.plot:
+            plot(shown, args.plot)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps({"kind": "predicted", "auto": chosen, "policies": {n: row(one) for n, one in shown.items()}}))
+    else:
+        print(describe(shown, chosen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,427 @@
+"""Flash attention, forward: simulated against float64, and compiled for TPU7x."""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import bundles
+import config
+import flash
+from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
+from masks import UNSEEN, block_ranges, visible
+
+SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on
+
+
+def inputs(T, S, N=1, K=1, H=64, V=64, B=1, dtype=jnp.float32, seed=0):
+    """Scores of standard deviation 1: dozens of keys count in each mean, so that a wrong one shows."""
+    rng = np.random.default_rng(seed)
+    shapes = [(B, N, T, H), (B, K, S, H), (B, K, S, V)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def documents(B, T, num=3, seed=0):
+    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, num, (B, T)), 1), jnp.int32)
+
+
+def mask_of(shape, causal=True, window=0, prefix=None, segments=None, q_offset=0):
+    """[B, 1, T, S] of bools."""
+    B, T, S = shape
+    if prefix is not None:
+        prefix = jnp.broadcast_to(jnp.asarray(prefix), (B,))[:, None, None, None]
+    if segments is not None:
+        segments = segments[0][:, None, :, None], segments[1][:, None, None, :]
+    positions = jnp.arange(T)[:, None] + q_offset, jnp.arange(S)[None]
+    mask = visible(*positions, causal=causal, window=window, prefix=prefix, segments=segments)
+    return np.asarray(jnp.broadcast_to(mask, (B, 1, T, S)))
+
+
+def reference(q, k, v, soft_cap=0.0, scale=None, sinks=None, **mask):
+    """(out, lse) in float64, all scores at once."""
+    q, k, v = [np.asarray(x, np.float64) for x in (q, k, v)]
+    G = q.shape[1] // k.shape[1]
+    scores = np.einsum("bnth,bnsh->bnts", q, np.repeat(k, G, 1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    seen = mask_of((q.shape[0], q.shape[2], k.shape[2]), **mask)
+    top = np.where(seen, scores, UNSEEN).max(-1, keepdims=True)
+    p = np.where(seen, np.exp(np.minimum(scores - top, 0)), 0)
+    total, some = p.sum(-1, keepdims=True), seen.any(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(np.where(some, np.asarray(sinks, np.float64)[:, None, None] - top, 0))
+    out = np.einsum("bnts,bnsv->bntv", p, np.repeat(v, G, 1)) / np.where(some, total, 1)
+    return out, np.where(some, top + np.log(np.where(some, total, 1)), UNSEEN)[..., 0]
+
+
+def check(args, error=3e-6, blocks=SMALL, max_logit=None, **options):
+    out, lse = forward(*args, blocks=blocks, interpret=True, max_logit=max_logit, **options)
+    assert out.dtype == args[2].dtype and lse.dtype == jnp.float32
+    expected_out, expected_lse = reference(*args, **options)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=error)
+    np.testing.assert_allclose(lse, expected_lse, atol=error, rtol=1e-6)
+    return out, lse
+
+
+# -- equal to the definition
+
+
+def test_all_masks_at_once_in_grouped_heads_of_ragged_lengths():
+    B, T, S = 2, 100, 300
+    ids = documents(B, S, num=4)
+    mask = dict(window=60, prefix=jnp.array([270, 0]), segments=(ids[:, 200:], ids))
+    check(inputs(T, S, N=2, K=1, B=B), soft_cap=1.5, q_offset=jnp.int32(200), **mask)
+
+
+@pytest.mark.slow
+def test_the_demonstration(capsys):
+    flash.main()
+    printed = capsys.readouterr().out
+    assert float(re.search(r"largest error (\S+)", printed)[1]) < 0.02 and "32,268,288 bytes of VMEM" in printed
+
+
+@pytest.mark.slow
+def test_several_heads_of_keys():
+    check(inputs(150, 300, N=4, K=2, B=2), q_offset=150)
+
+
+MASKS = {
+    "causal": dict(),
+    "full": dict(causal=False),
+    "window": dict(window=70),
+    "window both ways": dict(causal=False, window=70),
+    "prefix": dict(prefix=150),
+    "prefix of each": dict(prefix=jnp.array([0, 300])),
+    "documents": dict(segments=(documents(2, 330), documents(2, 330))),
+    "documents both ways": dict(causal=False, segments=(documents(2, 330), documents(2, 330))),
+    "documents in no order": dict(segments=(documents(2, 330)[:, ::-1] ^ 1, documents(2, 330)[:, ::-1] ^ 1)),
+    "all": dict(window=90, prefix=200, segments=(documents(2, 330), documents(2, 330)), soft_cap=3.0, scale=0.3),
+}
+HEADS = {"64": (1, 1, 64, 64), "128, G=2": (2, 1, 128, 128), "192/128": (2, 2, 192, 128), "256, MQA": (3, 1, 256, 256)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask(mask):
+    check(inputs(330, 330, N=2, B=2), **MASKS[mask])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_kind_of_head(heads):
+    check(inputs(200, 330, *HEADS[heads]), q_offset=130)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T, S, q_offset", [(1, 1, 0), (1, 257, 256), (129, 40, 0), (40, 129, 500), (257, 300, -100)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged_lengths_and_offsets(T, S, q_offset, causal):
+    check(inputs(T, S, N=2), causal=causal, q_offset=q_offset)
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_a_finite_lse():
+    ids = jnp.full((1, 140), 5), jnp.where(jnp.arange(140) < 20, 7, 5)[None]
+    out, lse = check(inputs(140, 140), q_offset=-70, segments=ids)  # the first see no key, the next ones no document
+    assert (lse[:, :, :90] == UNSEEN).all() and (out[:, :, :90] == 0).all()
+    assert (lse[:, :, 90:] > -10).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_logit", [None, 5.0])
+def test_nan_comes_out_where_it_goes_in_and_nowhere_else(max_logit):
+    q, k, v = inputs(130, 130)
+    out, lse = forward(q.at[0, 0, 7, 3].set(jnp.nan), k, v, blocks=SMALL, interpret=True, max_logit=max_logit)
+    expected = reference(q, k, v)
+    rest = np.delete(np.arange(130), 7)
+    assert jnp.isnan(out[:, :, 7]).all() and jnp.isnan(lse[:, :, 7]).all()
+    np.testing.assert_allclose(out[:, :, rest], expected[0][:, :, rest], atol=3e-6)
+    np.testing.assert_allclose(lse[:, :, rest], expected[1][:, :, rest], atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-4), (jnp.bfloat16, 0.02)])
+@pytest.mark.parametrize("kind", ["large", "equal", "growing", "falling"])
+def test_adversarial_scores(kind, dtype, error):
+    q, k, v = inputs(256, 512, dtype=jnp.float32)
+    ramp = jnp.linspace(-1, 1, 512)[None, None, :, None]
+    if kind == "large":  # one key counts, and scores go to several hundreds
+        q, k = 10 * q, 10 * k
+    elif kind == "equal":
+        q, k = jnp.ones_like(q), jnp.ones_like(k)
+    else:  # every block of keys has the largest scores so far, or none has
+        q, k = jnp.abs(q), jnp.broadcast_to(30 * (ramp if kind == "growing" else -ramp), k.shape)
+    args = [jnp.asarray(x.astype(jnp.bfloat16), dtype) for x in (q, k, v)]
+    # A scale of a power of two, so that the kernel's q in bf16 is rounded by log2(e) alone, which moves large scores
+    # by 2**-9 of themselves: there bf16 is held to finite results.
+    out, lse = forward(*args, blocks=dataclasses.replace(SMALL, q_rows=128), interpret=True, q_offset=256)
+    assert jnp.isfinite(out.astype(jnp.float32)).all() and jnp.isfinite(lse).all()
+    if kind == "equal" or dtype == jnp.float32:
+        expected_out, expected_lse = reference(*args, q_offset=256)
+        np.testing.assert_allclose(lse, expected_lse, rtol=3e-6 if dtype == jnp.float32 else 4e-3)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=error)
+
+
+@pytest.mark.slow
+def test_streamed_superblocks_are_the_resident_ones():
+    args = inputs(300, 700, N=2, dtype=jnp.bfloat16)
+    results = {}
+    for k_rows in (256, 768):
+        blocks = dataclasses.replace(SMALL, q_rows=128 if k_rows == 256 else 384, k_rows=k_rows)
+        results[k_rows] = forward(*args, blocks=blocks, interpret=True, q_offset=300, window=350)
+    for streamed, resident in zip(results[256], results[768], strict=True):
+        # The order of the tiles, and so the last bits, are not the same.
+        np.testing.assert_allclose(*[np.asarray(x, np.float32) for x in (streamed, resident)], atol=4e-3)
+
+
+@pytest.mark.slow
+def test_bf16_errors_are_no_larger_than_those_of_jax_splash_attention():
+    """Its q, too, is scaled in bf16, by the caller. Its P is float32, which a TPU's MXU rounds and the simulator does
+    not: that error is added to those that it shows here."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    T, H = 512, 128
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))])
+    splash = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=True)
+    square = {"flash": 0, "splash": 0, "P": 0}
+    for seed in range(2):
+        q, k, v = inputs(T, T, H=H, V=H, dtype=jnp.bfloat16, seed=seed)
+        expected = reference(q, k, v)[0][0, 0]
+        ours = forward(q, k, v, blocks=Blocks(512, 512, full_unroll=8), interpret=True)[0][0, 0]
+        theirs = splash((q[0].astype(jnp.float32) * H**-0.5).astype(jnp.bfloat16), k[0], v[0])[0]
+        square["flash"] += np.mean((np.asarray(ours, np.float64) - expected) ** 2)
+        square["splash"] += np.mean((np.asarray(theirs, np.float64) - expected) ** 2)
+        scores = np.asarray(q[0, 0], np.float64) @ np.asarray(k[0, 0], np.float64).T * H**-0.5
+        p = np.where(np.tri(T), np.exp(scores - scores.max(-1, keepdims=True)), 0)
+        rounding = np.asarray(jnp.asarray(p, jnp.float32).astype(jnp.bfloat16), np.float64) - p
+        square["P"] += np.mean((rounding @ np.asarray(v[0, 0], np.float64) / p.sum(-1, keepdims=True)) ** 2)
+    assert 1e-8 < square["flash"] < square["splash"] + square["P"]
+
+
+# -- constant max logit, sinks
+
+
+def test_max_logit_that_bounds_the_scores_changes_nothing_and_other_rows_are_counted():
+    q, k, v = inputs(100, 130)
+    q = q.at[:, :, 5].multiply(100.0)  # scores of some hundreds in one row
+    masked = dict(q_offset=30, segments=(jnp.ones((1, 100)).at[:, :3].set(2), jnp.ones((1, 130))))
+    good = np.delete(np.arange(100), [0, 1, 2, 5])
+    out, lse = forward(q, k, v, blocks=SMALL, interpret=True, max_logit=4.0, **masked)
+    expected_out, expected_lse = reference(q, k, v, **masked)
+    np.testing.assert_allclose(out[:, :, good], expected_out[:, :, good], atol=3e-6)
+    np.testing.assert_allclose(lse[:, :, good], expected_lse[:, :, good], atol=3e-6)
+    assert lse[0, 0, 5] == jnp.inf and (out[0, 0, 5] == 0).all() and out_of_range(lse) == 1
+    assert (lse[:, :, :3] == UNSEEN).all()  # a row that sees nothing is no error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(causal=False), dict(q_offset=128)])
+def test_a_max_logit_that_is_too_high_is_seen_in_tiles_with_a_mask_and_without(options):
+    args = inputs(128, 256)
+    out, lse = forward(*args, blocks=SMALL, interpret=True, max_logit=200.0, **options)
+    assert out_of_range(lse) == 128 and (lse == -jnp.inf).all() and (out == 0).all()
+    check(args, max_logit=60.0, error=1e-5, **options)
+
+
+def test_sinks_are_one_more_logit_without_a_value():
+    q, k, v = inputs(20, 30, N=2, B=2)
+    sinks = jnp.array([0.7, -1.3])
+    out, lse = reference(q, k, v, q_offset=-3)
+    expected = reference(q, k, v, q_offset=-3, sinks=sinks)
+    with_sinks = partial(flash._with_sinks, jnp.asarray(out, jnp.float32).swapaxes(1, 2), jnp.asarray(lse, jnp.float32))
+    got_out, got_lse = with_sinks(sinks)
+    np.testing.assert_allclose(got_out.swapaxes(1, 2), expected[0], atol=1e-6)
+    np.testing.assert_allclose(got_lse[:, :, 3:], expected[1][:, :, 3:], atol=1e-6)
+    np.testing.assert_allclose(got_lse[:, :, :3], np.broadcast_to(sinks[:, None], (2, 2, 3)))  # they see the sink alone
+
+    marked = jnp.asarray(lse, jnp.float32).at[0, 0, 9].set(jnp.inf).at[0, 0, 10].set(-jnp.inf)
+    total = lambda lse, sinks: sum(x.sum() for x in flash._with_sinks(jnp.ones((2, 20, 2, 4)), lse, sinks))
+    gradients = jax.grad(lambda lse, sinks: jnp.where(jnp.isinf(t := total(lse, sinks)), 0, t), (0, 1))(marked, sinks)
+    assert all(jnp.isfinite(x).all() for x in gradients)
+    assert out_of_range(flash._with_sinks(jnp.ones((2, 20, 2, 4)), marked, sinks)[1]) == 2
+
+
+# -- derivatives: that the backward kernel gets what it needs (what it makes of it: tests/test_flash_backward.py)
+
+
+def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypatch):
+    def in_jnp(q_BNTH, k_BKSH, v_BKSV, causal, q_offset, scale, segments):
+        k_BNSH, v_BNSV = [jnp.repeat(x, q_BNTH.shape[1] // x.shape[1], 1) for x in (k_BKSH, v_BKSV)]
+        scores_BNTS = jnp.einsum("BNTH,BNSH->BNTS", q_BNTH, k_BNSH) * scale
+        seen = mask_of((1, 100, 110), causal=causal, q_offset=int(q_offset), segments=segments)
+        scores_BNTS = jnp.where(seen, scores_BNTS, UNSEEN)
+        lse_BNT = jax.nn.logsumexp(scores_BNTS, -1)
+        return jnp.exp(scores_BNTS - lse_BNT[..., None]) @ v_BNSV, lse_BNT
+
+    def backward(q, k, v, out, lse, dout, dlse, *, causal, q_offset, scale, segments, **options):
+        assert options == dict(window=0, prefix=None, soft_cap=0.0, blocks=None, interpret=True)
+        results, vjp = jax.vjp(lambda *qkv: in_jnp(*qkv, causal, q_offset, scale, segments), q, k, v)
+        for given, result in zip((out, lse), results, strict=True):
+            np.testing.assert_allclose(given, result, atol=1e-5)
+        return vjp((dout, dlse))
+
+    monkeypatch.setattr(flash.flash_backward, "backward", backward)
+    q, k, v = [x.swapaxes(1, 2) for x in inputs(100, 110, N=2)]
+    ids = jnp.zeros((1, 100), jnp.int32), jnp.zeros((1, 110), jnp.int32)
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal((1, 100, 2, 64)), jnp.float32)
+    loss = lambda f, *qkv: (lambda out, lse: (out * dout).sum() + (lse**2).sum())(*f(*qkv))
+    ours = partial(flash_attention, q_offset=10, scale=0.2, segment_ids=ids, blocks=SMALL, interpret=True)
+
+    def plain(*qkv):
+        out, lse = in_jnp(*(x.swapaxes(1, 2) for x in qkv), True, 10, 0.2, None)
+        return out.swapaxes(1, 2), lse
+
+    got, expected = [jax.grad(partial(loss, f), (0, 1, 2))(q, k, v) for f in (ours, plain)]
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+# -- the list of tiles
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_list_has_every_tile_that_is_seen_once(mask):
+    masks = {name: value for name, value in MASKS[mask].items() if name not in ("soft_cap", "scale")}
+    masks = dict(causal=True) | masks
+    B, T, S, num_q, num_k, chunks, places = 2, 330, 330, 3, 2, 4, 3
+    blocks = Blocks(128, 192, queries=32, keys=64, full_unroll=2, cut_unroll=2, ahead=1)
+
+    @jax.jit
+    def lists(q_offset):
+        ranges, _ = block_ranges((T, S), (32, 64), q_offset=q_offset, **masks)
+        return flash._list_tiles(ranges, (num_q, num_k), blocks)
+
+    for q_offset in (0, 150):
+        tiles, groups, reach = [np.asarray(x) for x in lists(q_offset)]
+        seen = mask_of((B, T, S), q_offset=q_offset, **masks)[: len(tiles) // 6, 0]
+        for at in range(len(tiles)):
+            b, i, j = at // 6, at // 2 % 3, at % 2
+            # Beyond the end nobody sees anything. The tile (c, k) of this pair of superblocks:
+            part = np.pad(seen[b], ((0, 384 - T), (0, 384 - S)))[i * 128 :][:128, j * 192 :][:, :192]
+            part = part.reshape(chunks, 32, places, 64).transpose(0, 2, 1, 3)
+            num_full, num_cut = 2 * groups[2 * at], 2 * groups[2 * at + 1]
+            listed = [((t >> 16) & 0xFFF, t & 0xFFFF) for t in tiles[at, 0, : num_full + num_cut]]
+            assert all(part[tile].all() for tile in listed[:num_full])
+            listed = [(c, k) for c, k in listed if c < chunks]
+            wanted = {(c, k) for c in range(chunks) for k in range(places) if part[c, k].any()}
+            assert len(listed) == len(set(listed)) and wanted <= set(listed)
+            assert wanted == set(listed) or mask in ("all", "documents in no order")  # hulls and corners: see masks.py
+            first, last = reach[2 * (b * num_q + i) :][:2]
+            assert not wanted or first <= j <= last
+
+
+# -- sizes and errors
+
+
+@pytest.mark.parametrize("T, S", [(1, 1), (100, 8192), (20_000, 20_000), (4096, 2**20)])
+@pytest.mark.parametrize("H, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_default_blocks_fit(T, S, H, V, dtype):
+    blocks = default_blocks(T, S, H, V, dtype)
+    assert vmem_bytes(blocks, H, V, dtype) <= flash.VMEM_BYTES
+    for length, rows, tile in ((T, blocks.q_rows, 256), (S, blocks.k_rows, 512)):
+        superblocks = -(-length // rows)
+        assert superblocks * rows - length < tile * superblocks
+
+
+@pytest.mark.parametrize(
+    "shapes, options, message",
+    [
+        ([(1, 3, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64)], {}, "N a multiple of K"),
+        ([(1, 2, 8, 64), (1, 2, 8, 32), (1, 2, 8, 64)], {}, r"keys \(1, 2, 8, 32\)"),
+        ([(1, 2, 8, 64), (1, 2, 8, 64), (1, 2, 9, 64)], {}, r"values \(1, 2, 9, 64\)"),
+        ([(1, 1, 8, 64)] * 3, dict(window=-1), "window=-1"),
+        ([(1, 1, 8, 64)] * 3, dict(soft_cap=-2.0), "soft_cap=-2.0"),
+        ([(1, 1, 8, 64)] * 3, dict(segments=(jnp.zeros((1, 8)), jnp.zeros((1, 7)))), r"\(1, 7\)"),
+        ([(1, 1, 8, 64)] * 3, dict(blocks=Blocks(256, 512, queries=100)), "multiples of 128"),
+        ([(1, 1, 8, 64)] * 3, dict(blocks=Blocks(256, 512, full_unroll=12)), r"2\*ahead"),
+        ([(1, 1, 8, 64)] * 3, dict(blocks=Blocks(2**16, 512)), "bytes of VMEM, of 62,914,560"),
+    ],
+)
+def test_errors_say_the_numbers(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        forward(*[jnp.zeros(shape) for shape in shapes], **options)
+
+
+def test_dtypes_must_agree():
+    q, k, v = inputs(8, 8)
+    with pytest.raises(ValueError, match="float32 and bfloat16: cast them"):
+        forward(q, k, v.astype(jnp.bfloat16))
+
+
+# -- compiled for TPU7x
+
+
+def whole_call(T, mask, report, heads, packed=None):
+    """Cycles of all that the kernel does, for lists of tiles as this mask makes them."""
+    H = report.options.get("head_dim", 128)
+    kernel, sizes = report.kernel("flash_forward"), default_blocks(T, T, H, H)
+    counts = flash.executions(kernel, T, T, heads, sizes, causal=True, segments=packed, **mask)
+    return kernel.cycles(counts, moved_bytes=0).compute / heads
+
+
+@pytest.mark.slow
+def test_cycles_of_a_causal_head_of_8192():
+    online = bundles.measure("flash:build_forward", heads=2)
+    assert whole_call(8192, {}, online, 2) < 70_500
+    sizes = default_blocks(8192, 8192, 128, 128)
+    full = max((region for region, _ in bundles.walk(online.kernel().root)), key=lambda region: region.cycles)
+    assert full.kind == "loop" and full.cycles / sizes.full_unroll * 8 < 1780  # cycles of 1024 x 1024 scores
+    assert 0.9 < online.kernel().vmem_bytes / vmem_bytes(sizes, 128, 128) <= 1
+
+
+@pytest.mark.slow
+def test_cycles_with_a_constant_max_logit():
+    assert whole_call(8192, {}, bundles.measure("flash:build_forward", heads=2, max_logit=10.0), 2) < 68_500
+
+
+@pytest.mark.slow
+def test_long_sequences_stream():
+    report = bundles.measure("flash:build_forward", seq=2**17, kv_heads=1, heads=2, sizes=dict(full_unroll=8))
+    assert report.kernel("flash_forward").vmem_bytes < 62 * 2**20
+
+
+def heads_of_presets():
+    """{(key dim, value dim)} of the models in config.py."""
+    found = set()
+    for name in config.PRESETS:
+        c = config.Config(**config.PRESETS[name])
+        dims = c.head_dim + c.rope_head_dim, c.value_head_dim or c.head_dim
+        found.add(dims)
+    return found
+
+
+def test_the_sizes_of_the_presets_heads_are_those_that_are_tested():
+    large = {dims for dims in heads_of_presets() if dims[0] >= 64}
+    assert large <= {(H, V) for _, _, H, V in HEADS.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (192, 128), (256, 256)])
+def test_other_heads_compile_inside_a_checked_shard_map(head_dim, value_dim):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("batch", "context"), axis_types=(AxisType.Auto,) * 2)
+    sequence = PartitionSpec("batch", "context")
+
+    def of_device(q, k, v, ids, all_ids):
+        offset = jax.lax.axis_index("context") * q.shape[1]
+        sizes = dataclasses.replace(default_blocks(*q.shape[1:2], k.shape[1], head_dim, value_dim), full_unroll=8)
+        return forward(
+            *(x.swapaxes(1, 2) for x in (q, k, v)), segments=(ids, all_ids), q_offset=offset, window=999, blocks=sizes
+        )
+
+    shapes = [(2, 4000, 2, head_dim), (2, 4000, 1, head_dim), (2, 4000, 1, value_dim), (2, 4000), (2, 4000)]
+    specs = [sequence, PartitionSpec("batch"), PartitionSpec("batch"), sequence, PartitionSpec("batch")]
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16 if len(shape) == 4 else jnp.int32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    out_specs = PartitionSpec("batch", None, "context"), PartitionSpec("batch", None, "context")
+    step = jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs))
+    text = step.lower(*args).compile().as_text()
+    assert re.search("custom-call.*flash_forward", text)

@@ -1,0 +1,298 @@
+"""Gradients against float64, in the simulator of Pallas; the kernel as TPU7x' compiler makes it."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import bundles
+import config
+import flash_backward
+from flash_backward import Blocks, backward, default_blocks, executions, vmem_bytes
+from masks import UNSEEN, visible
+
+SMALL = Blocks(queries=128, keys=256, chunk=128, resident=2048)
+SCOPED_BYTES = re.compile(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"')
+NO_MASK = dict(causal=False, window=0, prefix=None, segments=None, soft_cap=0.0, q_offset=0)
+
+
+def attend(q, k, v, *, scale, causal, window, prefix, segments, soft_cap, q_offset):
+    """(out, lse, P, dS/d(scale * q k)) of plain attention in float64; k and v with a head for each of q."""
+    T, S = q.shape[2], k.shape[2]
+    seen = visible(
+        jnp.arange(T)[:, None] + q_offset,
+        jnp.arange(S)[None],
+        causal=causal,
+        window=window,
+        prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
+        segments=None if segments is None else (segments[0][:, :, None], segments[1][:, None]),
+    )
+    seen = np.asarray(seen).reshape(-1, 1, T, S)
+    raw = scale * np.einsum("bnth,bnsh->bnts", q, k)
+    capped = np.tanh(raw / soft_cap) if soft_cap else 0 * raw
+    scores = np.where(seen, soft_cap * capped if soft_cap else raw, -np.inf)
+    highest = scores.max(-1, keepdims=True)
+    exponentials = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+    total = exponentials.sum(-1, keepdims=True)
+    p = exponentials / np.where(total > 0, total, 1)
+    lse = np.where(total > 0, highest + np.log(np.where(total > 0, total, 1)), UNSEEN)[..., 0]
+    return np.einsum("bnts,bnsv->bntv", p, v), lse, p, 1 - capped**2
+
+
+def expected(q, k, v, dout, dlse, *, scale, **mask):
+    """(out, lse, (dq, dk, dv)) in float64."""
+    q, k, v, dout, dlse = [np.asarray(x, np.float64) for x in (q, k, v, dout, dlse)]
+    B, K, S = k.shape[:3]
+    G = q.shape[1] // K
+    k, v = np.repeat(k, G, 1), np.repeat(v, G, 1)
+    out, lse, p, slope = attend(q, k, v, scale=scale, **mask)
+    dp = np.einsum("bntv,bnsv->bnts", dout, v)
+    ds = scale * slope * p * (dp - (out * dout).sum(-1, keepdims=True) + dlse[..., None])
+    of_kv = lambda x: x.reshape(B, K, G, S, -1).sum(2)
+    dk, dv = np.einsum("bnts,bnth->bnsh", ds, q), np.einsum("bnts,bntv->bnsv", p, dout)
+    return out, lse, (np.einsum("bnts,bnsh->bnth", ds, k), of_kv(dk), of_kv(dv))
+
+
+def inputs(T, S=0, N=2, K=1, H=64, V=0, B=1, dtype=jnp.float32, seed=0):
+    random = np.random.default_rng(seed)
+    S, V = S or T, V or H
+    normal = lambda *shape, dtype=dtype: jnp.asarray(random.normal(size=shape), dtype)
+    q, k, v, dout = normal(B, N, T, H), normal(B, K, S, H), normal(B, K, S, V), normal(B, N, T, V)
+    return q, k, v, dout, normal(B, N, T, dtype=jnp.float32)
+
+
+def errors(arrays, blocks=SMALL, **mask):
+    """The largest of each gradient's errors, in terms of its largest element."""
+    mask = NO_MASK | dict(scale=arrays[0].shape[-1] ** -0.5) | mask
+    out, lse, want = expected(*arrays, **mask)
+    got = gradients(arrays, jnp.asarray(out, arrays[2].dtype), jnp.asarray(lse, jnp.float32), blocks, **mask)
+    for array, result in zip(arrays, got, strict=False):
+        assert result.shape == array.shape and result.dtype == array.dtype
+    return [abs(np.asarray(g, np.float64) - w).max() / abs(w).max() for g, w in zip(got, want, strict=True)]
+
+
+def gradients(arrays, out, lse, blocks=SMALL, *, prefix, segments, q_offset, **static):
+    """With prefix, segments and offset traced, as in a train step."""
+    q, k, v, dout, dlse = arrays
+
+    def call(prefix, segments, q_offset):
+        traced = dict(prefix=prefix, segments=segments, q_offset=q_offset)
+        return backward(q, k, v, out, lse, dout, dlse, **static, **traced, blocks=blocks, interpret=True)
+
+    return jax.jit(call)(prefix, segments, jnp.asarray(q_offset))
+
+
+def documents(B, T, count=4, seed=1):
+    return jnp.sort(jnp.asarray(np.random.default_rng(seed).integers(0, count, (B, T)), jnp.int32), 1)
+
+
+# -- gradients
+
+
+def test_gradients():
+    """Causal, grouped queries, lengths that are no multiple of anything, and everything at once."""
+    assert max(errors(inputs(300, N=4, K=2), causal=True)) < 2e-6
+    ids = documents(2, 500)
+    mask = dict(causal=True, window=190, segments=(ids[:, 77:377], ids), soft_cap=2.0, q_offset=77)
+    assert max(errors(inputs(300, 500, B=2), **mask)) < 2e-6
+
+
+def test_queries_without_keys_have_no_gradient():
+    """With q_offset < 0 the first see nothing; lse = inf is an overflow, of which out and its gradient may be NaN."""
+    arrays = inputs(256)
+    mask = NO_MASK | dict(scale=0.125, causal=True, q_offset=-100)
+    out, lse, want = expected(*arrays, **mask)
+    out[:, :, 200], lse[:, :, 200] = np.nan, np.inf
+    assert (lse[:, :, :100] == UNSEEN).all()
+    dq, dk, dv = gradients(arrays, jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), **mask)
+    assert not np.asarray(dq[:, :, :100]).any() and not np.asarray(dq[:, :, 200]).any()
+    np.testing.assert_allclose(np.delete(dq, 200, 2), np.delete(want[0], 200, 2), atol=1e-5)
+    assert np.isfinite(dk).all() and np.isfinite(dv).all()
+    assert not np.asarray(dk[:, :, 156:]).any() and np.asarray(dk[:, :, :156]).any()  # nobody sees the last keys
+
+
+MASKS = {
+    "none": dict(),
+    "wide window": dict(causal=True, window=256),
+    "both sides": dict(window=50, soft_cap=2.0),
+    "prefix": dict(causal=True, prefix=np.array([30, 260])),
+    "prefix and window": dict(causal=True, prefix=40, window=200),
+    "documents": dict(causal=True, segments=(documents(2, 300), documents(2, 300))),
+    "documents in no order": dict(segments=(documents(2, 300)[:, ::-1] % 3, documents(2, 300) % 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    assert max(errors(inputs(300, B=2, H=16), **MASKS[name])) < 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [dict(T=256, H=128, N=4, K=4), dict(T=130, S=600, H=192, V=128), dict(T=300, H=256, N=3, K=1), dict(T=70, S=5)],
+    ids=str,
+)
+def test_shapes(shape):
+    offset = shape.get("S", shape["T"]) - shape["T"]
+    assert max(errors(inputs(**shape), causal=True, q_offset=offset, blocks=None)) < 4e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [dict(causal=True, window=100), dict(causal=True, prefix=300)], ids=str)
+def test_keys_in_turns_are_as_all_at_once(mask):
+    """700 keys: two parts of 256, of which some blocks of queries see nothing, and 188 more. Documents are cut, too."""
+    arrays, ids = inputs(700, H=16), documents(1, 700, 6)
+    some = Blocks(queries=128, keys=256, chunk=128, resident=256, buffers=1)
+    assert max(errors(arrays, blocks=some, segments=(ids, ids), **mask)) < 3e-6
+
+
+def test_keys_in_turns_visit_only_queries_that_see_them():
+    visited = lambda *flags: [int(n) for n in flash_backward._visited(jnp.array(flags))]
+    assert visited(False, True, False, True, False) == [1, 3]
+    assert visited(False, False) == [0, 1]
+    assert visited(True, True) == [0, 2]
+
+
+@pytest.mark.slow
+def test_large_logits():
+    """Scores of thousands, where a query has one key with all of its weight; and scores that are all the same.
+
+    A score has 24 bits, and an error of it is a relative one of P.
+    """
+    q0, k0, v, dout, dlse = inputs(256)
+    for q, k in [(30 * q0, 30 * k0), (100 * jnp.ones_like(q0), jnp.ones_like(k0))]:
+        highest = float(abs(jnp.einsum("bnth,bksh->bnts", q, k)).max()) / 8
+        assert 700 < highest
+        assert max(errors((q, k, v, dout, dlse), causal=True)) < 4 * 2**-23 * highest
+
+
+@pytest.mark.slow
+def test_bfloat16_errors_are_no_larger_than_those_of_splash_attention():
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    T, N, H = 512, 2, 128
+    q, k, v, dout, dlse = inputs(T, N=N, K=N, H=H, dtype=jnp.bfloat16)
+    scale, dlse = H**-0.5, 0 * dlse
+    sizes = {name: 256 for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")}
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([splash.CausalMask((T, T))] * N),
+        block_sizes=splash.BlockSizes(**sizes, block_kv_compute=256, use_fused_bwd_kernel=True),
+        interpret=True,
+    )
+    loss = lambda q, k, v: jnp.sum(kernel((q * scale).astype(q.dtype), k, v).astype(jnp.float32) * dout[0])
+    theirs = jax.jit(jax.grad(loss, (0, 1, 2)))(q[0], k[0], v[0])
+    *_, want = expected(q, k, v, dout, dlse, **NO_MASK | dict(causal=True, scale=scale))
+    folded = (q.astype(jnp.float32) * (scale * flash_backward.LOG2_E)).astype(q.dtype)  # as the forward pass rounds it
+    out, lse, _ = expected(folded, k, v, dout, dlse, **NO_MASK | dict(causal=True, scale=1 / flash_backward.LOG2_E))
+    blocks = Blocks(queries=256, keys=256, resident=512)
+    out, lse = jnp.asarray(out, jnp.bfloat16), jnp.asarray(lse, jnp.float32)
+    ours = gradients((q, k, v, dout, dlse), out, lse, blocks, **NO_MASK | dict(causal=True, scale=scale))
+    error = lambda got, want: np.sqrt(np.mean((np.asarray(got, np.float64) - want) ** 2) / np.mean(want**2))
+    for name, our, their, exact in zip("qkv", ours, theirs, want, strict=True):
+        print(f"d{name} {error(our[0], exact[0]):.5f} splash attention {error(their, exact[0]):.5f}")
+        assert error(our[0], exact[0]) <= error(their, exact[0])
+
+
+# -- blocks
+
+
+def test_tiles():
+    """Which tiles are seen, in part or whole, of every mask, as elements say."""
+    q, k = np.arange(4)[:, None], np.arange(6)[None]
+    for causal in (True, False):
+        for window in (0, 1, 3, 8):
+            for distance in range(-20, 20):
+                seen = np.asarray(visible(q + distance, k, causal=causal, window=window))
+                tile = flash_backward._tile(distance, 4, 6, causal=causal, window=window)
+                assert tile == (seen.any(), seen.all()), (causal, window, distance)
+
+
+def test_edges():
+    edges = flash_backward._edges
+    assert edges(1024, 1024, causal=True, window=0) == [0]
+    assert edges(1024, 1024, causal=True, window=1024) == [0, 1024]
+    assert edges(1024, 1024, causal=True, window=4096) == [0, 4096]
+    assert edges(512, 1024, causal=True, window=0) == [0, 512]
+    assert edges(1024, 1024, causal=False, window=0) == []
+
+
+def test_errors():
+    arrays = inputs(256)
+    for match, change in [
+        ("must be a multiple of 128", dict(blocks=Blocks(queries=100, keys=256, resident=256))),
+        ("must be a multiple of 256", dict(blocks=Blocks(queries=128, keys=384, resident=768))),
+        ("bytes of VMEM", dict(blocks=Blocks(queries=8192, keys=8192, resident=8192, chunk=2048))),
+        ("a multiple of K", dict(arrays=inputs(256, N=3, K=2))),
+        ("one dtype", dict(arrays=(arrays[0].astype(jnp.bfloat16), *arrays[1:]))),
+    ]:
+        q, k, v, dout, dlse = change.get("arrays", arrays)
+        with pytest.raises(ValueError, match=match):
+            backward(q, k, v, dout, dlse, dout, dlse, **NO_MASK, scale=1.0, blocks=change.get("blocks"), interpret=True)
+
+
+# -- on TPU7x, as its compiler sees it
+
+
+def attention_shapes():
+    """{(T, N, K, H, V, window)} of the presets."""
+    shapes = {}
+    for name in config.PRESETS:
+        c = config.from_preset(name)
+        H, V = (c.head_dim + c.rope_head_dim, c.value_head_dim) if c.kv_lora_rank else (c.head_dim, c.head_dim)
+        if H >= 64:
+            shapes[c.seq_len, H, V, c.window] = name, c.num_heads // c.num_kv_heads
+    return shapes
+
+
+@pytest.mark.slow
+def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_said():
+    """In a shard_map with check_vma, with keys of all of a context axis, documents, and an offset from the axis."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[:2]
+    mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
+    split, whole = P(None, None, "context"), P()
+    shapes = [(*shape, group) for shape, (_, group) in attention_shapes().items()]
+    for T, H, V, window, G in [*shapes, (2 * 32768, 128, 128, 0, 1)]:  # the last with keys in turns
+
+        def per_device(q, k, v, out, lse, ids, T=T, H=H, window=window):
+            ids_here = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index("context") * (T // 2), T // 2, 1)
+            offset = jax.lax.axis_index("context") * (T // 2)
+            mask = dict(causal=True, window=window, prefix=None, segments=(ids_here, ids), q_offset=offset)
+            return backward(q, k, v, out, lse, out, lse, **mask, soft_cap=0.0, scale=H**-0.5)
+
+        function = jax.shard_map(
+            per_device, mesh=mesh, in_specs=(split, whole, whole, split, split, whole), out_specs=split, check_vma=True
+        )
+        array = lambda spec, dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+        of_head = partial(array, whole, jnp.bfloat16, 1, 2, T)
+        of_query = partial(array, split, jnp.bfloat16, 1, 2 * G, T)
+        lse, ids = array(split, jnp.float32, 1, 2 * G, T), array(whole, jnp.int32, 1, T)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(function).lower(of_query(H), of_head(H), of_head(V), of_query(V), lse, ids)
+            program = lowered.compile().as_text()
+        kernels = [line for line in program.splitlines() if "flash_backward" in line and "tpu_custom_call" in line]
+        sizes = [int(n) for line in kernels for n in SCOPED_BYTES.findall(line)]
+        taken, said = max(sizes), vmem_bytes(default_blocks(T // 2, T, H, V), H, V)
+        assert taken <= said <= taken + 10 * 2**20, (T, H, V, window, taken, said)
+
+
+@pytest.mark.slow
+def test_cycles():
+    """A causal head of 8k: 28 full blocks, 8 on the diagonal. The MXUs are busy for 3584 cycles of a full one."""
+    report = bundles.measure("flash_backward:build_backward", seq=8192)
+    full, edge = report.region("full block").cycles, report.region("edge block").cycles
+    assert 3584 < full <= 4400
+    assert edge <= 0.7 * full  # 10 of its 16 tiles
+    blocks, kernel = default_blocks(8192, 8192, 128, 128), report.kernel()
+    counts = executions(kernel, 8192, 8192, 8, 8, blocks, causal=True, window=0)
+    by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
+    assert (by_name["full block"], by_name["edge block"], by_name["masked block"]) == (8 * 28, 8 * 8, 0)
+    head = kernel.cycles(counts, moved_bytes=0).compute / 8
+    assert 28 * full + 8 * edge < head < 165_000

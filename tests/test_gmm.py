@@ -1,0 +1,401 @@
+"""Grouped matmuls: kernels in the simulator and the references against float64, gradients, meshes, cycles on TPU7x."""
+
+import functools
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import bundles
+import gmm as module
+from config import PRESETS
+from gmm import TgmmTiles, Tiles, gmm, tgmm
+
+BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+SMALL = Tiles(rows=64, cols=128, step=32)
+SMALL_TGMM = TgmmTiles(rows=512, k=128, n=128)
+SIMULATED = pltpu.InterpretParams()
+BACKENDS = {"kernel": SIMULATED, "reference": False}
+RAGGED = [1000, 1100, 900, 1024, 700, 1300, 1068, 1100]  # of which the cycles are stated in gmm.py
+
+SIZES = {
+    "zeros at the ends and between": [0, 50, 0, 0, 61, 17, 0],
+    "all in one": [0, 128, 0],
+    "less than there are rows": [30, 20],
+    "single rows": [1, 1, 1, 0, 1, 124],
+    "at registers and tiles": [16, 48, 64],
+    "across tiles": [63, 65],
+    "none": [0, 0],
+}
+
+
+def case(sizes, M, K, N, lhs_dtype=F32, rhs_dtype=None, experts=None, seed=0):
+    """lhs, rhs, dout, sizes; rows of no group are NaN."""
+    rng = np.random.default_rng(seed)
+    lhs, dout = rng.standard_normal((M, K)), rng.standard_normal((M, N))
+    lhs[sum(sizes) :] = dout[sum(sizes) :] = np.nan
+    rhs = rng.standard_normal((experts or len(sizes), K, N))
+    rhs_dtype = rhs_dtype or lhs_dtype
+    return jnp.asarray(lhs, lhs_dtype), jnp.asarray(rhs, rhs_dtype), jnp.asarray(dout, rhs_dtype), jnp.asarray(sizes)
+
+
+def rows_of(sizes):
+    ends = np.cumsum(np.asarray(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def expected_gmm(lhs, rhs, sizes, offset=0):
+    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    out = np.zeros((lhs.shape[0], rhs.shape[2]))
+    for e, rows in enumerate(rows_of(sizes)[offset : offset + rhs.shape[0]]):
+        out[rows] = lhs[rows] @ rhs[e]
+    return out
+
+
+def expected_tgmm(lhs, dout, sizes):
+    lhs, dout = np.asarray(lhs, np.float64), np.asarray(dout, np.float64)
+    return np.stack([lhs[rows].T @ dout[rows] for rows in rows_of(sizes)])
+
+
+def check(found, expected, summands):
+    """One rounding to the type of the result, and float32 sums. Entries are about sqrt(summands), at most 6 of it."""
+    eps = float(jnp.finfo(found.dtype).eps)
+    found = np.asarray(found, np.float64)
+    np.testing.assert_allclose(found, expected, rtol=eps / 2 + 1e-6, atol=6 * summands * 2**-24)
+
+
+@functools.cache
+def compiled(function, **options):
+    """One program for all group sizes."""
+    return jax.jit(partial(function, **options))
+
+
+def seven(sizes):
+    return [*sizes, *[0] * (7 - len(sizes))]
+
+
+# -- values
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SIZES)
+def test_gmm_of_any_sizes(name, backend):
+    lhs, rhs, _, sizes = case(seven(SIZES[name]), 128, 128, 256)
+    out = compiled(gmm, tiles=SMALL, interpret=BACKENDS[backend])(lhs, rhs, sizes)
+    check(out, expected_gmm(lhs, rhs, sizes), 128)
+    assert not np.asarray(out[sum(SIZES[name]) :]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SIZES)
+def test_tgmm_of_any_sizes(name, backend):
+    sizes = [7 * size for size in seven(SIZES[name])]  # of more than a tile
+    lhs, _, dout, sizes = case(sizes, 896, 256, 128)
+    out = compiled(tgmm, tiles=SMALL_TGMM, interpret=BACKENDS[backend])(lhs, dout, sizes)
+    check(out, expected_tgmm(lhs, dout, sizes), 896)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outs", [1, 2])
+def test_tgmm_with_one_result_in_vmem_and_with_two(outs):
+    lhs, _, dout, sizes = case([300, 0, 100, 20, 280], 700, 128, 256)
+    out = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 128, 128, outs), interpret=SIMULATED)
+    check(out, expected_tgmm(lhs, dout, sizes), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("M", "K", "N"), [(101, 100, 90), (128, 130, 128), (97, 128, 200)])
+def test_ragged_shapes(M, K, N):
+    lhs, rhs, dout, sizes = case([40, 0, 50], M, K, N, BF16)
+    check(gmm(lhs, rhs, sizes, interpret=SIMULATED), expected_gmm(lhs, rhs, sizes), K)
+    check(tgmm(lhs, dout, sizes, interpret=SIMULATED), expected_tgmm(lhs, dout, sizes), M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("types", [(BF16, BF16), (E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_types(types):
+    lhs, rhs, dout, sizes = case([33, 60, 0, 20], 128, 128, 128, *types)
+    assert gmm(lhs, rhs, sizes).dtype == BF16
+    for interpret in BACKENDS.values():
+        out = gmm(lhs, rhs, sizes, out_dtype=F32, interpret=interpret)
+        check(out, expected_gmm(lhs, rhs, sizes), 128)
+        check(tgmm(lhs, dout, sizes, interpret=interpret), expected_tgmm(lhs, dout, sizes), 128)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_shard_of_the_experts(offset, transpose_rhs, backend):
+    lhs, rhs, dout, sizes = case([20, 30, 0, 37, 21], 128, 128, 256, experts=2)
+    interpret = BACKENDS[backend]
+    weights = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    run = jax.jit(partial(gmm, transpose_rhs=transpose_rhs, tiles=SMALL, interpret=interpret))
+    check(run(lhs, weights, sizes, group_offset=offset), expected_gmm(lhs, rhs, sizes, offset), 128)
+    of_shard = partial(tgmm, group_offset=offset, num_groups=2, tiles=SMALL_TGMM, interpret=interpret)
+    check(of_shard(lhs, dout, sizes), expected_tgmm(lhs, dout, sizes)[offset : offset + 2], 128)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize(("of_lhs", "of_rhs"), [((), ()), ((128,), (3,)), ((), (3, 256))])
+def test_scales(of_lhs, of_rhs, backend):
+    lhs, rhs, dout, sizes = case([50, 0, 61], 128, 128, 256, E4M3)
+    rng = np.random.default_rng(1)
+    of_lhs, of_rhs = (np.asarray(rng.uniform(1, 2, shape), np.float32) for shape in (of_lhs, of_rhs))
+    if of_lhs.ndim:
+        of_lhs[111:] = np.nan
+    scaled = partial(gmm, lhs, rhs, sizes, out_dtype=F32, tiles=SMALL, interpret=BACKENDS[backend])
+    columns = np.asarray(of_rhs, np.float64).reshape(*of_rhs.shape, *[1] * (2 - of_rhs.ndim))[..., None, :]
+    wide = np.asarray(rhs, np.float64) * (columns if of_rhs.ndim else of_rhs)
+    rows = np.nan_to_num(np.asarray(of_lhs, np.float64).reshape(-1, 1))
+    check(scaled(lhs_scale=of_lhs, rhs_scale=of_rhs), expected_gmm(lhs, wide, sizes) * rows, 1024)
+    check(scaled(lhs_scale=of_lhs), expected_gmm(lhs, rhs, sizes) * rows, 512)
+    out = tgmm(lhs, dout, sizes, scale=of_rhs, tiles=SMALL_TGMM, out_dtype=F32, interpret=BACKENDS[backend])
+    check(out, expected_tgmm(lhs, dout, sizes) * (columns if of_rhs.ndim else of_rhs), 512)
+
+
+@pytest.mark.slow
+def test_no_races():
+    """A tile that is used before it came, or written over before it went. In a process of its own: races outlive it."""
+    ran = subprocess.run([sys.executable, "gmm.py"], cwd=Path(module.__file__).parent, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "RACE" not in ran.stdout.upper()
+    errors = [float(line.split()[-1]) for line in ran.stdout.splitlines() if "largest error" in line]
+    assert len(errors) == 2
+    assert max(errors) < 2e-4
+
+
+# -- gradients
+
+
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_gradients(transpose_rhs, backend):
+    lhs, rhs, dout, sizes = case([0, 50, 7, 0, 60], 128, 128, 256)
+    weights = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    run = partial(gmm, group_sizes_E=sizes, transpose_rhs=transpose_rhs, interpret=BACKENDS[backend])
+    dlhs, drhs = jax.jit(lambda x, w, dy: jax.vjp(run, x, w)[1](dy))(lhs, weights, dout)
+    check(dlhs, expected_gmm(dout, rhs.swapaxes(1, 2), sizes), 256)
+    check(drhs.swapaxes(1, 2) if transpose_rhs else drhs, expected_tgmm(lhs, dout, sizes), 128)
+
+
+def test_gradients_of_a_shard():
+    lhs, rhs, dout, sizes = case([20, 30, 37, 21], 128, 128, 256, BF16, experts=2)
+    run = lambda x, w: gmm(x, w, sizes, group_offset=1)
+    dlhs, drhs = jax.vjp(run, lhs, rhs)[1](dout)
+    assert (dlhs.dtype, drhs.dtype) == (BF16, BF16)
+    check(dlhs, expected_gmm(dout, rhs.swapaxes(1, 2), sizes, 1), 256)
+    check(drhs, expected_tgmm(lhs, dout, sizes)[1:3], 128)
+
+
+def test_on_a_mesh_with_the_check_of_varying_axes():
+    """Tokens in 4 shards, experts in 2: each device does its experts; weights are the same for all shards of tokens."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    lhs, rhs, dout, _ = case([512], 512, 32, 48, experts=4)
+    sizes = jnp.asarray([[20, 30, 0, 70], [128, 0, 0, 0], [1, 2, 3, 4], [0, 0, 60, 68]])
+    P = PartitionSpec
+
+    def per_device(x, w, sizes):
+        offset = 2 * jax.lax.axis_index("expert")
+        return jax.lax.psum(gmm(x, w, sizes[0], group_offset=offset), "expert")
+
+    specs = (P("data"), P("expert"), P("data"))
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=True)
+    loss = lambda x, w: jnp.sum(jnp.asarray(dout) * sharded(x, w, sizes))
+    out, (dlhs, drhs) = jax.jit(lambda x, w: (sharded(x, w, sizes), jax.grad(loss, (0, 1))(x, w)))(lhs, rhs)
+    shards = [(slice(128 * i, 128 * (i + 1)), sizes[i]) for i in range(4)]
+    check(out, np.concatenate([expected_gmm(lhs[s], rhs, of) for s, of in shards]), 32)
+    check(dlhs, np.concatenate([expected_gmm(dout[s], rhs.swapaxes(1, 2), of) for s, of in shards]), 48)
+    check(drhs, sum(expected_tgmm(lhs[s], dout[s], of) for s, of in shards), 512)
+
+
+# -- plans and tiles
+
+
+@pytest.mark.parametrize(("unit", "here"), [(8, 8), (16, 3), (32, 5)])
+def test_every_row_is_written_once(unit, here):
+    rng = np.random.default_rng(0)
+    tiles = Tiles(rows=128, cols=128, step=32)
+    plan_of = jax.jit(lambda sizes, offset: module.plan_of(sizes, offset, here, 1024, unit, tiles.step, tiles))
+    for _ in range(100):
+        sizes = rng.multinomial(int(rng.integers(0, 1025)), rng.dirichlet(np.full(8, 0.5)))
+        offset = int(rng.integers(0, 8 - here + 1))
+        plan = jax.tree.map(np.asarray, plan_of(sizes, offset))
+        num_tiles, _, begin, end = plan.totals
+        assert num_tiles <= module.most_tiles(1024, here, unit, tiles.rows), sizes
+        written = np.zeros(1024 // unit, int)
+        written[: begin // unit] += 1
+        written[-(-end // unit) :] += 1
+        for t in range(num_tiles):
+            assert plan.tile_blocks[t] * unit <= module.heights(tiles)[plan.tile_height[t]] <= tiles.rows
+            written[plan.tile_block[t] :][: plan.tile_write[t]] += 1
+        assert (written == 1).all(), (sizes, offset)
+
+
+def test_counts_of_tiles():
+    counts = module.tile_counts([1024, 0, 1000], 2048, Tiles(512, 128, 32), BF16, passes=3)
+    found = {name: count for name, count in counts.items() if count}
+    assert found == {"tile": 12, "first of group": 6, "last of group": 6, "512 rows": 12}
+    counts = module.tile_counts([1024, 0, 700], 2048, TgmmTiles(512, 128, 128), BF16)
+    assert {name: count for name, count in counts.items() if "finish" in name} == {"finish 256": 1, "finish 512": 1}
+    assert counts["add"] == 2
+
+
+@pytest.mark.parametrize(("K", "N"), [(4096, 14336), (14336, 4096), (7168, 2048), (2880, 2880), (128, 128), (100, 90)])
+@pytest.mark.parametrize("dtype", [F32, BF16, E4M3])
+def test_default_tiles_fit(K, N, dtype):
+    if dtype == F32 and 2880 in (K, N):
+        with pytest.raises(ValueError, match="more than the limit of 62,914,560"):  # 2880 is no multiple of 128
+            module.default_tgmm_tiles(8192, K, N, 8, dtype)
+        return
+    module.check_tiles(module.default_tiles(8192, K, N, 8, dtype, BF16), K, N, dtype, BF16)
+    module.check_tgmm_tiles(module.default_tgmm_tiles(8192, K, N, 8, dtype, BF16), K, N, dtype, BF16)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        (Tiles(64, 100), r"of 256 one of \[256, 128\]"),
+        (Tiles(60, 128, 32), "rows must be a multiple of step"),
+        (Tiles(64, 128, 4), "step of 8, the rows of a register"),
+        (Tiles(64 * 1024, 128), "take 136,458,240 bytes of VMEM with K=128, more than the limit of 62,914,560"),
+    ],
+)
+def test_tiles_that_do_not_fit(tiles, message):
+    lhs, rhs, _, sizes = case([40, 60], 128, 128, 256)
+    with pytest.raises(ValueError, match=message):
+        gmm(lhs, rhs, sizes, tiles=tiles, interpret=SIMULATED)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        (TgmmTiles(256, 100, 128), "k must be 128 or"),
+        (TgmmTiles(100, 128, 128), "rows must be a multiple of 256"),
+        (TgmmTiles(2**16, 128, 128), "more than the limit of 62,914,560"),
+    ],
+)
+def test_tgmm_tiles_that_do_not_fit(tiles, message):
+    lhs, _, dout, sizes = case([40, 60], 128, 128, 256)
+    with pytest.raises(ValueError, match=message):
+        tgmm(lhs, dout, sizes, tiles=tiles, interpret=SIMULATED)
+
+
+def test_operands_that_do_not_fit():
+    lhs, rhs, dout, sizes = case([40, 60], 128, 128, 256)
+    with pytest.raises(ValueError, match=r"\[E, N, K\], as transpose_rhs is set, not \(128, 128\) and \(2, 128, 256\)"):
+        gmm(lhs, rhs, sizes, transpose_rhs=True)
+    with pytest.raises(ValueError, match="float32 and bfloat16"):
+        gmm(lhs, rhs.astype(BF16), sizes)
+    with pytest.raises(ValueError, match="2 experts, group_sizes only 1"):
+        gmm(lhs, rhs, sizes[:1])
+    with pytest.raises(ValueError, match="integers"):
+        gmm(lhs, rhs, sizes.astype(F32))
+    with pytest.raises(ValueError, match=r"lhs_scale has shape \(2,\)"):
+        gmm(lhs, rhs, sizes, lhs_scale=jnp.ones(2))
+    with pytest.raises(ValueError, match=r"rhs_scale has shape \(128,\)"):
+        gmm(lhs, rhs, sizes, rhs_scale=jnp.ones(128))
+    with pytest.raises(ValueError, match="tgmm takes"):
+        tgmm(lhs, dout[:64], sizes)
+    with pytest.raises(ValueError, match="has no gradient"):
+        jax.grad(lambda x: gmm(x, rhs, sizes, lhs_scale=2.0).sum())(lhs)
+    with pytest.raises(ValueError, match="has no gradient"):
+        jax.grad(lambda x: gmm(x, rhs.astype(E4M3), sizes).sum().astype(F32))(lhs.astype(E4M3))
+
+
+# -- on TPU7x
+
+
+def ideal_cycles(M, K, N):
+    return 2 * M * K * N / 524_288
+
+
+@pytest.mark.slow
+def test_cycles_of_gmm():
+    """At most 1.08 times what the matrix units need for the rows that there are, all that is wasted included."""
+    report = bundles.measure("gmm:build_gmm")
+    kernel, tiles = report.kernel("gmm"), module.default_tiles(8192, 4096, 1536, 8, BF16)
+    assert kernel.vmem_bytes == module.vmem_bytes(tiles, 4096, 1536, BF16, BF16) - module.SPILL_BYTES  # spills nothing
+    rng = np.random.default_rng(0)
+    for sizes in (RAGGED, [1024] * 8, *rng.multinomial(8192, rng.dirichlet(np.full(8, 20.0), 8))[:4]):
+        counts = module.executions(kernel, sizes, 8192, 4096, 1536, tiles, BF16)
+        moved = module.moved_bytes(sizes, 8192, 4096, 1536, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=moved)
+        assert ideal_cycles(8192, 4096, 1536) < cycles.compute < 1.08 * ideal_cycles(8192, 4096, 1536)
+        assert cycles.hbm < 0.7 * cycles.compute  # hidden
+
+
+@pytest.mark.slow
+def test_cycles_of_tgmm():
+    """At most 1.08 times the passes of 256 rows that these sizes need."""
+    report = bundles.measure("gmm:build_tgmm")
+    kernel, tiles = report.kernel("tgmm"), module.default_tgmm_tiles(8192, 4096, 1536, 8, BF16)
+    estimate = module.tgmm_vmem_bytes(tiles, 4096, 1536, BF16, BF16)
+    assert estimate - module.SPILL_BYTES <= kernel.vmem_bytes <= estimate
+    for sizes in (RAGGED, [1024] * 8):
+        starts = np.cumsum(sizes) - sizes
+        passes = sum(-(-(start % 16 + size) // 256) for start, size in zip(starts, sizes, strict=True))
+        counts = module.executions(kernel, sizes, 8192, 4096, 1536, tiles, BF16)
+        moved = module.moved_bytes(sizes, 8192, 4096, 1536, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=moved)
+        assert cycles.compute < 1.08 * ideal_cycles(256 * passes, 4096, 1536)
+        assert cycles.hbm < 0.7 * cycles.compute  # hidden
+
+
+def compile_for_tpu7x(f, shapes):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    here = NamedSharding(mesh, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in shapes]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(f).lower(*shapes).compile().as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.get("num_experts")])
+def test_compiles_for_the_experts_of(preset):
+    """Of 64 groups or less, with code for three heights only: the others take the same VMEM and more time."""
+    D, F, groups = (PRESETS[preset][name] for name in ("model_dim", "expert_dim", "num_experts"))
+    groups = min(groups, 64)
+    for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
+        rows = module.default_tiles(8192, K, N, groups, BF16, transpose_rhs=transpose_rhs).rows
+        program = compile_for_tpu7x(*build(K=K, N=N, groups=groups, transpose_rhs=transpose_rhs, step=rows // 2))
+        assert "tpu_custom_call" in program
+    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=groups, rows=256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [E4M3, F32])
+def test_compiles_for_other_types(dtype):
+    options = dict(K=512, N=384, rows=256, dtype=jnp.dtype(dtype).name)
+    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_gmm(**options, step=128, scaled=True))
+    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(**options))
+
+
+@pytest.mark.slow
+def test_compiles_on_a_mesh_with_gradients():
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    P = PartitionSpec
+
+    def per_device(x, w, sizes):
+        out = gmm(x, w, sizes[0], group_offset=2 * jax.lax.axis_index("expert"))
+        return jax.lax.psum(jnp.sum(out.astype(F32) ** 2), ("data", "expert"))
+
+    specs = (P("data"), P("expert"), P("data"))
+    shapes = [((1024, 256), BF16), ((4, 256, 128), BF16), ((4, 4), jnp.int32)]
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+    loss = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()
+    assert program.count('custom_call_target="tpu_custom_call"') == 3  # forward, dlhs, drhs

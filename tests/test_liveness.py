@@ -1,0 +1,265 @@
+"""What fills the memory of a compiled program: read from the compiler's own assignment, and from its refusals."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import liveness
+from liveness import GiB, grouped, peak, refusal
+
+# -- of a program that is written here: w is donated and updated in a loop that carries a sum
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <1 add.1 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 1: size 4096, parameter 0, shape |f32[8,128]| at ShapeIndex {}, output shape is |f32[8,128]|, maybe-live-out:
+ value: <2 w.1 @0> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)}
+ value: <9 fusion.9 @0> (size=4096,offset=0): f32[8,128]{1,0:T(8,128)}
+allocation 2: size 8192, page 0, parameter 1, shape |f32[16,128]| at ShapeIndex {}:
+ value: <3 x.1 @0> (size=8192,offset=0): f32[16,128]{1,0:T(8,128)}
+allocation 3: size 20480, page 0, preallocated-temp:
+ value: <4 convert.4 @0> (size=4096,offset=0): bf16[16,128]{1,0:T(8,128)(2,1)}
+ value: <5 fusion.5{1} @0> (size=8192,offset=4096): f32[16,128]{1,0:T(8,128)}
+ value: <6 while.6{2} (phi) @0> (size=8192,offset=4096): f32[16,128]{1,0:T(8,128)}
+ value: <7 fusion.7 @0> (size=4096,offset=16384): f32[8,128]{1,0:T(8,128)}
+ value: <8 fusion.8 @0> (size=2048,offset=16384): bf16[8,128]{1,0:T(8,128)(2,1)}
+allocation 4: size 65536, color 1, page 0, preallocated-temp:
+ value: <10 copy.10 @1> (size=65536,offset=0): f32[128,128]{1,0:T(8,128)S(1)}
+allocation 5: size 262144, color 5, parameter 2, shape |f32[512,128]| at ShapeIndex {}:
+ value: <11 h.1 @5> (size=262144,offset=0): f32[512,128]{1,0:T(8,128)S(5)}
+"""
+
+RANGES = """HloLiveRange (max 9):
+  InstructionSequence:
+    0:w.1
+    1:x.1
+    2:convert.4
+    3:fusion.5
+    4:while.6
+    5:fusion.7
+    6:fusion.8
+    7:copy.10
+    8:fusion.9
+  BufferLiveRange:
+    w.1{}:0-8
+    x.1{}:1-9
+    convert.4{}:2-5
+    fusion.5{1}:3-4
+    while.6{2}:4-6
+    fusion.7{}:5-6
+    fusion.8{}:6-8
+    copy.10{}:7-8
+    fusion.9{}:8-9
+  Live ranges at 7 (peak):
+    copy.10{}: 65536 bytes (cumulative: 65536 bytes)
+"""
+
+
+def block(number: int, name: str, instruction: str, index: str = "", positions: tuple[str, ...] = ()) -> str:
+    listed = "\n".join(f"  {position}" for position in (f"{name} {index}".strip(), *positions))
+    phi = " (phi)" if "while" in name else ""
+    return (
+        f"<{number} {name}{index}{phi} @0>\n positions:\n{listed}\n uses:\n  other, operand 0\n from instruction: "
+        f"%{name} = {instruction}\n"
+    )
+
+
+F = "f32[8,128]{1,0:T(8,128)}"
+VALUES = "\nTotal bytes used: 1 (1B)\n\nUsed values:\n" + "".join(
+    [
+        block(1, "add.1", "f32[]{:T(128)} add(%a, %b)"),
+        block(2, "w.1", f'{F} parameter(0), metadata={{op_name="state.params.layers.w_q"}}'),
+        block(3, "x.1", f'{F} parameter(1), metadata={{op_name="batch.tokens"}}'),
+        block(4, "convert.4", "bf16[16,128]{1,0} convert(%bitcast.3)"),
+        block(5, "fusion.5", f'({F}, {F}) fusion(%x.1), metadata={{op_name="jit(f)/add" stack_frame_id=1}}', "{1}"),
+        block(6, "while.6", f'({F}, /*index=1*/{F}) while(%t), metadata={{op_name="jit(f)/while"}}', "{2}"),
+        block(7, "fusion.7", f'{F} fusion(%x.1), metadata={{op_name="jit(f)/mul" stack_frame_id=2}}'),
+        block(8, "fusion.8", f'{F} fusion(%x.1), metadata={{op_name="jit(f)/mul" stack_frame_id=2}}'),
+    ]
+).replace("  x.1\n", "  x.1\n  bitcast.3\n")
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "/project/model.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=11 end_line=11 column=2 end_column=38}
+2 {file_name_id=1 function_name_id=1 line=22 end_line=22 column=2 end_column=38}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+"""
+
+
+def test_the_peak_is_where_most_bytes_are_live_and_a_place_counts_once():
+    found = peak(ASSIGNMENT, RANGES, VALUES, PROGRAM)
+    assert found.total_bytes == 512 + 4096 + 8192 + 20480  # HBM alone: VMEM is color 1, the host 5
+    # At 5: the bfloat16 copy, what the loop left in the place of fusion.5, and fusion.7. Not fusion.8: it comes later.
+    sizes = {(buffer.op, buffer.source): buffer.nbytes for buffer in found.buffers if buffer.kind == "temporary"}
+    assert sizes == {
+        ("convert of batch.tokens", ""): 4096,
+        ("jit(f)/add", "/project/model.py:11"): 8192,
+        ("jit(f)/mul", "/project/model.py:22"): 4096,
+    }
+    assert (found.op, found.source) == ("jit(f)/mul", "/project/model.py:22")
+    assert found.live_bytes == 512 + 4096 + 8192 + 16384
+    assert [buffer.nbytes for buffer in found.buffers] == sorted((b.nbytes for b in found.buffers), reverse=True)
+
+
+def test_a_donated_argument_is_one_buffer_and_told_from_the_others():
+    kinds = {buffer.op: (buffer.kind, buffer.nbytes) for buffer in peak(ASSIGNMENT, RANGES, VALUES, PROGRAM).buffers}
+    assert kinds["state.params.layers.w_q"] == ("donated argument", 4096)
+    assert kinds["batch.tokens"] == ("argument", 8192)
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no value and no allocation: something new"):
+        peak(ASSIGNMENT + "something new\n", RANGES, VALUES, PROGRAM)
+    with pytest.raises(ValueError, match=r"convert.4\{\} has 4096 bytes in HBM and no time"):
+        peak(ASSIGNMENT, RANGES.replace("    convert.4{}:2-5\n", ""), VALUES, PROGRAM)
+    with pytest.raises(ValueError, match="wrote no buffer assignment"):
+        liveness.read(tmp_path)
+
+
+def test_buffers_of_a_line_are_one_row_and_arguments_those_of_a_part():
+    buffer = lambda nbytes, op, kind="temporary", source="": liveness.Buffer(nbytes, kind, f"u8[{nbytes}]", op, source)
+    rows = grouped(
+        [
+            buffer(5, "state.params.layers.w_q", "argument"),
+            buffer(7, "state.params.layers.w_k", "argument"),
+            buffer(100, "state.params.embed", "argument"),
+            buffer(20, "jit(f)/dot.general", source="m.py:1"),
+            buffer(30, "jit(f)/dot.general", source="m.py:1"),
+            buffer(40, "jit(f)/dot.general", source="m.py:2"),
+        ]
+    )
+    assert [(row["op"], row["source"], row["bytes"], row["count"], row["largest_shape"]) for row in rows] == [
+        ("state.params.embed", "", 100, 1, "u8[100]"),
+        ("jit(f)/dot.general", "m.py:1", 50, 2, "u8[30]"),
+        ("jit(f)/dot.general", "m.py:2", 40, 1, "u8[40]"),
+        ("state.params.layers.*", "", 12, 2, "u8[7]"),
+    ]
+    lines = liveness.describe({"largest_buffers": rows}, GiB, top=2)
+    assert len(lines) == 4 and "2      in all others" not in lines[-1] and lines[-1].endswith("3  in all others")
+
+
+# -- of programs that the compiler reads
+
+
+def traced(function, *shapes: tuple[int, ...], donate: tuple[int, ...] = ()):
+    device = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[0]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=SingleDeviceSharding(device)) for shape in shapes]
+    return jax.jit(function, donate_argnums=donate).lower(*args)
+
+
+def scanned(x, ws):
+    """Sixteen layers whose inputs are kept for the backward pass."""
+
+    def loss(ws):
+        y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)
+        return (y**2).sum()
+
+    return ws - jax.grad(loss)(ws)
+
+
+@pytest.mark.slow
+def test_the_sum_of_what_is_live_is_the_compilers_total_of_a_loop(tmp_path):
+    lowered = traced(scanned, (8192, 1024), (16, 1024, 1024), donate=(1,))
+    stats = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)}).memory_analysis()
+    found = liveness.read(tmp_path)
+    assert found.total_bytes == pytest.approx(getattr(stats, "total_allocation_bytes", found.total_bytes), rel=1e-3)
+    assert found.live_bytes <= found.total_bytes  # counted twice, the loop's arrays would exceed it
+    assert found.live_bytes == pytest.approx(stats.peak_memory_in_bytes, rel=0.02)
+    rows = {row["op"]: row for row in grouped(found.buffers)}
+    assert rows["ws"]["kind"] == "donated argument" and rows["ws"]["bytes"] == 16 * 2**22
+    assert rows["x"]["kind"] == "argument" and rows["x"]["bytes"] == 2**25
+    # The largest are what the scan keeps: an array for each layer, under the name of the write, not of the loop.
+    kept = next(row for row in grouped(found.buffers) if "dynamic_update_slice" in row["op"])
+    assert kept["bytes"] >= 16 * 8192 * 1024 * 2 and "test_liveness.py" in kept["source"]
+
+
+def refused(size: int, folder) -> str:
+    """The compiler's own words for a program with an array of size x size in float32."""
+    lowered = traced(lambda x: jnp.sin(x @ x.T).sum(0) @ jnp.cos(x @ x.T), (size, 128))
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        lowered.compile(compiler_options={"xla_dump_to": str(folder)})
+    return str(error.value)
+
+
+def test_a_program_that_does_not_fit_in_hbm(tmp_path):
+    message = refused(200_000, tmp_path)
+    found = refusal(message)
+    assert found["memory"] == "hbm" and found["limit_bytes"] / GiB == pytest.approx(94.74, abs=0.02)
+    assert found["used_bytes"] >= 200_000**2 * 4
+    assert found["over_bytes"] == found["used_bytes"] - found["limit_bytes"]
+    # What the message does not say is in the assignment: rows of 200,000 floats, filled up to 200,064.
+    full = liveness.read_refused(tmp_path, message)
+    largest = full.buffers[0]
+    assert (largest.nbytes, largest.shape) == (200_000 * 200_064 * 4, "f32[200000,200000]")
+    assert largest.op.endswith("dot_general") and "test_liveness.py:" in largest.source
+    assert full.live_bytes == pytest.approx(found["used_bytes"], rel=1e-3)
+    assert liveness.read_refused(tmp_path, "exceeded scoped vmem") is None
+    assert liveness.read_refused(tmp_path / "nothing", message) is None
+
+
+# -- messages
+
+
+def test_what_the_compiler_says_where_it_lists_the_buffers():
+    text = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 96.00G of 94.74G hbm. Exceeded by 1.26G.
+
+  Largest program allocations in hbm:
+
+  1. Size: 32.00G
+     Operator: op_name="jit(step)/dot_general" source_file="/x/model.py" source_line=12
+     Shape: bf16[131072,131072]{1,0:T(8,128)(2,1)}
+
+  2. Size: 512.0M
+     Shape: f32[8192,16384]{1,0:T(8,128)}
+"""
+    found = refusal(text)
+    assert (found["memory"], found["used_bytes"]) == ("hbm", 96 * 2**30)
+    first, second = found["largest_buffers"]
+    assert first["bytes"] == 2**35 and first["source"] == "/x/model.py:12" and "jit(step)/dot_general" in first["op"]
+    assert (second["bytes"], second["largest_shape"], second["op"]) == (2**29, "f32[8192,16384]", "")
+
+
+@pytest.mark.parametrize(
+    "text, memory, used, limit",
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (149.16G) exceeds available HBM (94.74G). HLO module: jit_step.\nSee https://openxla.org",
+            "hbm",
+            149.16 * 2**30,
+            94.74 * 2**30,
+        ),
+        (
+            "Scoped allocation with size 48.00M and limit 32.00M exceeded scoped vmem limit by 16.00M.",
+            "vmem",
+            48 * 2**20,
+            32 * 2**20,
+        ),
+        (
+            "Ran out of memory in memory space vmem. Used 75.91M of 63.94M vmem. Exceeded vmem capacity by 11.97M",
+            "vmem",
+            75.91 * 2**20,
+            63.94 * 2**20,
+        ),
+    ],
+)
+def test_which_memory_and_how_much_is_missing(text, memory, used, limit):
+    found = refusal(text)
+    assert found["memory"] == memory and found["largest_buffers"] == []
+    assert (found["used_bytes"], found["limit_bytes"]) == pytest.approx((used, limit))
+    assert found["over_bytes"] == pytest.approx(used - limit)
+
+
+def test_a_message_of_another_kind_is_shown_as_it_is():
+    found = refusal("RESOURCE_EXHAUSTED: something else\nand more")
+    assert (found["memory"], found["message"]) == ("unknown", "RESOURCE_EXHAUSTED: something else")

@@ -1,0 +1,85 @@
+"""What a search found is found again; what is damaged, of another version or of another kernel is as if not there."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+import tuned
+
+
+class Blocks(NamedTuple):
+    rows: int
+    cols: int = 128
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    file = tmp_path / "of" / "mine.json"
+    monkeypatch.setattr(tuned, "OWN", file)
+    monkeypatch.setattr(tuned, "CHECKED_IN", tmp_path / "checked_in.json")
+    return file
+
+
+KEY = tuned.key_of("matmul", M=8, K=16, dtype="bfloat16", causal=True, packed=False)
+
+
+def test_key_names_what_it_depends_on():
+    assert KEY == "matmul M=8 K=16 dtype=bfloat16 causal=True chip=tpu7x"
+
+
+def test_a_key_can_be_read():
+    kernel, shape = tuned.shape_of(KEY)
+    assert kernel == "matmul" and shape == {"M": 8, "K": 16, "dtype": "bfloat16", "causal": True}
+    assert shape["packed"] is False
+    said = tuned.metadata(KEY, Blocks(4), calls=3)
+    assert said == {"tuned_key": KEY, "blocks": "rows=4 cols=128", "calls": "3"}
+
+
+def test_what_was_kept_is_found(own):
+    assert tuned.best(KEY, Blocks) is None
+    tuned.keep("another", {"blocks": {"rows": 1}}, own)
+    tuned.keep(KEY, {"blocks": {"rows": 256}, "cycles": 7}, own)
+    assert tuned.best(KEY, Blocks) == Blocks(256, 128)
+    assert tuned.best(tuned.key_of("matmul", M=9), Blocks) is None
+    tuned.keep(KEY, {"blocks": {"rows": 512}}, own)
+    assert tuned.best(KEY, Blocks).rows == 512 and tuned.best("another", Blocks).rows == 1
+    assert [file.name for file in own.parent.iterdir()] == [own.name]
+
+
+def test_ones_own_comes_first(own):
+    tuned.keep(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
+    assert tuned.best(KEY, Blocks).rows == 1
+    tuned.keep(KEY, {"blocks": {"rows": 2}}, own)
+    assert tuned.best(KEY, Blocks).rows == 2
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"version": 1}',
+        '{"version": 1, "entries": []}',
+        '{"version": 0, "entries": {}}',
+        b"\xff",
+    ],
+)
+def test_a_damaged_file_is_as_if_not_there_and_is_written_anew(own, damaged):
+    own.parent.mkdir()
+    own.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    assert tuned.best(KEY, Blocks) is None
+    tuned.keep(KEY, {"blocks": {"rows": 3}}, own)
+    assert tuned.best(KEY, Blocks).rows == 3
+    assert json.loads(own.read_text())["version"] == tuned.VERSION
+
+
+@pytest.mark.parametrize(
+    "entry", [{}, {"blocks": {"rows": 1, "depth": 2}}, {"blocks": {}}, {"blocks": None}, {"block": 1}]
+)
+def test_an_entry_of_another_kernel_is_as_if_not_there(own, entry):
+    tuned.keep(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
+    tuned.keep(KEY, entry, own)
+    assert tuned.best(KEY, Blocks) == Blocks(1)
