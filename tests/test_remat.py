@@ -298,11 +298,16 @@ COMPILED = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "minimal_offloaded", "save_dot_except_mlp"])
 def test_memory_is_that_of_the_compiled_program(policy):
-    """The device's within 10%; the host's to the byte, for it has nothing else."""
+    """The device's within 10%; the host's to the byte, for it has nothing else.
+
+    With an offload, the compiler of jax 0.10 frees the device's copies earlier than that of 0.12: 16% under what is
+    predicted, where the newer one is 4% under.
+    """
     config = Config(**COMPILED, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, "")
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
-    assert predicted.hbm_bytes == pytest.approx(memory["peak_hbm_bytes"], rel=0.1)
+    most = 1.2 if policy == "minimal_offloaded" and jax.__version_info__ < (0, 11) else 1.1
+    assert 0.9 < predicted.hbm_bytes / memory["peak_hbm_bytes"] < most
     assert memory["host_bytes"] == predicted.host_bytes
     on_host = "S(5)" in program  # the memory space of the host
     assert on_host == (predicted.host_bytes > 0) == (policy == "minimal_offloaded")
