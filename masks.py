@@ -171,4 +171,5 @@ def main(length: int = 32, block: int = 4):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     main()
