@@ -12,7 +12,8 @@ topology; no array is ever made, and a model that fills a pod compiles on a lapt
                 needs most, by operation and source line (liveness.py). Of a program that does not fit the same, by how
                 much it does not, and flags with which the planner predicts that it does. Then the exit status is 3
     schedule    every collective: how often, how large, on which engine, what hides it; the time of the step, as
-                schedule.py walks the program's order of execution with the compiler's own estimates of cycles
+                schedule.py walks the program's order of execution with the compiler's own estimates of cycles,
+                and of kernels with what bundles.py counts
     prediction  beside it what roofline.py predicts of the same step
 
 Compiled is the memory, the order and the engines. The seconds are predicted from what is compiled; no TPU has run it.
@@ -322,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument("--topology", default="tpu7x:2x2x1", help="chips along each axis of a slice [%(default)s]")
     machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
-    about = "cycles of kernels, which the compiler does not estimate; may be given several times"
+    about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")

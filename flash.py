@@ -118,7 +118,7 @@ def flash_attention(
       sinks: array_N, a logit in the denominator of each head; None is none.
       q_offset: position of the first query among the keys; may be traced.
       scale: of the scores, H**-0.5 if None.
-      blocks: of the forward kernel; None is `default_blocks`.
+      blocks: of the forward kernel; None is what was found for it (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
     Returns:

@@ -154,7 +154,7 @@ def backward(
       causal, window, prefix, segments, q_offset: as for `masks.block_ranges`. Prefix and q_offset may be traced.
       soft_cap: scores are soft_cap * tanh(scale * q k^T / soft_cap); 0 is off.
       scale: of the scores.
-      blocks: sizes, `default_blocks` if None.
+      blocks: sizes; None is what was found for them (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
     Raises:

@@ -125,8 +125,9 @@ def gmm(
       lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
       rhs_scale: of all of rhs, or [E] of each expert in rhs, or [E, N] of each of their columns; likewise.
       out_dtype: default: of lhs, of fp8 bfloat16.
-      tiles: default: `default_tiles`. Gradients have their own.
-      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU (in a shard_map with check_vma=False).
+      tiles: default: what was found (tuned.py), or else `default_tiles`. Gradients have their own.
+      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU. In a `jax.shard_map` that takes
+        check_vma=False: jax's simulator does not pass the check itself. Compiled, the kernel does.
 
     Returns:
       out_MN.
@@ -166,7 +167,7 @@ def tgmm(
       scale: a factor of the result, or [E] of each of its groups, or [E, N] of each of their columns. (Scales of rows
         of lhs and dout stand within the sum: multiply before.)
       out_dtype: default: as of `gmm`.
-      tiles: default: `default_tgmm_tiles`.
+      tiles: default: what was found (tuned.py), or else `default_tgmm_tiles`.
       interpret: as for `gmm`.
 
     Returns:

@@ -243,6 +243,7 @@ def tune(
     rule = ranked[0].cycles
     ranked.sort(key=lambda candidate: candidate.cycles)
     entry = {"blocks": tuned.fields_of(ranked[0].blocks), "cycles": round(ranked[0].cycles), "rule_cycles": round(rule)}
+    entry["how"] = "measured" if compiler_flags.has_tpu() else "compiled"
     return ranked, entry
 
 
@@ -253,9 +254,11 @@ def cycles_of(metadata: Mapping[str, str]) -> float:
     mean of the calls.
 
     Raises:
-      ValueError: it does not compile by itself.
+      ValueError: it does not compile by itself; attention with more keys than queries, or fewer.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
+    if "S" in shape and shape["T"] != shape["S"]:
+        raise ValueError(f"{metadata['tuned_key']}: cycles are counted of as many keys as queries only; give --kernel")
     of = TUNABLES[name]
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
     blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})
@@ -287,11 +290,11 @@ def time_on_tpu(builder: str, options: dict, shape: dict, repeats: int = 10) -> 
 
 
 def shapes_of(args: argparse.Namespace) -> dict[str, dict]:
-    """{kernel: shape} that a command line asks for, or those of all layers of a preset."""
+    """{kernel: shape} that a command line asks for."""
     if args.search == "gmm":
         sizes = {name: getattr(args, name) for name in ("M", "K", "N", "E")}
         return {kernel: sizes | {"dtype": args.dtype} for kernel in SEARCHES["gmm"]}
-    sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
+    sizes = dict(T=args.T, S=args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
     mask = dict(causal=args.causal, window=args.window, packed=args.packed)
     return {
         "flash_forward": sizes | mask | dict(max_logit=args.max_logit),
@@ -308,8 +311,7 @@ def print_search(args: argparse.Namespace) -> None:
             rows = [dataclasses.asdict(each) | {"blocks": tuned.fields_of(each.blocks)} for each in ranked]
             print(json.dumps({"key": key, "entry": entry, "candidates": rows}))
             continue
-        how = "measured" if compiler_flags.has_tpu() else "compiled"
-        print(f"\n{key}\n{'cycles':>12}{'VMEM MiB':>10}  blocks ({how})")
+        print(f"\n{key}\n{'cycles':>12}{'VMEM MiB':>10}  blocks ({entry['how']})")
         for each in ranked[:8]:
             print(f"{each.cycles:12,.0f}{each.vmem_bytes / 2**20:10.1f}  {tuned.fields_of(each.blocks)}")
         gain = entry["rule_cycles"] / entry["cycles"]
@@ -323,10 +325,10 @@ def print_found(args: argparse.Namespace) -> None:
     entries = tuned.read(tuned.CHECKED_IN) | tuned.read(tuned.OWN)
     if args.json:
         return print(json.dumps(entries))
-    print(f"{'cycles':>12}{'by rule':>12}{'gain':>7}  kernel and shape: blocks (compiled)")
+    print(f"{'cycles':>12}{'by rule':>12}{'gain':>7}  by, kernel and shape: blocks")
     for key, entry in entries.items():
         gain = entry["rule_cycles"] / entry["cycles"]
-        print(f"{entry['cycles']:12,}{entry['rule_cycles']:12,}{gain:7.3f}  {key}: {entry['blocks']}")
+        print(f"{entry['cycles']:12,}{entry['rule_cycles']:12,}{gain:7.3f}  {entry['how']}, {key}: {entry['blocks']}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -349,8 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     search.add_argument("--out", type=Path, default=tuned.OWN, help="where the best is kept [%(default)s]")
     search.add_argument("--json", action="store_true", help="a JSON object a kernel, with all candidates")
     of_attention = search.add_argument_group("attention")
-    of_attention.add_argument("--T", type=int, default=8192, help="queries of a sequence [%(default)s]")
-    of_attention.add_argument("--S", type=int, default=0, help="keys; 0 is as many [%(default)s]")
+    of_attention.add_argument("--T", type=int, default=8192, help="queries, and keys, of a sequence [%(default)s]")
     of_attention.add_argument("--head_dim", type=int, default=128, help="of queries and keys [%(default)s]")
     of_attention.add_argument("--value_dim", type=int, default=0, help="of values; 0 is as wide [%(default)s]")
     of_attention.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="[%(default)s]")

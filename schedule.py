@@ -43,7 +43,8 @@ same as those of workload.py:
 
     clock     2.2 GHz      that of the published peak. XLA plans with 1.9: what HBM bounds has cycles of that clock, so
                            all the time that is not a transfer is 1.16 times as long at the other extreme
-    kernels   1.76 GHz     tokamax publishes times of attention kernels on TPU7x (their compiled cycles over 1.7 to 1.8)
+    kernels   1.76 GHz     tokamax publishes times of attention kernels on TPU7x: their compiled cycles over 1.7 to 1.8.
+                           That count left out some waits that bundles.py counts: kernels may be up to 9% faster
     W         89 GB/s      100 a link one way; measured: an all-gather, 178.8 of 200. The die-to-die link as well: x0.89
     W_hbm     3.2 TB/s     a device's half of 7.38; measured: a copy, 0.87 of the peak
     W_host    16 GB/s      assumed; no figure is published

@@ -30,7 +30,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def invented(monkeypatch):
-    """A compiler that refuses what is over 30 MB, and likes the rest the better the more VMEM it takes."""
+    """A compiler that refuses every fifth, and likes the rest the better the more VMEM it takes."""
 
     def measure_many(jobs, workers):
         return [bundles.Report(*job, "too large" if i % 5 == 4 else "", (), 0.0) for i, job in enumerate(jobs)]
