@@ -45,6 +45,7 @@ import hlo
 import liveness
 import placement
 import planner
+import remat
 import schedule
 from config import Config
 from hardware import by, parse_topology, si
@@ -52,6 +53,7 @@ from step import GiB, Prediction, predict
 from workload import run_of
 
 DOES_NOT_FIT = 3  # exit status
+MARGIN = 1.1  # a step is refused without being compiled if its predicted memory is past the limit by this factor
 
 
 class DoesNotFitError(ValueError):
@@ -77,7 +79,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1):
     from jax.sharding import NamedSharding
 
     import data
-    import model
+    import parameters
     import sharding
     import train
 
@@ -86,7 +88,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1):
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
-    model.check_divides(config, dict(mesh.shape))
+    parameters.check_divides(config, dict(mesh.shape))
     shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(partial(train.init_state, config=config), key)
@@ -192,6 +194,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "num_slices": args.num_slices,
         "num_chips": num_chips,
         "mesh": {axis: size for axis, size in expected.of.sizes.items() if size > 1},
+        "remat": config.remat,
         "xla_flags": flags,
         "fits": True,
         **memory,
@@ -258,7 +261,8 @@ def describe(found: dict) -> str:
     step_s, roofline = found["step_s"], found["roofline"]
     gib = lambda name: f"{found[name] / GiB:.2f}"
     lines = [
-        f"{found['preset']} on {slices}{found['topology']}, {found['num_chips']:,} chips, mesh {mesh}",
+        f"{found['preset']} on {slices}{found['topology']}, {found['num_chips']:,} chips, mesh {mesh}, "
+        f"remat {found['remat']}",
         f"  compiled    {how} {found['compile_s']:.0f} s; flags {flags}",
         f"  memory      {gib('peak_hbm_bytes')} of {gib('hbm_limit_bytes')} GiB a device, arguments "
         f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')} (compiled; by roofline.py "
@@ -322,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = parser.add_argument_group("slice and compiler")
     machine.add_argument("--topology", default="tpu7x:2x2x1", help="chips along each axis of a slice [%(default)s]")
     machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
+    machine.add_argument("--compile_anyway", action="store_true", help="what is predicted not to fit, too")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
@@ -331,7 +336,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     try:
         config = config_lib.from_args(args, unknown)
+        config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         flags = compiler_flags.of(config)
+        if not args.compile_anyway and (found := predicted_refusal(config, args)):
+            return refuse(config, args, found)
         if not importlib.util.find_spec("libtpu"):
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
         compiler_flags.without_tpu()
@@ -351,6 +359,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # -- a step that does not fit
+
+
+def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
+    """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
+    chip, chips = parse_topology(args.topology)
+    expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    used, limit = expected.hbm_bytes, expected.of.hbm_limit
+    if used <= MARGIN * limit:
+        return None
+    largest = sorted(expected.memory.items(), key=lambda item: -item[1])
+    rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
+    return {
+        "kind": "predicted",
+        "memory": "hbm",
+        "used_bytes": used,
+        "limit_bytes": limit,
+        "over_bytes": used - limit,
+        "parts": rows,
+        "largest_buffers": [],
+    }
 
 
 def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
@@ -399,7 +427,11 @@ def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
         print(f"does not fit: {found['message']}")
     else:
         used, limit, over = (found[name] / GiB for name in ("used_bytes", "limit_bytes", "over_bytes"))
-        print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over (compiled)")
+        kind = found.get("kind", "compiled")
+        print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over ({kind})")
+    if parts := found.get("parts"):
+        print("  of it       " + ", ".join(f"{part['name']} {part['bytes'] / GiB:.2f}" for part in parts) + " GiB")
+        print("  not compiled; --compile_anyway asks the compiler, whose word is the last")
     if found["largest_buffers"]:
         print(*liveness.describe(found, found["used_bytes"]), sep="\n")
     print(f"  way out: {' '.join(ways['flags'])}{': ' if ways['flags'] else ''}{ways['words']}")

@@ -17,6 +17,7 @@ over parts of the keys can be merged into attention over all.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masks import UNSEEN, visible
 
@@ -83,3 +84,99 @@ def attention(
     out_btkGV = jnp.einsum("bkGts,bskV->btkGV", p_bkGts, v_bskV)
     lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
     return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+
+
+def attention_in_chunks(
+    q_btnH: jax.Array,
+    k_bskH: jax.Array,
+    v_bskV: jax.Array,
+    *,
+    chunk: int,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    q_offset: jax.Array | int = 0,
+    **options,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` of some queries at a time, so that the scores of few exist at once: of t's largest divisor <= chunk.
+
+    `jax.grad` of it would keep the scores of all; `attention_gradients` does not.
+    """
+
+    def some(x):
+        start, q_bcnH, ids_bc = x
+        ids = None if ids_bc is None else (ids_bc, segment_ids[1])
+        return attention(q_bcnH, k_bskH, v_bskV, segment_ids=ids, q_offset=q_offset + start, **options)
+
+    parts = _chunks(chunk, q_btnH, None if segment_ids is None else segment_ids[0])
+    return tuple(_join(part, dim) for part, dim in zip(lax.map(some, parts), (1, 2), strict=True))
+
+
+def attention_gradients(
+    q_btnH: jax.Array,
+    k_bskH: jax.Array,
+    v_bskV: jax.Array,
+    out_btnV: jax.Array,
+    lse_bnt: jax.Array,
+    dout_btnV: jax.Array,
+    dlse_bnt: jax.Array,
+    *,
+    chunk: int,
+    causal: bool = True,
+    window: int = 0,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float = 0.0,
+    q_offset: jax.Array | int = 0,
+    scale: float | None = None,
+) -> list[jax.Array]:
+    """[dq_btnH, dk_bskH, dv_bskV] in float32 from the log-sum-exp: the formulas of flash_backward.py, the plain way.
+
+    Args: as `attention`, its two results, and their gradients. With `out` and `lse` of attention over more keys than
+      these, it is the part of the gradients that these keys make. `chunk` as `attention_in_chunks`.
+    """
+    n, s, k, H = q_btnH.shape[2], *k_bskH.shape[1:]
+    scale = H**-0.5 if scale is None else scale
+    k_bskH, v_bskV = k_bskH.astype(jnp.float32), v_bskV.astype(jnp.float32)
+    grouped = lambda x: x.reshape(*x.shape[:2], k, n // k, *x.shape[3:]).astype(jnp.float32)
+    q_btkGH, out_btkGV, dout_btkGV = grouped(q_btnH), grouped(out_btnV), grouped(dout_btnV)
+    lse_btkG, dlse_btkG = [grouped(x.swapaxes(1, 2)) for x in (lse_bnt, dlse_bnt)]
+    di_btkG = jnp.sum(out_btkGV * dout_btkGV, -1) - dlse_btkG
+
+    def some(dkv, x):
+        start, q_bckGH, dout_bckGV, lse_bckG, di_bckG, ids_bc = x
+        scores_bckGs = jnp.einsum("bckGH,bskH->bckGs", q_bckGH, k_bskH) * scale
+        slope = scale
+        if soft_cap:
+            tanh_bckGs = jnp.tanh(scores_bckGs / soft_cap)
+            scores_bckGs, slope = soft_cap * tanh_bckGs, scale * (1 - tanh_bckGs**2)
+        seen_bcs = visible(
+            (jnp.arange(q_bckGH.shape[1]) + start + q_offset)[None, :, None],
+            jnp.arange(s)[None, None],
+            causal=causal,
+            window=window,
+            segments=None if ids_bc is None else (ids_bc[:, :, None], segment_ids[1][:, None]),
+        )
+        p_bckGs = jnp.where(seen_bcs[:, :, None, None], jnp.exp(scores_bckGs - lse_bckG[..., None]), 0.0)
+        dp_bckGs = jnp.einsum("bckGV,bskV->bckGs", dout_bckGV, v_bskV)
+        ds_bckGs = p_bckGs * (dp_bckGs - di_bckG[..., None]) * slope
+        dq_bckGH = jnp.einsum("bckGs,bskH->bckGH", ds_bckGs, k_bskH)
+        dk_bskH = dkv[0] + jnp.einsum("bckGs,bckGH->bskH", ds_bckGs, q_bckGH)
+        dv_bskV = dkv[1] + jnp.einsum("bckGs,bckGV->bskV", p_bckGs, dout_bckGV)
+        return (dk_bskH, dv_bskV), dq_bckGH
+
+    zeros = jnp.zeros_like(k_bskH), jnp.zeros_like(v_bskV)
+    chunks = _chunks(chunk, q_btkGH, dout_btkGV, lse_btkG, di_btkG, None if segment_ids is None else segment_ids[0])
+    dkv, dq_bckGH = lax.scan(some, zeros, chunks)
+    return [_join(dq_bckGH, 1).reshape(q_btnH.shape), *dkv]
+
+
+def _chunks(most, *arrays):
+    """Where each chunk starts, and the chunks, stacked: of arrays [b, t, ...], or None."""
+    t = arrays[0].shape[1]
+    size = max(size for size in range(1, min(most, t) + 1) if t % size == 0)
+    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    return jnp.arange(0, t, size), *(None if x is None else cut(x) for x in arrays)
+
+
+def _join(parts, dim):
+    """Of chunks, stacked, one array, along `dim`."""
+    x = jnp.moveaxis(parts, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

@@ -299,6 +299,12 @@ def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
     return (stages - 1) / (repeats * microbatches + stages - 1)
 
 
+def in_flight(stages: int, microbatches: int, repeats: int = 1, *, gpipe: bool = False) -> float:
+    """Microbatches whose activations a stage keeps at once: all, or with 1F1B and circular no more than 2P - 1."""
+    _check(stages=stages, microbatches=microbatches, repeats=repeats)
+    return microbatches if gpipe else min(microbatches, ((repeats + 1) * stages - 1) / repeats)
+
+
 def _times(**factors: float) -> str:
     names = {"E_over_k": "E/k", "b": "b/2"}
     return "".join(f" * {value:.3g} ({names[name]})" for name, value in factors.items() if value != 1)
@@ -461,7 +467,7 @@ def print_bounds(args: argparse.Namespace) -> None:
     work, dtype = work_of(config), matmul_dtype(config)
     rows, stops = strong_scaling(work, chip, dtype=dtype), stops_at(work, chip, dtype=dtype)
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * args.num_slices)
-    idle = bubble(sizes["pipe"], config.microbatches)
+    idle = bubble(sizes["pipe"], config.microbatches, config.pipeline_rounds)
     title = f"{config.preset}, {work.batch:,} tokens a step, on {chip.name}"
     if args.plot:
         plot_strong_scaling(title, rows, stops, args.plot)

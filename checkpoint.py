@@ -23,14 +23,17 @@ from config import Config
 SHAPE_FIELDS = (
     "vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
     "qk_norm qkv_bias output_bias attention_sinks tied_embeddings "
-    "num_experts expert_dim num_shared_experts num_dense_layers expert_bias "
+    "num_experts expert_dim num_shared_experts num_dense_layers expert_bias selection_bias "
     "kv_lora_rank q_lora_rank rope_head_dim value_head_dim optimizer mu_dtype"
 ).split()
 # What decides the values from here on. A run with another value goes on, otherwise than the first would have.
 COURSE_FIELDS = (
     "seed batch seq_len steps corpus window global_every experts_per_token rope_theta rope_scaling rope_original_len "
     "max_logit logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay "
-    "clip_norm"
+    "clip_norm swiglu_limit router_scores renormalise router_groups router_groups_kept router_scale load_balance_loss "
+    "router_z_loss selection_bias_rate moe_impl buffer_factor capacity_factor "
+    "fp8 fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules "
+    "fp8_skip_layers fp8_scales"
 ).split()
 
 
@@ -111,7 +114,8 @@ def restore(manager, shapes, shardings, config: Config):
     ocp = _orbax()
     with _readable(manager, step):
         saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
-    if differing := _differing(saved, config, SHAPE_FIELDS):
+    remembers = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
+    if differing := _differing(saved, config, SHAPE_FIELDS + ["fp8", "fp8_modules"] * bool(remembers)):
         raise ValueError(
             f"the checkpoint {manager.directory / str(step)} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"

@@ -333,30 +333,34 @@ def ragged_all_to_all(
 ) -> tuple[jax.Array, jax.Array]:
     """Sends rows of x, as many to each device as it likes: what expert parallelism does with tokens.
 
-    Device i gets x[input_offsets[i]:][:send_sizes[i]], and writes it to output[output_offsets[i]:]. As
-    `lax.ragged_all_to_all`, which the CPU does not have; here every block travels padded to `block_rows`.
+    Device i gets x[input_offsets[i]:][:send_sizes[i]], and writes it to output[output_offsets[i]:]; or k such slices,
+    those from i*k on. As `lax.ragged_all_to_all`, which the CPU does not have; here every slice travels padded to
+    `block_rows`.
 
     Args:
       x, output: [rows, ...] of one dtype; rows of `output` that nobody writes keep what they hold.
-      input_offsets, send_sizes, output_offsets: int32 [N]. The offset in the output is that of the receiver, and rows
-        that two devices send to one place are a mistake that is not noticed.
-      block_rows: the most that goes from one device to another; default all rows of x.
+      input_offsets, send_sizes, output_offsets: int32 [N * k]. The offset in the output is that of the receiver, and
+        rows that two devices send to one place are a mistake that is not noticed.
+      block_rows: the most that goes in one slice; default all rows of x.
 
     Returns:
       output, and the number of this device's rows that were dropped: those past `block_rows`, or past the end of the
       receiver's output. int32.
 
-    Cost: 2h steps. Offsets and sizes go first, in an exchange of their own: an `all_to_all` of 8 bytes a device; then
-    the blocks: one of N * block_rows rows.
+    Cost: 2h steps. Offsets and sizes go first, in an exchange of their own: an `all_to_all` of 8 bytes a slice; then
+    the blocks: one of N * k * block_rows rows.
 
     Raises:
-      ValueError: as `all_gather`, and where there is not one size and offset for each device.
+      ValueError: as `all_gather`, and where there are not as many sizes and offsets for each device.
     """
     names = _check(x, axis, 0, algorithm)
     n = lax.axis_size(names)
     for array in (input_offsets, send_sizes, output_offsets):
-        if array.shape != (n,):
-            raise ValueError(f"offsets and sizes of shape {array.shape} must be ({n},): the devices on {_show(names)}")
+        if array.ndim != 1 or array.shape != input_offsets.shape or array.size % n or not array.size:
+            raise ValueError(
+                f"offsets and sizes of shape {array.shape} must be alike, and as many for each of the {n} devices on "
+                f"{_show(names)}"
+            )
     if x.shape[1:] != output.shape[1:] or x.dtype != output.dtype:
         raise ValueError(f"rows of x are {x.dtype}{x.shape[1:]}, those of output {output.dtype}{output.shape[1:]}")
     if block_rows is not None and block_rows < 0:

@@ -60,8 +60,8 @@ class Config:
     rope_original_len: int = 8192  # context length before rope_scaling
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
     qkv_bias: bool = False  # bias on the query, key and value projections (Qwen 2.5)
-    output_bias: bool = False  # bias on attention's output projection (gpt-oss; predictions only)
-    attention_sinks: bool = False  # a learned logit a head in each softmax, without a value (gpt-oss; predictions only)
+    output_bias: bool = False  # bias on attention's output projection (gpt-oss)
+    attention_sinks: bool = False  # a learned logit a head in each softmax, without a value (gpt-oss)
     tied_embeddings: bool = False  # the unembedding is the embedding
     window: int = 0  # sliding-window attention: a query sees this many keys, itself included; 0 is no window
     global_every: int = 0  # with a window: every so many-th layer attends without it; 0 is never
@@ -70,15 +70,28 @@ class Config:
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
     dtype: str = "float32"  # of the computation: float32 or bfloat16; the master weights are float32
 
-    # mixture of experts (predictions only: no code behind it yet)
+    # mixture of experts
     num_experts: int = 0  # E: routed experts of a layer; 0 is a dense MLP in every layer
     experts_per_token: int = 0  # X: experts that the router sends a token to
     expert_dim: int = 0  # M: width of an expert's SwiGLU
     num_shared_experts: int = 0  # experts of the same width that see every token, beside the routed ones
     num_dense_layers: int = 0  # leading layers that have a dense MLP of ff_dim in place of experts
     expert_bias: bool = False  # biases on the router and on the experts' projections (gpt-oss)
+    swiglu_limit: float = 0.0  # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
+    router_scores: str = "softmax"  # of the router's logits: softmax, or sigmoid (DeepSeek-V3)
+    renormalise: bool = True  # the weights of a token's experts are divided by their sum
+    router_groups: int = 1  # the experts are cut into so many groups
+    router_groups_kept: int = 1  # from so many of them, the best, a token's experts can be chosen
+    router_scale: float = 1.0  # of the experts' weights, in the end
+    load_balance_loss: float = 0.0  # weight of Switch's loss, which is 1 where all experts have as much to do; 0 is off
+    router_z_loss: float = 0.0  # weight of log(Z)^2 of the router's softmax; 0 is off
+    selection_bias: bool = False  # balance without a loss: a bias that chooses experts and does not weigh them
+    selection_bias_rate: float = 0.001  # by which it goes up or down after each step
+    moe_impl: str = "dropless"  # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
+    buffer_factor: float = 2.0  # dropless, over an expert axis: rows that a device has room for, of the mean
+    capacity_factor: float = 1.25  # capacity: tokens that an expert has room for, of the mean
 
-    # multi-head latent attention (predictions only: no code behind it yet)
+    # multi-head latent attention
     kv_lora_rank: int = 0  # C: keys and values of all heads are made from this many numbers a token; 0 is off
     q_lora_rank: int = 0  # Q: queries are made from this many numbers a token; 0: from the model dim, in one matmul
     rope_head_dim: int = 0  # R: dims of a head, beside head_dim, that turn with the position; all heads share their key
@@ -91,10 +104,23 @@ class Config:
     collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
-    microbatches: int = 1  # accumulate gradients over this many parts of the batch
-    remat: str = "none"  # what the backward pass computes again, of none to full (each layer, from its input): remat.py
+    context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
+    context_heads: int = 1  # of a ring: so many neighbours exchange heads, and the ring goes across these groups
+    context_balance: bool = True  # zigzag order over context: all devices have as much to do; without a window only
+    microbatches: int = 1  # accumulate gradients over this many parts of the batch, which go through the stages of pipe
+    pipeline_schedule: str = "1f1b"  # of the stages of pipe: gpipe, 1f1b (fewer microbatches in memory), circular
+    pipeline_rounds: int = 1  # circular: how often a microbatch goes round, through that many parts of each stage
+    remat_stage: bool = False  # of a microbatch that is under way keep the stage's input, and compute the stage again
+    remat: str = "none"  # what the backward pass computes again, of none to full (each layer, from its input), or auto
     remat_tensors: str = ""  # of remat=custom: device, offload or remat, as in mlp_up:device,context:offload
-    fp8: str = "none"  # multiply in 8 bits: none, or how the scales are found (predictions only: no code behind it yet)
+    fp8: str = "none"  # 8-bit matmuls, by who finds the scales: dynamic, static, fixed, delayed, calibrate; or none
+    fp8_granularity: str = "per_tensor"  # who shares a scale: per_tensor, per_axis or block
+    fp8_block: int = 128  # elements of a block along each dim
+    fp8_rounding: str = "nearest"  # of gradients: nearest or stochastic
+    fp8_gradients: str = "e5m2"  # their format: e5m2 or e4m3
+    fp8_modules: str = "qkv,out,mlp"  # multiplied in 8 bits, of qkv, out, mlp (shared experts too, routed ones not)
+    fp8_skip_layers: int = 0  # so many layers at each end stay in `dtype`
+    fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
     max_logit: float = 0.0  # flash attention's softmax subtracts this instead of the running maximum; 0 is off
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
@@ -109,6 +135,7 @@ class Config:
     weight_decay: float = 0.1  # decoupled, on matrices only; adamw and adafactor
     clip_norm: float = 1.0  # gradients are scaled down to this global norm; 0 is off
     mu_dtype: str = "float32"  # of adamw's first moment: float32 or bfloat16
+    offload_optimizer: bool = False  # its state waits on the host, and comes to the device layer by layer (offload.py)
     max_skipped: int = 10  # end the run after this many steps in a row with gradients that are not finite
 
     # data
@@ -140,23 +167,32 @@ class Config:
         choices = {
             "dtype": ("float32", "bfloat16"),
             "mu_dtype": ("float32", "bfloat16"),
-            "remat": REMAT_POLICIES,
-            "fp8": ("none", "dynamic", "static", "fixed", "delayed"),
+            "remat": (*REMAT_POLICIES, "auto"),
+            "fp8": ("none", "dynamic", "static", "fixed", "delayed", "calibrate"),
+            "fp8_granularity": ("per_tensor", "per_axis", "block"),
+            "fp8_rounding": ("nearest", "stochastic"),
+            "fp8_gradients": ("e5m2", "e4m3"),
             "attention": ("auto", "flash", "reference"),
+            "pipeline_schedule": ("gpipe", "1f1b", "circular"),
+            "context_impl": ("ring", "all_gather", "all_to_all"),
             "collectives": ("xla", "ring", "ring_bidirectional"),
             "optimizer": ("adamw", "adafactor", "sgd"),
+            "router_scores": ("softmax", "sigmoid"),
+            "moe_impl": ("dropless", "capacity", "reference"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         smallest = {
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-            "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints peer_timeout rope_theta "
-            "rope_scaling",
+            "microbatches pipeline_rounds context_heads loss_chunk fp8_block log_every max_skipped save_every "
+            "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
-            "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps num_experts "
+            "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
+            "num_experts fp8_skip_layers "
             "experts_per_token expert_dim num_shared_experts num_dense_layers kv_lora_rank q_lora_rank rope_head_dim "
-            "value_head_dim",
+            "value_head_dim swiglu_limit router_scale load_balance_loss router_z_loss selection_bias_rate "
+            "buffer_factor capacity_factor",
         }
         for low, names in smallest.items():
             for name in names.split():
@@ -171,8 +207,29 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.global_every and not self.window:
             raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
+        if self.offload_optimizer and self.optimizer == "adafactor":
+            raise ValueError(
+                "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer"
+            )
+        if self.context_heads > 1 and (self.context_impl != "ring" or self.collectives != "xla"):
+            raise ValueError(
+                f"context_heads={self.context_heads} goes with context_impl=ring and collectives=xla, "
+                f"not {self.context_impl} and {self.collectives}"
+            )
         if self.max_logit and self.attention != "flash":
             raise ValueError(f"max_logit={self.max_logit} needs --attention=flash; it is {self.attention!r}")
+        if (self.pipeline_rounds > 1) != (self.pipeline_schedule == "circular"):
+            raise ValueError(
+                f"pipeline_rounds={self.pipeline_rounds} with pipeline_schedule={self.pipeline_schedule}: circular has "
+                "two rounds or more, the others one"
+            )
+        if self.fp8_skip_layers and self.fp8 == "none":
+            raise ValueError(
+                f"fp8_skip_layers={self.fp8_skip_layers} needs a recipe, as in --fp8=dynamic; it is 'none'"
+            )
+        for name in self.fp8_modules.split(","):
+            if name not in ("qkv", "out", "mlp"):
+                raise ValueError(f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp")
         if self.remat_tensors and self.remat != "custom":
             raise ValueError(f"remat_tensors={self.remat_tensors!r} needs --remat=custom; it is {self.remat!r}")
         if self.remat_places["decoder_layer_input"] == "remat":
@@ -194,10 +251,14 @@ class Config:
             raise ValueError(f"profile_steps={self.profile_steps!r} is past the last step: steps={self.steps}")
 
     def _check_experts(self):
-        of_experts = "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias"
+        of_experts = (
+            "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
+            "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
+            "selection_bias_rate moe_impl buffer_factor capacity_factor"
+        )
         if not self.num_experts:
             for name in of_experts.split():
-                if getattr(self, name):
+                if getattr(self, name) != getattr(type(self), name):
                     raise ValueError(f"{name}={getattr(self, name)} needs num_experts; it is 0, a dense model")
             return
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -211,6 +272,19 @@ class Config:
                 f"num_dense_layers={self.num_dense_layers} must be under num_layers={self.num_layers}: "
                 f"no layer is left for num_experts={self.num_experts}"
             )
+        if self.num_experts % self.router_groups or self.router_groups_kept > self.router_groups:
+            raise ValueError(
+                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
+                f"router_groups_kept={self.router_groups_kept} be no more"
+            )
+        if self.router_groups_kept * self.num_experts < self.experts_per_token * self.router_groups:
+            raise ValueError(
+                f"router_groups_kept={self.router_groups_kept} of {self.router_groups} groups have fewer than "
+                f"experts_per_token={self.experts_per_token} experts"
+            )
+        for name in ("buffer_factor", "capacity_factor"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=0 has room for no token: at least 1, if none is to be dropped")
 
     def _check_latent_attention(self):
         if not self.kv_lora_rank:
@@ -265,18 +339,23 @@ class Config:
 # norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
 # of 256 as the local ones, where Gemma's have 4 of 512.
 #
-# Mixtures of experts (predicted, not trained yet): Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
+# Mixtures of experts: Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
 # arXiv:2505.09388 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; their ff_dim is in the configuration and
 # in no layer); DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module;
-# gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Left out are the last two's YaRN frequencies, gpt-oss's clamped
-# SwiGLU, and DeepSeek's selection bias, a number an expert that no gradient trains.
+# gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Routers as their reports and configurations say: all renormalise,
+# which for gpt-oss is its softmax over the chosen; DeepSeek-V3's has sigmoids, 8 groups of which 4 are kept, a scale of
+# 2.5, and is balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a
+# sequence. The others' weights of the load-balance loss in training are not published; 0.01 is Switch's. Left out are
+# the last two's YaRN frequencies.
 _LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
 _LARGE |= dict(loss_chunk=1024)
 _LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
 _QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
-_QWEN3 |= dict(num_experts=128, experts_per_token=8)
+_QWEN3 |= dict(num_experts=128, experts_per_token=8, load_balance_loss=0.01)
 PRESETS: dict[str, dict] = {
     "tiny": {},
+    "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
+    "tiny-mla": dict(kv_lora_rank=48, q_lora_rank=64, head_dim=16, rope_head_dim=8, value_head_dim=24),
     "llama2-70b": dict(
         _LARGE,
         vocab_size=32_000,
@@ -336,6 +415,7 @@ PRESETS: dict[str, dict] = {
         num_experts=8,
         experts_per_token=2,
         expert_dim=14_336,
+        load_balance_loss=0.01,
     ),
     "qwen3-30b-a3b": dict(
         _QWEN3, num_layers=48, model_dim=2048, ff_dim=6144, num_heads=32, num_kv_heads=4, head_dim=128, expert_dim=768
@@ -366,6 +446,11 @@ PRESETS: dict[str, dict] = {
         expert_dim=2048,
         num_shared_experts=1,
         num_dense_layers=3,
+        router_scores="sigmoid",
+        router_groups=8,
+        router_groups_kept=4,
+        router_scale=2.5,
+        selection_bias=True,
         kv_lora_rank=512,
         q_lora_rank=1536,
         rope_head_dim=64,
@@ -391,6 +476,8 @@ PRESETS: dict[str, dict] = {
         experts_per_token=4,
         expert_dim=2880,
         expert_bias=True,
+        swiglu_limit=7.0,
+        load_balance_loss=0.01,
     ),
 }
 

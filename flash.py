@@ -131,7 +131,7 @@ def flash_attention(
     fixed = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale, interpret=interpret)
     traced = prefix, segment_ids, jnp.asarray(q_offset, jnp.int32)
     out_BTNV, lse_BNT = _attend(fixed, (max_logit, blocks), q_BTNH, k_BSKH, v_BSKV, *traced)
-    return (out_BTNV, lse_BNT) if sinks is None else _with_sinks(out_BTNV, lse_BNT, sinks)
+    return (out_BTNV, lse_BNT) if sinks is None else with_sinks(out_BTNV, lse_BNT, sinks)
 
 
 def out_of_range(lse_BNT: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def out_of_range(lse_BNT: jax.Array) -> jax.Array:
     return jnp.isinf(lse_BNT).sum()
 
 
-def _with_sinks(out_BTNV, lse_BNT, sinks_N):
+def with_sinks(out_BTNV, lse_BNT, sinks_N):
     trusted_BNT = ~jnp.isinf(lse_BNT)
     safe_BNT, sinks_BNT = jnp.where(trusted_BNT, lse_BNT, 0.0), sinks_N.astype(jnp.float32)[None, :, None]
     share_BTN = jax.nn.sigmoid(safe_BNT - sinks_BNT).swapaxes(1, 2)
@@ -572,6 +572,7 @@ def _for_each(count, body):
 
 def build_forward(
     seq: int = 8192,
+    keys: int = 0,
     heads: int = 1,
     kv_heads: int = 0,
     head_dim: int = 128,
@@ -584,16 +585,17 @@ def build_forward(
     """(function, its arguments) for `bundles.py` and for tests: `forward` with these `options`.
 
     Args:
-      seq: queries and keys.
-      kv_heads, value_dim: 0 is as many as of queries, and as keys.
+      seq: queries.
+      keys, kv_heads, value_dim: 0 is as many as of queries, and as keys.
       packed: with segment ids.
       sizes: of `Blocks`, which replace the default's.
     """
-    shapes = [(1, heads, seq, head_dim), (1, kv_heads or heads, seq, head_dim)]
-    shapes += [(1, kv_heads or heads, seq, value_dim or head_dim)]
+    keys = keys or seq
+    shapes = [(1, heads, seq, head_dim), (1, kv_heads or heads, keys, head_dim)]
+    shapes += [(1, kv_heads or heads, keys, value_dim or head_dim)]
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    args += [jax.ShapeDtypeStruct((1, seq), jnp.int32)] * (2 * packed)
-    blocks = default_blocks(seq, seq, head_dim, value_dim or head_dim, dtype, options.get("window", 0))
+    args += [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (seq, keys) if packed]
+    blocks = default_blocks(seq, keys, head_dim, value_dim or head_dim, dtype, options.get("window", 0))
     blocks = replace(blocks, **(sizes or {}))
     run = lambda q, k, v, *ids: forward(q, k, v, segments=ids or None, blocks=blocks, **options)
     return run, args

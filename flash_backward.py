@@ -463,6 +463,7 @@ def _up(x, multiple):
 
 def build_backward(
     seq: int = 8192,
+    keys: int = 0,
     heads: int = 8,
     kv_heads: int = 0,
     H: int = 128,
@@ -474,13 +475,13 @@ def build_backward(
     **options,
 ):
     """(function, shapes of its arguments) for bundles.py: `options` are fields of Blocks, causal, window, soft_cap."""
-    T, N, K, V = seq, heads, kv_heads or heads, V or H
+    T, S, N, K, V = seq, keys or seq, heads, kv_heads or heads, V or H
     mask = {name: options.pop(name, default) for name, default in dict(causal=True, window=0, soft_cap=0.0).items()}
-    blocks = replace(default_blocks(T, T, H, V, dtype), **options)
+    blocks = replace(default_blocks(T, S, H, V, dtype), **options)
     shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
     out_BNTV, lse_BNT = shape(1, N, T, V), shape(1, N, T, dtype="float32")
-    arrays = shape(1, N, T, H), shape(1, K, T, H), shape(1, K, T, V), out_BNTV, lse_BNT, out_BNTV, lse_BNT
-    more = dict(segments=(shape(1, T, dtype="int32"),) * 2 if segments else None)
+    arrays = shape(1, N, T, H), shape(1, K, S, H), shape(1, K, S, V), out_BNTV, lse_BNT, out_BNTV, lse_BNT
+    more = dict(segments=(shape(1, T, dtype="int32"), shape(1, S, dtype="int32")) if segments else None)
     more |= dict(prefix=shape(1, dtype="int32") if prefix else None)
     more |= dict(q_offset=shape(dtype="int32") if traced_offset else None)
 
@@ -491,18 +492,20 @@ def build_backward(
     return function, [arrays, more]
 
 
-def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, **mask) -> list[int]:
+def executions(
+    kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, q_offset: int = 0, **mask
+) -> list[int]:
     """Of the regions of a compiled kernel (of bundles.py) that depend on the mask, for its `cycles`.
 
     Where keys take turns, of all the calls together. `mask`: causal and window.
     """
     num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
-    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), **mask)
+    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), q_offset=q_offset, **mask)
     at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, **mask), 0), 0, 0
     for i, (first, full_first, full_end, end) in enumerate(of_q[0].tolist()):
         full += full_end - full_first
         for j in [*range(first, full_first), *range(full_end, end)]:
-            distance = i * blocks.queries - j * blocks.keys
+            distance = i * blocks.queries + q_offset - j * blocks.keys
             if distance in at_edge:
                 at_edge[distance] += 1
             else:

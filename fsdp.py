@@ -58,17 +58,18 @@ def gather(w: jax.Array, spec: PartitionSpec, axis: str, algorithm: str = "xla")
     return w if dim is None else all_gather(w, axis, dim=dim, algorithm=algorithm)
 
 
-def whole_over_data(params, specs, dtype, algorithm="xla"):
+def whole_over_data(params, specs, dtypes, algorithm="xla"):
     """Once a step: the parameters as the model takes them, whole over `data` and varying over every axis.
 
-    With the sharded update this is the step's one all-gather over `data`, in `dtype`; without it, it moves nothing.
+    With the sharded update this is the step's one all-gather over `data`, in `dtypes`; without it, it moves nothing.
     """
 
-    def one(w, spec):
-        w = gather(w.astype(dtype), spec, "data", algorithm) if "data" in axes_of(spec) else w
+    def one(w, spec, dtype):
+        w = w.astype(dtype)
+        w = gather(w, spec, "data", algorithm) if "data" in axes_of(spec) else w
         return lax.pcast(w, _uncut(spec), to="varying")  # a type only: its transpose is a sum over these axes
 
-    return jax.tree.map(one, params, specs)
+    return jax.tree.map(one, params, specs, dtypes)
 
 
 def sum_gradients(grads, specs, algorithm="xla"):
@@ -98,7 +99,7 @@ def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool):
         gathered weights are never saved, but what it computes from them (a cast, say) would be, for every layer.
       gather_layer: one layer's shards -> its weights; differentiated for the gradient's way back.
       shards_L: tree of arrays with a leading layer dim.
-      x: the residual stream.
+      x: the residual stream; or a tree of it and of what the layers add up beside it, whose gradient flows as well.
       aux: tree of constants that all layers see. No gradient flows to it: the layer stops it.
     """
     return _scan_layers(layer, gather_layer, prefetch, shards_L, x, aux)

@@ -15,6 +15,8 @@ import transformer
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 
+OF_EVERY_STEP = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # the others are the model's
+
 
 class Log:
     """Shows the metrics of the steps, each while the next one runs, so that the devices never wait to be asked.
@@ -69,12 +71,13 @@ class Log:
         metrics, waited_s = self.pending
         self.pending = None
         metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        told = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in metrics if name not in OF_EVERY_STEP]
         step_s = time.perf_counter() - self.clock
         self.start_clock()
         self.steps_s.append(step_s)
         metrics |= self._rates(step_s) | {"input_wait_s": waited_s}
         self._write(metrics)
-        self._show(metrics)
+        self._show(metrics, told)
         step, limit = metrics["step"], self.config.max_skipped
         if metrics["skipped_in_a_row"] >= limit:
             raise FloatingPointError(
@@ -89,7 +92,7 @@ class Log:
         mfu = flops / self.peak_flops if self.peak_flops else None
         return {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_s_per_device": flops / 1e12, "mfu": mfu}
 
-    def _show(self, metrics: dict) -> None:
+    def _show(self, metrics: dict, told: list[str]) -> None:
         total = self.config.steps
         line = (
             f"step {metrics['step']:>{len(str(total))}}/{total}  loss {metrics['loss']:.4f}"
@@ -97,6 +100,7 @@ class Log:
             f"  {metrics['tokens_per_s']:,.0f} tokens/s  {metrics['tflops_per_s_per_device']:.3g} TFLOP/s/device"
         )
         line += f"  MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
+        line += "".join(f"  {words}" for words in told)
         line += f"  input wait {metrics['input_wait_s'] * 1e3:.1f} ms"
         line += f"  skipped {metrics['skipped']}" if metrics["skipped"] else ""
         is_end = metrics["step"] in (self.first_step + 1, total)

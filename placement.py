@@ -82,6 +82,17 @@ def check_multiple(name: str, size: int, axes: dict[str, int]) -> None:
         raise ValueError(f"{name}={size} must be a multiple of {product}={ways}; nearest are {_near(ways, size)}")
 
 
+def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
+    """The same for the sequences of a batch, which a mesh axis `context` can share where there are fewer."""
+    axes = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": microbatches}
+    try:
+        check_multiple("batch", batch, axes)
+    except ValueError as error:
+        spare = math.prod(axes.values()) / batch
+        more = f" (or a context axis, so that {spare:g} devices share a sequence)" if spare == int(spare) > 1 else ""
+        raise ValueError(f"{error}{more}") from None
+
+
 def _near(step: int, number: int) -> str:
     below = number // step * step
     return f"{below} or {below + step}" if below else f"{step}"

@@ -52,7 +52,8 @@ of those whose memory is within planner.py's room. Nothing in the program falls 
 not fit is refused (aot.py), and a backend without host memory is, too (`check_host_memory`).
 
 **Left out.** Segments of several layers: fewer inputs to save, but a larger segment to hold, and the inputs are the
-small part. Policies that differ between layers. Offload of weights and optimizer state.
+small part. Policies that differ between layers. Offload of weights (that of the optimizer
+state is offload.py's).
 """
 
 import argparse
@@ -100,16 +101,19 @@ def policy(config: Config):
 
 
 def check_host_memory(config: Config, mesh) -> None:
-    """Raises ValueError where `config.remat` offloads and a device of the mesh cannot address its host's memory."""
-    if not offloaded_names(config):
-        return
-    for device in mesh.local_devices:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if HOST_MEMORY not in kinds:
-            raise ValueError(
-                f"remat={config.remat} offloads {', '.join(sorted(offloaded_names(config)))} to {HOST_MEMORY}, and "
-                f"{device.device_kind} has the memories {', '.join(kinds)} only; a policy without offload: --remat=full"
-            )
+    """Raises ValueError where something is to wait on the host, and a device of the mesh cannot address its memory."""
+    waits = {
+        f"remat={config.remat} offloads {', '.join(sorted(offloaded_names(config)))}": offloaded_names(config),
+        "offload_optimizer puts the optimizer state": config.offload_optimizer,
+    }
+    for what in (what for what, asked in waits.items() if asked):
+        for device in mesh.local_devices:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if HOST_MEMORY not in kinds:
+                raise ValueError(
+                    f"{what} to {HOST_MEMORY}, and {device.device_kind} has the memories {', '.join(kinds)} only; "
+                    "without: --remat=full --no-offload_optimizer"
+                )
 
 
 # -- what is predicted
@@ -161,9 +165,16 @@ def best(found: dict[str, Prediction]) -> str:
 
 
 def auto(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> str:
-    """The policy that --remat=auto stands for: the `best` of those with a name. Raises ValueError if none fits."""
-    named_only = dataclasses.replace(config, remat="full", remat_tensors="")
+    """The policy that remat=auto stands for: the `best` of those with a name. Raises ValueError if none fits."""
+    named_only = dataclasses.replace(config, remat="auto", remat_tensors="")
     return best(predictions(named_only, chip, topology, num_slices=num_slices))
+
+
+def resolve(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> Config:
+    """`config` with the policy that its remat=auto stands for; any other config as it is. Raises as `auto` does."""
+    if config.remat != "auto":
+        return config
+    return dataclasses.replace(config, remat=auto(config, chip, topology, num_slices=num_slices))
 
 
 # -- command line
@@ -172,7 +183,7 @@ def auto(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int
 def row(found: Prediction) -> dict:
     """A policy's numbers. `saved_bytes` and `offloaded_bytes` are one layer's, on average, of a microbatch."""
     of = found.of
-    layers = of.config.num_layers / of.pipe * min(of.microbatches, of.pipe)  # that a device has under way
+    layers = of.config.num_layers / of.pipe * of.in_flight  # that a device has under way
     link = [part for part in found.parts if part.name == "host offload"]
     return {
         "saved_bytes": found.memory["saved activations"] / layers,
@@ -232,8 +243,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_known(unknown, [*args.model_flags, *vars(args)])
         asked = getattr(args, "remat", "")
-        if asked == "auto":  # no policy of a Config, but the choice among them
-            args.remat = "full"
         config = config_lib.from_args(args)
         chip, topology = parse_topology(args.topology)
         found = predictions(config, chip, topology, num_slices=args.num_slices)

@@ -5,7 +5,11 @@
 letter this device's shard. The letters, with one meaning everywhere:
 
     B batch   T query positions   S key positions   D model   F feed-forward   V vocabulary   L layers
-    N query heads   K key/value heads   G = N/K   H head dim
+    N query heads   K key/value heads   G = N/K   H head dim, of queries and keys   U head dim of the values
+
+and of latent attention: Q, C latents of queries and of keys and values   R head dims that turn   I = H - R, that do not
+
+and of mixtures: E experts   M their feed-forward   J that of shared experts, side by side   X experts of a token
 
 The axes themselves, and the links they lie on, are placement.py's.
 """
@@ -26,13 +30,22 @@ BATCH_SPEC = PartitionSpec(BATCH_AXES, "context")  # of tokens, [B, T]
 def make_mesh(sizes: dict[str, int], devices: list | None = None, core_axis: str = "") -> Mesh:
     """The mesh over `devices` (default: all there are), slices outermost, the cores of a chip along `core_axis`.
 
-    Raises ValueError where the sizes do not make up the devices, or the core axis cannot lie on the cores.
+    Raises ValueError where the sizes do not make up the devices, where an axis other than data and pipe would lie
+    between slices, or the core axis cannot lie on the cores.
     """
     devices = jax.devices() if devices is None else devices
     sizes = fill_mesh(sizes, len(devices))
     core_axis = core_axis_of(sizes, core_axis)
     ordered = sorted(devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, device.id))
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if (outer := sizes["data"] * sizes["pipe"]) % num_slices:
+        inner = ", ".join(f"{axis}:{sizes[axis]}" for axis in MESH_AXES[2:] if sizes[axis] > 1)
+        raise ValueError(
+            f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would lie between "
+            "them: weights or activations of every layer would cross, where a TPU7x chip has 12.5 GB/s, not 600. "
+            f"--mesh=data:{num_slices},... crosses with the gradients, once a step; pipe:{num_slices},... with a "
+            "message a microbatch"
+        )
     shape = [sizes[axis] for axis in MESH_AXES]
     if sizes[core_axis] % 2 == 0:  # ids count cores first: peel a last dim of 2, put it inside the core axis
         at = MESH_AXES.index(core_axis)

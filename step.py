@@ -17,9 +17,12 @@ and with communication, of which only what nothing hides (the exposed part) make
     tensor        gather and reduce-scatter the stream twice a layer, forward and backward, and gather twice more what
                   is not saved whole. Exposed, as matmuls wait for it; with `collective_matmul` what the matmuls do not
                   cover, and a message
-    context       keys and values go round a ring while attention computes; backward with their gradients
+    context       keys and values go round a ring while attention computes, a hop at a time over the slowest of its
+                  links; backward with their gradients in float32. Gathered or exchanged for heads: exposed, as is the
+                  halo of a layer with a window
     expert        all-to-all there and back, forward and backward. Exposed
-    pipe          (P - 1) of M + P - 1 ticks idle; a message a tick, hidden but in the first and last ticks
+    pipe          (P - 1) of vM + P - 1 ticks idle, v rounds of M microbatches; a message a tick and way, hidden but
+                  where forward or backward passes are alone: in GPipe all, else the first and last v*P - 1 ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
                   weight, and over `expert` for all that is not an expert
     host          what is offloaded goes out during the forward pass and comes back during the backward pass; a batch
@@ -31,8 +34,7 @@ Every microbatch gathers and reduce-scatters anew.
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
 
 **Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
-and the compute down. Attention is taken to be a fused kernel, and a sequence over `context` to be cut so that all have
-the same work; that latent attention expands the latents of others, there.
+and the compute down. Attention is taken to be a fused kernel; the merging of a ring's parts is not counted.
 """
 
 import argparse
@@ -55,6 +57,8 @@ from workload import (
     moved_bytes,
     params_of_device,
     run_of,
+    slots_of_device,
+    tables_of_device,
 )
 
 GiB = 2**30
@@ -76,7 +80,7 @@ class Prediction:
     of: Run
     parts: list[Part]
     memory: dict[str, float]  # bytes of a device, by what they hold
-    host_bytes: float  # of a device's activations on its host
+    host_bytes: float  # of a device's activations, and optimizer state, on its host
     notes: list[str]
 
     @property
@@ -141,10 +145,10 @@ def predict(of: Run) -> Prediction:
         _context(of, kinds),
         _expert(of, kinds),
     ]
-    rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes)]
+    rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes), _slots(of)]
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
-    held = host_bytes * min(of.microbatches, of.pipe)
+    held = host_bytes * of.in_flight + slots_of_device(of) * of.config.offload_optimizer
     return Prediction(of, [part for part in parts if part.seconds], memory, held, notes)
 
 
@@ -154,7 +158,8 @@ class Kind:
     def __init__(self, layer: Layer, of: Run):
         self.layer = layer
         self.times = layer.num_layers / of.pipe * of.microbatches  # that a stage runs one, in a step
-        self.by_part = compute_s(of, layer)  # (forward, backward)
+        again = of.config.remat_stage  # the whole stage once more, for its layers' inputs
+        self.by_part = {name: (f, b + again * f) for name, (f, b) in compute_s(of, layer).items()}  # forward, backward
         self.forward, self.backward = map(math.fsum, zip(*self.by_part.values(), strict=True))
 
 
@@ -220,14 +225,16 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         whole = kind.layer.whole_params(of)
         gather = of.collective_s("all_gather", of.weight_bytes * whole, "fsdp")
         scatter = of.collective_s("reduce_scatter", of.element * whole, "fsdp")
-        hidden = min(gather, kind.forward) + min(gather + scatter, kind.backward) if config.prefetch else 0
-        seconds += kind.times * (2 * gather + scatter)
-        exposed += kind.times * (2 * gather + scatter - hidden)
+        gathers = 2 + config.remat_stage
+        moved = gathers * gather + scatter
+        hidden = min(gather, kind.forward) + min(moved - gather, kind.backward) if config.prefetch else 0
+        seconds += kind.times * moved
+        exposed += kind.times * (moved - hidden)
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
     tables = of.element * config.vocab_size * config.model_dim / of.tensor * (1 if config.tied_embeddings else 2)
     tables_s = of.collective_s("all_gather", tables, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
-    formula = f"gather {si(of.weight_bytes * whole, 'B')} of a layer twice, {si(gather, 's')} each, reduce-scatter its "
-    formula += f"gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
+    formula = f"gather {si(of.weight_bytes * whole, 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
+    formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
     formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
     once = of.microbatches * tables_s
     return _communication("fsdp", seconds + once, exposed + once + of.microbatches * ends, formula)
@@ -256,23 +263,58 @@ def _tensor(of: Run, kinds: list[Kind]) -> Part:
 
 
 def _context(of: Run, kinds: list[Kind]) -> Part:
-    ways = of.sizes["context"]
+    """What context.py moves: round a ring behind attention, or at once and exposed; a halo where there is a window."""
+    ways, config = of.sizes["context"], of.config
     if ways == 1:
         return _communication("context", 0, 0)
-    heads = 1 if of.config.kv_lora_rank else of.tensor  # a latent has no heads that `tensor` could cut
-    local = of.tokens * transformer.kv_elements_per_layer(of.config) / heads * of.element
-    once = of.collective_s("all_gather", local * ways, "context")
+    dims = (transformer.key_dim(config) + transformer.value_dim(config)) / of.tensor * of.element
+    local = of.tokens * config.num_kv_heads * dims
+    links = of.reached("context")
+    # In a ring over both dies of each chip only one of them sends to the next chip, and has the link for itself.
+    share = of.chip.devices if links[0].name == "die to die" else 1
+    speeds = [link.link_bytes_per_s * (1 if link.name == "die to die" else share) for link in links]
+    hop = lambda nbytes: max(link.hop_s + nbytes / speed for link, speed in zip(links, speeds, strict=True))
+    without_window = transformer.num_global_layers(config) / config.num_layers
+    before = min((config.window - 1) * ways / config.seq_len, ways - 1)  # of a halo, in shards
+    halo = hop(local * before) if without_window < 1 else 0.0
+    heads = of.tokens * (config.num_heads + max(config.num_kv_heads, ways)) * dims
+    exchange = of.collective_s("all_to_all", heads, "context")
+    groups = ways // config.context_heads
+    in_float32 = 4 / of.element
+    moved = {
+        "ring": (
+            (groups - 1) * hop(local),
+            in_float32 * (groups - 1) * hop(local),
+            exchange * (config.context_heads > 1),
+        ),
+        "all_gather": (
+            of.collective_s("all_gather", local * ways, "context"),
+            of.collective_s("reduce_scatter", local * ways * in_float32, "context"),
+            0.0,
+        ),
+        "all_to_all": (0.0, 0.0, exchange),
+    }
+    once, gradients, exchanged = moved[config.context_impl]
     seconds = exposed = 0.0
     for kind in kinds:
-        # Backward: keys and values once more, with their gradients in float32; before, if the kernel runs again.
-        for way, number in ((0, 1), (1, 1 + 4 / of.element + kind.layer.attention_lost)):
-            hidden = min(number * once, kind.by_part["attention"][way] * (1 - 1 / ways))
-            seconds += kind.times * number * once
-            exposed += kind.times * (number * once - hidden)
-    formula = (
-        f"{si(local, 'B')} of keys and values pass all of {_wires(of, 'context')}, behind attention; backward with "
+        for way, number in ((0, 1), (1, 1 + kind.layer.attention_lost)):  # before, if the kernel runs again
+            parts = number * once + (gradients if way else 0)
+            behind = kind.by_part["attention"][way] * (1 - 1 / groups) if config.context_impl == "ring" else 0
+            others = without_window * number * exchanged + (1 - without_window) * number * halo
+            seconds += kind.times * (without_window * parts + others)
+            exposed += kind.times * (max(0.0, without_window * parts - behind) + others)
+    how = {
+        "ring": "go round, behind attention",
+        "all_gather": "are gathered",
+        "all_to_all": "are exchanged for positions",
+    }
+    formula = f"{si(local, 'B')} of keys and values {how[config.context_impl]}, over {_wires(of, 'context')}; backward "
+    formula += (
+        "with queries, values and their gradients"
+        if config.context_impl == "all_to_all"
+        else "with their gradients in float32"
     )
-    return _communication("context", seconds, exposed, f"{formula}their gradients")
+    return _communication("context", seconds, exposed, formula)
 
 
 def _expert(of: Run, kinds: list[Kind]) -> Part:
@@ -294,22 +336,27 @@ def _pipe(of: Run, working_s: float) -> list[Part]:
     """The idle ticks of a pipeline whose stages work `working_s` in a step, and its messages."""
     if of.pipe == 1:
         return []
-    tick = working_s / of.microbatches
+    rounds = of.config.pipeline_rounds
+    passes = rounds * of.microbatches
+    tick, ticks = working_s / passes, passes + of.pipe - 1
+    # Ticks with passes of one kind, and nothing beside them.
+    alone = ticks if of.config.pipeline_schedule == "gpipe" else rounds * of.pipe - 1
     stream = of.tokens * of.config.model_dim * of.element / of.tensor
     message = max(link.hop_s + stream / link.link_bytes_per_s for link in of.reached("pipe"))
-    first_and_last = 2 * (of.pipe - 1) * message
-    exposed = first_and_last + of.microbatches * max(0.0, 2 * message - tick)
+    exposed = 2 * alone * message + (ticks - alone) * max(0.0, 2 * message - tick)
+    vM = f"{rounds}*M" if rounds > 1 else "M"
+    share = bubble(of.pipe, of.microbatches, rounds)
     return [
         Part(
             "pipeline bubble",
             "idle",
             (of.pipe - 1) * tick,
             (of.pipe - 1) * tick,
-            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/(M+P-1) = {bubble(of.pipe, of.microbatches):.1%}",
+            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/({vM}+P-1) = {share:.1%}",
         ),
         _communication(
             "pipe",
-            2 * of.microbatches * message + first_and_last,
+            2 * ticks * message,
             exposed,
             f"{si(stream, 'B')} from stage to stage and back, {si(message, 's')} each, over {_wires(of, 'pipe')}",
         ),
@@ -326,9 +373,13 @@ def _gradient_sum(of: Run) -> Part:
             seconds += of.collective_s("all_gather", of.element * params, *axes)
         else:
             seconds += of.collective_s("all_reduce", 4 * params, *axes)
+    if of.pipe > 1:
+        seconds += of.collective_s("all_reduce", 4 * tables_of_device(of), "pipe")
     replicas = " and ".join(_wires(of, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
     how = "reduce-scatter, then all-gather the weights of" if of.config.shard_update else "all-reduce"
     formula = f"{how} {si(4 * (experts + others), 'B')} over {replicas}, after the backward pass"
+    if of.pipe > 1:
+        formula += f"; of embedding and unembedding over {_wires(of, 'pipe')} too"
     return Part("gradient sum", "communication", seconds, seconds, formula)
 
 
@@ -350,6 +401,14 @@ def _host(of: Run, kinds: list[Kind], nbytes: float) -> Part:
         f"{si(nbytes * of.microbatches, 'B')} / {si(speed, 'B/s')}, out behind the forward pass, back behind the other"
     )
     return Part("host offload", "host", 2 * one_way, exposed, formula)
+
+
+def _slots(of: Run) -> Part:
+    """The optimizer state, a layer after the other: to the device, and back."""
+    nbytes = slots_of_device(of) if of.config.offload_optimizer else 0.0
+    seconds = 2 * nbytes / of.host_bytes_per_s
+    formula = f"2 * {si(nbytes, 'B')} / {si(of.host_bytes_per_s, 'B/s')}, there and back in turn"
+    return Part("optimizer offload", "host", seconds, seconds, formula)
 
 
 def _communication(axis: str, seconds: float, exposed: float, formula: str = "") -> Part:

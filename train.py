@@ -5,8 +5,8 @@
     python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
 
 Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py
-(every flag), data.py (batches), model.py (the loss of one device), fsdp.py and sharding.py (who holds what, and when it
-moves), processes.py, checkpoint.py and log.py.
+(every flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and
+sharding.py (who holds what, and when it moves), processes.py, checkpoint.py and log.py.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import config as config_lib
 from config import Config
 
 if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
+    BEGUN = time.perf_counter()
     CONFIG = config_lib.parse_flags(sys.argv[1:], prog="train.py", description=__doc__)
     try:
         compiler_flags.set_init_args(compiler_flags.of(CONFIG))
@@ -41,10 +42,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import calibration
 import checkpoint
 import data
+import decoder
 import fsdp
 import model
+import offload
+import parameters
 import placement
 import processes
 import remat
@@ -61,8 +66,9 @@ class State:
     """All that a step changes."""
 
     step: jax.Array  # int32: steps done, and so the number of the next batch
-    params: model.Params
+    params: parameters.Params
     opt_state: optax.OptState
+    amax: dict  # the largest elements of operands in 8 bits, where the recipe remembers them: calibration.py
     skipped: jax.Array  # int32: steps whose gradients were not finite
     skipped_in_a_row: jax.Array  # int32: of them, those since the last good one
 
@@ -80,10 +86,12 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
         end_value=config.learning_rate * config.final_lr_ratio,
     )
     learning_rate = lambda count: schedule(count + 1)  # so that the first update is not lost to a rate of 0
-    decay, matrices = config.weight_decay, model.is_matrix(config)
+    decay, matrices = config.weight_decay, parameters.is_matrix(config)
+    # As offload.py updates a part of the parameters, with None in place of the others.
+    mask = lambda tree: jax.tree.map(lambda matrix, w: None if w is None else matrix, matrices, tree)
     if config.optimizer == "adamw":
         beta1, beta2, mu_dtype = config.beta1, config.beta2, config.mu_dtype
-        update = optax.adamw(learning_rate, beta1, beta2, weight_decay=decay, mask=matrices, mu_dtype=mu_dtype)
+        update = optax.adamw(learning_rate, beta1, beta2, weight_decay=decay, mask=mask, mu_dtype=mu_dtype)
     elif config.optimizer == "adafactor":
         # Its decay is not multiplied by the learning rate as adamw's is, so it is here.
         decay_now = (lambda count: decay * learning_rate(count)) if decay else None
@@ -95,86 +103,123 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
 
 
 def init_state(key: jax.Array, config: Config) -> State:
-    params = model.init_params(config, key)
+    params = parameters.init_params(config, key)
     zero = jnp.int32(0)
-    return State(zero, params, make_optimizer(config)[0].init(params), zero, zero)
+    return State(zero, params, make_optimizer(config)[0].init(params), calibration.initial(config), zero, zero)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:
     """The layout of the state. An optimizer slot lies as the parameter whose shape it has; all else is replicated.
 
-    All else is counts, and the sums over rows and columns that adafactor keeps in place of second moments.
+    All else is counts, and the sums over rows and columns that adafactor keeps in place of second moments. Slots are in
+    the memory of the host with `offload_optimizer`.
     """
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(0))
     spec_of = {}  # by the end of a slot's path in the tree: ".layers.w_q"
     for (path, shape), spec in zip(
-        jax.tree.leaves_with_path(shapes.params), jax.tree.leaves(model.param_specs(config)), strict=True
+        jax.tree.leaves_with_path(shapes.params), jax.tree.leaves(parameters.param_specs(config)), strict=True
     ):
         spec_of[jax.tree_util.keystr(path)] = (shape.shape, spec)
 
     def layout(path, leaf):
         name = jax.tree_util.keystr(path)
         found = (spec for end, (shape, spec) in spec_of.items() if name.endswith(end) and leaf.shape == shape)
-        return NamedSharding(mesh, next(found, P()))
+        spec = next(found, None)
+        on_host = config.offload_optimizer and spec is not None and name.startswith(".opt_state")
+        return NamedSharding(mesh, spec or P(), memory_kind=offload.MEMORY if on_host else "device")
 
     return jax.tree.map_with_path(layout, shapes)
 
 
-def loss_and_grads(params: model.Params, batch: data.Batch, config: Config):
-    """Loss, and its gradients laid out as the parameters. Per-device code, under the one shard_map of the step."""
-    specs = model.param_specs(config)
+def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=parameters.NOTHING_KNOWN, *, config: Config):
+    """Loss, metrics, and the loss's gradients, laid out as the parameters. Per-device code, in the step's shard_map.
+
+    Where `scaling` has largest elements to expect, those that were found are among the metrics, as `amax`.
+    """
+    specs = parameters.param_specs(config)
     num_targets = lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
     batch = batch._replace(loss_weights=batch.loss_weights / num_targets)  # so that sums of losses are their mean
-    weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
-    value_and_grad = jax.value_and_grad(partial(model.loss_fn, config=config))
-    if config.microbatches == 1:
-        loss, grads = value_and_grad(weights, batch)
+    weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+
+    def loss_fn(trained, batch):
+        weights, amax = trained
+        return model.loss_fn(weights, batch, config, scaling._replace(amax=amax))
+
+    def add(total, more):  # the gradients of the largest elements expected are those found: calibration.py
+        return jax.tree.map(jnp.add, total[0], more[0]), jax.tree.map(jnp.maximum, total[1], more[1])
+
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    trained = weights, lax.pcast(scaling.amax, placement.MESH_AXES, to="varying")
+    if lax.axis_size("pipe") > 1:
+        shares, grads = model.pipelined_loss_and_grads(weights, batch, config)
+        found = {}
+    elif config.microbatches == 1:
+        shares, (grads, found) = value_and_grad(trained, batch)
     else:
 
         def accumulate(total, microbatch):
-            loss, grads = value_and_grad(weights, microbatch)
-            return jax.tree.map(jnp.add, total, grads), loss
+            shares, grads = value_and_grad(trained, microbatch)
+            # Without the barrier XLA:TPU tries to move reduce-scatters out of the loop, and fails (an internal check).
+            return add(total, lax.optimization_barrier(grads)), shares
 
-        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
-        grads, losses = lax.scan(accumulate, zeros, split(batch, config.microbatches))
-        loss = jnp.sum(losses)
-    return lax.psum(loss, LOSS_AXES), fsdp.sum_gradients(grads, specs, config.collectives)
-
-
-def split(batch: data.Batch, microbatches: int) -> data.Batch:
-    """[b, t] -> [microbatches, b/microbatches, t]"""
-    return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), trained)
+        (grads, found), shares = lax.scan(accumulate, zeros, model.split(batch, config.microbatches))
+        shares = jax.tree.map(lambda a: jnp.sum(a, 0), shares)
+    loss, metrics = lax.psum(shares, LOSS_AXES)
+    metrics |= {"amax": lax.pmax(found, placement.MESH_AXES)} if found else {}
+    return loss, metrics, fsdp.sum_gradients(grads, specs, config.collectives)
 
 
 def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -> tuple[State, dict[str, jax.Array]]:
-    """One step: gradients in per-device code, then the update, left to the partitioner: but for norms, elementwise."""
-    optimizer, learning_rate = make_optimizer(config)
-    specs = model.param_specs(config)
+    """One step: gradients in per-device code, then the update."""
+    specs = parameters.param_specs(config)
     per_device = partial(loss_and_grads, config=config)
-    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), specs))
-    loss, grads = sharded(state.params, batch)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=(P(), P(), specs))
+    noise = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    scaling = parameters.Scaling(calibration.expected(state.amax, config), noise)
+    loss, metrics, grads = sharded(state.params, batch, scaling)
+    amax = calibration.updated(state.amax, metrics.pop("amax", {}), state.step, config)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    keep_old = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    params, opt_state = update(state, grads, finite, config=config, mesh=mesh)
+    params = decoder.balance(params, metrics, finite, config)
     new_state = State(
         step=state.step + 1,
-        params=keep_old(params, state.params),
-        opt_state=keep_old(opt_state, state.opt_state),
+        params=params,
+        opt_state=opt_state,
+        amax=jax.tree.map(lambda new, old: jnp.where(finite, new, old), amax, state.amax),
         skipped=state.skipped + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
-    metrics = {
+    metrics = decoder.figures(metrics) | {
         "step": new_state.step,
         "loss": loss,
         "grad_norm": grad_norm,
-        "learning_rate": learning_rate(state.step - state.skipped),
+        "learning_rate": make_optimizer(config)[1](state.step - state.skipped),
         "skipped": new_state.skipped,
         "skipped_in_a_row": new_state.skipped_in_a_row,
     }
     return new_state, metrics
+
+
+def update(state: State, grads: parameters.Params, accept: jax.Array, *, config: Config, mesh: Mesh):
+    """(params, opt_state) after the optimizer's step, or as they were where not `accept`.
+
+    Left to the partitioner: but for norms it is elementwise. With its state on the host it is per-device code.
+    """
+    optimizer, _ = make_optimizer(config)
+    if not config.offload_optimizer:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = optax.apply_updates(state.params, updates), opt_state
+        return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, (state.params, state.opt_state))
+    if config.clip_norm:  # by the norm of all layers' gradients, so before any is updated
+        grads, _ = optax.clip_by_global_norm(config.clip_norm).update(grads, optax.EmptyState())
+    elementwise, _ = make_optimizer(dataclasses.replace(config, clip_norm=0.0))
+    layouts = state_shardings(config, mesh)
+    specs, slots = (jax.tree.map(lambda layout: layout.spec, tree) for tree in (layouts.params, layouts.opt_state))
+    per_device = partial(offload.update, elementwise)
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, slots, specs, P()), out_specs=(specs, slots))
+    return sharded(grads, state.opt_state, state.params, accept)
 
 
 def make_train_step(config: Config, mesh: Mesh):
@@ -185,74 +230,87 @@ def make_train_step(config: Config, mesh: Mesh):
 
 
 def make_eval_step(config: Config, mesh: Mesh):
-    """jitted (params, batch) -> (sum of the cross-entropies of all targets, number of targets)."""
-    specs = model.param_specs(config)
-    config = dataclasses.replace(config, z_loss=0.0)
+    """jitted (params, batch, amax) -> (sum of the cross-entropies of all targets, number of targets)."""
+    specs = parameters.param_specs(config)
+    config = dataclasses.replace(config, z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
 
-    def per_device(params, batch):
-        weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
-        one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config))
-        loss = jnp.sum(lax.scan(one, None, split(batch, config.microbatches))[1])
+    def per_device(params, batch, amax):
+        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+        scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
+        parts = config.microbatches if lax.axis_size("pipe") == 1 else 1  # a pipeline cuts them itself
+        one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config, scaling)[0])
+        loss = jnp.sum(lax.scan(one, None, model.split(batch, parts))[1])
         return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
 
-    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(P(), P())))
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=(P(), P()))
+    return jax.jit(lambda params, batch, amax=None: sharded(params, batch, amax or {}))
 
 
 def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
-    """jitted (params, prompt_BT, length, key) -> [B, config.sample] drawn by the model after the first `length` tokens.
+    """jitted (params, prompt_BT, length, key, amax) -> [B, config.sample] drawn after the first `length` tokens.
 
     Only tokens under `vocab_size`, the corpus's, are drawn. No cache of keys and values: each token is a forward pass
     over the whole sequence, whose beginning drops out when it is full. It is there to look at.
     """
-    specs = model.param_specs(config)
+    specs, ways = parameters.param_specs(config), mesh.shape["context"]
 
-    def per_device(params, prompt_bt, length, key):
-        weights = fsdp.whole_over_data(params, specs, config.dtype, config.collectives)
-        t = prompt_bt.shape[1]
-        ones_bt = jnp.ones_like(prompt_bt)
-        positions_bt = jnp.cumsum(ones_bt, axis=1) - 1
+    def per_device(params, prompt_bT, length, key, amax):
+        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+        scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
+        T = prompt_bT.shape[1]
+        mine_t = jnp.asarray(parameters.order_of(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]
 
         def extend(carry, number):
-            tokens_bt, length = carry
-            batch = data.Batch(tokens_bt, tokens_bt, ones_bt, positions_bt, None)
-            next_b = model.sample_next(weights, batch, length - 1, jax.random.fold_in(key, number), config, vocab_size)
-            tokens_bt = jnp.where(length == t, jnp.roll(tokens_bt, -1, axis=1), tokens_bt)
-            length = jnp.minimum(length + 1, t)
-            return (lax.dynamic_update_index_in_dim(tokens_bt, next_b, length - 1, 1), length), next_b
+            tokens_bT, length = carry
+            tokens_bt = tokens_bT[:, mine_t]
+            positions_bt = jnp.broadcast_to(mine_t, tokens_bt.shape)
+            batch = data.Batch(tokens_bt, tokens_bt, jnp.ones_like(tokens_bt), positions_bt, None)
+            own_key = jax.random.fold_in(key, number)
+            next_b = model.sample_next(weights, batch, length - 1, own_key, config, vocab_size, scaling)
+            tokens_bT = jnp.where(length == T, jnp.roll(tokens_bT, -1, axis=1), tokens_bT)
+            length = jnp.minimum(length + 1, T)
+            return (lax.dynamic_update_index_in_dim(tokens_bT, next_b, length - 1, 1), length), next_b
 
-        return lax.scan(extend, (prompt_bt, length), jnp.arange(config.sample))[1].T
+        return lax.scan(extend, (prompt_bT, length), jnp.arange(config.sample))[1].T
 
-    in_specs = (specs, P(placement.BATCH_AXES), P(), P())
-    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=P(placement.BATCH_AXES)))
+    rows = P(placement.BATCH_AXES)
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, rows, P(), P(), P()), out_specs=rows)
+    return jax.jit(
+        lambda params, prompt_BT, length, key, amax=None: sharded(params, prompt_BT, length, key, amax or {})
+    )
 
 
 # -- the run
 
 
-def place(make_rows, batch: int, seq_len: int, mesh: Mesh) -> data.Batch:
-    """A global batch on the devices; make_rows(rows=slice) is asked only for rows that this process's devices hold."""
+def place(make_rows, batch: int, order: np.ndarray, mesh: Mesh) -> data.Batch:
+    """A global batch on the devices; make_rows(rows=slice) is asked only for rows that this process's devices hold.
+
+    `order` is that of the positions of a sequence over `context`: they are put so here, and nowhere moved again.
+    """
     made = {}
 
     def part(field, index):
         rows, columns = index
         if (rows.start, rows.stop) not in made:
             made[rows.start, rows.stop] = make_rows(rows=rows)
-        return made[rows.start, rows.stop][field][:, columns]
+        return made[rows.start, rows.stop][field][:, order[columns]]
 
     layout = NamedSharding(mesh, BATCH_SPEC)
-    arrays = [jax.make_array_from_callback((batch, seq_len), layout, partial(part, i)) for i in range(5)]
+    arrays = [jax.make_array_from_callback((batch, len(order)), layout, partial(part, i)) for i in range(5)]
     return data.Batch(*arrays)
 
 
-def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh) -> float:
+def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
     """Mean cross-entropy over the held-out sequences, `eval_batches` batches of them at most."""
+    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(index):
         rows = partial(data.eval_batch, corpus, index, batch=config.batch, seq_len=config.seq_len)
-        return place(rows, config.batch, config.seq_len, mesh)
+        return place(rows, config.batch, order, mesh)
 
     num_batches = -(-num_evaluated(corpus, config) // config.batch)
-    sums = [eval_step(params, batch) for batch in data.ahead(make_batch, range(num_batches))]
+    sums = [eval_step(params, batch, amax) for batch in data.ahead(make_batch, range(num_batches))]
     total, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
     return total / count
 
@@ -262,23 +320,27 @@ def num_evaluated(corpus: data.Corpus, config: Config) -> int:
     return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
 
 
-def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
+def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> tuple[str, str]:
     """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
     length = min(64, max(config.seq_len // 4, 1))
-    rows = math.prod(mesh.shape[axis] for axis in placement.BATCH_AXES)  # all the same; the first is shown
-    prompt_BT = np.zeros((rows, min(config.seq_len, length + config.sample)), np.int32)
+    rows = math.prod(mesh.shape[axis] for axis in (*placement.BATCH_AXES, "pipe"))  # all the same; the first is shown
+    least = 2 * mesh.shape["context"]  # positions that can be cut over it, zigzag
+    prompt_BT = np.zeros((rows, min(config.seq_len, -(-(length + config.sample) // least) * least)), np.int32)
     prompt_BT[:, :length] = corpus.held_out[:length]
     layout = NamedSharding(mesh, P(placement.BATCH_AXES))
     prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
     sampler = make_sampler(config, mesh, corpus.vocab_size)
-    sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed))
+    sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed), amax)
     text = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
     show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
     return show(corpus.held_out[:length]), show(text)
 
 
-def run(config: Config) -> dict[str, float]:
+def run(config: Config, begun: float | None = None) -> dict[str, float]:
     """The whole run: devices, state, compilation, the loop, the summary. Returns the figures of the summary.
+
+    Args:
+      begun: when the program was, before its imports, by `time.perf_counter`.
 
     Raises:
       ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
@@ -286,32 +348,42 @@ def run(config: Config) -> dict[str, float]:
       OSError: a file cannot be read or written.
       SystemExit: SIGTERM came; the state is saved.
     """
-    begun = time.perf_counter()
+    called = time.perf_counter()
+    begun = begun or called
     devices = processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
-    model.check_divides(config, dict(mesh.shape))
+    spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
+    config = resolve_remat(config, mesh)
+    parameters.check_divides(config, dict(mesh.shape))
+    calibration.check(config)
     remat.check_host_memory(config, mesh)
     compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
     backend = mesh.devices.flat[0].platform
     if compiler_options and backend != "tpu":
         raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
-    if config.attention == "flash" and config.remat != "none" and backend != "tpu":
+    if config.attention == "flash" and (config.remat != "none" or config.remat_stage) and backend != "tpu":
         raise ValueError(
             f"attention=flash is simulated on {backend!r}, where jax.checkpoint cannot run it again for "
-            f"remat={config.remat}: --remat=none or --attention=reference"
+            f"remat={config.remat}, remat_stage={config.remat_stage}: --remat=none --no-remat_stage, or "
+            "--attention=reference"
         )
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
 
+    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
+
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
-        return place(rows, config.batch, config.seq_len, mesh)
+        return place(rows, config.batch, order, mesh)
 
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
+        state_begun = time.perf_counter()
         manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
         stack.callback(checkpoint.close, manager)
         state, resumed = first_state(config, mesh, manager)
         last_step = first_step = int(state.step)
+        jax.block_until_ready(state)
+        spent["init" if resumed is None else "restore"] = time.perf_counter() - state_begun
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
@@ -323,7 +395,8 @@ def run(config: Config) -> dict[str, float]:
         step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile(compiler_options or None)
         eval_step, eval_loss = make_eval_step(config, mesh), None
         now = time.perf_counter()
-        log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start of the run")
+        before = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())
+        log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start, of which {before}")
 
         profile, stopped = Profile(config, log), False
         terminated = stack.enter_context(processes.notice_of_termination())
@@ -342,7 +415,9 @@ def run(config: Config) -> dict[str, float]:
             if evaluates or saves or at_end:
                 log.finish_step()
             if evaluates:
-                eval_loss = evaluate(eval_step, state.params, corpus, config, mesh)
+                eval_loss = evaluate(
+                    eval_step, state.params, corpus, config, mesh, calibration.expected(state.amax, config)
+                )
                 log.evaluation(last_step, eval_loss)
             if saves:
                 checkpoint.save(manager, last_step, state, config)
@@ -350,6 +425,9 @@ def run(config: Config) -> dict[str, float]:
                 log.start_clock()
             if stopped:
                 break
+        if config.fp8 == "calibrate":
+            calibration.save(state.amax, config)
+            log.say(f"calibrated {config.fp8_scales}: the largest elements of {last_step} steps")
     if stopped:
         saved = (
             f"saved in {config.checkpoint_dir}: the same command resumes"
@@ -370,15 +448,33 @@ def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]
     return (init(key), None) if restored is None else (restored, differs)
 
 
+def resolve_remat(config: Config, mesh: Mesh) -> Config:
+    """`config` with a policy in place of remat=auto. Raises ValueError where none fits, or for an unknown chip."""
+    if config.remat != "auto":
+        return config
+    found = sharding.slice_of(mesh.devices)
+    if found is None:
+        raise ValueError(
+            f"remat=auto chooses by the memory of a chip, and hardware.py has no {mesh.devices.flat[0].device_kind!r}: "
+            "name a policy, as in --remat=full"
+        )
+    chip, topology, num_slices = found
+    return remat.resolve(_with_sizes(config, mesh), chip, topology, num_slices=num_slices)
+
+
+def _with_sizes(config: Config, mesh: Mesh) -> Config:
+    """`config`, its mesh written out: no size is left to be filled."""
+    return dataclasses.replace(config, mesh=",".join(f"{axis}:{size}" for axis, size in mesh.shape.items()))
+
+
 def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
     """What roofline.py predicts of the step on these devices; None for chips, or a mesh, that it cannot tell of."""
     found = sharding.slice_of(mesh.devices)
     if found is None:
         return None
     chip, topology, num_slices = found
-    filled = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
     try:
-        return predict(run_of(dataclasses.replace(config, mesh=filled), chip, topology, num_slices=num_slices))
+        return predict(run_of(_with_sizes(config, mesh), chip, topology, num_slices=num_slices))
     except ValueError:  # a mesh that runs, laid over the torus in a way that has no name in placement.py
         return None
 
@@ -390,7 +486,7 @@ def introduce(
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
     log.say(
-        f"model      {config.preset}: {model.num_params(config):,} parameters, {config.dtype}, "
+        f"model      {config.preset}: {parameters.num_params(config):,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
@@ -427,7 +523,7 @@ def summarise(
             f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
         )
     if config.sample:
-        prompt, text = sample(state.params, corpus, config, mesh)
+        prompt, text = sample(state.params, corpus, config, mesh, calibration.expected(state.amax, config))
         log.say(
             f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal
@@ -446,7 +542,7 @@ def _is_for_the_user(error: Exception) -> bool:
 
 if __name__ == "__main__":
     try:
-        run(CONFIG)
+        run(CONFIG, BEGUN)
     except (ValueError, FloatingPointError, OSError) as error:
         if not _is_for_the_user(error):
             raise

@@ -37,8 +37,8 @@ numbers a token, the latent, and adds R dims that turn with the position, whose 
 
     D*(C+R) + C*N*(H+Hv)    keys and values;  D*Q + Q*N*Hk  queries, from a latent of their own;  N*Hv*D  o
 
-The cache keeps C + R numbers a token, in place of 2*K*H. When it is read, w_kv_up can be moved to the queries and the
-outputs ("absorbed"): all heads then attend to the one latent, as if K = 1, Hk = C + R and Hv = C.
+The cache keeps C + R numbers a token, in place of 2*K*H. When it is read, w_k_up and w_v_up can be moved to the queries
+and the outputs ("absorbed"): all heads then attend to the one latent, as if K = 1, Hk = C + R and Hv = C.
 
 **Experts** (Shazeer et al. 2017, arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066). Parameters grow with
 E, FLOPs with X. Counted is what routing asks for: no padding, nothing dropped.
@@ -74,7 +74,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, of all layers that have it: model.py's stacks, and those of models that it cannot run yet."""
+    """A parameter, of all layers that have it: those of dense layers and of layers with experts as one."""
 
     part: str  # a row of the table
     shape: tuple[int, ...]
@@ -124,9 +124,11 @@ def weights(config: Config) -> Mapping[str, Weight]:
     else:
         found["w_q"] = Weight("attention", (L, D, N, Hk), ("query_proj",))
     if C:
-        found["w_kv_down"] = Weight("attention", (L, D, C + R), ("kv_latent",))
+        found["w_kv_down"] = Weight("attention", (L, D, C), ("kv_latent",))
+        found["w_k_rope"] = Weight("attention", (L, D, R), ("key_proj",))
         found["norm_kv_latent"] = Weight("norms", (L, C))
-        found["w_kv_up"] = Weight("attention", (L, C, N, H + Hv), ("key_proj", "value_proj"))
+        found["w_k_up"] = Weight("attention", (L, C, N, H), ("key_proj",))
+        found["w_v_up"] = Weight("attention", (L, C, N, Hv), ("value_proj",))
     else:
         found["w_k"] = Weight("attention", (L, D, K, H), ("key_proj",))
         found["w_v"] = Weight("attention", (L, D, K, H), ("value_proj",))
@@ -151,6 +153,8 @@ def weights(config: Config) -> Mapping[str, Weight]:
         found["expert_gate"] = Weight("experts", (L_experts, E, D, M), ("expert_gate",), (X, E))
         found["expert_up"] = Weight("experts", (L_experts, E, D, M), ("expert_up",), (X, E))
         found["expert_down"] = Weight("experts", (L_experts, E, M, D), ("expert_down",), (X, E))
+        if config.selection_bias:
+            found["selection_bias"] = Weight("biases", (L_experts, E))  # no gradient, as large as any
         if config.expert_bias:
             found["bias_router"] = Weight("biases", (L_experts, E))
             found["bias_expert_gate"] = Weight("biases", (L_experts, E, M), share=(X, E))
@@ -312,8 +316,7 @@ def activations(config: Config, *, experts: bool = False, fused: bool = True) ->
         # Before their norms; the normed ones are the operands of the matmuls that follow.
         if config.q_lora_rank:
             found |= {"query_latent": config.q_lora_rank, "query_latent_norm": config.q_lora_rank}
-        found["kv_latent"] = config.kv_lora_rank + config.rope_head_dim
-        found["kv_latent_norm"] = config.kv_lora_rank
+        found |= {"kv_latent": config.kv_lora_rank, "kv_latent_norm": config.kv_lora_rank}
     if config.qk_norm:
         found |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
     found |= {
@@ -402,8 +405,8 @@ def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *,
 def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
     """Whether the backward pass needs what the weight's matmul makes, and it is not among the `saved`.
 
-    Nor again what it does not read (`read_names`), nor the logits: model.cross_entropy takes the gradient while it has
-    them.
+    Nor again what it does not read (`read_names`), nor the logits: vocabulary.cross_entropy takes the gradient while
+    it has them.
     """
     wanted = read_names({*saved, *weight.makes}) - {*saved, "logits"}
     return not wanted.isdisjoint(weight.makes)

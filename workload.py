@@ -27,16 +27,16 @@ or, with remat=none, it was saved.
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import transformer
-from bounds import matmul_dtype
+from bounds import in_flight, matmul_dtype
 from config import Config
 from hardware import Axis, Chip
 from interconnect import collective_s
 from matmul import DTYPE_BYTES
-from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
+from placement import BATCH_AXES, check_batch, check_multiple, fill_mesh, links_of, parse_mesh
 
 # -- what programs reach
 
@@ -46,15 +46,15 @@ class Efficiency:
     """What programs reach of a chip's figures: one set for every model.
 
     "Measured": https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. "Compiled": what libtpu makes
-    of tokamax's splash attention for TPU7x, heads of 128 in blocks of 1024 x 1024 scores, counted in cycles; the times
-    that tokamax publishes are these cycles at 1.76 GHz, 0.8 of the clock that the peak takes. At that clock the two
-    matmuls of a block forward would be 1024 cycles, the five backward 2560.
+    of attention kernels for TPU7x, heads of 128 in blocks of 1024 x 1024 scores, counted in cycles (bundles.py) of
+    1.76 GHz, 0.8 of the clock that the peak takes. At that clock the two matmuls of a block forward would be 1024
+    cycles, the five backward 2560.
     """
 
     matmul: float = 0.83  # of the peak; measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
     expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
-    attention_forward: float = 0.8 * 1024 / 3333  # of the peak; compiled: 120k cycles for 36 blocks
-    attention_backward: float = 0.8 * 2560 / 5780  # of the peak; compiled: 5780 cycles a block
+    attention_forward: float = 0.8 * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
+    attention_backward: float = 0.8 * 2560 / 4405  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
     attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
     # Up to this head dim a block is taken to take as long as of 128: the softmax does not see it, and 128 half fills
     # the matrix unit.
@@ -69,6 +69,9 @@ class Efficiency:
 
 
 TODAY = Efficiency()
+# What published runs have: tokamax's splash attention, 120k cycles forward, 5780 a block backward; the times that it
+# publishes are these cycles at 1.76 GHz.
+PUBLISHED = replace(TODAY, attention_forward=0.8 * 1024 / 3333, attention_backward=0.8 * 2560 / 5780)
 
 
 # -- a run
@@ -98,6 +101,13 @@ class Run:
     @property
     def pipe(self) -> int:
         return self.sizes["pipe"]
+
+    @property
+    def in_flight(self) -> float:
+        """Microbatches whose activations a device keeps at once."""
+        config = self.config
+        gpipe = config.pipeline_schedule == "gpipe"
+        return in_flight(self.pipe, self.microbatches, config.pipeline_rounds, gpipe=gpipe) if self.pipe > 1 else 1
 
     @property
     def tensor(self) -> int:
@@ -162,8 +172,10 @@ def run_of(
     """The run that `config` describes, on slices of a chip.
 
     Raises:
-      ValueError: the mesh does not make up the devices, or cannot be laid on the torus.
+      ValueError: the mesh does not make up the devices, or cannot be laid on the torus; remat=auto, still to be chosen.
     """
+    if config.remat == "auto":
+        raise ValueError("remat=auto is a choice still to be made: remat.py --remat=auto with these flags makes it")
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * max(num_slices, 1))
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     return Run(config, chip, tuple(topology), num_slices, sizes, links, efficiency)
@@ -176,20 +188,19 @@ def check(of: Run) -> list[str]:
     for name in ("num_heads", "num_kv_heads", "ff_dim", "model_dim"):
         if not (name == "num_kv_heads" and config.kv_lora_rank):
             check_multiple(name, getattr(config, name), tensor)
-    check_multiple("num_layers", config.num_layers, {"pipe": sizes["pipe"]})
+    rounds = {"pipeline_rounds": config.pipeline_rounds} if config.pipeline_rounds > 1 else {}
+    check_multiple("num_layers", config.num_layers, {"pipe": sizes["pipe"]} | rounds)
+    if rounds:
+        check_multiple("microbatches", config.microbatches, {"pipe": sizes["pipe"]})
+    if sizes["pipe"] > 1 and config.num_dense_layers:
+        raise ValueError(f"num_dense_layers={config.num_dense_layers}: pipe:{sizes['pipe']} has stages that are alike")
     check_multiple("seq_len", config.seq_len, {"context": sizes["context"]})
     if config.num_experts:
         check_multiple("num_experts", config.num_experts, {"expert": sizes["expert"]})
         check_multiple("expert_dim", config.expert_dim, tensor)
     elif sizes["expert"] > 1:
         raise ValueError(f"mesh axis expert:{sizes['expert']}: {config.preset} has no experts (num_experts=0)")
-    batch_axes = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": config.microbatches}
-    try:
-        check_multiple("batch", config.batch, batch_axes)
-    except ValueError as error:
-        spare = math.prod(batch_axes.values()) / config.batch
-        more = f" (or a context axis, so that {spare:g} devices share a sequence)" if spare == int(spare) > 1 else ""
-        raise ValueError(f"{error}{more}") from None
+    check_batch(config.batch, sizes, config.microbatches)
     if config.collective_matmul and sizes["tensor"] == 1:
         raise ValueError("collective_matmul is for the mesh axis tensor, whose size is 1")
     shards = {"model_dim": sizes["fsdp"] * of.tensor, "vocab_size": of.tensor}
@@ -229,6 +240,7 @@ class Layer:
     params: dict[bool, int]  # of the experts, and of all else
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
+    global_keys: float  # of them, those of layers without a window
     elementwise: float  # elements a token, forward
     saved: float  # bytes a token, on the device
     offloaded: float  # on the host
@@ -264,7 +276,11 @@ def layers_of(config: Config, block: int) -> list[Layer]:
         absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
         products, params = [], {True: 0, False: 0}
         for name, weight in transformer.weights(config).items():
-            if weight.part in absent or name == "norm" or (not experts and name.startswith(("bias_e", "bias_r"))):
+            if (
+                weight.part in absent
+                or name == "norm"
+                or (not experts and name.startswith(("bias_e", "bias_r", "selection_bias")))
+            ):
                 continue
             dims = weight.shape[1:]
             params[weight.part == "experts"] += math.prod(dims)
@@ -282,6 +298,7 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 params,
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
+                num_global * whole / config.num_layers,
                 elementwise_elements(config, experts),
                 of_layer(saved - offloaded),
                 of_layer(offloaded),
@@ -343,7 +360,10 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
         )
         forward += once
         backward += (2 + product.recomputed) * once
-    scores = b * layer.keys * config.num_heads / tensor
+    ways = of.sizes["context"]  # the last device of a sequence in its own order has more to do than the mean
+    in_order = config.context_impl != "all_to_all" and (config.window or not config.context_balance)
+    keys = layer.keys + (1 - 1 / ways) * layer.global_keys * bool(in_order)
+    scores = b * keys * config.num_heads / tensor
     dims = 128 * math.ceil(max(transformer.key_dim(config), transformer.value_dim(config)) / e.attention_head)
     peak = of.chip.bf16_flops_per_s / of.chip.devices
     attention = scores * 2 * 2 * dims / (peak * e.attention_forward)
@@ -357,15 +377,19 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
 
 
 def params_of_device(of: Run) -> tuple[float, float]:
-    """Elements of a device's shards: of the experts, and of all else. A pipeline's last stage has the unembedding."""
+    """Elements of a device's shards: of the experts, and of all else. All stages have embedding and unembedding."""
     config, sizes = of.config, of.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
-    table = config.vocab_size * config.model_dim
-    tables = table if config.tied_embeddings else 2 * table
-    layers = (transformer.num_params(config) - experts - tables) / of.pipe
     shards = sizes["fsdp"] * of.tensor
-    of_stage = layers + (tables if of.pipe == 1 else table)
-    return experts / of.pipe / shards / sizes["expert"], of_stage / shards
+    tables = tables_of_device(of)
+    layers = (transformer.num_params(config) - experts) / shards - tables
+    return experts / of.pipe / shards / sizes["expert"], layers / of.pipe + tables
+
+
+def tables_of_device(of: Run) -> float:
+    """Elements of a device's shards of embedding and unembedding."""
+    tables = 1 if of.config.tied_embeddings else 2
+    return tables * of.config.vocab_size * of.config.model_dim / of.sizes["fsdp"] / of.tensor
 
 
 # -- memory
@@ -375,17 +399,27 @@ def params_of_device(of: Run) -> tuple[float, float]:
 PLAIN = 2.0
 
 
+def slots_of_device(of: Run) -> float:
+    """Bytes of a device's part of the optimizer state, on the device or on its host."""
+    config = of.config
+    a_parameter = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config)
+    return a_parameter * sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
+
+
 def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
     config, sizes, b = of.config, of.sizes, of.tokens
     experts, others = params_of_device(of)
     params = experts + others
-    optimizer = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config) * params
-    in_flight = min(of.microbatches, of.pipe)
     held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
     # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered.
     plain = config.remat == "none"
     saved = lambda layer: PLAIN * layer.saved + (of.tensor - 1) * layer.norms if plain else layer.saved
+    waiting = held(saved) * of.in_flight
+    if config.remat_stage:
+        # Of each the input of the stage, or of its part in a round; and all of the one that is computed again.
+        rounds = config.pipeline_rounds
+        waiting = held(saved) / rounds + of.in_flight * rounds * config.model_dim * of.element * b / of.tensor
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(of.weight_bytes * layer.whole_params(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
@@ -394,9 +428,10 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
     memory = {
         "weights": 4 * params,
-        "optimizer": optimizer / (sizes["data"] if config.shard_update else 1),
+        # With an offload it comes when the activations are gone.
+        "optimizer": 0 if config.offload_optimizer else slots_of_device(of),
         "gradients": 4 * params,
-        "saved activations": held(saved) * in_flight,
+        "saved activations": waiting,
     }
     in_layer = {
         # On the device once more is what comes from the host ahead of its layer.

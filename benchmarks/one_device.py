@@ -16,12 +16,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from functools import partial
 
 import jax
+import numpy as np
 import optax
 import reference
 
 import config as config_lib
 import data
-import model
+import parameters
 import placement
 import processes
 import sharding
@@ -32,11 +33,11 @@ def main() -> None:
     config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
-    model.check_divides(config, dict(mesh.shape))
+    parameters.check_divides(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
     rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
-    batch = train.place(rows, config.batch, config.seq_len, mesh)
+    batch = train.place(rows, config.batch, np.arange(config.seq_len), mesh)
     layout = train.state_shardings(config, mesh)
     state = jax.jit(partial(train.init_state, config=config), out_shardings=layout)(jax.random.key(0))
     meshed = train.make_train_step(config, mesh).lower(state, batch).compile()

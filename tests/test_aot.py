@@ -13,7 +13,9 @@ import aot
 import hlo
 import liveness
 import placement
-from config import Config
+import schedule
+import transformer
+from config import Config, from_preset
 
 ROOT = Path(aot.__file__).parent
 SMALL = (
@@ -120,6 +122,30 @@ def test_a_program_grows_neither_with_its_layers_nor_with_its_devices():
 # -- refusals
 
 
+BETWEEN = dict(batch=32, seq_len=512, vocab_size=2048, num_layers=2, model_dim=1024, ff_dim=1024, num_heads=4) | dict(
+    num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [dict(mesh="data:2,fsdp:8"), dict(mesh="pipe:2,fsdp:8", microbatches=4)])
+def test_what_crosses_slices_is_what_is_predicted(flags):
+    """All groups of collectives lie within a slice; between them go sums of shards, or messages of stages."""
+    config = Config(**BETWEEN | flags)
+    _, text = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1", 2), {}, "")
+    timeline = schedule.walk(hlo.parse(text), uncounted=True)
+    assert {max(group) for message in timeline.collectives for group in message.groups} == {7}
+    sent = math.fsum(message.count * message.nbytes for message in timeline.messages if message.kind == "send")
+    tables = 2 * config.vocab_size * config.model_dim
+    if "data" in config.mesh:  # this device's shards of all gradients, in float32
+        expected = 4 * transformer.num_params(config) / 8
+    else:  # a message a tick and way, and the gradients of embedding and unembedding
+        b = config.batch // 8 // config.microbatches
+        message = 2 * b * config.seq_len * config.model_dim
+        expected = 2 * (config.microbatches + 1) * message + 4 * tables / 8
+    assert sent == pytest.approx(expected, rel=1e-3)
+
+
 def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> None:
     def compile_step(*_):
         raise aot.DoesNotFitError(message, peak)
@@ -134,7 +160,7 @@ TOO_LARGE = "RESOURCE_EXHAUSTED: total memory required for HLO temporaries (152.
 def test_a_refusal_ends_with_status_3_the_buffers_and_the_way_out(capsys, monkeypatch):
     buffer = liveness.Buffer(100 * 2**30, "temporary", "bf16[32,8,4096]", "jit(train_step)/mul", "/x/model.py:12")
     refuses(monkeypatch, TOO_LARGE, liveness.Peak(152 * 2**30, "jit(train_step)/dot", "/x/model.py:34", (buffer,)))
-    flags = ["--preset=llama3.1-8b", "--remat=none", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8"]
+    flags = ["--preset=llama3.1-8b", "--remat=none", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--compile_anyway"]
     assert aot.main(flags) == aot.DOES_NOT_FIT == 3
     out = capsys.readouterr().out
     assert "does not fit: 152.11 of 94.75 GiB of hbm, 57.36 GiB over (compiled)" in out
@@ -149,7 +175,7 @@ def test_a_refusal_ends_with_status_3_the_buffers_and_the_way_out(capsys, monkey
     # The flags are ready to paste: with them the same step is predicted to take what is said, and to fit.
     ways = found["way_out"]
     assert ways["flags"] and ways["hbm_bytes"] < found["limit_bytes"]
-    config = proposed(flags, ways["flags"])
+    config = proposed([flag for flag in flags if flag != "--compile_anyway"], ways["flags"])
     chip, chips = aot.parse_topology("tpu7x:2x2x1")
     again = aot.predict(aot.run_of(config, chip, chips))
     assert again.step_s == pytest.approx(ways["step_s"]) and again.hbm_bytes <= ways["hbm_bytes"]
@@ -161,9 +187,31 @@ def proposed(flags: list[str], changes: list[str]) -> Config:
     return aot.config_lib.from_args(*parser.parse_known_args([*flags, *changes]))
 
 
+def test_what_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
+    monkeypatch.setattr(aot, "lower_step", lambda *_: pytest.fail("lowered"))
+    flags = ["--preset=llama3.1-8b", "--remat=none", "--batch=64", "--seq_len=8192", "--mesh=fsdp:8"]
+    assert aot.main(flags) == aot.DOES_NOT_FIT
+    out = capsys.readouterr().out
+    assert "GiB over (predicted)" in out and "saved activations" in out and "--compile_anyway" in out
+    assert "way out: --" in out
+    assert aot.main([*flags, "--json"]) == aot.DOES_NOT_FIT
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == "predicted" and found["over_bytes"] == found["used_bytes"] - found["limit_bytes"] > 0
+    assert sum(part["bytes"] for part in found["parts"]) == pytest.approx(found["used_bytes"])
+
+
+def test_the_policy_of_auto_is_the_one_that_is_compiled(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(aot, "report", lambda config, *_: compiled.append(config.remat) or {})
+    flags = ["--preset=llama3.1-8b", "--remat=auto", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--json"]
+    assert aot.main(flags) == 0
+    config = from_preset("llama3.1-8b", batch=8, mesh="fsdp:8", remat="auto")
+    assert compiled == [aot.remat.auto(config, *aot.parse_topology("tpu7x:2x2x1"))]
+
+
 def test_the_way_out_where_there_is_no_room_at_all(capsys, monkeypatch):
     refuses(monkeypatch, TOO_LARGE)
-    assert aot.main(["--preset=llama3.1-70b", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8"]) == 3
+    assert aot.main(["--preset=llama3.1-70b", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--compile_anyway"]) == 3
     out = capsys.readouterr().out
     assert "way out: a smaller --batch or a larger --topology" in out and "nothing fits: llama3.1-70b on 4 chips" in out
 
@@ -182,8 +230,15 @@ def test_the_way_out_of_vmem_and_of_what_is_not_known(capsys, monkeypatch):
 def test_a_step_that_the_compiler_refuses(capsys):
     """A vocabulary that is whole on each device: gradients and state of it exceed HBM, and the planner cuts it."""
     dims = "--num_layers=2 --model_dim=256 --ff_dim=512 --num_heads=2 --num_kv_heads=1 --seq_len=256 --remat=none"
-    flags = [*SMALL, *dims.split(), "--mesh=data:8", f"--vocab_size={12 * 2**20}", "--compilation_cache=", "--json"]
-    assert aot.main(flags) == 3
+    flags = [
+        *SMALL,
+        *dims.split(),
+        "--mesh=data:8",
+        f"--vocab_size={12 * 2**20}",
+        "--compilation_cache=",
+        "--compile_anyway",
+    ]
+    assert aot.main([*flags, "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["memory"] == "hbm" and 0 < found["over_bytes"] < 30 * aot.GiB
     assert found["live_bytes"] == pytest.approx(found["used_bytes"], rel=0.01)
@@ -213,7 +268,7 @@ def test_help_answers_at_once_and_without_jax():
         (["--topologi=tpu7x:2x2x1"], "did you mean --topology?"),
         (["--topology=tpu9:2x2x1"], "there is no chip 'tpu9'"),
         (["--mesh=fsdp:16"], "mesh fsdp:16 is for 16 devices and there are 8"),
-        (["--preset=qwen3-30b-a3b", "--batch=8"], "no code for mixtures of experts yet"),
+        (["--mesh=fsdp:4,expert:2", "--batch=8"], "mesh axis expert:2: tiny has no experts"),
         (["--batch=3"], "batch=3 must be a multiple of"),
         (["--xla_flags=xla_tpu_scoped_vmem_limit_kb=1"], "did you mean"),
         (["--kernel=attention"], "--kernel takes REGEX=NUMBER"),

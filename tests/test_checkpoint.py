@@ -171,6 +171,7 @@ def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monke
         dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True),
         dict(mesh="data:8", shard_update=True),
         dict(mesh="tensor:8"),
+        dict(mesh="pipe:2,fsdp:4", microbatches=2),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
 )
@@ -387,10 +388,12 @@ def test_a_bucket_is_no_path(monkeypatch):
 # What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
 # lists of checkpoint.py.
 FREE_FIELDS = (
-    "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors fp8 "
-    "attention loss_chunk max_skipped eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
-    "checkpoint_dir save_every keep_checkpoints num_processes process_id coordinator peer_timeout xla_flags "
-    "compilation_cache"
+    "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors "
+    "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped eval_every eval_batches "
+    "offload_optimizer "
+    "context_impl context_heads context_balance "
+    "log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every keep_checkpoints "
+    "num_processes process_id coordinator peer_timeout xla_flags compilation_cache"
 ).split()
 
 

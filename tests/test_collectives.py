@@ -1230,11 +1230,11 @@ WRONG = {
         lambda x: matmul_reduce_scatter(x, jnp.ones((12, 8), jnp.bfloat16), "b", dim=1),
     ),
     "ragged, offsets": (
-        r"shape \(3,\) must be \(4,\)",
+        r"shape \(3,\) must be alike",
         lambda x: ragged_all_to_all(x, x, *jnp.zeros((2, 4), int), jnp.zeros(3, int), "b"),
     ),
     "ragged, sizes": (
-        r"shape \(8,\) must be \(4,\): the devices on b:4",
+        r"shape \(8,\) must be alike, and as many for each of the 4 devices on b:4",
         lambda x: ragged_all_to_all(x, x, jnp.zeros(4, int), jnp.zeros(8, int), jnp.zeros(4, int), "b"),
     ),
     "ragged, negative block_rows": (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import config as config_lib
-import model
+import parameters
 from config import PRESETS, Config, from_preset, parse_flags
 
 ROOT = Path(config_lib.__file__).parent
@@ -96,7 +96,8 @@ def test_every_field_can_be_set_by_its_flag(preset):
 
 @pytest.mark.parametrize("name", [field.name for field in FIELDS if isinstance(field.default, bool)])
 def test_switches(name):
-    needed = ["--preset=mixtral-8x7b"] if name == "expert_bias" else []  # a dense model refuses it
+    of_mixtures = ("expert_bias", "renormalise", "selection_bias")  # a dense model refuses them
+    needed = ["--preset=mixtral-8x7b"] if name in of_mixtures else []
     assert getattr(parse(*needed, f"--{name}"), name) is True
     assert getattr(parse(*needed, f"--no-{name}"), name) is False
     assert getattr(parse(*needed, f"--{name}", f"--no-{name}"), name) is False
@@ -121,7 +122,7 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("stray", "there is no flag 'stray'"),
         ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
         ("--preset=qwen", "preset='qwen' does not exist; did you mean qwen2.5-7b?"),
-        ("--preset=zzz", "preset='zzz' does not exist; there are tiny, llama2-70b"),
+        ("--preset=zzz", "preset='zzz' does not exist; there are tiny, tiny-moe, tiny-mla"),
         ("--steps=many", "argument --steps: invalid int value: 'many'"),
         ("--steps=1.5", "argument --steps: invalid int value: '1.5'"),
         ("--learning_rate=high", "argument --learning_rate: invalid float value: 'high'"),
@@ -185,6 +186,20 @@ AT_LEAST_1 = (
         (dict(num_shared_experts=1), "num_shared_experts=1 needs num_experts"),
         (dict(num_dense_layers=1), "num_dense_layers=1 needs num_experts"),
         (dict(expert_bias=True), "expert_bias=True needs num_experts"),
+        (dict(moe_impl="capacity"), "moe_impl=capacity needs num_experts"),
+        (dict(num_experts=4, experts_per_token=1, expert_dim=8, moe_impl="dense"), "moe_impl='dense' is not one of"),
+        (
+            dict(num_experts=4, experts_per_token=1, expert_dim=8, router_groups=3),
+            "router_groups=3 must divide num_experts=4, and router_groups_kept=1 be no more",
+        ),
+        (
+            dict(num_experts=8, experts_per_token=3, expert_dim=8, router_groups=4),
+            "router_groups_kept=1 of 4 groups have fewer than experts_per_token=3 experts",
+        ),
+        (
+            dict(num_experts=4, experts_per_token=1, expert_dim=8, capacity_factor=0.0),
+            "capacity_factor=0 has room for no token",
+        ),
         (dict(kv_lora_rank=-1), "kv_lora_rank=-1 must be at least 0"),
         (dict(q_lora_rank=8), "q_lora_rank=8 needs kv_lora_rank"),
         (dict(rope_head_dim=8), "rope_head_dim=8 needs kv_lora_rank"),
@@ -266,4 +281,4 @@ def test_from_preset_overrides():
 )
 def test_presets_have_the_published_size(preset, num_params):
     """The counts of the released weights, as their safetensors indices give them."""
-    assert model.num_params(from_preset(preset)) == num_params
+    assert parameters.num_params(from_preset(preset)) == num_params

@@ -233,17 +233,17 @@ def test_sinks_are_one_more_logit_without_a_value():
     sinks = jnp.array([0.7, -1.3])
     out, lse = reference(q, k, v, q_offset=-3)
     expected = reference(q, k, v, q_offset=-3, sinks=sinks)
-    with_sinks = partial(flash._with_sinks, jnp.asarray(out, jnp.float32).swapaxes(1, 2), jnp.asarray(lse, jnp.float32))
+    with_sinks = partial(flash.with_sinks, jnp.asarray(out, jnp.float32).swapaxes(1, 2), jnp.asarray(lse, jnp.float32))
     got_out, got_lse = with_sinks(sinks)
     np.testing.assert_allclose(got_out.swapaxes(1, 2), expected[0], atol=1e-6)
     np.testing.assert_allclose(got_lse[:, :, 3:], expected[1][:, :, 3:], atol=1e-6)
     np.testing.assert_allclose(got_lse[:, :, :3], np.broadcast_to(sinks[:, None], (2, 2, 3)))  # they see the sink alone
 
     marked = jnp.asarray(lse, jnp.float32).at[0, 0, 9].set(jnp.inf).at[0, 0, 10].set(-jnp.inf)
-    total = lambda lse, sinks: sum(x.sum() for x in flash._with_sinks(jnp.ones((2, 20, 2, 4)), lse, sinks))
+    total = lambda lse, sinks: sum(x.sum() for x in flash.with_sinks(jnp.ones((2, 20, 2, 4)), lse, sinks))
     gradients = jax.grad(lambda lse, sinks: jnp.where(jnp.isinf(t := total(lse, sinks)), 0, t), (0, 1))(marked, sinks)
     assert all(jnp.isfinite(x).all() for x in gradients)
-    assert out_of_range(flash._with_sinks(jnp.ones((2, 20, 2, 4)), marked, sinks)[1]) == 2
+    assert out_of_range(flash.with_sinks(jnp.ones((2, 20, 2, 4)), marked, sinks)[1]) == 2
 
 
 # -- derivatives: that the backward kernel gets what it needs (what it makes of it: tests/test_flash_backward.py)

@@ -8,13 +8,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from test_parallel import SMALL, init, make_batch, on_mesh
 
 import data
-import model
+import fsdp
+import parameters
 import placement
 import sharding
 import train
@@ -94,6 +97,35 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
             assert bool(weights_gathered(body) & used) != prefetch
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_layers_add_up_a_loss_beside_the_stream(prefetch):
+    """The residual carry is a tree; what is added to it in a layer has a gradient, of weights and stream."""
+    w_LDD = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
+    x_BD = jax.random.normal(jax.random.key(1), (2, 4))
+
+    def layer(w_DD, carry, aux, i):
+        x_BD, told = carry
+        y_BD = jnp.tanh(x_BD @ w_DD) + lax.stop_gradient(aux)
+        told = {"loss": told["loss"] + jnp.sum(y_BD**2), "by_layer": told["by_layer"].at[i].add(jnp.sum(x_BD))}
+        return x_BD + y_BD, told
+
+    def loss(scan, w_LDD, x_BD):
+        x_BD, told = scan(w_LDD, (x_BD, {"loss": jnp.float32(0), "by_layer": jnp.zeros(3)}))
+        return jnp.sum(x_BD) + told["loss"] + jnp.sum(told["by_layer"] ** 3), told
+
+    def plain(w_LDD, carry):
+        for i in range(3):
+            carry = layer(w_LDD[i], carry, 0.5, i)
+        return carry
+
+    scanned = lambda w, carry: fsdp.scan_layers(layer, lambda w: w, w, carry, jnp.float32(0.5), prefetch=prefetch)
+    ours, expected = (
+        jax.jit(jax.value_and_grad(partial(loss, scan), argnums=(0, 1), has_aux=True))(w_LDD, x_BD)
+        for scan in (scanned, plain)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), ours, expected)
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_collective_matmuls_keep_no_layer_for_the_backward_pass(remat):
     """They keep the activations that they gathered, and of the weights no more than the shards."""
@@ -125,7 +157,7 @@ def test_rings_move_all_but_sums_of_rows(collectives, option):
 
 def test_gradients_are_reduce_scattered_once():
     config = Config(**SMALL, mesh="fsdp:8")
-    shapes = jax.tree.leaves(model.param_shapes(config))
+    shapes = jax.tree.leaves(parameters.param_shapes(config))
     moved = collectives(config, "fsdp")
     scattered = [shape for name, _, shape in moved if name == "reduce_scatter"]
     assert len(scattered) == len(shapes)
@@ -137,7 +169,7 @@ def test_gradients_are_reduce_scattered_once():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_sharded_update_is_one_scatter_and_one_gather_in_place_of_the_all_reduce(microbatches):
     config = Config(**SMALL, mesh="data:8", dtype="bfloat16", microbatches=microbatches)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(model.param_shapes(config)))
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(parameters.param_shapes(config)))
     tensors = lambda moved, name: sorted(shape for n, _, shape in moved if n.startswith(name) and shape)
 
     plain = collectives(config, "data")
@@ -259,6 +291,6 @@ def test_tpu7x_initialises_straight_into_the_shards():
     """The program that makes the state needs little beside the shards that it makes."""
     config = Config(**TPU | dict(num_layers=64))
     memory = compiled_for_tpu7x(config, "init").memory_analysis()
-    state_bytes = 12 * model.num_params(config) / 8  # weights and two moments, in float32
+    state_bytes = 12 * parameters.num_params(config) / 8  # weights and two moments, in float32
     assert memory.output_size_in_bytes < 1.01 * state_bytes
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import bundles
 import gmm as module
-from config import PRESETS
+from config import PRESETS, from_preset
 from gmm import TgmmTiles, Tiles, gmm, tgmm
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -362,8 +362,8 @@ def compile_for_tpu7x(f, shapes):
 @pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.get("num_experts")])
 def test_compiles_for_the_experts_of(preset):
     """Of 64 groups or less, with code for three heights only: the others take the same VMEM and more time."""
-    D, F, groups = (PRESETS[preset][name] for name in ("model_dim", "expert_dim", "num_experts"))
-    groups = min(groups, 64)
+    config = from_preset(preset)
+    D, F, groups = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
         rows = module.default_tiles(8192, K, N, groups, BF16, transpose_rhs=transpose_rhs).rows
         program = compile_for_tpu7x(*build(K=K, N=N, groups=groups, transpose_rhs=transpose_rhs, step=rows // 2))

@@ -1,14 +1,17 @@
 """The search for block sizes: what is tried, how it is ranked and kept, and that kernels take what was found."""
 
+import collections
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import bundles
+import flash
 import kernels
 import tuned
 
@@ -134,3 +137,36 @@ def test_compiled_search(kernel, own):
     assert entry["cycles"] <= entry["rule_cycles"] < math.inf
     said = tuned.metadata(tuned.key_of(kernel, **shape), ranked[0].blocks, calls=5)
     assert kernels.cycles_of(said) == pytest.approx(5 * ranked[0].cycles)  # what a compiled program says is enough
+
+
+@pytest.mark.parametrize(
+    ("mask", "places"),
+    [
+        (dict(causal=True, window=0), [0, 1536]),  # anywhere among the keys: gathered, of a device's chunk
+        (dict(causal=True, window=257), [1536]),  # behind a halo
+        (dict(causal=False, window=0), [0]),  # a hop of a ring
+    ],
+)
+def test_queries_are_where_context_parallelism_has_them(mask, places, monkeypatch):
+    """Of a call with more keys than queries: the cycles of the places that it can be at, and their mean."""
+    asked = []
+    cycles = lambda report, shape, blocks: asked.append(shape["offset"]) or 100.0 + shape["offset"]
+    of = dataclasses.replace(kernels.TUNABLES["flash_forward"], cycles=cycles)
+    monkeypatch.setitem(kernels.TUNABLES, "flash_forward", of)
+    built = []
+    monkeypatch.setattr(kernels.bundles, "measure", lambda builder, **options: built.append(options))
+    shape = dict(T=512, S=2048, H=128, V=128, dtype="bfloat16", **mask)
+    blocks = kernels.TUNABLES["flash_forward"].rule(collections.defaultdict(bool, shape))
+    said = tuned.metadata(tuned.key_of("flash_forward", **shape), blocks, calls=3)
+    assert kernels.cycles_of(said) == 3 * (100 + sum(places) / len(places))
+    assert sorted(asked) == places and (built[0]["seq"], built[0]["keys"]) == (512, 2048)
+
+
+def test_more_keys_take_more_cycles_and_the_later_the_queries_the_more():
+    """What is counted of them: tiles, and blocks."""
+    kernel = SimpleNamespace(unknown=lambda: [None] * 6)
+    T, S = 4096, 32_768
+    blocks = flash.default_blocks(T, S, 128, 128)
+    count = lambda place: sum(flash.executions(kernel, T, S, 1, blocks, causal=True, q_offset=place))
+    counts = [count(place) for place in (0, 12_288, 28_672)]
+    assert counts[0] < counts[1] < counts[2]

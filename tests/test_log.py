@@ -68,6 +68,16 @@ def test_a_line_of_the_metrics_file_for_each_step(tmp_path):
         assert line["mfu"] is None  # a CPU has no peak to divide by
 
 
+def test_what_the_model_tells_is_shown_and_written(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with started(from_preset("tiny", metrics_file=str(path))) as log:
+        log.step({"load_imbalance": jnp.float32(1.25), **metrics(1), "router_entropy": jnp.float32(0.5)})
+        log.finish_step()
+    assert "  load imbalance 1.25  router entropy 0.5  " in capsys.readouterr().out
+    (line,) = lines_of(path)
+    assert set(line) == {*IN_A_LINE, "load_imbalance", "router_entropy"} and line["load_imbalance"] == 1.25
+
+
 def test_flops_are_those_of_the_config():
     """Of 60 layers 10 see all 8192 tokens, and 50 a window of 1024."""
     matmuls = 60 * (5376 * 256 * (2 * 32 + 2 * 16) + 3 * 5376 * 21_504) + 5376 * 262_144

@@ -163,17 +163,16 @@ def test_the_guides_hybrid_at_128k():
 
 
 def test_at_128k_the_kernel_decides():
-    """ "splash becomes the majority of flops": 55% of Llama 3.1 70B's at 128k. A kernel twice as fast shows."""
+    """ "splash becomes the majority of flops": 55% of Llama 3.1 70B's at 128k. One that is not as fast shows."""
     found = planned("llama3.1-70b", "tpu7x:4x8x8", batch=64, seq_len=131_072)
     flops = transformer.forward_flops_per_token(found.best.of.config)
     assert (flops["scores"] + flops["mix"]) / sum(flops.values()) == pytest.approx(0.55, abs=0.005)
     assert any(
         "Attention is 55% of the FLOPs" in line and "the kernel decides" in line for line in planner.reasons(found)
     )
-    faster = dataclasses.replace(workload.TODAY, attention_forward=0.5, attention_backward=0.7)
-    again = predict(dataclasses.replace(found.best.of, efficiency=faster))
+    again = predict(dataclasses.replace(found.best.of, efficiency=workload.PUBLISHED))
     kernel = next(part.seconds for part in found.best.parts if part.name == "attention")
-    assert again.step_s < found.best.step_s - 0.45 * kernel
+    assert again.step_s > found.best.step_s + 0.4 * kernel
 
 
 # -- what cannot be

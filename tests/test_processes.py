@@ -5,13 +5,14 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import load, read_metrics, start, steps_in, values_in, wait_until
+from test_checkpoint import assert_same_bits, load, read_metrics, start, steps_in, values_in, wait_until
 
 from config import Config
 from processes import LOST_PEER
@@ -68,18 +69,25 @@ pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_tex
 """
 
 
-def test_two_processes_are_as_one(values, one, tmp_path):
-    """In losses and in the checkpoint, which both write; each reads its share of every batch, and only one speaks."""
-    processes = start_two(values | dict(eval_batches=2, save_every=10), tmp_path, program=("-c", RECORD_ROWS))
+@pytest.fixture(scope="module")
+def two(values, tmp_path_factory) -> Path:
+    """The directory of the run in two processes that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("two")
+    processes = start_two(values | dict(eval_batches=2, save_every=10), directory, program=("-c", RECORD_ROWS))
     assert [process.wait(300) for process in processes] == [0, 0]
-    ours, theirs = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file)
+    return directory
+
+
+def test_two_processes_are_as_one(one, two):
+    """In losses and in the checkpoint, which both write; each reads its share of every batch, and only one speaks."""
+    ours, theirs = read_metrics(two / "metrics.jsonl"), read_metrics(one.metrics_file)
     assert len(ours) == 20
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
-    rows = [json.loads((tmp_path / f"rows{i}.json").read_text()) for i in (0, 1)]
+    rows = [json.loads((two / f"rows{i}.json").read_text()) for i in (0, 1)]
     assert rows == [[[i, i + 1] for i in range(4)], [[i, i + 1] for i in range(4, 8)]]
 
-    checkpoints = tmp_path / "checkpoints"
+    checkpoints = two / "checkpoints"
     assert steps_in(checkpoints) == [10, 20]
     for i in (0, 1):  # a process's files: of the same size, up to the small arrays that all hold and one writes
         assert sum(f.stat().st_size for f in (checkpoints / "20/state" / f"ocdbt.process_{i}").rglob("*")) > 100_000
@@ -87,8 +95,8 @@ def test_two_processes_are_as_one(values, one, tmp_path):
     assert note == ""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, expected)
 
-    assert (tmp_path / "0.out").read_text().startswith("mesh       8 x cpu: fsdp 8; 2 processes\n")
-    assert [(tmp_path / name).read_text() for name in ("1.out", "0.err", "1.err")] == ["", "", ""]
+    assert (two / "0.out").read_text().startswith("mesh       8 x cpu: fsdp 8; 2 processes\n")
+    assert [(two / name).read_text() for name in ("1.out", "0.err", "1.err")] == ["", "", ""]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -122,3 +130,28 @@ def test_termination_of_one_process_ends_both_behind_the_same_step(values, one, 
     assert [process.wait(120) for process in start_two(values, tmp_path)] == [0, 0]
     assert f"resumed    from step {step} in " in (tmp_path / "0.out").read_text()
     np.testing.assert_allclose(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file), rtol=1e-6)
+
+
+def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_path):
+    """Twice a process is lost within a step, the other ends, both are started again: nothing is lost, not a bit."""
+    values = values | dict(eval_batches=2, save_every=2, peer_timeout=5)
+    for kind, lost, step, limit_s in ((signal.SIGKILL, 0, 5, 5), (signal.SIGSTOP, 1, 11, 15)):
+        processes = start_two(values, tmp_path)
+        wait_for_step(step, processes, tmp_path)
+        processes[lost].send_signal(kind)
+        begun = time.monotonic()
+        try:
+            assert processes[1 - lost].wait(60) == 1
+            assert time.monotonic() - begun < limit_s
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert 0 < max(steps_in(tmp_path / "checkpoints")) <= step + 3
+    assert [process.wait(120) for process in start_two(values, tmp_path)] == [0, 0]
+    assert "resumed    from step 1" in (tmp_path / "0.out").read_text()  # 10, 12 or 14
+    ours, theirs = (
+        load(dataclasses.replace(one, checkpoint_dir=str(run / "checkpoints")))[0] for run in (tmp_path, two)
+    )
+    assert_same_bits(ours, theirs)
+    assert read_metrics(tmp_path / "metrics.jsonl") == read_metrics(two / "metrics.jsonl")

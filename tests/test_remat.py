@@ -66,7 +66,8 @@ def test_loss_and_gradients_are_those_without_recomputation(flags, kept):
 
     def gradients(config):
         _, per_device, place = on_mesh(config)
-        return jax.device_get(per_device(place(params), batch))
+        loss, _, grads = per_device(place(params), batch)
+        return jax.device_get((loss, grads))
 
     if once not in kept:
         kept[once] = gradients(once)
@@ -133,10 +134,10 @@ def test_every_activation_of_a_dense_layer_has_its_name():
 
 
 def matmul_flops(jaxpr) -> int:
-    """Two for each multiply-add of every dot_general, as often as its loop runs."""
-    flops = 0
+    """Two for each multiply-add of every dot_general, as often as its loop runs; not of those that turn heads."""
+    flops, turns = 0, (SMALL["head_dim"], SMALL["head_dim"])
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape != turns:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             summed = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
             flops += 2 * summed * math.prod(eqn.outvars[0].aval.shape)
@@ -171,6 +172,8 @@ def test_offload_is_refused_where_there_is_no_host_memory():
     custom = Config(remat="custom", remat_tensors="mlp_up:offload")
     with pytest.raises(ValueError, match="remat=custom offloads mlp_up to"):
         remat.check_host_memory(custom, mesh)
+    with pytest.raises(ValueError, match="offload_optimizer puts the optimizer state to pinned_host"):
+        remat.check_host_memory(Config(offload_optimizer=True), mesh)
     remat.check_host_memory(Config(remat="minimal"), mesh)  # which needs none
     remat.check_host_memory(custom, sharding.make_mesh(placement.parse_mesh("fsdp:8")))
 
@@ -241,6 +244,34 @@ def test_of_equal_steps_the_one_that_recomputes_least():
 def test_nothing_fits():
     with pytest.raises(ValueError, match=r"no policy fits: remat=full needs least, 20.9 GiB of 9.4 \(95% .*short"):
         remat.best(predictions(LLAMA(), 10))
+
+
+@pytest.mark.parametrize(
+    ("preset", "chips", "batch", "seq_len"),
+    [
+        ("llama3.1-8b", (2, 2, 1), 8, 8192),
+        ("llama3.1-8b", (2, 2, 1), 32, 2048),
+        ("llama3.1-70b", (4, 4, 4), 128, 8192),
+        ("llama3.1-70b", (4, 4, 4), 256, 8192),
+        ("llama3.1-405b", (4, 8, 8), 512, 8192),
+        ("gemma-31b-like", (4, 4, 4), 128, 8192),
+        ("qwen2.5-7b", (2, 2, 1), 8, 32_768),
+    ],
+)
+def test_auto_is_the_shortest_predicted_step_of_all_that_fit(preset, chips, batch, seq_len):
+    config = from_preset(preset, mesh="fsdp:*", batch=batch, seq_len=seq_len, remat="auto")
+    chosen = remat.resolve(config, TPU7X, chips)
+    assert chosen.remat != "auto" and dataclasses.replace(chosen, remat="auto") == config
+    run = lambda name: run_of(dataclasses.replace(config, remat=name), TPU7X, chips)
+    found = {name: step.predict(run(name)) for name in REMAT_POLICIES if name != "custom"}
+    fitting = [one.step_s for one in found.values() if one.hbm_bytes <= 0.95 * one.of.hbm_limit]
+    assert found[chosen.remat].step_s == min(fitting)
+    assert remat.resolve(chosen, TPU7X, chips) is chosen  # nothing is left to choose
+
+
+def test_auto_is_a_choice_to_be_made_first():
+    with pytest.raises(ValueError, match="remat=auto is a choice still to be made"):
+        run_of(LLAMA(remat="auto"), TPU7X, CHIPS)
 
 
 def test_auto_does_not_look_at_the_policy_of_the_config():

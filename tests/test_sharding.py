@@ -90,7 +90,6 @@ def test_the_core_axis_is_by_default_the_last_one(text):
         ("data:4,fsdp:4,tensor:2", "data"),
         ("data:8,fsdp:4", "fsdp"),
         ("pipe:2,fsdp:*", ""),
-        ("fsdp:*", ""),
     ],
 )
 def test_slices_are_outermost(text, core_axis):
@@ -102,6 +101,13 @@ def test_slices_are_outermost(text, core_axis):
         assert device.slice_index == at // (mesh.shape[outermost] // 2)
     axis = MESH_AXES.index(placement.core_axis_of(dict(mesh.shape), core_axis))
     assert all((second - first)[axis] == 1 and sum(second - first) == 1 for first, second in places_of_chips(mesh))
+
+
+@pytest.mark.parametrize("text", ["fsdp:*", "data:3,fsdp:*", "expert:2,fsdp:16"])
+def test_only_replicas_and_stages_lie_between_slices(text):
+    devices = tpu7x(num_slices=2)[: 24 if "3" in text else 32]
+    with pytest.raises(ValueError, match=r"must be a multiple of the 2 slices, or part of .*fsdp:.* would lie between"):
+        sharding.make_mesh(sizes_of(text), devices)
 
 
 def test_axes_run_along_the_torus():

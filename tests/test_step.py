@@ -224,7 +224,19 @@ def test_context_parallelism_passes_keys_and_values_on():
     kv = 1024 * 2 * (128 + 128) * 2  # of a device
     die, wire = 600e9, 50e9
     once = kv * 8 / 2 / die + all_gather(kv * 8 / 2, 4).link_bytes / wire
-    assert seconds(found, "context communication", False) == pytest.approx(4 * (1 + 3) * once)
+    hop = kv / (2 * wire)  # of every second device, to the next chip
+    ring = seconds(found, "context communication", False)
+    assert ring == pytest.approx(4 * 7 * (1 + 1 + 2) * hop, rel=0.1)  # and the time to arrive
+    gathered = predicted(efficiency=EXACT, **flags | dict(context_impl="all_gather"))
+    assert seconds(gathered, "context communication", False) > 4 * 2 * once
+    assert seconds(gathered, "context communication") == seconds(gathered, "context communication", False)
+    exchanged = predicted(efficiency=EXACT, **flags | dict(context_impl="all_to_all", num_heads=8))
+    assert seconds(exchanged, "context communication") == seconds(exchanged, "context communication", False) > 0
+    # In order, the last device has the rows that see most; with a window nobody has.
+    uneven = predicted(efficiency=EXACT, **flags | dict(context_balance=False))
+    assert seconds(uneven, "attention") == pytest.approx(seconds(found, "attention") * (2 - 1 / 8))
+    near = predicted(efficiency=EXACT, **flags | dict(window=256))
+    assert seconds(near, "context communication", False) == pytest.approx(4 * 2 * (hop * 255 / 1024 + 1e-6))
     assert seconds(found, "context communication") < seconds(found, "context communication", False)
     # Every device has an eighth of the work, of the whole sequence's keys.
     alone = predicted(efficiency=EXACT, **flags | dict(mesh="data:128", batch=128))
@@ -263,9 +275,34 @@ def test_a_pipeline_is_idle_at_both_ends():
         names = ("matmul", "attention", "elementwise", "loss", "fsdp communication")
         working = sum(seconds(found, name) for name in names)
         assert idle / (idle + working) == pytest.approx(3 / (microbatches + 3))
-    # The last stage has the unembedding, and not the embedding.
+    # Every stage has embedding and unembedding.
     table, params = 1024 * 512, transformer.num_params(found.of.config)
-    assert found.memory["weights"] == pytest.approx(4 * ((params - 2 * table) / 4 + table) / 32)
+    assert found.memory["weights"] == pytest.approx(4 * ((params - 2 * table) / 4 + 2 * table) / 32)
+
+
+def test_more_rounds_are_less_idle_and_send_more():
+    flags = SMALL | dict(mesh="pipe:4,fsdp:32", batch=256, microbatches=8, num_layers=16)
+    plain, two = predicted(**flags), predicted(**flags, pipeline_schedule="circular", pipeline_rounds=2)
+    assert seconds(plain, "pipeline bubble") == pytest.approx(2 * seconds(two, "pipeline bubble"))
+    sent = [seconds(found, "pipe communication", False) for found in (plain, two)]
+    assert sent[1] / sent[0] == pytest.approx((2 * 8 + 3) / (8 + 3))
+
+
+def test_memory_of_the_microbatches_under_way():
+    flags = SMALL | dict(mesh="pipe:4,fsdp:32", batch=1024, microbatches=16, num_layers=16, remat="full")
+    saved = lambda **more: predicted(**flags | more).memory["saved activations"]
+    once = saved(microbatches=1, batch=64)
+    assert saved() == pytest.approx(7 * once)
+    assert saved(pipeline_schedule="gpipe") == pytest.approx(16 * once)
+    assert saved(pipeline_schedule="circular", pipeline_rounds=2) == pytest.approx((3 * 4 - 1) / 2 * once)
+    assert saved(remat_stage=True) == pytest.approx(once + 7 * once / 4)  # four layers a stage, and the input of one
+
+
+def test_a_stage_that_is_computed_again_takes_a_forward_pass_more():
+    flags = SMALL | dict(mesh="pipe:4,fsdp:32", batch=256, microbatches=8)
+    plain, again = predicted(**flags), predicted(**flags, remat_stage=True)
+    assert seconds(again, "matmul") == pytest.approx(4 / 3 * seconds(plain, "matmul"))
+    assert seconds(again, "fsdp communication", False) > seconds(plain, "fsdp communication", False)
 
 
 def test_a_pipeline_offloads_no_more():
@@ -437,7 +474,7 @@ def test_step_plot(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "tiny"])
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if not preset.startswith("tiny")])
 def test_every_preset_has_a_step(preset, capsys):
     out = ran(capsys, f"step --preset={preset} --topology=tpu7x:8x8x8 --batch=1024 --explain")
     config = Config(**PRESETS[preset] | dict(preset=preset))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from functools import partial
@@ -63,6 +64,42 @@ def test_a_run_does_not_depend_on_its_mesh(tmp_path):
         train.run(Config(**TINY, steps=6, mesh=mesh, eval_every=0, metrics_file=str(file)))
         losses[mesh] = [line["loss"] for line in read(file) if "loss" in line]
     np.testing.assert_allclose(*losses.values(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_metrics_of_the_model_are_summed(microbatches, monkeypatch):
+    """Over microbatches and devices, those of `tensor` once, as the loss is."""
+    config = Config(**SMALL, mesh="data:2,fsdp:2,tensor:2", microbatches=microbatches)
+
+    def loss_fn(params, batch, config, scaling):
+        loss, metrics = model_loss_fn(params, batch, config, scaling)
+        return loss, metrics | {"tokens": jnp.where(jnp.isfinite(loss), batch.tokens.size, 0)}
+
+    model_loss_fn = train.model.loss_fn
+    monkeypatch.setattr(train.model, "loss_fn", loss_fn)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
+    shapes = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=shapes)(jax.random.key(0))
+    batch = jax.device_put(make_batch(config), NamedSharding(mesh, sharding.BATCH_SPEC))
+    _, metrics = train.make_train_step(config, mesh)(state, batch)
+    assert metrics["tokens"] == config.batch * config.seq_len
+
+
+def test_selection_biases_follow_the_loads():
+    """Outside the gradient, by the loads of the whole batch; the metrics are those of the plain model."""
+    mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16, num_dense_layers=1, selection_bias=True)
+    config = Config(**SMALL, **mixture, mesh="fsdp:2,expert:2,tensor:2", microbatches=2, buffer_factor=4.0)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
+    shardings = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
+    params, batch = jax.device_get(state.params), make_batch(config)
+    loads = np.array(jax.jit(partial(reference.forward, config=config))(params, batch)[2])
+    placed = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
+    state, metrics = train.make_train_step(config, mesh)(state, placed)
+    assert metrics["load_imbalance"] == pytest.approx(np.mean(loads.max(1) / loads.mean(1)))
+    assert metrics["dropped_fraction"] == 0 and 0 < metrics["router_entropy"] < math.log(8)
+    want = 0.001 * np.sign(loads.mean(1, keepdims=True) - loads)
+    np.testing.assert_allclose(state.params.layers.selection_bias, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "tensor:8"])
@@ -137,6 +174,10 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     whole = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
     one = dataclasses.replace(config, batch=32, microbatches=2, z_loss=0.1)
     assert whole == pytest.approx(train.evaluate(train.make_eval_step(one, mesh), params, corpus, one, mesh), rel=1e-6)
+    mesh = sharding.make_mesh(placement.parse_mesh("fsdp:2,context:4"))
+    params = jax.device_put(jax.device_get(params), train.state_shardings(config, mesh).params)
+    cut = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
+    assert whole == pytest.approx(cut, rel=1e-6)
 
 
 def test_samples_follow_the_distribution():
@@ -163,9 +204,10 @@ def test_samples_follow_the_distribution():
     assert np.abs(counts - probabilities)[:7].max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
 
 
-def test_sampling_continues_the_prompt():
+@pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "fsdp:2,context:4"])
+def test_sampling_continues_the_prompt(mesh):
     """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
-    config = Config(**TINY | dict(vocab_size=64, seq_len=8, sample=12), mesh="data:2,fsdp:2,tensor:2")
+    config = Config(**TINY | dict(vocab_size=64, seq_len=8, sample=12), mesh=mesh)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
@@ -218,8 +260,13 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
             r"xla_flags='recommended' are the TPU compiler's, and these devices are of 'cpu'",
         ),
         (["--xla_flags=recomended"], r"--xla_flags: there is no 'recomended'; did you mean recommended?"),
+        (["--remat=auto"], r"remat=auto chooses by the memory of a chip, and hardware.py has no 'cpu'"),
         (["--attention=flash", "--remat=full"], r"attention=flash is simulated on 'cpu', where jax.checkpoint cannot"),
-        (["--mesh=context:2,fsdp:4"], r"mesh axis context:2 is not there yet"),
+        (["--mesh=context:8", "--seq_len=40"], r"seq_len=40 must be a multiple of context*2 (context_balance)=16"),
+        (
+            ["--mesh=pipe:2,fsdp:4", "--num_layers=3"],
+            r"num_layers=3 must be a multiple of pipe * pipeline_rounds = 2 * 1",
+        ),
         (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
         (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),
         (["--vocab_size=64"], r"has a vocabulary of 256 and the model one of 64"),
@@ -244,6 +291,18 @@ def test_flash_attention_trains_as_the_reference_does(tmp_path):
         losses[attention] = [line["loss"] for line in read(file) if "loss" in line]
     assert len(losses["flash"]) == 2
     np.testing.assert_allclose(losses["flash"], losses["reference"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_way_to_the_first_step_is_timed(tmp_path):
+    """Import, devices, and the state, made or restored."""
+    flags = [*SHORT, "--steps=2", "--save_every=1", f"--checkpoint_dir={tmp_path}", "--eval_batches=0"]
+    for steps, state in (("--steps=1", "init"), ("--steps=2", "restore")):
+        (line,) = re.findall("^compiled .*$", command(*flags, steps).stdout, re.MULTILINE)
+        number = r"(\d+\.\d)"
+        of_line = rf"compiled   in {number} s; {number} s since the start, of which import {number}, devices {number}, "
+        found = [float(n) for n in re.fullmatch(rf"{of_line}{state} {number}", line).groups()]
+        assert found[1] >= found[0] + sum(found[2:]) - 0.3 and found[2] > 0.2
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 from test_fsdp import equations
 
 import config as config_lib
-import model
+import parameters
 import train
 import transformer
 from config import ACTIVATIONS, PRESETS, REMAT_POLICIES, Config, from_preset
@@ -28,7 +28,6 @@ MATMUL_OUTPUTS = frozenset(
     "decoder_layer_input query_latent kv_latent query_proj key_proj value_proj out_proj mlp_gate mlp_up mlp_down "
     "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down".split()
 )
-TRAINED = [preset for preset in PRESETS if not from_preset(preset).num_experts]
 SMALL = Config(
     batch=2, seq_len=16, num_layers=2, model_dim=32, ff_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64
 )
@@ -51,20 +50,24 @@ LATENT_EXPERTS = dataclasses.replace(
 # -- against the model
 
 
-@pytest.mark.parametrize("preset", TRAINED)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_weights_are_those_of_the_model(preset):
     """Every name, every shape, in total and as matrices or not."""
     config = from_preset(preset)
-    shapes = model.param_shapes(config)
-    of_model = {**vars(shapes), **vars(shapes.layers)}
-    of_model = {name: leaf.shape for name, leaf in of_model.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+    of_model, matrices = {}, {"embed"}
+    is_matrix = jax.tree.leaves_with_path(parameters.is_matrix(config))
+    for (path, leaf), (_, is_one) in zip(
+        jax.tree.leaves_with_path(parameters.param_shapes(config)), is_matrix, strict=True
+    ):
+        *stack, name = (key.name for key in path)
+        before = of_model.get(name, (0,))[0] if stack else 0  # layers of the other stack
+        of_model[name] = (before + leaf.shape[0], *leaf.shape[1:])
+        matrices |= {name} if is_one else set()
     weights = transformer.weights(config)
     assert {name: weight.shape for name, weight in weights.items()} == of_model
-    assert transformer.num_params(config) == transformer.active_params(config) == model.num_params(config)
-    matrices = {**vars(model.is_matrix(config)), **vars(model.is_matrix(config).layers)}
-    assert {name for name, w in weights.items() if w.makes} == {
-        n for n, is_one in matrices.items() if is_one is True
-    } - {"embed"}
+    assert transformer.num_params(config) == parameters.num_params(config)
+    assert transformer.active_params(config) == transformer.num_params(config) or config.num_experts
+    assert {name for name, w in weights.items() if w.makes} == matrices - {"embed"}
 
 
 def test_training_flops_by_hand():
@@ -79,14 +82,17 @@ def test_training_flops_by_hand():
     assert transformer.train_flops_per_token(Config(**shape)) == 3 * forward
 
 
-@pytest.mark.parametrize("preset", TRAINED)
-def test_six_flops_a_matmul_parameter_and_twelve_a_key(preset):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_six_flops_a_matmul_parameter_and_a_dim_of_keys_and_values(preset):
     config = from_preset(preset, window=0, global_every=0)
-    shapes, is_matrix = model.param_shapes(config), model.is_matrix(config)
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(is_matrix), strict=True)
-    in_matmuls = sum(math.prod(leaf.shape) for leaf, matrix in pairs if matrix)
+    shapes, is_matrix = parameters.param_shapes(config), parameters.is_matrix(config)
+    pairs = zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(is_matrix), strict=True)
+    met = lambda path: (config.experts_per_token, config.num_experts) if "expert_" in str(path[-1]) else (1, 1)
+    of = lambda path, leaf: math.prod(leaf.shape) // met(path)[1] * met(path)[0]
+    in_matmuls = sum(of(path, leaf) for (path, leaf), matrix in pairs if matrix)
     in_matmuls -= 0 if config.tied_embeddings else math.prod(shapes.embed.shape)  # looked up, not multiplied
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * config.seq_len / 2
+    dims = transformer.key_dim(config) + transformer.value_dim(config)
+    attention = 6 * config.num_layers * config.num_heads * dims * config.seq_len / 2
     assert transformer.train_flops_per_token(config) == 6 * in_matmuls + attention
 
 
@@ -144,9 +150,9 @@ def test_training_flops_as_published(preset, seq_len, flops):
         # Qwen3 Technical Report, arXiv:2505.09388, and the model cards: 30.5B, 235B.
         ("qwen3-30b-a3b", 30_532_122_624, 30.5, 1),
         ("qwen3-235b-a22b", 235_093_634_560, 235, 0),
-        # DeepSeek-V3, arXiv:2412.19437: 671B, without the multi-token prediction module. Its released weights hold the
-        # selection bias as well, 256 numbers for each of 58 layers.
-        ("deepseek-v3", 671_026_404_352, 671, 0),
+        # DeepSeek-V3, arXiv:2412.19437: 671B, without the multi-token prediction module, and with the selection bias,
+        # 256 numbers for each of 58 layers.
+        ("deepseek-v3", 671_026_419_200, 671, 0),
         # gpt-oss model card, arXiv:2508.10925, table 1: 116.83B.
         ("gpt-oss-120b", 116_829_156_672, 116.83, 2),
     ],
@@ -248,7 +254,7 @@ def empty_half(config: Config) -> float:
 @pytest.mark.parametrize("overrides", [{}, dict(num_kv_heads=4, seq_len=24), dict(tied_embeddings=True, qkv_bias=True)])
 def test_the_matmuls_of_the_reference_are_counted_exactly(overrides):
     config = dataclasses.replace(SMALL, **overrides)
-    params, batch = model.param_shapes(config), batch_shapes(config)
+    params, batch = parameters.param_shapes(config), batch_shapes(config)
     loss = partial(reference.loss, config=config)
     forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
     assert matmul_flops_per_token(loss, params, batch) == sum(forward.values()) + whole_square
@@ -263,7 +269,7 @@ def test_xla_counts_the_same_and_some_elementwise_work():
     )
     config = dataclasses.replace(SMALL, **shape)
     loss = partial(reference.loss, config=config)
-    compiled = jax.jit(jax.grad(loss)).lower(model.param_shapes(config), batch_shapes(config)).compile()
+    compiled = jax.jit(jax.grad(loss)).lower(parameters.param_shapes(config), batch_shapes(config)).compile()
     counted = compiled.cost_analysis()["flops"] / (config.batch * config.seq_len)
     formula = transformer.train_flops_per_token(config) + 3 * empty_half(config)
     assert formula < counted < 1.05 * formula
@@ -296,7 +302,6 @@ def latent_experts_layer(x, w, batch, config: Config):
     And of the mixtures whose keys and values are not made from a latent.
     """
     norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps)
-    H, C = config.head_dim, config.kv_lora_rank
     x = named(x, "decoder_layer_input")
     h = named(norm(x) * w["norm_attention"], "norm_attention")
     if config.q_lora_rank:
@@ -306,13 +311,11 @@ def latent_experts_layer(x, w, batch, config: Config):
     else:
         q = jnp.einsum("btd,dnh->btnh", h, w["w_q"])
     if "w_kv_down" in w:
-        latent = named(h @ w["w_kv_down"], "kv_latent")
-        kv = jnp.einsum(
-            "btc,cnh->btnh", named(norm(latent[..., :C]) * w["norm_kv_latent"], "kv_latent_norm"), w["w_kv_up"]
-        )
-        turned = jnp.broadcast_to(latent[:, :, None, C:], (*q.shape[:3], config.rope_head_dim))
-        k = jnp.concatenate([kv[..., :H], turned], -1)
-        v = kv[..., H:]
+        latent, turned = named(h @ w["w_kv_down"], "kv_latent"), h @ w["w_k_rope"]
+        latent = named(norm(latent) * w["norm_kv_latent"], "kv_latent_norm")
+        k, v = (jnp.einsum("btc,cnh->btnh", latent, w[n]) for n in ("w_k_up", "w_v_up"))
+        turned = jnp.broadcast_to(turned[:, :, None], (*q.shape[:3], config.rope_head_dim))
+        k = jnp.concatenate([k, turned], -1)
     else:
         k, v = (
             jnp.repeat(jnp.einsum("btd,dkh->btkh", h, w[n]), config.num_heads // config.num_kv_heads, 2)
@@ -363,7 +366,7 @@ def latent_experts_loss(params, batch, config: Config, layer):
 def model_of(config: Config):
     """(layer, loss of parameters and batch and layer, parameters) of the plain model that the config describes."""
     if not config.num_experts:
-        return partial(plain_layer, config=config), partial(plain_loss, config=config), model.param_shapes(config)
+        return partial(plain_layer, config=config), partial(plain_loss, config=config), parameters.param_shapes(config)
     shapes = {n: jax.ShapeDtypeStruct(w.shape, jnp.float32) for n, w in transformer.weights(config).items()}
     return partial(latent_experts_layer, config=config), partial(latent_experts_loss, config=config), shapes
 
@@ -394,7 +397,7 @@ def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
         layer, loss, params = model_of(config)
         loss = partial(loss, layer=layer)
     else:
-        loss, params = partial(reference.loss, config=config), model.param_shapes(config)
+        loss, params = partial(reference.loss, config=config), parameters.param_shapes(config)
     forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
     assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
     trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
@@ -531,7 +534,7 @@ def test_what_a_layer_with_experts_saves():
     found = transformer.activations(LATENT_EXPERTS, experts=True)
     assert (found["query_proj"], found["key_proj"]) == (4 * 14, 4 * 14)
     assert (found["value_proj"], found["context"]) == (4 * 10, 4 * 10)
-    assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12 + 6, 12)
+    assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12, 12)
     assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
     assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
     assert "mlp_gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
@@ -572,12 +575,12 @@ def test_full_recomputation_of_llama_70b():
 @pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma-31b-like"])
 def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
     config = from_preset(preset, **flags)
-    state = jax.eval_shape(train.make_optimizer(config)[0].init, model.param_shapes(config))
+    state = jax.eval_shape(train.make_optimizer(config)[0].init, parameters.param_shapes(config))
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]  # the rest are counts of steps
     found = transformer.state_bytes(config)
     assert found["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
-    assert found["weights"] == found["gradients"] == 4 * model.num_params(config)
-    assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * model.num_params(config)
+    assert found["weights"] == found["gradients"] == 4 * parameters.num_params(config)
+    assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * parameters.num_params(config)
 
 
 def test_kv_cache():

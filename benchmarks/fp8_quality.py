@@ -1,0 +1,147 @@
+"""Whether 8 bits train as well: the held-out loss after 400 steps, by recipe, over seeds.
+
+    python benchmarks/fp8_quality.py                  what is there, as a table; runs nothing
+    python benchmarks/fp8_quality.py run --models=tiny --recipes=bfloat16,per_tensor --seeds=0,1
+    python benchmarks/fp8_quality.py plot quality.png                   the curves; [plot] extra
+
+Each run is a file in --folder, written at its end; what is there is not run again, so that a long series can be broken
+off and taken up. `wide` is `tiny` with 4 times the width and half the learning rate. All recipes compute in bfloat16
+beside their matmuls, and have the same weights and batches for a seed. Measured: losses depend on the numbers alone, so
+those of simulated devices are those of a TPU but for the order of sums.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+import compiler_flags
+
+compiler_flags.without_tpu()
+
+import config as config_lib
+import train
+
+MODELS = {
+    "tiny": {},
+    "wide": dict(model_dim=768, ff_dim=2048, head_dim=96, learning_rate=1.5e-3),
+}
+RECIPES = {
+    "bfloat16": {},
+    "per_tensor": dict(fp8="dynamic"),
+    "per_axis": dict(fp8="dynamic", fp8_granularity="per_axis"),
+    "block": dict(fp8="dynamic", fp8_granularity="block", fp8_block=8),
+    "delayed": dict(fp8="delayed"),
+    "fixed": dict(fp8="fixed"),
+    "stochastic": dict(fp8="dynamic", fp8_rounding="stochastic"),
+    "e4m3 gradients": dict(fp8="dynamic", fp8_gradients="e4m3"),
+    "ends in bfloat16": dict(fp8="dynamic", fp8_skip_layers=1),
+}
+EIGHT_DEVICES = "fsdp:8"
+
+
+def run(model: str, recipe: str, seed: int, steps: int, folder: Path) -> None:
+    path = folder / f"{model}-{recipe.replace(' ', '_')}-{seed}-{steps}.json"
+    if path.exists():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics = Path(scratch) / "metrics"
+        options = dict(mesh=EIGHT_DEVICES, dtype="bfloat16", seed=seed, steps=steps, sample=0, log_every=50)
+        options |= dict(eval_every=0, metrics_file=str(metrics))
+        found = train.run(config_lib.from_preset("tiny", **options, **MODELS[model], **RECIPES[recipe]))
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    told = dict(model=model, recipe=recipe, seed=seed, steps=steps, eval_loss=float(found["eval_loss"]), losses=losses)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(told))
+    unfinished.rename(path)
+
+
+def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[int, dict]]:
+    """{(model, recipe): {seed: run}} of what is there."""
+    runs = {}
+    for path in sorted(folder.glob("*.json")):
+        one = json.loads(path.read_text())
+        if one["steps"] == steps:
+            runs.setdefault((one["model"], one["recipe"]), {})[one["seed"]] = one
+    return runs
+
+
+def table(runs: dict, steps: int) -> str:
+    """Held-out losses; the difference is of the seeds that bfloat16 has as well."""
+    lines = [f"held-out loss after {steps} steps, measured, nats a token; against bfloat16 with the same seeds", ""]
+    lines.append(f"{'model':8}{'recipe':20}{'seeds':>6}{'mean loss':>12}{'difference':>12}   by seed")
+    for (model, recipe), seeds in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
+        plain = runs.get((model, "bfloat16"), {})
+        shares = [one["eval_loss"] / plain[seed]["eval_loss"] - 1 for seed, one in seeds.items() if seed in plain]
+        difference = f"{statistics.mean(shares):+.2%}" if shares and recipe != "bfloat16" else ""
+        losses = [one["eval_loss"] for one in seeds.values()]
+        each = " ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"{model:8}{recipe:20}{len(seeds):6}{statistics.mean(losses):12.4f}{difference:>12}   {each}")
+    return "\n".join(lines)
+
+
+def plot(runs: dict, path: str) -> None:
+    """Training losses, means over seeds and 20 steps; and their distance to bfloat16's."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError('plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    losses, distance = figure.subplots(1, 2)
+
+    def curve(seeds):
+        mean = [statistics.mean(values) for values in zip(*(one["losses"] for one in seeds.values()), strict=True)]
+        return [statistics.mean(mean[i : i + 20]) for i in range(0, len(mean) - 19, 20)]
+
+    for (model, recipe), seeds in runs.items():
+        its, plain = curve(seeds), runs.get((model, "bfloat16"))
+        steps = [20 * i + 10 for i in range(len(its))]
+        losses.plot(steps, its, label=f"{model}, {recipe}")
+        if plain and recipe != "bfloat16":
+            distance.plot(
+                steps, [a / b - 1 for a, b in zip(its, curve(plain), strict=True)], label=f"{model}, {recipe}"
+            )
+    losses.set(xlabel="step", ylabel="training loss, nats a token", title="8-bit recipes and bfloat16, measured")
+    distance.set(xlabel="step", ylabel="loss over bfloat16's, less 1")
+    for axes in (losses, distance):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="fp8_quality.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table")
+    parser.add_argument("path", nargs="?", default="quality.png", help="of the picture [%(default)s]")
+    parser.add_argument("--folder", default="runs/fp8_quality", help="of the runs [%(default)s]")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args()
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    models, recipes = args.models.split(","), args.recipes.split(",")
+    for name, known in [(m, MODELS) for m in models] + [(r, RECIPES) for r in recipes]:
+        if name not in known:
+            parser.error(f"there is no {name!r}; there are {', '.join(known)}")
+    if args.command == "run":
+        for seed in map(int, args.seeds.split(",")):  # seed by seed: what is broken off can be compared
+            for model in models:
+                for recipe in recipes:
+                    run(model, recipe, seed, args.steps, folder)
+    runs = found(folder, args.steps)
+    if args.command == "plot":
+        plot(runs, args.path)
+    print(table(runs, args.steps))
+
+
+if __name__ == "__main__":
+    main()

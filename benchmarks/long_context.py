@@ -1,0 +1,90 @@
+"""Long sequences on TPU7x: predicted by roofline.py and compiled by aot.py, side by side.
+
+    python benchmarks/long_context.py guide         under 20B at 128k: FSDP x TP x CP against FSDP x CP and a smaller CP
+    python benchmarks/long_context.py lengths       sequence and context axis grow together: memory stays
+    python benchmarks/long_context.py --predicted   both, in milliseconds: nothing is compiled
+    python benchmarks/long_context.py cpu           a step of `tiny` with 65,536 tokens on 8 simulated devices: minutes
+
+Llama 3.1 8B, whole, everything recomputed. A compile takes minutes and 3 GB; it is kept in the cache of aot.py. The
+guide is Google Cloud's "TPU7x performance optimizations": for a dense model under 20B at 128k it has FSDP 16 x TP 2 x
+CP 2, 4% before CP 4. Of which model it does not say.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from config import from_preset
+from hardware import parse_topology
+from step import GiB, predict
+from workload import run_of
+
+# (topology, mesh, positions of a sequence, sequences)
+ROWS = {
+    "guide": [
+        ("tpu7x:2x4x4", "fsdp:16,context:2,tensor:2", 131_072, 32),
+        ("tpu7x:2x4x4", "fsdp:16,context:4", 131_072, 32),
+        ("tpu7x:2x4x4", "fsdp:32,context:2", 131_072, 32),
+    ],
+    "lengths": [
+        ("tpu7x:2x2x4", "fsdp:8,context:4", 131_072, 8),
+        ("tpu7x:4x4x4", "fsdp:8,context:16", 524_288, 8),
+        ("tpu7x:4x4x8", "fsdp:8,context:32", 1_048_576, 8),
+    ],
+}
+PRESET, REMAT = "llama3.1-8b", "full"
+
+
+def row(topology: str, mesh: str, seq_len: int, batch: int, compiled: bool) -> str:
+    chip, chips = parse_topology(topology)
+    flags = dict(mesh=mesh, seq_len=seq_len, batch=batch, remat=REMAT)
+    expected = predict(run_of(from_preset(PRESET, **flags), chip, chips))
+    share = lambda exposed, whole: f"{exposed / whole:.1%}"
+    cells = [topology, f"`{mesh}`", f"{seq_len // 1024}k x {batch}"]
+    cells += [f"{expected.step_s:.2f} s", share(expected.exposed_comm_s, expected.step_s)]
+    cells += [f"{expected.mfu:.1%}", f"{expected.hbm_bytes / GiB:.1f}"]
+    if compiled:
+        command = [sys.executable, "aot.py", f"--topology={topology}", f"--preset={PRESET}", "--json"]
+        command += ["--compile_anyway", *(f"--{name}={value}" for name, value in flags.items())]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}: {done.stderr[-500:]}")
+        found = json.loads(done.stdout)
+        cells += [f"{found['step_s']:.2f} s", share(found["exposed_comm_s"], found["step_s"])]
+        cells += [f"{found['mfu']:.1%}", f"{found['peak_hbm_bytes'] / GiB:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def on_cpu() -> None:
+    """The scores of a head would be 17 GB at once, if all were; context.py's reference takes some queries at a time."""
+    flags = (
+        "--mesh=context:8 --seq_len=65536 --batch=1 --steps=1 --remat=full --eval_batches=0 --sample=0 --log_every=1"
+    )
+    subprocess.run([sys.executable, "train.py", *flags.split(), "--compilation_cache="], cwd=ROOT, check=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"at most {peak / GiB:.1f} GiB of memory, measured")
+
+
+def main(argv: list[str]) -> None:
+    if argv == ["cpu"]:
+        return on_cpu()
+    compiled = "--predicted" not in argv
+    wanted = [name for name in argv if name != "--predicted"] or list(ROWS)
+    if unknown := set(wanted) - set(ROWS):
+        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(ROWS)}, cpu and --predicted")
+    of = ["step", "waits for messages", "MFU", "GiB a device"]
+    columns = ["slice", "mesh", "tokens"] + [f"{name}, predicted" for name in of]
+    columns += [f"{name}, compiled" for name in of] if compiled else []
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for name in wanted:
+        for each in ROWS[name]:
+            print(row(*each, compiled), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

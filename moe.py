@@ -1,0 +1,442 @@
+"""Mixture of experts: E feed-forward networks in a layer, of which each token visits X; and experts spread over a mesh.
+
+    scores_E = softmax(x_D @ w_router_DE)         or sigmoid
+    chosen   = the X largest
+    y_D      = sum over chosen e of  scores_E[e] * expert_e(x_D)
+
+(Shazeer et al. 2017, arXiv:1701.06538.) Parameters grow with E, FLOPs with X. What is new is not the arithmetic of an
+expert but its way there: each token goes to other weights, and how many go to each is known only when they go.
+
+**Routing** (`route`), in float32. Softmax over all experts and the X largest, their weights made to sum to 1 or not
+(Mixtral, arXiv:2401.04088, Qwen 3, arXiv:2505.09388, and gpt-oss do); or a sigmoid of each, of which a sum of 1 is made
+(DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Groups: only the experts of the best groups can be chosen, a group being
+as good as the sum of its two best.
+
+**Balance.** Left alone, a router learns to send all to a few. Two ways to keep it from that:
+
+    a loss      E * sum over e of f_e * p_e     f: share of the choices, p: mean score. 1 where all is equal. Switch
+                                                (Fedus et al. 2021, arXiv:2101.03961, section 2.2). f counts the tokens
+                                                of all devices, which lets one sequence be of one kind (Qiu et al. 2025,
+                                                arXiv:2501.11873)
+    a bias      b_e += u * sign(mean load - load of e)   after each step, outside the gradient; the choice sees
+                                                scores + b, the weights the scores alone (Wang et al. 2024,
+                                                arXiv:2408.15664). The task's gradient stays as it is
+
+The z-loss, mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 2022, ST-MoE, arXiv:2202.08906, section 3).
+
+**Dispatch.** t tokens of a device make t*X (token, choice) pairs. Three ways to their experts and back, one result:
+
+    dropless    Pairs are sorted by expert and sent as they are: as many rows to each device as there are, which write
+                themselves sorted by expert there, whoever sent them. A grouped matmul (gmm.py) multiplies each expert's
+                rows by its matrix; the rows go back the way they came. No padding is multiplied, and nothing dropped
+                that fits in the receiver's buffer: `room` rows, a static bound. What does not is counted.
+    capacity    Every expert has room for C = factor * t*X/E tokens of each device (Lepikhin et al. 2020, GShard,
+                arXiv:2006.16668, section 2.2): dense arrays and an ordinary all-to-all. First choices come first; those
+                that find no room are dropped, and counted. Of the matmuls 1 - 1/factor is padding.
+    reference   Every expert multiplies every token and the weights, zero for most, choose. E/X times the FLOPs.
+
+    x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  back  ->  y_td
+
+**Cost**, a layer, a device, forward, in bfloat16, at C FLOP/s, W bytes/s into a device, on an expert axis of N:
+
+    compute              6 t X D M / C
+    all-to-all           4 t X D (1 - 1/N) / W        out and back
+    gather over fsdp     6 E D M / W / N              the expert axis divides it: those experts are here already
+
+With N = 1 (FSDP alone, no all-to-all) the gather hides when t > E/X * C/W tokens a device; on TPU7x C/W is about 2100
+(fsdp.py), and Qwen3-30B (E/X = 16) takes 34,000 tokens. An all-to-all hides when M > 2/3 * C/W at its W, which is less
+than a gather's: across a ring of N devices each byte makes N/4 hops. Expert parallelism moves less where
+
+    4 t X D < 6 E D M     <=>     t < 1.5 M E/X          18,000 tokens a device of Qwen3-30B, 98,000 of DeepSeek-V3
+
+so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
+with much batch a device found FSDP alone faster; `roofline.py plan` compares.
+
+Tokens could go over the axis once, not once for each of their experts there: for N <= X an all-gather of x_td, (N-1) t
+D, moves less than X (1 - 1/N) t D. **Left out**, with limits on the devices that a token may go to (DeepSeek-V3, 2.1.2:
+its groups are there for that), its balance within a sequence, routing by the experts' choice (arXiv:2202.09368), noise
+in the router, and forward-mode derivatives.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import collectives
+import sharding
+from gmm import gmm
+
+# experts(x, sizes): [rows, d] sorted by expert, with the rows of each; or [experts, rows, d] and None
+Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
+
+
+# -- the router
+
+
+class Routing(NamedTuple):
+    """What a router says of t tokens."""
+
+    experts_tX: jax.Array  # int32: chosen, the best first
+    weights_tX: jax.Array  # float32: of their results, differentiable in the logits
+    scores_tE: jax.Array  # float32: of all experts, a sum of 1
+
+
+def route(
+    logits_tE: jax.Array,
+    choices: int,
+    *,
+    scores: str = "softmax",
+    renormalise: bool = True,
+    bias_E: jax.Array | None = None,
+    groups: int = 1,
+    groups_kept: int = 1,
+    scale: float = 1.0,
+) -> Routing:
+    """Chooses experts for each token, and says how much each of them counts.
+
+    Args:
+      logits_tE: float32.
+      choices: X, how many.
+      scores: softmax over the experts, or sigmoid of each.
+      renormalise: the weights of the chosen ones are divided by their sum.
+      bias_E: added to the scores for the choice only.
+      groups: the experts are cut into so many, of which the `groups_kept` best can be chosen from.
+      scale: of the weights, in the end (DeepSeek-V3: 2.5).
+
+    Of equal scores the lower number is chosen.
+    """
+    t, E = logits_tE.shape
+    scores_tE = jax.nn.softmax(logits_tE) if scores == "softmax" else jax.nn.sigmoid(logits_tE)
+    choice_tE = lax.stop_gradient(scores_tE if bias_E is None else scores_tE + bias_E)
+    if groups_kept < groups:
+        by_group = choice_tE.reshape(t, groups, E // groups)
+        best_two = lax.top_k(by_group, min(2, E // groups))[0]
+        kept = lax.top_k(jnp.sum(best_two, -1), groups_kept)[1]
+        is_kept = jnp.any(kept[:, :, None] == jnp.arange(groups), 1)
+        choice_tE = jnp.where(is_kept[:, :, None], by_group, -jnp.inf).reshape(t, E)
+    experts_tX = lax.top_k(choice_tE, choices)[1]
+    # A sum over all of them, of which one is chosen: the gradient of a look-up would be a scatter.
+    chosen_tXE = experts_tX[..., None] == jnp.arange(E)
+    weights_tX = jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1)
+    if renormalise:
+        weights_tX /= jnp.sum(weights_tX, -1, keepdims=True) + 1e-20
+    if scores == "sigmoid":
+        scores_tE /= jnp.sum(scores_tE, -1, keepdims=True) + 1e-20
+    return Routing(experts_tX, weights_tX * scale, scores_tE)
+
+
+def loads(experts_tX: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [E]: how many of the choices fell on each expert."""
+    chosen_tXE = experts_tX[..., None] == jnp.arange(num_experts)
+    return jnp.sum(chosen_tXE, (0, 1), dtype=jnp.int32)
+
+
+def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: int) -> jax.Array:
+    """This device's share of E * sum f_e * p_e: 1 where all experts have as much, E where one has all.
+
+    Args:
+      scores_tE: of this device's tokens; the gradient flows through them.
+      loads_E: of the tokens over which it is to be balanced, those of other devices included.
+      num_tokens: of all tokens whose shares are added up.
+    """
+    f_E = loads_E / jnp.sum(loads_E)
+    return scores_tE.shape[1] * jnp.sum(f_E * jnp.sum(scores_tE, 0)) / num_tokens
+
+
+def z_loss(logits_tE: jax.Array, num_tokens: int) -> jax.Array:
+    """This device's share of the mean of log(Z)^2, Z the denominator of the softmax."""
+    return jnp.sum(jax.nn.logsumexp(logits_tE, -1) ** 2) / num_tokens
+
+
+def entropy(scores_tE: jax.Array, num_tokens: int) -> jax.Array:
+    """This device's share of the mean entropy, in nats: log(E) of one that knows nothing, 0 of a sure one."""
+    return -jnp.sum(jax.scipy.special.xlogy(scores_tE, scores_tE)) / num_tokens
+
+
+def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
+    """The bias [..., E] after a step with these loads [..., E]: up for experts below the mean, down for those above."""
+    return bias + rate * jnp.sign(jnp.mean(loads, -1, keepdims=True) - loads)
+
+
+# -- the experts' matmuls
+
+
+def grouped_matmul(x_rD: jax.Array, w_eDm: jax.Array, sizes_e: jax.Array | None) -> jax.Array:
+    """Each expert's rows times its matrix: x_rD sorted by expert, `sizes_e` of each; or x_ecD and None. Differentiable.
+
+    Rows behind the last group give zeros. On a TPU the kernels of gmm.py.
+    """
+    if sizes_e is None:
+        return jnp.matmul(x_rD, w_eDm)
+    return (gmm if sharding.platform() == "tpu" else _tiled_matmul)(x_rD, w_eDm, sizes_e)
+
+
+def _tiled_matmul(x_rD, w_eDm, sizes_e, rows: int = 64):
+    """The same in plain jax.numpy: tiles of rows of one expert, each with a copy of its matrix.
+
+    `jax.lax.ragged_dot` has every expert multiply all rows where there is no kernel for it: on a CPU, with 8 experts of
+    512 rows, forward and backward take 12 times as long as this (measured).
+    """
+    num_rows, num_experts = x_rD.shape[0], w_eDm.shape[0]
+    tiles_e = -(-sizes_e // rows)
+    last_e, end_e = jnp.cumsum(tiles_e), jnp.cumsum(sizes_e)
+    tile = jnp.arange(-(-num_rows // rows) + num_experts)
+    expert = jnp.minimum(jnp.searchsorted(last_e, tile, side="right"), num_experts - 1)
+    nth = tile - (last_e - tiles_e)[expert]
+    row = ((end_e - sizes_e)[expert] + nth * rows)[:, None] + jnp.arange(rows)
+    row = jnp.where(row < end_e[expert][:, None], row, num_rows)  # past the end: nobody's
+    tiles = jnp.take(x_rD, row, axis=0, mode="fill", fill_value=0)
+    products = jnp.matmul(tiles, w_eDm[expert])
+    out = jnp.zeros_like(products, shape=(num_rows, w_eDm.shape[2]))
+    return out.at[row].set(products, mode="drop")
+
+
+def of_each_row(bias_em: jax.Array, num_rows: int, sizes_e: jax.Array | None) -> jax.Array:
+    """A bias an expert, for rows as `grouped_matmul` has them; zeros for rows behind the last group."""
+    if sizes_e is None:
+        return bias_em[:, None]
+    end_e = jnp.cumsum(sizes_e)
+    row = jnp.arange(num_rows)[:, None]
+    is_of_re = (row >= end_e - sizes_e) & (row < end_e)
+    return jnp.matmul(is_of_re.astype(bias_em.dtype), bias_em)  # by a product: no scatter in its gradient
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
+    """silu(gate) * up; with a limit as gpt-oss has it: clamped, the sigmoid steeper, and `up` counted from -1.
+
+    Source: the `swiglu` of openai/gpt-oss (gpt_oss/torch/model.py).
+    """
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+# -- pairs and rows
+
+
+def copy_rows(x: jax.Array, source: jax.Array, copies: jax.Array) -> jax.Array:
+    """x[source]: zeros where `source` is past the end.
+
+    `copies` says the same from the other side, so that the gradient is a look-up too, and no scatter: [k * rows of x],
+    the rows of the result that are copies of a row of x, k of them at most; past the end where there is none.
+    """
+    return _copy_rows(x.shape[0], x, source, copies)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copy_rows(num_rows, x, source, copies):
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+def _copy_rows_backward(num_rows, copies, dy):
+    dx = jnp.take(dy, copies, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(dx.reshape(-1, num_rows, *dy.shape[1:]), 0), None, None
+
+
+_copy_rows.defvjp(
+    lambda num_rows, x, source, copies: (_copy_rows(num_rows, x, source, copies), copies), _copy_rows_backward
+)
+
+
+class Pairs(NamedTuple):
+    """All (token, choice) pairs of a device, sorted by expert. int32. pair = choice*t + token: first choices first."""
+
+    order_p: jax.Array  # which pair stands at each place
+    place_p: jax.Array  # where each pair stands
+    loads_E: jax.Array
+
+
+def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
+    expert_p = experts_tX.T.reshape(-1)
+    order_p = jnp.argsort(expert_p, stable=True)
+    return Pairs(order_p, jnp.argsort(order_p), loads(experts_tX, num_experts))
+
+
+def combine(y_rd: jax.Array, place_p: jax.Array, order_r: jax.Array, weights_tX: jax.Array) -> jax.Array:
+    """Weighted sum of each token's results, which stand in `y_rd` where `place_p` says."""
+    y_pd = copy_rows(y_rd, place_p, order_r)
+    y_Xtd = y_pd.reshape(weights_tX.shape[1], -1, y_rd.shape[-1])
+    return jnp.sum(y_Xtd * weights_tX.T[..., None], 0).astype(y_rd.dtype)  # in float32, with the weights
+
+
+# -- dispatch
+
+
+def dropless(x_td: jax.Array, routing: Routing, experts: Experts, axis: str, room: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's mixture, y_td, and how many of this device's pairs were dropped. Per-device code.
+
+    Args:
+      experts: of this device, on rows sorted by them.
+      axis: mesh axis of the experts. Of size 1, nothing is sent and nothing dropped.
+      room: rows of the buffer in which other devices' rows arrive, its own among them. Where more come, the last ones
+        in the order of the experts are dropped: their experts add nothing to their tokens.
+    """
+    t, E = routing.scores_tE.shape
+    pairs = sort_pairs(routing.experts_tX, E)
+    x_pd = copy_rows(x_td, pairs.order_p % t, pairs.place_p)
+    if lax.axis_size(axis) == 1:
+        y_pd, dropped = experts(x_pd, pairs.loads_E), 0 * pairs.loads_E[0]
+    else:
+        there, back, sizes_e, dropped = exchange_plan(pairs.loads_E, axis, room)
+        x_rd = exchange(x_pd, room, there, back, axis, t)
+        y_pd = exchange(experts(x_rd, sizes_e), x_pd.shape[0], back, there, axis, t)
+    return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX), dropped
+
+
+class Way(NamedTuple):
+    """Rows from device to device, in slices, as many for each device as it has experts: int32 [E]."""
+
+    start: jax.Array  # where this device's slices start
+    size: jax.Array
+    target: jax.Array  # where each goes in its receiver's buffer
+    arriving: jax.Array  # the sizes of those that come
+
+
+def exchange_plan(loads_E: jax.Array, axis: str, room: int) -> tuple[Way, Way, jax.Array, jax.Array]:
+    """The way to the experts, the way back, the rows that each expert of this device gets, the pairs it must drop.
+
+    Every device knows how many rows every other one has for each expert, so that all know where each slice lies: in a
+    receiver's buffer first by expert, then by sender. N*E numbers are gathered for it.
+    """
+    N, E = lax.axis_size(axis), loads_E.shape[0]
+    me = lax.axis_index(axis)
+    loads_NE = collectives.all_gather(loads_E, axis, tiled=False, algorithm="xla")
+    of_pair = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where they start among the sender's pairs
+    # In the buffer of each receiver, whose experts are e: [receiver, expert of it, sender].
+    wanted = loads_NE.T.reshape(N, E // N, N)
+    ends = jnp.cumsum(wanted.reshape(N, -1), 1).reshape(wanted.shape)
+    in_buffer = jnp.minimum(ends - wanted, room)
+    sizes = jnp.minimum(ends, room) - in_buffer
+    mine = lambda a: lax.dynamic_index_in_dim(a, me, 0, keepdims=False)
+    sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)  # [receiver, expert of it]
+    received = lambda a: mine(a).T.reshape(E)  # [sender, expert of mine]
+    at_sender = received(jnp.moveaxis(of_pair.reshape(N, N, E // N), 0, 2))
+    there = Way(mine(of_pair), sent(sizes), sent(in_buffer), received(sizes))
+    back = Way(received(in_buffer), received(sizes), at_sender, sent(sizes))
+    return there, back, jnp.sum(mine(sizes), 1), jnp.sum(loads_E) - jnp.sum(sent(sizes))
+
+
+def exchange(x: jax.Array, rows: int, there: Way, back: Way, axis: str, most: int) -> jax.Array:
+    """Sends x's slices `there`: [rows, d], with zeros where none arrives. Its gradient comes the way `back`.
+
+    On a TPU the collective of that name, which the SparseCores do beside the computation; elsewhere collectives.py's,
+    which pads each slice to the `most` rows that one can have.
+    """
+    return _exchange((axis, most), (rows, x.shape[0]), x, there, back)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(options, rows, x, there, back):
+    axis, most = options
+    out = jnp.zeros((rows[0], *x.shape[1:]), x.dtype)
+    out = lax.pcast(out, tuple(jax.typeof(x).mat.varying), to="varying")
+    if sharding.platform() == "tpu":
+        return lax.ragged_all_to_all(x, out, there.start, there.size, there.target, there.arriving, axis_name=axis)
+    slices = (there.start, there.size, there.target)
+    return collectives.ragged_all_to_all(x, out, *slices, axis, block_rows=most, algorithm="xla")[0]
+
+
+def _exchange_backward(options, rows, ways, dy):
+    there, back = ways
+    return _exchange(options, rows[::-1], dy, back, there), None, None
+
+
+_exchange.defvjp(
+    lambda options, rows, x, there, back: (_exchange(options, rows, x, there, back), (there, back)), _exchange_backward
+)
+
+
+def with_capacity(
+    x_td: jax.Array, routing: Routing, experts: Experts, axis: str, capacity: int, algorithm: str = "xla"
+) -> tuple[jax.Array, jax.Array]:
+    """As `dropless`, where each expert takes `capacity` of this device's pairs, first choices first, and no more."""
+    t, E = routing.scores_tE.shape
+    pairs = sort_pairs(routing.experts_tX, E)
+    num_pairs = pairs.order_p.shape[0]
+    start_E = jnp.cumsum(pairs.loads_E) - pairs.loads_E
+    nth = jnp.arange(capacity)
+    slot_EC = jnp.where(nth < pairs.loads_E[:, None], start_E[:, None] + nth, num_pairs)  # place of the pair in it
+    pair_r = jnp.take(pairs.order_p, slot_EC.reshape(-1), mode="fill", fill_value=num_pairs)
+    expert_p = routing.experts_tX.T.reshape(-1)
+    nth_p = pairs.place_p - start_E[expert_p]
+    slot_p = jnp.where(nth_p < capacity, expert_p * capacity + nth_p, E * capacity)
+    x_rd = copy_rows(x_td, jnp.where(pair_r < num_pairs, pair_r % t, t), slot_p)
+    x_ECd = x_rd.reshape(E, capacity, -1)
+    if lax.axis_size(axis) == 1:
+        y_ECd = experts(x_ECd, None)
+    else:
+        swap = partial(collectives.all_to_all, axis=axis, algorithm=algorithm)
+        y_ECd = swap(experts(swap(x_ECd, split_dim=0, concat_dim=1), None), split_dim=1, concat_dim=0)
+    y_td = combine(y_ECd.reshape(E * capacity, -1), slot_p, pair_r, routing.weights_tX)
+    return y_td, jnp.sum(jnp.maximum(pairs.loads_E - capacity, 0))
+
+
+def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
+    """All tokens through all experts. Over `axis` the tokens are gathered, and the experts' sums scattered."""
+    E = routing.scores_tE.shape[1]
+    chosen_tXE = jax.nn.one_hot(routing.experts_tX, E)
+    gates_tE = jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
+    gates_te = gates_tE  # of all experts: they are here
+    if lax.axis_size(axis) > 1:
+        x_td = collectives.all_gather(x_td, axis, dim=0, algorithm="xla")
+        gates_te = collectives.all_to_all(gates_tE, axis, split_dim=1, concat_dim=0, algorithm="xla")
+    y_etd = experts(jnp.broadcast_to(x_td, (gates_te.shape[1], *x_td.shape)), None)
+    y_td = jnp.einsum("etd,te->td", y_etd, gates_te).astype(x_td.dtype)
+    return collectives.reduce_scatter(y_td, axis, dim=0, algorithm="xla") if lax.axis_size(axis) > 1 else y_td
+
+
+# -- a demonstration
+
+
+def main() -> None:
+    """Eight experts on eight simulated devices: who is chosen, what is dropped, and the error against the reference."""
+    t, X, E, D, M = 64, 2, 8, 32, 64
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 5)
+    x_TD = jax.random.normal(keys[0], (8 * t, D))
+    gate, up, down = (
+        jax.random.normal(key, shape) / shape[1] ** 0.5
+        for key, shape in zip(keys[1:4], [(E, D, M), (E, D, M), (E, M, D)], strict=True)
+    )
+    # A router that likes some experts better, and one that does not.
+    for name, skew in (("even", 0.0), ("skewed", 1.0)):
+        logits_TE = jax.random.normal(keys[4], (8 * t, E)) + skew * jnp.arange(E) / 2
+
+        def per_device(x_td, logits_tE, gate, up, down):
+            routing = route(logits_tE, X)
+
+            def experts(x, sizes):
+                product = swiglu(grouped_matmul(x, gate, sizes), grouped_matmul(x, up, sizes))
+                return grouped_matmul(product, down, sizes)
+
+            want = reference(x_td, routing, experts, "expert")
+            share = lambda y_td: jnp.sum((y_td - want) ** 2) / jnp.sum(want**2)
+            ways = {
+                "dropless, room for 4 times the mean": dropless(x_td, routing, experts, "expert", 4 * t * X),
+                "dropless, room for 1.5 times the mean": dropless(x_td, routing, experts, "expert", 3 * t * X // 2),
+                "capacity, 1.25 times the mean": with_capacity(x_td, routing, experts, "expert", 5 * t * X // E // 4),
+            }
+            told = {
+                way: (lax.pmean(share(y), "expert"), lax.psum(dropped, "expert")) for way, (y, dropped) in ways.items()
+            }
+            return lax.psum(loads(routing.experts_tX, E), "expert"), told
+
+        sharded = jax.shard_map(per_device, mesh=mesh, in_specs=P("expert"), out_specs=P())
+        loads_E, told = jax.jit(sharded)(x_TD, logits_TE, gate, up, down)
+        imbalance = loads_E.max() / loads_E.mean()
+        print(f"{name} router: tokens by expert {' '.join(map(str, loads_E))}, max/mean {imbalance:.2f}")
+        for way, (error, dropped) in told.items():
+            print(f"    {way:40} dropped {dropped / (8 * t * X):6.1%}   squared error {error:.1e}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -1,0 +1,372 @@
+"""The parameters: their shapes, their layouts on the mesh, how they start, and which are multiplied in 8 bits.
+
+Each is one annotated field: dims by letter (sharding.py), the mesh axes that cut them, the start. Master weights are
+float32, the computation is in `config.dtype`.
+"""
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import fp8
+import pipeline
+import placement
+import sharding
+import transformer
+from config import Config
+from context import order, ring_size
+
+ONES, ZEROS = "ones", "zeros"  # how a parameter starts; any other string names the dims of its fan-in
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers:
+    """The weights of all layers, stacked: each with its shape, its layout and how it starts.
+
+    Inside the layer loop the dim L is gone and the weights are whole over fsdp: w_q is w_q_DnH there.
+    """
+
+    norm_attention: Annotated[jax.Array, "LD", P("pipe", ("tensor", "fsdp")), ONES]
+    w_o: Annotated[jax.Array, "LNUD", P("pipe", "tensor", None, "fsdp"), "NUL"]
+    norm_mlp: Annotated[jax.Array, "LD", P("pipe", ("tensor", "fsdp")), ONES]
+    # Of some models only; None in the others. Queries, keys and values from the stream:
+    w_q: Annotated[jax.Array | None, "LDNH", P("pipe", "fsdp", "tensor", None), "D"] = None
+    w_k: Annotated[jax.Array | None, "LDKH", P("pipe", "fsdp", "tensor", None), "D"] = None
+    w_v: Annotated[jax.Array | None, "LDKU", P("pipe", "fsdp", "tensor", None), "D"] = None
+    # from latents:
+    w_q_down: Annotated[jax.Array | None, "LDQ", P("pipe", ("tensor", "fsdp"), None), "D"] = None
+    norm_q_latent: Annotated[jax.Array | None, "LQ", P("pipe", "fsdp"), ONES] = None
+    w_q_up: Annotated[jax.Array | None, "LQNH", P("pipe", "fsdp", "tensor", None), "Q"] = None
+    w_kv_down: Annotated[jax.Array | None, "LDC", P("pipe", ("tensor", "fsdp"), None), "D"] = None
+    w_k_rope: Annotated[jax.Array | None, "LDR", P("pipe", ("tensor", "fsdp"), None), "D"] = None
+    norm_kv_latent: Annotated[jax.Array | None, "LC", P("pipe", "fsdp"), ONES] = None
+    w_k_up: Annotated[jax.Array | None, "LCNI", P("pipe", "fsdp", "tensor", None), "C"] = None
+    w_v_up: Annotated[jax.Array | None, "LCNU", P("pipe", "fsdp", "tensor", None), "C"] = None
+    # more on them:
+    norm_q: Annotated[jax.Array | None, "LH", P("pipe", None), ONES] = None
+    norm_k: Annotated[jax.Array | None, "LH", P("pipe", None), ONES] = None
+    bias_q: Annotated[jax.Array | None, "LNH", P("pipe", "tensor", None), ZEROS] = None
+    bias_k: Annotated[jax.Array | None, "LKH", P("pipe", "tensor", None), ZEROS] = None
+    bias_v: Annotated[jax.Array | None, "LKU", P("pipe", "tensor", None), ZEROS] = None
+    bias_o: Annotated[jax.Array | None, "LD", P("pipe", ("tensor", "fsdp")), ZEROS] = None
+    sinks: Annotated[jax.Array | None, "LN", P("pipe", "tensor"), ZEROS] = None
+    # A dense MLP:
+    w_gate: Annotated[jax.Array | None, "LDF", P("pipe", "fsdp", "tensor"), "D"] = None
+    w_up: Annotated[jax.Array | None, "LDF", P("pipe", "fsdp", "tensor"), "D"] = None
+    w_down: Annotated[jax.Array | None, "LFD", P("pipe", "tensor", "fsdp"), "FL"] = None
+    # or a mixture of experts, with their router, and what all tokens share:
+    w_router: Annotated[jax.Array | None, "LDE", P("pipe", ("tensor", "fsdp"), None), "D"] = None
+    expert_gate: Annotated[jax.Array | None, "LEDM", P("pipe", "expert", "fsdp", "tensor"), "D"] = None
+    expert_up: Annotated[jax.Array | None, "LEDM", P("pipe", "expert", "fsdp", "tensor"), "D"] = None
+    expert_down: Annotated[jax.Array | None, "LEMD", P("pipe", "expert", "tensor", "fsdp"), "ML"] = None
+    bias_router: Annotated[jax.Array | None, "LE", P("pipe", None), ZEROS] = None
+    bias_expert_gate: Annotated[jax.Array | None, "LEM", P("pipe", "expert", "tensor"), ZEROS] = None
+    bias_expert_up: Annotated[jax.Array | None, "LEM", P("pipe", "expert", "tensor"), ZEROS] = None
+    bias_expert_down: Annotated[jax.Array | None, "LED", P("pipe", "expert", None), ZEROS] = None
+    selection_bias: Annotated[jax.Array | None, "LE", P("pipe", None), ZEROS] = None  # no gradient: see `balance`
+    shared_gate: Annotated[jax.Array | None, "LDJ", P("pipe", "fsdp", "tensor"), "D"] = None
+    shared_up: Annotated[jax.Array | None, "LDJ", P("pipe", "fsdp", "tensor"), "D"] = None
+    shared_down: Annotated[jax.Array | None, "LJD", P("pipe", "tensor", "fsdp"), "JL"] = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """All parameters, in float32."""
+
+    embed: Annotated[jax.Array, "VD", P("tensor", "fsdp"), ""]
+    layers: Layers  # all that are alike; of a mixture those with experts
+    norm: Annotated[jax.Array, "D", P(("tensor", "fsdp")), ONES]
+    unembed: Annotated[jax.Array | None, "VD", P("tensor", "fsdp"), "D"] = None  # None: tied to embed
+    dense_layers: Layers | None = None  # of a mixture: leading layers with a dense MLP
+
+
+# -- shapes, layouts, start values
+
+
+def _dims(config: Config) -> dict[str, int]:
+    return {
+        "L": config.num_layers,
+        "D": config.model_dim,
+        "F": config.ff_dim,
+        "V": config.vocab_size,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": transformer.key_dim(config),
+        "U": transformer.value_dim(config),
+        "Q": config.q_lora_rank,
+        "C": config.kv_lora_rank,
+        "R": config.rope_head_dim,
+        "I": config.head_dim,
+        "E": config.num_experts,
+        "M": config.expert_dim,
+        "J": config.num_shared_experts * config.expert_dim,
+    }
+
+
+def _tree(config: Config, leaf):
+    """A Params with leaf(name, shape, letters, spec, init) in every place that this model has."""
+    num_dense = config.num_dense_layers
+    params = _leaves(config, leaf, Params, {"unembed"} if config.tied_embeddings else set())
+    stack = lambda *args: Layers(**_leaves(config, leaf, Layers, *args))
+    params["layers"] = stack(_absent(config, bool(config.num_experts)), config.num_layers - num_dense)
+    if num_dense:
+        params["dense_layers"] = stack(_absent(config, False), num_dense, "dense_layers.")
+    return Params(**params)
+
+
+def _leaves(config: Config, leaf, cls, absent: set[str], num_layers: int = 0, prefix: str = "") -> dict:
+    """{name: leaf(...)} of the arrays of a Params, or of a stack of so many layers."""
+    dims, found = _dims(config) | {"L": num_layers}, {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if name in absent or not hasattr(hint, "__metadata__"):
+            continue
+        letters, spec, init = hint.__metadata__
+        spec = sharding.add_axis(spec, "data", beside="fsdp") if config.shard_update else spec
+        found[name] = leaf(prefix + name, tuple(dims[letter] for letter in letters), letters, spec, init)
+    return found
+
+
+def _absent(config: Config, experts: bool) -> set[str]:
+    """The weights that a layer does not have: one with experts, or a dense one."""
+    query_latent = bool(config.q_lora_rank)
+    of_some_models = {
+        "w_q": not query_latent,
+        "w_q_down norm_q_latent w_q_up": query_latent,
+        "w_k w_v": not config.kv_lora_rank,
+        "w_kv_down w_k_rope norm_kv_latent w_k_up w_v_up": config.kv_lora_rank,
+        "norm_q norm_k": config.qk_norm,
+        "bias_q bias_k bias_v": config.qkv_bias,
+        "bias_o": config.output_bias,
+        "sinks": config.attention_sinks,
+        "w_gate w_up w_down": not experts,
+        "w_router expert_gate expert_up expert_down": experts,
+        "bias_router bias_expert_gate bias_expert_up bias_expert_down": experts and config.expert_bias,
+        "selection_bias": experts and config.selection_bias,
+        "shared_gate shared_up shared_down": experts and config.num_shared_experts,
+    }
+    return {name for names, there in of_some_models.items() if not there for name in names.split()}
+
+
+def param_shapes(config: Config) -> Params:
+    """The parameters as jax.ShapeDtypeStruct, float32."""
+    return _tree(config, lambda name, shape, letters, spec, init: jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def param_specs(config: Config) -> Params:
+    """The layout of the parameters; with `shard_update` they (and so the optimizer state) are cut over `data` too."""
+    return _tree(config, lambda name, shape, letters, spec, init: spec)
+
+
+def compute_dtypes(config: Config) -> Params:
+    """In what the step computes with them: a bias that only chooses grows by steps too small for bfloat16."""
+    kept = lambda name: "float32" if name == "selection_bias" else config.dtype
+    return _tree(config, lambda name, shape, letters, spec, init: jnp.dtype(kept(name)))
+
+
+def is_matrix(config: Config) -> Params:
+    """True for what weight decay applies to; False for norms and biases."""
+    return _tree(config, lambda name, shape, letters, spec, init: init not in (ONES, ZEROS))
+
+
+def num_params(config: Config) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
+
+
+def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
+    """Raises ValueError, with the numbers, where the model or the batch cannot be cut as the mesh asks.
+
+    And where flags and mesh do not go together, so that a flag would have no effect or there is no code for it.
+    """
+    if mesh_sizes["pipe"] > 1 and config.num_dense_layers:
+        raise ValueError(
+            f"num_dense_layers={config.num_dense_layers}: the stages of mesh axis pipe:{mesh_sizes['pipe']} run one "
+            "program, so their layers must be alike: another axis than pipe, or num_dense_layers=0"
+        )
+    if mesh_sizes["expert"] > 1 and not config.num_experts:
+        raise ValueError(
+            f"mesh axis expert:{mesh_sizes['expert']} is for mixtures of experts, and num_experts is 0: use fsdp"
+        )
+    check_fp8(config, mesh_sizes)
+    if config.collective_matmul and mesh_sizes["tensor"] == 1:
+        raise ValueError(
+            "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."
+        )
+    fields = dict(L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads")
+    fields |= dict(Q="q_lora_rank", C="kv_lora_rank")
+    fields |= dict(E="num_experts", M="expert_dim", J="num_shared_experts*expert_dim")
+
+    def check(name, shape, letters, spec, init):
+        for letter, size, entry in zip(letters, shape, spec, strict=True):
+            if axes := {axis: mesh_sizes[axis] for axis in sharding.axes_of(P(entry))}:
+                placement.check_multiple(fields[letter], size, axes)
+
+    stages = mesh_sizes["pipe"]
+    if stages > 1:
+        pipeline.check(config.num_layers, stages, config.pipeline_rounds)
+        pipeline.schedule_of(config.pipeline_schedule, stages, config.microbatches, config.pipeline_rounds)
+        of_chunk = config.num_layers // (stages * config.pipeline_rounds)
+        if config.global_every and mesh_sizes["context"] > 1 and of_chunk % config.global_every:
+            raise ValueError(
+                f"pipe * pipeline_rounds = {stages} * {config.pipeline_rounds} leaves {of_chunk} layers a stage and "
+                f"round, no multiple of global_every={config.global_every}: with context:{mesh_sizes['context']} all "
+                "stages must have their global layers at the same places"
+            )
+    elif config.pipeline_schedule != "1f1b" or config.remat_stage:
+        raise ValueError(
+            f"pipeline_schedule={config.pipeline_schedule} and remat_stage={config.remat_stage} are for the stages of "
+            "the mesh axis pipe; its size is 1: --mesh=pipe:2,..."
+        )
+    _tree(config, check)
+    placement.check_batch(config.batch, mesh_sizes, config.microbatches)
+    _check_context(config, mesh_sizes)
+
+
+def _check_context(config: Config, mesh_sizes: dict[str, int]) -> None:
+    c = mesh_sizes["context"]
+    if config.context_heads > 1 and c % config.context_heads:
+        raise ValueError(f"context_heads={config.context_heads} must divide the mesh axis context:{c}")
+    if c == 1:
+        return
+    halves = {"2 (context_balance)": 2} if in_zigzag(config) and config.context_impl != "all_to_all" else {}
+    placement.check_multiple("seq_len", config.seq_len, {"context": c} | halves)
+    exchanged = c if config.context_impl == "all_to_all" else config.context_heads
+    ways = {"tensor": mesh_sizes["tensor"], f"{exchanged} (exchanged over context)": exchanged}
+    placement.check_multiple("num_heads", config.num_heads, ways)
+    if (
+        config.max_logit
+        and c > exchanged
+        and config.context_impl == "ring"
+        and (config.global_every or not config.window)
+    ):
+        raise ValueError(
+            f"max_logit={config.max_logit} needs whole rows of scores, and a ring merges parts of them: "
+            "--context_impl=all_gather or all_to_all"
+        )
+
+
+def init_params(config: Config, key: jax.Array) -> Params:
+    """Normal with variance 1/fan-in, and 2L times less for the 2L outputs that add to the residual stream.
+
+    The stream then starts with variance 1, a row of the embedding (fan-in 1: a look-up; D where it is also the
+    unembedding), and its sub-layers together add about as much.
+
+    Call it under jit with the parameters' shardings as output: each device then draws its own shards only. The values
+    come from the seed and the parameter's name alone, whatever the mesh.
+    """
+    dims = _dims(config)
+
+    def draw(name, shape, letters, spec, init):
+        if init in (ONES, ZEROS):
+            return jnp.full(shape, float(init == ONES), jnp.float32)
+        init = "D" if name == "embed" and config.tied_embeddings else init
+        fan_in = math.prod(2 * dims[letter] if letter == "L" else dims[letter] for letter in init)
+        key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
+
+    return _tree(config, draw)
+
+
+# -- 8 bits
+
+# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together. Of a mixture
+# the routed experts are not among them: their grouped matmuls stay in `config.dtype`.
+FP8_MODULES = {
+    "qkv": (("w_q", "w_k", "w_v"),),
+    "out": (("w_o",),),
+    "mlp": (("w_gate", "w_up"), ("w_down",), ("shared_gate", "shared_up"), ("shared_down",)),
+}
+
+
+class Scaling(NamedTuple):
+    """What a step knows of its 8-bit operands before it has them (calibration.py)."""
+
+    amax: dict  # {weight: {x or dy: float32 [L]}}, the largest elements to expect
+    key: jax.Array | None = None  # for stochastic rounding
+
+
+NOTHING_KNOWN = Scaling({})
+
+
+def fp8_recipe(config: Config) -> fp8.Recipe:
+    scaling = "dynamic" if config.fp8 == "calibrate" else config.fp8
+    how = (scaling, config.fp8_granularity, config.fp8_rounding, config.fp8_gradients, config.fp8_block)
+    return fp8.Recipe(*how, row_axes=(*placement.BATCH_AXES, "context"), feature_axes=("tensor",))
+
+
+def fp8_groups(config: Config) -> list[tuple[str, ...]]:
+    """The weights of a layer that are multiplied in 8 bits; those of a group by the same x."""
+    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
+    kinds = (False, True) if config.num_dense_layers else (bool(config.num_experts),)
+    absent = set.intersection(*(_absent(config, experts) for experts in kinds))
+    return [group for module in modules for group in FP8_MODULES[module] if absent.isdisjoint(group)]
+
+
+def fp8_contracted(config: Config) -> Params:
+    """Of these weights, how many dims their matmul contracts; 0 of all others."""
+    names = {name for group in fp8_groups(config) for name in group}
+
+    def contracted(name, shape, letters, spec, init):
+        return len(init.replace("L", "")) if name.removeprefix("dense_layers.") in names else 0
+
+    return _tree(config, contracted)
+
+
+def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) -> Layers:
+    """One layer's weights, of which those in 8 bits know the largest elements to expect and the key of their noise."""
+    known = {}
+    for name in (name for group in fp8_groups(config) for name in group if getattr(w, name) is not None):
+        own_key = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+        of_name = amax.get(name, {})
+        known[name] = fp8.Weight(getattr(w, name), of_name.get("x"), of_name.get("dy"), own_key)
+    return dataclasses.replace(w, **known)
+
+
+def check_fp8(config: Config, mesh_sizes: dict[str, int]) -> None:
+    """Raises ValueError where the recipe is none, or does not go with the model or the mesh."""
+    if config.fp8 == "none":
+        return
+    recipe = fp8_recipe(config)
+    if mesh_sizes["pipe"] > 1 and (
+        recipe.uses_amax or config.fp8 == "calibrate" or recipe.rounding == "stochastic" or config.fp8_skip_layers
+    ):
+        raise ValueError(
+            f"with pipe:{mesh_sizes['pipe']} stages fp8 is dynamic or fixed, rounds to nearest, and skips no layers"
+        )
+    if config.num_experts and (recipe.uses_amax or config.fp8 == "calibrate" or config.fp8_skip_layers):
+        raise ValueError(f"with num_experts={config.num_experts} fp8 is dynamic or fixed, and skips no layers")
+    if 2 * config.fp8_skip_layers >= config.num_layers:
+        raise ValueError(f"fp8_skip_layers={config.fp8_skip_layers} at each end leaves none of {config.num_layers}")
+    if config.collective_matmul:
+        raise ValueError(f"fp8={config.fp8} goes with --no-collective_matmul only: its ring adds up products unscaled")
+    if config.kv_lora_rank and "qkv" in config.fp8_modules.split(","):
+        raise ValueError("fp8_modules: qkv are no matmuls of latent attention, kv_lora_rank; --fp8_modules=out,mlp")
+    if config.fp8_granularity == "block":
+        shards = {"model_dim": mesh_sizes["fsdp"] * mesh_sizes["tensor"], "ff_dim": mesh_sizes["tensor"]}
+        for name, ways in shards.items():
+            if getattr(config, name) % (ways * config.fp8_block):
+                raise ValueError(
+                    f"fp8_granularity=block: {name}={getattr(config, name)} in {ways} parts is not cut by "
+                    f"fp8_block={config.fp8_block}"
+                )
+
+
+# -- the order of positions
+
+
+def in_zigzag(config: Config) -> bool:
+    """Whether a sequence over `context` stands in zigzag order. A window needs the order that it has."""
+    return config.context_balance and not config.window
+
+
+def order_of(config: Config, length: int, ways: int) -> np.ndarray:
+    """int [length]: the positions of a sequence in the order in which `ways` parts of `context` hold them."""
+    return order(length, ring_size(ways, config.context_impl, config.context_heads), in_zigzag(config))

@@ -1,0 +1,146 @@
+"""The largest elements of 8-bit operands: what is remembered, what is profiled, and what runs with it."""
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from test_parallel import SMALL, make_batch, on_mesh
+
+import calibration
+import sharding
+import train
+from config import Config
+
+BOTH, GRADIENT = {"x", "dy"}, {"dy"}
+OPERANDS = {"w_q": BOTH, "w_k": GRADIENT, "w_v": GRADIENT, "w_o": BOTH}
+OPERANDS |= {"w_gate": BOTH, "w_up": GRADIENT, "w_down": BOTH}
+
+
+def steps(config, number):
+    """States after 0, 1, ... steps, and the losses."""
+    mesh, _, _ = on_mesh(config, jax.devices()[:1] if config.mesh == "fsdp:1" else None)
+    shardings = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
+    step, states, losses = train.make_train_step(config, mesh), [jax.device_get(state)], []
+    for n in range(number):
+        batch = jax.device_put(make_batch(config, n), NamedSharding(mesh, sharding.BATCH_SPEC))
+        state, metrics = step(state, batch)
+        states.append(jax.device_get(state))
+        losses.append(float(metrics["loss"]))
+        assert int(metrics["skipped"]) == 0 and "amax" not in metrics
+    return states, losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mesh="data:2,fsdp:2,tensor:2", remat="full"),
+        pytest.param(dict(mesh="fsdp:8", microbatches=2), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_remembered_is_what_one_device_finds(options):
+    """After the first step the largest elements of each operand: of 8 devices as of one, of microbatches as of all."""
+    one, _ = steps(Config(**SMALL, fp8="calibrate", mesh="fsdp:1"), 1)
+    eight, _ = steps(Config(**SMALL, fp8="calibrate", **options), 1)
+    found = eight[1].amax
+    assert {name: {*kinds} for name, kinds in found.items()} == OPERANDS
+    for a in jax.tree.leaves(found):
+        assert a.shape == (1, SMALL["num_layers"]) and (a > 0).all()
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, one[1].amax)
+
+
+@pytest.mark.slow
+def test_delayed_scales_follow():
+    """The first step guesses, the second knows the first, and losses are those of dynamic scales within 1%."""
+    config = Config(**SMALL, fp8="delayed", mesh="fsdp:8")
+    states, losses = steps(config, 3)
+    first, second, third, _ = (state.amax["w_gate"] for state in states)
+    assert first["x"].shape == (calibration.HISTORY, SMALL["num_layers"])
+    assert (first["x"][0] == 448).all() and not first["x"][1:].any() and (first["dy"][0] == 8 / 16 / 24).all()
+    assert (second["x"][0] > 0).all() and not second["x"][1:].any()
+    np.testing.assert_array_equal(third["x"][1], second["x"][0])
+    _, dynamic = steps(Config(**SMALL, fp8="dynamic", mesh="fsdp:8"), 3)
+    np.testing.assert_allclose(losses, dynamic, rtol=0.01)
+
+
+@pytest.mark.slow
+def test_a_profile_is_written_read_and_used(tmp_path):
+    path = str(tmp_path / "scales.json")
+    profile = Config(**SMALL, fp8="calibrate", fp8_scales=path, mesh="fsdp:8")
+    states, losses = steps(profile, 2)
+    for earlier, later in zip(jax.tree.leaves(states[1].amax), jax.tree.leaves(states[2].amax), strict=True):
+        assert (later >= earlier).all()
+    calibration.save(states[2].amax, profile)
+    static = dataclasses.replace(profile, fp8="static")
+    calibration.check(static)
+    expected = calibration.expected({}, static)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b[0]), expected, states[2].amax)
+    states, static_losses = steps(static, 2)
+    assert states[2].amax == {}
+    np.testing.assert_allclose(static_losses, losses, rtol=0.01)
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    path = tmp_path / "scales.json"
+    config = Config(**SMALL, fp8="calibrate", fp8_scales=str(path))
+    calibration.save(calibration.initial(config), config)
+    good = path.read_text()
+
+    def check(message, text=None, **options):
+        path.write_text(good if text is None else text)
+        calibration.load.cache_clear()
+        with pytest.raises(ValueError, match=message):
+            calibration.check(dataclasses.replace(config, **{"fp8": "static"} | options))
+
+    check("static needs a profile, --fp8_scales=FILE; --fp8=calibrate --fp8_scales=FILE makes one", fp8_scales="")
+    check("cannot be read as a profile", fp8_scales=str(tmp_path / "none.json"))
+    check("cannot be read as a profile", text="{")
+    check("is no profile", text="[]")
+    check("is no profile", text='{"of": {}}')
+    check("of another run: ff_dim is 32 there and 64 here; ", ff_dim=64)
+    check("of another run: fp8_modules is 'qkv,out,mlp' there and 'mlp' here", fp8_modules="mlp")
+    less = json.loads(good)
+    del less["largest"]["w_o"]
+    check("a number for each operand of each layer", text=json.dumps(less))
+    check("fp8=calibrate needs --fp8_scales=FILE", fp8="calibrate", fp8_scales="")
+    check("is for --fp8=static and --fp8=calibrate, not dynamic", fp8="dynamic")
+
+
+@pytest.mark.slow
+def test_the_ends_can_stay_unquantised():
+    """With all layers but none in the middle it would be float32; the loss is nearer to it than with all in 8 bits."""
+    loss = lambda **options: steps(Config(**SMALL, mesh="fsdp:8", **options), 1)[1][0]
+    exact, all_, middle = loss(), loss(fp8="dynamic"), loss(fp8="dynamic", fp8_skip_layers=1)
+    assert 0 < abs(middle - exact) < abs(all_ - exact)
+    with pytest.raises(ValueError, match="fp8_skip_layers=2 at each end leaves none of 3"):
+        loss(fp8="dynamic", fp8_skip_layers=2)
+    assert jnp.isfinite(loss(fp8="delayed", fp8_skip_layers=1))
+
+
+@pytest.mark.slow
+def test_a_run_profiles_and_another_uses_it(tmp_path, capsys):
+    common = SMALL | dict(mesh="fsdp:8", steps=4, eval_every=2, sample=4, log_every=1, compilation_cache="")
+    common |= dict(fp8_scales=str(tmp_path / "scales.json"))
+    profiled = train.run(Config(**common, fp8="calibrate"))
+    assert "calibrated" in capsys.readouterr().out
+    used = train.run(Config(**common, fp8="static"))
+    assert used["eval_loss"] == pytest.approx(profiled["eval_loss"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
+    common = SMALL | dict(mesh="fsdp:8", sample=0, eval_every=0, log_every=1, compilation_cache="", fp8="delayed")
+    common |= dict(steps=4, save_every=2)
+    whole = train.run(Config(**common, checkpoint_dir=str(tmp_path / "a")))
+    config = Config(**common, checkpoint_dir=str(tmp_path / "b"))
+    train.run(config)
+    shutil.rmtree(tmp_path / "b" / "4")
+    assert train.run(config)["eval_loss"] == whole["eval_loss"]
+    with pytest.raises(ValueError, match="fp8 is 'delayed' there and 'dynamic' here"):
+        train.run(dataclasses.replace(config, fp8="dynamic"))

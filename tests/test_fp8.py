@@ -1,0 +1,636 @@
+"""8-bit matmuls against float64 and against a plain emulation, and what they keep and move."""
+
+import functools
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_fsdp import collectives, equations, trace
+from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relative_error
+
+import fp8
+import parameters
+import placement
+import sharding
+import train
+from benchmarks import fp8 as benchmark
+from benchmarks import fp8_quality
+from config import Config, from_preset
+from fp8 import E4M3, E5M2, Recipe
+
+FORMATS = {"e4m3": (E4M3, 448.0, 2**-4, 2**-10), "e5m2": (E5M2, 57344.0, 2**-3, 2**-17)}  # largest, relative, absolute
+BLOCK = 8
+RECIPES = {
+    "per_tensor": Recipe(),
+    "per_axis": Recipe(granularity="per_axis"),
+    "block": Recipe(granularity="block", block=BLOCK),
+    "fixed": Recipe(scaling="fixed"),
+    "static": Recipe(scaling="static"),
+    "delayed": Recipe(scaling="delayed"),
+    "e4m3 gradients": Recipe(gradients="e4m3"),
+    "per_axis, e4m3 gradients": Recipe(granularity="per_axis", gradients="e4m3"),
+}
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def weight(w, recipe, *known, **also_known):
+    return fp8.Weight(fp8.quantize(w, recipe, (0,), axes=(), is_weight=True), *known, **also_known)
+
+
+def near(x):
+    """x within a factor of 8: a float32 holds the sums of their products in 8 bits exactly, in any order."""
+    return jnp.sign(x) * jnp.clip(jnp.abs(x), 0.3, 2.4)
+
+
+def gradients(multiply, x, w, dy):
+    """y, dx, dw"""
+    y, back = jax.vjp(multiply, x, w)
+    return y, *back(dy)
+
+
+def f64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+# -- a number
+
+
+def nearest(x, dtype):
+    """Of all 256 numbers of a format, the nearest to each x, of two that are as near the one that ends in 0."""
+    codes = np.arange(256, dtype=np.uint8)
+    numbers = codes.view(dtype).astype(np.float64)
+    codes, numbers = codes[np.isfinite(numbers)], numbers[np.isfinite(numbers)]
+    distance = np.abs(x[:, None] - numbers)
+    tied = distance == distance.min(1, keepdims=True)
+    return numbers[np.argmax(tied * (2 - codes % 2), 1)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_casts_are_to_nearest_even_and_saturate(name):
+    dtype, largest, relative, absolute = FORMATS[name]
+    rng = np.random.default_rng(0)
+    spread = rng.standard_normal(4000) * 2.0 ** rng.integers(-24, 18, 4000)
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    numbers = np.sort(numbers[np.isfinite(numbers)])
+    x = np.concatenate([spread, numbers, (numbers[1:] + numbers[:-1]) / 2, [1e9, -1e9, 0, -0.0]]).astype(np.float32)
+    found = f64(fp8.cast(jnp.asarray(x), jnp.float32(1), dtype))
+    np.testing.assert_array_equal(found, nearest(x.astype(np.float64), dtype))
+    assert found.max() == largest and found.min() == -largest
+    inside = np.abs(x) <= largest
+    assert (np.abs(found - x)[inside] <= np.maximum(relative * np.abs(x), absolute)[inside]).all()
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_stays_so(name, saturates):
+    dtype, largest, *_ = FORMATS[name]
+    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0, -3.0])
+    for key in (None, jax.random.key(0)):
+        found = f64(jax.jit(partial(fp8.cast, dtype=dtype, saturates=saturates))(x, jnp.float32(1), key=key))
+        assert np.isnan(found[0]) and not np.isfinite(found[1:3]).any()
+        np.testing.assert_array_equal(found[3:], [1, -3])
+    assert fp8.scale_of(fp8.amax_of(x), dtype) == 1
+    y = fp8.dot(x[None], jnp.ones((5, 2)), Recipe())
+    assert not np.isfinite(y).any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_are_the_smallest_powers_of_two(name):
+    dtype, largest, *_ = FORMATS[name]
+    amax = np.float32(2.0) ** np.arange(-100, 127, dtype=np.float32)
+    amax = np.concatenate([amax, amax * 1.75, np.nextafter(amax * 1.75, np.inf), amax * 1.99]).astype(np.float32)
+    scale = f64(fp8.scale_of(jnp.asarray(amax), dtype))
+    np.testing.assert_array_equal(scale, 2 ** np.ceil(np.log2(amax.astype(np.float64) / largest)))
+    np.testing.assert_array_equal(f64(fp8.inverse(jnp.asarray(scale, jnp.float32))), 1 / scale)
+    smallest = fp8.scale_of(jnp.float32(2.0**-126), dtype)  # no smaller normal number: the scale is one as well
+    np.testing.assert_array_equal(f64(smallest), 2.0**-126)
+    for none in (0.0, jnp.inf, jnp.nan):
+        assert fp8.scale_of(jnp.float32(none), dtype) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_rounding_has_the_right_mean(name):
+    """The mean of n is within 5 standard errors, step/2/sqrt(n), of x; to nearest it is not."""
+    dtype, *_ = FORMATS[name]
+    n = 20_000
+    for x, step in ((1.03, 2.0 ** -jnp.finfo(dtype).nmant), (-5.9, 4 * 2.0 ** -jnp.finfo(dtype).nmant)):
+        rounded = f64(fp8.cast(jnp.full(n, x), jnp.float32(1), dtype, key=jax.random.key(0)))
+        assert (
+            abs(rounded.mean() - x)
+            < 5 * step / 2 / n**0.5
+            < abs(f64(fp8.cast(jnp.float32(x), jnp.float32(1), dtype)) - x)
+        )
+        assert len(np.unique(rounded)) == 2 and np.ptp(rounded) == step
+    tiny = float(jnp.finfo(dtype).smallest_subnormal)
+    rounded = f64(fp8.cast(jnp.full(n, 0.3 * tiny), jnp.float32(1), dtype, key=jax.random.key(1))) / tiny
+    assert set(rounded) == {0, 1} and abs(rounded.mean() - 0.3) < 5 * 0.5 / n**0.5
+    exact = jnp.asarray(np.arange(256, dtype=np.uint8).view(dtype)[:120], jnp.float32)
+    np.testing.assert_array_equal(
+        fp8.cast(exact, jnp.float32(1), dtype, key=jax.random.key(2)).astype(jnp.float32), exact
+    )
+
+
+def test_stochastic_rounding_repeats_with_its_key():
+    draw = lambda key: f64(fp8.cast(normal(100), jnp.float32(1), E5M2, key=jax.random.key(key)))
+    np.testing.assert_array_equal(draw(3), draw(3))
+    assert (draw(3) != draw(4)).any()
+
+
+# -- a matmul against float64
+
+
+def amaxes(recipe, *arrays):
+    return [jnp.max(jnp.abs(a)) if recipe.uses_amax else None for a in arrays]
+
+
+def plain_error(x, scale, dtype_name):
+    """Bound of |x - s q|, element by element."""
+    _, _, relative, absolute = FORMATS[dtype_name]
+    return np.maximum(relative * np.abs(f64(x)), absolute * f64(scale))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_matmuls_are_within_their_bound_of_float64(name):
+    """|y - x w| <= E_x |w| + |x| E_w + E_x E_w + the rounding of K float32 sums, with E the bound of an element."""
+    recipe = RECIPES[name]
+    x, w = normal(24, 64) * jnp.exp2(jnp.arange(24) % 9 - 4)[:, None], normal(64, 32, seed=1) / 8
+    found = fp8.quantize(x, recipe, (1,), amax=amaxes(recipe, x)[0])
+    found_w = fp8.quantize(w, recipe, (0,), axes=(), is_weight=True)
+    if recipe.granularity == "block":
+        e_x = plain_error(x, np.repeat(found.scale, BLOCK, 1), "e4m3")
+        e_w = plain_error(w, np.repeat(np.repeat(found_w.scale, BLOCK, 0), BLOCK, 1), "e4m3")
+    else:
+        e_x, e_w = plain_error(x, found.scale, "e4m3"), plain_error(w, found_w.scale, "e4m3")
+    y = f64(fp8.dot(found, fp8.Weight(found_w, amax_dy=jnp.float32(1)), recipe))
+    x, w = f64(x), f64(w)
+    bound = e_x @ abs(w) + abs(x) @ e_w + e_x @ e_w
+    bound += 64 * 2**-23 * (abs(x) @ abs(w) + bound)
+    assert (abs(y - x @ w) <= bound).all()
+    assert np.linalg.norm(y - x @ w) > np.linalg.norm(x @ w) / 1000  # it is 8 bits, after all
+
+
+def test_with_an_outlier_finer_scales_do_better():
+    """A row that shares no scale with it does not know of the outlier; in blocks, nor do most of its own."""
+    w = normal(64, 32, seed=1).at[0].set(0)
+    error = lambda recipe, x: fp8.matmul_error(recipe, x, w)
+    element, column = normal(24, 64).at[0, 0].set(1e6), normal(24, 64).at[:, 0].set(1e6)
+    coarse, fine, finest = (RECIPES[name] for name in ("per_tensor", "per_axis", "block"))
+    assert error(coarse, element) > 10 * error(fine, element) and error(fine, element) < 0.05
+    assert error(fine, column) > 3 * error(finest, column)  # 7 other elements of 64 are in the outlier's block
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_and_zeros(name):
+    recipe, zero = RECIPES[name], jnp.float32(0)
+
+    @jax.jit
+    def train(x, w, dy):
+        y, back = jax.vjp(lambda x, w: fp8.dot(x, weight(w, recipe, zero, zero), recipe), x, w)
+        return y, *back(dy)
+
+    for rows, inner in ((0, 8), (8, 0), (8, 8)):
+        shapes = (rows, inner), (inner, 16), (rows, 16)
+        y, dx, dw = train(*map(jnp.zeros, shapes))
+        assert (dx.shape, dw.shape, y.shape) == shapes and not (dx.any() or dw.any() or y.any())
+
+
+# -- gradients, against the same recipe written plainly
+
+
+def emulated_cast(x, amax, name, expected=None):
+    """(q as float32, s) by numpy: scales from logarithms, rounding by the dtype's own cast."""
+    dtype, largest, *_ = FORMATS[name]
+    amax = np.asarray(amax, np.float64)
+    scale = np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.where(amax > 0, amax, 1) / largest)), 1.0)
+    q = np.clip(np.asarray(x, np.float32) / scale, -largest, largest).astype(np.float32).astype(dtype)
+    return jnp.asarray(q.astype(np.float32)), jnp.asarray(scale, jnp.float32)
+
+
+def blocks(x, m, n):
+    """Largest element of the block of each element."""
+    M, N = x.shape
+    largest = np.abs(x).reshape(M // m, m, N // n, n).max((1, 3))
+    return np.repeat(np.repeat(largest, m, 0), n, 1)
+
+
+def block_matmul(a, s_a, b, s_b):
+    total = 0
+    for k in range(0, a.shape[1], BLOCK):
+        part = jnp.dot(a[:, k : k + BLOCK], b[k : k + BLOCK], preferred_element_type=jnp.float32)
+        total += part * s_a[:, k : k + 1] * s_b[k : k + 1]
+    return total
+
+
+def emulate(recipe, x, w, dy, amax_x, amax_dy):
+    """y, dx, dw of matrices."""
+    x, w, dy, g = *map(np.asarray, (x, w, dy)), recipe.gradients
+    if recipe.granularity == "block":
+        x_q, s_x = emulated_cast(x, blocks(x, 1, BLOCK), "e4m3")
+        w_q, s_w = emulated_cast(w, blocks(w, BLOCK, BLOCK), "e4m3")
+        again = np.asarray(x_q * s_x).T
+        again_q, s_again = emulated_cast(again, blocks(again, 1, BLOCK), "e4m3")
+        dx = block_matmul(*emulated_cast(dy, blocks(dy, 1, BLOCK), g), w_q.T, s_w.T)
+        dw = block_matmul(again_q, s_again, *emulated_cast(dy, blocks(dy, BLOCK, BLOCK), g))
+        return block_matmul(x_q, s_x, w_q, s_w), dx, dw
+    if recipe.granularity == "per_axis":
+        x_q, s_x = emulated_cast(x, np.abs(x).max(1, keepdims=True), "e4m3")
+        w_q, s_w = emulated_cast(w, np.abs(w).max(0, keepdims=True), "e4m3")
+        dy_w, dy_x = dy * np.asarray(s_w), dy * np.asarray(s_x)
+        a, s_a = emulated_cast(dy_w, np.abs(dy_w).max(1, keepdims=True), g)
+        b, s_b = emulated_cast(dy_x, np.abs(dy_x).max(0, keepdims=True), g)
+        return (x_q @ w_q) * s_x * s_w, (a @ w_q.T) * s_a, (x_q.T @ b) * s_b
+    fixed = recipe.scaling == "fixed"
+    x_q, s_x = emulated_cast(x, 224 if fixed else amax_x if recipe.uses_amax else np.abs(x).max(), "e4m3")
+    w_q, s_w = emulated_cast(w, 224 if fixed else np.abs(w).max(), "e4m3")
+    q, s = emulated_cast(dy, amax_dy if recipe.uses_amax else np.abs(dy).max(), g)
+    return (x_q @ w_q) * s_x * s_w, (q @ w_q.T) * s * s_w, (x_q.T @ q) * s_x * s
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_equal_a_plain_emulation(name):
+    recipe = RECIPES[name]
+    # Within a factor of 8 of each other, so that a float32 holds their sums exactly, in any order.
+    some = lambda *shape, seed: (
+        jnp.sign(normal(*shape, seed=seed)) * jnp.clip(jnp.abs(normal(*shape, seed=seed)), 0.3, 2.4)
+    )
+    x, w, dy = some(16, 32, seed=0), some(32, 24, seed=1) / 8, some(16, 24, seed=2) * 1e-4
+    amax_x, amax_dy = jnp.float32(1), jnp.float32(1e-4)  # less than there is: some saturate
+
+    def multiply(x, w, amax_x, amax_dy):
+        return fp8.dot(x, weight(w, recipe, amax_x, amax_dy), recipe)
+
+    @jax.jit
+    def ours(x, w, amax_x, amax_dy, dy):
+        y, back = jax.vjp(multiply, x, w, amax_x, amax_dy)
+        return y, *back(dy)
+
+    y, dx, dw, told_x, told_dy = ours(x, w, amax_x, amax_dy, dy)
+    for found, expected in zip((y, dx, dw), emulate(recipe, x, w, dy, amax_x, amax_dy), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    static = recipe.scaling == "static"
+    assert told_x == (0 if static else jnp.abs(x).max()) and told_dy == (0 if static else jnp.abs(dy).max())
+
+
+@pytest.mark.parametrize("name", ["per_tensor", "per_axis", "e4m3 gradients"])
+def test_gradients_are_within_their_bound_of_float64(name):
+    recipe = RECIPES[name]
+    x, w, dy = normal(16, 32), normal(32, 24, seed=1), normal(16, 24, seed=2) * 1e-4
+    dx, dw = jax.vjp(partial(fp8.dot, recipe=recipe), x, w)[1](dy)
+    unit = 2**-3 if recipe.gradients == "e5m2" else 2**-4
+    x, w, dy = map(f64, (x, w, dy))
+    share = unit + 2**-4 + unit * 2**-4 + 1e-3  # of what is 2^-10 of the largest and more; 1e-3 is for all that is less
+    assert (abs(f64(dx) - dy @ w.T) <= share * (abs(dy) @ abs(w.T))).all()
+    assert (abs(f64(dw) - x.T @ dy) <= share * (abs(x.T) @ abs(dy))).all()
+
+
+def test_stochastic_gradients_have_the_right_mean():
+    """Over 400 keys, within 5 standard errors everywhere; rounded to nearest, they are not."""
+    x, w = jnp.eye(8), jnp.eye(8)  # exact in 8 bits, so that dx is dy, quantised
+    dy = normal(8, 8, seed=2)
+    take = lambda recipe, key: jax.vjp(lambda x: fp8.dot(x, weight(w, recipe, key=key), recipe), x)[1](dy)[0]
+    stochastic = Recipe(rounding="stochastic")
+    draws = jax.jit(jax.vmap(partial(take, stochastic)))(jax.random.split(jax.random.key(0), 400))
+    error = 5 * np.abs(dy) * 2**-2 / 2 / 400**0.5 + 1e-6  # the step of e5m2 is at most 2^-2 of a number
+    assert (abs(draws.mean(0) - dy) < error).all()
+    assert (abs(take(Recipe(), None) - dy) > error).any()
+
+
+def test_several_dims_and_batches():
+    """[E, b, t, N, H] . [E, N, H, D, F] is as many matrices as E."""
+    x, w, dy = near(normal(3, 2, 8, 4, 4)), near(normal(3, 4, 4, 4, 2, seed=1)), near(normal(3, 2, 8, 4, 2, seed=2))
+    # Equally large ones, so that what all of E share is what each has.
+    x, w, dy = (a.at[(slice(None), *[0] * (a.ndim - 1))].set(3.0) for a in (x, w, dy))
+    for name in ("per_tensor", "per_axis"):
+        found = jax.jit(partial(gradients, partial(fp8.dot, recipe=RECIPES[name], contracted=2, batch=1)))(x, w, dy)
+        plain = jax.jit(partial(gradients, partial(fp8.dot, recipe=RECIPES[name])))
+        for e in range(3):
+            expected = plain(x[e].reshape(16, 16), w[e].reshape(16, 8), dy[e].reshape(16, 8))
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(a[e], b.reshape(a[e].shape))
+    multiply = partial(fp8.dot, recipe=RECIPES["block"])
+    found = gradients(partial(multiply, contracted=2), x[0], w[0], dy[0])
+    expected = gradients(multiply, x[0].reshape(16, 16), w[0].reshape(16, 8), dy[0].reshape(16, 8))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b.reshape(a.shape))
+
+
+# -- what is kept and moved
+
+
+@pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block", "delayed"])
+def test_what_is_kept_for_the_backward_pass_is_8_bits(name):
+    recipe = RECIPES[name]
+    x, w = normal(16, 32, dtype=jnp.bfloat16), normal(32, 24, seed=1, dtype=jnp.bfloat16)
+    amax = jnp.float32(4)
+
+    def layer(x, w):
+        return fp8.dot(2 * x, weight(w, recipe, amax, amax), recipe)
+
+    kept = [a for a in jax.tree.leaves(jax.vjp(layer, x, w)[1]) if a.size >= 16 * 24]
+    assert sorted(a.dtype.name for a in kept) == ["float8_e4m3fn", "float8_e4m3fn"]
+
+
+def test_a_name_on_what_is_quantised_saves_8_bits():
+    """Under jax.checkpoint: with the name nothing is quantised again, and the values are what is stored."""
+    x, w, recipe = normal(16, 32, dtype=jnp.bfloat16), normal(32, 24, seed=1, dtype=jnp.bfloat16), Recipe()
+
+    def layer(x, w, named):
+        h = fp8.quantize(jnp.tanh(x), recipe, (1,))
+        h = fp8.named(h, "h") if named else h
+        return jnp.sum(jnp.sin(fp8.dot(h, w, recipe)))
+
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+    for named in (True, False):
+        saved = jax.vjp(jax.checkpoint(partial(layer, named=named), policy=policy), x, w)[1]
+        shapes = [a.dtype.name for a in jax.tree.leaves(saved) if a.shape == x.shape]
+        assert sorted(shapes) == ["bfloat16"] + ["float8_e4m3fn"] * named  # and x itself
+
+
+def mesh_of(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@pytest.mark.parametrize("algorithm", ["xla", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block"])
+def test_one_and_eight_devices_agree(name, algorithm):
+    """y, dx, dw with x cut by rows, w by columns (x's features before the gather), and w gathered as fsdp does."""
+    x, w, dy = normal(64, 64), normal(64, 64, seed=1) / 8, normal(64, 64, seed=2) * 1e-4
+    x = x.at[3, 7].set(100.0)
+
+    def train(x, w, dy, recipe, spread):
+        def multiply(x, w):
+            if spread:
+                x = fp8.gather(fp8.quantize(x, recipe, (1,)), recipe, (1,), "tensor", 1, algorithm=algorithm)
+                w = fp8.Weight(fp8.gather_weight(w, P("fsdp", "tensor"), recipe, 1, algorithm=algorithm))
+            return fp8.dot(x, w, recipe)
+
+        y, back = jax.vjp(multiply, x, w)
+        dx, dw = back(dy)
+        return y, dx, dw
+
+    options = dict(granularity=name, block=BLOCK)
+    spread = Recipe(**options, row_axes=("fsdp",), feature_axes=("tensor",))
+    layouts = P("fsdp", "tensor")
+    sharded = jax.shard_map(
+        partial(train, recipe=spread, spread=True), mesh=mesh_of(fsdp=4, tensor=2), in_specs=layouts, out_specs=layouts
+    )
+    expected = jax.jit(partial(train, recipe=Recipe(**options), spread=False))(x, w, dy)
+    for a, b in zip(jax.jit(sharded)(x, w, dy), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * jnp.abs(b).max())
+    found = list(equations(jax.make_jaxpr(sharded)(x, w, dy).jaxpr))
+    moved = {"all_gather": [], "ppermute": [], "reduce_scatter": []}
+    for eqn in found:
+        if eqn.primitive.name in moved and eqn.invars[0].aval.size > 256:
+            moved[eqn.primitive.name].append(eqn.invars[0].aval.dtype.name)
+    if algorithm == "xla":
+        assert moved["all_gather"] == ["float8_e4m3fn"] * 2 and moved["reduce_scatter"] == ["float32"] * 2
+    else:
+        assert {*moved["ppermute"]} == {"float8_e4m3fn", "float32"} and not moved["all_gather"]
+
+
+@pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block"])
+def test_eight_devices_find_the_scales_of_one(name):
+    """Bit for bit: the values and the scales of an activation and of a weight."""
+    x, recipe = normal(64, 64) * jnp.exp2(jnp.arange(64) % 7)[:, None], RECIPES[name]
+    axes = {"per_tensor": ("x", "y"), "per_axis": ("y",), "block": ()}[name]
+    scale = {"per_tensor": P(), "per_axis": P("x"), "block": P("x", "y")}[name]
+    quantise = lambda x, axes: (lambda q: (q.values, q.scale))(fp8.quantize(x, recipe, (1,), axes=axes))
+    eight = jax.shard_map(
+        partial(quantise, axes=axes), mesh=mesh_of(x=4, y=2), in_specs=P("x", "y"), out_specs=(P("x", "y"), scale)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(eight)(x), quantise(x, ()))
+
+
+# -- what can be wrong
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(scaling="dynamite"), "scaling='dynamite' is not one of dynamic, static, fixed, delayed"),
+        (dict(granularity="row"), "granularity='row' is not one of"),
+        (dict(rounding="down"), "rounding='down' is not one of"),
+        (dict(gradients="e3m4"), "gradients='e3m4' is not one of e5m2, e4m3"),
+        (dict(scaling="static", granularity="per_axis"), "static has one scale a tensor"),
+        (dict(block=0), "block=0 must be at least 1"),
+    ],
+)
+def test_recipes_that_are_none(options, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**options)
+
+
+@pytest.mark.parametrize(
+    "recipe, shapes, options, message",
+    [
+        (Recipe(), ((4, 8), (4, 8)), {}, r"\(4, 8\) and \(4, 8\) with 0 batch and 1 contracted"),
+        (Recipe(), ((2, 4, 8), (3, 8, 8)), dict(batch=1), "with 1 batch"),
+        (RECIPES["block"], ((4, 12), (12, 8)), {}, "block of 8 x 8 does not cut 12 x 8"),
+        (RECIPES["block"], ((2, 8, 8), (2, 8, 8)), dict(batch=1), "no batch dims"),
+        (Recipe(rounding="stochastic"), ((4, 8), (8, 4)), {}, "needs a key"),
+        (Recipe("delayed"), ((4, 8), (8, 4)), {}, "delayed scaling needs the amax of its operand"),
+    ],
+)
+def test_matmuls_that_are_none(recipe, shapes, options, message):
+    x, w = (jnp.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        fp8.dot(x, w, recipe, **options)
+    with pytest.raises(ValueError, match="float32 and bfloat16: cast one"):
+        fp8.dot(jnp.zeros((4, 8)), jnp.zeros((8, 4), jnp.bfloat16), Recipe())
+
+
+# -- in the model
+
+
+FLAGS = {
+    "per_tensor": dict(fp8="dynamic"),
+    "per_axis": dict(fp8="dynamic", fp8_granularity="per_axis"),
+    "block": dict(fp8="dynamic", fp8_granularity="block", fp8_block=4),
+    "fixed": dict(fp8="fixed", fp8_gradients="e4m3"),
+    "mlp only": dict(fp8="dynamic", fp8_modules="mlp"),
+}
+
+
+@functools.cache
+def loss_and_gradients(mesh, options):
+    config = Config(**SMALL, **dict(options), mesh=mesh)
+    _, per_device, place = on_mesh(config, jax.devices()[:1] if mesh == "fsdp:1" else None)
+    loss, *_, grads = jax.device_get(per_device(place(init(config)), make_batch(config)))
+    return loss, grads
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, options",
+    [
+        ("per_tensor", "fsdp:8", dict(remat="full")),
+        slow("per_tensor", "data:2,fsdp:2,tensor:2", dict(prefetch=False, collectives="ring", shard_update=True)),
+        slow("per_axis", "data:2,fsdp:2,tensor:2", dict()),
+        slow("per_axis", "fsdp:8", dict(collectives="ring_bidirectional")),
+        slow("block", "fsdp:4,tensor:2", dict(remat="save_qkv_proj")),
+        slow("fixed", "fsdp:2,tensor:4", dict()),
+        slow("mlp only", "data:2,fsdp:4", dict(remat="minimal")),
+    ],
+)
+def test_every_mesh_trains_as_one_device(name, mesh, options):
+    """The same 8-bit numbers on all of them, so that what differs is the order of float32 sums, 2^-24 each.
+
+    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary.)
+    """
+    recipe = tuple(FLAGS[name].items())
+    loss, grads = loss_and_gradients(mesh, recipe + tuple(options.items()))
+    expected, expected_grads = loss_and_gradients("fsdp:1", recipe)
+    assert abs(loss - expected) < 1e-6 * expected
+    assert_close(grads, expected_grads, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["per_tensor", *(slow(name) for name in FLAGS if name != "per_tensor")])
+def test_gradients_are_near_those_of_float32(name):
+    """Two roundings of up to 2^-4 and one of up to 2^-3 in each matmul, through three layers and back."""
+    loss, grads = loss_and_gradients("fsdp:1", tuple(FLAGS[name].items()))
+    expected, expected_grads = loss_and_gradients("fsdp:1", ())
+    assert 0 < abs(loss - expected) < 0.01 * expected
+    assert 0.01 < max(map(relative_error, jax.tree.leaves(grads), jax.tree.leaves(expected_grads))) < 0.4
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_weights_are_gathered_in_8_bits_and_gradients_scattered_unquantised(prefetch, remat):
+    options = dict(mesh="fsdp:8", dtype="bfloat16", prefetch=prefetch, remat=remat)
+    moved = {fp8: collectives(Config(**SMALL, **options, fp8=fp8), "fsdp") for fp8 in ("none", "dynamic")}
+    of = lambda fp8, primitive, dtype: [
+        shape for name, found, shape in moved[fp8] if name == primitive and found == dtype and len(shape) > 1
+    ]
+    matrices = of("none", "all_gather", "bfloat16")
+    gathered = of("dynamic", "all_gather", "float8_e4m3fn"), of("dynamic", "all_gather", "bfloat16")
+    assert sorted(gathered[0] + gathered[1]) == sorted(matrices)
+    assert len(gathered[1]) <= 6  # both embeddings, and the norms of all layers
+    assert sorted(of("dynamic", "reduce_scatter", "bfloat16")) == sorted(of("none", "reduce_scatter", "bfloat16"))
+
+
+def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
+    """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
+    kept = {}
+    for fp8_ in ("none", "dynamic"):
+        config = Config(**SMALL, mesh="fsdp:8", dtype="bfloat16", fp8=fp8_)
+        forward = next(eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan")
+        kept[fp8_] = [(v.aval.dtype.name, v.aval.shape) for v in forward.outvars if v.aval.ndim > 2]
+    wide = (SMALL["num_layers"], 2, SMALL["seq_len"], SMALL["ff_dim"])
+    stream = (*wide[:-1], SMALL["model_dim"])
+    count = lambda fp8_, dtype, shape: kept[fp8_].count((dtype, shape))
+    assert count("dynamic", "float8_e4m3fn", stream) == 2 and count("dynamic", "float8_e4m3fn", wide) == 1
+    assert count("none", "bfloat16", stream) == count("dynamic", "bfloat16", stream) + 2
+    assert count("none", "bfloat16", wide) == count("dynamic", "bfloat16", wide) + 1
+    for weight in ((64, 32), (32, 64), (64, 16, 4), (16, 4, 64)):
+        assert (SMALL["num_layers"], *weight) not in [shape for _, shape in kept["dynamic"]]
+
+
+def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
+    config = Config(**SMALL, mesh="fsdp:8", fp8="dynamic", fp8_rounding="stochastic")
+    mesh, _, place = on_mesh(config)
+    params, batch = place(init(config)), make_batch(config)
+    specs = parameters.param_specs(config)
+    take = jax.jit(
+        jax.shard_map(
+            lambda params, batch, key: (
+                train.loss_and_grads(params, batch, parameters.Scaling({}, key), config=config)[2].layers.w_q
+            ),
+            mesh=mesh,
+            in_specs=(specs, sharding.BATCH_SPEC, P()),
+            out_specs=specs.layers.w_q,
+        )
+    )
+    found = [np.asarray(take(params, batch, jax.random.key(seed))) for seed in (0, 0, 1)]
+    assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
+
+
+@pytest.mark.parametrize(
+    "flags, mesh, message",
+    [
+        (dict(fp8="dynamic", collective_matmul=True), "fsdp:4,tensor:2", "goes with --no-collective_matmul only"),
+        (dict(fp8="fixed", fp8_granularity="per_axis"), "fsdp:8", "fixed has one scale a tensor"),
+        (
+            dict(fp8="dynamic", fp8_granularity="block"),
+            "fsdp:8",
+            "model_dim=192 in 8 parts is not cut by fp8_block=128",
+        ),
+        (dict(preset="tiny-mla", fp8="dynamic"), "fsdp:8", "--fp8_modules=out,mlp"),
+    ],
+)
+def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
+    config = from_preset(**{"preset": "tiny"} | flags, mesh=mesh)
+    with pytest.raises(ValueError, match=message):
+        parameters.check_divides(config, placement.fill_mesh(placement.parse_mesh(mesh), 8))
+
+
+@pytest.mark.slow
+def test_demonstration(capsys):
+    fp8.main()
+    assert "per_axis" in capsys.readouterr().out
+
+
+# -- benchmarks/fp8.py and fp8_quality.py
+
+
+LOOP = """HloModule step, is_scheduled=true, num_partitions=8
+
+%fused (a: {0}[16,64], b: {0}[64,8]) -> bf16[16,8] {{
+  %a = {0}[16,64]{{1,0}} parameter(0)
+  %b = {0}[64,8]{{1,0}} parameter(1)
+{2}  %product = f32[16,8]{{1,0}} convolution({1}), dim_labels=bf_io->bf
+  ROOT %out = bf16[16,8]{{1,0}} convert(%product)
+}}
+
+%end (t: (s32[])) -> pred[] {{
+  %t = (s32[]) parameter(0)
+  ROOT %done = pred[] constant(false)
+}}
+
+%body (t: ({0}[16,64], {0}[8,8], bf16[4,2,32,8])) -> ({0}[16,64], {0}[8,8], bf16[4,2,32,8]) {{
+  %t = ({0}[16,64]{{1,0}}, {0}[8,8]{{1,0}}, bf16[4,2,32,8]{{3,2,1,0}}) parameter(0)
+  %x = {0}[16,64]{{1,0}} get-tuple-element(%t), index=0
+  %s = {0}[8,8]{{1,0}} get-tuple-element(%t), index=1
+  %w = {0}[64,8]{{1,0}} all-gather(%s), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}
+  %y = bf16[16,8]{{1,0}} fusion(%x, %w), calls=%fused, backend_config={{"window_config":{{"estimated_cycles":"77"}}}}
+  ROOT %out = ({0}[16,64]{{1,0}}, {0}[8,8]{{1,0}}, bf16[4,2,32,8]{{3,2,1,0}}) tuple(%x, %s)
+}}
+
+ENTRY %main (p: ({0}[16,64], {0}[8,8], bf16[4,2,32,8])) -> ({0}[16,64], {0}[8,8], bf16[4,2,32,8]) {{
+  %p = ({0}[16,64]{{1,0}}, {0}[8,8]{{1,0}}, bf16[4,2,32,8]{{3,2,1,0}}) parameter(0)
+  ROOT %loop = ({0}[16,64]{{1,0}}, {0}[8,8]{{1,0}}, bf16[4,2,32,8]{{3,2,1,0}}) while(%p), condition=%end, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_benchmark_reads_operands_casts_and_bytes(cast):
+    line = "  %wide = bf16[16,64]{1,0} convert(%a)\n" if cast else ""
+    text = LOOP.format("f8e4m3fn", "%wide, %b" if cast else "%a, %b", line)
+    found = benchmark.read(benchmark.hlo.parse(text), Config(num_layers=4, seq_len=32))
+    kind = "bf16 x f8e4m3fn" if cast else "f8e4m3fn x f8e4m3fn"
+    assert found["matmuls"] == {kind: 1} and found["matmul_cycles"] == {kind: 77} and found["casts"] == cast
+    assert found["gathered_bytes"] == {"f8e4m3fn": 64 * 8} and list(found["kept_bytes"].values()) == [2 * 32 * 8 * 2]
+
+
+def test_the_table_of_losses_compares_the_same_seeds(tmp_path):
+    for recipe, seed, loss in [("bfloat16", 0, 2.0), ("bfloat16", 1, 4.0), ("per_axis", 1, 4.1)]:
+        one = dict(model="tiny", recipe=recipe, seed=seed, steps=9, eval_loss=loss, losses=[loss] * 40)
+        (tmp_path / f"{recipe}-{seed}.json").write_text(json.dumps(one))
+    runs = fp8_quality.found(tmp_path, 9)
+    *_, plain, per_axis = fp8_quality.table(runs, 9).splitlines()
+    assert plain.split() == ["tiny", "bfloat16", "2", "3.0000", "2.0000", "4.0000"]
+    assert per_axis.split() == ["tiny", "per_axis", "1", "4.1000", "+2.50%", "4.1000"]
+    fp8_quality.plot(runs, str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert fp8_quality.found(tmp_path, 10) == {}

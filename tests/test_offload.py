@@ -1,0 +1,117 @@
+"""The optimizer state on the host: the same update, and in the memory that it is said to be in."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from test_parallel import SMALL, check_steps, init, make_batch, on_mesh
+
+import aot
+import checkpoint
+import hardware
+import offload
+import sharding
+import step
+import train
+import transformer
+from config import Config
+from workload import run_of, slots_of_device
+
+MESH = "data:2,fsdp:2,tensor:2"
+SLOTS = ("mu", "nu")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(),
+        pytest.param(dict(shard_update=True, microbatches=2), marks=pytest.mark.slow),
+        pytest.param(dict(optimizer="sgd", learning_rate=0.1, beta1=0.5), marks=pytest.mark.slow),
+        pytest.param(dict(clip_norm=0.0, kv_lora_rank=8, rope_head_dim=2, num_kv_heads=16), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_training_equals_the_reference(option):
+    check_steps(Config(**SMALL | option, mesh=MESH, offload_optimizer=True), steps=3)
+
+
+def first_step(config: Config, params=None):
+    """(step, state before it, state after it)."""
+    mesh, _, place = on_mesh(config)
+    shardings = train.state_shardings(config, mesh)
+    state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
+    params = jax.device_put(init(config) if params is None else params, shardings.params)
+    state = dataclasses.replace(state, params=params)
+    batch = jax.device_put(make_batch(config), NamedSharding(mesh, sharding.BATCH_SPEC))
+    before = jax.device_get(state)
+    return before, train.make_train_step(config, mesh)(state, batch)[0]
+
+
+def test_the_slots_lie_on_the_host_and_all_else_does_not():
+    _, after = first_step(Config(**SMALL, mesh=MESH, offload_optimizer=True))
+    for path, leaf in jax.tree.leaves_with_path(after):
+        of_adam = {getattr(key, "name", "") for key in path} & {*SLOTS}
+        assert leaf.sharding.memory_kind == (offload.MEMORY if of_adam else "device"), jax.tree_util.keystr(path)
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    config = Config(**SMALL, mesh=MESH, offload_optimizer=True)
+    params = init(config)
+    params = dataclasses.replace(params, norm=params.norm.at[0].set(jnp.nan))
+    before, after = first_step(config, params)
+    assert int(after.skipped) == 1
+    same = partial(np.testing.assert_array_equal)
+    jax.tree.map(same, (before.params, before.opt_state), jax.device_get((after.params, after.opt_state)))
+
+
+def test_a_checkpoint_comes_back_to_the_host(tmp_path):
+    config = Config(**SMALL, mesh=MESH, offload_optimizer=True, checkpoint_dir=str(tmp_path))
+    _, state = first_step(config)
+    manager = checkpoint.open_manager(config)
+    checkpoint.save(manager, 1, state, config)
+    checkpoint.close(manager)
+    manager = checkpoint.open_manager(config)
+    restored, _ = train.first_state(config, on_mesh(config)[0], manager)
+    checkpoint.close(manager)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
+        assert a.sharding.memory_kind == b.sharding.memory_kind
+
+
+def test_adafactor_is_refused():
+    with pytest.raises(ValueError, match="offload_optimizer is for adamw and sgd"):
+        Config(optimizer="adafactor", offload_optimizer=True)
+
+
+# -- predicted, and compiled for TPU7x
+
+COMPILED = dict(
+    preset="tiny", dtype="bfloat16", num_layers=8, model_dim=1024, ff_dim=4096, num_heads=8, num_kv_heads=2
+) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=1024, batch=8, mesh="fsdp:8", remat="full")
+CHIP, CHIPS = hardware.CHIPS["tpu7x"], (2, 2, 1)
+
+
+def test_the_prediction_moves_the_slots():
+    here, there = (step.predict(run_of(Config(**COMPILED, offload_optimizer=on), CHIP, CHIPS)) for on in (False, True))
+    slots = slots_of_device(here.of)
+    assert slots == here.memory["optimizer"] == 8 * transformer.num_params(here.of.config) / 8
+    assert here.hbm_bytes - there.hbm_bytes == slots == there.host_bytes
+    (part,) = [part for part in there.parts if part.name == "optimizer offload"]
+    assert part.exposed_s == 2 * slots / 16e9 == pytest.approx(there.step_s - here.step_s)
+
+
+@pytest.mark.slow
+def test_compiled_the_slots_are_on_the_host_once():
+    """Not a second copy of them there, and on the device no more than those of a layer and of the two vocabularies."""
+    here, there = (
+        aot.compile_step(aot.lower_step(Config(**COMPILED, offload_optimizer=on), "tpu7x:2x2x1"), {}, "")[0]
+        for on in (False, True)
+    )
+    slots = slots_of_device(run_of(Config(**COMPILED), CHIP, CHIPS))
+    assert there["host_bytes"] == pytest.approx(slots, rel=0.01) and here["host_bytes"] == 0
+    assert here["argument_bytes"] - there["argument_bytes"] == pytest.approx(slots, rel=0.01)
+    assert here["peak_hbm_bytes"] - there["peak_hbm_bytes"] > 0.8 * slots

@@ -1,0 +1,111 @@
+"""Vocabulary parallelism: embedding, unembedding and loss, with the vocabulary cut over `tensor`.
+
+A look-up finds the tokens of this device's part of the vocabulary and leaves a partial sum (Shoeybi et al. 2019,
+Megatron-LM, arXiv:1909.08053, section 3). The loss needs of the logits only their log-sum-exp and the label's entry,
+both sums over the vocabulary, so the full logits_BTV exist nowhere: a device holds those of its part of the vocabulary,
+for a chunk of c positions of its sequences at once.
+
+    x_btD  = where(token is mine, w_vD[token], 0)                       {U_tensor}
+    lse_bc = log sum_v exp(x_bcD . w_vD)                                an all-reduce of b*c numbers, twice
+    loss   = sum weight_bc * (lse_bc - logit of the label + z * lse_bc^2)
+
+**Memory**: 4*b*c*v bytes of logits, in place of 4*b*t*V. At 128,256 tokens, 8 sequences of 8192 and tensor=1, whole
+logits would be 31 GiB, a chunk of 1,024 positions of one sequence is 0.5 GiB. **FLOPs**: 6*b*t*D*v, forward and
+backward: the gradient of a chunk is taken while its logits are there, and not computed again.
+
+**Left out**: a kernel that keeps a chunk's logits in VMEM.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.custom_vjp
+def embed(w_vD: jax.Array, tokens_bt: jax.Array) -> jax.Array:
+    """Rows of this device's part of the vocabulary, zeros for the others' tokens: a partial sum {U_tensor} of x_btD.
+
+    The gradient is added up in float32, whatever the dtype: a frequent token is one row with thousands of summands.
+    """
+    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    return jnp.where(mine_bt[..., None], w_vD[index_bt], 0)
+
+
+def _my_part(tokens_bt, num_rows):
+    """Row of each token in this device's part of the vocabulary, and whether it is in there."""
+    index_bt = tokens_bt - lax.axis_index("tensor") * num_rows
+    mine_bt = (index_bt >= 0) & (index_bt < num_rows)
+    return jnp.where(mine_bt, index_bt, 0), mine_bt
+
+
+def _embed_backward(residuals, dx_btD):
+    tokens_bt, w_vD = residuals  # of w_vD only the shape and the dtype are used
+    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    dx_btD = jnp.where(mine_bt[..., None], dx_btD, 0).astype(jnp.float32)
+    dw_vD = jnp.zeros_like(w_vD, jnp.float32).at[index_bt].add(dx_btD)
+    return dw_vD.astype(w_vD.dtype), None
+
+
+embed.defvjp(lambda w_vD, tokens_bt: (embed(w_vD, tokens_bt), (tokens_bt, w_vD)), _embed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy(x_btD, w_vD, targets_bt, weights_bt, chunk: int, soft_cap: float, z_loss: float):
+    """Sum of weight * (-log softmax(x w^T)[target] + z_loss * logsumexp^2), with the vocabulary cut over `tensor`.
+
+    Exact, `chunk` positions of each sequence at a time. When it is differentiated, each chunk's gradient is taken while
+    its logits are there: 3 matmuls, where recomputing the logits in a backward pass would make them 4.
+
+    Returns: float32 scalar, the same on all devices of `tensor`.
+    """
+    chunk_loss = lambda _, xs: (None, _chunk_loss(w_vD, xs, soft_cap, z_loss)[0])
+    return jnp.sum(lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1])
+
+
+def _chunks(arrays, chunk):
+    """[b, t, ...] -> [t/chunk, b, chunk, ...]"""
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
+
+
+def _chunk_loss(w_vD, xs, soft_cap, z_loss):
+    """Loss of a chunk, and its gradient in the logits."""
+    x_bcD, targets_bc, weights_bc = xs
+    logits_bcv = jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32)
+    slope_bcv = 1.0
+    if soft_cap:
+        tanh_bcv = jnp.tanh(logits_bcv / soft_cap)
+        logits_bcv, slope_bcv = soft_cap * tanh_bcv, 1 - tanh_bcv**2
+    index_bc, mine_bc = _my_part(targets_bc, w_vD.shape[0])
+    label_bc = jnp.take_along_axis(logits_bcv, index_bc[..., None], -1)[..., 0]
+    max_bc = lax.pmax(jnp.max(logits_bcv, -1), "tensor")
+    p_bcv = jnp.exp(logits_bcv - max_bc[..., None])
+    sum_bc, label_bc = lax.psum((jnp.sum(p_bcv, -1), jnp.where(mine_bc, label_bc, 0.0)), "tensor")
+    lse_bc = max_bc + jnp.log(sum_bc)
+    loss = jnp.sum(weights_bc * (lse_bc - label_bc + z_loss * lse_bc**2))
+
+    is_label_bcv = (jnp.arange(w_vD.shape[0]) == index_bc[..., None]) & mine_bc[..., None]
+    dlogits_bcv = p_bcv * ((1 + 2 * z_loss * lse_bc) / sum_bc)[..., None] - is_label_bcv
+    return loss, dlogits_bcv * slope_bcv * weights_bc[..., None]
+
+
+def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, chunk, soft_cap, z_loss):
+    def step(dw_vD, xs):
+        loss, dlogits_bcv = _chunk_loss(w_vD, xs, soft_cap, z_loss)
+        dlogits_bcv = dlogits_bcv.astype(x_btD.dtype)
+        dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
+        dw_vD += jnp.einsum("bcv,bcD->vD", dlogits_bcv, xs[0], preferred_element_type=jnp.float32)
+        return dw_vD, (loss, dx_bcD)
+
+    zeros_vD = jnp.zeros_like(w_vD, jnp.float32)
+    dw_vD, (losses, dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
+    return jnp.sum(losses), (dx_bcD.swapaxes(0, 1).reshape(x_btD.shape), dw_vD.astype(w_vD.dtype))
+
+
+def _cross_entropy_backward(chunk, soft_cap, z_loss, residuals, dloss):
+    dx_btD, dw_vD = residuals
+    return (dx_btD * dloss).astype(dx_btD.dtype), (dw_vD * dloss).astype(dw_vD.dtype), None, None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
