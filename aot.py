@@ -283,7 +283,7 @@ def describe(found: dict) -> str:
         f"  {'collective':16}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  of",
     ]
     for row in found["collectives"][:16]:
-        axes = ",".join(row["mesh_axes"]) or "all"
+        axes = "slices" if row["engine"] == "network" else ",".join(row["mesh_axes"]) or "all"
         numbers = (
             f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>13}{si(row['exposed_s'], 's'):>13}"
         )

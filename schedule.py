@@ -30,7 +30,9 @@ iterations are walked until one leaves both as it found them; it stands for all 
     reduce-scatter    V (n-1)/n / (rings W)
     all-reduce        2 V (n-1)/n / (rings W)
     all-to-all        V (n-1)/n / W                         V: bytes of a device; half of all cross the middle, which
-                                                            is V a link on 2x2x1 and on a torus of 4x4x4
+                                                            is V a link on 2x2x1 and on a torus of 4x4x4; of a
+                                                            ragged one, whose sizes only the run knows, V is what is
+                                                            there to be sent or the room for it, the smaller
     permute           V / W                                 a queue of its own for every way round
     copy, slice       V / W_hbm, V / W_host                 between HBM and VMEM, device and host; a copy within HBM
                                                             takes 2V, and so do the SparseCores to gather or transpose
@@ -117,6 +119,7 @@ MOVES = FREE | set(
 )
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVES += ("collective-broadcast",)
+BETWEEN_SLICES = ("send", "recv")  # what XLA makes of a collective over the network
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates
     if start and kind != "all-reduce":  # (operands, results)
         shapes = shapes[len(operands) :]
     nbytes = sum(shape.nbytes for shape in shapes)
+    if kind == "ragged-all-to-all":
+        nbytes = min(shape.nbytes for shape in operands[:2])
     size = len(instruction.groups[0]) if instruction.groups else 1
     rings = num_rings(instruction.config)
     sparse = thread == "sparsecore" or instruction.config.get("device_type") == "DEVICE_TYPE_SPARSECORE"
@@ -234,7 +239,7 @@ class Timeline:
 
     @property
     def collectives(self) -> tuple[Message, ...]:
-        return tuple(message for message in self.messages if message.kind in COLLECTIVES)
+        return tuple(message for message in self.messages if message.kind in COLLECTIVES + BETWEEN_SLICES)
 
     @property
     def exposed_s(self) -> float:
@@ -433,7 +438,7 @@ class Walk:
                 nbytes = self.hbm_bytes(opcodes, inner.shapes, operands)
                 return Transfer(inner.opcode, "SparseCore", "SparseCore", nbytes, nbytes / rates.hbm_bytes_per_s)
         kind = inner.opcode.removesuffix("-start")
-        if kind in ("send", "recv"):
+        if kind in BETWEEN_SLICES:
             nbytes, far = inner.shapes[0].nbytes, "megascale" in inner.attributes.get("frontend_attributes", "")
             if far or "is_host_transfer" not in inner.attributes:
                 return Transfer(kind, "network", f"network, {kind}", nbytes, nbytes / rates.network_bytes_per_s)

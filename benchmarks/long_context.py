@@ -32,9 +32,9 @@ ROWS = {
         ("tpu7x:2x4x4", "fsdp:32,context:2", 131_072, 32),
     ],
     "lengths": [
-        ("tpu7x:2x2x4", "fsdp:8,context:4", 131_072, 8),
-        ("tpu7x:4x4x4", "fsdp:8,context:16", 524_288, 8),
-        ("tpu7x:4x4x8", "fsdp:8,context:32", 1_048_576, 8),
+        ("tpu7x:4x4x4", "data:8,fsdp:4,context:4", 131_072, 32),
+        ("tpu7x:4x4x4", "data:2,fsdp:4,context:16", 524_288, 8),
+        ("tpu7x:4x4x4", "fsdp:4,context:32", 1_048_576, 4),
     ],
 }
 PRESET, REMAT = "llama3.1-8b", "full"

@@ -331,14 +331,13 @@ COMPILED = dict(
 def test_memory_is_that_of_the_compiled_program(policy):
     """The device's within 10%; the host's to the byte, for it has nothing else.
 
-    With an offload, the compiler of jax 0.10 frees the device's copies earlier than that of 0.12: 16% under what is
-    predicted, where the newer one is 4% under.
+    What comes from the host ahead of its layer is on the device once more, which the compiler of jax 0.10 does not need.
     """
     config = Config(**COMPILED, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, "")
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
-    most = 1.2 if policy == "minimal_offloaded" and jax.__version_info__ < (0, 11) else 1.1
-    assert 0.9 < predicted.hbm_bytes / memory["peak_hbm_bytes"] < most
+    ahead = predicted.host_bytes / config.num_layers if jax.__version_info__ < (0, 11) else 0
+    assert 0.9 < (predicted.hbm_bytes - ahead) / memory["peak_hbm_bytes"] < 1.1
     assert memory["host_bytes"] == predicted.host_bytes
     on_host = "S(5)" in program  # the memory space of the host
     assert on_host == (predicted.host_bytes > 0) == (policy == "minimal_offloaded")

@@ -407,6 +407,14 @@ def test_synchronous_collectives_stall_in_full(opcode, attributes, seconds, nbyt
     assert message.synchronous and message.exposed_s == message.seconds == seconds and message.nbytes == nbytes
 
 
+@pytest.mark.parametrize("room", [3, 32])
+def test_what_a_ragged_all_to_all_moves_is_no_more_than_either_end_holds(room):
+    out, sizes = f"%out = u8[{room}]{{0}} iota(), iota_dimension=0", "%sizes = s32[4]{0} iota(), iota_dimension=0"
+    ragged = f"ragged-all-to-all(%p, %out, %sizes, %sizes, %sizes, %sizes), {GROUPS}"
+    (message,) = run(out, sizes, f"%c = u8[{room}]{{0}} {ragged}", END).collectives
+    assert message.nbytes == min(room, 8) and message.seconds == min(room, 8) * 3 / 4
+
+
 def test_asynchronous_collectives_of_the_tensorcore():
     start = f"%s = (u8[8]{{0}}, u8[32]{{0}}) all-gather-start(%p), {GROUPS}"
     reduce = f"%r = u8[8]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%vector"
