@@ -234,13 +234,12 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
         gate, up = moe.grouped_matmul(x, w.expert_gate, sizes), moe.grouped_matmul(x, w.expert_up, sizes)
         if config.expert_bias:
-            gate += moe.of_each_row(w.bias_expert_gate, x.shape[0], sizes)
-            up += moe.of_each_row(w.bias_expert_up, x.shape[0], sizes)
+            gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)
         gate, up = remat.named(gate, "expert_gate"), remat.named(up, "expert_up")
         product = remat.named(moe.swiglu(gate, up, config.swiglu_limit), "expert_product")
         y = moe.grouped_matmul(product, w.expert_down, sizes)
         if config.expert_bias:
-            y += moe.of_each_row(in_partial_sum(w.bias_expert_down), x.shape[0], sizes)
+            y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
 
     x_td = h_td if experts_travel else gather(h_td, dim=1)
