@@ -118,7 +118,7 @@ class Config:
     fp8_block: int = 128  # elements of a block along each dim
     fp8_rounding: str = "nearest"  # of gradients: nearest or stochastic
     fp8_gradients: str = "e5m2"  # their format: e5m2 or e4m3
-    fp8_modules: str = "qkv,out,mlp"  # multiplied in 8 bits, of qkv, out, mlp (shared experts too, routed ones not)
+    fp8_modules: str = "qkv,out,mlp,moe"  # multiplied in 8 bits: qkv, out, mlp (and shared experts), moe (routed ones)
     fp8_skip_layers: int = 0  # so many layers at each end stay in `dtype`
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
@@ -228,8 +228,8 @@ class Config:
                 f"fp8_skip_layers={self.fp8_skip_layers} needs a recipe, as in --fp8=dynamic; it is 'none'"
             )
         for name in self.fp8_modules.split(","):
-            if name not in ("qkv", "out", "mlp"):
-                raise ValueError(f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp")
+            if name not in ("qkv", "out", "mlp", "moe"):
+                raise ValueError(f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp, moe")
         if self.remat_tensors and self.remat != "custom":
             raise ValueError(f"remat_tensors={self.remat_tensors!r} needs --remat=custom; it is {self.remat!r}")
         if self.remat_places["decoder_layer_input"] == "remat":

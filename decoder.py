@@ -232,12 +232,12 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         """Of sorted rows [r, D], or of [e, c, D]: {U_tensor}."""
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
-        gate, up = moe.grouped_matmul(x, w.expert_gate, sizes), moe.grouped_matmul(x, w.expert_up, sizes)
+        gate, up = grouped(x, (w.expert_gate, w.expert_up), sizes, config)
         if config.expert_bias:
             gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)
         gate, up = remat.named(gate, "expert_gate"), remat.named(up, "expert_up")
         product = remat.named(moe.swiglu(gate, up, config.swiglu_limit), "expert_product")
-        y = moe.grouped_matmul(product, w.expert_down, sizes)
+        (y,) = grouped(product, (w.expert_down,), sizes, config)
         if config.expert_bias:
             y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
@@ -249,6 +249,17 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
     if config.num_shared_experts:
         x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
     return x_btd, add_metrics(metrics, i, logits_tE, routing, dropped, config)
+
+
+def grouped(x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config) -> tuple[jax.Array, ...]:
+    """x @ w of each expert, for each of `weights`; x as in `moe.grouped_matmul`."""
+    if not isinstance(weights[0], fp8.Weight):
+        return tuple(moe.grouped_matmul(x, w, sizes) for w in weights)
+    recipe = fp8_recipe(config)
+    if sizes is None:
+        x = fp8.quantize(x, recipe, (2,))
+        return tuple(fp8.dot(x, w, recipe, batch=1) for w in weights)
+    return fp8.grouped_dot(x, weights, sizes, recipe)
 
 
 def in_partial_sum(bias: jax.Array) -> jax.Array:

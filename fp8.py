@@ -56,8 +56,8 @@ then round the other way); per tensor that is one number to agree on. What is ga
 activation over `tensor`, is gathered as q. Gradients are scattered and added up in the unquantised dtype: a sum of n
 numbers of 8 bits needs log2(n) bits more of range, and each partial sum would be rounded to 2 or 3 bits.
 
-**Left out.** Attention's two matmuls, the grouped ones of routed experts, 8-bit optimizer states (arXiv:2110.02861),
-8-bit reduce-scatters.
+**Left out.** Attention's two matmuls, the unembedding, grouped matmuls with more than one scale a tensor, 8-bit
+optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
 """
 
 import math
@@ -73,6 +73,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter
+from gmm import gmm, tgmm
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -420,6 +421,60 @@ def _gradient(dy, dims, axes, amax, recipe, key):
     expected = amax.reshape((1,) * dy.ndim) if recipe.uses_amax else amax_of(dy, dims, axes)
     scale = scale_of(expected, dtype)
     return cast(dy, scale, dtype, saturates=recipe.uses_amax, key=key), scale
+
+
+# -- grouped, for a mixture of experts
+
+
+def grouped_dot(
+    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe
+) -> tuple[jax.Array, ...]:
+    """Each group's rows times its matrix in each of `weights`, [e, K, N], in 8 bits, with gradients: gmm.py's kernels.
+
+    Args:
+      x_rK: rows sorted by group. What those behind the last one hold does not matter; they give zeros.
+      sizes_e: int32, rows of each group.
+      recipe: per tensor.
+
+    Raises:
+      ValueError: another granularity; scaling by `amax`, which a mixture does not keep.
+    """
+    if recipe.granularity != "per_tensor" or recipe.uses_amax:
+        raise ValueError(
+            f"fp8.grouped_dot has one scale a tensor, of today, not {recipe.granularity}, {recipe.scaling}"
+        )
+    x = quantize(jnp.where(_is_own(x_rK, sizes_e), x_rK, 0), recipe, (1,))
+    sources = [a for w in weights for a in jax.tree.leaves(w.quantized)]
+    x, quantized = _vary((x, [w.quantized for w in weights]), x.values, x.scale, x.source, *sources)
+    return tuple(_grouped(recipe, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
+
+
+def _is_own(x, sizes_e):
+    return jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_e)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(recipe, x, w, sizes_e, key):
+    return _grouped_forward(recipe, x, w, sizes_e, key)[0]
+
+
+def _grouped_forward(recipe, x, w, sizes_e, key):
+    scale, dtype = (x.scale * w.scale.reshape(1, 1)).reshape(()), x.source.dtype
+    y = gmm(x.values, w.values, sizes_e, lhs_scale=scale, out_dtype=dtype)
+    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
+
+
+def _grouped_backward(recipe, residuals, dy):
+    x, s_x, w, s_w, sizes_e, key = residuals
+    dtype = dy.dtype
+    q_dy, s_dy = _gradient(jnp.where(_is_own(dy, sizes_e), dy, 0), None, recipe.axes, None, recipe, key)
+    scale_with = lambda s: (s_dy * s.reshape(1, 1)).reshape(())
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=True, lhs_scale=scale_with(s_w), out_dtype=dtype)
+    dw = tgmm(x, q_dy, sizes_e, scale=scale_with(s_x), out_dtype=dtype)
+    return Quantized(None, None, dx), Quantized(None, None, dw), None, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 # -- in blocks

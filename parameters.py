@@ -277,12 +277,12 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
 # -- 8 bits
 
-# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together. Of a mixture
-# the routed experts are not among them: their grouped matmuls stay in `config.dtype`.
+# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
 FP8_MODULES = {
     "qkv": (("w_q", "w_k", "w_v"),),
     "out": (("w_o",),),
     "mlp": (("w_gate", "w_up"), ("w_down",), ("shared_gate", "shared_up"), ("shared_down",)),
+    "moe": (("expert_gate", "expert_up"), ("expert_down",)),
 }
 
 
@@ -343,6 +343,11 @@ def check_fp8(config: Config, mesh_sizes: dict[str, int]) -> None:
         )
     if config.num_experts and (recipe.uses_amax or config.fp8 == "calibrate" or config.fp8_skip_layers):
         raise ValueError(f"with num_experts={config.num_experts} fp8 is dynamic or fixed, and skips no layers")
+    if config.num_experts and "moe" in config.fp8_modules.split(",") and config.fp8_granularity != "per_tensor":
+        raise ValueError(
+            f"fp8_granularity={config.fp8_granularity}: routed experts have one scale a tensor; "
+            "--fp8_modules=qkv,out,mlp leaves them as they are"
+        )
     if 2 * config.fp8_skip_layers >= config.num_layers:
         raise ValueError(f"fp8_skip_layers={config.fp8_skip_layers} at each end leaves none of {config.num_layers}")
     if config.collective_matmul:

@@ -30,10 +30,12 @@ import transformer
 from config import from_preset
 
 NO_BALANCE = dict(load_balance_loss=0.0)
+# A bias can go as far as its rate times the steps; DeepSeek-V3's 0.001 is for hundreds of thousands of them.
+BIAS = dict(selection_bias=True, selection_bias_rate=0.01, **NO_BALANCE)
 RUNS = {
     "dense": dict(preset="tiny", mesh="fsdp:2"),
     "experts, balanced by a loss": dict(preset="tiny-moe", mesh="expert:2"),
-    "experts, balanced by a bias": dict(preset="tiny-moe", mesh="expert:2", selection_bias=True, **NO_BALANCE),
+    "experts, balanced by a bias": dict(preset="tiny-moe", mesh="expert:2", **BIAS),
     "experts, not balanced": dict(preset="tiny-moe", mesh="expert:2", **NO_BALANCE),
 }
 

@@ -104,7 +104,7 @@ def test_files_that_cannot_be_used(tmp_path):
     check("is no profile", text="[]")
     check("is no profile", text='{"of": {}}')
     check("of another run: ff_dim is 32 there and 64 here; ", ff_dim=64)
-    check("of another run: fp8_modules is 'qkv,out,mlp' there and 'mlp' here", fp8_modules="mlp")
+    check("of another run: fp8_modules is 'qkv,out,mlp,moe' there and 'mlp' here", fp8_modules="mlp")
     less = json.loads(good)
     del less["largest"]["w_o"]
     check("a number for each operand of each layer", text=json.dumps(less))

@@ -447,6 +447,41 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
         fp8.dot(jnp.zeros((4, 8)), jnp.zeros((8, 4), jnp.bfloat16), Recipe())
 
 
+# -- grouped
+
+
+@pytest.mark.parametrize("sizes", [[24, 0, 40, 17], [96, 0, 0, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
+def test_grouped_equals_a_plain_emulation(sizes, gradients):
+    """Row by row with the matrix of its group, the same scales; what stands behind the last group is NaN."""
+    recipe = Recipe(gradients=gradients)
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((96, 32), (4, 32, 16), (96, 16)), strict=True))
+    rows = np.repeat([0, 1, 2, 3, 0], [*sizes, 96 - sum(sizes)])
+    own = (np.arange(96) < sum(sizes))[:, None]
+
+    def eight_bits(a, dtype):
+        scale = fp8.scale_of(fp8.amax_of(a), dtype)
+        return np.asarray(fp8.cast(a, scale, dtype).astype(jnp.float32) * scale, np.float64)
+
+    q_x, q_dy = eight_bits(jnp.where(own, x, 0), fp8.E4M3), eight_bits(jnp.where(own, dy, 0), fp8.GRADIENTS[gradients])
+    q_w = eight_bits(w, fp8.E4M3)
+    of_row = np.eye(4)[rows] * own
+    want = np.einsum("rk,rkn->rn", q_x, q_w[rows]), np.einsum("rn,rkn->rk", q_dy, q_w[rows])
+    want += (np.einsum("re,rk,rn->ekn", of_row, q_x, q_dy),)
+
+    def grouped(x, w):
+        weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
+        return fp8.grouped_dot(x, (weight,), jnp.array(sizes), recipe)[0]
+
+    y, vjp = jax.vjp(grouped, jnp.where(own, x, jnp.nan), w)
+    for a, b in zip((y, *vjp(jnp.where(own, dy, jnp.nan))), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(np.abs(b).max(), 1e-3))
+    for other in (Recipe(granularity="per_axis"), Recipe("delayed")):
+        with pytest.raises(ValueError, match="one scale a tensor"):
+            fp8.grouped_dot(x, (), jnp.array(sizes), other)
+
+
 # -- in the model
 
 
@@ -456,6 +491,7 @@ FLAGS = {
     "block": dict(fp8="dynamic", fp8_granularity="block", fp8_block=4),
     "fixed": dict(fp8="fixed", fp8_gradients="e4m3"),
     "mlp only": dict(fp8="dynamic", fp8_modules="mlp"),
+    "experts": dict(fp8="dynamic", num_experts=8, experts_per_token=2, expert_dim=16, buffer_factor=8.0),
 }
 
 
@@ -481,6 +517,9 @@ def slow(*values):
         slow("block", "fsdp:4,tensor:2", dict(remat="save_qkv_proj")),
         slow("fixed", "fsdp:2,tensor:4", dict()),
         slow("mlp only", "data:2,fsdp:4", dict(remat="minimal")),
+        slow("experts", "fsdp:2,expert:4", dict(remat="full")),
+        slow("experts", "fsdp:2,expert:2,tensor:2", dict(collectives="ring")),
+        slow("experts", "fsdp:4,expert:2", dict(moe_impl="reference")),
     ],
 )
 def test_every_mesh_trains_as_one_device(name, mesh, options):
@@ -499,7 +538,8 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
 def test_gradients_are_near_those_of_float32(name):
     """Two roundings of up to 2^-4 and one of up to 2^-3 in each matmul, through three layers and back."""
     loss, grads = loss_and_gradients("fsdp:1", tuple(FLAGS[name].items()))
-    expected, expected_grads = loss_and_gradients("fsdp:1", ())
+    model = tuple((flag, value) for flag, value in FLAGS[name].items() if not flag.startswith("fp8"))
+    expected, expected_grads = loss_and_gradients("fsdp:1", model)
     assert 0 < abs(loss - expected) < 0.01 * expected
     assert 0.01 < max(map(relative_error, jax.tree.leaves(grads), jax.tree.leaves(expected_grads))) < 0.4
 
@@ -566,6 +606,7 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
             "model_dim=192 in 8 parts is not cut by fp8_block=128",
         ),
         (dict(preset="tiny-mla", fp8="dynamic"), "fsdp:8", "--fp8_modules=out,mlp"),
+        (dict(preset="tiny-moe", fp8="dynamic", fp8_granularity="per_axis"), "fsdp:8", "routed experts have one scale"),
     ],
 )
 def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
