@@ -347,7 +347,7 @@ def exchange_plan(loads_E: jax.Array, axis: str, room: int) -> tuple[Way, Way, j
 
 
 def exchange(x: jax.Array, rows: int, there: Way, back: Way, axis: str, most: int) -> jax.Array:
-    """Sends x's slices `there`: [rows, ...], of which those where none arrives hold anything. Its gradient comes `back`.
+    """Sends x's slices `there`: [rows, ...], where none arrives as it was found. Its gradient comes the way `back`.
 
     On a TPU the collective of that name, which the SparseCores do beside the computation; elsewhere collectives.py's,
     which pads each slice to the `most` rows that one can have.

@@ -174,7 +174,8 @@ def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates
         if not kind.endswith("all-to-all") and not near:
             speed *= max(rings, 1)
     engine = "SparseCore" if sparse else "TensorCore"
-    return Transfer(kind, engine, queue, nbytes, moved / speed, instruction.groups, rings)
+    groups = instruction.groups or tuple(pair for pair in instruction.pairs if pair[0] != pair[1])
+    return Transfer(kind, engine, queue, nbytes, moved / speed, groups, rings)
 
 
 def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:

@@ -331,7 +331,7 @@ COMPILED = dict(
 def test_memory_is_that_of_the_compiled_program(policy):
     """The device's within 10%; the host's to the byte, for it has nothing else.
 
-    What comes from the host ahead of its layer is on the device once more, which the compiler of jax 0.10 does not need.
+    What comes from the host ahead of its layer is on the device once more; the compiler of jax 0.10 needs no such copy.
     """
     config = Config(**COMPILED, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, "")
