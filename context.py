@@ -316,32 +316,34 @@ def _ring_gradients(plan, queries, keys):
     """(dq, dk, dv) in float32. A sum of dk and dv starts at the device after theirs and follows its keys home."""
     if plan.groups == 1:
         return _block_gradients(plan, queries, keys, causal=True, window=plan.window, q_offset=plan.q_offset)
-    zeros = [jnp.zeros_like(x, jnp.float32) for x in (queries[0], *keys[:2])]
+    zeros = lambda arrays: [jnp.zeros_like(x, jnp.float32) for x in arrays]
 
-    def gradients(keys, hop):
-        def pairs():
-            starts_q, starts_k, size = _pairs(plan, queries[0].shape[2], hop)
-            found = _block_gradients(plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False)
-            dq, *dkv = zeros
-            for at_q, at_k, (dq_part, *dkv_part) in zip(starts_q, starts_k, _split(found, len(starts_q)), strict=True):
-                dq = _put(dq, _take(dq, [at_q], size) + dq_part, at_q)
-                dkv = _put(dkv, _add(_take(dkv, [at_k], size), dkv_part), at_k)
-            return dq, dkv
+    def found(keys, hop):
+        """(where, what) there is to add to dq, dk and dv."""
+        starts_q, starts_k, size = _pairs(plan, queries[0].shape[2], hop)
+        block = lambda: _block_gradients(
+            plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False
+        )
+        unseen = lambda: zeros((queries[0], *keys[:2]))
+        parts = block() if plan.balanced else lax.cond(hop <= _my_group(plan), block, unseen)
+        return list(zip(starts_q, starts_k, _split(parts, len(starts_q)), strict=True))
 
-        dq, dkv = pairs() if plan.balanced else lax.cond(hop <= _my_group(plan), pairs, lambda: (zeros[0], zeros[1:]))
+    def add(dq, dkv, found):
+        for at_q, at_k, (dq_part, *dkv_part) in found:
+            (dq,) = _add_at([dq], [dq_part], at_q)
+            dkv = _add_at(dkv, dkv_part, at_k)
         return dq, dkv
 
     def turn(carry, hop, last=False):
         keys, dq, dkv = carry
         arriving = None if last else _pass_on(plan, keys)
         dkv_so_far = _pass_on(plan, dkv)  # neither is waited for by what is computed here
-        dq_part, dkv_part = gradients(keys, hop)
-        return (arriving, dq + dq_part, _add(dkv_so_far, dkv_part)), None
+        return (arriving, *add(dq, dkv_so_far, found(keys, hop))), None
 
     here = keys
     keys = _pass_on(plan, here)
     arriving = _pass_on(plan, keys) if plan.groups > 2 else None
-    carry = (arriving, *gradients(keys, 1))
+    carry = (arriving, *add(*zeros(queries[:1]), zeros(keys[:2]), found(keys, 1)))
     if plan.groups > 2:
         carry, _ = lax.scan(turn, carry, jnp.arange(2, plan.groups - 1))
         carry, _ = turn(carry, plan.groups - 1, last=True)
@@ -426,6 +428,11 @@ def _split(arrays, parts):
 
 def _put(arrays, parts, at):
     return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, at, _dim(x)), arrays, parts)
+
+
+def _add_at(arrays, parts, at):
+    there = _take(arrays, [at], parts[0].shape[2])
+    return _put(arrays, _add(there, parts), at)
 
 
 def _add(a, b):
