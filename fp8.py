@@ -68,7 +68,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
@@ -257,12 +256,6 @@ def _tell(x, amax, found):
 
 
 _tell.defvjp(lambda x, amax, found: (x, found), lambda found, dx: (dx, found, jnp.zeros_like(found)))
-
-
-def named(q: Quantized, name: str) -> Quantized:
-    """Tagged for `jax.checkpoint`: what its policy saves of q is 8 bits, and nothing is quantised again."""
-    tag = partial(checkpoint_name, name=name)
-    return Quantized(tag(q.values), tag(q.scale), q.source)
 
 
 def gather(

@@ -74,8 +74,6 @@ from workload import TODAY, Efficiency, run_of
 
 # jax is imported where it is used: the predictions answer without it.
 
-HOST_MEMORY = "pinned_host"
-
 
 # -- what runs
 
@@ -91,17 +89,21 @@ def policy(config: Config):
     """For `jax.checkpoint`: which of the named activations of a layer are kept, and where."""
     import jax
 
+    import offload
+
     offloaded = offloaded_names(config)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(saved_names(config) - offloaded),
         names_which_can_be_offloaded=sorted(offloaded),
         offload_src="device",
-        offload_dst=HOST_MEMORY,
+        offload_dst=offload.MEMORY,
     )
 
 
 def check_host_memory(config: Config, mesh) -> None:
     """Raises ValueError where something is to wait on the host, and a device of the mesh cannot address its memory."""
+    import offload
+
     waits = {
         f"remat={config.remat} offloads {', '.join(sorted(offloaded_names(config)))}": offloaded_names(config),
         "offload_optimizer puts the optimizer state": config.offload_optimizer,
@@ -109,9 +111,9 @@ def check_host_memory(config: Config, mesh) -> None:
     for what in (what for what, asked in waits.items() if asked):
         for device in mesh.local_devices:
             kinds = [memory.kind for memory in device.addressable_memories()]
-            if HOST_MEMORY not in kinds:
+            if offload.MEMORY not in kinds:
                 raise ValueError(
-                    f"{what} to {HOST_MEMORY}, and {device.device_kind} has the memories {', '.join(kinds)} only; "
+                    f"{what} to {offload.MEMORY}, and {device.device_kind} has the memories {', '.join(kinds)} only; "
                     "without: --remat=full --no-offload_optimizer"
                 )
 

@@ -338,22 +338,6 @@ def test_what_is_kept_for_the_backward_pass_is_8_bits(name):
     assert sorted(a.dtype.name for a in kept) == ["float8_e4m3fn", "float8_e4m3fn"]
 
 
-def test_a_name_on_what_is_quantised_saves_8_bits():
-    """Under jax.checkpoint: with the name nothing is quantised again, and the values are what is stored."""
-    x, w, recipe = normal(16, 32, dtype=jnp.bfloat16), normal(32, 24, seed=1, dtype=jnp.bfloat16), Recipe()
-
-    def layer(x, w, named):
-        h = fp8.quantize(jnp.tanh(x), recipe, (1,))
-        h = fp8.named(h, "h") if named else h
-        return jnp.sum(jnp.sin(fp8.dot(h, w, recipe)))
-
-    policy = jax.checkpoint_policies.save_only_these_names("h")
-    for named in (True, False):
-        saved = jax.vjp(jax.checkpoint(partial(layer, named=named), policy=policy), x, w)[1]
-        shapes = [a.dtype.name for a in jax.tree.leaves(saved) if a.shape == x.shape]
-        assert sorted(shapes) == ["bfloat16"] + ["float8_e4m3fn"] * named  # and x itself
-
-
 def mesh_of(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -1,0 +1,40 @@
+"""The parts of a layer that no comparison of whole gradients would single out."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import PartitionSpec as P
+from test_vocabulary import on_tensor_mesh
+
+import decoder
+from config import Config
+
+
+def test_figures_of_the_loads():
+    """Two layers: 3/2 and 1 times the mean; 3 of 16 choices dropped."""
+    sums = dict(expert_loads=jnp.array([[2.0, 6], [4, 4]]), dropped=jnp.float32(3))
+    found = decoder.figures(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
+    assert found == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
+    assert decoder.figures({}) == {}
+
+
+@pytest.mark.parametrize("scaling", [1.0, 8.0])
+def test_rope_is_the_published_formula(scaling):
+    config = Config(head_dim=64, rope_theta=500_000.0, rope_scaling=scaling)
+    positions = jnp.arange(4000)[None, ::37]
+    x = jax.random.normal(jax.random.key(0), (1, positions.shape[1], 2, 64))
+    turned = decoder.rope(x, *decoder.rope_tables(positions, config))
+    np.testing.assert_allclose(turned, reference.rotate(x, positions, config), atol=2e-3)
+
+
+def test_rms_norm_of_a_cut_dim_is_that_of_the_whole():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * 5
+    scale = jnp.arange(16.0)
+    normed = on_tensor_mesh(
+        partial(decoder.rms_norm, eps=1e-5), (P(None, None, "tensor"), P("tensor")), P(None, None, "tensor")
+    )
+    np.testing.assert_allclose(normed(x, scale), reference.norm(x, scale, 1e-5), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,76 @@
+"""Sizes of the published models, and which parts of a mesh they can be cut into."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import parameters
+import placement
+import transformer
+from config import PRESETS, Config, from_preset
+
+# Numbers of parameters of the released checkpoints.
+PUBLISHED = {
+    "llama2-70b": 68_976_648_192,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "qwen2.5-7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(preset):
+    assert parameters.num_params(from_preset(preset)) == PUBLISHED[preset]
+
+
+def test_gemma_like_is_about_as_large_as_gemma():
+    """30.7e9 parameters are published; here the global layers have the heads of the local ones."""
+    assert parameters.num_params(from_preset("gemma-31b-like")) == pytest.approx(30.7e9, rel=0.02)
+
+
+POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,tensor:2"), 128)
+EXPERT_POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,expert:4"), 128)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
+def test_presets_can_be_cut_as_a_pod_would(preset):
+    config = from_preset(preset)
+    parameters.check_divides(config, EXPERT_POD if config.num_experts else POD)
+
+
+EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh", "message"),
+    [
+        (dict(), "expert:8", "mesh axis expert:8 is for mixtures of experts, and num_experts is 0: use fsdp"),
+        (EXPERTS | dict(num_experts=4), "expert:8", r"num_experts=4 must be a multiple of expert=8"),
+        (EXPERTS | dict(expert_dim=12), "tensor:8", r"expert_dim=12 must be a multiple of tensor=8"),
+        (EXPERTS | dict(num_shared_experts=3, expert_dim=4), "fsdp:2,tensor:4", None),  # they are cut as one
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
+    check = lambda: parameters.check_divides(Config(**flags), placement.parse_mesh(mesh))
+    if message is None:
+        return check()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check()
+
+
+def test_selection_biases_are_float32_in_a_step_of_any_dtype():
+    config = Config(**EXPERTS, selection_bias=True, num_dense_layers=1, dtype="bfloat16")
+    dtypes = parameters.compute_dtypes(config)
+    assert dtypes.layers.selection_bias == jnp.float32
+    assert {*jax.tree.leaves(dtypes)} == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+    assert dtypes.layers.w_router == dtypes.dense_layers.w_up == jnp.bfloat16
+
+
+def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
+    config = from_preset("llama3.1-8b")
+    flops = transformer.train_flops_per_token(config)
+    norms = (2 * config.num_layers + 1) * config.model_dim
+    look_up = config.vocab_size * config.model_dim
+    attention = 6 * config.num_layers * config.seq_len * config.num_heads * config.head_dim
+    assert flops == 6 * (parameters.num_params(config) - norms - look_up) + attention
