@@ -277,14 +277,6 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
 # -- 8 bits
 
-# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
-FP8_MODULES = {
-    "qkv": (("w_q", "w_k", "w_v"),),
-    "out": (("w_o",),),
-    "mlp": (("w_gate", "w_up"), ("w_down",), ("shared_gate", "shared_up"), ("shared_down",)),
-    "moe": (("expert_gate", "expert_up"), ("expert_down",)),
-}
-
 
 class Scaling(NamedTuple):
     """What a step knows of its 8-bit operands before it has them (calibration.py)."""
@@ -307,7 +299,7 @@ def fp8_groups(config: Config) -> list[tuple[str, ...]]:
     modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
     kinds = (False, True) if config.num_dense_layers else (bool(config.num_experts),)
     absent = set.intersection(*(_absent(config, experts) for experts in kinds))
-    return [group for module in modules for group in FP8_MODULES[module] if absent.isdisjoint(group)]
+    return [group for module in modules for group in transformer.FP8_MODULES[module] if absent.isdisjoint(group)]
 
 
 def fp8_contracted(config: Config) -> Params:

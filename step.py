@@ -197,7 +197,7 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
 def _loss(of: Run) -> Part:
     D, V = of.config.model_dim, of.config.vocab_size
     tokens = of.tokens * of.microbatches / of.tensor
-    speed, bandwidth = of.flops_per_s("unembedding"), of.hbm_bytes_per_s * of.efficiency.elementwise
+    speed, bandwidth = of.flops_per_s(), of.hbm_bytes_per_s * of.efficiency.elementwise
     seconds = tokens * (3 * 2 * D * V / speed + V * 16 / bandwidth)
     formula = f"{tokens:,.0f} tokens * (3 * 2 * {D} * {V:,} / {si(speed, 'FLOP/s')} + {V:,} * 16 B / "
     return Part("loss", "compute", seconds, seconds, f"{formula}{si(bandwidth, 'B/s')})")
@@ -223,7 +223,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     seconds = exposed = ends = 0.0
     for kind in kinds:
         whole = kind.layer.whole_params(of)
-        gather = of.collective_s("all_gather", of.weight_bytes * whole, "fsdp")
+        gather = of.collective_s("all_gather", kind.layer.whole_bytes(of), "fsdp")
         scatter = of.collective_s("reduce_scatter", of.element * whole, "fsdp")
         gathers = 2 + config.remat_stage
         moved = gathers * gather + scatter
@@ -233,7 +233,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
     tables = of.element * config.vocab_size * config.model_dim / of.tensor * (1 if config.tied_embeddings else 2)
     tables_s = of.collective_s("all_gather", tables, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
-    formula = f"gather {si(of.weight_bytes * whole, 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
+    formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
     formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
     once = of.microbatches * tables_s
@@ -508,7 +508,7 @@ def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
         for product in layer.products:
             m, k, n, _ = local_shape(of, product)
             flops, nbytes = 2 * m * k * n, moved_bytes(of, product)
-            peak = of.flops_per_s(product.part) / of.efficiency.matmul
+            peak = of.flops_per_s(product.dtype) / of.efficiency.matmul
             rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * of.hbm_bytes_per_s)))
     return list(dict.fromkeys(rows))
 

@@ -199,6 +199,21 @@ def parts(config: Config) -> Mapping[str, Part]:
     return found
 
 
+# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
+FP8_MODULES = {
+    "qkv": (("w_q", "w_k", "w_v"),),
+    "out": (("w_o",),),
+    "mlp": (("w_gate", "w_up"), ("w_down",), ("shared_gate", "shared_up"), ("shared_down",)),
+    "moe": (("expert_gate", "expert_up"), ("expert_down",)),
+}
+
+
+def in_8_bits(config: Config) -> frozenset[str]:
+    """The weights that are multiplied, and travel, in 8 bits. (Those of `fp8_skip_layers` are counted as well.)"""
+    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
+    return frozenset(name for module in modules for group in FP8_MODULES[module] for name in group)
+
+
 def num_params(config: Config) -> int:
     return sum(part.params for part in parts(config).values())
 

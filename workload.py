@@ -134,11 +134,6 @@ class Run:
         return matmul_dtype(self.config)
 
     @property
-    def weight_bytes(self) -> int:
-        """Of a weight as it multiplies, and so as it travels."""
-        return DTYPE_BYTES["fp8"] if self.dtype == "fp8" else self.element
-
-    @property
     def hbm_bytes_per_s(self) -> float:
         return self.chip.hbm_bytes_per_s / self.chip.devices
 
@@ -146,9 +141,8 @@ class Run:
     def host_bytes_per_s(self) -> float:
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
-    def flops_per_s(self, part: str) -> float:
-        """Of a device's matmuls in a part of the model."""
-        dtype = self.dtype if part in FP8_PARTS else "bf16"
+    def flops_per_s(self, dtype: str = "bf16") -> float:
+        """Of a device's matmuls."""
         return self.chip.flops_per_s(dtype) / self.chip.devices * self.efficiency.matmul
 
     def reached(self, axis: str) -> list[Axis]:
@@ -215,7 +209,6 @@ def check(of: Run) -> list[str]:
 # -- a layer
 
 
-FP8_PARTS = {"attention", "mlp", "experts", "shared experts"}  # in 8 bits; router and unembedding stay in bf16
 ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` cuts what they sum over
 
 
@@ -229,6 +222,7 @@ class Product:
     n: int
     copies: int  # experts of a token
     recomputed: bool
+    dtype: str  # bf16 or fp8
 
 
 @dataclass(frozen=True)
@@ -238,6 +232,7 @@ class Layer:
     num_layers: int
     products: list[Product]
     params: dict[bool, int]  # of the experts, and of all else
+    params_in_8_bits: dict[bool, int]  # of these, those that travel so
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
     global_keys: float  # of them, those of layers without a window
@@ -249,7 +244,16 @@ class Layer:
 
     def whole_params(self, of: Run) -> float:
         """Its weights on a device, once gathered over `fsdp`."""
-        return (self.params[True] / of.sizes["expert"] + self.params[False]) / of.tensor
+        return _on_device(of, self.params)
+
+    def whole_bytes(self, of: Run) -> float:
+        """Theirs, as they multiply, and so as they travel."""
+        in_8_bits = _on_device(of, self.params_in_8_bits)
+        return DTYPE_BYTES["fp8"] * in_8_bits + of.element * (self.whole_params(of) - in_8_bits)
+
+
+def _on_device(of: Run, params: dict[bool, int]) -> float:
+    return (params[True] / of.sizes["expert"] + params[False]) / of.tensor
 
 
 @cache
@@ -263,6 +267,7 @@ def layers_of(config: Config, block: int) -> list[Layer]:
     offloaded = saved & transformer.offloaded_names(config)
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     num_experts = transformer.num_expert_layers(config)
+    in_8_bits = transformer.in_8_bits(config)
     T = config.seq_len
     whole = T if T <= block else T / 2 + block / 2  # blocks on the diagonal are computed whole
     local = min(whole, config.window + block) if config.window else whole
@@ -274,7 +279,7 @@ def layers_of(config: Config, block: int) -> list[Layer]:
         if not num_layers:
             continue
         absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
-        products, params = [], {True: 0, False: 0}
+        products, params, params_in_8_bits = [], {True: 0, False: 0}, {True: 0, False: 0}
         for name, weight in transformer.weights(config).items():
             if (
                 weight.part in absent
@@ -284,18 +289,21 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 continue
             dims = weight.shape[1:]
             params[weight.part == "experts"] += math.prod(dims)
+            params_in_8_bits[weight.part == "experts"] += math.prod(dims) * (name in in_8_bits)
             if weight.makes:
                 copies = 1
                 if weight.part == "experts":
                     copies, dims = config.experts_per_token, dims[1:]
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-                products.append(Product(name, weight.part, k, n, copies, transformer.multiplied_again(weight, saved)))
+                again, dtype = transformer.multiplied_again(weight, saved), "fp8" if name in in_8_bits else "bf16"
+                products.append(Product(name, weight.part, k, n, copies, again, dtype))
         of_layer = lambda names, experts=experts: transformer.saved_bytes_per_layer(config, names, experts=experts)
         found.append(
             Layer(
                 num_layers,
                 products,
                 params,
+                params_in_8_bits,
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
                 num_global * whole / config.num_layers,
@@ -341,7 +349,7 @@ def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
 def moved_bytes(of: Run, product: Product) -> float:
     """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
     rows, k, n, matrices = local_shape(of, product)
-    operand = of.weight_bytes if product.part in FP8_PARTS else of.element
+    operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else of.element
     return (matrices * k * n + rows * k) * operand + rows * n * of.element
 
 
@@ -355,7 +363,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
         rows, k, n, matrices = local_shape(of, product)
         padded_rows = rows + matrices * e.expert_tile * (product.part == "experts")
         once = max(
-            2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.part),
+            2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.dtype),
             moved_bytes(of, product) / (of.hbm_bytes_per_s * e.hbm),
         )
         forward += once
@@ -421,7 +429,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         rounds = config.pipeline_rounds
         waiting = held(saved) / rounds + of.in_flight * rounds * config.model_dim * of.element * b / of.tensor
     largest = max(layers, key=lambda layer: layer.every)
-    gathered = max(of.weight_bytes * layer.whole_params(of) for layer in layers)
+    gathered = max(layer.whole_bytes(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
     whole = sizes["fsdp"] > 1
     table = config.vocab_size * config.model_dim / of.tensor

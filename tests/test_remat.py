@@ -282,7 +282,7 @@ def test_auto_does_not_look_at_the_policy_of_the_config():
 def test_the_numbers_of_the_docstring():
     """What a byte costs by recomputation, in HBM, over the host's link; and which offloads hide."""
     of = predictions(LLAMA())["full"].of
-    speed, host = of.flops_per_s("mlp"), of.host_bytes_per_s
+    speed, host = of.flops_per_s(), of.host_bytes_per_s
     hbm = of.hbm_bytes_per_s * of.efficiency.hbm
     assert (round(speed / 1e12), round(hbm / 1e11), host) == (957, 32, 16e9)
     assert 2 * speed / hbm == pytest.approx(600, rel=0.01) and 2 * speed / host == pytest.approx(120_000, rel=0.01)
