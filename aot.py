@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -147,29 +148,48 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
     return memory, program
 
 
-def kernel_cycles(program: hlo.Program, cache: str) -> dict[str, float]:
-    """{pattern of a name: cycles} of the project's own kernels in a program, each compiled alone (bundles.py)."""
+def kernels_of(lowered) -> list[dict[str, str]]:
+    """What the project's own kernels in a program that is not compiled yet say of themselves (tuned.metadata)."""
+    said = re.findall(r'kernel_metadata = "([^"]*tuned_key[^"]*)"', lowered.as_text())
+    plain = (re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), text) for text in said)
+    return [json.loads(text) for text in dict.fromkeys(plain)]
+
+
+def kernel_cycles(calls: Sequence[dict[str, str]], cache: str) -> dict[str, float]:
+    """{tuned_key, blocks, calls, a line each: cycles}. Each is compiled alone, two at a time (bundles.py)."""
     import jax
     import libtpu
 
     import kernels
 
+    def cycles_of(said):
+        content = json.dumps([said, jax.__version__, libtpu.__version__], sort_keys=True)
+        number = hashlib.sha256(content.encode()).hexdigest()
+        kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
+        if kept and kept.exists():
+            return json.loads(kept.read_text())["cycles"]
+        cycles = kernels.cycles_of(said)
+        if kept:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(said | {"cycles": cycles}))
+        return cycles
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(map(_call, calls), pool.map(cycles_of, calls), strict=True))
+
+
+def _call(said: dict[str, str]) -> str:
+    return "\n".join(said[name] for name in ("tuned_key", "blocks", "calls"))
+
+
+def cycles_by_name(program: hlo.Program, cycles: dict[str, float]) -> dict[str, float]:
+    """{pattern of a name: cycles} of the kernels in a compiled program, for schedule.walk."""
     found = {}
     for computation in program.computations.values():
         for instruction in computation.values():
             said = dict(re.findall(r'"(\w+)":"([^"]*)"', instruction.attributes.get("frontend_attributes", "")))
-            if "tuned_key" not in said:
-                continue
-            content = json.dumps([said, jax.__version__, libtpu.__version__], sort_keys=True)
-            number = hashlib.sha256(content.encode()).hexdigest()
-            kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
-            if kept and kept.exists():
-                cycles = json.loads(kept.read_text())["cycles"]
-            else:
-                cycles = kernels.cycles_of(said)
-                if kept:
-                    kept.write_text(json.dumps(said | {"cycles": cycles}))
-            found[f"^{re.escape(instruction.name)}$"] = cycles
+            if "tuned_key" in said:
+                found[f"^{re.escape(instruction.name)}$"] = cycles[_call(said)]
     return found
 
 
@@ -182,11 +202,13 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     kernels = schedule.pairs_of(args.kernel, "--kernel")
     expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
     lowered = lower_step(config, args.topology, args.num_slices)
-    memory, program = compile_step(lowered, flags, config.compilation_cache)
+    with ThreadPoolExecutor(1) as beside:
+        cycles = beside.submit(kernel_cycles, kernels_of(lowered), config.compilation_cache)
+        memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
         Path(args.hlo_out).write_text(program)
     program = hlo.parse(program)
-    timeline = schedule.walk(program, kernels=kernels | kernel_cycles(program, config.compilation_cache))
+    timeline = schedule.walk(program, kernels=kernels | cycles_by_name(program, cycles.result()))
     num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,

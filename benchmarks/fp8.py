@@ -101,7 +101,8 @@ def measure(config: config_lib.Config, topology: str) -> dict:
     lowered = aot.lower_step(config, topology)
     memory, text = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
     program = hlo.parse(text)
-    timeline = schedule.walk(program, kernels=aot.kernel_cycles(program, config.compilation_cache))
+    cycles = aot.kernel_cycles(aot.kernels_of(lowered), config.compilation_cache)
+    timeline = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles))
     found = read(program, config)
     return found | {"step_s": timeline.seconds, "peak_hbm_bytes": memory["peak_hbm_bytes"]}
 
