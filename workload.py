@@ -414,6 +414,26 @@ def slots_of_device(of: Run) -> float:
     return a_parameter * sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
 
 
+def attention_over_context(of: Run) -> float:
+    """Bytes a token of the device's, that the backward pass of context.py holds beside the activations at the peak.
+
+    A ring has dq in float32 twice, before and after a block is added to it, and dk and dv likewise; of queries, results
+    and their gradients a copy, in which those that see a block stand together. Gathered are all keys and values of the
+    sequence, and their gradients, in float32 before they are scattered. Half of it is taken: most of the activations
+    of the MLP are gone by then, and XLA orders the two as it likes. Compiled, between none of it and all adds to the
+    peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small model).
+    """
+    config, c = of.config, of.sizes["context"]
+    if c == 1 or config.window or config.context_impl == "all_to_all":
+        return 0
+    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    keys = config.num_kv_heads * (Hk + Hv)
+    if config.context_impl == "all_gather":
+        return c * keys * (of.element + 4) / 2
+    copies = config.num_heads * (Hk + 2 * Hv) * of.element
+    return (2 * 4 * (config.num_heads * Hk + keys) + copies) / 2
+
+
 def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
     config, sizes, b = of.config, of.sizes, of.tokens
@@ -428,17 +448,22 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         # Of each the input of the stage, or of its part in a round; and all of the one that is computed again.
         rounds = config.pipeline_rounds
         waiting = held(saved) / rounds + of.in_flight * rounds * config.model_dim * of.element * b / of.tensor
+    elif of.pipe > 1:
+        waiting += held(saved)  # those that the backward pass reads are taken out of the others
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(layer.whole_bytes(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
     whole = sizes["fsdp"] > 1
     table = config.vocab_size * config.model_dim / of.tensor
     positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
+    # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
+    # the float32 sums of their microbatches as well: compiled, 806B parameters on two slices of 4x4x4.
+    gradients = 4 + 3 * of.element * (of.pipe > 1)
     memory = {
         "weights": 4 * params,
         # With an offload it comes when the activations are gone.
         "optimizer": 0 if config.offload_optimizer else slots_of_device(of),
-        "gradients": 4 * params,
+        "gradients": gradients * params,
         "saved activations": waiting,
     }
     in_layer = {
@@ -446,6 +471,8 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         "a layer's activations": (largest.every * 1.5 - largest.saved + largest.offloaded) * b / of.tensor,
         "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
     }
+    if over_context := attention_over_context(of):
+        in_layer["attention over context"] = over_context * b / of.tensor
     in_loss = {
         "unembedding": (of.element + 4) * table if whole else 0,
         "logits": 2 * 4 * positions * config.vocab_size / of.tensor,

@@ -327,13 +327,22 @@ COMPILED = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "minimal_offloaded", "save_dot_except_mlp"])
-def test_memory_is_that_of_the_compiled_program(policy):
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("full", dict()),
+        ("full", dict(mesh="fsdp:2,context:4", seq_len=16_384, batch=4)),
+        ("full", dict(mesh="fsdp:2,context:4", context_impl="all_gather", seq_len=16_384, batch=4)),
+        ("minimal_offloaded", dict()),
+        ("save_dot_except_mlp", dict()),
+    ],
+)
+def test_memory_is_that_of_the_compiled_program(policy, options):
     """The device's within 10%; the host's to the byte, for it has nothing else.
 
     What comes from the host ahead of its layer is on the device once more; the compiler of jax 0.10 needs no such copy.
     """
-    config = Config(**COMPILED, remat=policy)
+    config = Config(**COMPILED | options, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, "")
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
     ahead = predicted.host_bytes / config.num_layers if jax.__version_info__ < (0, 11) else 0
