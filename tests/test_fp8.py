@@ -509,13 +509,17 @@ def slow(*values):
 def test_every_mesh_trains_as_one_device(name, mesh, options):
     """The same 8-bit numbers on all of them, so that what differs is the order of float32 sums, 2^-24 each.
 
-    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary.)
+    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary. Nor where
+    a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
+    processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here; scales of a device's own
+    would be in all of them.)
     """
+    rounds_otherwise = name in ("mlp only", "experts")
     recipe = tuple(FLAGS[name].items())
     loss, grads = loss_and_gradients(mesh, recipe + tuple(options.items()))
     expected, expected_grads = loss_and_gradients("fsdp:1", recipe)
-    assert abs(loss - expected) < 1e-6 * expected
-    assert_close(grads, expected_grads, 2e-6)
+    assert abs(loss - expected) < (1e-5 if rounds_otherwise else 1e-6) * expected
+    assert_close(grads, expected_grads, 0.02 if rounds_otherwise else 2e-6)
 
 
 @pytest.mark.parametrize("name", ["per_tensor", *(slow(name) for name in FLAGS if name != "per_tensor")])
