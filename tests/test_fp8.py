@@ -509,8 +509,8 @@ def slow(*values):
 def test_every_mesh_trains_as_one_device(name, mesh, options):
     """The same 8-bit numbers on all of them, so that what differs is the order of float32 sums, 2^-24 each.
 
-    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary. Nor where
-    a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
+    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary. Nor
+    where a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
     processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here; scales of a device's own
     would be in all of them.)
     """
