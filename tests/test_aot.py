@@ -152,6 +152,7 @@ def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> Non
 
     monkeypatch.setattr(aot, "compile_step", compile_step)
     monkeypatch.setattr(aot, "lower_step", lambda *_: None)
+    monkeypatch.setattr(aot, "kernels_of", lambda lowered: [])
 
 
 TOO_LARGE = "RESOURCE_EXHAUSTED: total memory required for HLO temporaries (152.11G) exceeds available HBM (94.75G)."
