@@ -202,7 +202,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     kernels = schedule.pairs_of(args.kernel, "--kernel")
     expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
     lowered = lower_step(config, args.topology, args.num_slices)
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
         cycles = beside.submit(kernel_cycles, kernels_of(lowered), config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:

@@ -53,8 +53,9 @@ the scale is then 1. Finite numbers beyond the range saturate.
 **Meshes.** The maximum is taken over all devices that have a part of the tensor, so the scale, and every q, is the same
 on one device and on eight, if x is (`tensor` adds up in another order, and a number near the middle between two may
 then round the other way); per tensor that is one number to agree on. What is gathered, a weight over `fsdp` or an
-activation over `tensor`, is gathered as q. Gradients are scattered and added up in the unquantised dtype: a sum of n
-numbers of 8 bits needs log2(n) bits more of range, and each partial sum would be rounded to 2 or 3 bits.
+activation over `tensor`, is gathered as q (but rows on their way to routed experts travel as they were). Gradients are
+scattered and added up in the unquantised dtype: a sum of n numbers of 8 bits needs log2(n) bits more of range, and each
+partial sum would be rounded to 2 or 3 bits.
 
 **Left out.** Attention's two matmuls, the unembedding, grouped matmuls with more than one scale a tensor, 8-bit
 optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
@@ -283,7 +284,7 @@ def gather_weight(
     """This device's shard of a weight, quantised, then gathered over one mesh axis; in place of fsdp.gather.
 
     Args:
-      w: [contracted.., columns..], laid out by `spec`.
+      w: [contracted.., columns..], laid out by `spec`; or of experts [e, contracted, columns], with one scale a tensor.
       contracted: number of dims that its matmul contracts, the first ones.
     """
     dims, dim = tuple(range(contracted)), dim_of(spec, axis)
@@ -430,12 +431,14 @@ def grouped_dot(
       recipe: per tensor.
 
     Raises:
-      ValueError: another granularity; scaling by `amax`, which a mixture does not keep.
+      ValueError: another granularity; scaling by `amax`, which a mixture does not keep; no key for stochastic rounding.
     """
     if recipe.granularity != "per_tensor" or recipe.uses_amax:
         raise ValueError(
             f"fp8.grouped_dot has one scale a tensor, of today, not {recipe.granularity}, {recipe.scaling}"
         )
+    if recipe.rounding == "stochastic" and any(w.key is None for w in weights):
+        raise ValueError("fp8.grouped_dot rounds gradients stochastically: it needs keys")
     x = quantize(jnp.where(_is_own(x_rK, sizes_e), x_rK, 0), recipe, (1,))
     sources = [a for w in weights for a in jax.tree.leaves(w.quantized)]
     x, quantized = _vary((x, [w.quantized for w in weights]), x.values, x.scale, x.source, *sources)

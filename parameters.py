@@ -335,6 +335,8 @@ def check_fp8(config: Config, mesh_sizes: dict[str, int]) -> None:
         )
     if config.num_experts and (recipe.uses_amax or config.fp8 == "calibrate" or config.fp8_skip_layers):
         raise ValueError(f"with num_experts={config.num_experts} fp8 is dynamic or fixed, and skips no layers")
+    if not fp8_groups(config):
+        raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8=none")
     if config.num_experts and "moe" in config.fp8_modules.split(",") and config.fp8_granularity != "per_tensor":
         raise ValueError(
             f"fp8_granularity={config.fp8_granularity}: routed experts have one scale a tensor; "
@@ -345,7 +347,7 @@ def check_fp8(config: Config, mesh_sizes: dict[str, int]) -> None:
     if config.collective_matmul:
         raise ValueError(f"fp8={config.fp8} goes with --no-collective_matmul only: its ring adds up products unscaled")
     if config.kv_lora_rank and "qkv" in config.fp8_modules.split(","):
-        raise ValueError("fp8_modules: qkv are no matmuls of latent attention, kv_lora_rank; --fp8_modules=out,mlp")
+        raise ValueError("fp8_modules: qkv are no matmuls of latent attention, kv_lora_rank; --fp8_modules=out,mlp,moe")
     if config.fp8_granularity == "block":
         shards = {"model_dim": mesh_sizes["fsdp"] * mesh_sizes["tensor"], "ff_dim": mesh_sizes["tensor"]}
         for name, ways in shards.items():

@@ -181,9 +181,10 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
     moved = math.fsum(kind.layer.elementwise * kind.layer.num_layers for kind in kinds) * of.element
     peak = of.chip.bf16_flops_per_s / of.chip.devices
     speed = of.chip.flops_per_s(of.dtype) / of.chip.devices
+    slower = "" if of.dtype == "bf16" else f", of what stays in 16 bits {si(peak, 'FLOP/s')}"
     formulas = {
         "matmul": f"{tokens} * {si(flops['matmul'], 'FLOP')} with what is recomputed / ({si(speed, 'FLOP/s')} * "
-        f"{e.matmul}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
+        f"{e.matmul}{slower}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
         "diagonal are whole, backward has one more matmul",

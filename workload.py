@@ -424,7 +424,8 @@ def attention_over_context(of: Run) -> float:
     peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small model).
     """
     config, c = of.config, of.sizes["context"]
-    if c == 1 or config.window or config.context_impl == "all_to_all":
+    only_windows = config.window and not config.global_every  # for which a halo is enough
+    if c == 1 or only_windows or config.context_impl == "all_to_all":
         return 0
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
     keys = config.num_kv_heads * (Hk + Hv)
@@ -457,8 +458,8 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     table = config.vocab_size * config.model_dim / of.tensor
     positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
     # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
-    # the float32 sums of their microbatches as well: compiled, 806B parameters on two slices of 4x4x4.
-    gradients = 4 + 3 * of.element * (of.pipe > 1)
+    # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
+    gradients = 4 + (of.element + 4) * (of.pipe > 1)
     memory = {
         "weights": 4 * params,
         # With an offload it comes when the activations are gone.

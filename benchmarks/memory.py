@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py [8b-8k] [8b-128k] [70b-8k] [70b-128k] [--predicted]
 
-A policy that does not fit is said to, with what the compiler refused. A compile takes one to four minutes; it is kept
-in the cache of aot.py, so that a long series can be broken off and taken up.
+Of a policy that does not fit it says what the compiler would have needed, if the compiler does. A compile takes one to
+four minutes; one that fits is kept in the cache of aot.py, so that a long series can be broken off and taken up.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -42,10 +43,11 @@ def main(argv: list[str]) -> None:
             cells = [name, policy, f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"]
             if "--predicted" not in argv:
                 found = compiled(topology, preset, flags | dict(remat=policy))
-                its = found["peak_hbm_bytes" if found["fits"] else "used_bytes"]
-                over = expected.hbm_bytes / its
-                cells += [f"{its / GiB:.1f}{'' if found['fits'] else ', refused'}", f"{over:.2f}"]
-                cells += [f"{found['host_bytes'] / GiB:.1f}" if found["fits"] else ""]
+                if found["fits"]:
+                    its, host = found["peak_hbm_bytes"], f"{found['host_bytes'] / GiB:.1f}"
+                else:
+                    its, host = found["used_bytes"] if found["memory"] == "hbm" else math.nan, "refused"
+                cells += [f"{its / GiB:.1f}", f"{expected.hbm_bytes / its:.2f}", host]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

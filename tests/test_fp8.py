@@ -466,6 +466,36 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients):
             fp8.grouped_dot(x, (), jnp.array(sizes), other)
 
 
+def test_grouped_rows_of_all_devices_have_one_scale():
+    """An outlier on one of 8 costs all of them the bits of what is 2^16 times smaller, 2^31 times of a gradient."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((64, 32), (1, 32, 16), (64, 16)), strict=True))
+    x, dy = x.at[3].mul(2.0**16), dy.at[3].mul(2.0**31)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def train(x, w, dy, axes=()):
+        recipe = Recipe(row_axes=axes)
+        w = jax.lax.pcast(w, axes, to="varying") if axes else w
+
+        def grouped(x, w):
+            weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
+            return fp8.grouped_dot(x, (weight,), jnp.full(1, x.shape[0]), recipe)[0]
+
+        y, vjp = jax.vjp(grouped, x, w)
+        dx, dw = vjp(dy)
+        return y, dx, jax.lax.psum(dw, axes) if axes else dw
+
+    rows, whole = P("a"), P()
+    spread = jax.shard_map(
+        partial(train, axes=("a",)), mesh=mesh, in_specs=(rows, whole, rows), out_specs=(rows, rows, whole)
+    )
+    found, expected, alone = jax.jit(spread)(x, w, dy), train(x, w, dy), train(x[8:], w, dy[8:])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+    np.testing.assert_array_equal(found[0][8:], expected[0][8:])
+    assert all(relative_error(a[8:], b) > 0.01 for a, b in zip(found[:2], alone[:2], strict=True))  # it would be seen
+
+
 # -- in the model
 
 
@@ -511,8 +541,7 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
 
     (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary. Nor
     where a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
-    processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here; scales of a device's own
-    would be in all of them.)
+    processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here.)
     """
     rounds_otherwise = name in ("mlp only", "experts")
     recipe = tuple(FLAGS[name].items())
@@ -595,6 +624,7 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
         ),
         (dict(preset="tiny-mla", fp8="dynamic"), "fsdp:8", "--fp8_modules=out,mlp"),
         (dict(preset="tiny-moe", fp8="dynamic", fp8_granularity="per_axis"), "fsdp:8", "routed experts have one scale"),
+        (dict(fp8="dynamic", fp8_modules="moe"), "fsdp:8", "fp8_modules=moe: this model has no such matmuls"),
     ],
 )
 def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
