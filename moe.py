@@ -247,7 +247,7 @@ _copy_rows.defvjp(
 
 
 def _sum(terms: list[jax.Array]) -> jax.Array:
-    """In float32, one after the other: XLA:TPU takes N times as long to reduce an array along its first dim."""
+    """In float32, one after the other: XLA:TPU takes longer, by its own estimate, to reduce an array's first dim."""
     return sum(term.astype(jnp.float32) for term in terms).astype(terms[0].dtype)
 
 
@@ -296,7 +296,7 @@ def dropless(x_td: jax.Array, routing: Routing, experts: Experts, axis: str, roo
     is_of_pE = routing.experts_tX.T.reshape(-1, 1) == jnp.arange(E)
     end_p = jnp.sum(jnp.where(is_of_pE, there.start + there.size, 0), 1)  # of the slice that is sent to its expert
     num_pairs = end_p.shape[0]
-    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)
+    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)  # nothing of a dropped one comes back
     x_pd = copy_rows(in_rows(x_td), pairs.order_p % t, place_p)
     x_rd = exchange(x_pd, room, there, back, axis, t).reshape(room, d)
     y_rd = in_rows(experts(x_rd, sizes_e))
