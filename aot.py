@@ -47,10 +47,11 @@ import liveness
 import placement
 import planner
 import remat
+import rules
 import schedule
 from config import Config
 from hardware import by, parse_topology, si
-from step import GiB, Prediction, predict
+from step import GiB, predict
 from workload import run_of
 
 DOES_NOT_FIT = 3  # exit status
@@ -80,7 +81,6 @@ def lower_step(config: Config, topology: str, num_slices: int = 1):
     from jax.sharding import NamedSharding
 
     import data
-    import parameters
     import sharding
     import train
 
@@ -89,7 +89,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1):
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
-    parameters.check_divides(config, dict(mesh.shape))
+    rules.check(config, dict(mesh.shape))
     shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(partial(train.init_state, config=config), key)
@@ -345,9 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    machine = parser.add_argument_group("slice and compiler")
-    machine.add_argument("--topology", default="tpu7x:2x2x1", help="chips along each axis of a slice [%(default)s]")
-    machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
+    config_lib.add_slice_flags(parser, "tpu7x:2x2x1")
+    machine = parser.add_argument_group("compiler")
     machine.add_argument("--compile_anyway", action="store_true", help="what is predicted not to fit, too")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
@@ -358,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     try:
         config = config_lib.from_args(args, unknown)
+        args.topology, args.num_slices = config_lib.slice_of(args)
         config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         flags = compiler_flags.of(config)
         if not args.compile_anyway and (found := predicted_refusal(config, args)):
@@ -424,19 +424,8 @@ def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
         )
         return {"flags": [], "words": f"a smaller --batch or a larger --topology{needs}: {error}"}
     words = f"{si(best.step_s, 's')} a step, {more * best.hbm_bytes / GiB:.2f} GiB a device (predicted)"
-    flags = changed(config, refused.of.sizes, best)
+    flags = planner.changed_flags(config, refused.of.sizes, best)
     return {"flags": flags, "words": words, "step_s": best.step_s, "hbm_bytes": more * best.hbm_bytes}
-
-
-def changed(config: Config, sizes: dict[str, int], found: Prediction) -> list[str]:
-    """The flags in which a prediction's run differs."""
-    mesh = ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items() if size > 1)
-    flags = [f"--mesh={mesh}"] if found.of.sizes != sizes else []
-    for name in planner.TO_FIND[1:]:
-        value = getattr(found.of.config, name)
-        if value != getattr(config, name):
-            flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
-    return flags
 
 
 def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:

@@ -93,10 +93,10 @@ from itertools import groupby
 
 import config as config_lib
 from config import Config
-from hardware import CHIPS, Axis, Chip, by, parse_topology, si
+from hardware import Axis, Chip, by, parse_topology, si
 from interconnect import all_to_all, ring_hops
 from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
-from transformer import BYTES, key_dim, kv_elements_per_layer, num_params, train_flops_per_token, value_dim
+from transformer import BYTES, in_8_bits, key_dim, kv_elements_per_layer, num_params, train_flops_per_token, value_dim
 
 # -- what messages go over
 
@@ -376,7 +376,8 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
 
 
 def matmul_dtype(config: Config) -> str:
-    return "bf16" if config.fp8 == "none" else "fp8"
+    """In what most FLOPs are: those of the MLP, or of the routed experts."""
+    return "fp8" if in_8_bits(config) & {"expert_up" if config.num_experts else "w_up"} else "bf16"
 
 
 def _level(piece: Axis) -> str:
@@ -462,6 +463,7 @@ def strong_scaling(work: Work, chip: Chip, *, dtype: str = "bf16") -> list[dict]
 
 def print_bounds(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
+    args.topology, args.num_slices = config_lib.slice_of(args)
     chip, topology = parse_topology(args.topology)
     bounds = bounds_of(config, chip, topology, num_slices=args.num_slices)
     work, dtype = work_of(config), matmul_dtype(config)
@@ -530,8 +532,7 @@ def add_bounds_command(commands) -> None:
     about = "which axes of a mesh are bound by messages; step time against chips"
     style = dict(allow_abbrev=False, usage="%(prog)s [--flag=value ...]")
     parser = commands.add_parser("bounds", help=about, description=about, **style)
-    parser.add_argument("--topology", default="tpu7x:4x4x4", help=f"of {', '.join(CHIPS)} [%(default)s]")
-    parser.add_argument("--num_slices", type=int, default=1, help="of that topology; --mesh is of all [%(default)s]")
+    config_lib.add_slice_flags(parser, "tpu7x:4x4x4")
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib")

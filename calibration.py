@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-import parameters
+import transformer
 from config import Config
 
 HISTORY = 16  # steps
@@ -40,14 +40,11 @@ OF_A_FILE = (
 
 
 def check(config: Config) -> None:
-    """Raises ValueError where a file of scales is wanted and cannot be, or is given and not used."""
+    """Raises ValueError where a file of scales is wanted and cannot be."""
     if config.fp8 == "static":
         load(config)
-    elif config.fp8 == "calibrate":
-        if not config.fp8_scales:
-            raise ValueError("fp8=calibrate needs --fp8_scales=FILE, to write its profile to")
-    elif config.fp8_scales:
-        raise ValueError(f"fp8_scales={config.fp8_scales!r} is for --fp8=static and --fp8=calibrate, not {config.fp8}")
+    elif config.fp8 == "calibrate" and not config.fp8_scales:
+        raise ValueError("fp8=calibrate needs --fp8_scales=FILE, to write its profile to")
 
 
 def initial(config: Config) -> dict:
@@ -61,7 +58,7 @@ def initial(config: Config) -> dict:
 
 def _operands(config: Config):
     """(weight, its operands to be known) for each weight; what several multiply is known by the first of them."""
-    for first, *others in parameters.fp8_groups(config):
+    for first, *others in transformer.fp8_groups(config):
         yield first, ("x", "dy")
         yield from ((name, ("dy",)) for name in others)
 

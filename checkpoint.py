@@ -31,7 +31,7 @@ COURSE_FIELDS = (
     "seed batch seq_len steps corpus window global_every experts_per_token rope_theta rope_scaling rope_original_len "
     "max_logit logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay "
     "clip_norm swiglu_limit router_scores renormalise router_groups router_groups_kept router_scale load_balance_loss "
-    "router_z_loss selection_bias_rate moe_impl buffer_factor capacity_factor "
+    "router_z_loss selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor "
     "fp8 fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules "
     "fp8_skip_layers fp8_scales"
 ).split()

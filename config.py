@@ -1,7 +1,8 @@
 """Every choice of a run in one flat record, and the command line that is made from it.
 
 A field of `Config` is a flag of the same name; the comment behind it is the flag's `--help`; a preset is a set of
-values that stands under what the command line says. So a flag, its default and its documentation have one source.
+values that stands under what the command line says, and a recipe (published.py) one that stands between the two. So a
+flag, its default and its documentation have one source.
 
     python train.py --preset=llama3.1-8b --mesh=fsdp:64,tensor:2 --batch=128 --no-prefetch
 """
@@ -14,6 +15,9 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from presets import PRESETS
+from published import RECIPES, Recipe
 
 # What the backward pass finds saved, with MaxText's names and meanings; transformer.py has the tensors of each.
 REMAT_POLICIES = (
@@ -37,11 +41,68 @@ ACTIVATIONS = (
     "shared_gate shared_up shared_product shared_down"
 ).split()
 
+_OF_EXPERTS = (
+    "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
+    "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
+    "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor"
+)
+# Flags that say something in some runs only: which, whether they do in a run, and if not, why and the way out. There
+# any value but the default is refused. Those for which the mesh decides are in rules.py.
+NEEDS = (
+    ("global_every", lambda c: c.window, "window=0 lets every layer see all; --window=N"),
+    ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency; --rope_scaling=8"),
+    (_OF_EXPERTS, lambda c: c.num_experts, "num_experts=0 is a dense model; --num_experts=N"),
+    (
+        "router_groups",
+        lambda c: c.router_groups_kept != c.router_groups,
+        "router_groups_kept={router_groups_kept} keeps all groups; fewer, or --router_groups=1",
+    ),
+    ("selection_bias_rate", lambda c: c.selection_bias, "no bias goes up or down by it; --selection_bias"),
+    (
+        "buffer_factor moe_parts",
+        lambda c: c.moe_impl == "dropless",
+        "it is of --moe_impl=dropless, and that is {moe_impl}",
+    ),
+    ("capacity_factor", lambda c: c.moe_impl == "capacity", "it is of --moe_impl=capacity, and that is {moe_impl}"),
+    (
+        "q_lora_rank rope_head_dim value_head_dim",
+        lambda c: c.kv_lora_rank,
+        "kv_lora_rank=0 is no latent attention; --kv_lora_rank=N",
+    ),
+    (
+        "context_impl context_heads",
+        lambda c: c.global_every or not c.window,
+        "window={window} in every layer needs only a halo of keys; --global_every=N or --window=0",
+    ),
+    ("context_balance", lambda c: not c.window, "window={window} needs positions in order, as they are; --window=0"),
+    (
+        "context_balance",
+        lambda c: c.context_impl != "all_to_all",
+        "context_impl=all_to_all has whole sequences, in order; --context_impl=ring",
+    ),
+    ("remat_tensors", lambda c: c.remat == "custom", "it is of --remat=custom, and that is {remat}"),
+    (
+        "fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules fp8_skip_layers fp8_scales",
+        lambda c: c.fp8 != "none",
+        "fp8=none multiplies nothing in 8 bits; --fp8=dynamic",
+    ),
+    ("fp8_block", lambda c: c.fp8_granularity == "block", "it is of --fp8_granularity=block, not {fp8_granularity}"),
+    ("fp8_scales", lambda c: c.fp8 in ("static", "calibrate"), "it is of --fp8=static and calibrate, not {fp8}"),
+    ("max_logit", lambda c: c.attention == "flash", "it is of --attention=flash, and that is {attention}"),
+    ("beta1", lambda c: c.optimizer != "adafactor", "it is of --optimizer=adamw and sgd, not adafactor"),
+    ("beta2 mu_dtype", lambda c: c.optimizer == "adamw", "it is of --optimizer=adamw, and that is {optimizer}"),
+    ("weight_decay", lambda c: c.optimizer != "sgd", "it is of --optimizer=adamw and adafactor, not sgd"),
+    ("eval_every", lambda c: c.eval_batches, "eval_batches=0 evaluates nothing; --eval_batches=16"),
+    ("profile_steps", lambda c: c.profile_dir, "no trace is written; --profile_dir=DIR"),
+    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved; --checkpoint_dir=DIR"),
+)
+
 
 @dataclass(frozen=True)
 class Config:
     # run
     preset: str = "tiny"  # model shape to start from; every other flag overrides it
+    recipe: str = ""  # named run to start from, model, mesh and all (published.py); every other flag overrides it
     steps: int = 300  # optimizer steps in all (a resumed run counts the steps before it)
     batch: int = 16  # global batch in sequences
     seq_len: int = 128  # T: tokens in a sequence
@@ -89,6 +150,7 @@ class Config:
     selection_bias_rate: float = 0.001  # by which it goes up or down after each step
     moe_impl: str = "dropless"  # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
     buffer_factor: float = 2.0  # dropless, over an expert axis: rows that a device has room for, of the mean
+    moe_parts: int = 1  # dropless, over an expert axis: of a device's tokens, one on its way while another computes
     capacity_factor: float = 1.25  # capacity: tokens that an expert has room for, of the mean
 
     # multi-head latent attention
@@ -118,7 +180,7 @@ class Config:
     fp8_block: int = 128  # elements of a block along each dim
     fp8_rounding: str = "nearest"  # of gradients: nearest or stochastic
     fp8_gradients: str = "e5m2"  # their format: e5m2 or e4m3
-    fp8_modules: str = "qkv,out,mlp,moe"  # multiplied in 8 bits: qkv, out, mlp (and shared experts), moe (routed ones)
+    fp8_modules: str = "qkv,out,mlp,moe"  # in 8 bits: qkv, out, mlp (and shared experts), moe (routed ones), unembed
     fp8_skip_layers: int = 0  # so many layers at each end stay in `dtype`
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
@@ -186,7 +248,8 @@ class Config:
         smallest = {
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
             "microbatches pipeline_rounds context_heads loss_chunk fp8_block log_every max_skipped save_every "
-            "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept",
+            "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept "
+            "moe_parts",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
             "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
             "num_experts fp8_skip_layers "
@@ -205,8 +268,6 @@ class Config:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
-        if self.global_every and not self.window:
-            raise ValueError(f"global_every={self.global_every} needs a window: without one every layer is global")
         if self.offload_optimizer and self.optimizer == "adafactor":
             raise ValueError(
                 "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer"
@@ -216,26 +277,28 @@ class Config:
                 f"context_heads={self.context_heads} goes with context_impl=ring and collectives=xla, "
                 f"not {self.context_impl} and {self.collectives}"
             )
-        if self.max_logit and self.attention != "flash":
-            raise ValueError(f"max_logit={self.max_logit} needs --attention=flash; it is {self.attention!r}")
         if (self.pipeline_rounds > 1) != (self.pipeline_schedule == "circular"):
             raise ValueError(
                 f"pipeline_rounds={self.pipeline_rounds} with pipeline_schedule={self.pipeline_schedule}: circular has "
                 "two rounds or more, the others one"
             )
-        if self.fp8_skip_layers and self.fp8 == "none":
-            raise ValueError(
-                f"fp8_skip_layers={self.fp8_skip_layers} needs a recipe, as in --fp8=dynamic; it is 'none'"
-            )
         for name in self.fp8_modules.split(","):
-            if name not in ("qkv", "out", "mlp", "moe"):
-                raise ValueError(f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp, moe")
-        if self.remat_tensors and self.remat != "custom":
-            raise ValueError(f"remat_tensors={self.remat_tensors!r} needs --remat=custom; it is {self.remat!r}")
+            if name not in ("qkv", "out", "mlp", "moe", "unembed"):
+                raise ValueError(
+                    f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp, moe, unembed"
+                )
         if self.remat_places["decoder_layer_input"] == "remat":
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
+        if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
+            )
+        if "://" in self.profile_dir:
+            raise ValueError(f"profile_dir={self.profile_dir!r} must be a folder of each host, as in runs/trace")
+        check_effect(self, NEEDS)
         self._check_experts()
         self._check_latent_attention()
+        self._check_fp8()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
             raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
         if self.coordinator and not 0 <= self.process_id < self.num_processes:
@@ -243,23 +306,11 @@ class Config:
                 f"coordinator={self.coordinator!r} needs --num_processes and a --process_id below it, "
                 f"not {self.num_processes} and {self.process_id}"
             )
-        if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
-            raise ValueError(
-                f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
-            )
         if self.profile_dir and self.profile_range[0] > self.steps:
             raise ValueError(f"profile_steps={self.profile_steps!r} is past the last step: steps={self.steps}")
 
     def _check_experts(self):
-        of_experts = (
-            "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
-            "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
-            "selection_bias_rate moe_impl buffer_factor capacity_factor"
-        )
         if not self.num_experts:
-            for name in of_experts.split():
-                if getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(f"{name}={getattr(self, name)} needs num_experts; it is 0, a dense model")
             return
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
@@ -288,9 +339,6 @@ class Config:
 
     def _check_latent_attention(self):
         if not self.kv_lora_rank:
-            for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
-                if getattr(self, name):
-                    raise ValueError(f"{name}={getattr(self, name)} needs kv_lora_rank; it is 0, no latent attention")
             return
         if self.rope_head_dim < 2 or self.rope_head_dim % 2:
             raise ValueError(
@@ -305,6 +353,36 @@ class Config:
         for name in ("qk_norm", "qkv_bias"):
             if getattr(self, name):
                 raise ValueError(f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents")
+
+    def _check_fp8(self):
+        if self.fp8 == "none":
+            return
+        modules = self.fp8_modules.split(",")
+        if self.fp8 not in ("dynamic", "calibrate") and self.fp8_granularity != "per_tensor":
+            raise ValueError(
+                f"fp8_granularity={self.fp8_granularity} is of --fp8=dynamic: {self.fp8} has one scale a tensor"
+            )
+        if self.num_experts and (self.fp8 in ("static", "delayed", "calibrate") or self.fp8_skip_layers):
+            raise ValueError(
+                f"fp8={self.fp8} and fp8_skip_layers={self.fp8_skip_layers}: with num_experts={self.num_experts} fp8 "
+                "is dynamic or fixed, and skips no layers"
+            )
+        if self.num_experts and "moe" in modules and self.fp8_granularity != "per_tensor":
+            raise ValueError(
+                f"fp8_granularity={self.fp8_granularity}: routed experts have one scale a tensor; "
+                "--fp8_modules=qkv,out,mlp leaves them as they are"
+            )
+        if self.kv_lora_rank and "qkv" in modules:
+            raise ValueError(
+                f"fp8_modules={self.fp8_modules}: qkv are no matmuls of latent attention, kv_lora_rank="
+                f"{self.kv_lora_rank}; --fp8_modules=out,mlp,moe"
+            )
+        if 2 * self.fp8_skip_layers >= self.num_layers:
+            raise ValueError(f"fp8_skip_layers={self.fp8_skip_layers} at each end leaves none of {self.num_layers}")
+        if self.collective_matmul:
+            raise ValueError(
+                f"fp8={self.fp8} goes with --no-collective_matmul only: its ring adds up products unscaled"
+            )
 
     @property
     def remat_places(self) -> dict[str, str]:
@@ -333,164 +411,71 @@ class Config:
         return int(first), int(last)
 
 
-# Published shapes. Sources: the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
-# arXiv:2412.15115) and their released configuration files; Gemma 4 31B's model card. `gemma-31b-like` has its widths,
-# depth and 5:1 pattern of local and global layers in the block of this file's models: SwiGLU where Gemma has GeGLU, no
-# norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
-# of 256 as the local ones, where Gemma's have 4 of 512.
-#
-# Mixtures of experts: Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
-# arXiv:2505.09388 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; their ff_dim is in the configuration and
-# in no layer); DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module;
-# gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Routers as their reports and configurations say: all renormalise,
-# which for gpt-oss is its softmax over the chosen; DeepSeek-V3's has sigmoids, 8 groups of which 4 are kept, a scale of
-# 2.5, and is balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a
-# sequence. The others' weights of the load-balance loss in training are not published; 0.01 is Switch's. Left out are
-# the last two's YaRN frequencies.
-_LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
-_LARGE |= dict(loss_chunk=1024)
-_LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
-_QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
-_QWEN3 |= dict(num_experts=128, experts_per_token=8, load_balance_loss=0.01)
-PRESETS: dict[str, dict] = {
-    "tiny": {},
-    "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
-    "tiny-mla": dict(kv_lora_rank=48, q_lora_rank=64, head_dim=16, rope_head_dim=8, value_head_dim=24),
-    "llama2-70b": dict(
-        _LARGE,
-        vocab_size=32_000,
-        seq_len=4096,
-        num_layers=80,
-        model_dim=8192,
-        ff_dim=28_672,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-    ),
-    "llama3.1-8b": dict(_LLAMA31, num_layers=32, model_dim=4096, ff_dim=14_336, num_heads=32, head_dim=128),
-    "llama3.1-70b": dict(_LLAMA31, num_layers=80, model_dim=8192, ff_dim=28_672, num_heads=64, head_dim=128),
-    "llama3.1-405b": dict(_LLAMA31, num_layers=126, model_dim=16_384, ff_dim=53_248, num_heads=128, head_dim=128),
-    "qwen2.5-7b": dict(
-        _LARGE,
-        vocab_size=152_064,
-        seq_len=8192,
-        num_layers=28,
-        model_dim=3584,
-        ff_dim=18_944,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        rope_theta=1_000_000.0,
-        qkv_bias=True,
-        norm_eps=1e-6,
-    ),
-    "gemma-31b-like": dict(
-        _LARGE,
-        vocab_size=262_144,
-        seq_len=8192,
-        num_layers=60,
-        model_dim=5376,
-        ff_dim=21_504,
-        num_heads=32,
-        num_kv_heads=16,
-        head_dim=256,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        tied_embeddings=True,
-        window=1024,
-        global_every=6,
-        norm_eps=1e-6,
-    ),
-    "mixtral-8x7b": dict(
-        _LARGE,
-        vocab_size=32_000,
-        seq_len=4096,
-        num_layers=32,
-        model_dim=4096,
-        ff_dim=14_336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_theta=1_000_000.0,
-        num_experts=8,
-        experts_per_token=2,
-        expert_dim=14_336,
-        load_balance_loss=0.01,
-    ),
-    "qwen3-30b-a3b": dict(
-        _QWEN3, num_layers=48, model_dim=2048, ff_dim=6144, num_heads=32, num_kv_heads=4, head_dim=128, expert_dim=768
-    ),
-    "qwen3-235b-a22b": dict(
-        _QWEN3,
-        num_layers=94,
-        model_dim=4096,
-        ff_dim=12_288,
-        num_heads=64,
-        num_kv_heads=4,
-        head_dim=128,
-        expert_dim=1536,
-    ),
-    "deepseek-v3": dict(
-        _LARGE,
-        vocab_size=129_280,
-        seq_len=4096,
-        num_layers=61,
-        model_dim=7168,
-        ff_dim=18_432,
-        num_heads=128,
-        num_kv_heads=128,
-        head_dim=128,
-        norm_eps=1e-6,
-        num_experts=256,
-        experts_per_token=8,
-        expert_dim=2048,
-        num_shared_experts=1,
-        num_dense_layers=3,
-        router_scores="sigmoid",
-        router_groups=8,
-        router_groups_kept=4,
-        router_scale=2.5,
-        selection_bias=True,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        rope_head_dim=64,
-        value_head_dim=128,
-    ),
-    "gpt-oss-120b": dict(
-        _LARGE,
-        vocab_size=201_088,
-        seq_len=8192,
-        num_layers=36,
-        model_dim=2880,
-        ff_dim=2880,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=64,
-        rope_theta=150_000.0,
-        qkv_bias=True,
-        output_bias=True,
-        attention_sinks=True,
-        window=128,
-        global_every=2,
-        num_experts=128,
-        experts_per_token=4,
-        expert_dim=2880,
-        expert_bias=True,
-        swiglu_limit=7.0,
-        load_balance_loss=0.01,
-    ),
-}
+def idle(config: Config, needs, *of) -> dict[str, str]:
+    """{flag: why, and the way out} of those that are not at their defaults and say nothing in this run.
+
+    Args:
+      needs: as NEEDS.
+      of: what else its functions ask.
+    """
+    found = {}
+    for names, says, why in needs:
+        moved = [name for name in names.split() if getattr(config, name) != getattr(Config, name)]
+        if moved and not says(config, *of):
+            found = dict.fromkeys(moved, why.format_map(vars(config))) | found  # of several reasons the first
+    return found
+
+
+def changed(config: Config, **values) -> Config:
+    """`config` with other values; what has no effect beside them is left at its default."""
+    wanted = argparse.Namespace(**{**vars(config), **values})
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle(wanted, NEEDS)} | values)
+
+
+def check_effect(config: Config, needs, *of) -> None:
+    """Raises ValueError for the first flag that is `idle`."""
+    for name, why in idle(config, needs, *of).items():
+        default = f"or {name}={getattr(Config, name)}, the default"
+        raise ValueError(f"{name}={getattr(config, name)} has no effect: {why}, {default}")
 
 
 def from_preset(preset: str, **overrides) -> Config:
     """The preset's values with `overrides` on top. Raises ValueError for a preset or a field that does not exist."""
+    return _built({"preset": preset}, overrides)
+
+
+def _built(below: dict, overrides: dict) -> Config:
+    """`overrides` on top of `below` on top of their preset; of the latter two only what has an effect beside them."""
+    preset = overrides.get("preset", below["preset"])
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r} does not exist{_did_you_mean(preset, PRESETS)}")
-    known = [field.name for field in dataclasses.fields(Config)]
+    fields = {field.name: field.default for field in dataclasses.fields(Config)}
     for name in overrides:
-        if name not in known:
-            raise ValueError(f"there is no field {name!r}{_did_you_mean(name, known)}")
-    return Config(**{**PRESETS[preset], "preset": preset, **overrides})
+        if name not in fields:
+            raise ValueError(f"there is no field {name!r}{_did_you_mean(name, fields)}")
+    values = PRESETS[preset] | below | overrides | {"preset": preset}
+    unused = idle(argparse.Namespace(**fields | values), NEEDS).keys() - overrides.keys()
+    return Config(**{name: value for name, value in values.items() if name not in unused})
+
+
+def recipe_of(name: str) -> Recipe:
+    """Raises ValueError for one that does not exist, with the nearest that does."""
+    if name not in RECIPES:
+        raise ValueError(f"recipe={name!r} does not exist{_did_you_mean(name, RECIPES)}")
+    return RECIPES[name]
+
+
+def from_recipe(name: str, **overrides) -> Config:
+    """The recipe's values, over its preset's, with `overrides` on top. Raises ValueError, as `from_preset`."""
+    return _built(_flags_of(name, overrides), overrides)
+
+
+def _flags_of(name: str, overrides: dict) -> dict:
+    recipe = recipe_of(name)
+    flags = {"preset": recipe.preset, "recipe": name, **recipe.flags}
+    if overrides.get("remat", flags.get("remat")) != flags.get("remat"):
+        flags.pop("remat_tensors", None)  # those of the recipe's own policy
+    return flags
 
 
 def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -> Config:
@@ -523,6 +508,8 @@ def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> 
             help_text = f"{help_text} [{default!r}]".replace("%", "%%")
             if name == "preset":
                 help_text += f": {', '.join(PRESETS)}"
+            if name == "recipe":
+                help_text += f": {', '.join(RECIPES)}"
             if isinstance(default, bool):
                 action = argparse.BooleanOptionalAction
                 group.add_argument(f"--{name}", action=action, default=argparse.SUPPRESS, help=help_text)
@@ -535,7 +522,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> 
 
 
 def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults) -> Config:
-    """The Config of parsed flags, under which `defaults` stand; what else is in `args` is not of a Config.
+    """The Config of parsed flags, under which their recipe stands, and `defaults`; all else in `args` is left out.
 
     Args:
       unknown: what the parser did not know.
@@ -546,7 +533,27 @@ def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults)
     fields = [field.name for field in dataclasses.fields(Config)]
     check_known(unknown, [*fields, *vars(args)])
     flags = {name: value for name, value in vars(args).items() if name in fields}
-    return from_preset(**{"preset": "tiny", **defaults, **flags})
+    below = {"preset": "tiny", **defaults}
+    if name := flags.get("recipe"):
+        below |= _flags_of(name, flags)
+    return _built(below, flags)
+
+
+def add_slice_flags(parser: argparse.ArgumentParser, topology: str) -> None:
+    """Gives a parser the slices that a run is predicted or compiled for; `slice_of` reads them."""
+    group = parser.add_argument_group("machine")
+    group.add_argument("--topology", help=f"chips along each axis of a slice [the recipe's, else {topology}]")
+    group.add_argument("--num_slices", type=int, help="slices, joined by the network [the recipe's, else 1]")
+    parser.set_defaults(default_topology=topology)
+
+
+def slice_of(args: argparse.Namespace) -> tuple[str, int]:
+    """The topology and the slices of parsed flags: those given, else the recipe's, else the program's own."""
+    name = getattr(args, "recipe", "")
+    topology, num_slices = (
+        (recipe_of(name).topology, recipe_of(name).num_slices) if name else (args.default_topology, 1)
+    )
+    return args.topology or topology, num_slices if args.num_slices is None else args.num_slices
 
 
 def check_known(unknown: Sequence[str], flags: Sequence[str]) -> None:

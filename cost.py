@@ -199,9 +199,12 @@ def least_chips(held_bytes: float, chip: Chip) -> int:
 def print_cost(args: argparse.Namespace) -> None:
     config, chip = config_lib.from_args(args), chip_of(args.chip or "tpu7x")
     num_chips, step_s, source, dtype = args.chips, args.step_s, "given", args.matmul_dtype
+    given = [one for one in (args.chips, args.step_s, args.mfu, args.chip) if one is not None]
+    if args.topology and given:
+        raise ValueError("--topology has its step predicted: no --chip, --chips, --mfu or --step_s beside it")
+    if not given:  # nor a recipe's topology
+        args.topology, args.num_slices = config_lib.slice_of(args)
     if args.topology:
-        if [given for given in (args.chips, args.step_s, args.mfu, args.chip) if given is not None]:
-            raise ValueError("--topology has its step predicted: no --chip, --chips, --mfu or --step_s beside it")
         chip, topology = parse_topology(args.topology)
         prediction = predict(run_of(config, chip, topology, num_slices=args.num_slices))
         if not prediction.fits:
@@ -265,15 +268,19 @@ def print_cost(args: argparse.Namespace) -> None:
 
 def add_cost_command(commands) -> None:
     about = "FLOPs, days, chip-hours and money of a training run"
-    usage = "%(prog)s {--topology=T | {--chips=N | --days=D} {--mfu=SHARE | --step_s=S}} [--flag=value ...]"
+    usage = (
+        "%(prog)s {--recipe=R | --topology=T | {--chips=N | --days=D} {--mfu=SHARE | --step_s=S}} [--flag=value ...]"
+    )
     parser = commands.add_parser("cost", help=about, description=about, allow_abbrev=False, usage=usage)
     parser.set_defaults(run=print_cost, model_flags=config_lib.add_flags(parser, MODEL_FLAGS))
     group = parser.add_argument_group("cost")
     tokens = group.add_mutually_exclusive_group()
     tokens.add_argument("--tokens", type=float, help="of the run, as in 15e12; default: steps * batch * seq_len")
     tokens.add_argument("--chinchilla", action="store_true", help="20 tokens a parameter")
-    group.add_argument("--topology", help="of a slice, as in tpu7x:4x4x4: the step is predicted, with --mesh and so on")
-    group.add_argument("--num_slices", type=int, default=1, help="of that topology [%(default)s]")
+    about = "of a slice, as in tpu7x:4x4x4: the step is predicted, with --mesh and so on; default: a recipe's"
+    group.add_argument("--topology", help=about)
+    group.add_argument("--num_slices", type=int, help="of that topology [the recipe's, else 1]")
+    parser.set_defaults(default_topology=None)
     group.add_argument("--chip", help=f"one of {', '.join(CHIPS)} ['tpu7x']")
     group.add_argument("--chips", type=int, metavar="N", help="how many of them; default: as many as --days asks for")
     group.add_argument("--days", type=float, help="find the chips that finish in so many")

@@ -44,7 +44,8 @@ from collectives import all_gather, all_gather_matmul, all_reduce, matmul_reduce
 from config import Config
 from context import context_attention
 from flash import flash_attention
-from parameters import Layers, Params, fp8_recipe, in_zigzag
+from parameters import Layers, Params, fp8_recipe
+from rules import in_zigzag
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
@@ -219,7 +220,8 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
 
     With experts on several devices their rows travel cut over `tensor`, and are gathered where they are multiplied;
     else a token is gathered once for all of its experts, and their sum scattered. What the shared experts compute
-    does not depend on the rows that travel, and could be computed meanwhile; XLA:TPU does not (compiled, DeepSeek-V3).
+    does not depend on the rows that travel, and could be computed meanwhile; XLA:TPU does not (compiled, DeepSeek-V3),
+    and has more to put there with --moe_parts.
     """
     h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
@@ -287,10 +289,11 @@ def dispatch(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.A
     if config.moe_impl == "capacity":
         capacity = min(t, math.ceil(config.capacity_factor * t * X / E))
         return moe.with_capacity(x_td, routing, experts, "expert", capacity, config.collectives)
-    devices = lax.axis_size("expert")
-    most = devices * t * min(X, E // devices)  # all tokens send all that they can
-    room = min(most, -int(-config.buffer_factor * t * X // 32) * 32)  # whole registers, of any type
-    return moe.dropless(x_td, routing, experts, "expert", room)
+    devices, parts = lax.axis_size("expert"), config.moe_parts
+    most = devices * (t // parts) * min(X, E // devices)  # all tokens send all that they can
+    room = min(most, -int(-config.buffer_factor * (t // parts) * X // 32) * 32)  # whole registers, of any type
+    dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", room)
+    return dropless(x_td, routing) if parts == 1 else moe.in_parts(dropless, x_td, routing, parts)
 
 
 def no_metrics(config: Config) -> dict[str, jax.Array]:
@@ -304,7 +307,7 @@ def no_metrics(config: Config) -> dict[str, jax.Array]:
 
 def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Config) -> dict[str, jax.Array]:
     """With the shares of layer i: loads of the experts, dropped pairs, entropy, and its auxiliary losses."""
-    num_tokens = config.batch * config.seq_len
+    num_tokens = float(config.batch * config.seq_len)  # times the layers it is past what an int32 holds
     loads_E = moe.loads(routing.experts_tX, config.num_experts).astype(jnp.float32)
     loss = 0.0
     if config.load_balance_loss:

@@ -57,7 +57,7 @@ activation over `tensor`, is gathered as q (but rows on their way to routed expe
 scattered and added up in the unquantised dtype: a sum of n numbers of 8 bits needs log2(n) bits more of range, and each
 partial sum would be rounded to 2 or 3 bits.
 
-**Left out.** Attention's two matmuls, the unembedding, grouped matmuls with more than one scale a tensor, 8-bit
+**Left out.** Attention's two matmuls, grouped matmuls with more than one scale a tensor, 8-bit
 optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
 """
 
@@ -415,6 +415,33 @@ def _gradient(dy, dims, axes, amax, recipe, key):
     expected = amax.reshape((1,) * dy.ndim) if recipe.uses_amax else amax_of(dy, dims, axes)
     scale = scale_of(expected, dtype)
     return cast(dy, scale, dtype, saturates=recipe.uses_amax, key=key), scale
+
+
+# -- the logits
+
+
+def logits(x_bcD: jax.Array, w_vD: jax.Array, operand, chunk, recipe: Recipe):
+    """The matmuls of vocabulary.cross_entropy in 8 bits: logits_bcv, and what makes dx_bcD and dw_vD of their gradient.
+
+    A chunk is a tensor of its own, with scales of its own. The logits, and dw, which is added up, stay in float32.
+
+    Args:
+      w_vD: the source of the weight, where its gradient leaves.
+      operand: its values and scales, [D, v], and a key or None.
+      recipe: not by `amax`: an element of x is multiplied by the whole vocabulary, and its maximum is cheap.
+    """
+    values, scale, key = operand
+    x = quantize(x_bcD.astype(jnp.float32), recipe, (2,))
+    x, values, scale = _vary((x, values, scale), x.values, values, scale)
+    key = None if key is None else jax.random.fold_in(key, chunk)
+    w = Quantized(values, scale, None)
+    logits_bcv, residuals = _forward(recipe, 1, 0, x, w, None, key)
+
+    def gradients(dlogits_bcv):
+        dx, dw, *_ = _backward(recipe, 1, 0, residuals, dlogits_bcv)
+        return dx.source.astype(x_bcD.dtype), dw.source.T
+
+    return logits_bcv, gradients
 
 
 # -- grouped, for a mixture of experts

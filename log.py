@@ -143,26 +143,31 @@ class Log:
 
 
 class Profile:
-    """A trace of the steps `profile_steps`, for xprof."""
+    """A trace of the steps `profile_steps`, and the program that ran: for timeline.py and xprof."""
 
-    def __init__(self, config: Config, log: Log):
+    def __init__(self, config: Config, log: Log, compiled: jax.stages.Compiled):
         self.folder, (self.first, self.last) = config.profile_dir, config.profile_range
+        self.compiled = compiled
         self.log, self.running = log, False
         if self.folder and log.first_step >= self.last:
             log.say(f"profile    none: the run goes on after step {log.first_step}, past {config.profile_steps}")
 
-    def before(self, step: int) -> None:
+    def before(self, step: int, state: object) -> None:
         if self.folder and self.first <= step <= self.last and not self.running:
             self.log.finish_step()
+            jax.block_until_ready(state)  # no step is in the trace in part
             jax.profiler.start_trace(self.folder)
             self.running = True
 
-    def after(self, step: int, at_end: bool) -> None:
+    def after(self, step: int, at_end: bool, state: object) -> None:
         if self.running and (at_end or step == self.last):
             self.log.finish_step()
+            jax.block_until_ready(state)
             jax.profiler.stop_trace()
             self.running = False
-            self.log.say(f"profile    up to step {step} written; look at it with: xprof {self.folder}")
+            if not jax.process_index():
+                (Path(self.folder) / "train_step.hlo").write_text(self.compiled.as_text())
+            self.log.say(f"profile    up to step {step} written: python timeline.py {self.folder}, xprof {self.folder}")
 
 
 def open_metrics(path: str, first_step: int):

@@ -9,6 +9,7 @@ a mixture of experts the leading dense layers are a stack of their own.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ import fsdp
 import pipeline
 import placement
 import remat
+import transformer
 from collectives import all_gather, reduce_scatter
-from config import Config
+from config import Config, changed
 from data import Batch
 from decoder import attention_block, mlp_block, moe_block, no_metrics, rms_norm, rope_tables
 from parameters import (
@@ -34,6 +36,7 @@ from parameters import (
     fp8_recipe,
     is_matrix,
     param_specs,
+    unembedding_recipe,
     with_scales,
 )
 from vocabulary import cross_entropy, embed
@@ -66,7 +69,7 @@ def run_layers(
     """x after these layers, all of a stack or those of a stage; `first_layer` is the number of the first of them."""
     if skip := config.fp8_skip_layers:
         inner = dataclasses.replace(config, fp8_skip_layers=0)
-        outer = dataclasses.replace(inner, fp8="none")
+        outer = changed(inner, fp8="none")
         L = config.num_layers
         for begin, end, its in ((0, skip, outer), (skip, L - skip, inner), (L - skip, L, outer)):
             part, amax = jax.tree.map(lambda a, begin=begin, end=end: a[begin:end], (layers, scaling.amax))
@@ -137,15 +140,19 @@ def unembedding(params: Params, config: Config) -> jax.Array:
     return _whole(w_vd, param_specs(config).embed, config)
 
 
-def loss_of(params: Params, x, batch: Batch, config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss and metrics of what comes out of the layers."""
+def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and metrics of what comes out of the layers. `key`: of stochastic rounding."""
     x_btd, metrics = x
     x_btD = all_gather(last_norm(params, x_btd, config), "tensor", dim=2, algorithm=config.collectives)
-    w_vD = unembedding(params, config)
-    t = batch.tokens.shape[1]
-    chunk = max(size for size in range(1, min(config.loss_chunk, t) + 1) if t % size == 0)
-    options = (chunk, config.logit_soft_cap, config.z_loss)
-    loss = cross_entropy(x_btD, w_vD, batch.targets, batch.loss_weights, *options)
+    labels = batch.targets, batch.loss_weights
+    options = (transformer.loss_chunk(config, batch.tokens.shape[1]), config.logit_soft_cap, config.z_loss)
+    if recipe := unembedding_recipe(config):
+        w_dv = (params.embed if config.tied_embeddings else params.unembed).T
+        q = fp8.gather_weight(w_dv, P("fsdp", "tensor"), recipe, 1, algorithm=config.collectives)
+        operand = (q.values, q.scale, _noise(key, config))
+        loss = cross_entropy(x_btD, q.source.T, *labels, operand, *options, partial(fp8.logits, recipe=recipe))
+    else:
+        loss = cross_entropy(x_btD, unembedding(params, config), *labels, None, *options)
     return loss + metrics.get("auxiliary_loss", 0), metrics
 
 
@@ -162,7 +169,7 @@ def loss_fn(
         shares_M = pipeline.forward(*pipelined(params, batch, loss_of, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
     x = run_all_layers(params, embedded(params, batch, config), constants(batch, config), config, scaling)
-    return loss_of(params, x, batch, config)
+    return loss_of(params, x, batch, config, scaling.key)
 
 
 # -- in stages

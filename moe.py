@@ -52,6 +52,16 @@ than a gather's: across a ring of N devices each byte makes N/4 hops. Expert par
 so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
 with much batch a device found FSDP alone faster; `roofline.py plan` compares.
 
+**In parts** (`in_parts`). Nothing of a layer can be computed before its rows are there, and little else is beside it.
+With the tokens in n parts the rows of one travel while those of another are multiplied:
+
+    links      there 1   there 2   back 1    back 2         1 - 1/n of what travels is beside a matmul
+    experts              of 1      of 2
+
+XLA:TPU finds that order for a layer that stands alone (compiled, tests/test_moe.py). In a step it does, mostly, in the
+backward pass; forward, not knowing how long kernels take, it puts little beside. It costs matmuls of fewer rows an
+expert, and a weight's gradient is a sum of n.
+
 Tokens could go over the axis once, not once for each of their experts there: for N <= X an all-gather of x_td, (N-1) t
 D, moves less than X (1 - 1/N) t D. **Left out**, with limits on the devices that a token may go to (DeepSeek-V3, 2.1.2:
 its groups are there for that), its balance within a sequence, routing by the experts' choice (arXiv:2202.09368), noise
@@ -137,7 +147,7 @@ def loads(experts_tX: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(chosen_tXE, (0, 1), dtype=jnp.int32)
 
 
-def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: int) -> jax.Array:
+def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: float) -> jax.Array:
     """This device's share of E * sum f_e * p_e: 1 where all experts have as much, E where one has all.
 
     Args:
@@ -149,12 +159,12 @@ def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: int)
     return scores_tE.shape[1] * jnp.sum(f_E * jnp.sum(scores_tE, 0)) / num_tokens
 
 
-def z_loss(logits_tE: jax.Array, num_tokens: int) -> jax.Array:
+def z_loss(logits_tE: jax.Array, num_tokens: float) -> jax.Array:
     """This device's share of the mean of log(Z)^2, Z the denominator of the softmax."""
     return jnp.sum(jax.nn.logsumexp(logits_tE, -1) ** 2) / num_tokens
 
 
-def entropy(scores_tE: jax.Array, num_tokens: int) -> jax.Array:
+def entropy(scores_tE: jax.Array, num_tokens: float) -> jax.Array:
     """This device's share of the mean entropy, in nats: log(E) of one that knows nothing, 0 of a sure one."""
     return -jnp.sum(jax.scipy.special.xlogy(scores_tE, scores_tE)) / num_tokens
 
@@ -274,6 +284,16 @@ def combine(y_rd: jax.Array, place_p: jax.Array, order_r: jax.Array, weights_tX:
 
 
 # -- dispatch
+
+
+def in_parts(dispatch: Callable, x_td: jax.Array, routing: Routing, parts: int) -> tuple[jax.Array, jax.Array]:
+    """What `dispatch(x_td, routing)` gives, of the tokens in so many parts: one computes while another is on its way.
+
+    Each part has a buffer of its own, so that one can be short of room where another is not.
+    """
+    cut = zip(*(jnp.split(a, parts) for a in (x_td, *routing)), strict=True)
+    y, dropped = zip(*(dispatch(x_td, Routing(*of_part)) for x_td, *of_part in cut), strict=True)
+    return jnp.concatenate(y), sum(dropped)
 
 
 def dropless(x_td: jax.Array, routing: Routing, experts: Experts, axis: str, room: int) -> tuple[jax.Array, jax.Array]:

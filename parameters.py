@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import fp8
-import pipeline
 import placement
 import sharding
 import transformer
 from config import Config
 from context import order, ring_size
+from rules import in_zigzag
 
 ONES, ZEROS = "ones", "zeros"  # how a parameter starts; any other string names the dims of its fan-in
 
@@ -181,78 +181,6 @@ def num_params(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))
 
 
-def check_divides(config: Config, mesh_sizes: dict[str, int]) -> None:
-    """Raises ValueError, with the numbers, where the model or the batch cannot be cut as the mesh asks.
-
-    And where flags and mesh do not go together, so that a flag would have no effect or there is no code for it.
-    """
-    if mesh_sizes["pipe"] > 1 and config.num_dense_layers:
-        raise ValueError(
-            f"num_dense_layers={config.num_dense_layers}: the stages of mesh axis pipe:{mesh_sizes['pipe']} run one "
-            "program, so their layers must be alike: another axis than pipe, or num_dense_layers=0"
-        )
-    if mesh_sizes["expert"] > 1 and not config.num_experts:
-        raise ValueError(
-            f"mesh axis expert:{mesh_sizes['expert']} is for mixtures of experts, and num_experts is 0: use fsdp"
-        )
-    check_fp8(config, mesh_sizes)
-    if config.collective_matmul and mesh_sizes["tensor"] == 1:
-        raise ValueError(
-            "collective_matmul is for the matmuls of the mesh axis tensor; its size is 1: --mesh=tensor:2,..."
-        )
-    fields = dict(L="num_layers", D="model_dim", F="ff_dim", V="vocab_size", N="num_heads", K="num_kv_heads")
-    fields |= dict(Q="q_lora_rank", C="kv_lora_rank")
-    fields |= dict(E="num_experts", M="expert_dim", J="num_shared_experts*expert_dim")
-
-    def check(name, shape, letters, spec, init):
-        for letter, size, entry in zip(letters, shape, spec, strict=True):
-            if axes := {axis: mesh_sizes[axis] for axis in sharding.axes_of(P(entry))}:
-                placement.check_multiple(fields[letter], size, axes)
-
-    stages = mesh_sizes["pipe"]
-    if stages > 1:
-        pipeline.check(config.num_layers, stages, config.pipeline_rounds)
-        pipeline.schedule_of(config.pipeline_schedule, stages, config.microbatches, config.pipeline_rounds)
-        of_chunk = config.num_layers // (stages * config.pipeline_rounds)
-        if config.global_every and mesh_sizes["context"] > 1 and of_chunk % config.global_every:
-            raise ValueError(
-                f"pipe * pipeline_rounds = {stages} * {config.pipeline_rounds} leaves {of_chunk} layers a stage and "
-                f"round, no multiple of global_every={config.global_every}: with context:{mesh_sizes['context']} all "
-                "stages must have their global layers at the same places"
-            )
-    elif config.pipeline_schedule != "1f1b" or config.remat_stage:
-        raise ValueError(
-            f"pipeline_schedule={config.pipeline_schedule} and remat_stage={config.remat_stage} are for the stages of "
-            "the mesh axis pipe; its size is 1: --mesh=pipe:2,..."
-        )
-    _tree(config, check)
-    placement.check_batch(config.batch, mesh_sizes, config.microbatches)
-    _check_context(config, mesh_sizes)
-
-
-def _check_context(config: Config, mesh_sizes: dict[str, int]) -> None:
-    c = mesh_sizes["context"]
-    if config.context_heads > 1 and c % config.context_heads:
-        raise ValueError(f"context_heads={config.context_heads} must divide the mesh axis context:{c}")
-    if c == 1:
-        return
-    halves = {"2 (context_balance)": 2} if in_zigzag(config) and config.context_impl != "all_to_all" else {}
-    placement.check_multiple("seq_len", config.seq_len, {"context": c} | halves)
-    exchanged = c if config.context_impl == "all_to_all" else config.context_heads
-    ways = {"tensor": mesh_sizes["tensor"], f"{exchanged} (exchanged over context)": exchanged}
-    placement.check_multiple("num_heads", config.num_heads, ways)
-    if (
-        config.max_logit
-        and c > exchanged
-        and config.context_impl == "ring"
-        and (config.global_every or not config.window)
-    ):
-        raise ValueError(
-            f"max_logit={config.max_logit} needs whole rows of scores, and a ring merges parts of them: "
-            "--context_impl=all_gather or all_to_all"
-        )
-
-
 def init_params(config: Config, key: jax.Array) -> Params:
     """Normal with variance 1/fan-in, and 2L times less for the 2L outputs that add to the residual stream.
 
@@ -294,17 +222,17 @@ def fp8_recipe(config: Config) -> fp8.Recipe:
     return fp8.Recipe(*how, row_axes=(*placement.BATCH_AXES, "context"), feature_axes=("tensor",))
 
 
-def fp8_groups(config: Config) -> list[tuple[str, ...]]:
-    """The weights of a layer that are multiplied in 8 bits; those of a group by the same x."""
-    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
-    kinds = (False, True) if config.num_dense_layers else (bool(config.num_experts),)
-    absent = set.intersection(*(_absent(config, experts) for experts in kinds))
-    return [group for module in modules for group in transformer.FP8_MODULES[module] if absent.isdisjoint(group)]
+def unembedding_recipe(config: Config) -> fp8.Recipe | None:
+    """Of the logits, if they are made in 8 bits. With the whole vocabulary to multiply, a maximum of today is cheap."""
+    if "unembed" not in transformer.in_8_bits(config):
+        return None
+    recipe = fp8_recipe(config)
+    return dataclasses.replace(recipe, scaling="dynamic") if recipe.uses_amax else recipe
 
 
 def fp8_contracted(config: Config) -> Params:
     """Of these weights, how many dims their matmul contracts; 0 of all others."""
-    names = {name for group in fp8_groups(config) for name in group}
+    names = {name for group in transformer.fp8_groups(config) for name in group}
 
     def contracted(name, shape, letters, spec, init):
         return len(init.replace("L", "")) if name.removeprefix("dense_layers.") in names else 0
@@ -315,55 +243,14 @@ def fp8_contracted(config: Config) -> Params:
 def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) -> Layers:
     """One layer's weights, of which those in 8 bits know the largest elements to expect and the key of their noise."""
     known = {}
-    for name in (name for group in fp8_groups(config) for name in group if getattr(w, name) is not None):
+    for name in (name for group in transformer.fp8_groups(config) for name in group if getattr(w, name) is not None):
         own_key = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
         of_name = amax.get(name, {})
         known[name] = fp8.Weight(getattr(w, name), of_name.get("x"), of_name.get("dy"), own_key)
     return dataclasses.replace(w, **known)
 
 
-def check_fp8(config: Config, mesh_sizes: dict[str, int]) -> None:
-    """Raises ValueError where the recipe is none, or does not go with the model or the mesh."""
-    if config.fp8 == "none":
-        return
-    recipe = fp8_recipe(config)
-    if mesh_sizes["pipe"] > 1 and (
-        recipe.uses_amax or config.fp8 == "calibrate" or recipe.rounding == "stochastic" or config.fp8_skip_layers
-    ):
-        raise ValueError(
-            f"with pipe:{mesh_sizes['pipe']} stages fp8 is dynamic or fixed, rounds to nearest, and skips no layers"
-        )
-    if config.num_experts and (recipe.uses_amax or config.fp8 == "calibrate" or config.fp8_skip_layers):
-        raise ValueError(f"with num_experts={config.num_experts} fp8 is dynamic or fixed, and skips no layers")
-    if not fp8_groups(config):
-        raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8=none")
-    if config.num_experts and "moe" in config.fp8_modules.split(",") and config.fp8_granularity != "per_tensor":
-        raise ValueError(
-            f"fp8_granularity={config.fp8_granularity}: routed experts have one scale a tensor; "
-            "--fp8_modules=qkv,out,mlp leaves them as they are"
-        )
-    if 2 * config.fp8_skip_layers >= config.num_layers:
-        raise ValueError(f"fp8_skip_layers={config.fp8_skip_layers} at each end leaves none of {config.num_layers}")
-    if config.collective_matmul:
-        raise ValueError(f"fp8={config.fp8} goes with --no-collective_matmul only: its ring adds up products unscaled")
-    if config.kv_lora_rank and "qkv" in config.fp8_modules.split(","):
-        raise ValueError("fp8_modules: qkv are no matmuls of latent attention, kv_lora_rank; --fp8_modules=out,mlp,moe")
-    if config.fp8_granularity == "block":
-        shards = {"model_dim": mesh_sizes["fsdp"] * mesh_sizes["tensor"], "ff_dim": mesh_sizes["tensor"]}
-        for name, ways in shards.items():
-            if getattr(config, name) % (ways * config.fp8_block):
-                raise ValueError(
-                    f"fp8_granularity=block: {name}={getattr(config, name)} in {ways} parts is not cut by "
-                    f"fp8_block={config.fp8_block}"
-                )
-
-
 # -- the order of positions
-
-
-def in_zigzag(config: Config) -> bool:
-    """Whether a sequence over `context` stands in zigzag order. A window needs the order that it has."""
-    return config.context_balance and not config.window
 
 
 def order_of(config: Config, length: int, ways: int) -> np.ndarray:

@@ -46,7 +46,7 @@ bounds.py. Against FSDP on the same P devices, which gathers 2 * params bytes a 
 sends 2*b*t*D: the message is smaller from b*t*D < params of a stage on. Between slices it is always.
 
 **Left out.** Schedules that split the backward pass in two (zero bubble, arXiv:2401.10241); vocabulary parallelism over
-the stages (arXiv:2411.05288), which would share the ends; stages of unequal numbers of layers (`check` refuses them).
+the stages (arXiv:2411.05288), which would share the ends; stages of unequal numbers of layers.
 """
 
 import math
@@ -157,17 +157,6 @@ def schedule_of(name: str, stages: int, microbatches: int, rounds: int = 1) -> S
             f"microbatches={microbatches} must be a multiple of pipe={stages}: a circular pipeline takes groups of them"
         )
     return Schedule(name, stages, microbatches, rounds)
-
-
-def check(num_layers: int, stages: int, rounds: int = 1) -> None:
-    """Raises ValueError, with the numbers, where the layers are not as many for each stage and round."""
-    chunks = stages * rounds
-    if num_layers % chunks:
-        near = ", ".join(str(ways) for ways in range(1, num_layers + 1) if num_layers % (ways * rounds) == 0)
-        raise ValueError(
-            f"num_layers={num_layers} must be a multiple of pipe * pipeline_rounds = {stages} * {rounds} = {chunks}: "
-            f"every stage has as many layers; with {rounds} rounds pipe can be {near or 'nothing'}"
-        )
 
 
 # -- what runs

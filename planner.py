@@ -11,8 +11,8 @@ A prediction is not better than that.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
-one's own; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a quarter of it, with `data`
-for the rest, nothing: smaller rings can be faster, at the price of memory, but not by much.
+one's own, but that of a recipe; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a
+quarter of it, with `data` for the rest, nothing: smaller rings can be faster, at the price of memory, but not by much.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, which the answer is held against:
 
@@ -30,17 +30,18 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import config as config_lib
+import rules
 import transformer
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
 from interconnect import squarest
 from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict
-from workload import TODAY, Efficiency, Run, check, layers_of, memory_of
+from workload import TODAY, Efficiency, Run, layers_of, memory_of
 
 TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
 WITHIN = 1.05  # of the best: as good as it
@@ -67,7 +68,9 @@ def family(found: Prediction) -> str:
 def plan(
     config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
 ) -> Plan:
-    """The best way to train what `config` describes, whose mesh, microbatches and remat are not looked at.
+    """The best way to train what `config` describes, whose mesh and microbatches are not looked at.
+
+    Nor is its remat, but for `custom`, which is tried among the others.
 
     Raises:
       ValueError: nothing divides, or nothing fits, with what is short and by how much.
@@ -80,23 +83,28 @@ def plan(
     if num_slices < 1:
         raise ValueError(f"num_slices={num_slices} must be 1 or more")
     num_devices = chip.devices * math.prod(topology) * num_slices
+
+    def lies(sizes: dict[str, int]) -> bool:
+        try:
+            links_of(sizes, chip, topology, num_slices=num_slices)
+        except ValueError as error:
+            dropped[str(error)] = dropped.get(str(error), 0) + 1
+            return False
+        return True
+
     for with_pipeline in (False, True) if num_slices == 1 else (True,):
         if with_pipeline and fitting:
             break
-        for sizes in meshes(config, num_devices, num_slices, with_pipeline):
-            try:
-                links = links_of(sizes, chip, topology, num_slices=num_slices)
-            except ValueError as error:
-                dropped[str(error)] = dropped.get(str(error), 0) + 1
-                continue
+        for sizes in meshes(config, num_devices, num_slices, with_pipeline, lies):
+            links = links_of(sizes, chip, topology, num_slices=num_slices)
             for microbatches, by_remat in configs.items():
                 if microbatches < sizes["pipe"]:
                     continue
                 num_tried += 1
+                by_remat = [rules.settled(one, sizes) for one in by_remat]
                 of = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
                 try:
-                    if check(of):
-                        raise ValueError("model_dim or vocab_size does not divide by its shards")
+                    rules.check(of.config, sizes)
                 except ValueError as error:
                     dropped[str(error)] = dropped.get(str(error), 0) + 1
                     continue
@@ -143,8 +151,10 @@ def complexity(found: Prediction) -> tuple:
     return sum(size > 1 for size in of.sizes.values()), of.microbatches, bool(of.config.core_axis), found.step_s
 
 
-def meshes(config: Config, num_devices: int, num_slices: int, with_pipeline: bool) -> Iterator[dict[str, int]]:
-    """Sizes of the mesh axes worth a try, that make up the devices; `fsdp` has what the others leave."""
+def meshes(
+    config: Config, num_devices: int, num_slices: int, with_pipeline: bool, lies: Callable[[dict[str, int]], bool]
+) -> Iterator[dict[str, int]]:
+    """Sizes of mesh axes worth a try, that make up the devices and lie on them; `fsdp` has what the others leave."""
     powers = lambda limit: [2**i for i in range(limit.bit_length()) if 2**i <= limit]
     divisors = lambda number: [size for size in range(1, number + 1) if number % size == 0]
     experts = [size for size in divisors(config.num_experts or 1) if size <= 64]
@@ -162,13 +172,16 @@ def meshes(config: Config, num_devices: int, num_slices: int, with_pipeline: boo
                     if num_devices % inner:
                         continue
                     left = num_devices // inner
-                    # The largest fsdp that cuts the model's dim, and a quarter of it.
+                    axes = dict(pipe=pipe, expert=expert, context=context, tensor=tensor)
+                    of = lambda fsdp, rest=least * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
+                    # The largest fsdp that cuts the model's dim and lies on the slice, and a quarter of it.
                     whole = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
-                    for fsdp in {whole[-1], *(size for size in whole if size * 4 == whole[-1])}:
-                        data = least * left // fsdp
-                        sizes = dict(data=data, pipe=pipe, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
-                        if config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0:
-                            yield {axis: sizes[axis] for axis in MESH_AXES}
+                    largest = next((size for size in reversed(whole) if lies(of(size))), 0)
+                    for fsdp in [largest] * bool(largest) + [size for size in whole if size * 4 == largest]:
+                        sizes = {axis: of(fsdp)[axis] for axis in MESH_AXES}
+                        batch_divides = config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0
+                        if batch_divides and (fsdp == largest or lies(sizes)):
+                            yield sizes
 
 
 def _widest(config: Config) -> int:
@@ -178,9 +191,10 @@ def _widest(config: Config) -> int:
 
 def _configs(config: Config) -> dict[int, list[Config]]:
     """{microbatches: one for each policy, from the least recomputation to the most}."""
-    once = dataclasses.replace(config, mesh="", microbatches=1, remat_tensors="", core_axis="", collective_matmul=False)
+    once = dataclasses.replace(config, mesh="", microbatches=1, core_axis="", collective_matmul=False)
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
-    found = [dataclasses.replace(once, remat=policy) for policy in policies]
+    found = [dataclasses.replace(once, remat=policy, remat_tensors="") for policy in policies]
+    found += [once] if config.remat == "custom" else []
     again = lambda one: sum(transformer.recomputed_flops_per_token(one).values())
     # Of those that recompute alike, what stays on the device comes first.
     found.sort(key=lambda one: (again(one), len(transformer.offloaded_names(one))))
@@ -310,22 +324,24 @@ def reasons(found: Plan) -> list[str]:
 
 
 def print_plan(args: argparse.Namespace) -> None:
+    config = config_lib.from_args(args)
+    topology, num_slices = config_lib.slice_of(args)
     if args.chips is not None:
         if args.chips < 1:
             raise ValueError(f"--chips={args.chips} must be 1 or more")
-        chip = chip_of(args.topology.partition(":")[0])
+        chip = chip_of(topology.partition(":")[0])
         shape = sorted(squarest(args.chips, chip.torus_axes), key=lambda size: (size == 1, size))
-        chip, topology = parse_topology(f"{chip.name}:{by(shape)}")
-    else:
-        chip, topology = parse_topology(args.topology)
-    config = config_lib.from_args(args)
+        topology = f"{chip.name}:{by(shape)}"
+    chip, topology = parse_topology(topology)
     given = [name for name in TO_FIND if name in args]
     if given:
         raise ValueError(f"--{given[0]} is what plan finds; for one that is given: roofline.py step")
-    found = plan(config, chip, topology, num_slices=args.num_slices)
+    found = plan(config, chip, topology, num_slices=num_slices)
     in_fp8 = None
     if config.fp8 == "none" and chip.fp8_flops_per_s and chip.fp8_flops_per_s > chip.bf16_flops_per_s:
-        in_fp8 = plan(dataclasses.replace(config, fp8="dynamic"), chip, topology, num_slices=args.num_slices)
+        modules = "out,mlp,moe" if config.kv_lora_rank else config.fp8_modules
+        wanted = dataclasses.replace(config, fp8="dynamic", fp8_modules=modules)
+        in_fp8 = plan(wanted, chip, topology, num_slices=num_slices)
     if args.plot:
         plot({_mesh_text(one.of): one for one in found.families[:8]}, args.plot)
     if args.json:
@@ -355,6 +371,20 @@ def print_plan(args: argparse.Namespace) -> None:
     print(f"\nroofline.py step {' '.join(flags_of(found.best))}")
 
 
+def _flag(name: str, value) -> str:
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+
+
+def changed_flags(config: Config, sizes: dict[str, int], found: Prediction) -> list[str]:
+    """The flags in which a prediction's run differs, those among them that would have no effect any more."""
+    mesh = ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items() if size > 1)
+    flags = [f"--mesh={mesh}"] if found.of.sizes != sizes else []
+    for name, value in dataclasses.asdict(found.of.config).items():
+        if name != "mesh" and value != getattr(config, name):
+            flags.append(_flag(name, value))
+    return flags
+
+
 def flags_of(found: Prediction) -> list[str]:
     """The flags that give this very prediction by `roofline.py step`."""
     of = found.of
@@ -363,8 +393,8 @@ def flags_of(found: Prediction) -> list[str]:
     flags = [f"--topology={of.chip.name}:{by(of.topology)}", f"--preset={config.preset}"]
     flags += [f"--num_slices={of.num_slices}"] if of.num_slices > 1 else []
     for name, value in dataclasses.asdict(config).items():
-        if name != "preset" and value != preset[name]:
-            flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}")
+        if name not in ("preset", "recipe") and value != preset[name]:
+            flags.append(_flag(name, value))
     return flags
 
 

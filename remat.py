@@ -239,15 +239,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of each step; needs matplotlib")
-    add_run_flags(parser)
-    parser.set_defaults(topology="tpu7x:2x2x1")
+    add_run_flags(parser, "tpu7x:2x2x1")
     args, unknown = parser.parse_known_args(argv)
     try:
         check_known(unknown, [*args.model_flags, *vars(args)])
         asked = getattr(args, "remat", "")
         config = config_lib.from_args(args)
-        chip, topology = parse_topology(args.topology)
-        found = predictions(config, chip, topology, num_slices=args.num_slices)
+        topology, num_slices = config_lib.slice_of(args)
+        found = predictions(config, *parse_topology(topology), num_slices=num_slices)
         chosen = best(found) if asked == "auto" or any(map(fits, found.values())) else ""
         shown = {"": found, "auto": {chosen: found.get(chosen)}}.get(asked) or {asked: found[asked]}
         if args.plot:

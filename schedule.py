@@ -187,6 +187,14 @@ def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
             yield from opcodes_of(program, inner)
 
 
+def category_of(program: Program, instruction: Instruction) -> str:
+    """What it is for: matmul, elementwise, copies and layouts, or a kernel by its name."""
+    opcodes = set(opcodes_of(program, instruction))
+    if instruction.opcode == "custom-call" and "custom-call" in opcodes:
+        return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
+    return "matmul" if opcodes & MATMULS else "copies and layouts" if opcodes <= MOVES else "elementwise"
+
+
 # -- results
 
 
@@ -328,7 +336,7 @@ class Walk:
         seconds, by = self.cost(instruction, operands)
         if seconds == 0:
             return
-        category = self.category(instruction)
+        category = category_of(self.program, instruction)
         self.now += seconds
         self.busy += seconds
         self.ledger["count", key] += 1
@@ -339,12 +347,6 @@ class Walk:
         for ended in self.ended:
             self.before.setdefault(ended, self.last)
         self.ended = []
-
-    def category(self, instruction: Instruction) -> str:
-        opcodes = set(opcodes_of(self.program, instruction))
-        if instruction.opcode == "custom-call" and "custom-call" in opcodes:
-            return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
-        return "matmul" if opcodes & MATMULS else "copies and layouts" if opcodes <= MOVES else "elementwise"
 
     def cost(self, instruction: Instruction, operands: list) -> tuple[float, str]:
         target = instruction.attributes.get("custom_call_target", "").strip('"')

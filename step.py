@@ -18,9 +18,10 @@ and with communication, of which only what nothing hides (the exposed part) make
                   is not saved whole. Exposed, as matmuls wait for it; with `collective_matmul` what the matmuls do not
                   cover, and a message
     context       keys and values go round a ring while attention computes, a hop at a time over the slowest of its
-                  links; backward with their gradients in float32. Gathered or exchanged for heads: exposed, as is the
-                  halo of a layer with a window
-    expert        all-to-all there and back, forward and backward. Exposed
+                  links; backward with their gradients in float32. Gathered or exchanged for heads, by all or by
+                  `context_heads` neighbours: exposed, as is the halo of a layer with a window
+    expert        all-to-all there and back, forward and backward. Exposed; of n parts (--moe_parts) all but 1/n of
+                  those of the backward pass are behind the experts' matmuls, as long as these take (moe.py)
     pipe          (P - 1) of vM + P - 1 ticks idle, v rounds of M microbatches; a message a tick and way, hidden but
                   where forward or backward passes are alone: in GPipe all, else the first and last v*P - 1 ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
@@ -40,19 +41,21 @@ and the compute down. Attention is taken to be a fused kernel; the merging of a 
 import argparse
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import config as config_lib
+import rules
 import transformer
 from bounds import bubble
-from hardware import by, parse_topology, si
+from hardware import Axis, by, parse_topology, si
+from interconnect import collective_s
 from workload import (
     Layer,
     Run,
-    check,
     compute_s,
     layers_of,
     local_shape,
+    matmul_s,
     memory_of,
     moved_bytes,
     params_of_device,
@@ -81,7 +84,6 @@ class Prediction:
     parts: list[Part]
     memory: dict[str, float]  # bytes of a device, by what they hold
     host_bytes: float  # of a device's activations, and optimizer state, on its host
-    notes: list[str]
 
     @property
     def flops_per_step(self) -> float:
@@ -133,8 +135,8 @@ class Prediction:
 
 
 def predict(of: Run) -> Prediction:
-    """The step of a run. Raises ValueError, with the numbers, where the mesh cannot cut the model or the batch."""
-    notes = check(of)
+    """The step of a run. Raises ValueError for what rules.py refuses."""
+    rules.check(of.config, of.sizes)
     kinds = [Kind(layer, of) for layer in layers_of(of.config, of.efficiency.attention_block)]
     memory, host_bytes = memory_of(of, [kind.layer for kind in kinds])
     of_layers = [
@@ -149,7 +151,7 @@ def predict(of: Run) -> Prediction:
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
     held = host_bytes * of.in_flight + slots_of_device(of) * of.config.offload_optimizer
-    return Prediction(of, [part for part in parts if part.seconds], memory, held, notes)
+    return Prediction(of, [part for part in parts if part.seconds], memory, held)
 
 
 class Kind:
@@ -198,7 +200,8 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
 def _loss(of: Run) -> Part:
     D, V = of.config.model_dim, of.config.vocab_size
     tokens = of.tokens * of.microbatches / of.tensor
-    speed, bandwidth = of.flops_per_s(), of.hbm_bytes_per_s * of.efficiency.elementwise
+    dtype = "fp8" if "unembed" in transformer.in_8_bits(of.config) else "bf16"
+    speed, bandwidth = of.flops_per_s(dtype), of.hbm_bytes_per_s * of.efficiency.elementwise
     seconds = tokens * (3 * 2 * D * V / speed + V * 16 / bandwidth)
     formula = f"{tokens:,.0f} tokens * (3 * 2 * {D} * {V:,} / {si(speed, 'FLOP/s')} + {V:,} * 16 B / "
     return Part("loss", "compute", seconds, seconds, f"{formula}{si(bandwidth, 'B/s')})")
@@ -232,8 +235,12 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
-    tables = of.element * config.vocab_size * config.model_dim / of.tensor * (1 if config.tied_embeddings else 2)
-    tables_s = of.collective_s("all_gather", tables, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
+    table = config.vocab_size * config.model_dim / of.tensor
+    tables = of.element * table * (1 if config.tied_embeddings else 2)
+    # A tied table that is multiplied in 8 bits travels as such beside the one that rows are taken from.
+    in_8_bits = "unembed" in transformer.in_8_bits(config)
+    saved = (of.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
+    tables_s = of.collective_s("all_gather", tables - saved, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
     formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
     formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
@@ -269,25 +276,21 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     if ways == 1:
         return _communication("context", 0, 0)
     dims = (transformer.key_dim(config) + transformer.value_dim(config)) / of.tensor * of.element
-    local = of.tokens * config.num_kv_heads * dims
-    links = of.reached("context")
-    # In a ring over both dies of each chip only one of them sends to the next chip, and has the link for itself.
-    share = of.chip.devices if links[0].name == "die to die" else 1
-    speeds = [link.link_bytes_per_s * (1 if link.name == "die to die" else share) for link in links]
-    hop = lambda nbytes: max(link.hop_s + nbytes / speed for link, speed in zip(links, speeds, strict=True))
+    # Of `exchanging` neighbours each gets a part of the heads, and the ring, if there is one, goes across such groups.
+    ring = rules.ring_size(config, of.sizes)
+    exchanging = ways // ring
+    inner, outer = split(of.reached("context"), exchanging)
+    copied = of.tensor * math.lcm(config.num_kv_heads // of.tensor, exchanging)  # heads, those that several need twice
+    local = of.tokens * copied * dims
+    exchange = collective_s("all_to_all", of.tokens * (config.num_heads + copied) * dims, inner) if inner else 0.0
+    round_ring = (ring - 1) * hop(of, outer, local) if ring > 1 else 0.0
     without_window = transformer.num_global_layers(config) / config.num_layers
     before = min((config.window - 1) * ways / config.seq_len, ways - 1)  # of a halo, in shards
-    halo = hop(local * before) if without_window < 1 else 0.0
-    heads = of.tokens * (config.num_heads + max(config.num_kv_heads, ways)) * dims
-    exchange = of.collective_s("all_to_all", heads, "context")
-    groups = ways // config.context_heads
+    own = of.tokens * config.num_kv_heads * dims
+    halo = hop(of, of.reached("context"), own * before) if without_window < 1 else 0.0
     in_float32 = 4 / of.element
     moved = {
-        "ring": (
-            (groups - 1) * hop(local),
-            in_float32 * (groups - 1) * hop(local),
-            exchange * (config.context_heads > 1),
-        ),
+        "ring": (round_ring, in_float32 * round_ring, exchange),
         "all_gather": (
             of.collective_s("all_gather", local * ways, "context"),
             of.collective_s("reduce_scatter", local * ways * in_float32, "context"),
@@ -300,12 +303,12 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     for kind in kinds:
         for way, number in ((0, 1), (1, 1 + kind.layer.attention_lost)):  # before, if the kernel runs again
             parts = number * once + (gradients if way else 0)
-            behind = kind.by_part["attention"][way] * (1 - 1 / groups) if config.context_impl == "ring" else 0
+            behind = kind.by_part["attention"][way] * (1 - 1 / ring) if config.context_impl == "ring" else 0
             others = without_window * number * exchanged + (1 - without_window) * number * halo
             seconds += kind.times * (without_window * parts + others)
             exposed += kind.times * (max(0.0, without_window * parts - behind) + others)
     how = {
-        "ring": "go round, behind attention",
+        "ring": f"go round a ring of {ring}, behind attention",
         "all_gather": "are gathered",
         "all_to_all": "are exchanged for positions",
     }
@@ -318,6 +321,33 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     return _communication("context", seconds, exposed, formula)
 
 
+def split(links: list[Axis], ways: int) -> tuple[list[Axis], list[Axis]]:
+    """The links of the innermost `ways` devices of a mesh axis, and those from such a group to the next.
+
+    A message to the next group jumps over the devices of its own where both lie on one line: as many share its links.
+    """
+    inner, outer = [], []
+    for link in links:
+        size = math.gcd(ways, link.size)
+        ways //= size
+        if size > 1:
+            inner.append(replace(link, size=size, wrap=link.wrap and size == link.size))
+        if size < link.size:
+            speed = link.link_bytes_per_s / size
+            outer.append(replace(link, size=link.size // size, link_bytes_per_s=speed, hop_s=link.hop_s * size))
+    return inner, outer
+
+
+def hop(of: Run, links: list[Axis], nbytes: float) -> float:
+    """Seconds until all devices of a ring over these links have passed `nbytes` on.
+
+    Over both dies of each chip only one of them sends to the next chip, and has the link for itself.
+    """
+    share = of.chip.devices if links[0].name == "die to die" else 1
+    speeds = [link.link_bytes_per_s * (1 if link.name == "die to die" else share) for link in links]
+    return max(link.hop_s + nbytes / speed for link, speed in zip(links, speeds, strict=True))
+
+
 def _expert(of: Run, kinds: list[Kind]) -> Part:
     if of.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
@@ -325,12 +355,19 @@ def _expert(of: Run, kinds: list[Kind]) -> Part:
     once = of.collective_s("all_to_all", sent, "expert")
     kept = transformer.saved_names(of.config)
     number = 4 + ("expert_input" not in kept) + ("expert_down" not in kept)  # there and back, both ways, and once more
-    seconds = sum(kind.times for kind in kinds if kind.layer.params[True]) * number * once
+    seconds = hidden = 0.0
+    for kind in kinds:
+        if kind.layer.params[True]:
+            _, backward = matmul_s(of, [product for product in kind.layer.products if product.part == "experts"])
+            beside = 1 - 1 / of.config.moe_parts  # of the messages: those that another part computes meanwhile
+            seconds += kind.times * number * once
+            hidden += kind.times * min(backward, beside * (number - 2) * once)
     formula = (
         f"{number} times {si(sent, 'B')} of a layer's tokens to their experts or back, {si(once, 's')} each, over "
     )
     formula += _wires(of, "expert")
-    return _communication("expert", seconds, seconds, formula)
+    formula += f", backward behind the matmuls of {of.config.moe_parts} parts" if hidden else ""
+    return _communication("expert", seconds, seconds - hidden, formula)
 
 
 def _pipe(of: Run, working_s: float) -> list[Part]:
@@ -453,7 +490,6 @@ def as_json(found: Prediction) -> dict:
         "fits": found.fits,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
         "memory_bytes": found.memory,
-        "notes": found.notes,
     }
 
 
@@ -499,7 +535,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     if explain:
         peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
         lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")
-    return "\n".join(lines + [f"  note     {note}" for note in found.notes])
+    return "\n".join(lines)
 
 
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
@@ -567,18 +603,16 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
 MODEL_FLAGS = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
+def add_run_flags(parser: argparse.ArgumentParser, topology: str = "tpu7x:4x4x4") -> None:
     """What describes a run: the slice, and train.py's flags of model and mesh."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--topology", default="tpu7x:4x4x4", help="chips along each axis of a slice [%(default)s]")
-    machine.add_argument("--num_slices", type=int, default=1, help="slices, joined by the network [%(default)s]")
+    config_lib.add_slice_flags(parser, topology)
     parser.set_defaults(model_flags=config_lib.add_flags(parser, MODEL_FLAGS))
 
 
 def print_step(args: argparse.Namespace) -> None:
-    chip, topology = parse_topology(args.topology)
     config = config_lib.from_args(args)
-    found = predict(run_of(config, chip, topology, num_slices=args.num_slices))
+    topology, num_slices = config_lib.slice_of(args)
+    found = predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
     if args.plot:
         plot({config.preset: found}, args.plot)
     if args.json:

@@ -53,6 +53,7 @@ import parameters
 import placement
 import processes
 import remat
+import rules
 import sharding
 from log import Log, Profile
 from sharding import BATCH_SPEC, LOSS_AXES
@@ -141,9 +142,9 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
     batch = batch._replace(loss_weights=batch.loss_weights / num_targets)  # so that sums of losses are their mean
     weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
 
-    def loss_fn(trained, batch):
+    def loss_fn(trained, batch, key):
         weights, amax = trained
-        return model.loss_fn(weights, batch, config, scaling._replace(amax=amax))
+        return model.loss_fn(weights, batch, config, parameters.Scaling(amax, key))
 
     def add(total, more):  # the gradients of the largest elements expected are those found: calibration.py
         return jax.tree.map(jnp.add, total[0], more[0]), jax.tree.map(jnp.maximum, total[1], more[1])
@@ -154,16 +155,17 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
         shares, grads = model.pipelined_loss_and_grads(weights, batch, config)
         found = {}
     elif config.microbatches == 1:
-        shares, (grads, found) = value_and_grad(trained, batch)
+        shares, (grads, found) = value_and_grad(trained, batch, scaling.key)
     else:
 
-        def accumulate(total, microbatch):
-            shares, grads = value_and_grad(trained, microbatch)
+        def accumulate(total, of_microbatch):
+            shares, grads = value_and_grad(trained, *of_microbatch)
             # Without the barrier XLA:TPU tries to move reduce-scatters out of the loop, and fails (an internal check).
             return add(total, lax.optimization_barrier(grads)), shares
 
         zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), trained)
-        (grads, found), shares = lax.scan(accumulate, zeros, model.split(batch, config.microbatches))
+        keys = None if scaling.key is None else jax.random.split(scaling.key, config.microbatches)
+        (grads, found), shares = lax.scan(accumulate, zeros, (model.split(batch, config.microbatches), keys))
         shares = jax.tree.map(lambda a: jnp.sum(a, 0), shares)
     loss, metrics = lax.psum(shares, LOSS_AXES)
     metrics |= {"amax": lax.pmax(found, placement.MESH_AXES)} if found else {}
@@ -252,6 +254,7 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
     Only tokens under `vocab_size`, the corpus's, are drawn. No cache of keys and values: each token is a forward pass
     over the whole sequence, whose beginning drops out when it is full. It is there to look at.
     """
+    config = config_lib.changed(config, moe_parts=1)  # its tokens need not be a multiple
     specs, ways = parameters.param_specs(config), mesh.shape["context"]
 
     def per_device(params, prompt_bT, length, key, amax):
@@ -354,19 +357,11 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
     spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
     config = resolve_remat(config, mesh)
-    parameters.check_divides(config, dict(mesh.shape))
+    rules.check(config, dict(mesh.shape))
     calibration.check(config)
     remat.check_host_memory(config, mesh)
     compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
-    backend = mesh.devices.flat[0].platform
-    if compiler_options and backend != "tpu":
-        raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
-    if config.attention == "flash" and (config.remat != "none" or config.remat_stage) and backend != "tpu":
-        raise ValueError(
-            f"attention=flash is simulated on {backend!r}, where jax.checkpoint cannot run it again for "
-            f"remat={config.remat}, remat_stage={config.remat_stage}: --remat=none --no-remat_stage, or "
-            "--attention=reference"
-        )
+    check_backend(config, mesh.devices.flat[0].platform)
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
 
@@ -398,18 +393,18 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         before = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())
         log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start, of which {before}")
 
-        profile, stopped = Profile(config, log), False
+        profile, stopped = Profile(config, log, step_fn), False
         terminated = stack.enter_context(processes.notice_of_termination())
         batches = stack.enter_context(contextlib.closing(data.ahead(make_batch, range(first_step, config.steps))))
         log.start_clock()
         for batch in log.waiting_for(batches):
             last_step += 1
-            profile.before(last_step)
+            profile.before(last_step, state)
             state, metrics = step_fn(state, batch)
             log.step(metrics)  # shows the step before, while this one runs
             stopped = terminated(last_step)
             at_end = stopped or last_step == config.steps
-            profile.after(last_step, at_end)
+            profile.after(last_step, at_end, state)
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
             saves = manager and (at_end or _is_due(last_step, config.save_every))
             if evaluates or saves or at_end:
@@ -437,6 +432,20 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         log.say(f"terminated after step {last_step}, {saved}")
         raise SystemExit(128 + signal.SIGTERM)
     return summarise(log, state, corpus, config, mesh, eval_loss, prediction, begun)
+
+
+def check_backend(config: Config, backend: str) -> None:
+    """Raises ValueError for what only a TPU does."""
+    if backend == "tpu":
+        return
+    if compiler_flags.of(config):
+        raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
+    if config.attention == "flash" and (config.remat != "none" or config.remat_stage):
+        raise ValueError(
+            f"attention=flash is simulated on {backend!r}, where jax.checkpoint cannot run it again for "
+            f"remat={config.remat}, remat_stage={config.remat_stage}: --remat=none --no-remat_stage, or "
+            "--attention=reference"
+        )
 
 
 def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]:

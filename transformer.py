@@ -199,7 +199,7 @@ def parts(config: Config) -> Mapping[str, Part]:
     return found
 
 
-# The matmuls that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
+# The matmuls of a layer that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
 FP8_MODULES = {
     "qkv": (("w_q", "w_k", "w_v"),),
     "out": (("w_o",),),
@@ -208,10 +208,22 @@ FP8_MODULES = {
 }
 
 
+def fp8_groups(config: Config) -> list[tuple[str, ...]]:
+    """The weights of a layer that are multiplied in 8 bits; those of a group by the same x."""
+    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
+    of_modules = [group for module in modules for group in FP8_MODULES.get(module, ())]
+    return [group for group in of_modules if weights(config).keys() >= {*group}]
+
+
 def in_8_bits(config: Config) -> frozenset[str]:
     """The weights that are multiplied, and travel, in 8 bits. (Those of `fp8_skip_layers` are counted as well.)"""
-    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
-    return frozenset(name for module in modules for group in FP8_MODULES[module] for name in group)
+    logits = config.fp8 != "none" and "unembed" in config.fp8_modules.split(",")
+    return frozenset(name for group in fp8_groups(config) for name in group) | ({"unembed"} if logits else set())
+
+
+def loss_chunk(config: Config, positions: int) -> int:
+    """Of so many positions of a sequence on a device, those whose logits are there at once: `loss_chunk`, or fewer."""
+    return max(size for size in range(1, min(config.loss_chunk, positions) + 1) if positions % size == 0)
 
 
 def num_params(config: Config) -> int:
@@ -503,8 +515,9 @@ def summary(config: Config) -> dict:
     forward = forward_flops_per_token(config)
     kinds = {"dense": False, "experts": True}
     num_layers = {"dense": config.num_layers - num_expert_layers(config), "experts": num_expert_layers(config)}
+    tensors = lambda remat: config.remat_tensors if remat == "custom" else ""
     policies = {
-        remat: saved_names(dataclasses.replace(config, remat=remat))
+        remat: saved_names(config_lib.changed(config, remat=remat, remat_tensors=tensors(remat)))
         for remat in REMAT_POLICIES
         if remat in (config.remat, *POLICIES, "none") and not remat.endswith("_offloaded")
     }

@@ -13,6 +13,8 @@ for a chunk of c positions of its sequences at once.
 logits would be 31 GiB, a chunk of 1,024 positions of one sequence is 0.5 GiB. **FLOPs**: 6*b*t*D*v, forward and
 backward: the gradient of a chunk is taken while its logits are there, and not computed again.
 
+**8 bits**: the three matmuls are a function that is passed in; that of 8 bits is in fp8.py.
+
 **Left out**: a kernel that keeps a chunk's logits in VMEM.
 """
 
@@ -51,33 +53,53 @@ def _embed_backward(residuals, dx_btD):
 embed.defvjp(lambda w_vD, tokens_bt: (embed(w_vD, tokens_bt), (tokens_bt, w_vD)), _embed_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def cross_entropy(x_btD, w_vD, targets_bt, weights_bt, chunk: int, soft_cap: float, z_loss: float):
+def matmul(x_bcD, w_vD, _, chunk):
+    """Logits of a chunk in float32, and the function that makes dx_bcD and, in float32, dw_vD of their gradient."""
+
+    def gradients(dlogits_bcv):
+        dlogits_bcv = dlogits_bcv.astype(x_bcD.dtype)
+        dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
+        return dx_bcD, jnp.einsum("bcv,bcD->vD", dlogits_bcv, x_bcD, preferred_element_type=jnp.float32)
+
+    return jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32), gradients
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def cross_entropy(
+    x_btD, w_vD, targets_bt, weights_bt, operand, chunk: int, soft_cap: float, z_loss: float, matmul=matmul
+):
     """Sum of weight * (-log softmax(x w^T)[target] + z_loss * logsumexp^2), with the vocabulary cut over `tensor`.
 
     Exact, `chunk` positions of each sequence at a time. When it is differentiated, each chunk's gradient is taken while
     its logits are there: 3 matmuls, where recomputing the logits in a backward pass would make them 4.
 
+    Args:
+      matmul: (x_bcD, w_vD, operand, number of the chunk) -> logits and their gradients, as `matmul` above does it.
+      operand: what else it takes, to which no gradient goes: arrays, or None.
+
     Returns: float32 scalar, the same on all devices of `tensor`.
     """
-    chunk_loss = lambda _, xs: (None, _chunk_loss(w_vD, xs, soft_cap, z_loss)[0])
+
+    def chunk_loss(_, xs):
+        (x_bcD, *labels), i = xs
+        return None, _chunk_loss(matmul(x_bcD, w_vD, operand, i)[0], *labels, soft_cap, z_loss)[0]
+
     return jnp.sum(lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1])
 
 
 def _chunks(arrays, chunk):
-    """[b, t, ...] -> [t/chunk, b, chunk, ...]"""
-    return jax.tree.map(lambda a: a.reshape(a.shape[0], -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
+    """[b, t, ...] -> [t/chunk, b, chunk, ...], and their numbers."""
+    cut = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
+    return cut, jnp.arange(arrays[0].shape[1] // chunk)
 
 
-def _chunk_loss(w_vD, xs, soft_cap, z_loss):
+def _chunk_loss(logits_bcv, targets_bc, weights_bc, soft_cap, z_loss):
     """Loss of a chunk, and its gradient in the logits."""
-    x_bcD, targets_bc, weights_bc = xs
-    logits_bcv = jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32)
     slope_bcv = 1.0
     if soft_cap:
         tanh_bcv = jnp.tanh(logits_bcv / soft_cap)
         logits_bcv, slope_bcv = soft_cap * tanh_bcv, 1 - tanh_bcv**2
-    index_bc, mine_bc = _my_part(targets_bc, w_vD.shape[0])
+    index_bc, mine_bc = _my_part(targets_bc, logits_bcv.shape[-1])
     label_bc = jnp.take_along_axis(logits_bcv, index_bc[..., None], -1)[..., 0]
     max_bc = lax.pmax(jnp.max(logits_bcv, -1), "tensor")
     p_bcv = jnp.exp(logits_bcv - max_bc[..., None])
@@ -85,27 +107,27 @@ def _chunk_loss(w_vD, xs, soft_cap, z_loss):
     lse_bc = max_bc + jnp.log(sum_bc)
     loss = jnp.sum(weights_bc * (lse_bc - label_bc + z_loss * lse_bc**2))
 
-    is_label_bcv = (jnp.arange(w_vD.shape[0]) == index_bc[..., None]) & mine_bc[..., None]
+    is_label_bcv = (jnp.arange(logits_bcv.shape[-1]) == index_bc[..., None]) & mine_bc[..., None]
     dlogits_bcv = p_bcv * ((1 + 2 * z_loss * lse_bc) / sum_bc)[..., None] - is_label_bcv
     return loss, dlogits_bcv * slope_bcv * weights_bc[..., None]
 
 
-def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, chunk, soft_cap, z_loss):
+def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, operand, chunk, soft_cap, z_loss, matmul):
     def step(dw_vD, xs):
-        loss, dlogits_bcv = _chunk_loss(w_vD, xs, soft_cap, z_loss)
-        dlogits_bcv = dlogits_bcv.astype(x_btD.dtype)
-        dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
-        dw_vD += jnp.einsum("bcv,bcD->vD", dlogits_bcv, xs[0], preferred_element_type=jnp.float32)
-        return dw_vD, (loss, dx_bcD)
+        (x_bcD, *labels), i = xs
+        logits_bcv, gradients = matmul(x_bcD, w_vD, operand, i)
+        loss, dlogits_bcv = _chunk_loss(logits_bcv, *labels, soft_cap, z_loss)
+        dx_bcD, more_vD = gradients(dlogits_bcv)
+        return dw_vD + more_vD, (loss, dx_bcD)
 
     zeros_vD = jnp.zeros_like(w_vD, jnp.float32)
     dw_vD, (losses, dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
     return jnp.sum(losses), (dx_bcD.swapaxes(0, 1).reshape(x_btD.shape), dw_vD.astype(w_vD.dtype))
 
 
-def _cross_entropy_backward(chunk, soft_cap, z_loss, residuals, dloss):
+def _cross_entropy_backward(chunk, soft_cap, z_loss, matmul, residuals, dloss):
     dx_btD, dw_vD = residuals
-    return (dx_btD * dloss).astype(dx_btD.dtype), (dw_vD * dloss).astype(dw_vD.dtype), None, None
+    return (dx_btD * dloss).astype(dx_btD.dtype), (dw_vD * dloss).astype(dw_vD.dtype), None, None, None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -26,7 +26,7 @@ or, with remat=none, it was saved.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -36,7 +36,8 @@ from config import Config
 from hardware import Axis, Chip
 from interconnect import collective_s
 from matmul import DTYPE_BYTES
-from placement import BATCH_AXES, check_batch, check_multiple, fill_mesh, links_of, parse_mesh
+from placement import BATCH_AXES, fill_mesh, links_of, parse_mesh
+from rules import in_zigzag, ring_size
 
 # -- what programs reach
 
@@ -173,37 +174,6 @@ def run_of(
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * max(num_slices, 1))
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     return Run(config, chip, tuple(topology), num_slices, sizes, links, efficiency)
-
-
-def check(of: Run) -> list[str]:
-    """What is padded as it does not divide. Raises ValueError, with the numbers, for what a mesh cannot cut at all."""
-    config, sizes = of.config, of.sizes
-    tensor = {"tensor": of.tensor}
-    for name in ("num_heads", "num_kv_heads", "ff_dim", "model_dim"):
-        if not (name == "num_kv_heads" and config.kv_lora_rank):
-            check_multiple(name, getattr(config, name), tensor)
-    rounds = {"pipeline_rounds": config.pipeline_rounds} if config.pipeline_rounds > 1 else {}
-    check_multiple("num_layers", config.num_layers, {"pipe": sizes["pipe"]} | rounds)
-    if rounds:
-        check_multiple("microbatches", config.microbatches, {"pipe": sizes["pipe"]})
-    if sizes["pipe"] > 1 and config.num_dense_layers:
-        raise ValueError(f"num_dense_layers={config.num_dense_layers}: pipe:{sizes['pipe']} has stages that are alike")
-    check_multiple("seq_len", config.seq_len, {"context": sizes["context"]})
-    if config.num_experts:
-        check_multiple("num_experts", config.num_experts, {"expert": sizes["expert"]})
-        check_multiple("expert_dim", config.expert_dim, tensor)
-    elif sizes["expert"] > 1:
-        raise ValueError(f"mesh axis expert:{sizes['expert']}: {config.preset} has no experts (num_experts=0)")
-    check_batch(config.batch, sizes, config.microbatches)
-    if config.collective_matmul and sizes["tensor"] == 1:
-        raise ValueError("collective_matmul is for the mesh axis tensor, whose size is 1")
-    shards = {"model_dim": sizes["fsdp"] * of.tensor, "vocab_size": of.tensor}
-    whole = {name: getattr(config, name) for name in shards}
-    return [
-        f"{name}={whole[name]} does not divide by its {ways} shards: padded"
-        for name, ways in shards.items()
-        if whole[name] % ways
-    ]
 
 
 # -- a layer
@@ -353,24 +323,28 @@ def moved_bytes(of: Run, product: Product) -> float:
     return (matrices * k * n + rows * k) * operand + rows * n * of.element
 
 
-def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
-    """Seconds of a layer and a microbatch, forward and backward, by part."""
-    config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
+def matmul_s(of: Run, products: Iterable[Product]) -> tuple[float, float]:
+    """Seconds of a microbatch's matmuls, forward and backward."""
     forward = backward = 0.0
     mxu = of.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
-    for product in layer.products:
+    for product in products:
         rows, k, n, matrices = local_shape(of, product)
-        padded_rows = rows + matrices * e.expert_tile * (product.part == "experts")
+        padded_rows = rows + matrices * of.efficiency.expert_tile * (product.part == "experts")
         once = max(
             2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.dtype),
-            moved_bytes(of, product) / (of.hbm_bytes_per_s * e.hbm),
+            moved_bytes(of, product) / (of.hbm_bytes_per_s * of.efficiency.hbm),
         )
         forward += once
         backward += (2 + product.recomputed) * once
-    ways = of.sizes["context"]  # the last device of a sequence in its own order has more to do than the mean
-    in_order = config.context_impl != "all_to_all" and (config.window or not config.context_balance)
-    keys = layer.keys + (1 - 1 / ways) * layer.global_keys * bool(in_order)
+    return forward, backward
+
+
+def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
+    """Seconds of a layer and a microbatch, forward and backward, by part."""
+    config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
+    # The last part of a sequence in its own order has more to do than the mean.
+    keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not in_zigzag(config))
     scores = b * keys * config.num_heads / tensor
     dims = 128 * math.ceil(max(transformer.key_dim(config), transformer.value_dim(config)) / e.attention_head)
     peak = of.chip.bf16_flops_per_s / of.chip.devices
@@ -378,7 +352,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     attention_backward = scores * 5 * 2 * dims / (peak * e.attention_backward) + layer.attention_lost * attention
     elementwise = layer.elementwise * of.element * b / tensor / (of.hbm_bytes_per_s * e.elementwise)
     return {
-        "matmul": (forward, backward),
+        "matmul": matmul_s(of, layer.products),
         "attention": (attention, attention_backward),
         "elementwise": (elementwise, 3 * elementwise),
     }
@@ -425,7 +399,7 @@ def attention_over_context(of: Run) -> float:
     """
     config, c = of.config, of.sizes["context"]
     only_windows = config.window and not config.global_every  # for which a halo is enough
-    if c == 1 or only_windows or config.context_impl == "all_to_all":
+    if only_windows or ring_size(config, of.sizes) == 1:
         return 0
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
     keys = config.num_kv_heads * (Hk + Hv)
@@ -475,7 +449,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     if over_context := attention_over_context(of):
         in_layer["attention over context"] = over_context * b / of.tensor
     in_loss = {
-        "unembedding": (of.element + 4) * table if whole else 0,
+        "unembedding": ((1 if "unembed" in transformer.in_8_bits(config) else of.element) + 4) * table if whole else 0,
         "logits": 2 * 4 * positions * config.vocab_size / of.tensor,
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))

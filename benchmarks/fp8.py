@@ -10,7 +10,6 @@ for the backward one; what is gathered. Compiled are types and bytes; cycles and
 
 import argparse
 import collections
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -96,9 +95,9 @@ def read(program: hlo.Program, config: config_lib.Config) -> dict:
     }
 
 
-def measure(config: config_lib.Config, topology: str) -> dict:
+def measure(config: config_lib.Config, topology: str, num_slices: int) -> dict:
     """Compiles a step, and reads it."""
-    lowered = aot.lower_step(config, topology)
+    lowered = aot.lower_step(config, topology, num_slices)
     memory, text = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
     program = hlo.parse(text)
     cycles = aot.kernel_cycles(aot.kernels_of(lowered), config.compilation_cache)
@@ -139,17 +138,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="fp8.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--topology", default="tpu7x:4x4x4", help="chips along each axis of a slice [%(default)s]")
+    config_lib.add_slice_flags(parser, "tpu7x:4x4x4")
     parser.add_argument("--json", action="store_true", help="a JSON object")
     config_lib.add_flags(parser)
     args, unknown = parser.parse_known_args()
     try:
         config = config_lib.from_args(args, unknown, **DEFAULTS)
+        topology, num_slices = config_lib.slice_of(args)
     except ValueError as error:
         parser.error(str(error))
     modes = {"none": "none", config.fp8: config.fp8}
-    found = {name: measure(dataclasses.replace(config, fp8=fp8), args.topology) for name, fp8 in modes.items()}
-    print(json.dumps(found) if args.json else describe(config, args.topology, found))
+    found = {name: measure(config_lib.changed(config, fp8=fp8), topology, num_slices) for name, fp8 in modes.items()}
+    print(json.dumps(found) if args.json else describe(config, topology, found))
 
 
 if __name__ == "__main__":

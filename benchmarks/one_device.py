@@ -22,9 +22,9 @@ import reference
 
 import config as config_lib
 import data
-import parameters
 import placement
 import processes
+import rules
 import sharding
 import train
 
@@ -33,7 +33,7 @@ def main() -> None:
     config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
-    parameters.check_divides(config, dict(mesh.shape))
+    rules.check(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
     rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -92,13 +93,14 @@ def kernels() -> str:
     )
 
 
-def measured_runs() -> str:
-    return (
-        "Seconds of a step as published (MaxText; sources in `benchmarks/measured_runs.py`, which prints this) and as "
-        "predicted by\n`step.py`, with one set of efficiencies for all models and chips. One of them, of elementwise "
-        "work, was chosen by\nthe first three runs: they show that one figure explains all three, not that it holds "
-        "for others.\n\n" + "\n".join(line for _, line in timed_lines("benchmarks/measured_runs.py"))
-    )
+def recipes() -> str:
+    return "\n".join(line for _, line in timed_lines("recipes.py"))
+
+
+def better_recipes() -> str:
+    lines = [line for _, line in timed_lines("recipes.py", "--better")]
+    kept = [line for two in pairwise(lines) if ": better: " in two[0] for line in two]
+    return "```\n" + "\n".join(kept) + "\n```"
 
 
 BLOCKS = {
@@ -106,7 +108,8 @@ BLOCKS = {
     "one device": one_device,
     "collectives": collectives,
     "kernels": kernels,
-    "measured runs": measured_runs,
+    "recipes": recipes,
+    "better recipes": better_recipes,
 }
 
 

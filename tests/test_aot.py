@@ -269,7 +269,7 @@ def test_help_answers_at_once_and_without_jax():
         (["--topologi=tpu7x:2x2x1"], "did you mean --topology?"),
         (["--topology=tpu9:2x2x1"], "there is no chip 'tpu9'"),
         (["--mesh=fsdp:16"], "mesh fsdp:16 is for 16 devices and there are 8"),
-        (["--mesh=fsdp:4,expert:2", "--batch=8"], "mesh axis expert:2: tiny has no experts"),
+        (["--mesh=fsdp:4,expert:2", "--batch=8"], "mesh axis expert:2 is for mixtures of experts"),
         (["--batch=3"], "batch=3 must be a multiple of"),
         (["--xla_flags=xla_tpu_scoped_vmem_limit_kb=1"], "did you mean"),
         (["--kernel=attention"], "--kernel takes REGEX=NUMBER"),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import bundles
 import collectives as rings
 from benchmarks import collectives as benchmark
-from benchmarks import kernels
+from benchmarks import kernels, scaling
 from bundles import Kernel, Region, Report
 from collectives import ALGORITHMS
 from schedule import Rates
@@ -314,3 +314,23 @@ def test_a_row_compiled(name):
     assert found.met, found.figures
     if name == "forward, head":
         assert 1.5 < found.figures["jax"] / found.figures["ironwood"] < 2.5
+
+
+def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
+    """405B has no place on 4 chips; what is more of the smallest slice's MFU is what is more MFU."""
+    monkeypatch.setattr(
+        "sys.argv", ["scaling.py", "--models=llama3.1-8b,llama3.1-405b", "--slices=2x2x1,8x8x16", "--json"]
+    )
+    scaling.main()
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["chips"]) for row in found if row["kind"] == "weak"] == [
+        ("llama3.1-8b", 4),
+        ("llama3.1-8b", 1024),
+        ("llama3.1-405b", 1024),
+    ]
+    small, large = (row for row in found if row["kind"] == "strong" and row["model"] == "llama3.1-8b")
+    assert small["batch"] == large["batch"] == 2048 and small["efficiency"] == 1
+    assert large["efficiency"] == pytest.approx(large["mfu"] / small["mfu"])
+    assert large["efficiency"] == pytest.approx(small["step_s"] * 4 / (large["step_s"] * 1024))
+    columns = scaling.table(found).splitlines()
+    assert len(columns) == 2 + len(found) and len({line.count("|") for line in columns}) == 1

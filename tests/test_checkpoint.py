@@ -24,7 +24,7 @@ import placement
 import processes
 import sharding
 import train
-from config import Config
+from config import Config, changed
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(num_layers=2, model_dim=32, ff_dim=64, num_heads=8, num_kv_heads=8, head_dim=4, seq_len=32, batch=8) | dict(
@@ -103,10 +103,10 @@ def stop_after(monkeypatch, step: int) -> None:
 # -- resume
 
 
-def train_in(config: Config, directory: Path) -> Config:
+def train_in(config: Config, directory: Path, **more) -> Config:
     """Runs it; its checkpoints and its metrics are in the directory."""
     config = dataclasses.replace(
-        config, checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl")
+        config, checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"), **more
     )
     train.run(config)
     return config
@@ -115,7 +115,7 @@ def train_in(config: Config, directory: Path) -> Config:
 @pytest.fixture(scope="module")
 def saved(values, tmp_path_factory) -> Config:
     """20 steps, straight."""
-    return train_in(Config(**values, steps=20, save_every=5), tmp_path_factory.mktemp("saved"))
+    return train_in(Config(**values, steps=20), tmp_path_factory.mktemp("saved"), save_every=5)
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_termination_saves_the_step_that_it_reached(values, tmp_path):
 def test_termination_without_a_folder_says_that_nothing_is_saved(saved, monkeypatch, capsys):
     stop_after(monkeypatch, 2)
     with pytest.raises(SystemExit):
-        train.run(dataclasses.replace(saved, checkpoint_dir="", metrics_file=""))
+        train.run(changed(saved, checkpoint_dir="", metrics_file=""))
     assert "terminated after step 2, not saved: no --checkpoint_dir\n" in capsys.readouterr().out
 
 
@@ -388,7 +388,7 @@ def test_a_bucket_is_no_path(monkeypatch):
 # What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
 # lists of checkpoint.py.
 FREE_FIELDS = (
-    "preset mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors "
+    "preset recipe mesh core_axis collectives collective_matmul prefetch shard_update microbatches remat remat_tensors "
     "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped eval_every eval_batches "
     "offload_optimizer "
     "context_impl context_heads context_balance "

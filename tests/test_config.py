@@ -118,7 +118,7 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("--no-prefetchh", "did you mean --prefetch?"),
         ("--batch_size=3", "did you mean --batch?"),
         ("--warmup=3", "did you mean --warmup_ratio?"),  # and no abbreviations
-        ("--zzz", "there is no flag '--zzz'; there are preset, steps, batch"),
+        ("--zzz", "there is no flag '--zzz'; there are preset, recipe, steps"),
         ("stray", "there is no flag 'stray'"),
         ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
         ("--preset=qwen", "preset='qwen' does not exist; did you mean qwen2.5-7b?"),
@@ -181,12 +181,18 @@ AT_LEAST_1 = (
             dict(num_experts=4, experts_per_token=1, expert_dim=8, num_dense_layers=3),
             "num_dense_layers=3 must be under num_layers=3",
         ),
-        (dict(experts_per_token=2), "experts_per_token=2 needs num_experts"),
-        (dict(expert_dim=8), "expert_dim=8 needs num_experts"),
-        (dict(num_shared_experts=1), "num_shared_experts=1 needs num_experts"),
-        (dict(num_dense_layers=1), "num_dense_layers=1 needs num_experts"),
-        (dict(expert_bias=True), "expert_bias=True needs num_experts"),
-        (dict(moe_impl="capacity"), "moe_impl=capacity needs num_experts"),
+        (
+            dict(experts_per_token=2),
+            "experts_per_token=2 has no effect: num_experts=0 is a dense model",
+        ),
+        (dict(expert_dim=8), "expert_dim=8 has no effect: num_experts=0 is a dense model"),
+        (
+            dict(num_shared_experts=1),
+            "num_shared_experts=1 has no effect: num_experts=0 is a dense model",
+        ),
+        (dict(num_dense_layers=1), "num_dense_layers=1 has no effect: num_experts=0 is a dense model"),
+        (dict(expert_bias=True), "expert_bias=True has no effect: num_experts=0 is a dense model"),
+        (dict(moe_impl="capacity"), "moe_impl=capacity has no effect: num_experts=0 is a dense model; --num_experts=N"),
         (dict(num_experts=4, experts_per_token=1, expert_dim=8, moe_impl="dense"), "moe_impl='dense' is not one of"),
         (
             dict(num_experts=4, experts_per_token=1, expert_dim=8, router_groups=3),
@@ -197,13 +203,13 @@ AT_LEAST_1 = (
             "router_groups_kept=1 of 4 groups have fewer than experts_per_token=3 experts",
         ),
         (
-            dict(num_experts=4, experts_per_token=1, expert_dim=8, capacity_factor=0.0),
+            dict(num_experts=4, experts_per_token=1, expert_dim=8, capacity_factor=0.0, moe_impl="capacity"),
             "capacity_factor=0 has room for no token",
         ),
         (dict(kv_lora_rank=-1), "kv_lora_rank=-1 must be at least 0"),
-        (dict(q_lora_rank=8), "q_lora_rank=8 needs kv_lora_rank"),
-        (dict(rope_head_dim=8), "rope_head_dim=8 needs kv_lora_rank"),
-        (dict(value_head_dim=8), "value_head_dim=8 needs kv_lora_rank"),
+        (dict(q_lora_rank=8), "q_lora_rank=8 has no effect: kv_lora_rank=0 is no latent attention"),
+        (dict(rope_head_dim=8), "rope_head_dim=8 has no effect: kv_lora_rank=0 is no latent attention"),
+        (dict(value_head_dim=8), "value_head_dim=8 has no effect: kv_lora_rank=0 is no latent attention"),
         (dict(kv_lora_rank=8), "rope_head_dim=0 must be even and at least 2 with kv_lora_rank=8"),
         (dict(kv_lora_rank=8, rope_head_dim=3), "rope_head_dim=3 must be even and at least 2 with kv_lora_rank=8"),
         (
@@ -212,11 +218,14 @@ AT_LEAST_1 = (
         ),
         (dict(kv_lora_rank=8, rope_head_dim=4, qk_norm=True), "qk_norm goes with kv_lora_rank=0 only"),
         (dict(kv_lora_rank=8, rope_head_dim=4, qkv_bias=True), "qkv_bias goes with kv_lora_rank=0 only"),
-        (dict(global_every=2), "global_every=2 needs a window"),
+        (dict(global_every=2), "global_every=2 has no effect: window=0 lets every layer see all; --window=N"),
         (dict(dtype="float16"), "dtype='float16' is not one of float32, bfloat16"),
         (dict(mu_dtype="int8"), "mu_dtype='int8' is not one of float32, bfloat16"),
         (dict(optimizer="adam"), "optimizer='adam' is not one of adamw, adafactor, sgd"),
-        (dict(remat_tensors="context:device"), "remat_tensors='context:device' needs --remat=custom; it is 'none'"),
+        (
+            dict(remat_tensors="context:device"),
+            "remat_tensors=context:device has no effect: it is of --remat=custom",
+        ),
         (
             dict(remat="custom", remat_tensors="contxt:device"),
             "remat_tensors: there is no activation 'contxt'; did you mean context?",
@@ -245,8 +254,8 @@ def test_wrong_values(wrong, message):
 
 
 def test_profile_range():
-    assert Config(profile_steps="3:12").profile_range == (3, 12)
-    assert Config(profile_steps="4:4").profile_range == (4, 4)
+    assert Config(profile_dir="d", profile_steps="3:12").profile_range == (3, 12)
+    assert Config(profile_dir="d", profile_steps="4:4").profile_range == (4, 4)
 
 
 # -- presets

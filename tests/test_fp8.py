@@ -16,6 +16,7 @@ from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relati
 import fp8
 import parameters
 import placement
+import rules
 import sharding
 import train
 from benchmarks import fp8 as benchmark
@@ -279,6 +280,33 @@ def test_gradients_equal_a_plain_emulation(name):
     assert told_x == (0 if static else jnp.abs(x).max()) and told_dy == (0 if static else jnp.abs(dy).max())
 
 
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.uses_amax])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_and_their_gradients_equal_a_plain_emulation(name, dtype):
+    """[b, c, D], [v, D]; in bfloat16 the logits and dw are the float32 that they are without."""
+    recipe = RECIPES[name]
+    x, w, dy = near(normal(2, 8, 32)), near(normal(24, 32, seed=1)) / 8, near(normal(2, 8, 24, seed=2)) * 1e-4
+    x, w = x.astype(dtype), w.astype(dtype)
+    q = fp8.quantize(w.T, recipe, (0,), axes=(), is_weight=True)
+    y, gradients = fp8.logits(x, jnp.zeros_like(w), (q.values, q.scale, None), 0, recipe)
+    dx, dw = gradients(dy)
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    whole = lambda a: flat(a.astype(jnp.float32))
+    expected, expected_dx, expected_dw = emulate(recipe, whole(x), w.astype(jnp.float32).T, flat(dy), None, None)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, dtype, jnp.float32)
+    np.testing.assert_array_equal(flat(y), expected)
+    np.testing.assert_array_equal(whole(dx), np.asarray(expected_dx).astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(dw, expected_dw.T)
+
+
+def test_each_chunk_of_logits_has_its_own_noise():
+    x, w, dy = normal(1, 4, 8), normal(16, 8, seed=1), normal(1, 4, 16, seed=2)
+    recipe = Recipe(rounding="stochastic")
+    q = fp8.quantize(w.T, recipe, (0,), axes=(), is_weight=True)
+    dx = [fp8.logits(x, w, (q.values, q.scale, jax.random.key(0)), i, recipe)[1](dy)[0] for i in (0, 0, 1)]
+    assert (dx[0] == dx[1]).all() and (dx[0] != dx[2]).any()
+
+
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "e4m3 gradients"])
 def test_gradients_are_within_their_bound_of_float64(name):
     recipe = RECIPES[name]
@@ -505,6 +533,8 @@ FLAGS = {
     "block": dict(fp8="dynamic", fp8_granularity="block", fp8_block=4),
     "fixed": dict(fp8="fixed", fp8_gradients="e4m3"),
     "mlp only": dict(fp8="dynamic", fp8_modules="mlp"),
+    "logits": dict(fp8="dynamic", fp8_modules="unembed"),
+    "all": dict(fp8="dynamic", fp8_modules="qkv,out,mlp,unembed"),
     "experts": dict(fp8="dynamic", num_experts=8, experts_per_token=2, expert_dim=16, buffer_factor=8.0),
 }
 
@@ -531,9 +561,10 @@ def slow(*values):
         slow("block", "fsdp:4,tensor:2", dict(remat="save_qkv_proj")),
         slow("fixed", "fsdp:2,tensor:4", dict()),
         slow("mlp only", "data:2,fsdp:4", dict(remat="minimal")),
+        slow("logits", "data:2,fsdp:2,tensor:2", dict()),
         slow("experts", "fsdp:2,expert:4", dict(remat="full")),
         slow("experts", "fsdp:2,expert:2,tensor:2", dict(collectives="ring")),
-        slow("experts", "fsdp:4,expert:2", dict(moe_impl="reference")),
+        slow("experts", "fsdp:4,expert:2", dict(moe_impl="reference", buffer_factor=2.0)),
     ],
 )
 def test_every_mesh_trains_as_one_device(name, mesh, options):
@@ -543,7 +574,7 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
     where a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
     processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here.)
     """
-    rounds_otherwise = name in ("mlp only", "experts")
+    rounds_otherwise = name in ("mlp only", "logits", "experts")
     recipe = tuple(FLAGS[name].items())
     loss, grads = loss_and_gradients(mesh, recipe + tuple(options.items()))
     expected, expected_grads = loss_and_gradients("fsdp:1", recipe)
@@ -576,6 +607,18 @@ def test_weights_are_gathered_in_8_bits_and_gradients_scattered_unquantised(pref
     assert sorted(of("dynamic", "reduce_scatter", "bfloat16")) == sorted(of("none", "reduce_scatter", "bfloat16"))
 
 
+@pytest.mark.parametrize("tied_embeddings", [False, True])
+def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
+    options = dict(mesh="fsdp:8", dtype="bfloat16", fp8="dynamic", tied_embeddings=tied_embeddings)
+    whole = (SMALL["model_dim"], SMALL["vocab_size"])
+    shard = (SMALL["model_dim"] // 8, SMALL["vocab_size"])
+    for modules, number in (("qkv,out,mlp", 0), ("unembed", 1)):
+        moved = collectives(Config(**SMALL, **options, fp8_modules=modules), "fsdp")
+        assert moved.count(("all_gather", "float8_e4m3fn", shard)) == number
+        assert moved.count(("all_gather", "bfloat16", shard[::-1])) == 2 - number
+        assert moved.count(("reduce_scatter", "bfloat16", whole)) == number
+
+
 def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
     """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
     kept = {}
@@ -593,11 +636,10 @@ def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
         assert (SMALL["num_layers"], *weight) not in [shape for _, shape in kept["dynamic"]]
 
 
-def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
-    config = Config(**SMALL, mesh="fsdp:8", fp8="dynamic", fp8_rounding="stochastic")
+def gradients_of_w_q(config):
+    """A function of (batch, key)."""
     mesh, _, place = on_mesh(config)
-    params, batch = place(init(config)), make_batch(config)
-    specs = parameters.param_specs(config)
+    params, specs = place(init(config)), parameters.param_specs(config)
     take = jax.jit(
         jax.shard_map(
             lambda params, batch, key: (
@@ -608,8 +650,29 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
             out_specs=specs.layers.w_q,
         )
     )
-    found = [np.asarray(take(params, batch, jax.random.key(seed))) for seed in (0, 0, 1)]
+    return lambda batch, key: np.asarray(take(params, batch, key))
+
+
+STOCHASTIC = dict(mesh="fsdp:8", fp8="dynamic", fp8_rounding="stochastic")
+
+
+def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
+    config = Config(**SMALL, **STOCHASTIC)
+    take, batch = gradients_of_w_q(config), make_batch(config)
+    found = [take(batch, jax.random.key(seed)) for seed in (0, 0, 1)]
     assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
+
+
+@pytest.mark.slow
+def test_each_microbatch_has_its_own_noise():
+    """Two that are equal give the mean of two draws."""
+    one, two = Config(**SMALL, **STOCHASTIC), Config(**SMALL, **STOCHASTIC, microbatches=2)
+    batch, key = make_batch(one), jax.random.key(0)
+    of_device = lambda a: a.reshape(8, -1, *a.shape[1:])  # a device's rows lie together
+    twice = jax.tree.map(lambda a: jnp.concatenate([of_device(a)] * 2, 1).reshape(-1, *a.shape[1:]), batch)
+    first, second = (gradients_of_w_q(one)(batch, its) for its in jax.random.split(key))
+    assert (first != second).any()
+    np.testing.assert_allclose(gradients_of_w_q(two)(twice, key), (first + second) / 2, atol=1e-6 * abs(first).max())
 
 
 @pytest.mark.parametrize(
@@ -620,7 +683,7 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
         (
             dict(fp8="dynamic", fp8_granularity="block"),
             "fsdp:8",
-            "model_dim=192 in 8 parts is not cut by fp8_block=128",
+            r"model_dim=192 must be a multiple of fsdp\*fp8_block=1024",
         ),
         (dict(preset="tiny-mla", fp8="dynamic"), "fsdp:8", "--fp8_modules=out,mlp"),
         (dict(preset="tiny-moe", fp8="dynamic", fp8_granularity="per_axis"), "fsdp:8", "routed experts have one scale"),
@@ -628,9 +691,9 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
     ],
 )
 def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
-    config = from_preset(**{"preset": "tiny"} | flags, mesh=mesh)
     with pytest.raises(ValueError, match=message):
-        parameters.check_divides(config, placement.fill_mesh(placement.parse_mesh(mesh), 8))
+        config = from_preset(**{"preset": "tiny"} | flags, mesh=mesh)
+        rules.check(config, placement.fill_mesh(placement.parse_mesh(mesh), 8))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from test_fsdp import equations
 
+import hlo
 import moe
 import sharding
 
@@ -184,9 +185,11 @@ def on_mesh(n: int, impl: str, *, room: float = E, capacity: int = TOKENS, platf
             return moe.grouped_matmul(product, down, sizes)
 
         dropped = jnp.sum(0 * routing.experts_tX)
-        if impl == "dropless":
-            rows = int(room * x_td.shape[0] * X)
-            y_td, dropped = moe.dropless(x_td, routing, experts, "expert", rows)
+        if impl in ("dropless", "in parts"):
+            parts = 2 if impl == "in parts" else 1
+            rows = int(room * x_td.shape[0] * X) // parts
+            dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", rows)
+            y_td, dropped = moe.in_parts(dropless, x_td, routing, parts)
         elif impl == "capacity":
             y_td, dropped = moe.with_capacity(x_td, routing, experts, "expert", capacity)
         else:
@@ -215,7 +218,7 @@ def relative_error(a, b) -> float:
     return float(np.linalg.norm(np.subtract(a, b)) / max(np.linalg.norm(b), 1e-30))
 
 
-QUICK = {(1, "dropless"), (4, "dropless"), (8, "dropless"), (2, "capacity"), (4, "reference")}
+QUICK = {(1, "dropless"), (4, "dropless"), (8, "dropless"), (4, "in parts"), (2, "capacity"), (4, "reference")}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ QUICK = {(1, "dropless"), (4, "dropless"), (8, "dropless"), (2, "capacity"), (4,
     [
         pytest.param(n, impl, marks=[] if (n, impl) in QUICK else [pytest.mark.slow])
         for n in (1, 2, 4, 8)
-        for impl in ("dropless", "capacity", "reference")
+        for impl in ("dropless", "in parts", "capacity", "reference")
     ],
 )
 def test_dispatch_equals_the_plain_mixture(n, impl):
@@ -377,24 +380,46 @@ def check_slices(n, t, loads, there, back, sizes, dropped):
             assert sorted(writes) == list(range(np.sum(sizes[device])))
 
 
-@pytest.mark.slow
-def test_compiled_for_tpu7x_the_sparse_cores_send_the_rows():
-    """Asynchronously: started, and waited for later."""
-    n, t = 8, 512
+def compiled(parts: int) -> str:
+    """The schedule of a layer with 4 experts a device."""
+    n, t, d = 8, 1024, 512
     mesh = tpu_mesh(n)
 
-    def per_device(x_td, w_eDD, logits_tE):
-        routing = moe.route(logits_tE, X)
-        experts = lambda x, sizes: moe.grouped_matmul(x, w_eDD, sizes)
-        return moe.dropless(x_td, routing, experts, "expert", 2 * t * X)[0]
+    def per_device(x_td, w_edd, logits_tE):
+        experts = lambda x, sizes: moe.grouped_matmul(x, w_edd, sizes)
+        dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", 2 * t * X // parts)
+        return moe.in_parts(dropless, x_td, moe.route(logits_tE, X), parts)[0]
 
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=jax.NamedSharding(mesh, P("expert")))
-    arguments = (shape(n * t, 256), shape(4 * n, 256, 256), shape(n * t, 4 * n))
-    program = jax.jit(sharded).lower(*arguments).compile().as_text()
+    arguments = (shape(n * t, d), shape(4 * n, d, d), shape(n * t, 4 * n))
+    return jax.jit(sharded).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.slow
+def test_compiled_for_tpu7x_the_sparse_cores_send_the_rows():
+    """Asynchronously: started, and waited for later."""
+    program = compiled(parts=1)
     starts = [line for line in program.splitlines() if "ragged-all-to-all" in line and "call-start(" in line]
     assert len(starts) == 2 and all('async_execution_thread="sparsecore"' in line for line in starts)
     assert program.count('custom_call_target="tpu_custom_call"') == 1
+
+
+@pytest.mark.slow
+def test_compiled_for_tpu7x_parts_compute_while_others_are_on_their_way():
+    """One part's rows come while another's are multiplied, and go while the next one's are; of a single part none."""
+
+    def kernels_beside(parts: int) -> list[int]:
+        """Of each exchange, in the order of their ends: between its beginning and its end."""
+        program = hlo.parse(compiled(parts))
+        order = list(program.computations[program.entry].values())
+        place = {instruction.name: number for number, instruction in enumerate(order)}
+        ends = [i for i in order if i.opcode.endswith("-done") and "ragged-all-to-all" in i.name]
+        between = [order[place[end.operands[0]] : place[end.name]] for end in ends]
+        return [sum("tpu_custom_call" in i.attributes.get("custom_call_target", "") for i in its) for its in between]
+
+    assert kernels_beside(1) == [0, 0]
+    assert kernels_beside(2) == [0, 1, 1, 0]
 
 
 def test_demonstration():

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import data
 import parameters
 import placement
+import rules
 import sharding
 import train
 from config import Config
@@ -53,7 +54,7 @@ def init(config: Config) -> parameters.Params:
 
 def on_mesh(config: Config, devices: list | None = None):
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices)
-    parameters.check_divides(config, dict(mesh.shape))
+    rules.check(rules.settled(config, dict(mesh.shape)), dict(mesh.shape))
     specs = parameters.param_specs(config)
     per_device = jax.shard_map(
         partial(train.loss_and_grads, config=config),
@@ -94,9 +95,11 @@ def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None)
     mesh, per_device, place = on_mesh(config, devices)
     loss, _, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
     plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, remat="none", dtype="float32")
-    plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0, moe_impl="dropless")
+    plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
+    plain |= dict(moe_impl="dropless", moe_parts=1)
     plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1, remat_stage=False)
     plain |= dict(context_impl="ring", context_heads=1, context_balance=True)
+    plain |= dict(buffer_factor=2.0, capacity_factor=1.25)
     want_loss, want_grads = reference_gradients(dataclasses.replace(config, **plain))
     assert abs(loss - want_loss) < tolerance * want_loss
     assert_close(grads, want_grads, tolerance)
@@ -278,11 +281,12 @@ EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
     ("fsdp:4,tensor:2", dict(remat="full")),
     ("fsdp:2,expert:2,tensor:2", dict()),
     ("data:2,expert:2,tensor:2", dict(remat="full", shard_update=True)),
-    ("fsdp:2,expert:2,tensor:2", dict(moe_impl="capacity", capacity_factor=4.0)),
-    ("fsdp:2,expert:2,tensor:2", dict(moe_impl="reference")),
+    ("fsdp:2,expert:2,tensor:2", dict(moe_impl="capacity", capacity_factor=4.0, buffer_factor=2.0)),
+    ("fsdp:2,expert:2,tensor:2", dict(moe_impl="reference", buffer_factor=2.0)),
     ("expert:4,tensor:2", dict(collectives="ring", collective_matmul=True)),
     ("expert:2,context:2,tensor:2", dict()),
     ("fsdp:2,expert:2,context:2", dict(remat="full")),
+    ("fsdp:2,expert:4", dict(moe_parts=2, remat="full")),
 ]
 QUICK_MIXTURES = {("deepseek", 3)}
 

@@ -6,6 +6,7 @@ import pytest
 
 import parameters
 import placement
+import rules
 import transformer
 from config import PRESETS, Config, from_preset
 
@@ -36,7 +37,7 @@ EXPERT_POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,expert:4"), 128)
 @pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
 def test_presets_can_be_cut_as_a_pod_would(preset):
     config = from_preset(preset)
-    parameters.check_divides(config, EXPERT_POD if config.num_experts else POD)
+    rules.check(config, EXPERT_POD if config.num_experts else POD)
 
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16)
@@ -48,11 +49,13 @@ EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16)
         (dict(), "expert:8", "mesh axis expert:8 is for mixtures of experts, and num_experts is 0: use fsdp"),
         (EXPERTS | dict(num_experts=4), "expert:8", r"num_experts=4 must be a multiple of expert=8"),
         (EXPERTS | dict(expert_dim=12), "tensor:8", r"expert_dim=12 must be a multiple of tensor=8"),
+        (EXPERTS | dict(moe_parts=2), "fsdp:8", "moe_parts=2 has no effect: the mesh axis expert has size 1"),
+        (EXPERTS | dict(moe_parts=3), "expert:8", "tokens of a device=256 must be a multiple of moe_parts=3"),
         (EXPERTS | dict(num_shared_experts=3, expert_dim=4), "fsdp:2,tensor:4", None),  # they are cut as one
     ],
 )
 def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
-    check = lambda: parameters.check_divides(Config(**flags), placement.parse_mesh(mesh))
+    check = lambda: rules.check(Config(**flags), placement.parse_mesh(mesh))
     if message is None:
         return check()
     with pytest.raises(ValueError, match=f"^{message}"):

@@ -16,14 +16,15 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 
 # A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
 FLOORS = [
+    {"presets", "published"},
     {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"} | {"pipeline"},
     {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer", "checkpoint"}
     | {"compiler_flags", "schedule", "liveness"},
-    {"bundles", "flash", "sharding", "matmul", "bounds", "serving", "processes", "spatial"},
+    {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context"},
     {"kernels", "log", "step", "parameters"},
     {"planner", "cost", "calibration"},
-    {"remat"},
+    {"remat", "recipes"},
     {"decoder", "roofline"},
     {"model"},
     {"train"},
@@ -31,7 +32,7 @@ FLOORS = [
 ]
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
 LEAVES |= {"dense", "kernels", "remote_dma", "interconnect", "matmul", "placement", "spatial", "hlo", "schedule"}
-LEAVES |= {"liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
+LEAVES |= {"timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
 
 
 # -- names that are shapes
@@ -157,7 +158,7 @@ def test_einsums_repeat_the_names(path):
 
 def test_there_are_einsums_to_look_at():
     counts = {path.stem: shape_errors(path.read_text(), annotated_dims())[1] for path in MODULES}
-    assert counts["vocabulary"] >= 8 and counts["model"] >= 1 and counts["attention"] >= 4
+    assert counts["vocabulary"] >= 7 and counts["model"] >= 1 and counts["attention"] >= 4
 
 
 PARAMETERS = {"w_q": "DNH", "embed": "VD"}

@@ -253,7 +253,7 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
             ["--mesh=fsdp:8", "--batch=12"],
             r"batch=12 must be a multiple of data*fsdp*expert*microbatches=8; nearest are 8 or 16",
         ),
-        (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of fsdp=3; nearest are 30 or 33"),
+        (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of tensor*fsdp=3; nearest are 30 or 33"),
         (["--mesh=tensor:16"], r"num_heads=8 must be a multiple of tensor=16"),
         (
             ["--xla_flags=recommended"],
@@ -262,7 +262,10 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         (["--xla_flags=recomended"], r"--xla_flags: there is no 'recomended'; did you mean recommended?"),
         (["--remat=auto"], r"remat=auto chooses by the memory of a chip, and hardware.py has no 'cpu'"),
         (["--attention=flash", "--remat=full"], r"attention=flash is simulated on 'cpu', where jax.checkpoint cannot"),
-        (["--mesh=context:8", "--seq_len=40"], r"seq_len=40 must be a multiple of context*2 (context_balance)=16"),
+        (
+            ["--mesh=context:8", "--seq_len=40"],
+            r"seq_len=40 must be a multiple of context/context_heads*2 (context_balance)=16",
+        ),
         (
             ["--mesh=pipe:2,fsdp:4", "--num_layers=3"],
             r"num_layers=3 must be a multiple of pipe * pipeline_rounds = 2 * 1",

@@ -759,3 +759,12 @@ def test_every_preset_has_a_table(preset, capsys):
     shown = capsys.readouterr().out
     assert f"{transformer.num_params(from_preset(preset)):,}" in shown
     assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_a_policy_of_ones_own_stands_among_the_others():
+    config = from_preset("llama3.1-8b", remat="custom", remat_tensors="context:device")
+    policies = transformer.summary(config)["predicted"]["recompute_by_policy"]
+    others = transformer.summary(from_preset("llama3.1-8b"))["predicted"]["recompute_by_policy"]
+    again = transformer.recomputed_flops_per_token(config)
+    assert list(policies) == [*others, "custom"] and policies["full"] == others["full"]
+    assert "scores" not in again and again["mlp"] > 0

@@ -41,7 +41,7 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
     def sharded(x, w):
         x, w, weights_, targets_ = vary(x, w, weights, targets)
         x = jax.lax.pcast(x, ("tensor",), to="varying")
-        loss = lambda x, w: vocabulary.cross_entropy(x, w, targets_, weights_, chunk, soft_cap, z_loss)
+        loss = lambda x, w: vocabulary.cross_entropy(x, w, targets_, weights_, None, chunk, soft_cap, z_loss)
         value, (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1))(x, w)
         everywhere = placement.MESH_AXES[:-1]
         return jax.lax.psum(value, everywhere), jax.lax.psum(dx, (*everywhere, "tensor")), jax.lax.psum(dw, everywhere)

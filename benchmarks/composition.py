@@ -1,0 +1,36 @@
+"""Every configuration of the pairwise cover of tests/test_composition.py, run: does it train as the plain model does?
+
+    python benchmarks/composition.py [FIRST LAST]
+
+Three steps of each on 8 simulated devices, a row for each: what it is, whether it equals the reference, and seconds.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import conftest  # noqa: F401, it makes the 8 devices
+from test_composition import check, covering, name_of
+
+
+def main() -> None:
+    every = covering()
+    first, last = map(int, sys.argv[1:]) if sys.argv[1:] else (1, len(every))
+    wrong = 0
+    print("| | configuration | equals the reference | s |\n|---|---|---|---|")
+    for number, settings in enumerate(every[first - 1 : last], first):
+        begun = time.perf_counter()
+        try:
+            check(settings)
+            verdict = "yes"
+        except Exception as error:  # whatever it is, the others are still to be run
+            verdict, wrong = f"no: {(str(error).splitlines() or [type(error).__name__])[0]}", wrong + 1
+        print(f"| {number} | {name_of(settings)} | {verdict} | {time.perf_counter() - begun:.0f} |", flush=True)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

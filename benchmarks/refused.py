@@ -1,0 +1,187 @@
+"""What is refused, by being refused: an example of each rule, and the sentence that it is answered with.
+
+    python benchmarks/refused.py      writes REFUSED.md
+
+Flags are read as train.py reads them, for 8 devices that are no TPUs. tests/test_refused.py holds the page against the
+code, and the examples against the rules: every `raise` of them is reached.
+"""
+
+import re
+import shlex
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import config as config_lib
+import placement
+import rules
+import train
+
+DEVICES = 8
+STAR = r"\*"  # in a page, outside of code
+MOE = "--preset=tiny-moe"
+MLA = "--preset=tiny-mla"
+EXAMPLES = {
+    "Flags that would have no effect": [
+        "--global_every=2",
+        "--rope_original_len=4096",
+        "--expert_dim=256",
+        f"{MOE} --router_groups=4 --router_groups_kept=4",
+        f"{MOE} --selection_bias_rate=0.01",
+        f"{MOE} --moe_impl=capacity --buffer_factor=4",
+        f"{MOE} --capacity_factor=2",
+        "--rope_head_dim=8",
+        "--window=64 --context_impl=all_gather --mesh=context:8",
+        "--window=64 --no-context_balance --mesh=context:8",
+        "--context_impl=all_to_all --no-context_balance --mesh=context:8",
+        "--remat_tensors=context:device",
+        "--fp8_rounding=stochastic",
+        "--fp8=dynamic --fp8_block=64",
+        "--fp8=dynamic --fp8_scales=scales.json",
+        "--max_logit=8",
+        "--optimizer=adafactor --beta1=0.5",
+        "--optimizer=sgd --mu_dtype=bfloat16",
+        "--optimizer=sgd --weight_decay=0.01",
+        "--eval_batches=0 --eval_every=10",
+        "--profile_steps=3:9",
+        "--save_every=10",
+        "--mesh=fsdp:1 --collectives=ring",
+        "--collective_matmul",
+        "--mesh=data:8 --no-prefetch",
+        "--shard_update",
+        "--context_impl=all_gather",
+        "--mesh=context:8 --context_heads=8 --no-context_balance",
+        "--pipeline_schedule=gpipe",
+        f"{MOE} --buffer_factor=4",
+    ],
+    "Choices that do not go together": [
+        "--offload_optimizer --optimizer=adafactor",
+        "--mesh=context:8 --context_heads=2 --collectives=ring",
+        "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular",
+        f"{MOE} --mesh=pipe:2,fsdp:* --num_dense_layers=1",
+        "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",
+        "--mesh=expert:8",
+        "--mesh=context:8 --attention=flash --max_logit=8",
+        "--remat=custom --remat_tensors=decoder_layer_input:remat",
+        f"{MLA} --qk_norm",
+        f"{MLA} --num_kv_heads=4",
+        "--fp8=delayed --fp8_granularity=per_axis",
+        f"{MOE} --fp8=delayed",
+        f"{MOE} --fp8=dynamic --fp8_granularity=per_axis",
+        f"{MLA} --fp8=dynamic",
+        "--fp8=dynamic --fp8_modules=moe",
+        "--fp8=dynamic --fp8_skip_layers=2",
+        "--fp8=dynamic --mesh=tensor:8 --collective_matmul",
+        "--fp8=delayed --mesh=pipe:2,fsdp:* --num_layers=4",
+        "--attention=flash --remat=full",
+        "--xla_flags=recommended",
+        "--num_processes=2",
+        "--num_processes=2 --coordinator=localhost:9911",
+        "--profile_dir=runs/trace --steps=2",
+        "--core_axis=tensor,fsdp",
+        "--core_axis=tensor",
+    ],
+    "What does not divide": [
+        "--mesh=fsdp:4",
+        "--mesh=fsdp:*,tensor:3",
+        "--num_heads=8 --num_kv_heads=3",
+        "--mesh=tensor:8 --num_kv_heads=4",
+        "--mesh=fsdp:8 --model_dim=180",
+        f"{MLA} --mesh=fsdp:8 --kv_lora_rank=20",
+        f"{MOE} --mesh=expert:8 --num_experts=4",
+        "--batch=12",
+        "--batch=4 --mesh=fsdp:8",
+        "--mesh=pipe:2,fsdp:*",
+        "--mesh=pipe:2,fsdp:* --num_layers=4 --pipeline_schedule=circular --pipeline_rounds=2 --microbatches=1",
+        "--mesh=context:8 --context_heads=3",
+        "--mesh=context:8 --seq_len=100",
+        "--mesh=context:8 --seq_len=120",
+        f"{MOE} --mesh=expert:8 --moe_parts=3",
+        "--mesh=context:8 --num_heads=4 --num_kv_heads=4 --context_impl=all_to_all",
+        "--fp8=dynamic --fp8_granularity=block --fp8_block=64",
+        "--head_dim=25",
+        f"{MOE} --router_groups=3",
+        f"{MOE} --router_groups=4 --experts_per_token=3",
+        f"{MLA} --rope_head_dim=7",
+    ],
+    "Values that are none": [
+        "--optimizer=lion",
+        "--batch=0",
+        "--beta2=1",
+        "--fp8=dynamic --fp8_modules=attention",
+        "--remat=custom --remat_tensors=contxt:device",
+        "--remat=custom --remat_tensors=context:hbm",
+        "--profile_steps=5",
+        "--profile_dir=gs://bucket/trace",
+        "--num_experts=4 --expert_dim=64",
+        "--num_experts=4 --experts_per_token=1",
+        "--num_experts=4 --experts_per_token=1 --expert_dim=64 --num_dense_layers=3",
+        f"{MOE} --moe_impl=capacity --capacity_factor=0",
+        "--mesh=fdsp:8",
+        "--mesh=fsdp:2,fsdp:4",
+        "--mesh=fsdp:all",
+        "--mesh=fsdp:*,data:*",
+        "--core_axis=cores",
+        "--preset=llama3-8b",
+        "--batch_size=8",
+    ],
+}
+
+
+def check(flags: str) -> None:
+    """All that a run of these flags asks before it compiles. Raises ValueError."""
+    parser = ArgumentParser(allow_abbrev=False)
+    config_lib.add_flags(parser)
+    config = config_lib.from_args(*parser.parse_known_args(shlex.split(flags)))
+    sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), 1 if config.mesh == "fsdp:1" else DEVICES)
+    placement.core_axis_of(sizes, config.core_axis)
+    rules.check(config, sizes)
+    train.check_backend(config, "cpu")
+
+
+def refusal(flags: str) -> ValueError:
+    try:
+        check(flags)
+    except ValueError as error:
+        return error
+    raise AssertionError(f"{flags} is not refused")
+
+
+def rule_of(sentence: str) -> tuple[str, str] | None:
+    """(flags, why) of NEEDS, where a sentence is of these."""
+    flag, found, reason = sentence.partition(" has no effect: ")
+    for names, _, why in (*config_lib.NEEDS, *rules.NEEDS):
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + ", or .*, the default"
+        if found and flag.partition("=")[0] in names.split() and re.fullmatch(pattern, reason):
+            return names, why
+    return None
+
+
+def row(flags: str) -> str:
+    sentence = str(refusal(flags))
+    names, _ = rule_of(sentence) or ("", "")
+    others = ", ".join(name for name in names.split() if not sentence.startswith(f"{name}="))
+    more = f". The same of {others}" if others else ""
+    return f"| `{flags}` | {(sentence + more).replace('*', STAR)} |\n"
+
+
+def page() -> str:
+    text = f"""# What is refused
+
+A run that cannot be, or would not be what its flags say, ends before anything is compiled, with one sentence: the
+value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
+simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](config.py),
+and where the mesh has a say in [rules.py](rules.py), which the predictions and the planner of `roofline.py`
+ask as well.
+"""
+    for heading, examples in EXAMPLES.items():
+        text += f"\n## {heading}\n\n| flags | refused |\n|---|---|\n"
+        text += "".join(map(row, examples))
+    return text
+
+
+if __name__ == "__main__":
+    (ROOT / "REFUSED.md").write_text(page())

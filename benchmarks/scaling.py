@@ -1,0 +1,134 @@
+"""Strong and weak scaling of training on TPU7x, from 4 chips to a pod of 9,216: the planner's best way for each slice.
+
+    python benchmarks/scaling.py                          tables, predicted: a minute or two
+    python benchmarks/scaling.py --plot=figures/scaling.png
+    python benchmarks/scaling.py --compile                the first model's weak scaling, also by the TPU7x compiler
+
+Strong: 2,048 sequences of 8,192 a step, whatever the slice. Weak: 2 sequences a device. Efficiency is MFU over that of
+the smallest slice in the table. Where nothing fits, or nothing divides, there is no row. A compile takes minutes; it is
+kept in the cache of aot.py, and does not grow with the slice.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from long_context import compiled
+
+from config import from_preset
+from hardware import by, parse_topology
+from planner import flags_of, plan
+from step import GiB
+
+SLICES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16 16x16x24 16x24x24".split()
+MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b")
+STRONG_BATCH, WEAK_BATCH = 2048, 2  # sequences in all, a device
+
+
+def rows(model: str, kind: str, slices: list[str]) -> list[dict]:
+    """Of each slice on which the model can be trained with this batch, the smallest first."""
+    found = []
+    for name in slices:
+        chip, topology = parse_topology(f"tpu7x:{name}")
+        devices = chip.devices
+        for length in topology:
+            devices *= length
+        batch = STRONG_BATCH if kind == "strong" else WEAK_BATCH * devices
+        try:
+            best = plan(from_preset(model, batch=batch, seq_len=8192), chip, topology).best
+        except ValueError:
+            continue
+        found.append(
+            dict(
+                model=model,
+                kind=kind,
+                slice=by(topology),
+                chips=devices // chip.devices,
+                batch=batch,
+                step_s=best.step_s,
+                mfu=best.mfu,
+                efficiency=best.mfu / (found[0]["mfu"] if found else best.mfu),
+                tokens_per_s=batch * 8192 / best.step_s,
+                hbm_bytes=best.hbm_bytes,
+                waits=best.exposed_comm_s / best.step_s,
+                flags=flags_of(best),
+            )
+        )
+    return found
+
+
+def table(found: list[dict]) -> str:
+    columns = "model, chips, mesh, sequences, step, MFU, of the smallest's, waits for messages, GiB a device".split(
+        ", "
+    )
+    columns += ["step, compiled", "GiB, compiled"] if any("compiled" in row for row in found) else []
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in found:
+        mesh = next(flag.removeprefix("--mesh=") for flag in row["flags"] if flag.startswith("--mesh="))
+        cells = [row["model"], f"{row['chips']:,}", f"`{mesh}`", f"{row['batch']:,}", f"{row['step_s']:.2f} s"]
+        cells += [f"{row['mfu']:.1%}", f"{row['efficiency']:.0%}", f"{row['waits']:.1%}"]
+        cells += [f"{row['hbm_bytes'] / GiB:.1f}"]
+        if its := row.get("compiled"):
+            cells += (
+                [f"{its['step_s']:.2f} s", f"{its['peak_hbm_bytes'] / GiB:.1f}"] if its["fits"] else ["", "refused"]
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(found: list[dict], path: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SystemExit('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2), ("strong", "weak"), strict=True):
+        for number, model in enumerate(dict.fromkeys(row["model"] for row in found)):
+            its = [row for row in found if (row["model"], row["kind"]) == (model, kind)]
+            axes.plot([r["chips"] for r in its], [r["mfu"] for r in its], "o-", color=f"C{number}", label=model)
+            points = [r for r in its if r.get("compiled", {}).get("fits")]
+            mfu = [row["compiled"]["mfu"] for row in points]
+            axes.plot([r["chips"] for r in points], mfu, "x", ms=10, color=f"C{number}")
+        axes.set(xscale="log", xlabel="chips", ylabel="MFU", ylim=(0, 0.8))
+        axes.grid(alpha=0.3)
+    strong, weak = figure.axes
+    strong.set_title(f"Strong scaling, {STRONG_BATCH:,} sequences a step")
+    weak.set_title(f"Weak scaling, {WEAK_BATCH} sequences a device")
+    strong.legend(title="predicted; crosses are compiled")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="scaling.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets [%(default)s]")
+    parser.add_argument("--slices", default=",".join(SLICES), metavar="A,B", help="of TPU7x [%(default)s]")
+    parser.add_argument("--compile", action="store_true", help="the first model's weak scaling by the compiler, too")
+    parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    models, slices = args.models.split(","), args.slices.split(",")
+    found = []
+    for kind in ("strong", "weak"):
+        its = [row for model in models for row in rows(model, kind, slices)]
+        for row in its:
+            if args.compile and kind == "weak" and row["model"] == models[0]:
+                flags = dict(flag[2:].split("=") for flag in row["flags"] if "=" in flag)
+                row["compiled"] = compiled(flags.pop("topology"), flags.pop("preset"), flags)
+        if not args.json:
+            batch = f"{STRONG_BATCH:,} sequences" if kind == "strong" else f"{WEAK_BATCH} sequences a device"
+            print(f"{kind} scaling, {batch} of 8,192, predicted\n\n{table(its)}\n", flush=True)
+        found += its
+    if args.plot:
+        plot(found, args.plot)
+    if args.json:
+        print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The models, which `--preset=NAME` stands for: published shapes, and small ones that learn on a CPU.
+
+Published shapes. Sources: the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
+arXiv:2412.15115) and their released configuration files; Gemma 4 31B's model card. `gemma-31b-like` has its widths,
+depth and 5:1 pattern of local and global layers in the block of this project's models: SwiGLU where Gemma has GeGLU, no
+norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
+of 256 as the local ones, where Gemma's have 4 of 512.
+
+Mixtures of experts: Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
+arXiv:2505.09388 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; their ff_dim is in the configuration and
+in no layer); DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module;
+gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Routers as their reports and configurations say: all renormalise,
+which for gpt-oss is its softmax over the chosen; DeepSeek-V3's has sigmoids, 8 groups of which 4 are kept, a scale of
+2.5, and is balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a
+sequence. The others' weights of the load-balance loss in training are not published; 0.01 is Switch's. Left out are
+the last two's YaRN frequencies.
+"""
+
+_LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
+_LARGE |= dict(loss_chunk=1024)
+_LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
+_QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
+_QWEN3 |= dict(num_experts=128, experts_per_token=8, load_balance_loss=0.01)
+PRESETS: dict[str, dict] = {
+    "tiny": {},
+    "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
+    "tiny-mla": dict(kv_lora_rank=48, q_lora_rank=64, head_dim=16, rope_head_dim=8, value_head_dim=24),
+    "llama2-70b": dict(
+        _LARGE,
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=80,
+        model_dim=8192,
+        ff_dim=28_672,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "llama3.1-8b": dict(_LLAMA31, num_layers=32, model_dim=4096, ff_dim=14_336, num_heads=32, head_dim=128),
+    "llama3.1-70b": dict(_LLAMA31, num_layers=80, model_dim=8192, ff_dim=28_672, num_heads=64, head_dim=128),
+    "llama3.1-405b": dict(_LLAMA31, num_layers=126, model_dim=16_384, ff_dim=53_248, num_heads=128, head_dim=128),
+    "qwen2.5-7b": dict(
+        _LARGE,
+        vocab_size=152_064,
+        seq_len=8192,
+        num_layers=28,
+        model_dim=3584,
+        ff_dim=18_944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        qkv_bias=True,
+        norm_eps=1e-6,
+    ),
+    "gemma-31b-like": dict(
+        _LARGE,
+        vocab_size=262_144,
+        seq_len=8192,
+        num_layers=60,
+        model_dim=5376,
+        ff_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=256,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+        tied_embeddings=True,
+        window=1024,
+        global_every=6,
+        norm_eps=1e-6,
+    ),
+    "mixtral-8x7b": dict(
+        _LARGE,
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=32,
+        model_dim=4096,
+        ff_dim=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        num_experts=8,
+        experts_per_token=2,
+        expert_dim=14_336,
+        load_balance_loss=0.01,
+    ),
+    "qwen3-30b-a3b": dict(
+        _QWEN3, num_layers=48, model_dim=2048, ff_dim=6144, num_heads=32, num_kv_heads=4, head_dim=128, expert_dim=768
+    ),
+    "qwen3-235b-a22b": dict(
+        _QWEN3,
+        num_layers=94,
+        model_dim=4096,
+        ff_dim=12_288,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        expert_dim=1536,
+    ),
+    "deepseek-v3": dict(
+        _LARGE,
+        vocab_size=129_280,
+        seq_len=4096,
+        num_layers=61,
+        model_dim=7168,
+        ff_dim=18_432,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=128,
+        norm_eps=1e-6,
+        num_experts=256,
+        experts_per_token=8,
+        expert_dim=2048,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        router_scores="sigmoid",
+        router_groups=8,
+        router_groups_kept=4,
+        router_scale=2.5,
+        selection_bias=True,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        rope_head_dim=64,
+        value_head_dim=128,
+    ),
+    "gpt-oss-120b": dict(
+        _LARGE,
+        vocab_size=201_088,
+        seq_len=8192,
+        num_layers=36,
+        model_dim=2880,
+        ff_dim=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope_theta=150_000.0,
+        qkv_bias=True,
+        output_bias=True,
+        attention_sinks=True,
+        window=128,
+        global_every=2,
+        num_experts=128,
+        experts_per_token=4,
+        expert_dim=2880,
+        expert_bias=True,
+        swiglu_limit=7.0,
+        load_balance_loss=0.01,
+    ),
+}

@@ -1,0 +1,198 @@
+"""Named runs, which `--recipe=NAME` stands for: a model and its flags, a slice, who published them, what was measured.
+
+Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at 0797d9c; flags: the
+`run_recipe.sh` of the folder that `source` names, MaxText's, in this project's words. A run that nobody published is a
+target: its mesh, microbatches and recomputation are planner.py's.
+
+**What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
+where it has one (`use_max_logit_estimate`), is left out: `--attention=flash --max_logit=30` brings it, and overflows
+if a logit is far beyond. Its compiler flags are those that compiler_flags.py explains, the group nearest to theirs.
+What else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py tells.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    preset: str
+    topology: str  # of a slice
+    num_slices: int = 1
+    flags: dict = field(default_factory=dict)  # fields of Config, over the preset's
+    source: str
+    differs: str = ""  # from what was published
+    measured_step_s: float | None = None
+    measured_tflops: float | None = None  # TFLOP/s a chip, recomputation not counted
+
+
+_OF = "tpu-recipes, training/ironwood/"
+_LONG_8B = f"{_OF}Llama3.1-8B-LongContext-Maxtext, its table's row of 1M; no figures"
+_TARGET = "a target, after planner.py"
+_IN_8_BITS = "a target: the same in 8 bits"
+
+_ATTENTION_SAVED = "context:device,qkv_proj:device"
+_INPUT_ON_HOST = dict(remat="custom", remat_tensors="decoder_layer_input:offload")
+_FIXED = dict(fp8="fixed")  # quantization=fp8_full with scales of fixed,-224,224
+_8B = dict(batch=512, mesh="fsdp:128", microbatches=2, remat="minimal_with_context", xla_flags="recommended")
+_8B_1M = dict(seq_len=1_048_576, batch=8, mesh="fsdp:8,context:16", num_heads=16, num_kv_heads=4, head_dim=256)
+_8B_1M |= dict(remat="custom", remat_tensors="context:device", xla_flags="recommended")
+_70B = dict(batch=256, mesh="fsdp:128", remat="custom", remat_tensors=_ATTENTION_SAVED, mu_dtype="bfloat16")
+_70B |= dict(xla_flags="recommended")
+_70B_128K = dict(seq_len=131_072, batch=64, mesh="fsdp:64,context:8", context_impl="all_gather")
+_70B_128K |= dict(remat="custom", remat_tensors=f"{_ATTENTION_SAVED},mlp_down:device", xla_flags="recommended")
+_405B = dict(_INPUT_ON_HOST, batch=1536, mesh="fsdp:512", mu_dtype="bfloat16", xla_flags="dense_long")
+_405B_SAVED = "decoder_layer_input:offload,mlp_down:offload,key_proj:device,value_proj:device"
+_QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offload")
+_DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags="recommended")
+_GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", xla_flags="recommended")
+_MIXTRAL = dict(batch=1024, xla_flags="recommended")
+_GEMMA = dict(batch=512, mesh="fsdp:128", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
+_GEMMA |= dict(xla_flags="recommended")
+
+RECIPES: dict[str, Recipe] = {
+    "llama3.1-8b-8k-bf16": Recipe(preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B, source=_TARGET),
+    "llama3.1-8b-8k-fp8": Recipe(
+        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B | dict(fp8="dynamic"), source=_IN_8_BITS
+    ),
+    "llama3.1-8b-8k-bf16-v6e": Recipe(
+        preset="llama3.1-8b",
+        topology="v6e:8x8",
+        flags=dict(
+            batch=320,
+            mesh="fsdp:64",
+            remat="custom",
+            remat_tensors="decoder_layer_input:offload,out_proj:offload,qkv_proj:offload",
+        ),
+        source="tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-64",
+        measured_step_s=5.652,  # its TFLOP/s count attention's whole square
+    ),
+    "llama3.1-8b-1m-bf16": Recipe(preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M, source=_LONG_8B),
+    "llama3.1-8b-1m-fp8": Recipe(
+        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M | dict(fp8="dynamic"), source=_IN_8_BITS
+    ),
+    "llama3.1-70b-8k-bf16": Recipe(
+        preset="llama3.1-70b",
+        topology="tpu7x:4x4x4",
+        flags=_70B,
+        source=f"{_OF}llama3.1-70b/8k-bf16-tpu7x-4x4x4",
+        measured_step_s=12.20,
+        measured_tflops=1207.05,
+    ),
+    "llama3.1-70b-8k-fp8": Recipe(
+        preset="llama3.1-70b",
+        topology="tpu7x:4x4x4",
+        flags=_70B | _FIXED,
+        source=f"{_OF}llama3.1-70b/8k-fp8-tpu7x-4x4x4",
+        measured_step_s=7.93,
+        measured_tflops=1854.19,
+    ),
+    "llama3.1-70b-128k-bf16": Recipe(
+        preset="llama3.1-70b",
+        topology="tpu7x:4x8x8",
+        flags=_70B_128K,
+        source=f"{_OF}llama3.1-70b/128k-bf16-tpu7x-4x8x8",
+        differs="adamw for adam_pax",
+        measured_step_s=34.02,
+        measured_tflops=897.94,
+    ),
+    "llama3.1-70b-128k-fp8": Recipe(
+        preset="llama3.1-70b",
+        topology="tpu7x:4x8x8",
+        flags=_70B_128K | dict(fp8="dynamic"),
+        source=f"{_OF}llama3.1-70b/128k-fp8-tpu7x-4x8x8",
+        differs="adamw for adam_pax",
+        measured_step_s=30.11,
+        measured_tflops=1014.45,
+    ),
+    "llama3.1-405b-8k-bf16": Recipe(
+        preset="llama3.1-405b",
+        topology="tpu7x:4x8x8",
+        flags=_405B | dict(remat_tensors=_405B_SAVED),
+        source=f"{_OF}llama3.1-405b/8k-bf16-tpu7x-4x8x8",
+        measured_step_s=98.34,
+        measured_tflops=1261.40,
+    ),
+    "llama3.1-405b-8k-fp8": Recipe(
+        preset="llama3.1-405b",
+        topology="tpu7x:4x8x8",
+        flags=_405B | _FIXED,
+        source=f"{_OF}llama3.1-405b/8k-fp8-tpu7x-4x8x8",
+        measured_step_s=64.37,
+        measured_tflops=1927.15,
+    ),
+    "qwen3-235b-a22b-4k-bf16": Recipe(
+        preset="qwen3-235b-a22b",
+        topology="tpu7x:4x8x8",
+        flags=_QWEN3,
+        source=f"{_OF}qwen3-235b-a22b/4k-bf16-tpu7x-4x8x8",
+        differs="measured with random routing",
+        measured_step_s=30.87,
+        measured_tflops=629.79,
+    ),
+    "qwen3-235b-a22b-4k-fp8": Recipe(
+        preset="qwen3-235b-a22b",
+        topology="tpu7x:4x8x8",
+        flags=_QWEN3 | _FIXED,
+        source=f"{_OF}qwen3-235b-a22b/4k-fp8-tpu7x-4x8x8",
+        differs="measured with random routing",
+        measured_step_s=27.67,
+        measured_tflops=702.60,
+    ),
+    "deepseek-v3-4k-bf16": Recipe(
+        preset="deepseek-v3",
+        topology="tpu7x:4x8x8",
+        flags=_DEEPSEEK | dict(mesh="fsdp:256,tensor:2", mu_dtype="bfloat16"),
+        source=f"{_OF}deepseek3-671b/4k-bf16-tpu7x-4x8x8",
+        differs="tensor:2 for fsdp_transpose:2, which has no code here: as fsdp:512, two whole layers of 256 experts "
+        "are too much for the memory, predicted; measured with random routing, and gradients in bfloat16",
+        measured_step_s=26.79,
+        measured_tflops=612.66,
+    ),
+    "deepseek-v3-4k-fp8": Recipe(
+        preset="deepseek-v3",
+        topology="tpu7x:4x8x8",
+        flags=_DEEPSEEK | _FIXED | dict(mesh="fsdp:512", fp8_modules="out,mlp,moe"),
+        source=f"{_OF}deepseek3-671b/4k-fp8-tpu7x-4x8x8",
+        differs="fsdp:512 for fsdp:256 with fsdp_transpose:2; latent attention's projections in bfloat16; attention's "
+        "scores without a cap (15)",
+        measured_step_s=22.08,
+        measured_tflops=743.46,
+    ),
+    "gpt-oss-120b-8k-bf16": Recipe(
+        preset="gpt-oss-120b",
+        topology="tpu7x:4x4x4",
+        flags=_GPT_OSS,
+        source=f"{_OF}gpt-oss-120b/8k-bf16-tpu7x-4x4x4",
+        differs="mlpwo:offload left out: here a dense MLP's result, of which there is none",
+        measured_step_s=14.93,
+        measured_tflops=378.90,
+    ),
+    "gpt-oss-120b-8k-fp8": Recipe(
+        preset="gpt-oss-120b", topology="tpu7x:4x4x4", flags=_GPT_OSS | dict(fp8="dynamic"), source=_IN_8_BITS
+    ),
+    "mixtral-8x7b-4k-bf16": Recipe(
+        preset="mixtral-8x7b",
+        topology="tpu7x:4x4x4",
+        flags=_MIXTRAL | dict(mesh="data:4,fsdp:16,expert:2", microbatches=4, remat="minimal_with_context"),
+        source=_TARGET,
+    ),
+    "mixtral-8x7b-4k-fp8": Recipe(
+        preset="mixtral-8x7b",
+        topology="tpu7x:4x4x4",
+        flags=_MIXTRAL | dict(mesh="fsdp:64,expert:2", microbatches=2, remat="minimal", fp8="dynamic"),
+        source=_TARGET,
+    ),
+    "gemma-31b-like-8k-bf16": Recipe(
+        preset="gemma-31b-like",
+        topology="tpu7x:4x4x4",
+        flags=_GEMMA,
+        source=f"{_OF}gemma4-31b/8k-bf16-tpu7x-4x4x4",
+        differs="Gemma 4 31B itself, of which presets.py says what this model lacks; fsdp:128 for fsdp:16 with "
+        "fsdp_transpose:8",
+        measured_step_s=12.20,
+        measured_tflops=1057.76,
+    ),
+    "gemma-31b-like-8k-fp8": Recipe(
+        preset="gemma-31b-like", topology="tpu7x:4x4x4", flags=_GEMMA | dict(fp8="dynamic"), source=_IN_8_BITS
+    ),
+}

@@ -1,0 +1,130 @@
+"""What is predicted of every recipe of published.py, beside what was measured; and what the planner finds instead.
+
+    python recipes.py [NAME ...] [--json]
+    python recipes.py llama3.1-70b-8k-bf16 --better
+
+The step, its MFU (of the peak in bfloat16) and its memory are those of `roofline.py step --recipe=NAME`: of this
+project's program. What was measured was MaxText's, whose attention kernel is slower: it is predicted with that kernel
+(workload.PUBLISHED), and the ratio is that over what was measured. One set of efficiencies for all.
+
+`--better` asks planner.py for the same model, batch and slice, and prints the flags in which its fastest plan differs,
+with the parts of the step that they make shorter or longer. The planner leaves 5% of the memory free, which a published
+run need not; and a prediction is not better than 5%.
+"""
+
+import argparse
+import json
+
+import config as config_lib
+import planner
+from hardware import parse_topology
+from published import RECIPES
+from step import GiB, Prediction, as_json, predict
+from workload import PUBLISHED, TODAY, Efficiency, run_of
+
+
+def predicted(name: str, efficiency: Efficiency = TODAY) -> Prediction:
+    recipe = RECIPES[name]
+    run = run_of(
+        config_lib.from_recipe(name),
+        *parse_topology(recipe.topology),
+        num_slices=recipe.num_slices,
+        efficiency=efficiency,
+    )
+    return predict(run)
+
+
+def row(name: str) -> dict:
+    """Of a recipe, in seconds and bytes: what `roofline.py step --json` has, and what was measured."""
+    recipe, found = RECIPES[name], predicted(name)
+    measured_s, tflops = recipe.measured_step_s, recipe.measured_tflops
+    of_it = predicted(name, PUBLISHED).step_s if measured_s else None
+    measured = dict(
+        measured_step_s=measured_s,
+        measured_mfu=tflops * 1e12 / found.of.chip.bf16_flops_per_s if tflops else None,
+        predicted_of_measured_s=of_it,
+        ratio=of_it / measured_s if measured_s else None,
+    )
+    return dict(recipe=name, source=recipe.source, differs=recipe.differs) | as_json(found) | measured
+
+
+def better(name: str) -> dict:
+    """The planner's fastest plan: the flags that lead to it, and the seconds that each part of the step takes more."""
+    own = predicted(name)
+    of = own.of
+    found = planner.plan(of.config, of.chip, of.topology, num_slices=of.num_slices).families[0]
+    seconds = lambda step: {part.name: part.exposed_s for part in step.parts}
+    before, after = seconds(own), seconds(found)
+    more = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after}
+    return dict(
+        recipe=name,
+        flags=planner.changed_flags(of.config, of.sizes, found),
+        step_s=(own.step_s, found.step_s),
+        hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
+        gain=own.step_s / found.step_s - 1,
+        more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
+    )
+
+
+def table(names: list[str]) -> str:
+    """As Markdown; below it, in what the recipes differ from what was published."""
+    lines = ["| recipe | slice | mesh | batch | step | MFU | GiB a device | measured | predicted of that | ratio |"]
+    lines.append("|" + "---|" * 10)
+    differing: dict[str, list[str]] = {}
+    for its in map(row, names):
+        mesh = ",".join(f"{axis}:{size}" for axis, size in its["mesh"].items())
+        measured = "| | |"
+        if its["ratio"]:
+            measured = f"{its['measured_step_s']:.2f} s | {its['predicted_of_measured_s']:.2f} s | {its['ratio']:.3f} |"
+        slices = f"{its['num_slices']} x " if its["num_slices"] > 1 else ""
+        lines.append(
+            f"| {its['recipe']} | {slices}{its['topology']} | {mesh} | {its['batch']:,} x {its['seq_len']:,} | "
+            f"{its['step_s']:.2f} s | {its['mfu']:.1%} | {its['hbm_bytes'] / GiB:.1f} of "
+            f"{its['hbm_limit_bytes'] / GiB:.1f}, {'fits' if its['fits'] else 'DOES NOT FIT'} | {measured}"
+        )
+        if its["differs"]:
+            differing.setdefault(its["differs"], []).append(its["recipe"])
+    notes = [f"- {', '.join(names)}: {differs}" for differs, names in differing.items()]
+    return "\n".join([*lines, *(["", "What differs from what was published:", "", *notes] if notes else [])])
+
+
+def say_better(its: dict) -> str:
+    """A recipe's `better`, in two lines."""
+    (own_s, step_s), (own_bytes, nbytes) = its["step_s"], its["hbm_bytes"]
+    if not its["flags"]:
+        return f"{its['recipe']}: {own_s:.2f} s, and the planner finds the same"
+    gain = its["gain"]
+    judged = "better" if gain > planner.WITHIN - 1 else "as good" if gain >= 0 else "none is better, the fastest"
+    parts = ", ".join(f"{part} {s:+.2f} s" for part, s in its["more_s"].items() if abs(s) > 0.005 * own_s)
+    return (
+        f"{its['recipe']}: {judged}: {' '.join(its['flags'])}\n"
+        f"    {own_s:.2f} to {step_s:.2f} s, {gain:+.1%} speed; {parts or 'no part by 0.5%'}; "
+        f"{own_bytes / GiB:.1f} to {nbytes / GiB:.1f} GiB a device"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
+    parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
+    args = parser.parse_args(argv)
+    names = args.names or list(RECIPES)
+    try:
+        for name in names:
+            config_lib.recipe_of(name)
+        if args.json:
+            print(json.dumps(list(map(better if args.better else row, names))))
+        elif args.better:
+            for name in names:
+                print(say_better(better(name)), flush=True)
+        else:
+            print(table(names))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Which flags go with which mesh: what is refused before anything is compiled, each with a sentence. No jax here.
+
+    python benchmarks/refused.py      writes REFUSED.md, an example of every refusal
+
+A run is refused for one of three reasons:
+
+    a flag without effect    set to other than its default, where this mesh, or this model, has no use for it (`NEEDS`)
+    no code                  two choices that nobody has taught each other
+    what does not divide     a dim of the model, a sequence or a batch that the mesh cannot cut in equal parts
+
+Those that need no mesh are config.py's, and are told before jax is there. train.py and aot.py ask `check` before they
+compile, step.py and planner.py before they predict: what is proposed can be run.
+
+**What is cut** (the layouts are in parameters.py, and tests hold them against this table):
+
+    L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
+    N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
+    batch  data * fsdp * expert * microbatches
+
+**8 bits in blocks** (fp8.py): what a device multiplies, forward and backward, is made of whole blocks. So all dims of
+a product are multiples on each device: the one that is contracted, of x and of a weight's shard; the columns, of the
+weight and of dy; and of the gradient of the weight, which contracts them, the rows, b*t of a microbatch.
+"""
+
+import dataclasses
+import math
+
+import config as config_lib
+import transformer
+from config import Config
+from placement import BATCH_AXES, check_batch, check_multiple
+
+_ONE_STAGE = "the mesh axis pipe has size 1; --mesh=pipe:2"
+_WHOLE = "the mesh axis context has size 1, and sequences are whole; --mesh=context:2"
+# As config.NEEDS, of a run on a mesh of these sizes.
+NEEDS = (
+    ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves; a larger --mesh"),
+    ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1; --mesh=tensor:2"),
+    ("prefetch", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1, and weights are whole; --mesh=fsdp:2"),
+    ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1; --mesh=data:2"),
+    ("context_impl context_heads context_balance", lambda c, s: s["context"] > 1, _WHOLE),
+    (
+        "context_balance",
+        lambda c, s: s["context"] != c.context_heads,
+        "context_heads={context_heads} brings whole sequences together, in order; fewer",
+    ),
+    ("pipeline_schedule pipeline_rounds remat_stage", lambda c, s: s["pipe"] > 1, _ONE_STAGE),
+    ("buffer_factor moe_parts", lambda c, s: s["expert"] > 1, "the mesh axis expert has size 1; --mesh=expert:2"),
+)
+
+
+def settled(config: Config, sizes: dict[str, int]) -> Config:
+    """`config` without what has no effect on a mesh of these sizes: such flags at their defaults."""
+    idle = config_lib.idle(config, NEEDS, sizes)
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle}) if idle else config
+
+
+def check(config: Config, sizes: dict[str, int]) -> None:
+    """Raises ValueError, a sentence with the numbers and the way out, for what cannot run on a mesh, or not as said.
+
+    Args:
+      sizes: of all mesh axes.
+    """
+    config_lib.check_effect(config, NEEDS, sizes)
+    if sizes["expert"] > 1 and not config.num_experts:
+        raise ValueError(
+            f"mesh axis expert:{sizes['expert']} is for mixtures of experts, and num_experts is 0: use fsdp"
+        )
+    if sizes["pipe"] > 1:
+        _check_stages(config, sizes)
+    for name, size, axes in cuts(config, sizes):
+        check_multiple(name, size, axes)
+    check_batch(config.batch, sizes, config.microbatches)
+    if config.moe_parts > 1:
+        ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches * sizes["context"]
+        tokens = config.batch * config.seq_len // ways
+        check_multiple("tokens of a device", tokens, {"moe_parts": config.moe_parts})
+    if sizes["context"] > 1:
+        _check_context(config, sizes)
+    _check_fp8(config, sizes)
+
+
+def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
+    """(flag, size, the axes that cut it) of the model's dims."""
+    of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    replicas = ("data",) if config.shard_update else ()
+    found = [
+        ("model_dim", config.model_dim, of("tensor", "fsdp", *replicas)),
+        ("vocab_size", config.vocab_size, of("tensor")),
+        ("num_heads", config.num_heads, of("tensor")),
+    ]
+    if config.kv_lora_rank:
+        found.append(("kv_lora_rank", config.kv_lora_rank, of("fsdp", *replicas)))
+        found.append(("q_lora_rank", config.q_lora_rank, of("fsdp", *replicas)))
+    else:
+        found.append(("num_kv_heads", config.num_kv_heads, of("tensor")))
+    if config.num_experts:
+        found.append(("num_experts", config.num_experts, of("expert")))
+        found.append(("expert_dim", config.expert_dim, of("tensor")))
+    if config.num_dense_layers or not config.num_experts:
+        found.append(("ff_dim", config.ff_dim, of("tensor")))
+    return found
+
+
+def _check_stages(config: Config, sizes: dict[str, int]) -> None:
+    stages, rounds, layers = sizes["pipe"], config.pipeline_rounds, config.num_layers
+    if config.num_dense_layers:
+        raise ValueError(
+            f"num_dense_layers={config.num_dense_layers}: the stages of mesh axis pipe:{stages} run one "
+            "program, so their layers must be alike: another axis than pipe, or num_dense_layers=0"
+        )
+    if layers % (stages * rounds):
+        near = ", ".join(str(ways) for ways in range(1, layers + 1) if layers % (ways * rounds) == 0)
+        raise ValueError(
+            f"num_layers={layers} must be a multiple of pipe * pipeline_rounds = {stages} * {rounds} = "
+            f"{stages * rounds}: every stage has as many layers; with {rounds} rounds pipe can be {near or 'nothing'}"
+        )
+    if rounds > 1 and config.microbatches % stages:
+        raise ValueError(
+            f"microbatches={config.microbatches} must be a multiple of pipe={stages}: a circular pipeline takes groups "
+            "of them"
+        )
+    of_chunk = layers // (stages * rounds)
+    if config.global_every and sizes["context"] > 1 and of_chunk % config.global_every:
+        raise ValueError(
+            f"pipe * pipeline_rounds = {stages} * {rounds} leaves {of_chunk} layers a stage and "
+            f"round, no multiple of global_every={config.global_every}: with context:{sizes['context']} all "
+            "stages must have their global layers at the same places"
+        )
+
+
+# -- a sequence over devices
+
+
+def in_zigzag(config: Config) -> bool:
+    """Whether a sequence over `context` stands in zigzag order. A window needs the order that it has."""
+    return config.context_balance and not config.window
+
+
+def ring_size(config: Config, sizes: dict[str, int]) -> int:
+    """Parts that a sequence is in when a device attends without a window, of those of the mesh axis `context`."""
+    return 1 if config.context_impl == "all_to_all" else sizes["context"] // config.context_heads
+
+
+def _check_context(config: Config, sizes: dict[str, int]) -> None:
+    c, only_windows = sizes["context"], config.window and not config.global_every
+    if c % config.context_heads:
+        raise ValueError(f"context_heads={config.context_heads} must divide the mesh axis context:{c}")
+    check_multiple("seq_len", config.seq_len, {"context": c})
+    if only_windows:
+        return
+    ring = ring_size(config, sizes)
+    if ring > 1 and in_zigzag(config):
+        check_multiple("seq_len", config.seq_len, {"context/context_heads": ring, "2 (context_balance)": 2})
+    ways = c // ring if config.context_impl != "all_gather" else 1
+    check_multiple("num_heads", config.num_heads, {"tensor": sizes["tensor"], f"{ways} (exchanged over context)": ways})
+    if config.max_logit and ring > 1 and config.context_impl == "ring":
+        raise ValueError(
+            f"max_logit={config.max_logit} needs whole rows of scores, and a ring merges parts of them: "
+            "--context_impl=all_gather or all_to_all"
+        )
+
+
+# -- 8 bits
+
+
+def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
+    if config.fp8 == "none":
+        return
+    if sizes["pipe"] > 1 and (
+        config.fp8 not in ("dynamic", "fixed") or config.fp8_rounding == "stochastic" or config.fp8_skip_layers
+    ):
+        raise ValueError(
+            f"with pipe:{sizes['pipe']} stages fp8 is dynamic or fixed, rounds to nearest, and skips no layers; it is "
+            f"{config.fp8}, {config.fp8_rounding}, and skips {config.fp8_skip_layers}"
+        )
+    if not transformer.in_8_bits(config):
+        raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8=none")
+    if config.fp8_granularity == "block":
+        for name, size, axes in blocks(config, sizes):
+            check_multiple(name, size, axes | {"fp8_block": config.fp8_block})
+
+
+def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
+    """(dim, size, the axes that cut it) of the matmuls in 8 bits; a device's part is to be whole blocks."""
+    of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    modules, tensor, fsdp = config.fp8_modules.split(","), of("tensor"), of("fsdp")
+    keys, values = transformer.key_dim(config), transformer.value_dim(config)
+    rows = of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
+    found = [
+        ("batch*seq_len", config.batch * config.seq_len, rows),
+        ("model_dim", config.model_dim, fsdp),
+    ]
+    if "qkv" in modules or "mlp" in modules:  # what goes into these is cut over tensor before it is gathered
+        found.append(("model_dim", config.model_dim, tensor))
+    if "qkv" in modules:
+        found.append(("num_heads*head_dim", config.num_heads * keys, tensor))
+        found.append(("num_kv_heads*head_dim", config.num_kv_heads * keys, tensor))
+    if "out" in modules:
+        found.append(("num_heads*value_head_dim", config.num_heads * values, tensor))
+    if "mlp" in modules and transformer.weights(config).keys() >= {"w_gate"}:
+        found.append(("ff_dim", config.ff_dim, tensor))
+    if "unembed" in modules:
+        found.append(("vocab_size", config.vocab_size, tensor))
+        chunk = transformer.loss_chunk(config, config.seq_len // sizes["context"])
+        rows = of(*BATCH_AXES) | {"microbatches": config.microbatches}
+        found.append((f"batch * {chunk} positions of loss_chunk", config.batch * chunk, rows))
+    if "mlp" in modules and config.num_shared_experts:
+        found.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
+    return found

@@ -1,0 +1,146 @@
+"""A profiler's trace, read: by hand, and from a run."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from test_parallel import SMALL
+
+import hlo
+import timeline
+import train
+import transformer
+from config import Config
+from timeline import Event
+
+PROGRAM = hlo.parse(
+    """HloModule jit_train_step, is_scheduled=true
+
+%fused (p0: f32[4,8], p1: f32[8,2]) -> f32[4,2] {
+  %p0 = f32[4,8]{1,0} parameter(0)
+  %p1 = f32[8,2]{1,0} parameter(1)
+  ROOT %dot.1 = f32[4,2]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: f32[4,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %w = f32[8,2]{1,0} constant({...})
+  %many = f32[4,2]{1,0} fusion(%p, %w), calls=%fused, metadata={op_name="f/dot" source_file="model.py" source_line=7}
+  ROOT %added = f32[4,8]{1,0} add(%p, %p), metadata={source_file="model.py" source_line=9}
+}
+
+%condition (q: f32[4,8]) -> pred[] {
+  %q = f32[4,8]{1,0} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[32,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %while.3 = f32[4,8]{1,0} while(%x), condition=%condition, body=%body
+  ROOT %gathered = f32[32,8]{1,0} all-gather(%while.3), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+}
+"""
+)
+
+
+def step(run, device, begin):
+    """10 s: a loop of 7, in which a matmul of 4 and an addition of 2 run; a collective of 2; 1 of nothing."""
+    of = lambda name, at, seconds: Event(name, device, "lane " + device, run, begin + at, seconds)
+    return [of("while.3", 0, 7), of("many", 1, 4), of("added", 5, 2), of("gathered", 8, 2)]
+
+
+def test_time_is_counted_once_and_adds_up():
+    events = [event for run in (1, 2) for device in "ab" for event in step(run, device, 100 * run)]
+    found = timeline.summarize(events, PROGRAM)
+    assert (found.devices, found.steps, found.step_s) == (2, 2, 10)
+    assert found.categories == {"matmul": 4, "elementwise": 3, "synchronous collectives": 2, "idle": 1}
+    assert found.lines == {"model.py:7": 4, "model.py:9": 2, "(no line)": 3}
+    assert found.ops[0] == ("many", 4, 1, "f/dot")
+    assert found.matmul_flops == 2 * 4 * 8 * 2
+
+
+def test_lanes_do_not_nest_in_each_other():
+    one, other = (Event("added", "a", lane, 0, 0.0, 5.0) for lane in "12")
+    assert timeline.own_seconds([one, other]) == [5, 5]
+
+
+def test_what_cannot_be_read_is_said(tmp_path):
+    with pytest.raises(ValueError, match="no instruction of jit_train_step"):
+        timeline.summarize([], PROGRAM)
+    with pytest.raises(ValueError, match=r"the program has no 'else.1': trace and train_step.hlo are not of the same"):
+        timeline.summarize([Event("else.1", "a", "", 0, 0, 1)], PROGRAM)
+    with pytest.raises(ValueError, match=r"has no \*.xplane.pb: python train.py --profile_dir="):
+        timeline.newest(str(tmp_path))
+    with pytest.raises(SystemExit):
+        timeline.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("%a = f32[8] all-gather(%x), dimensions={0}", "synchronous collectives"),
+        ("%a = (f32[4], f32[8]) all-gather-start(%x), dimensions={0}", "waits for collectives"),
+        ("%a = f32[8] all-gather-done(%x)", "waits for collectives"),
+        ("%a = f32[8] async-done(%x), calls=%scattered", "waits for collectives"),
+        ("%a = f32[8] copy-done(%x)", "waits for copies"),
+        ("%a = f32[8] copy(%x)", "copies and layouts"),
+    ],
+)
+def test_what_waits_is_named_as_it_is_predicted(line, kind):
+    program = hlo.parse(
+        "HloModule jit_train_step, is_scheduled=true\n\n"
+        "%scattered (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
+        "  ROOT %r = f32[8] reduce-scatter(%p), replica_groups={{0}}, dimensions={0}\n}\n\n"
+        f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n  {line}\n"
+        "  ROOT %y = f32[8] copy(%x)\n}\n"
+    )
+    assert timeline.kind_of(program, program.computations["main"]["a"]) == kind
+
+
+def test_planes_of_hosts_and_of_devices():
+    def event(name, begin, **stats):
+        return SimpleNamespace(name=name, start_ns=begin * 1e9, duration_ns=1e9, stats=list(stats.items()))
+
+    line = lambda name, *events: SimpleNamespace(name=name, events=list(events))
+    plane = lambda name, *lines: SimpleNamespace(name=name, lines=list(lines))
+    simulated = dict(hlo_module="jit_train_step", run_id=7, device_ordinal=3)
+    host = plane(
+        "/host:CPU",
+        line("tf_XLAEigen/1", event("add", 1, hlo_op="added", **simulated), event("wait", 2)),
+        line("tf_XLAEigen/2", event("add", 3, hlo_op="added", **simulated | dict(hlo_module="jit_init"))),
+        line("python", event("add", 4, hlo_op="added", **simulated)),
+    )
+    tpu = plane(
+        "/device:TPU:0",
+        line("XLA Modules", event("jit_train_step(123)", 0), event("jit_init(4)", 5)),
+        line("XLA Ops", event("%added = f32[4,8]{1,0} add(%p, %p)", 0.5), event("%added = ...", 5.5)),
+    )
+    megascale = plane("/device:CUSTOM:Megascale Trace")  # is there once libtpu is loaded
+    assert list(timeline.read([host, megascale])) == [Event("added", "3", "tf_XLAEigen/1", 7, 1.0, 1.0)]
+    assert list(timeline.read([tpu])) == [Event("added", "/device:TPU:0", "XLA Ops", 0, 0.5, 1.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__")  # of jaxlib 0.12, on its own types
+def test_a_profiled_run_is_read(tmp_path, capsys):
+    """Its matmuls are those of the model: 6 FLOPs a weight and token, attention with all keys, which it masks."""
+    options = dict(mesh="fsdp:8", steps=5, sample=0, eval_batches=0, profile_dir=str(tmp_path), compilation_cache="")
+    config = Config(**SMALL | options)
+    train.run(config)
+    capsys.readouterr()
+    timeline.main([str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices"], found["steps"]) == (8, 3)
+    assert {"matmul", "synchronous collectives", "elementwise", "idle"} <= found["categories"].keys()
+    assert sum(found["categories"].values()) == pytest.approx(found["step_s"])
+    heads = config.num_heads * 2 * config.head_dim
+    flops = 6 * (transformer.matmul_params(config) + config.num_layers * heads * config.seq_len)
+    assert found["matmul_flops"] == pytest.approx(flops * config.batch * config.seq_len / 8, rel=0.02)
+    predicted = tmp_path / "step.json"
+    by_category_s = {"kernel flash": 0.25, "synchronous collectives": 0.125}
+    predicted.write_text(json.dumps(dict(step_s=1.5, by_category_s=by_category_s)))
+    timeline.main([str(tmp_path), f"--predicted={predicted}"])
+    out = capsys.readouterr().out
+    assert re.search(r"synchronous collectives +[\d.]+ m?s +[\d.]+% +125 ms", out)
+    assert "kernel flash" in out and "fsdp.py:" in out and "of a device and a step, measured" in out
