@@ -1,7 +1,16 @@
 """Eight simulated devices for every test, the TPU7x compiler at hand, and none of the noise of a missing TPU."""
 
+import importlib.metadata
+import os
+
 import compiler_flags
 
+# Programs of tests run once, for milliseconds, and take most of the time to compile: on the CPU with no optimization.
+# It leaves what the TPU7x compiler makes as it is. XLA_FLAGS="" pytest: as users have it.
+UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no such flag
+    UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
 compiler_flags.without_tpu()
 
 import jax  # noqa: E402
