@@ -137,6 +137,7 @@ def plain(q, k, v, seen_bts, soft_cap):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v), jax.nn.logsumexp(scores, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [MHA, GQA, MQA], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("window, soft_cap, causal", [(0, 0.0, True), (3, 1.5, True), (2, 0.0, False)])
 def test_gradients(heads, window, soft_cap, causal):

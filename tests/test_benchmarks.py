@@ -187,6 +187,7 @@ def branches(*cycles: int) -> list[Region]:
     return [region("branch", each) for each in cycles]
 
 
+@pytest.mark.slow
 def test_an_anchor_with_a_known_grid():
     """Of 2 heads with 8 rows of blocks: 64 steps each, of which 36 are seen."""
     inside = region("grid", 40, region("step", 80, *branches(170, 3000, 130), executions=128), executions=130)
@@ -197,6 +198,7 @@ def test_an_anchor_with_a_known_grid():
         call.read(report_of("splash.1", *branches(1, 2)))
 
 
+@pytest.mark.slow
 def test_an_anchor_with_a_grid_of_the_blocks_that_are_seen():
     step = region("branch", 100, *branches(180, 2700, 3000, 360))
     inside = region("branch", 5, region("loop", 60, step))
@@ -230,6 +232,7 @@ def test_tiles_of_megablox_are_visited_by_every_group_in_them():
     assert kernels.grouped("jax", "gmm").read(report_of("gmm.1", inside)) == 15 + 73 * 100 + 71 * 12_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["ironwood", "jax"])
 @pytest.mark.parametrize("heads_of_8k", [68_000.0, 90_000.0])
 def test_a_row_of_the_table(column, heads_of_8k):
@@ -316,6 +319,7 @@ def test_a_row_compiled(name):
         assert 1.5 < found.figures["jax"] / found.figures["ironwood"] < 2.5
 
 
+@pytest.mark.slow
 def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
     """405B has no place on 4 chips; what is more of the smallest slice's MFU is what is more MFU."""
     monkeypatch.setattr(

@@ -943,6 +943,7 @@ def test_in_8_bits_the_gradient_binds():
     assert fsdp_of(fp8="static").critical == about(fsdp_of().critical * 2 * 3 / 4)
 
 
+@pytest.mark.slow
 def test_plot(capsys, tmp_path):
     path = tmp_path / "scaling.png"
     ran(capsys, f"{LLAMA} --plot={path}")

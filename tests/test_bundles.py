@@ -379,6 +379,7 @@ def test_a_builder_must_be_named(builder):
         bundles.profile(builder)
 
 
+@pytest.mark.slow
 def test_errors_of_the_builder_are_in_the_report():
     report = bundles.measure("dense:build", rows=3)
     assert "unexpected keyword argument 'rows'" in report.error and report.kernels == ()
@@ -416,6 +417,7 @@ def test_command_refuses(arguments, message, capsys):
 # -- the compiler
 
 
+@pytest.mark.slow
 def test_schedule_of_a_compiled_kernel(monkeypatch):
     """The simulation finds nothing to wait for in the schedule, and comes to the same without its empty bundles."""
     dumps, read = [], bundles.regions_of

@@ -37,12 +37,9 @@ def steps(config, number):
     return states, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(mesh="data:2,fsdp:2,tensor:2", remat="full"),
-        pytest.param(dict(mesh="fsdp:8", microbatches=2), marks=pytest.mark.slow),
-    ],
+    "options", [dict(mesh="data:2,fsdp:2,tensor:2", remat="full"), dict(mesh="fsdp:8", microbatches=2)]
 )
 def test_what_is_remembered_is_what_one_device_finds(options):
     """After the first step the largest elements of each operand: of 8 devices as of one, of microbatches as of all."""

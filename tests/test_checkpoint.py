@@ -47,10 +47,10 @@ def values(tmp_path_factory):
     yield from values_in(tmp_path_factory.mktemp("values"))
 
 
-def start(values: dict, out: Path, *more: str, program=("train.py",), **env: str) -> subprocess.Popen:
-    """`python train.py` as from a terminal, without what conftest.py sets. It writes to `out` and, beside it, .err."""
+def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subprocess.Popen:
+    """`python train.py` as from a terminal; of what conftest.py sets only XLA_FLAGS. It writes to `out` and .err."""
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
-    env |= {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     flags = [f"--{name}={value}" for name, value in values.items()]
     with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
         return subprocess.Popen(
@@ -145,6 +145,7 @@ def stop_and_resume(straight: Config, directory: Path, monkeypatch, capsys) -> N
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.slow
 def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
     """20 steps = 10 steps, a new start, 10 steps: in every parameter, every slot of the optimizer, every loss."""
     stop_and_resume(saved, tmp_path, monkeypatch, capsys)
@@ -205,6 +206,7 @@ def test_keeps_the_newest(saved):
     assert saved.keep_checkpoints == 2 and steps_in(saved.checkpoint_dir) == [15, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [20, 3])
 def test_a_run_that_is_done_says_so(steps, copy, capsys):
     assert train.run(dataclasses.replace(copy, steps=steps)) == {}
@@ -279,6 +281,7 @@ def test_termination_saves_the_step_that_it_reached(values, tmp_path):
         assert (tmp_path / f"{name}.err").read_text() == ""
 
 
+@pytest.mark.slow
 def test_termination_without_a_folder_says_that_nothing_is_saved(saved, monkeypatch, capsys):
     stop_after(monkeypatch, 2)
     with pytest.raises(SystemExit):
@@ -310,6 +313,7 @@ def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values
 # -- what cannot be resumed
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(copy, values, tmp_path):
     other = dict(num_layers=3, ff_dim=128, qk_norm=True)
     message = "is of another model: num_layers is 2 there and 3 here, ff_dim is 64 there and 128 here, qk_norm is False"
@@ -341,6 +345,7 @@ def of_another_program(step: Path):
     (step / "model.pt").write_bytes(b"PK")
 
 
+@pytest.mark.slow
 # Where one of orbax's parallel reads fails, it may leave others that it has not begun.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("damage", [remove_config, cut_config, cut_arrays, of_another_program])

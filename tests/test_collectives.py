@@ -202,6 +202,7 @@ def test_all_reduce_sums_what_lax_does(sizes, axes):
     assert_pairs_are_equal(cases, per_device(device, sizes)(*xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("spread", [False, True])
 def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorithm, spread):
@@ -260,6 +261,7 @@ def reference_all_reduce(x, axes, algorithm):
     return np.moveaxis(scattered, dims, range(len(dims))).reshape(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @at_places("2x4-ba", places=[place for place in PLACES if len(place[0]) == len(place[1])])
 def test_sums_are_in_the_documented_order(sizes, axes, dtype):
@@ -330,6 +332,7 @@ def ragged_on_one_device(x, output, ct, rows):
     return output, vjp(ct)
 
 
+@pytest.mark.slow
 @at_places("3-a", places=[((n,), "a") for n in (1, 3, 8)] + [((2, 4), ("a", "b"))])
 def test_ragged_all_to_all_and_its_gradients_equal_one_scatter_on_one_device(sizes, axes):
     rng = np.random.default_rng(7)
@@ -470,6 +473,7 @@ def test_sums_of_sliding_windows_over_halos_are_those_over_the_whole(n):
 # -- gradients
 
 
+@pytest.mark.slow
 @at_places("3-a", places=[place for place in PLACES if place[0] in [(2,), (3,), (8,), (2, 4), (2, 2, 2)]])
 def test_gradients_equal_those_of_xla(sizes, axes):
     """With another cotangent on each device. Gathers, as gradients, pass on bits; sums are of integers: exact."""
@@ -503,6 +507,7 @@ def test_gradients_equal_those_of_xla(sizes, axes):
             assert_pairs_are_equal([name], [{algorithm: pair}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "matmul"])
 def test_the_gradient_of_what_does_not_vary_is_summed_over_the_axis(function):
     """Of a weight that all devices have: as with XLA's, it comes out the same on all of them, by its type."""
@@ -611,12 +616,14 @@ def check_matmuls(matmuls: dict[tuple, Matmul], sizes, tolerance=1e-5, wrap=lamb
 on_matmul_meshes = cases_of("sizes", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (3, 2), (4, 2)], "(3, 2)")
 
 
+@pytest.mark.slow
 @on_matmul_meshes
 @cases_of("algorithm", RINGS, "ring_bidirectional")
 def test_all_gather_matmul_and_its_gradients_equal_one_device(algorithm, sizes):
     check_matmuls({(dim,): gather_matmul(sizes[0], dim, algorithm) for dim in range(3)}, sizes)
 
 
+@pytest.mark.slow
 @on_matmul_meshes
 @cases_of("algorithm", RINGS, "ring_bidirectional")
 def test_matmul_reduce_scatter_and_its_gradients_equal_one_device(algorithm, sizes):
@@ -753,6 +760,7 @@ each_dim = pytest.mark.parametrize("dim", [0, 1, 2])
 each_algorithm = pytest.mark.parametrize("algorithm", RINGS)
 
 
+@pytest.mark.slow
 @each_ring
 @each_algorithm
 def test_steps_and_bytes_are_those_of_the_docstring_and_of_interconnect(algorithm, n):
@@ -816,6 +824,7 @@ def phases(kind, nbytes, sizes, axes, algorithm, spread=False) -> dict[str, Traf
 TORI = [((2, 4), "ab"), ((2, 4), "ba"), ((4, 2), "ab"), ((2, 2, 2), "abc"), ((2, 2, 2), "cab"), ((1, 5), "ba")]
 
 
+@pytest.mark.slow
 @each_algorithm
 @at_places("2x4-ba", "1x5-ba", places=TORI)
 def test_on_a_torus_each_axis_carries_what_the_ones_before_left(sizes, axes, algorithm):
@@ -837,6 +846,7 @@ def test_on_a_torus_each_axis_carries_what_the_ones_before_left(sizes, axes, alg
             assert chain(steps) == num_steps
 
 
+@pytest.mark.slow
 @cases_of("n", [1, 2, 3, 8], "3")
 @each_algorithm
 def test_the_messages_that_the_demonstration_prints_are_these(algorithm, n):
@@ -1034,6 +1044,7 @@ def run_everything(n, **options):
     return per_device(device, (n,), **options)(x, w)
 
 
+@pytest.mark.slow
 @cases_of("n", [1, 3], "1")
 def test_every_element_of_an_empty_array_is_written(monkeypatch, n):
     """`lax.empty` is zeros on a CPU and what the memory held on a TPU. With NaN in it, all results are the same.
@@ -1059,6 +1070,7 @@ def test_the_varying_axes_check_changes_nothing():
 # -- under other transformations
 
 
+@pytest.mark.slow
 @each_algorithm
 @cases_of("check_vma", [True, False], "False")
 def test_in_a_scan_under_checkpoint_differentiated(algorithm, check_vma):
@@ -1084,6 +1096,7 @@ def test_in_a_scan_under_checkpoint_differentiated(algorithm, check_vma):
         assert relative_error(a, b) < 1e-5
 
 
+@pytest.mark.slow
 @cases_of("function", ["gathers", "matmuls"], "gathers")
 @each_algorithm
 def test_second_derivatives_equal_those_of_xla(algorithm, function):
@@ -1111,6 +1124,7 @@ def test_second_derivatives_equal_those_of_xla(algorithm, function):
         assert relative_error(a, b) < 1e-5
 
 
+@pytest.mark.slow
 @each_algorithm
 def test_linear_transposes_and_forward_derivatives(algorithm):
     """As fsdp.py takes the transpose of a gather; and jvp goes through what is linear anyway."""
@@ -1269,6 +1283,7 @@ def test_outside_of_shard_map_there_are_no_axes():
 # -- rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", RINGS)
 def test_products_that_are_summed_on_the_way_are_rounded_at_each_step(algorithm):
     """In bfloat16 on 8 devices: 2.2 to 2.4 times the error of one matmul; where nothing is summed, the same."""

@@ -175,6 +175,7 @@ def lowered(what: str):
     return jax.jit(function).trace(x).lower(lowering_platforms=("tpu",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_compiler_accepts_the_flags_of_a_workload(workload):
     flags = recommended(workload)
@@ -216,6 +217,7 @@ def test_the_sparse_cores_have_the_collectives_by_default(collective):
     assert 'execution_thread="sparsecore"' not in compiled(**{OFFLOAD + collective: "false"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args, error",
     [

@@ -145,6 +145,7 @@ def test_the_kernel_computes_the_same(options):
     check(2, shape=dict(b=1, n=8, k=1), tolerance=1e-5, kernel=True, interpret=True, **options)
 
 
+@pytest.mark.slow
 def test_queries_at_a_time_change_nothing():
     (q, k, v), ids, (w_out, w_lse) = inputs()
     mask = dict(window=9, segment_ids=(ids[:, 12:36], ids), q_offset=12, soft_cap=3.0)
@@ -186,6 +187,7 @@ def test_a_part_that_sees_nothing_adds_nothing():
     np.testing.assert_array_equal(neither[1], np.float32(UNSEEN))
 
 
+@pytest.mark.slow
 def test_rows_that_see_no_key_have_no_gradient():
     """Of the first queries with a window into a document that begins later there are none; ids make such rows."""
     (q, k, v), _, weights = inputs(b=1, T=8)
@@ -218,6 +220,7 @@ def tiles(q_positions, blocks, T):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c", [2, 4, 8, 32])
 def test_gathered_the_devices_visit_as_many_tiles(c):
     """Within 2%, of 256 x 512 as flash.py has them; in order, the last one has nearly twice the mean."""
@@ -285,6 +288,7 @@ def moved(c, dtype=jnp.bfloat16, gradients=True, **options):
     return bytes_received(jaxpr, c), qkv[1].nbytes + qkv[2].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("c", [2, 4, 8])
 def test_a_ring_moves_what_its_docstring_says_and_gathers_nothing(c, balanced):

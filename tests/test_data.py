@@ -400,6 +400,7 @@ def test_prepare_and_show_a_single_small_file(tmp_path):
     assert re.search("quick|jumps|lazy", shown.stdout)
 
 
+@pytest.mark.slow
 def test_command_line_errors_are_one_line(tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"abc\xff")
@@ -422,6 +423,7 @@ def test_command_line_errors_are_one_line(tmp_path):
     assert not (tmp_path / "out.bin").exists()
 
 
+@pytest.mark.slow
 def test_standard_library():
     corpus = data.open_corpus("")
     train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)

@@ -52,6 +52,7 @@ def test_result_is_rounded_once():
     np.testing.assert_allclose(np.asarray(out_MN, np.float64), exact(lhs_MK, rhs_KN), rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_comes_in_over_the_edges(monkeypatch):
     """The simulator fills what is not there with NaN: without the cut, it gets into the sum."""
     lhs_MK, rhs_KN = operands(64, 200, 128)

@@ -90,6 +90,7 @@ def test_exercise_7_ten_times_as_many_or_as_many():
     assert set(zigzag) == {17}
 
 
+@pytest.mark.slow
 def test_exercise_8_three_of_which_two_need_a_mask():
     by_queries, _ = masks.block_ranges((32_768, 32_768), (512, 512), causal=True, window=1024)
     first, full_first, full_end, end = np.asarray(by_queries)[0, 40]
@@ -117,6 +118,7 @@ def test_exercise_11_seven_or_six():
     assert sum(-(-(end - begin) // tile) for begin, end in groups) == 6
 
 
+@pytest.mark.slow
 def test_exercise_12_a_mean_weighted_by_the_exponentials():
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
     attend = lambda keys: attention.attention(q, k[:, keys], v[:, keys], causal=False)

@@ -72,6 +72,7 @@ def check(args, error=3e-6, blocks=SMALL, max_logit=None, **options):
 # -- equal to the definition
 
 
+@pytest.mark.slow
 def test_all_masks_at_once_in_grouped_heads_of_ragged_lengths():
     B, T, S = 2, 100, 300
     ids = documents(B, S, num=4)
@@ -125,6 +126,7 @@ def test_ragged_lengths_and_offsets(T, S, q_offset, causal):
     check(inputs(T, S, N=2), causal=causal, q_offset=q_offset)
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_nothing_gets_zeros_and_a_finite_lse():
     ids = jnp.full((1, 140), 5), jnp.where(jnp.arange(140) < 20, 7, 5)[None]
     out, lse = check(inputs(140, 140), q_offset=-70, segments=ids)  # the first see no key, the next ones no document
@@ -206,6 +208,7 @@ def test_bf16_errors_are_no_larger_than_those_of_jax_splash_attention():
 # -- constant max logit, sinks
 
 
+@pytest.mark.slow
 def test_max_logit_that_bounds_the_scores_changes_nothing_and_other_rows_are_counted():
     q, k, v = inputs(100, 130)
     q = q.at[:, :, 5].multiply(100.0)  # scores of some hundreds in one row
@@ -249,6 +252,7 @@ def test_sinks_are_one_more_logit_without_a_value():
 # -- derivatives: that the backward kernel gets what it needs (what it makes of it: tests/test_flash_backward.py)
 
 
+@pytest.mark.slow
 def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypatch):
     def in_jnp(q_BNTH, k_BKSH, v_BKSV, causal, q_offset, scale, segments):
         k_BNSH, v_BNSV = [jnp.repeat(x, q_BNTH.shape[1] // x.shape[1], 1) for x in (k_BKSH, v_BKSV)]
@@ -284,6 +288,7 @@ def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypat
 # -- the list of tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_list_has_every_tile_that_is_seen_once(mask):
     masks = {name: value for name, value in MASKS[mask].items() if name not in ("soft_cap", "scale")}

@@ -95,6 +95,7 @@ def documents(B, T, count=4, seed=1):
 # -- gradients
 
 
+@pytest.mark.slow
 def test_gradients():
     """Causal, grouped queries, lengths that are no multiple of anything, and everything at once."""
     assert max(errors(inputs(300, N=4, K=2), causal=True)) < 2e-6

@@ -89,6 +89,7 @@ def test_casts_are_to_nearest_even_and_saturate(name):
     assert (np.abs(found - x)[inside] <= np.maximum(relative * np.abs(x), absolute)[inside]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_stays_so(name, saturates):
@@ -117,6 +118,7 @@ def test_scales_are_the_smallest_powers_of_two(name):
         assert fp8.scale_of(jnp.float32(none), dtype) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_stochastic_rounding_has_the_right_mean(name):
     """The mean of n is within 5 standard errors, step/2/sqrt(n), of x; to nearest it is not."""
@@ -188,6 +190,7 @@ def test_with_an_outlier_finer_scales_do_better():
     assert error(fine, column) > 3 * error(finest, column)  # 7 other elements of 64 are in the outlier's block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_and_zeros(name):
     recipe, zero = RECIPES[name], jnp.float32(0)
@@ -280,6 +283,7 @@ def test_gradients_equal_a_plain_emulation(name):
     assert told_x == (0 if static else jnp.abs(x).max()) and told_dy == (0 if static else jnp.abs(dy).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.uses_amax])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_logits_and_their_gradients_equal_a_plain_emulation(name, dtype):
@@ -299,6 +303,7 @@ def test_logits_and_their_gradients_equal_a_plain_emulation(name, dtype):
     np.testing.assert_array_equal(dw, expected_dw.T)
 
 
+@pytest.mark.slow
 def test_each_chunk_of_logits_has_its_own_noise():
     x, w, dy = normal(1, 4, 8), normal(16, 8, seed=1), normal(1, 4, 16, seed=2)
     recipe = Recipe(rounding="stochastic")
@@ -307,6 +312,7 @@ def test_each_chunk_of_logits_has_its_own_noise():
     assert (dx[0] == dx[1]).all() and (dx[0] != dx[2]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "e4m3 gradients"])
 def test_gradients_are_within_their_bound_of_float64(name):
     recipe = RECIPES[name]
@@ -319,6 +325,7 @@ def test_gradients_are_within_their_bound_of_float64(name):
     assert (abs(f64(dw) - x.T @ dy) <= share * (abs(x.T) @ abs(dy))).all()
 
 
+@pytest.mark.slow
 def test_stochastic_gradients_have_the_right_mean():
     """Over 400 keys, within 5 standard errors everywhere; rounded to nearest, they are not."""
     x, w = jnp.eye(8), jnp.eye(8)  # exact in 8 bits, so that dx is dy, quantised
@@ -331,6 +338,7 @@ def test_stochastic_gradients_have_the_right_mean():
     assert (abs(take(Recipe(), None) - dy) > error).any()
 
 
+@pytest.mark.slow
 def test_several_dims_and_batches():
     """[E, b, t, N, H] . [E, N, H, D, F] is as many matrices as E."""
     x, w, dy = near(normal(3, 2, 8, 4, 4)), near(normal(3, 4, 4, 4, 2, seed=1)), near(normal(3, 2, 8, 4, 2, seed=2))
@@ -408,6 +416,7 @@ def test_one_and_eight_devices_agree(name, algorithm):
         assert {*moved["ppermute"]} == {"float8_e4m3fn", "float32"} and not moved["all_gather"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block"])
 def test_eight_devices_find_the_scales_of_one(name):
     """Bit for bit: the values and the scales of an activation and of a weight."""
@@ -440,6 +449,7 @@ def test_recipes_that_are_none(options, message):
         Recipe(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, shapes, options, message",
     [
@@ -462,6 +472,7 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
 # -- grouped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[24, 0, 40, 17], [96, 0, 0, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
 def test_grouped_equals_a_plain_emulation(sizes, gradients):
@@ -494,6 +505,7 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients):
             fp8.grouped_dot(x, (), jnp.array(sizes), other)
 
 
+@pytest.mark.slow
 def test_grouped_rows_of_all_devices_have_one_scale():
     """An outlier on one of 8 costs all of them the bits of what is 2^16 times smaller, 2^31 times of a gradient."""
     keys = jax.random.split(jax.random.key(2), 3)
@@ -547,24 +559,21 @@ def loss_and_gradients(mesh, options):
     return loss, grads
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh, options",
     [
         ("per_tensor", "fsdp:8", dict(remat="full")),
-        slow("per_tensor", "data:2,fsdp:2,tensor:2", dict(prefetch=False, collectives="ring", shard_update=True)),
-        slow("per_axis", "data:2,fsdp:2,tensor:2", dict()),
-        slow("per_axis", "fsdp:8", dict(collectives="ring_bidirectional")),
-        slow("block", "fsdp:4,tensor:2", dict(remat="save_qkv_proj")),
-        slow("fixed", "fsdp:2,tensor:4", dict()),
-        slow("mlp only", "data:2,fsdp:4", dict(remat="minimal")),
-        slow("logits", "data:2,fsdp:2,tensor:2", dict()),
-        slow("experts", "fsdp:2,expert:4", dict(remat="full")),
-        slow("experts", "fsdp:2,expert:2,tensor:2", dict(collectives="ring")),
-        slow("experts", "fsdp:4,expert:2", dict(moe_impl="reference", buffer_factor=2.0)),
+        ("per_tensor", "data:2,fsdp:2,tensor:2", dict(prefetch=False, collectives="ring", shard_update=True)),
+        ("per_axis", "data:2,fsdp:2,tensor:2", dict()),
+        ("per_axis", "fsdp:8", dict(collectives="ring_bidirectional")),
+        ("block", "fsdp:4,tensor:2", dict(remat="save_qkv_proj")),
+        ("fixed", "fsdp:2,tensor:4", dict()),
+        ("mlp only", "data:2,fsdp:4", dict(remat="minimal")),
+        ("logits", "data:2,fsdp:2,tensor:2", dict()),
+        ("experts", "fsdp:2,expert:4", dict(remat="full")),
+        ("experts", "fsdp:2,expert:2,tensor:2", dict(collectives="ring")),
+        ("experts", "fsdp:4,expert:2", dict(moe_impl="reference", buffer_factor=2.0)),
     ],
 )
 def test_every_mesh_trains_as_one_device(name, mesh, options):
@@ -582,7 +591,9 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
     assert_close(grads, expected_grads, 0.02 if rounds_otherwise else 2e-6)
 
 
-@pytest.mark.parametrize("name", ["per_tensor", *(slow(name) for name in FLAGS if name != "per_tensor")])
+@pytest.mark.parametrize(
+    "name", ["per_tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in FLAGS if name != "per_tensor")]
+)
 def test_gradients_are_near_those_of_float32(name):
     """Two roundings of up to 2^-4 and one of up to 2^-3 in each matmul, through three layers and back."""
     loss, grads = loss_and_gradients("fsdp:1", tuple(FLAGS[name].items()))
@@ -592,6 +603,7 @@ def test_gradients_are_near_those_of_float32(name):
     assert 0.01 < max(map(relative_error, jax.tree.leaves(grads), jax.tree.leaves(expected_grads))) < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_weights_are_gathered_in_8_bits_and_gradients_scattered_unquantised(prefetch, remat):
@@ -607,6 +619,7 @@ def test_weights_are_gathered_in_8_bits_and_gradients_scattered_unquantised(pref
     assert sorted(of("dynamic", "reduce_scatter", "bfloat16")) == sorted(of("none", "reduce_scatter", "bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_embeddings", [False, True])
 def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
     options = dict(mesh="fsdp:8", dtype="bfloat16", fp8="dynamic", tied_embeddings=tied_embeddings)
@@ -656,6 +669,7 @@ def gradients_of_w_q(config):
 STOCHASTIC = dict(mesh="fsdp:8", fp8="dynamic", fp8_rounding="stochastic")
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
     config = Config(**SMALL, **STOCHASTIC)
     take, batch = gradients_of_w_q(config), make_batch(config)

@@ -97,6 +97,7 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
             assert bool(weights_gathered(body) & used) != prefetch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_layers_add_up_a_loss_beside_the_stream(prefetch):
     """The residual carry is a tree; what is added to it in a layer has a gradient, of weights and stream."""
@@ -126,6 +127,7 @@ def test_layers_add_up_a_loss_beside_the_stream(prefetch):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), ours, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_collective_matmuls_keep_no_layer_for_the_backward_pass(remat):
     """They keep the activations that they gathered, and of the weights no more than the shards."""
@@ -137,6 +139,7 @@ def test_collective_matmuls_keep_no_layer_for_the_backward_pass(remat):
         assert whole not in [var.aval.shape for var in loop.outvars]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["ring", "ring_bidirectional"])
 @pytest.mark.parametrize("option", [dict(shard_update=True), dict(shard_update=True, collective_matmul=True), dict()])
 def test_rings_move_all_but_sums_of_rows(collectives, option):
@@ -166,6 +169,7 @@ def test_gradients_are_reduce_scattered_once():
     assert all(math.prod(shape) == 1 for shape in reduced), reduced  # the loss and the number of targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_sharded_update_is_one_scatter_and_one_gather_in_place_of_the_all_reduce(microbatches):
     config = Config(**SMALL, mesh="data:8", dtype="bfloat16", microbatches=microbatches)

@@ -94,6 +94,7 @@ def test_gmm_of_any_sizes(name, backend):
     assert not np.asarray(out[sum(SIZES[name]) :]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SIZES)
 def test_tgmm_of_any_sizes(name, backend):
@@ -195,6 +196,7 @@ def test_gradients_of_a_shard():
     check(drhs, expected_tgmm(lhs, dout, sizes)[1:3], 128)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_with_the_check_of_varying_axes():
     """Tokens in 4 shards, experts in 2: each device does its experts; weights are the same for all shards of tokens."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -219,6 +221,7 @@ def test_on_a_mesh_with_the_check_of_varying_axes():
 # -- plans and tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "here"), [(8, 8), (16, 3), (32, 5)])
 def test_every_row_is_written_once(unit, here):
     rng = np.random.default_rng(0)

@@ -55,6 +55,7 @@ def test_candidates_are_distinct_fit_and_begin_with_the_rule(kernel):
     assert len(fewer) < len(found) and all(of.vmem_bytes(shape, blocks) <= 30 * 2**20 for blocks in fewer[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", SHAPES)
 def test_the_kernels_own_checks_pass_what_is_tried(kernel):
     """And building it traces: nothing is compiled."""
@@ -91,6 +92,7 @@ def test_command_keeps_what_the_kernel_then_takes(own, invented, capsys):
     assert key in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_kernels_take_what_was_found(own):
     """Seen in the grid, or in the metadata, of what they trace to."""
     sizes, shape = SHAPES["flash_forward"] | dict(T=512, S=512), (1, 512, 2, 128)
@@ -162,6 +164,7 @@ def test_queries_are_where_context_parallelism_has_them(mask, places, monkeypatc
     assert sorted(asked) == places and (built[0]["seq"], built[0]["keys"]) == (512, 2048)
 
 
+@pytest.mark.slow
 def test_more_keys_take_more_cycles_and_the_later_the_queries_the_more():
     """What is counted of them: tiles, and blocks."""
     kernel = SimpleNamespace(unknown=lambda: [None] * 6)

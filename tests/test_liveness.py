@@ -191,6 +191,7 @@ def refused(size: int, folder) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_fit_in_hbm(tmp_path):
     message = refused(200_000, tmp_path)
     found = refusal(message)

@@ -57,6 +57,7 @@ def test_visible_is_the_mask(mask):
     assert expected.any() and (not expected.all() or mask == MASKS["all"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("blocks", [(8, 8), (7, 5)])
 def test_ranges_cover_what_is_seen_and_full_ones_need_no_mask(mask, blocks):
@@ -85,12 +86,14 @@ def test_ranges_cover_what_is_seen_and_full_ones_need_no_mask(mask, blocks):
                     assert first == end
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_whole_batch_has_one_set_of_ranges():
     of_keys, of_queries = masks.block_ranges((24, 16), (4, 8), causal=True)
     assert of_keys.shape == (1, 6, 4) and of_queries.shape == (1, 2, 4)
     assert of_keys.dtype == of_queries.dtype == jnp.int32
 
 
+@pytest.mark.slow
 def test_the_offset_may_be_traced():
     """As where a device's queries start depends on its place in the mesh."""
     f = lambda q_offset: masks.block_ranges((8, 32), (4, 4), causal=True, window=6, q_offset=q_offset)
@@ -99,6 +102,7 @@ def test_the_offset_may_be_traced():
             np.testing.assert_array_equal(traced, known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8, 32])
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_blocks_visited(n, window):
@@ -111,6 +115,7 @@ def test_blocks_visited(n, window):
     assert visited(of_keys)[0] == sum(min(i, window) + 1 for i in range(n))
 
 
+@pytest.mark.slow
 def test_demonstration(capsys):
     masks.main()
     said = capsys.readouterr().out

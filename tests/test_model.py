@@ -8,6 +8,7 @@ from test_parallel import SMALL
 from config import Config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_chunk", [8, 12])
 def test_logits_of_the_whole_sequence_exist_nowhere(loss_chunk):
     """Nor of the whole vocabulary, where it is cut: no array of the step has their size."""

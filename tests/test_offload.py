@@ -25,13 +25,14 @@ MESH = "data:2,fsdp:2,tensor:2"
 SLOTS = ("mu", "nu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [
         dict(),
-        pytest.param(dict(shard_update=True, microbatches=2), marks=pytest.mark.slow),
-        pytest.param(dict(optimizer="sgd", learning_rate=0.1, beta1=0.5), marks=pytest.mark.slow),
-        pytest.param(dict(clip_norm=0.0, kv_lora_rank=8, rope_head_dim=2, num_kv_heads=16), marks=pytest.mark.slow),
+        dict(shard_update=True, microbatches=2),
+        dict(optimizer="sgd", learning_rate=0.1, beta1=0.5),
+        dict(clip_norm=0.0, kv_lora_rank=8, rope_head_dim=2, num_kv_heads=16),
     ],
     ids=str,
 )
@@ -51,6 +52,7 @@ def first_step(config: Config, params=None):
     return before, train.make_train_step(config, mesh)(state, batch)[0]
 
 
+@pytest.mark.slow
 def test_the_slots_lie_on_the_host_and_all_else_does_not():
     _, after = first_step(Config(**SMALL, mesh=MESH, offload_optimizer=True))
     for path, leaf in jax.tree.leaves_with_path(after):
@@ -58,6 +60,7 @@ def test_the_slots_lie_on_the_host_and_all_else_does_not():
         assert leaf.sharding.memory_kind == (offload.MEMORY if of_adam else "device"), jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_change_nothing():
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True)
     params = init(config)
@@ -68,6 +71,7 @@ def test_gradients_that_are_not_finite_change_nothing():
     jax.tree.map(same, (before.params, before.opt_state), jax.device_get((after.params, after.opt_state)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_back_to_the_host(tmp_path):
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True, checkpoint_dir=str(tmp_path))
     _, state = first_step(config)

@@ -120,17 +120,17 @@ OPTIONS = [
     dict(collectives="ring_bidirectional", shard_update=True),
     dict(microbatches=2, prefetch=False, remat="full", shard_update=True),
 ]
-QUICK = {"data:1,fsdp:8,tensor:1", "data:2,fsdp:2,tensor:2"}
+QUICK = "data:2,fsdp:2,tensor:2"
 
 
 def cases(options):
     """All meshes with half of the options, all options on half of the meshes; test_composition.py has their pairs.
 
-    In the quick selection are two meshes, with the plain and the fullest set.
+    In the quick selection is one mesh with the plain set.
     """
     params = []
     for (row, mesh), (column, option) in itertools.product(enumerate(MESHES), enumerate(options)):
-        quick = mesh in QUICK and option in (options[0], options[-1])
+        quick = mesh == QUICK and option is options[0]
         if (row + column) % 2 and not quick:
             continue
         name = "-".join([mesh] + [f"{key}={value}" for key, value in option.items()])
@@ -146,7 +146,7 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
 @pytest.mark.parametrize(
     ("mesh", "collectives"),
     [
-        pytest.param(mesh, name, marks=[] if (mesh, name) == ("data:2,fsdp:2,tensor:2", "xla") else [pytest.mark.slow])
+        pytest.param(mesh, name, marks=[] if (mesh, name) == (QUICK, "xla") else [pytest.mark.slow])
         for mesh in ("fsdp:2,tensor:4", "data:2,fsdp:2,tensor:2", "tensor:8")
         for name in ("xla", "ring", "ring_bidirectional")
     ],
@@ -207,18 +207,20 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
     assert_close(state.params, params, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), cases(STEP_OPTIONS))
 def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     check_steps(Config(**SMALL, mesh=mesh, **option), steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(dict(optimizer="sgd", learning_rate=0.1, beta1=0.5), marks=pytest.mark.slow),
-        pytest.param(dict(optimizer="adafactor", learning_rate=1e-3), marks=pytest.mark.slow),
-        pytest.param(dict(mu_dtype="bfloat16"), marks=pytest.mark.slow),
-        pytest.param(dict(clip_norm=0.0, warmup_ratio=0.0), marks=pytest.mark.slow),
+        dict(optimizer="sgd", learning_rate=0.1, beta1=0.5),
+        dict(optimizer="adafactor", learning_rate=1e-3),
+        dict(mu_dtype="bfloat16"),
+        dict(clip_norm=0.0, warmup_ratio=0.0),
     ],
     ids=lambda option: "-".join(f"{key}={value}" for key, value in option.items()),
 )
@@ -247,12 +249,11 @@ LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "variant"),
     [
-        pytest.param(
-            mesh, variant, id="-".join([mesh, *variant]), marks=[] if variant is EVERYTHING else [pytest.mark.slow]
-        )
+        pytest.param(mesh, variant, id="-".join([mesh, *variant]))
         for variant in [*VARIANTS, EVERYTHING]
         for mesh in (["data:2,fsdp:2,tensor:2"] if variant is not EVERYTHING else ["fsdp:4,tensor:2", "tensor:8"])
     ],
@@ -288,9 +289,9 @@ EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
     ("fsdp:2,expert:2,context:2", dict(remat="full")),
     ("fsdp:2,expert:4", dict(moe_parts=2, remat="full")),
 ]
-QUICK_MIXTURES = {("deepseek", 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "option"),
     [
@@ -299,17 +300,17 @@ QUICK_MIXTURES = {("deepseek", 3)}
             mesh,
             option,
             id="-".join([name, mesh, *(f"{key}={value}" for key, value in option.items())]),
-            marks=[] if (name, number) in QUICK_MIXTURES else [pytest.mark.slow],
         )
         for turn, name in enumerate(MIXTURES)
         for number, (mesh, option) in enumerate(EXPERT_MESHES)
-        if number % len(MIXTURES) == turn or (name, number) in QUICK_MIXTURES  # the models in turn
+        if number % len(MIXTURES) == turn  # the models in turn
     ],
 )
 def test_mixtures_equal_the_reference(name, mesh, option):
     check_gradients(Config(**SMALL | MIXTURES[name] | option, mesh=mesh))
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_the_reference():
     """25 unit round-offs of 2^-9, through three layers and back (about 17 are seen)."""
     check_gradients(Config(**SMALL, dtype="bfloat16", mesh="data:2,fsdp:2,tensor:2"), tolerance=25 * 2**-9)
@@ -333,13 +334,8 @@ CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "option"),
-    [
-        pytest.param(*case, id=str(case), marks=[] if n in (0, 6) else [pytest.mark.slow])
-        for n, case in enumerate(CONTEXT)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "option"), CONTEXT, ids=str)
 def test_sequences_that_are_cut_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL | option, mesh=mesh))
 

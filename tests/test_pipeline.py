@@ -193,6 +193,7 @@ def piped(of: Schedule, stage=stage):
     return jax.shard_map(per_device, mesh=mesh, in_specs=(P("pipe"), P(), P()), out_specs=out_specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [("gpipe", 4, 5, 1), ("1f1b", 8, 9, 1), ("1f1b", 4, 2, 1), ("circular", 4, 8, 2), ("circular", 2, 4, 4)],
@@ -220,6 +221,7 @@ def carried(of: Schedule, stage=stage) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [("gpipe", 4, 13, 1), ("1f1b", 4, 13, 1), ("circular", 4, 12, 2)], ids=repr)
 def test_the_buffer_has_as_many_slots_as_the_schedule_promises(args):
     """Inputs of all layers of a chunk wait in it, and no weights; nothing else there is for each microbatch."""
@@ -232,6 +234,7 @@ def test_the_buffer_has_as_many_slots_as_the_schedule_promises(args):
     assert waiting <= {of.live, 1}
 
 
+@pytest.mark.slow
 def test_a_recomputed_stage_leaves_its_input_alone():
     of = schedule_of("1f1b", 4, 13)
     recomputed = jax.checkpoint(stage)
@@ -270,25 +273,21 @@ CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
 GPIPE = dict(pipeline_schedule="gpipe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         dict(mesh="pipe:2,fsdp:2,tensor:2", microbatches=4, remat="full"),
-        *[
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                dict(mesh="data:2,pipe:2,fsdp:2", microbatches=4, shard_update=True, **CIRCULAR),
-                dict(mesh="pipe:2,fsdp:4", microbatches=2, prefetch=False, collectives="ring", **GPIPE),
-                dict(mesh="pipe:2,tensor:4", microbatches=8, remat="full", collective_matmul=True),
-                dict(mesh="pipe:2,context:2,tensor:2", microbatches=4, remat="full", remat_stage=True),
-                dict(mesh="pipe:2,fsdp:2,context:2", microbatches=4, **CIRCULAR),
-                dict(mesh="pipe:4,fsdp:2", microbatches=8, remat="full", shard_update=True, **CIRCULAR),
-                dict(mesh="pipe:4,tensor:2", microbatches=16, **GPIPE),
-                dict(mesh="pipe:8", microbatches=16),
-                dict(mesh="pipe:8", microbatches=8, remat="save_qkv_proj", **GPIPE),
-                dict(mesh="pipe:2,fsdp:4", microbatches=4, pipeline_schedule="circular", pipeline_rounds=4),
-            )
-        ],
+        dict(mesh="data:2,pipe:2,fsdp:2", microbatches=4, shard_update=True, **CIRCULAR),
+        dict(mesh="pipe:2,fsdp:4", microbatches=2, prefetch=False, collectives="ring", **GPIPE),
+        dict(mesh="pipe:2,tensor:4", microbatches=8, remat="full", collective_matmul=True),
+        dict(mesh="pipe:2,context:2,tensor:2", microbatches=4, remat="full", remat_stage=True),
+        dict(mesh="pipe:2,fsdp:2,context:2", microbatches=4, **CIRCULAR),
+        dict(mesh="pipe:4,fsdp:2", microbatches=8, remat="full", shard_update=True, **CIRCULAR),
+        dict(mesh="pipe:4,tensor:2", microbatches=16, **GPIPE),
+        dict(mesh="pipe:8", microbatches=16),
+        dict(mesh="pipe:8", microbatches=8, remat="save_qkv_proj", **GPIPE),
+        dict(mesh="pipe:2,fsdp:4", microbatches=4, pipeline_schedule="circular", pipeline_rounds=4),
     ],
     ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
 )
@@ -319,6 +318,7 @@ def test_parameters_after_three_steps_equal_the_reference(options):
     check_steps(Config(**FOUR, **options, microbatches=2, shard_update=True), steps=3)
 
 
+@pytest.mark.slow
 def test_only_what_all_stages_have_is_summed_over_them():
     """The ends' gradients and a few scalars; else the stages exchange messages alone."""
     config = Config(**EIGHT, mesh="pipe:2,fsdp:2,tensor:2", microbatches=4)
@@ -333,6 +333,7 @@ def test_only_what_all_stages_have_is_summed_over_them():
     assert messages == [(b, t, d)] * 4  # forward and backward; the loops have two of them each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [GPIPE, dict()], ids=lambda schedule: schedule.get("pipeline_schedule", "1f1b"))
 def test_layer_inputs_of_the_promised_microbatches_wait(schedule):
     config = Config(**EIGHT, mesh="pipe:4,tensor:2", microbatches=8, remat="full", **schedule)
@@ -356,7 +357,8 @@ def placed(config: Config):
     return mesh, params, jax.tree.map(lambda a: place(a, sharding.BATCH_SPEC), batch)
 
 
-@pytest.mark.parametrize("schedule", [dict(), pytest.param(CIRCULAR, marks=pytest.mark.slow)], ids=["1f1b", "circular"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [dict(), CIRCULAR], ids=["1f1b", "circular"])
 def test_evaluation_and_sampling_are_as_on_one_device(schedule):
     config = Config(**EIGHT | dict(sample=3), mesh="pipe:4,tensor:2", microbatches=4, **schedule)
     whole = dataclasses.replace(config, mesh="tensor:2,fsdp:4", pipeline_schedule="1f1b", pipeline_rounds=1)

@@ -34,13 +34,14 @@ def axes_of(found) -> set[str]:
 # -- against all there is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, flags",
     [
         ("llama3.1-8b", dict(batch=32, seq_len=16_384)),
-        pytest.param("llama3.1-8b", dict(batch=16), marks=pytest.mark.slow),
-        pytest.param("qwen2.5-7b", dict(batch=8, seq_len=32_768), marks=pytest.mark.slow),
-        pytest.param("qwen3-30b-a3b", dict(batch=16), marks=pytest.mark.slow),
+        ("llama3.1-8b", dict(batch=16)),
+        ("qwen2.5-7b", dict(batch=8, seq_len=32_768)),
+        ("qwen3-30b-a3b", dict(batch=16)),
     ],
 )
 def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
@@ -66,6 +67,7 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
     assert found.best.step_s <= planner.WITHIN * shortest
 
 
+@pytest.mark.slow
 def test_the_plan_is_a_step_that_can_be_asked_for(capsys):
     """The flags that it ends with give the very same prediction."""
     for preset, topology, flags in (
@@ -89,6 +91,7 @@ def test_of_equally_fast_plans_the_simplest():
     assert steps == sorted(steps) and len({family(one) for one in found.families}) == len(steps)
 
 
+@pytest.mark.slow
 def test_a_policy_of_ones_own_is_one_of_those_that_are_tried():
     """The published one of Qwen3 235B moves the layer's input to the host, as no named one does."""
     flags = dict(batch=8192, remat="custom", remat_tensors="decoder_layer_input:offload")
@@ -109,6 +112,7 @@ def test_dense_and_short_is_fsdp(preset, topology, batch):
     assert axes_of(found.best) == {"fsdp"} and found.best.bound == "compute"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, topology, batch", [("llama3.1-8b", "tpu7x:4x4x4", 16), ("llama3.1-70b", "tpu7x:4x8x8", 64)]
 )
@@ -119,6 +123,7 @@ def test_dense_and_long_is_fsdp_and_context(preset, topology, batch):
     assert math.prod(found.best.of.sizes[axis] for axis in ("data", "fsdp", "expert")) <= batch
 
 
+@pytest.mark.slow
 def test_experts_are_planned_with_and_without_an_expert_axis():
     """The guide has FSDP and EP; the published run of Qwen3 235B has FSDP alone, as the planner. Both are shown."""
     found = planned("qwen3-235b-a22b", "tpu7x:4x8x8", batch=8192)
@@ -132,6 +137,7 @@ def test_experts_are_planned_with_and_without_an_expert_axis():
     assert "The guide has, for experts, short sequences: fsdp + expert. Here it is fsdp." in lines
 
 
+@pytest.mark.slow
 def test_stages_and_replicas_across_slices():
     found = planned("qwen3-235b-a22b", "tpu7x:4x8x8", num_slices=2, batch=4096)
     assert {"pipe", "data"} <= set().union(*map(axes_of, found.families))
@@ -141,6 +147,7 @@ def test_stages_and_replicas_across_slices():
     assert planner.guide_row(found.best.of.config, 2)[1] == {"fsdp", "expert", "pipe"}
 
 
+@pytest.mark.slow
 def test_one_axis_alone_lies_between_the_dies():
     """Which one is tried; and where two of size 2 would, the answer says that they cannot both."""
     found = planned("llama3.1-405b", "tpu7x:8x8x8", num_slices=2, batch=2048)
@@ -218,6 +225,7 @@ def ran(capsys, command: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_plan_command(capsys, tmp_path):
     path = tmp_path / "plan.png"
     out = ran(capsys, f"plan --preset=llama3.1-70b --chips=64 --batch=256 --plot={path}")
@@ -270,6 +278,7 @@ def test_a_whole_pod_has_a_mesh():
     assert {axis: size for axis, size in best.of.sizes.items() if size > 1} == {"data": 72, "fsdp": 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

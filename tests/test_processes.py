@@ -18,7 +18,6 @@ from config import Config
 from processes import LOST_PEER
 
 pytestmark = pytest.mark.slow
-QUICK = "--xla_backend_optimization_level=0"  # compiles in a third of the time; only process 0 has a cache
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def one(values, tmp_path_factory) -> Config:
     """The run in one process."""
     directory = tmp_path_factory.mktemp("one")
     values = values | dict(checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"))
-    assert start(values | dict(steps=20), directory / "out", XLA_FLAGS=QUICK).wait() == 0
+    assert start(values | dict(steps=20), directory / "out").wait() == 0
     return Config(**values, steps=20)
 
 
@@ -42,7 +41,7 @@ def start_two(values: dict, directory: Path, program=("train.py",)) -> list[subp
         port = free.getsockname()[1]
     files = dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
     values = values | files | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2)
-    start_one = partial(start, program=program, XLA_FLAGS=QUICK)
+    start_one = partial(start, program=program)
     return [start_one(values | dict(process_id=i), directory / f"{i}.out") for i in (0, 1)]
 
 

@@ -125,6 +125,7 @@ def test_the_step_is_made_of_it(name):
     assert re.search(r"mhlo.num_partitions = (\d+)", text)[1] == str(devices)
 
 
+@pytest.mark.slow
 def test_other_programs_take_its_slice(capsys):
     said = lambda main, *argv: (main(list(argv)), capsys.readouterr().out)[1]
     flag, topology = "--recipe=llama3.1-405b-8k-fp8", "tpu7x:4x8x8"
@@ -137,6 +138,7 @@ def test_other_programs_take_its_slice(capsys):
     assert json.loads(said(roofline.main, "model", flag, "--json"))["preset"] == "llama3.1-405b"
 
 
+@pytest.mark.slow
 def test_flags_beside_it_override_it(capsys):
     config = parsed("--batch=512", f"--recipe={BF16}", "--mu_dtype=float32", "--no-prefetch")
     assert config == dataclasses.replace(from_recipe(BF16), batch=512, mu_dtype="float32", prefetch=False)
@@ -173,6 +175,7 @@ def test_slices_of_a_recipe_are_taken(monkeypatch):
     assert config_lib.slice_of(args(recipe="")) == ("tpu7x:2x2x1", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong, words", [("lama3.1-70b-8k-fp8", f"did you mean {FP8}?"), ("zzz", "there are llama3")])
 def test_one_that_does_not_exist(wrong, words, capsys):
     for main in (
@@ -277,6 +280,7 @@ def test_better_is_what_the_planner_finds_and_can_be_asked_for(name, capsys, mon
     assert f"{name}: better: {' '.join(its['flags'])}\n" in said and f"{its['gain']:+.1%} speed" in said
 
 
+@pytest.mark.slow
 def test_where_nothing_is_better_it_says_so():
     its = recipes.better("llama3.1-405b-8k-fp8")
     assert its["flags"] == [] and recipes.say_better(its).endswith("s, and the planner finds the same")

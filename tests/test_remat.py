@@ -58,6 +58,7 @@ def kept():
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", list(cases()))
 def test_loss_and_gradients_are_those_without_recomputation(flags, kept):
     config = Config(**SMALL | dict(num_layers=2) | flags, mesh=MESH)
@@ -102,6 +103,7 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
     return found, nameless
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", POLICIES, ids=named)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
@@ -147,6 +149,7 @@ def matmul_flops(jaxpr) -> int:
     return flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", POLICIES, ids=named)
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tensor:2"])
 def test_the_backward_pass_repeats_the_matmuls_that_are_predicted(mesh, flags):
@@ -408,6 +411,7 @@ def test_where_nothing_fits_the_table_says_so(capsys):
     assert shown.count("does not fit") == len(REMAT_POLICIES) - 1 and "--remat=auto: none fits in 90.0 GiB" in shown
 
 
+@pytest.mark.slow
 def test_a_plot(tmp_path, capsys):
     ran(capsys, f"--plot={tmp_path / 'policies.png'}")
     assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")

@@ -98,6 +98,7 @@ def test_wrong_command_line(capsys, command, words):
     assert len(usage) == 1 and words in error, error
 
 
+@pytest.mark.slow
 def test_matmul_command(capsys):
     out = ran(capsys, "matmul --m=8192 --k=8192 --n=28672 --explain")
     for words in (
@@ -235,6 +236,7 @@ def test_scaling_of_other_chips(capsys):
     assert pod["predicted_seconds"] == pytest.approx(2 * 1e9 / (2 * 2 * 50e9), rel=0.07)  # V / 2W on two axes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--bytes=1e6", "--chips=v2,v6e,v5p"])
 def test_scaling_plot(capsys, tmp_path, flags):
     ran(capsys, f"collective scaling --plot={tmp_path}/scaling.png {flags}")

@@ -116,6 +116,7 @@ def traced(config: Config) -> None:
 SMALL_BLOCKS = SMALL | dict(fp8="dynamic", fp8_granularity="block", num_layers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [

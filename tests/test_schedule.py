@@ -657,6 +657,7 @@ def spec(mesh: Mesh, shape: tuple, *dims, **kind) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*dims), **kind))
 
 
+@pytest.mark.slow
 def test_compiled_scan_of_matmuls():
     mesh = mesh_of("2x2x1", 8)
     scan = jax.jit(lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
@@ -671,7 +672,8 @@ def test_compiled_scan_of_matmuls():
     assert timeline.seconds == pytest.approx(sum(op.seconds for op in timeline.ops) + waits)
 
 
-@pytest.mark.parametrize("topology, rings", [("2x2x1", 4), pytest.param("4x4x4", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology, rings", [("2x2x1", 4), ("4x4x4", 2)])
 def test_compiled_gather_beside_matmuls(topology, rings):
     """64 MiB by 8 devices on the SparseCores, beside three matmuls, which take longer: hidden, but not without them."""
 
@@ -706,6 +708,7 @@ def test_compiled_gather_beside_matmuls(topology, rings):
     assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (rings * slow.link_bytes_per_s)
 
 
+@pytest.mark.slow
 def test_compiled_copies_from_and_to_the_host():
     """Weights on the host, one fetched while the one before multiplies; the results back in one copy."""
     mesh = mesh_of("2x2x1", 8)

@@ -74,6 +74,7 @@ def test_conv_with_a_window_that_is_not_square(window, stride):
     assert max(errors_of_conv(spatial.make_mesh(1, 2, 2), (12, 24), window, stride)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "image", "window", "stride"),
     [

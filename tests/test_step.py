@@ -524,6 +524,7 @@ def test_matmuls_on_the_roofline(capsys):
     assert re.search(r"expert_gate .* memory$", out, re.MULTILINE) and "312.6 FLOPs a byte" in out
 
 
+@pytest.mark.slow
 def test_step_plot(capsys, tmp_path):
     path = tmp_path / "step.png"
     ran(capsys, f"step --preset=llama3.1-8b --batch=128 --plot={path}")

@@ -56,6 +56,7 @@ def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out and ">>>" in out
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_its_mesh(tmp_path):
     """Weights, batches and so losses are those of the seed, whatever the mesh."""
     losses = {}
@@ -66,6 +67,7 @@ def test_a_run_does_not_depend_on_its_mesh(tmp_path):
     np.testing.assert_allclose(*losses.values(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_metrics_of_the_model_are_summed(microbatches, monkeypatch):
     """Over microbatches and devices, those of `tensor` once, as the loss is."""
@@ -85,6 +87,7 @@ def test_metrics_of_the_model_are_summed(microbatches, monkeypatch):
     assert metrics["tokens"] == config.batch * config.seq_len
 
 
+@pytest.mark.slow
 def test_selection_biases_follow_the_loads():
     """Outside the gradient, by the loads of the whole batch; the metrics are those of the plain model."""
     mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16, num_dense_layers=1, selection_bias=True)
@@ -102,6 +105,7 @@ def test_selection_biases_follow_the_loads():
     np.testing.assert_allclose(state.params.layers.selection_bias, want, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "tensor:8"])
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
     """And no device computes more than its shards: the output of the jitted initialisation is laid out as the state."""
@@ -119,6 +123,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
     assert float(jnp.std(w_q)) == pytest.approx(config.model_dim**-0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts():
     config = Config(**SMALL, mesh="fsdp:8")
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
@@ -144,6 +149,7 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     assert float(metrics["loss"]) < float(first["loss"])
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
     """Weights blown up by an absurd rate give gradients that are not finite, step after step."""
     file = tmp_path / "metrics.jsonl"
@@ -180,6 +186,7 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     assert whole == pytest.approx(cut, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_distribution():
     """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
     config = Config(**TINY | dict(vocab_size=8, num_layers=1, sample=64), mesh="fsdp:2,tensor:4")
@@ -204,6 +211,7 @@ def test_samples_follow_the_distribution():
     assert np.abs(counts - probabilities)[:7].max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "fsdp:2,context:4"])
 def test_sampling_continues_the_prompt(mesh):
     """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
@@ -246,6 +254,7 @@ def command(*flags, **env):
 SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--seq_len=32", "--batch=8", "--sample=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -251,6 +251,7 @@ def empty_half(config: Config) -> float:
     return forward["scores"] + forward["mix"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, dict(num_kv_heads=4, seq_len=24), dict(tied_embeddings=True, qkv_bias=True)])
 def test_the_matmuls_of_the_reference_are_counted_exactly(overrides):
     config = dataclasses.replace(SMALL, **overrides)
@@ -378,6 +379,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
     layer, loss, params = model_of(config)
@@ -404,6 +406,7 @@ def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
     assert trained == transformer.train_flops_per_token(config) + 3 * whole_square
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saved",
     [

@@ -21,6 +21,7 @@ def vary(*arrays):
     return jax.tree.map(lambda a: jax.lax.pcast(a, axes, to="varying"), arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 4, 12])
 @pytest.mark.parametrize(("soft_cap", "z_loss"), [(0.0, 0.0), (3.0, 0.1)])
 def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
