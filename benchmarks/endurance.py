@@ -1,0 +1,171 @@
+"""A thousand steps with everything on, beside the plain run; and the same with faults on the way.
+
+    python benchmarks/endurance.py                    what is there, as a table; runs nothing
+    python benchmarks/endurance.py run --models=tiny --ways=plain,everything,faults
+    python benchmarks/endurance.py plot endurance.png        the curves; [plot] extra
+
+`plain` is float32, FSDP and nothing else. `everything` has the same weights and batches, in bfloat16 with matmuls and
+weights on their way in 8 bits, every layer recomputed, the batch in two microbatches, gathers ahead of use, and each
+sequence cut over two devices; of `tiny` the layers over two more, of `tiny-moe` the experts. `faults` is that again,
+and on the way it is killed, has a batch whose gradients are not finite and one of random tokens, and a checkpoint that
+the disk has no room for, after each of which, where it ended, the same command is given again.
+
+Each run is a file in --folder, written at its end; what is there is not run again. Measured on simulated devices: it
+says nothing of speed.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+EVERYTHING = dict(dtype="bfloat16", fp8="dynamic", remat="full", microbatches=2)
+MODELS = {  # the mesh of the plain run, and that of the others
+    "tiny": ("fsdp:8", "fsdp:2,context:2,tensor:2"),
+    "tiny-moe": ("fsdp:8", "fsdp:2,expert:2,context:2"),
+}
+WAYS = ("plain", "everything", "faults")
+
+# Of the steps: when the process is killed, when a checkpoint finds the disk full; and the two batches.
+KILLED, NOT_FINITE, GARBAGE, NO_ROOM = 0.15, 0.3, 0.5, 0.7
+WITH_FAULTS = """
+import os, resource, runpy, signal, sys
+import numpy as np
+import data
+
+killed, not_finite, garbage, no_room = map(int, sys.argv.pop(1).split(","))
+read = data.train_batch
+
+def train_batch(corpus, step, **options):
+    if step == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == no_room:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))  # bytes of a file
+    batch = read(corpus, step, **options)
+    if step == not_finite:
+        batch = batch._replace(loss_weights=batch.loss_weights * np.float32("nan"))
+    if step == garbage:
+        random = np.random.default_rng(0).integers(0, corpus.vocab_size, (2, *batch.tokens.shape), np.int32)
+        batch = batch._replace(tokens=random[0], targets=random[1])
+    return batch
+
+data.train_batch = train_batch
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def run(model: str, way: str, steps: int, folder: Path) -> None:
+    path = folder / f"{model}-{way}-{steps}.json"
+    if path.exists():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        metrics, saved = Path(scratch) / "metrics", Path(scratch) / "checkpoints"
+        options = dict(preset=model, mesh=MODELS[model][way != "plain"], steps=steps, sample=0, log_every=100)
+        options |= dict(eval_every=steps // 10, metrics_file=metrics) | (EVERYTHING if way != "plain" else {})
+        flags, starts = [f"--{name}={value}" for name, value in options.items()], []
+        if way == "faults":
+            flags += [f"--checkpoint_dir={saved}", f"--save_every={steps // 20}"]
+            at = [int(share * steps) for share in (KILLED, NOT_FINITE, GARBAGE, NO_ROOM)]
+            for kill, full in ((at[0], at[3]), (-1, at[3]), (-1, -1)):
+                when = f"{kill},{at[1]},{at[2]},{full}"
+                starts.append(subprocess.run([sys.executable, "-c", WITH_FAULTS, when, *flags], cwd=ROOT).returncode)
+            if starts != [-signal.SIGKILL, 1, 0]:
+                raise SystemExit(f"the three starts ended with {starts}")
+        else:
+            subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True)
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    # What was done again, after a kill, is there twice: the later line counts.
+    by_step = {line["step"]: line for line in lines if "loss" in line}
+    assert [*sorted(by_step)] == [*range(1, steps + 1)]
+    told = dict(
+        model=model,
+        way=way,
+        steps=steps,
+        losses=[round(by_step[step]["loss"], 4) for step in sorted(by_step)],
+        held_out={line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line},
+        skipped=by_step[steps]["skipped"],
+        done_again=sum("loss" in line for line in lines) - steps,
+    )
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(told))
+    unfinished.rename(path)
+
+
+def found(folder: Path, steps: int) -> dict[tuple[str, str], dict]:
+    """{(model, way): run} of what is there."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*-{steps}.json"))]
+    return {(one["model"], one["way"]): one for one in sorted(runs, key=lambda one: WAYS.index(one["way"]))}
+
+
+def apart(run: dict, other: dict) -> float:
+    """The largest distance of the held-out losses of a run to those of another, as a share."""
+    return max(abs(loss / other["held_out"][step] - 1) for step, loss in run["held_out"].items())
+
+
+def table(runs: dict, steps: int) -> str:
+    lines = ["| model | | held-out loss | farthest from plain | from everything | skipped | done again |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for (model, way), one in sorted(runs.items(), key=lambda item: item[0][0]):
+        others = [runs.get((model, of)) if WAYS.index(of) < WAYS.index(way) else None for of in WAYS[:2]]
+        distances = " | ".join("" if other is None else f"{apart(one, other):.2%}" for other in others)
+        counts = f"{one['skipped']} | {one['done_again']}"
+        lines.append(f"| {model} | {way} | {one['held_out'][str(steps)]:.4f} | {distances} | {counts} |")
+    return "\n".join(lines)
+
+
+def plot(runs: dict, path: str) -> None:
+    """Training losses, means of 20 steps, and held-out losses."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError('plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    models = sorted({model for model, _ in runs})
+    for model, axes in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):
+        for (of, way), one in runs.items():
+            if of == model:
+                parts = [one["losses"][i : i + 20] for i in range(0, one["steps"], 20)]
+                means = [statistics.mean(loss for loss in part if loss == loss) for part in parts]  # not of a NaN
+                (line,) = axes.plot([20 * i + 10 for i in range(len(means))], means, alpha=0.6, label=way)
+                axes.plot([*map(int, one["held_out"])], [*one["held_out"].values()], "o", color=line.get_color())
+        axes.set(xlabel="step", ylabel="loss, nats a token", title=f"{model}, measured; dots are held-out losses")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="endurance.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table")
+    parser.add_argument("path", nargs="?", default="figures/endurance.png", help="of the picture [%(default)s]")
+    parser.add_argument("--folder", default="benchmarks/endurance_runs", help="of the runs [%(default)s]")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+    folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
+    for name, known in [(m, MODELS) for m in models] + [(w, WAYS) for w in ways]:
+        if name not in known:
+            parser.error(f"there is no {name!r}; there are {', '.join(known)}")
+    if args.command == "run":
+        folder.mkdir(parents=True, exist_ok=True)
+        for model in models:
+            for way in ways:
+                run(model, way, args.steps, folder)
+    runs = found(folder, args.steps)
+    if args.command == "plot":
+        plot(runs, args.path)
+    print(table(runs, args.steps))
+
+
+if __name__ == "__main__":
+    main()
