@@ -88,7 +88,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
 import config as config_lib
@@ -458,6 +458,22 @@ def strong_scaling(work: Work, chip: Chip, *, dtype: str = "bf16") -> list[dict]
     return rows
 
 
+def batch_sweep(work: Work, chip: Chip, chips: int, *, dtype: str = "bf16") -> list[dict]:
+    """The step of the same chips, FSDP over all axes, with an eighth of the batch to eight times it.
+
+    FLOPs grow with the batch and the weights' messages do not, so that they end up hidden.
+    """
+    rows = []
+    for times in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8):
+        more = replace(work, batch=work.batch * times)
+        compute_s = more.batch * more.flops_per_token / chips / chip.flops_per_s(dtype)
+        step_s = step_seconds(more, chip, chips, dtype=dtype)
+        row = dict(batch=more.batch, tokens_per_chip=more.batch / chips, compute_s=compute_s, step_s=step_s)
+        exposed_s = 0.0 if math.isclose(step_s, compute_s) else step_s - compute_s
+        rows.append(row | dict(exposed_s=exposed_s, efficiency=compute_s / step_s))
+    return rows
+
+
 # -- command line
 
 
@@ -467,6 +483,7 @@ def print_bounds(args: argparse.Namespace) -> None:
     chip, topology = parse_topology(args.topology)
     bounds = bounds_of(config, chip, topology, num_slices=args.num_slices)
     work, dtype = work_of(config), matmul_dtype(config)
+    sweep = batch_sweep(work, chip, math.prod(topology) * args.num_slices, dtype=dtype)
     rows, stops = strong_scaling(work, chip, dtype=dtype), stops_at(work, chip, dtype=dtype)
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * args.num_slices)
     idle = bubble(sizes["pipe"], config.microbatches, config.pipeline_rounds)
@@ -477,7 +494,7 @@ def print_bounds(args: argparse.Namespace) -> None:
         result = dict(kind="predicted", preset=config.preset, topology=args.topology, num_slices=args.num_slices)
         result |= dict(mesh={axis: size for axis, size in sizes.items() if size > 1}, bubble=idle)
         result["bounds"] = [asdict(bound) | dict(holds=bound.holds, headroom=bound.headroom) for bound in bounds]
-        return print(json.dumps(result | dict(strong_scaling=rows, stops_at=stops)))
+        return print(json.dumps(result | dict(batch_sweep=sweep, strong_scaling=rows, stops_at=stops)))
     mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
     slices = f"{args.num_slices} slices of " if args.num_slices > 1 else ""
     tokens = work.batch / (math.prod(topology) * args.num_slices)
@@ -494,6 +511,12 @@ def print_bounds(args: argparse.Namespace) -> None:
     print("\n! messages take longer than FLOPs. times: it has / it takes; at most: ways that it could be split.")
     if idle:
         print(f"bubble of {sizes['pipe']} stages and {config.microbatches} microbatches: {idle:.1%} of the step")
+    print("\nOther batches on as many chips, FSDP alone, every axis a ring, predicted")
+    print(f"{'batch':>13}{'a chip':>11}{'FLOPs':>11}{'exposed':>11}{'step':>11}")
+    for row in sweep:
+        tokens = f"{row['batch']:13,.0f}{row['tokens_per_chip']:11,.0f}"
+        times = "".join(f"{si(row[name], 's'):>11}" for name in ("compute_s", "exposed_s", "step_s"))
+        print(f"{tokens}{times}{row['efficiency']:7.0%}")
     print(f"\nStrong scaling, the same {work.batch:,} tokens on more chips, every axis a ring, predicted")
     print(f"{'chips':>7}{'tokens':>11}{'FLOPs':>11}{'FSDP':>11}{'':7}{'mixed':>11}{'':7} tensor")
     for row in rows:

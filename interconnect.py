@@ -105,6 +105,12 @@ def all_to_all(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bo
     return Traffic(hops, parts * _checked(nbytes) / size)
 
 
+def bisection_bytes_per_s(axes: Sequence[Axis]) -> float:
+    """Of the links, one way, that a cut into two equal halves goes through where it goes through least."""
+    chips = math.prod(axis.size for axis in axes)
+    return min(chips / axis.size * (1 + axis.wrap) * axis.link_bytes_per_s for axis in axes if axis.size > 1)
+
+
 def permute(nbytes: float) -> Traffic:
     """`nbytes` from every device to its neighbour."""
     return Traffic(1, _checked(nbytes))
@@ -332,6 +338,10 @@ def print_collective(args: argparse.Namespace) -> None:
     print(f"  time     {si(result['predicted_seconds'], 's')}")
     print(f"  bound    {result['bound'] or 'none: there is no other chip'}")
     print(f"  steps    {result['steps']}, each of one hop")
+    if args.kind == "all_to_all" and result["bound"]:
+        cut, chips = bisection_bytes_per_s(axes), math.prod(axis.size for axis in axes)
+        least = chips / 2 * args.bytes / 2 / cut  # half of what half of them hold
+        print(f"  at least {si(least, 's')}: a cut into halves has {si(cut, 'B/s')} one way")
     print(f"  traffic  {si(result['link_bytes'], 'B')} over the busiest link, in its busier direction")
     for number, phases in enumerate(found if args.explain else [], 1):
         at_once = f"{len(phases)} at once, each on another axis; the slowest: " if len(phases) > 1 else ""

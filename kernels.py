@@ -20,7 +20,9 @@ computed beside what. To be read in this order:
 **Block sizes** decide three things at once: how often an operand is read from HBM, how much of VMEM is taken, and how
 well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit, and a search looks
 for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by cycles and by the
-time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps the best.
+time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps the best. Such a
+search on a TPU alone is what tune-jax (https://github.com/rdyro/tune-jax) is for, and tokamax's autotuner, which keeps
+a cache by shape and chip (tokamax/experimental/utils/tuning/tpu/README.md in https://github.com/openxla/tokamax).
 """
 
 import argparse

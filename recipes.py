@@ -60,6 +60,7 @@ def better(name: str) -> dict:
         recipe=name,
         flags=planner.changed_flags(of.config, of.sizes, found),
         step_s=(own.step_s, found.step_s),
+        mfu=(own.mfu, found.mfu),
         hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
         gain=own.step_s / found.step_s - 1,
         more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
@@ -68,14 +69,18 @@ def better(name: str) -> dict:
 
 def table(names: list[str]) -> str:
     """As Markdown; below it, in what the recipes differ from what was published."""
-    lines = ["| recipe | slice | mesh | batch | step | MFU | GiB a device | measured | predicted of that | ratio |"]
+    lines = [
+        "| recipe | slice | mesh | batch | step | MFU | GiB a device | measured, MFU | predicted of that | ratio |"
+    ]
     lines.append("|" + "---|" * 10)
     differing: dict[str, list[str]] = {}
     for its in map(row, names):
         mesh = ",".join(f"{axis}:{size}" for axis, size in its["mesh"].items())
         measured = "| | |"
         if its["ratio"]:
-            measured = f"{its['measured_step_s']:.2f} s | {its['predicted_of_measured_s']:.2f} s | {its['ratio']:.3f} |"
+            mfu = f", {its['measured_mfu']:.1%}" if its["measured_mfu"] else ""
+            predicted_of_it = f"{its['predicted_of_measured_s']:.2f} s | {its['ratio']:.3f}"
+            measured = f"{its['measured_step_s']:.2f} s{mfu} | {predicted_of_it} |"
         slices = f"{its['num_slices']} x " if its["num_slices"] > 1 else ""
         lines.append(
             f"| {its['recipe']} | {slices}{its['topology']} | {mesh} | {its['batch']:,} x {its['seq_len']:,} | "
@@ -98,8 +103,8 @@ def say_better(its: dict) -> str:
     parts = ", ".join(f"{part} {s:+.2f} s" for part, s in its["more_s"].items() if abs(s) > 0.005 * own_s)
     return (
         f"{its['recipe']}: {judged}: {' '.join(its['flags'])}\n"
-        f"    {own_s:.2f} to {step_s:.2f} s, {gain:+.1%} speed; {parts or 'no part by 0.5%'}; "
-        f"{own_bytes / GiB:.1f} to {nbytes / GiB:.1f} GiB a device"
+        f"    {own_s:.2f} to {step_s:.2f} s, {gain:+.1%} speed; MFU {its['mfu'][0]:.1%} to {its['mfu'][1]:.1%}; "
+        f"{parts or 'no part by 0.5%'}; {own_bytes / GiB:.1f} to {nbytes / GiB:.1f} GiB a device"
     )
 
 

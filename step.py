@@ -84,6 +84,7 @@ class Prediction:
     parts: list[Part]
     memory: dict[str, float]  # bytes of a device, by what they hold
     host_bytes: float  # of a device's activations, and optimizer state, on its host
+    passes: dict[str, float]  # seconds that the layers compute, forward and backward, with what is recomputed there
 
     @property
     def flops_per_step(self) -> float:
@@ -151,7 +152,8 @@ def predict(of: Run) -> Prediction:
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
     held = host_bytes * of.in_flight + slots_of_device(of) * of.config.offload_optimizer
-    return Prediction(of, [part for part in parts if part.seconds], memory, held)
+    passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
+    return Prediction(of, [part for part in parts if part.seconds], memory, held, passes)
 
 
 class Kind:
@@ -488,6 +490,7 @@ def as_json(found: Prediction) -> dict:
         "hbm_limit_bytes": of.hbm_limit,
         "host_bytes": found.host_bytes,
         "fits": found.fits,
+        "passes": found.passes,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
         "memory_bytes": found.memory,
     }
@@ -523,6 +526,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     lines += [
         f"  {'step':36}{si(found.step_s, 's'):>12}{'100.0%':>13}   bound by {found.bound}",
         "",
+        f"  layers   compute {si(found.passes['forward'], 's')} forward, {si(found.passes['backward'], 's')} backward",
         f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
         f"{si(found.flops_per_step, 'FLOP')} a step",
         f"  memory   {found.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB a device"

@@ -777,6 +777,21 @@ def test_strong_scaling_stops_where_the_bounds_say(chip):
     assert stops["mixed"] == stops["fsdp"]
 
 
+def test_more_of_a_batch_hides_the_weights_messages():
+    """Until FSDP's bound they take what they always take, and the FLOPs grow; from there on nothing waits."""
+    work, chips = simple(3e6), 1024
+    critical = work.batch * chips / bounds.stops_at(work, tpu7x)["fsdp"]
+    gathers_s = 3 * 2 * work.params / (6 * LINK)
+    rows = bounds.batch_sweep(work, tpu7x, chips)
+    assert [row["batch"] / work.batch for row in rows] == [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
+    assert rows[0]["batch"] < critical < rows[-1]["batch"]
+    for row in rows:
+        assert row["tokens_per_chip"] * chips == row["batch"]
+        assert row["step_s"] == about(max(row["compute_s"], gathers_s))
+        assert row["exposed_s"] == about(max(gathers_s - row["compute_s"], 0))
+        assert (row["exposed_s"] == 0) == (row["batch"] >= critical) == (row["efficiency"] == about(1))
+
+
 def test_strong_scaling_by_hand():
     """FSDP: ideal up to where it stops, then a step takes as long as its gathers, on however many chips."""
     work = simple(3e6)

@@ -11,6 +11,7 @@ import pytest
 
 import hardware
 from hardware import CHIPS, Chip, parse_topology
+from interconnect import bisection_bytes_per_s
 
 EVERY_CHIP = pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 
@@ -113,6 +114,7 @@ def test_bisection_of_a_pod(name, bisection):
     """On the page; what cuts an n x n torus in halves are 2n links."""
     chip = CHIPS[name]
     assert 2 * chip.pods[0][0] * chip.link_bytes_per_s == bisection
+    assert bisection_bytes_per_s(chip.axes(chip.pods[0])) == bisection
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])

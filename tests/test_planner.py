@@ -16,6 +16,7 @@ import workload
 from config import REMAT_POLICIES, from_preset, parse_flags
 from hardware import CHIPS, parse_topology
 from planner import family, plan
+from published import RECIPES
 from step import predict
 from workload import run_of
 
@@ -156,6 +157,29 @@ def test_one_axis_alone_lies_between_the_dies():
     both = next(one for one in found.families if one.of.sizes["tensor"] == one.of.sizes["data"] == 2)
     lines = planner.reasons(dataclasses.replace(found, best=both))
     assert "The link between the two dies of a chip has tensor; data, of size 2, cannot as well." in lines
+
+
+def test_three_figures_of_the_guide():
+    """Activations that grow "quadratically", recomputation for "25-30%", 8 bits "1.3x": the head of planner.py."""
+    flags = dict(batch=64, mesh="fsdp:64", remat="full")
+    memory = [
+        predict(run_of(from_preset("llama3.1-8b", seq_len=n * 1024, **flags), TPU7X, (2, 4, 4))).hbm_bytes / 2**30
+        for n in (8, 32, 128)
+    ]
+    assert [round(gib, 1) for gib in memory] == [7.8, 17.2, 59.6]
+    assert 4 < (memory[2] - memory[1]) / (memory[1] - memory[0]) < 5  # 4 if straight, 16 if quadratic
+    shares = []
+    for n in (8, 128):
+        config = from_preset("llama3.1-70b", remat="full", seq_len=n * 1024)
+        again = sum(transformer.recomputed_flops_per_token(config).values())
+        shares.append(round(again / transformer.train_flops_per_token(config), 3))
+    assert shares == [0.245, 0.291]
+    measured = {name: recipe.measured_step_s for name, recipe in RECIPES.items() if recipe.measured_step_s}
+    pairs = {name: name.removesuffix("bf16") + "fp8" for name in measured if name.endswith("bf16")}
+    gains = {name: measured[name] / measured[fp8] for name, fp8 in pairs.items() if fp8 in measured}
+    assert len(gains) == 5
+    assert round(min(gains.values()), 2) == round(gains["qwen3-235b-a22b-4k-bf16"], 2) == 1.12
+    assert round(max(gains.values()), 2) == round(gains["llama3.1-70b-8k-bf16"], 2) == 1.54
 
 
 def test_the_guides_hybrid_at_128k():

@@ -44,6 +44,18 @@ def seconds(found: step.Prediction, name: str, exposed: bool = True) -> float:
     return sum(part.exposed_s if exposed else part.seconds for part in found.parts if part.name == name)
 
 
+def test_both_passes_of_the_layers_are_all_that_they_compute():
+    """Backward takes twice as long, and what is recomputed besides."""
+    config = dict(preset="llama3.1-70b", mesh="fsdp:128", batch=256)
+    ratios = []
+    for remat in ("minimal_with_context", "full"):
+        found = predict(run_of(from_preset(**config, remat=remat), CHIPS["tpu7x"], (4, 4, 4)))
+        parts = sum(seconds(found, name) for name in ("matmul", "attention", "elementwise"))
+        assert sum(found.passes.values()) == pytest.approx(parts)
+        ratios.append(found.passes["backward"] / found.passes["forward"])
+    assert 2 < ratios[0] < 2.3 and ratios[1] == pytest.approx(ratios[0] + 0.6, abs=0.3)
+
+
 # -- against measured runs
 
 
