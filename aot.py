@@ -30,6 +30,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
@@ -50,7 +51,7 @@ import remat
 import rules
 import schedule
 from config import Config
-from hardware import by, parse_topology, si
+from hardware import Chip, by, parse_topology, si
 from step import GiB, predict
 from workload import run_of
 
@@ -209,6 +210,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         Path(args.hlo_out).write_text(program)
     program = hlo.parse(program)
     timeline = schedule.walk(program, kernels=kernels | cycles_by_name(program, cycles.result()))
+    ideal_s = at_peak(program, timeline, chip)
     num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,
@@ -227,10 +229,25 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "tokens_per_s_per_chip": tokens / timeline.seconds / num_chips,
         "exposed_comm_s": timeline.exposed_s,
         "by_category_s": timeline.categories,
+        "matmul_of_peak": sum(ideal_s.values()) / timeline.categories.get("matmul", math.inf),
         "collectives": collectives(timeline, expected.of.sizes),
-        "top_ops": [dataclasses.asdict(op) for op in timeline.ops[:10]],
+        "top_ops": [
+            dataclasses.asdict(op) | {"of_peak": ideal_s[op.name] / op.seconds if op.name in ideal_s else None}
+            for op in timeline.ops[:10]
+        ],
         "roofline": {"step_s": expected.step_s, "hbm_bytes": expected.hbm_bytes, "bound": expected.bound},
     }
+
+
+def at_peak(program: hlo.Program, timeline: schedule.Timeline, chip: Chip) -> dict[str, float]:
+    """{operation: seconds} that the matmuls in it would take at the peak of the matrix units; none of a kernel."""
+    found = {name: (inside, its) for inside in program.computations.values() for name, its in inside.items()}
+    ideal_s = {}
+    for op in timeline.ops:
+        if op.name in found and (flops := hlo.matmul_flops(program, *found[op.name])):
+            peaks = {bits: chip.flops_per_s("fp8" if bits == 8 else "bf16") / chip.devices for bits in flops}
+            ideal_s[op.name] = op.count * sum(flops[bits] / peaks[bits] for bits in flops)
+    return ideal_s
 
 
 def collectives(timeline: schedule.Timeline, sizes: dict[str, int]) -> list[dict]:
@@ -299,7 +316,8 @@ def describe(found: dict) -> str:
         f"  {'where the time goes':24}{'time':>12}{'of the step':>13}",
     ]
     for name, seconds in found["by_category_s"].items():
-        lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}")
+        peak = f"   at {found['matmul_of_peak']:.1%} of the peak" if name == "matmul" else ""
+        lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}{peak}")
     lines += [
         "",
         f"  {'collective':16}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  of",
@@ -314,10 +332,11 @@ def describe(found: dict) -> str:
         lines.append(
             f"  and {len(more)} more, {si(sum(row['exposed_s'] for row in more), 's')} of them exposed (--json)"
         )
-    lines += ["", f"  {'longest operations':24}{'time':>12}{'count':>7}  of"]
+    lines += ["", f"  {'longest operations':24}{'time':>12}{'count':>7}{'of peak':>9}  of"]
     for op in found["top_ops"]:
         name = (op["op_name"] or op["name"])[-72:]
-        lines.append(f"  {op['category'][:22]:24}{si(op['seconds'], 's'):>12}{op['count']:7}  {name}")
+        peak = f"{op['of_peak']:9.1%}" if op["of_peak"] else " " * 9
+        lines.append(f"  {op['category'][:22]:24}{si(op['seconds'], 's'):>12}{op['count']:7}{peak}  {name}")
     return "\n".join(lines)
 
 

@@ -36,12 +36,15 @@ all-gathers the weights once, in the compute dtype, and reduce-scatters the grad
 **Left out.** Gathering several small layers in one go, and keeping some layers whole between forward and backward.
 """
 
+import math
+import time
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from collectives import all_gather, all_reduce, reduce_scatter
 from placement import MESH_AXES
@@ -168,3 +171,66 @@ def _loop(step, gather_layer, prefetch, shards_L, x, *per_layer_L, reverse=False
 
 def _index(tree_L, i):
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree_L)
+
+
+def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
+    """Where a weight lies; a stack of one matmul a layer, its weights in shards; what of their gathers TPU7x hides."""
+    mesh = jax.make_mesh((n,), ("fsdp",), axis_types=(AxisType.Auto,))
+    layouts = {
+        "P()": PartitionSpec(),
+        "P('fsdp')": PartitionSpec("fsdp"),
+        "P(None, 'fsdp')": PartitionSpec(None, "fsdp"),
+    }
+    print(f"which of {n} devices holds an element of a weight [{n}, {n}] (-: each of them)")
+    print("  " + "   ".join(f"{name:{2 * n}}" for name in layouts))
+    grids = []
+    for spec in layouts.values():
+        grid = np.full((n, n), "-")
+        for device, part in NamedSharding(mesh, spec).devices_indices_map((n, n)).items():
+            grid[part] = device.id if len(spec) else "-"
+        grids.append(grid)
+    for rows in zip(*grids, strict=True):
+        print("  " + "   ".join(f"{' '.join(row):{2 * n}}" for row in rows))
+
+    keys = jax.random.split(jax.random.key(0))
+    w_LDD = jax.random.normal(keys[0], (L, D, D)) / math.sqrt(D)
+    x_bD = jax.random.normal(keys[1], (tokens, D))
+    cut = PartitionSpec("fsdp")
+
+    def plain(w_LDD, x_bD):
+        return jnp.sum(lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), x_bD, w_LDD)[0] ** 2)
+
+    def sharded(w_LdD, x_bD, prefetch):
+        layer = lambda w_DD, x_bD, aux, i: jax.nn.gelu(x_bD @ w_DD)
+        y_bD = scan_layers(layer, lambda w_dD: gather(w_dD, cut, "fsdp"), w_LdD, x_bD, None, prefetch=prefetch)
+        return lax.psum(jnp.sum(y_bD**2), "fsdp")
+
+    print(f"\n{L} layers of one matmul [{D}, {D}], {tokens} tokens: loss, gradient, measured on simulated devices")
+    whole, of_whole = jax.jit(jax.value_and_grad(plain))(w_LDD, x_bD)
+    specs = PartitionSpec(None, "fsdp"), cut
+    for prefetch in (False, True):
+        per_device = partial(sharded, prefetch=prefetch)
+        loss = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+        step = jax.jit(jax.value_and_grad(loss))
+        value, gradient = step(w_LDD, x_bD)
+        begun = time.perf_counter()
+        jax.block_until_ready(step(w_LDD, x_bD))
+        seconds = time.perf_counter() - begun
+        off = jnp.abs(gradient - of_whole).max() / jnp.abs(of_whole).max()
+        print(
+            f"  prefetch={prefetch!s:6} {value:.1f} as {whole:.1f} on one; gradient off by {off:.0e}; {seconds:.2f} s"
+        )
+
+    D, F = 8192, 28_672
+    print(f"\na layer of one matmul [{D}, {F}], forward, on TPU7x, predicted (as at the head of fsdp.py, in ms)")
+    print("  tokens a device    computes   its gather   waits in turn   waits with prefetch")
+    for t in (512, 1024, 2048, 4096, 8192):
+        compute_ms, gather_ms = 1e3 * 2 * D * F * t / 1153.5e12, 1e3 * 2 * D * F / (6 * 90e9)
+        waits_ms = max(gather_ms - compute_ms, 0.0)
+        print(f"  {t:15,}{compute_ms:12.3f}{gather_ms:13.3f}{gather_ms:16.3f}{waits_ms:22.3f}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -271,3 +271,49 @@ def parse(text: str) -> Program:
                 if operand not in instructions:
                     raise ValueError(f"line {instruction.line}: there is no %{operand} in {name}")
     return Program(entry, computations, roots)
+
+
+# -- matmuls
+
+
+def matmul_flops(program: Program, computation: dict[str, Instruction], instruction: Instruction) -> dict[int, float]:
+    """{bits of an element: FLOPs} of its matmuls and of those that it fuses: 2 for a product and its sum.
+
+    XLA:TPU writes matmuls as convolutions. Several dims of one operand become a window, which slides over padding too:
+    only the products that are not with padding count.
+    """
+    flops: dict[int, float] = {}
+    for name in instruction.called.get("calls", ()):
+        for within in program.computations[name].values():
+            for bits, more in matmul_flops(program, program.computations[name], within).items():
+                flops[bits] = flops.get(bits, 0.0) + more
+    if instruction.opcode not in ("dot", "convolution"):
+        return flops
+    lhs, rhs = (computation[name].shapes[0] for name in instruction.operands[:2])
+    if instruction.opcode == "dot":
+        dims = map(int, re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", "")))
+        products = math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[dim] for dim in dims)
+    else:
+        products = _products(instruction, lhs, rhs)
+    bits = max(int(re.search(r"\d+", shape.dtype)[0]) for shape in (lhs, rhs))
+    return flops | {bits: flops.get(bits, 0.0) + 2.0 * products}
+
+
+def _products(convolution: Instruction, lhs: Shape, rhs: Shape) -> int:
+    """Those of a convolution that are not with padding."""
+    if "batch_group_count" in convolution.attributes:
+        raise ValueError(f"line {convolution.line}: products of a convolution with batch_group_count are not counted")
+    of_lhs, of_rhs, of_result = re.split("_|->", convolution.attributes["dim_labels"])
+    result = convolution.shapes[0].dims
+    products = result[of_result.index("b")] * result[of_result.index("f")] * rhs.dims[of_rhs.index("i")]
+    window = dict(re.findall(r"(\w+)=([\w-]+)", convolution.attributes.get("window", "")))
+    for dim in range(len(of_lhs) - 2):
+        one = {name: values.split("x")[dim] for name, values in window.items()}
+        stride, lhs_dilate, rhs_dilate = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        low = int(one.get("pad", "0_0").split("_")[0])
+        length = (lhs.dims[of_lhs.index(str(dim))] - 1) * lhs_dilate + 1
+        starts = range(-low, result[of_result.index(str(dim))] * stride - low, stride)
+        taps = range(0, int(one["size"]) * rhs_dilate, rhs_dilate)
+        at = (start + tap for start in starts for tap in taps)
+        products *= sum(0 <= place < length and place % lhs_dilate == 0 for place in at)
+    return products

@@ -119,17 +119,6 @@ def own_seconds(events: Sequence[Event]) -> list[float]:
 # -- with the program
 
 
-def flops_of(program: hlo.Program, computation: dict[str, hlo.Instruction], instruction: hlo.Instruction) -> float:
-    """Of its matmuls and those that it fuses: 2 for each element of the result and of what is contracted."""
-    inner = [program.computations[name] for name in instruction.called.get("calls", ())]
-    flops = math.fsum(flops_of(program, within, its) for within in inner for its in within.values())
-    if instruction.opcode == "dot":
-        lhs = computation[instruction.operands[0]].shapes[0].dims
-        dims = re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", ""))
-        flops += 2 * math.prod(instruction.shapes[0].dims) * math.prod(lhs[int(i)] for i in dims)
-    return flops
-
-
 def kind_of(program: hlo.Program, instruction: hlo.Instruction) -> str:
     """Its category, by the names that schedule.py gives predicted time; what begins or ends a transfer waits for it."""
     kinds = {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes_of(program, instruction)}
@@ -169,7 +158,11 @@ def summarize(events: Iterable[Event], program: hlo.Program) -> Summary:
         dict(categories.most_common()) | {"idle": idle},
         dict(lines.most_common()),
         tuple((name, its_s, times[name], found[name][1].op_name) for name, its_s in seconds.most_common()),
-        math.fsum(flops_of(program, *found[name]) * number for name, number in times.items()),
+        math.fsum(
+            flops * number
+            for name, number in times.items()
+            for flops in hlo.matmul_flops(program, *found[name]).values()
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """The compiler as judge: what is read of a compiled step, of a refusal, and what is kept of it."""
 
 import argparse
+import dataclasses
 import json
 import math
 import subprocess
@@ -54,6 +55,16 @@ def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
     assert found["argument_bytes"] < found["peak_hbm_bytes"] < found["hbm_limit_bytes"]
     assert found["step_s"] == pytest.approx(sum(found["by_category_s"].values()))
     assert found["mfu"] == pytest.approx(found["flops_per_step"] / found["step_s"] / 4 / 2307e12)
+
+    # All matmuls but the attention kernel's, as they are counted, and rotary embeddings, which are one in all passes.
+    forward = transformer.forward_flops_per_token(config)
+    again = transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
+    flops = sum(3 * forward[name] + again.get(name, 0) for name in ("attention", "mlp", "unembedding"))
+    flops += 3 * 4 * (4 + 2) * 2 * 128 * 128  # passes, layers, heads
+    seconds = flops * config.batch * config.seq_len / 4 / 2307e12
+    assert found["matmul_of_peak"] * found["by_category_s"]["matmul"] == pytest.approx(seconds, rel=0.01)
+    assert all(op["of_peak"] is None or 0 < op["of_peak"] < 1 for op in found["top_ops"])
+    assert any(op["of_peak"] for op in found["top_ops"])
 
     # What is live at the peak is all that the compiler sets aside, but for holes; and arguments are what it says.
     buffers = found["largest_buffers"]

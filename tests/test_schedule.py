@@ -21,7 +21,7 @@ from test_remote_dma import compiled_for_tpu7x as compiled_kernel
 import schedule
 from config import Config
 from hardware import CHIPS
-from hlo import Program, parse
+from hlo import Program, matmul_flops, parse
 from remote_dma import ring_all_gather
 from schedule import Rates, walk
 from workload import TODAY
@@ -641,6 +641,56 @@ def test_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit):
             schedule.main([str(tmp_path / "p.hlo"), *arguments] if arguments != [str(tmp_path / "none")] else arguments)
         assert "error:" in capsys.readouterr().err
+
+
+# -- FLOPs of matmuls
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, result, how, products",
+    [
+        ("bf16[4,8]", "bf16[8,2]", "f32[4,2]", "dim_labels=bf_io->bf", 4 * 8 * 2),
+        ("bf16[8,4]", "bf16[2,8]", "f32[4,2]", "dim_labels=fb_oi->bf", 4 * 8 * 2),
+        # Two dims contracted: the second is a window over all of it.
+        ("f32[4,3,8]", "f32[2,3,8]", "f32[4,2,1]", "window={size=3}, dim_labels=b0f_o0i->bf0", 4 * 3 * 8 * 2),
+        # Two dims of the result: the window slides over padding, and meets one element at each place.
+        (
+            "f32[4,8,1]",
+            "f32[8,3,2]",
+            "f32[4,3,2]",
+            "window={size=3 pad=2_2 rhs_reversal=1}, dim_labels=bf0_i0o->b0f",
+            4 * 3 * 8 * 2,
+        ),
+        # A convolution: 5 places of 3 taps, of which the first and the last have one in the padding.
+        ("f32[4,5,8]", "f32[3,8,2]", "f32[4,5,2]", "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 4 * 13 * 8 * 2),
+        (
+            "f32[1,4,4,1]",
+            "f32[2,2,1,1]",
+            "f32[1,2,2,1]",
+            "window={size=2x2 stride=2x2}, dim_labels=b01f_01io->b01f",
+            16,
+        ),
+        # Its gradient: zeros between the elements, which count as little.
+        ("f32[1,2,1]", "f32[2,1,1]", "f32[1,4,1]", "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f", 4),
+    ],
+)
+def test_flops_of_a_convolution(lhs, rhs, result, how, products):
+    program = parse(
+        f"{HEADER}\n%fused (a: {lhs}, b: {rhs}) -> {result} {{\n  %a = {lhs} parameter(0)\n  %b = {rhs} parameter(1)\n"
+        f"  ROOT %c = {result} convolution(%a, %b), {how}\n}}\n\n"
+        f"ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{\n  %x = {lhs} parameter(0)\n  %y = {rhs} parameter(1)\n"
+        f"  ROOT %f = {result} fusion(%x, %y), kind=kOutput, calls=%fused\n}}\n"
+    )
+    bits = int(re.search(r"\d+", lhs)[0])
+    main = program.computations["main"]
+    assert matmul_flops(program, main, main["f"]) == {bits: 2 * products}
+
+
+def test_a_convolution_that_cannot_be_counted():
+    line = "%c = u8[8]{0} convolution(%p, %p), batch_group_count=2, dim_labels=bf_io->bf"
+    program = parse(text(line))
+    with pytest.raises(ValueError, match="batch_group_count are not counted"):
+        matmul_flops(program, program.computations["main"], program.computations["main"]["c"])
 
 
 # -- compiled for TPU7x
