@@ -162,6 +162,8 @@ def main() -> None:
             for way in ways:
                 run(model, way, args.steps, folder)
     runs = found(folder, args.steps)
+    if not runs:
+        parser.error(f"{folder} has no run of {args.steps} steps: python benchmarks/endurance.py run")
     if args.command == "plot":
         plot(runs, args.path)
     print(table(runs, args.steps))
