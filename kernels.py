@@ -252,13 +252,13 @@ def tune(
 
 
 def cycles_of(metadata: Mapping[str, str]) -> float:
-    """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata). Compiles it: 10 s to some minutes.
+    """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata).
 
-    Documents are taken to be whole sequences, groups of experts to be `ragged`. Where attention's keys take turns, the
-    mean of the calls. Where it has more keys than queries, their place among the keys is known to the running program
-    alone. With a window they are taken to be the last ones, as behind a halo; else the mean of the first and the last
-    place is taken. Between them the cycles grow evenly, so that this is the mean of all places, and of a device with
-    two chunks in zigzag order (context.py).
+    Compiles it: 10 s, or some minutes. Documents are taken to be whole sequences, groups of experts to be `ragged`.
+    Where attention's keys take turns, the mean of the calls. Where it has more keys than queries, their place among the
+    keys is known to the running program alone. With a window they are taken to be the last ones, as behind a halo; else
+    the mean of the first and the last place is taken. Between them the cycles grow evenly, so that this is the mean of
+    all places, and of a device with two chunks in zigzag order (context.py).
 
     Raises:
       ValueError: it does not compile by itself.
