@@ -178,6 +178,18 @@ def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates
     return Transfer(kind, engine, queue, nbytes, moved / speed, groups, rings)
 
 
+def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruction | None:
+    """The reduce-scatter that a fusion is in which an all-reduce is left, of which each device keeps a part, or None.
+
+    XLA:TPU leaves it so where parts are padded. The TensorCore does it, and nothing else meanwhile.
+    """
+    fused = program.computations[instruction.called["calls"][0]] if instruction.opcode == "fusion" else {}
+    sums = [inner for inner in fused.values() if inner.opcode == "all-reduce"]
+    if len(sums) != 1 or not any(inner.opcode == "dynamic-slice" for inner in fused.values()):
+        return None
+    return replace(instruction, opcode="reduce-scatter", groups=sums[0].groups)
+
+
 def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
     """Its own, and those of the computations that it fuses; a custom-call that only moves data is named as a move."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
@@ -319,8 +331,9 @@ class Walk:
             return first
         if opcode.endswith("-done"):
             return self.done(instruction, first)
-        if opcode in COLLECTIVES:
-            return self.alone(key, instruction, self.operand_shapes(computation, instruction))
+        alone = fused_reduce_scatter(self.program, instruction) or instruction
+        if alone.opcode in COLLECTIVES:
+            return self.alone(key, alone, self.operand_shapes(computation, instruction))
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
         passes = opcode in ("copy", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier")
         return first if passes else None

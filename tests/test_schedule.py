@@ -407,6 +407,35 @@ def test_synchronous_collectives_stall_in_full(opcode, attributes, seconds, nbyt
     assert message.synchronous and message.exposed_s == message.seconds == seconds and message.nbytes == nbytes
 
 
+@pytest.mark.parametrize("colors, seconds", [(1, 24), (2, 12)])
+def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, seconds):
+    """As XLA:TPU leaves it where parts are padded; those of two arrays at once."""
+    fused = computation(
+        "all-reduce-scatter",
+        "%q = u8[8]{0} parameter(0)",
+        "%zero = u8[] constant(0)",
+        "%padded = u8[16]{0} pad(%q, %zero), padding=0_8",
+        f"%sum = (u8[16]{{0}}, u8[16]{{0}}) all-reduce(%padded, %padded), {GROUPS}, to_apply=%vector",
+        "%first = u8[16]{0} get-tuple-element(%sum), index=0",
+        "%second = u8[16]{0} get-tuple-element(%sum), index=1",
+        "%at = u32[] partition-id()",
+        "%mine = u8[4]{0} dynamic-slice(%first, %at), dynamic_slice_sizes={4}",
+        "%also = u8[4]{0} dynamic-slice(%second, %at), dynamic_slice_sizes={4}",
+        "%both = (u8[4]{0}, u8[4]{0}) tuple(%mine, %also)",
+    )
+    how = f'backend_config={{"collective_algorithm_config":{{"debug":"\\nStrategyRing{{colors:{colors} phases:1}}"}}}}'
+    line = f"%c = (u8[4]{{0}}, u8[4]{{0}}) fusion(%p), kind=kCustom, calls=%all-reduce-scatter, {how}"
+    timeline = run(work("a", 1), line, END, more=fused)
+    assert timeline.seconds == 1 + seconds
+    (message,) = timeline.collectives
+    assert (message.kind, message.nbytes, message.synchronous, message.groups) == (
+        "reduce-scatter",
+        32,
+        True,
+        ((0, 2, 4, 6), (1, 3, 5, 7)),
+    )
+
+
 @pytest.mark.parametrize("room", [3, 32])
 def test_what_a_ragged_all_to_all_moves_is_no_more_than_either_end_holds(room):
     out, sizes = f"%out = u8[{room}]{{0}} iota(), iota_dimension=0", "%sizes = s32[4]{0} iota(), iota_dimension=0"
