@@ -183,9 +183,9 @@ def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruct
 
     XLA:TPU leaves it so where parts are padded. The TensorCore does it, and nothing else meanwhile.
     """
-    fused = program.computations[instruction.called["calls"][0]] if instruction.opcode == "fusion" else {}
-    sums = [inner for inner in fused.values() if inner.opcode == "all-reduce"]
-    if len(sums) != 1 or not any(inner.opcode == "dynamic-slice" for inner in fused.values()):
+    fused = [inner for name in instruction.called.get("calls", ()) for inner in program.computations[name].values()]
+    sums = [inner for inner in fused if inner.opcode == "all-reduce"]
+    if instruction.opcode != "fusion" or len(sums) != 1 or not any(its.opcode == "dynamic-slice" for its in fused):
         return None
     return replace(instruction, opcode="reduce-scatter", groups=sums[0].groups)
 
