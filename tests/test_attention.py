@@ -205,6 +205,7 @@ def test_gradients_of_sinks():
 # -- merging
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=3), dict(segment_ids=IDS, soft_cap=2.0)])
 @pytest.mark.parametrize("cut", [1, 4])
 def test_parts_of_the_keys_merge_into_all(options, cut):

@@ -256,6 +256,7 @@ def row_of(text: str) -> kernels.Row:
     return row
 
 
+@pytest.mark.slow
 def test_goals_are_met_from_their_own_side():
     cycles = dict(ironwood=70_000, jax=140_000, tokamax=110_000)
     line = kernels.line_of(table(row_of("forward, head"), cycles))

@@ -165,6 +165,7 @@ def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monke
     stop_and_resume(straight, tmp_path / "halves", monkeypatch, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

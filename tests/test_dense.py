@@ -31,6 +31,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, tiles, lhs, rhs",
     [(*case, jnp.bfloat16, jnp.bfloat16) for case in SHAPES]

@@ -231,6 +231,7 @@ def test_a_max_logit_that_is_too_high_is_seen_in_tiles_with_a_mask_and_without(o
     check(args, max_logit=60.0, error=1e-5, **options)
 
 
+@pytest.mark.slow
 def test_sinks_are_one_more_logit_without_a_value():
     q, k, v = inputs(20, 30, N=2, B=2)
     sinks = jnp.array([0.7, -1.3])

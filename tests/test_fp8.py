@@ -361,6 +361,7 @@ def test_several_dims_and_batches():
 # -- what is kept and moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block", "delayed"])
 def test_what_is_kept_for_the_backward_pass_is_8_bits(name):
     recipe = RECIPES[name]
@@ -591,9 +592,8 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
     assert_close(grads, expected_grads, 0.02 if rounds_otherwise else 2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["per_tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in FLAGS if name != "per_tensor")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLAGS)
 def test_gradients_are_near_those_of_float32(name):
     """Two roundings of up to 2^-4 and one of up to 2^-3 in each matmul, through three layers and back."""
     loss, grads = loss_and_gradients("fsdp:1", tuple(FLAGS[name].items()))

@@ -218,7 +218,7 @@ def relative_error(a, b) -> float:
     return float(np.linalg.norm(np.subtract(a, b)) / max(np.linalg.norm(b), 1e-30))
 
 
-QUICK = {(2, "dropless"), (2, "in parts"), (2, "capacity")}
+QUICK = {(2, "in parts"), (2, "capacity")}
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,9 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL, mesh=mesh, **option))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "collectives"),
-    [
-        pytest.param(mesh, name, marks=[] if (mesh, name) == (QUICK, "xla") else [pytest.mark.slow])
-        for mesh in ("fsdp:2,tensor:4", "data:2,fsdp:2,tensor:2", "tensor:8")
-        for name in ("xla", "ring", "ring_bidirectional")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp:2,tensor:4", "data:2,fsdp:2,tensor:2", "tensor:8"])
+@pytest.mark.parametrize("collectives", ["xla", "ring", "ring_bidirectional"])
 def test_collective_matmuls_equal_the_reference(mesh, collectives):
     option = dict(remat="full") if collectives == "ring" else dict()
     check_gradients(Config(**SMALL, mesh=mesh, collectives=collectives, collective_matmul=True, **option))

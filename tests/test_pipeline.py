@@ -245,6 +245,7 @@ def test_a_recomputed_stage_leaves_its_input_alone():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4, 6, 8])
 def test_layers_go_to_the_stages_that_run_them_and_back(stages, rounds):

@@ -172,15 +172,10 @@ def network_case():
     return case, jax.jit(jax.value_and_grad(plain_loss))(*case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [
-        (2, 2, 2),
-        (1, 4, 2),
-        pytest.param((1, 1, 1), marks=pytest.mark.slow),
-        pytest.param((2, 1, 4), marks=pytest.mark.slow),
-        pytest.param((1, 1, 8), marks=pytest.mark.slow),
-    ],
+    [(2, 2, 2), (1, 4, 2), (1, 1, 1), (2, 1, 4), (1, 1, 8)],
     ids=lambda sizes: "data:{},y:{},x:{}".format(*sizes),
 )
 def test_network_equals_the_plain_one(sizes):

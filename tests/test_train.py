@@ -165,6 +165,7 @@ def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
     assert read(file)[-1]["skipped_in_a_row"] == 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     """A last batch that is partly padding counts for the sequences that it has."""
     text = tmp_path / "text.txt"
