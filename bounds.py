@@ -483,7 +483,8 @@ def print_bounds(args: argparse.Namespace) -> None:
     chip, topology = parse_topology(args.topology)
     bounds = bounds_of(config, chip, topology, num_slices=args.num_slices)
     work, dtype = work_of(config), matmul_dtype(config)
-    sweep = batch_sweep(work, chip, math.prod(topology) * args.num_slices, dtype=dtype)
+    chips = math.prod(topology) * args.num_slices
+    sweep = batch_sweep(work, chip, chips, dtype=dtype) if chips > 1 else []
     rows, stops = strong_scaling(work, chip, dtype=dtype), stops_at(work, chip, dtype=dtype)
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * args.num_slices)
     idle = bubble(sizes["pipe"], config.microbatches, config.pipeline_rounds)
@@ -511,8 +512,9 @@ def print_bounds(args: argparse.Namespace) -> None:
     print("\n! messages take longer than FLOPs. times: it has / it takes; at most: ways that it could be split.")
     if idle:
         print(f"bubble of {sizes['pipe']} stages and {config.microbatches} microbatches: {idle:.1%} of the step")
-    print("\nOther batches on as many chips, FSDP alone, every axis a ring, predicted")
-    print(f"{'batch':>13}{'a chip':>11}{'FLOPs':>11}{'exposed':>11}{'step':>11}")
+    if sweep:
+        print("\nOther batches on as many chips, FSDP alone, every axis a ring, predicted")
+        print(f"{'tokens':>13}{'a chip':>11}{'FLOPs':>11}{'exposed':>11}{'step':>11}")
     for row in sweep:
         tokens = f"{row['batch']:13,.0f}{row['tokens_per_chip']:11,.0f}"
         times = "".join(f"{si(row[name], 's'):>11}" for name in ("compute_s", "exposed_s", "step_s"))

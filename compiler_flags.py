@@ -46,9 +46,8 @@ that it does not know, and passes over one without dashes in silence (tried: 0.0
 recipes; `xla_tpu_enable_multi_compute_overlap_in_layer_scheduler`, false for DeepSeek-V3, true for gpt-oss;
 `xla_tpu_data_parallel_opt_different_sized_ops`, in one recipe and already the default; those of the video model Wan;
 and `xla_sc_enable_instruction_fusion` and `xla_sc_disjoint_spmem`, which MaxText has in its SparseCore group and no
-recipe for TPU7x sets (the second is no compiler option at all). So is TPU_MEGACORE=MEGACORE_DENSE, an environment
-variable for the chips whose two cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given as
-name=value. What a flag is worth
+recipe for TPU7x sets (the second is no compiler option at all). TPU_MEGACORE=MEGACORE_DENSE is for chips whose two
+cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given as name=value. What a flag is worth
 needs a TPU: none of these was measured here.
 """
 

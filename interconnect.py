@@ -106,9 +106,19 @@ def all_to_all(nbytes: float, size: int, *, bidirectional: bool = True, wrap: bo
 
 
 def bisection_bytes_per_s(axes: Sequence[Axis]) -> float:
-    """Of the links, one way, that a cut into two equal halves goes through where it goes through least."""
+    """Of the links, one way, that a cut through the middle of an axis goes through, of the axis where it is least."""
     chips = math.prod(axis.size for axis in axes)
     return min(chips / axis.size * (1 + axis.wrap) * axis.link_bytes_per_s for axis in axes if axis.size > 1)
+
+
+def all_to_all_at_least_s(nbytes: float, axes: Sequence[Axis]) -> float:
+    """What one side of a cut through the middle of an axis has for the other, over the links of the cut."""
+    least = 0.0
+    for axis in axes:
+        here, there = axis.size // 2, (axis.size + 1) // 2  # of an axis of odd length one side is larger
+        a_link = _checked(nbytes) * here * there / axis.size / (1 + axis.wrap)
+        least = max(least, a_link / axis.link_bytes_per_s)
+    return least
 
 
 def permute(nbytes: float) -> Traffic:
@@ -339,9 +349,8 @@ def print_collective(args: argparse.Namespace) -> None:
     print(f"  bound    {result['bound'] or 'none: there is no other chip'}")
     print(f"  steps    {result['steps']}, each of one hop")
     if args.kind == "all_to_all" and result["bound"]:
-        cut, chips = bisection_bytes_per_s(axes), math.prod(axis.size for axis in axes)
-        least = chips / 2 * args.bytes / 2 / cut  # half of what half of them hold
-        print(f"  at least {si(least, 's')}: a cut into halves has {si(cut, 'B/s')} one way")
+        cut, least = bisection_bytes_per_s(axes), all_to_all_at_least_s(args.bytes, axes)
+        print(f"  at least {si(least, 's')}: a cut through the middle has {si(cut, 'B/s')} one way")
     print(f"  traffic  {si(result['link_bytes'], 'B')} over the busiest link, in its busier direction")
     for number, phases in enumerate(found if args.explain else [], 1):
         at_once = f"{len(phases)} at once, each on another axis; the slowest: " if len(phases) > 1 else ""

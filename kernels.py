@@ -268,9 +268,8 @@ def cycles_of(metadata: Mapping[str, str]) -> float:
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
     blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})
     builder, options = of.job(shape, blocks)
-    report = bundles.measure(
-        builder, timeout_s=3600, **options
-    )  # beside a step that may take as long on a busy machine
+    # A step's compile, perhaps half an hour of work, waits for the cycles: not to be lost to a busy machine.
+    report = bundles.measure(builder, timeout_s=3600, **options)
     parts = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1
     last = shape["S"] - shape["T"] if shape["causal"] or shape["window"] else 0
     places = {last} if shape["window"] else {0, last}

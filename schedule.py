@@ -183,10 +183,13 @@ def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruct
 
     XLA:TPU leaves it so where parts are padded. The TensorCore does it, and nothing else meanwhile.
     """
-    fused = [inner for name in instruction.called.get("calls", ()) for inner in program.computations[name].values()]
-    sums = [inner for inner in fused if inner.opcode == "all-reduce"]
-    if instruction.opcode != "fusion" or len(sums) != 1 or not any(its.opcode == "dynamic-slice" for its in fused):
+    algorithm = instruction.config.get("collective_algorithm_config", {})
+    if instruction.opcode != "fusion" or not algorithm.get("emitter", "").endswith("AllReduceScatterFusion"):
         return None
+    fused = [inner for name in instruction.called["calls"] for inner in program.computations[name].values()]
+    sums = [inner for inner in fused if inner.opcode == "all-reduce"]
+    if len(sums) != 1:
+        raise ValueError(f"line {instruction.line}: a fused reduce-scatter has one all-reduce, not {len(sums)}")
     return replace(instruction, opcode="reduce-scatter", groups=sums[0].groups)
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 import compiler_flags
 import hlo
 from hardware import si
-from schedule import COLLECTIVES, category_of, opcodes_of
+from schedule import COLLECTIVES, category_of, fused_reduce_scatter, opcodes_of
 
 ROOT = Path(__file__).parent
 PROGRAM = "train_step.hlo"  # the file beside the trace
@@ -124,7 +124,8 @@ def kind_of(program: hlo.Program, instruction: hlo.Instruction) -> str:
     kinds = {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes_of(program, instruction)}
     if instruction.opcode.endswith(("-start", "-done")):
         return "waits for collectives" if kinds & {*COLLECTIVES} else "waits for copies"
-    return "synchronous collectives" if instruction.opcode in COLLECTIVES else category_of(program, instruction)
+    alone = fused_reduce_scatter(program, instruction) or instruction
+    return "synchronous collectives" if alone.opcode in COLLECTIVES else category_of(program, instruction)
 
 
 def summarize(events: Iterable[Event], program: hlo.Program) -> Summary:

@@ -5,10 +5,10 @@
     python benchmarks/endurance.py plot endurance.png        the curves; [plot] extra
 
 `plain` is float32, FSDP and nothing else. `everything` has the same weights and batches, in bfloat16 with matmuls and
-weights on their way in 8 bits, every layer recomputed, the batch in two microbatches, gathers ahead of use, and each
-sequence cut over two devices; of `tiny` the layers over two more, of `tiny-moe` the experts. `faults` is that again,
-and on the way it is killed, has a batch whose gradients are not finite and one of random tokens, and a checkpoint that
-the disk has no room for, after each of which, where it ended, the same command is given again.
+weights on their way in 8 bits, every layer recomputed, the batch in two microbatches, and each sequence cut over two
+devices; of `tiny` each matrix over two more, of `tiny-moe` the experts. `faults` is that again, and on the way it is
+killed, has a batch whose gradients are not finite and one of random tokens, and a checkpoint that the disk has no room
+for, after each of which, where it ended, the same command is given again.
 
 Each run is a file in --folder, written at its end; what is there is not run again. Measured on simulated devices: it
 says nothing of speed.
@@ -16,6 +16,7 @@ says nothing of speed.
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -33,8 +34,9 @@ MODELS = {  # the mesh of the plain run, and that of the others
 }
 WAYS = ("plain", "everything", "faults")
 
-# Of the steps: when the process is killed, when a checkpoint finds the disk full; and the two batches.
-KILLED, NOT_FINITE, GARBAGE, NO_ROOM = 0.15, 0.3, 0.5, 0.7
+# Of the steps: when it is killed, has the batch that is not finite and the random one, and finds the disk full. Batches
+# are made some steps ahead of their use, and so it is killed, and the disk full, some steps earlier.
+FAULTS = 0.15, 0.3, 0.5, 0.7
 WITH_FAULTS = """
 import os, resource, runpy, signal, sys
 import numpy as np
@@ -62,40 +64,56 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def run(model: str, way: str, steps: int, folder: Path) -> None:
+    """Raises RuntimeError where a start does not end as it should, or a fault has left no trace."""
     path = folder / f"{model}-{way}-{steps}.json"
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as scratch:
-        metrics, saved = Path(scratch) / "metrics", Path(scratch) / "checkpoints"
+        metrics = Path(scratch) / "metrics"
         options = dict(preset=model, mesh=MODELS[model][way != "plain"], steps=steps, sample=0, log_every=100)
         options |= dict(eval_every=steps // 10, metrics_file=metrics) | (EVERYTHING if way != "plain" else {})
-        flags, starts = [f"--{name}={value}" for name, value in options.items()], []
+        done_again = 0
         if way == "faults":
-            flags += [f"--checkpoint_dir={saved}", f"--save_every={steps // 20}"]
-            at = [int(share * steps) for share in (KILLED, NOT_FINITE, GARBAGE, NO_ROOM)]
-            for kill, full in ((at[0], at[3]), (-1, at[3]), (-1, -1)):
-                when = f"{kill},{at[1]},{at[2]},{full}"
-                starts.append(subprocess.run([sys.executable, "-c", WITH_FAULTS, when, *flags], cwd=ROOT).returncode)
-            if starts != [-signal.SIGKILL, 1, 0]:
-                raise SystemExit(f"the three starts ended with {starts}")
+            options |= dict(checkpoint_dir=Path(scratch) / "checkpoints", save_every=steps // 20)
+            killed, not_finite, garbage, no_room = (int(share * steps) for share in FAULTS)
+            for kill, full, ends in ((killed, no_room, -signal.SIGKILL), (-1, no_room, 1), (-1, -1, 0)):
+                reached = len(_losses(metrics))
+                said = _start(["-c", WITH_FAULTS, f"{kill},{not_finite},{garbage},{full}"], options, ends)
+                resumed = re.search(r"resumed +from step (\d+)", said)
+                done_again += reached - int(resumed[1]) if resumed else 0
+                if full == no_room and ends == 1 and "File too large" not in said:
+                    raise RuntimeError(f"the second start did not end for want of room: {said[-500:]}")
         else:
-            subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, check=True)
+            _start(["train.py"], options, 0)
+        losses = _losses(metrics)
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    # What was done again, after a kill, is there twice: the later line counts.
-    by_step = {line["step"]: line for line in lines if "loss" in line}
-    assert [*sorted(by_step)] == [*range(1, steps + 1)]
-    told = dict(
-        model=model,
-        way=way,
-        steps=steps,
-        losses=[round(by_step[step]["loss"], 4) for step in sorted(by_step)],
-        held_out={line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line},
-        skipped=by_step[steps]["skipped"],
-        done_again=sum("loss" in line for line in lines) - steps,
-    )
+    skipped = [line["skipped"] for line in lines if "loss" in line][-1]
+    if len(losses) != steps or skipped != (way == "faults"):
+        raise RuntimeError(f"{len(losses)} of {steps} steps were told, and {skipped} skipped")
+    held_out = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    told = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(told))
+    unfinished.write_text(json.dumps(told | dict(skipped=skipped, done_again=done_again)))
     unfinished.rename(path)
+
+
+def _start(program: list[str], options: dict, ends: int) -> str:
+    """What it said, which is shown as it comes. Raises RuntimeError where it does not end with that status."""
+    command = [sys.executable, *program, *(f"--{name}={value}" for name, value in options.items())]
+    said = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            said.append(line)
+    if process.returncode != ends:
+        raise RuntimeError(f"a start ended with {process.returncode}, not {ends}; what it said stands above")
+    return "".join(said)
+
+
+def _losses(metrics: Path) -> list[float | None]:
+    """Of each step, None where it was not finite."""
+    lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+    return [line["loss"] and round(line["loss"], 4) for line in lines if "loss" in line]
 
 
 def found(folder: Path, steps: int) -> dict[tuple[str, str], dict]:
@@ -132,7 +150,7 @@ def plot(runs: dict, path: str) -> None:
         for (of, way), one in runs.items():
             if of == model:
                 parts = [one["losses"][i : i + 20] for i in range(0, one["steps"], 20)]
-                means = [statistics.mean(loss for loss in part if loss == loss) for part in parts]  # not of a NaN
+                means = [statistics.mean(loss for loss in part if loss is not None) for part in parts]
                 (line,) = axes.plot([20 * i + 10 for i in range(len(means))], means, alpha=0.6, label=way)
                 axes.plot([*map(int, one["held_out"])], [*one["held_out"].values()], "o", color=line.get_color())
         axes.set(xlabel="step", ylabel="loss, nats a token", title=f"{model}, measured; dots are held-out losses")
@@ -160,12 +178,18 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for model in models:
             for way in ways:
-                run(model, way, args.steps, folder)
+                try:
+                    run(model, way, args.steps, folder)
+                except RuntimeError as error:
+                    parser.exit(1, f"endurance.py: {model}, {way}: {error}\n")
     runs = found(folder, args.steps)
     if not runs:
         parser.error(f"{folder} has no run of {args.steps} steps: python benchmarks/endurance.py run")
     if args.command == "plot":
-        plot(runs, args.path)
+        try:
+            plot(runs, args.path)
+        except ValueError as error:
+            parser.error(str(error))
     print(table(runs, args.steps))
 
 

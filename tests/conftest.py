@@ -8,7 +8,7 @@ import compiler_flags
 # Programs of tests run once, for milliseconds, and take most of the time to compile: on the CPU with no optimization.
 # It leaves what the TPU7x compiler makes as it is. XLA_FLAGS="" pytest: as users have it.
 UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no such flag
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # takes twice as long with them; later ones lack the flag
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
 compiler_flags.without_tpu()

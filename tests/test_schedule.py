@@ -423,7 +423,8 @@ def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, secon
         "%also = u8[4]{0} dynamic-slice(%second, %at), dynamic_slice_sizes={4}",
         "%both = (u8[4]{0}, u8[4]{0}) tuple(%mine, %also)",
     )
-    how = f'backend_config={{"collective_algorithm_config":{{"debug":"\\nStrategyRing{{colors:{colors} phases:1}}"}}}}'
+    debug = f'"debug":"\\nStrategyRing{{colors:{colors} phases:1}}"'
+    how = f'backend_config={{"collective_algorithm_config":{{"emitter":"AllReduceScatterFusion",{debug}}}}}'
     line = f"%c = (u8[4]{{0}}, u8[4]{{0}}) fusion(%p), kind=kCustom, calls=%all-reduce-scatter, {how}"
     timeline = run(work("a", 1), line, END, more=fused)
     assert timeline.seconds == 1 + seconds

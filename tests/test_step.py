@@ -53,7 +53,8 @@ def test_both_passes_of_the_layers_are_all_that_they_compute():
         parts = sum(seconds(found, name) for name in ("matmul", "attention", "elementwise"))
         assert sum(found.passes.values()) == pytest.approx(parts)
         ratios.append(found.passes["backward"] / found.passes["forward"])
-    assert 2 < ratios[0] < 2.3 and ratios[1] == pytest.approx(ratios[0] + 0.6, abs=0.3)
+    # Recomputed is less than the forward pass: no gradient needs what the MLP's last matmul gives.
+    assert 2 < ratios[0] < 2.3 and 0.6 < ratios[1] - ratios[0] < 0.75
 
 
 # -- against measured runs
