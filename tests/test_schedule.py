@@ -716,6 +716,23 @@ def test_flops_of_a_convolution(lhs, rhs, result, how, products):
     assert matmul_flops(program, main, main["f"]) == {bits: 2 * products}
 
 
+def test_products_of_random_convolutions_are_those_that_meet_an_element():
+    rng = random.Random(0)
+    for _ in range(200):
+        length, size, stride, inner, outer = (rng.randint(1, 5) for _ in range(5))
+        low, high = (rng.randint(0, 4) for _ in range(2))
+        padded = [False] * low + [i % inner == 0 for i in range((length - 1) * inner + 1)] + [False] * high
+        places = range(0, len(padded) - (size - 1) * outer, stride)
+        if not places:
+            continue
+        products = sum(padded[place + tap * outer] for place in places for tap in range(size))
+        window = f"size={size} stride={stride} pad={low}_{high} lhs_dilate={inner} rhs_dilate={outer}"
+        line = f"%c = f32[1,{len(places)},1] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f"
+        program = parse(text(f"%a = f32[1,{length},1] iota()", f"%b = f32[{size},1,1] iota()", line))
+        main = program.computations["main"]
+        assert matmul_flops(program, main, main["c"]) == {32: 2 * products}
+
+
 def test_a_convolution_that_cannot_be_counted():
     line = "%c = u8[8]{0} convolution(%p, %p), batch_group_count=2, dim_labels=bf_io->bf"
     program = parse(text(line))
