@@ -312,7 +312,7 @@ def _products(convolution: Instruction, lhs: Shape, rhs: Shape) -> int:
         stride, lhs_dilate, rhs_dilate = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
         low, length = int(one.get("pad", "0_0").split("_")[0]), lhs.dims[of_lhs.index(str(dim))]
         starts = range(-low, result[of_result.index(str(dim))] * stride - low, stride)
-        # For each tap of the window, at how many places it meets an element: no padding, nor what dilation puts between.
+        # For each tap of the window, at how many places it meets an element: no padding, nor what dilation puts there.
         elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)
         taps = range(0, int(one["size"]) * rhs_dilate, rhs_dilate)
         products *= sum(_common(range(starts.start + tap, starts.stop + tap, stride), elements) for tap in taps)
