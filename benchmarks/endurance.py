@@ -80,7 +80,7 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
                 reached = len(_losses(metrics))
                 said = _start(["-c", WITH_FAULTS, f"{kill},{not_finite},{garbage},{full}"], options, ends)
                 resumed = re.search(r"resumed +from step (\d+)", said)
-                done_again += reached - int(resumed[1]) if resumed else 0
+                done_again += reached - (int(resumed[1]) if resumed else 0)
                 if full == no_room and ends == 1 and "File too large" not in said:
                     raise RuntimeError(f"the second start did not end for want of room: {said[-500:]}")
         else:
