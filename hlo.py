@@ -312,20 +312,7 @@ def _products(convolution: Instruction, lhs: Shape, rhs: Shape) -> int:
         stride, lhs_dilate, rhs_dilate = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
         low, length = int(one.get("pad", "0_0").split("_")[0]), lhs.dims[of_lhs.index(str(dim))]
         starts = range(-low, result[of_result.index(str(dim))] * stride - low, stride)
-        # For each tap of the window, at how many places it meets an element: no padding, nor what dilation puts there.
-        elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)
+        elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)  # all else is padding, or between by dilation
         taps = range(0, int(one["size"]) * rhs_dilate, rhs_dilate)
-        products *= sum(_common(range(starts.start + tap, starts.stop + tap, stride), elements) for tap in taps)
+        products *= sum(start + tap in elements for start in starts for tap in taps)
     return products
-
-
-def _common(one: range, other: range) -> int:
-    """How many numbers are in both."""
-    if one.step < other.step:
-        one, other = other, one
-    period = math.lcm(one.step, other.step) // one.step  # every so manieth of `one` that is in `other`
-    inside = one[
-        max(-(-(other.start - one.start) // one.step), 0) : max((other.stop - 1 - one.start) // one.step + 1, 0)
-    ]
-    first = next((i for i, number in enumerate(inside[:period]) if number in other), None)
-    return 0 if first is None else len(inside[first::period])
