@@ -41,8 +41,8 @@ the ideal at least, about 1 + 128 * E/M: 1.125 with 1024 rows an expert. Foreign
 In bf16 on TPU7x C/W is 312: with cols = 1536, K = 4096 and 1024 rows an expert the left side is 0.58. With fewer than
 about 430 rows, to read the weights takes longer than to use them, and what boundaries cost is hidden.
 
-**Cycles**, compiled with libtpu 0.0.50 (tests/test_gmm.py), over the ideal of 2MKN / 524,288, with all that is computed
-in vain, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 1100 900 1024 700 1300 1068 1100 rows:
+**Cycles**, compiled with libtpu 0.0.50 (benchmarks/kernels.py), over the ideal of 2MKN / 524,288, with all that is
+computed in vain, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 1100 900 1024 700 1300 1068 1100 rows:
 
                                                        ragged    8 x 1024
     gmm     tiles of 640 x 1536 rows and columns       1.07      1.05

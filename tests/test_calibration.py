@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from test_parallel import SMALL, make_batch, on_mesh
+from test_parallel import SMALL, first_state, make_batch, on_mesh
 
 import calibration
+import parameters
 import sharding
 import train
 from config import Config
@@ -25,8 +26,7 @@ OPERANDS |= {"w_gate": BOTH, "w_up": GRADIENT, "w_down": BOTH}
 def steps(config, number):
     """States after 0, 1, ... steps, and the losses."""
     mesh, _, _ = on_mesh(config, jax.devices()[:1] if config.mesh == "fsdp:1" else None)
-    shardings = train.state_shardings(config, mesh)
-    state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
+    state = first_state(config, mesh, parameters.init_params(config, jax.random.key(0)))
     step, states, losses = train.make_train_step(config, mesh), [jax.device_get(state)], []
     for n in range(number):
         batch = jax.device_put(make_batch(config, n), NamedSharding(mesh, sharding.BATCH_SPEC))

@@ -21,9 +21,8 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from test_parallel import SMALL, assert_close, init, laid_out, make_batch, reference_after_steps
+from test_parallel import SMALL, assert_close, first_state, init, laid_out, make_batch, reference_after_steps
 
-import calibration
 import placement
 import rules
 import sharding
@@ -164,11 +163,7 @@ def check(settings: dict, steps: int = 3, tolerance: float = 1e-5) -> None:
     """Raises AssertionError where losses or parameters are not those of the reference."""
     config = config_of(settings)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
-    params = first_params(plain(settings))
-    optimizer, _ = train.make_optimizer(config)
-    zero = np.int32(0)
-    state = train.State(zero, params, optimizer.init(params), calibration.initial(config), zero, zero)
-    state = jax.device_put(state, train.state_shardings(config, mesh))
+    state = first_state(config, mesh, first_params(plain(settings)))
     place = lambda number: jax.device_put(
         laid_out(make_batch(config, number), config, mesh), NamedSharding(mesh, sharding.BATCH_SPEC)
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from test_aot import ON_TENSOR_CORES
 from test_parallel import SMALL, check_steps, init, make_batch, on_mesh
 
 import aot
@@ -94,8 +95,8 @@ def test_adafactor_is_refused():
 # -- predicted, and compiled for TPU7x
 
 COMPILED = dict(
-    preset="tiny", dtype="bfloat16", num_layers=8, model_dim=1024, ff_dim=4096, num_heads=8, num_kv_heads=2
-) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=1024, batch=8, mesh="fsdp:8", remat="full")
+    preset="tiny", dtype="bfloat16", num_layers=16, model_dim=512, ff_dim=1024, num_heads=4, num_kv_heads=2
+) | dict(head_dim=128, vocab_size=512, loss_chunk=256, seq_len=256, batch=8, mesh="fsdp:8", remat="full")
 CHIP, CHIPS = hardware.CHIPS["tpu7x"], (2, 2, 1)
 
 
@@ -111,10 +112,8 @@ def test_the_prediction_moves_the_slots():
 @pytest.mark.slow
 def test_compiled_the_slots_are_on_the_host_once():
     """Not a second copy of them there, and on the device no more than those of a layer and of the two vocabularies."""
-    here, there = (
-        aot.compile_step(aot.lower_step(Config(**COMPILED, offload_optimizer=on), "tpu7x:2x2x1"), {}, "")[0]
-        for on in (False, True)
-    )
+    lowered = (aot.lower_step(Config(**COMPILED, offload_optimizer=on), "tpu7x:2x2x1") for on in (False, True))
+    here, there = (aot.compile_step(it, ON_TENSOR_CORES, "")[0] for it in lowered)
     slots = slots_of_device(run_of(Config(**COMPILED), CHIP, CHIPS))
     assert there["host_bytes"] == pytest.approx(slots, rel=0.01) and here["host_bytes"] == 0
     assert here["argument_bytes"] - there["argument_bytes"] == pytest.approx(slots, rel=0.01)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from test_aot import ON_TENSOR_CORES
 from test_fsdp import equations, trace
 from test_parallel import SMALL, assert_close, init, make_batch, on_mesh
 
@@ -333,9 +334,7 @@ COMPILED = dict(
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ("full", dict()),
         ("full", dict(mesh="fsdp:2,context:4", seq_len=16_384, batch=4)),
-        ("full", dict(mesh="fsdp:2,context:4", context_impl="all_gather", seq_len=16_384, batch=4)),
         ("minimal_offloaded", dict()),
         ("save_dot_except_mlp", dict()),
     ],
@@ -346,7 +345,7 @@ def test_memory_is_that_of_the_compiled_program(policy, options):
     What comes from the host ahead of its layer is on the device once more; the compiler of jax 0.10 needs no such copy.
     """
     config = Config(**COMPILED | options, remat=policy)
-    memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, "")
+    memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, "")
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
     ahead = predicted.host_bytes / config.num_layers if jax.__version_info__ < (0, 11) else 0
     assert 0.9 < (predicted.hbm_bytes - ahead) / memory["peak_hbm_bytes"] < 1.1
