@@ -41,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import compiled
 import compiler_flags
 import config as config_lib
 import hlo
@@ -52,7 +53,7 @@ import rules
 import schedule
 from config import Config
 from hardware import Chip, by, parse_topology, si
-from step import GiB, predict
+from step import GiB, Prediction, predict
 from workload import run_of
 
 DOES_NOT_FIT = 3  # exit status
@@ -121,14 +122,14 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder} | compiler_flags.compiler_options(flags)
         try:
-            compiled = lowered.compile(compiler_options=options)
+            executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise DoesNotFitError(str(error), liveness.read_refused(options["xla_dump_to"], str(error))) from None
         compile_s = time.perf_counter() - begun
         peak = liveness.read(options["xla_dump_to"])
-    analysis = compiled.memory_analysis()
+    analysis = executable.memory_analysis()
     memory = {
         "compile_s": compile_s,
         "peak_hbm_bytes": peak.total_bytes,  # this decides whether it fits
@@ -139,7 +140,7 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
         **peak.in_numbers(),
         "cached": False,
     }
-    program = compiled.as_text()
+    program = executable.as_text()
     if kept:
         kept.mkdir(parents=True, exist_ok=True)
         (kept / "program.hlo.gz").write_bytes(gzip.compress(program.encode(), 1))
@@ -197,11 +198,15 @@ def cycles_by_name(program: hlo.Program, cycles: dict[str, float]) -> dict[str, 
 # -- reporting
 
 
+def predicted(config: Config, args: argparse.Namespace) -> Prediction:
+    return predict(run_of(config, *parse_topology(args.topology), num_slices=args.num_slices))
+
+
 def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
     """Compiles, reads and predicts; everything as numbers."""
     chip, chips = parse_topology(args.topology)
     kernels = schedule.pairs_of(args.kernel, "--kernel")
-    expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    expected = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
         cycles = beside.submit(kernel_cycles, kernels_of(lowered), config.compilation_cache)
@@ -371,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
+    machine.add_argument("--keep", action="store_true", help="what is found, in the file that compiled.py shows")
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     config_lib.add_flags(parser)
     args, unknown = parser.parse_known_args(argv)
@@ -386,7 +392,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiler_flags.without_tpu()
         compiler_flags.set_init_args(flags)
         found = compare(config, args, flags) if args.compare else report(config, args, flags)
+        if args.keep and not args.compare:
+            compiled.keep(predicted(config, args), found)
     except DoesNotFitError as error:
+        if args.keep:
+            compiled.keep(predicted(config, args), {"fits": False, **error.found})
         return refuse(config, args, error.found)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -404,8 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
-    chip, chips = parse_topology(args.topology)
-    expected = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    expected = predicted(config, args)
     used, limit = expected.hbm_bytes, expected.of.hbm_limit
     if used <= MARGIN * limit:
         return None
@@ -432,7 +441,7 @@ def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
         words = "--xla_flags=xla_tpu_scoped_vmem_limit_kib=61440, or smaller blocks of the kernel that it names"
         return {"flags": [], "words": words}
     chip, chips = parse_topology(args.topology)
-    refused = predict(run_of(config, chip, chips, num_slices=args.num_slices))
+    refused = predicted(config, args)
     more = max(found.get("used_bytes", 0) / refused.hbm_bytes, 1.0)
     smaller = dataclasses.replace(chip, hbm_bytes=chip.hbm_bytes / more)
     try:

@@ -5,7 +5,8 @@
 
 The step, its MFU (of the peak in bfloat16) and its memory are those of `roofline.py step --recipe=NAME`: of this
 project's program. What was measured was MaxText's, whose attention kernel is slower: it is predicted with that kernel
-(workload.PUBLISHED), and the ratio is that over what was measured. One set of efficiencies for all.
+(workload.PUBLISHED), and the ratio is that over what was measured. One set of efficiencies for all. What was compiled
+is this project's program, its step by the schedule of the TPU7x compiler (compiled.py); not all were.
 
 `--better` asks planner.py for the same model, batch and slice, and prints the flags in which its fastest plan differs,
 with the parts of the step that they make shorter or longer. The planner leaves 5% of the memory free, which a published
@@ -15,6 +16,7 @@ run need not; and a prediction is not better than 5%.
 import argparse
 import json
 
+import compiled
 import config as config_lib
 import planner
 from hardware import parse_topology
@@ -45,7 +47,8 @@ def row(name: str) -> dict:
         predicted_of_measured_s=of_it,
         ratio=of_it / measured_s if measured_s else None,
     )
-    return dict(recipe=name, source=recipe.source, differs=recipe.differs) | as_json(found) | measured
+    told = dict(recipe=name, source=recipe.source, differs=recipe.differs, compiled=compiled.find(found))
+    return told | as_json(found) | measured
 
 
 def better(name: str) -> dict:
@@ -62,6 +65,7 @@ def better(name: str) -> dict:
         step_s=(own.step_s, found.step_s),
         mfu=(own.mfu, found.mfu),
         hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
+        compiled=(compiled.find(own), compiled.find(found)),
         gain=own.step_s / found.step_s - 1,
         more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
     )
@@ -70,9 +74,10 @@ def better(name: str) -> dict:
 def table(names: list[str]) -> str:
     """As Markdown; below it, in what the recipes differ from what was published."""
     lines = [
-        "| recipe | slice | mesh | batch | step | MFU | GiB a device | measured, MFU | predicted of that | ratio |"
+        "| recipe | slice | mesh | batch | step | MFU | GiB a device | compiled: step, GiB | measured, MFU | "
+        "predicted of that | ratio |"
     ]
-    lines.append("|" + "---|" * 10)
+    lines.append("|" + "---|" * 11)
     differing: dict[str, list[str]] = {}
     for its in map(row, names):
         mesh = ",".join(f"{axis}:{size}" for axis, size in its["mesh"].items())
@@ -85,7 +90,8 @@ def table(names: list[str]) -> str:
         lines.append(
             f"| {its['recipe']} | {slices}{its['topology']} | {mesh} | {its['batch']:,} x {its['seq_len']:,} | "
             f"{its['step_s']:.2f} s | {its['mfu']:.1%} | {its['hbm_bytes'] / GiB:.1f} of "
-            f"{its['hbm_limit_bytes'] / GiB:.1f}, {'fits' if its['fits'] else 'DOES NOT FIT'} | {measured}"
+            f"{its['hbm_limit_bytes'] / GiB:.1f}, {'fits' if its['fits'] else 'DOES NOT FIT'} | "
+            f"{_compiled(its['compiled'])} | {measured}"
         )
         if its["differs"]:
             differing.setdefault(its["differs"], []).append(its["recipe"])
@@ -93,18 +99,29 @@ def table(names: list[str]) -> str:
     return "\n".join([*lines, *(["", "What differs from what was published:", "", *notes] if notes else [])])
 
 
+def _compiled(found: dict | None) -> str:
+    if found is None:
+        return ""
+    needed = compiled.memory_of(found)
+    return f"{compiled.of_step(found)}, {needed / GiB:.1f}" if needed else compiled.of_step(found)
+
+
 def say_better(its: dict) -> str:
-    """A recipe's `better`, in two lines."""
+    """A recipe's `better`, in two lines, and a third if both plans were compiled."""
     (own_s, step_s), (own_bytes, nbytes) = its["step_s"], its["hbm_bytes"]
     if not its["flags"]:
         return f"{its['recipe']}: {own_s:.2f} s, and the planner finds the same"
     gain = its["gain"]
     judged = "better" if gain > planner.WITHIN - 1 else "as good" if gain >= 0 else "none is better, the fastest"
     parts = ", ".join(f"{part} {s:+.2f} s" for part, s in its["more_s"].items() if abs(s) > 0.005 * own_s)
+    its_compiled = ""
+    if all(its["compiled"]):
+        before, after = map(_compiled, its["compiled"])
+        its_compiled = f"\n    compiled: {before} to {after} GiB a device"
     return (
         f"{its['recipe']}: {judged}: {' '.join(its['flags'])}\n"
         f"    {own_s:.2f} to {step_s:.2f} s, {gain:+.1%} speed; MFU {its['mfu'][0]:.1%} to {its['mfu'][1]:.1%}; "
-        f"{parts or 'no part by 0.5%'}; {own_bytes / GiB:.1f} to {nbytes / GiB:.1f} GiB a device"
+        f"{parts or 'no part by 0.5%'}; {own_bytes / GiB:.1f} to {nbytes / GiB:.1f} GiB a device{its_compiled}"
     )
 
 

@@ -5,12 +5,12 @@
     python benchmarks/long_context.py --predicted   both, in milliseconds: nothing is compiled
     python benchmarks/long_context.py cpu           a step of `tiny` with 65,536 tokens on 8 simulated devices: minutes
 
-Llama 3.1 8B, whole, everything recomputed. A compile takes minutes and 3 GB; it is kept in the cache of aot.py. The
+Llama 3.1 8B, whole, everything recomputed. A compile takes minutes and 3 GB; what
+is in compiled_tpu7x.json is not compiled again. The
 guide is Google Cloud's "TPU7x performance optimizations": for a dense model under 20B at 128k it has FSDP 16 x TP 2 x
 CP 2, 4% before CP 4. Of which model it does not say.
 """
 
-import json
 import resource
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import compiled
 from config import from_preset
 from hardware import parse_topology
 from step import GiB, predict
@@ -40,16 +41,6 @@ ROWS = {
 PRESET, REMAT = "llama3.1-8b", "full"
 
 
-def compiled(topology: str, preset: str, flags: dict) -> dict:
-    """What aot.py --json finds, whether it fits or not."""
-    command = [sys.executable, "aot.py", f"--topology={topology}", f"--preset={preset}", "--json", "--compile_anyway"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 3):
-        sys.exit(f"{' '.join(command)}: {done.stderr[-500:]}")
-    return json.loads(done.stdout)
-
-
 def row(topology: str, mesh: str, seq_len: int, batch: int, is_compiled: bool) -> str:
     chip, chips = parse_topology(topology)
     flags = dict(mesh=mesh, seq_len=seq_len, batch=batch, remat=REMAT)
@@ -59,7 +50,7 @@ def row(topology: str, mesh: str, seq_len: int, batch: int, is_compiled: bool) -
     cells += [f"{expected.step_s:.2f} s", share(expected.exposed_comm_s, expected.step_s)]
     cells += [f"{expected.mfu:.1%}", f"{expected.hbm_bytes / GiB:.1f}"]
     if is_compiled:
-        found = compiled(topology, PRESET, flags)
+        found = compiled.ask(expected)
         if not found["fits"]:
             sys.exit(f"{flags}: does not fit, by the compiler")
         cells += [f"{found['step_s']:.2f} s", share(found["exposed_comm_s"], found["step_s"])]

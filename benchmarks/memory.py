@@ -3,7 +3,7 @@
     python benchmarks/memory.py [8b-8k] [8b-128k] [70b-8k] [70b-128k] [--predicted]
 
 Of a policy that does not fit it says what the compiler would have needed, if the compiler does. A compile takes one to
-four minutes; one that fits is kept in the cache of aot.py, so that a long series can be broken off and taken up.
+ten minutes; what is in compiled_tpu7x.json is not compiled again, so that a long series can be broken off and taken up.
 """
 
 import math
@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-from long_context import compiled
-
+import compiled
 from config import REMAT_POLICIES, from_preset
 from hardware import parse_topology
 from step import GiB, predict
@@ -42,12 +41,10 @@ def main(argv: list[str]) -> None:
             expected = predict(run_of(from_preset(preset, **flags, remat=policy), *parse_topology(topology)))
             cells = [name, policy, f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"]
             if "--predicted" not in argv:
-                found = compiled(topology, preset, flags | dict(remat=policy))
-                if found["fits"]:
-                    its, host = found["peak_hbm_bytes"], f"{found['host_bytes'] / GiB:.1f}"
-                else:
-                    its, host = found["used_bytes"] if found["memory"] == "hbm" else math.nan, "refused"
-                cells += [f"{its / GiB:.1f}", f"{expected.hbm_bytes / its:.2f}", host]
+                found = compiled.ask(expected)
+                needed = compiled.memory_of(found) or math.nan
+                host = f"{found['host_bytes'] / GiB:.1f}" if found["fits"] else "refused"
+                cells += [f"{needed / GiB:.1f}", f"{expected.hbm_bytes / needed:.2f}", host]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -98,8 +97,10 @@ def recipes() -> str:
 
 
 def better_recipes() -> str:
-    lines = [line for _, line in timed_lines("recipes.py", "--better")]
-    kept = [line for two in pairwise(lines) if ": better: " in two[0] for line in two]
+    kept, better = [], False
+    for _, line in timed_lines("recipes.py", "--better"):
+        better = ": better: " in line or (better and line.startswith(" "))  # the lines below one are of it
+        kept += [line] * better
     return "```\n" + "\n".join(kept) + "\n```"
 
 

@@ -48,12 +48,11 @@ def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["tpu7x:2x2x1", "tpu7x:4x4x4"])
-def test_collective_matmuls_multiply_while_their_messages_travel(topology):
+def test_collective_matmuls_multiply_while_their_messages_travel():
     """Forward and backward are two gathers and two scatters; half of the bytes of the rings and more are hidden."""
     found = {}
     for name in ALGORITHMS:
-        program = benchmark.compiled("MLP forward and backward", name, topology)
+        program = benchmark.compiled("MLP forward and backward", name, "tpu7x:2x2x1")
         found[name] = benchmark.read(program)
     assert set(found["xla"]["messages"]) == {f"all-gather{SPARSECORES}", f"reduce-scatter{SPARSECORES}"}
     block_s = 8192 * 1024 * 2 / LINK

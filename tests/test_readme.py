@@ -46,8 +46,11 @@ LOCAL = [c for c in TRAIN if not re.search(r"--coordinator|--preset=(?!tiny)|--r
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LOCAL, ids=" ".join)
 def test_commands_run(command, tmp_path):
-    """On less: 6 steps of one layer, or of one a stage; the later of two equal flags counts."""
+    """On less: 6 steps of one narrow layer, or of one a stage; the later of two equal flags counts."""
     less = [
+        "--model_dim=64",
+        "--head_dim=8",
+        "--seq_len=64",
         "--steps=6",
         f"--num_layers={2 if any('pipe:2' in flag for flag in command) else 1}",
         "--eval_batches=1",

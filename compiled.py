@@ -1,0 +1,134 @@
+"""Compiled: what the TPU7x compiler said of whole steps, kept, so that nobody waits hours for a table.
+
+    python compiled.py [REGEX] [--json]          what is kept of steps whose flags match, beside what is predicted today
+    python aot.py --keep --preset=... --mesh=... compiles a step, and keeps what it finds
+
+To compile a step takes minutes, and that of a large mixture most of an hour. What came of it is in the file beside this
+module, by the flags that make the program: whether it fits, how long a step takes by its schedule, what it needs of the
+device's memory and of the host's, and which compiler said so. An entry is of the program as it was then; `--keep` again
+writes it anew. The prediction beside it is of today: if roofline.py goes astray from the compiler, that shows here, and
+in tests/test_compiled.py.
+"""
+
+import argparse
+import functools
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import config as config_lib
+import planner
+import tuned
+from hardware import parse_topology
+from step import GiB, Prediction, predict
+from workload import run_of
+
+FILE = Path(__file__).with_name("compiled_tpu7x.json")
+KEPT = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s memory used_bytes".split()
+# Flags of a run that its program does not depend on.
+_OF_THE_RUN = "steps seed corpus eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
+_OF_THE_RUN += "checkpoint_dir save_every keep_checkpoints num_processes process_id coordinator peer_timeout "
+_OF_THE_RUN += "compilation_cache max_skipped"
+
+
+def key_of(of: Prediction) -> str:
+    """The flags of aot.py that make the program of a predicted step, slice and preset first."""
+    ignored = set(_OF_THE_RUN.split())
+    name = lambda flag: flag.removeprefix("--no-").lstrip("-").partition("=")[0]
+    return " ".join(flag for flag in planner.flags_of(of) if name(flag) not in ignored)
+
+
+def prediction_of(key: str) -> Prediction:
+    """What is predicted today of the step that a key names. Raises ValueError: a flag is not known any more."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(key.split())
+    config = config_lib.from_args(args, unknown)
+    topology, num_slices = config_lib.slice_of(args)
+    return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_lib.add_slice_flags(parser, "tpu7x:2x2x1")
+    config_lib.add_flags(parser)
+    return parser
+
+
+def find(of: Prediction, file: Path = FILE) -> dict | None:
+    """What is kept of the step that is predicted: `fits`, and with it `step_s`, `peak_hbm_bytes` and all of `KEPT`."""
+    return tuned.read(file).get(key_of(of))
+
+
+def keep(of: Prediction, found: dict, file: Path = FILE) -> None:
+    """Keeps what aot.py found, of a refusal too. Raises OSError: the file cannot be written."""
+    versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+    tuned.keep(key_of(of), {name: found[name] for name in KEPT if name in found} | versions, file)
+
+
+def ask(of: Prediction) -> dict:
+    """What is kept of a step; else what aot.py finds, after minutes, and keeps. Raises ValueError with its words."""
+    if not (found := find(of)):
+        command = [sys.executable, str(FILE.with_name("aot.py")), *key_of(of).split(), "--keep", "--compile_anyway"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not (found := find(of)):
+            raise ValueError(f"{' '.join(command)}: {done.stderr[-500:]}")
+    return found
+
+
+def rows(pattern: str = "", file: Path = FILE) -> list[dict]:
+    """Of each kept step: its flags, what was compiled, what is predicted, in seconds and bytes."""
+    found, wanted = [], re.compile(pattern)
+    for key, its in tuned.read(file).items():
+        if wanted.search(key):
+            expected = prediction_of(key)
+            predicted = dict(step_s=expected.step_s, mfu=expected.mfu, hbm_bytes=expected.hbm_bytes)
+            found.append(dict(flags=key, compiled=its, predicted=predicted))
+    return found
+
+
+def of_step(found: dict | None, ways: str = "{step_s:.2f} s") -> str:
+    """For a table's cell: the step, refused, or nothing where it was not compiled."""
+    return "" if found is None else ways.format(**found) if found["fits"] else "refused"
+
+
+def memory_of(found: dict) -> float | None:
+    """Bytes of HBM that a device needs, of a refused step too; None where the compiler ran short of another memory."""
+    return found["peak_hbm_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "hbm" else None
+
+
+def table(found: list[dict]) -> str:
+    lines = [f"{'step':>19} {'MFU':>6} {'waits':>6} {'GiB a device':>13} {'predicted over it':>18}   flags of aot.py"]
+    for row in found:
+        its, expected = row["compiled"], row["predicted"]
+        needed = memory_of(its)
+        cells = f"{'refused':>9} {expected['step_s']:7.3f} s {'':6} {'':6}"
+        ratios = ""
+        if its["fits"]:
+            waits = its["exposed_comm_s"] / its["step_s"]
+            cells = f"{its['step_s']:7.3f} s {expected['step_s']:7.3f} s {its['mfu']:6.1%} {waits:6.1%}"
+            ratios = f"{expected['step_s'] / its['step_s']:.2f} s,"
+        memory, ratio = (f"{needed / GiB:.1f}", f"{expected['hbm_bytes'] / needed:.2f} GiB") if needed else ("", "")
+        lines.append(f"{cells} {memory:>13} {f'{ratios} {ratio}':>18}   {row['flags']}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="compiled.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pattern", nargs="?", default="", metavar="REGEX", help="of steps' flags [all]")
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
+    args = parser.parse_args(argv)
+    try:
+        found = rows(args.pattern)
+    except re.error as error:
+        parser.error(f"{args.pattern!r} is no regular expression: {error}")
+    print(json.dumps(found) if args.json else table(found))
+
+
+if __name__ == "__main__":
+    main()
