@@ -330,14 +330,23 @@ def print_search(args: argparse.Namespace) -> None:
         )
 
 
+def table(entries: dict[str, dict]) -> str:
+    """As Markdown: of each shape the best sizes that a search found, and their cycles beside those of the rule's."""
+    lines = ["| kernel and shape | best blocks | cycles | by the rule | gain | by |", "|---|---|---|---|---|---|"]
+    for key, entry in entries.items():
+        blocks = " ".join(f"{name}={value}" for name, value in entry["blocks"].items())
+        lines.append(
+            f"| {key.removesuffix(' chip=tpu7x')} | {blocks} | {entry['cycles']:,} | {entry['rule_cycles']:,} | "
+            f"{entry['rule_cycles'] / entry['cycles']:.3f} | {entry['how']} |"
+        )
+    return "\n".join(lines)
+
+
 def print_found(args: argparse.Namespace) -> None:
     entries = tuned.read(tuned.CHECKED_IN) | tuned.read(tuned.OWN)
     if args.json:
         return print(json.dumps(entries))
-    print(f"{'cycles':>12}{'by rule':>12}{'gain':>7}  by, kernel and shape: blocks")
-    for key, entry in entries.items():
-        gain = entry["rule_cycles"] / entry["cycles"]
-        print(f"{entry['cycles']:12,}{entry['rule_cycles']:12,}{gain:7.3f}  {entry['how']}, {key}: {entry['blocks']}")
+    print(table(entries))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -92,6 +92,10 @@ def kernels() -> str:
     )
 
 
+def tuned_sizes() -> str:
+    return "\n".join(line for _, line in timed_lines("kernels.py"))
+
+
 def recipes() -> str:
     return "\n".join(line for _, line in timed_lines("recipes.py"))
 
@@ -109,6 +113,7 @@ BLOCKS = {
     "one device": one_device,
     "collectives": collectives,
     "kernels": kernels,
+    "tuned sizes": tuned_sizes,
     "recipes": recipes,
     "better recipes": better_recipes,
 }
