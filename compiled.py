@@ -90,9 +90,9 @@ def rows(pattern: str = "", file: Path = FILE) -> list[dict]:
     return found
 
 
-def of_step(found: dict | None, ways: str = "{step_s:.2f} s") -> str:
+def of_step(found: dict | None, text: str = "{step_s:.2f} s") -> str:
     """For a table's cell: the step, refused, or nothing where it was not compiled."""
-    return "" if found is None else ways.format(**found) if found["fits"] else "refused"
+    return "" if found is None else text.format(**found) if found["fits"] else "refused"
 
 
 def memory_of(found: dict) -> float | None:
@@ -101,19 +101,19 @@ def memory_of(found: dict) -> float | None:
 
 
 def table(found: list[dict]) -> str:
-    lines = [f"{'step':>19} {'MFU':>6} {'waits':>6} {'GiB a device':>13} {'predicted over it':>18}   flags of aot.py"]
+    """One line a step; `waits` is the share of it that messages take and nothing hides."""
+    heads = f"{'compiled':>9}{'predicted':>11}{'MFU':>8}{'waits':>8}{'GiB, compiled':>15}{'predicted':>11}"
+    lines = [f"{heads}   flags of aot.py"]
     for row in found:
         its, expected = row["compiled"], row["predicted"]
+        mfu, waits = (f"{its['mfu']:.1%}", f"{its['exposed_comm_s'] / its['step_s']:.1%}") if its["fits"] else ("", "")
         needed = memory_of(its)
-        cells = f"{'refused':>9} {expected['step_s']:7.3f} s {'':6} {'':6}"
-        ratios = ""
-        if its["fits"]:
-            waits = its["exposed_comm_s"] / its["step_s"]
-            cells = f"{its['step_s']:7.3f} s {expected['step_s']:7.3f} s {its['mfu']:6.1%} {waits:6.1%}"
-            ratios = f"{expected['step_s'] / its['step_s']:.2f} s,"
-        memory, ratio = (f"{needed / GiB:.1f}", f"{expected['hbm_bytes'] / needed:.2f} GiB") if needed else ("", "")
-        lines.append(f"{cells} {memory:>13} {f'{ratios} {ratio}':>18}   {row['flags']}")
-    return "\n".join(lines)
+        lines.append(
+            f"{of_step(its, '{step_s:.3f} s'):>9}{expected['step_s']:9.3f} s{mfu:>8}{waits:>8}"
+            f"{f'{needed / GiB:.1f}' if needed else '':>15}{expected['hbm_bytes'] / GiB:11.1f}   {row['flags']}"
+        )
+    compilers = sorted({row["compiled"]["libtpu"] for row in found})
+    return "\n".join([*lines, "", f"{len(found)} kept in {FILE.name}, by libtpu {', '.join(compilers)}"])
 
 
 def main(argv: list[str] | None = None) -> None:
