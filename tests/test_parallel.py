@@ -225,17 +225,13 @@ def test_optimizers_equal_the_reference(optimizer):
     check_steps(Config(**SMALL | optimizer, mesh="data:2,fsdp:2,tensor:2", shard_update=True), 3, tolerance)
 
 
-VARIANTS = [
-    dict(qk_norm=True),
-    dict(qkv_bias=True),
-    dict(tied_embeddings=True),
+VARIANTS = [  # two in a model where they are of different parts of it
+    dict(qk_norm=True, z_loss=0.01),
+    dict(qkv_bias=True, tied_embeddings=True),
     dict(window=5),
     dict(window=5, global_every=2),
-    dict(logit_soft_cap=2.0),
-    dict(z_loss=0.01),
-    dict(rope_scaling=8.0, rope_original_len=64),
-    dict(num_heads=8),
-    dict(output_bias=True),
+    dict(rope_scaling=8.0, rope_original_len=64, logit_soft_cap=2.0),
+    dict(num_heads=8, output_bias=True),
     dict(attention_sinks=True),
     dict(loss_chunk=24),
 ]
