@@ -376,7 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
-    machine.add_argument("--keep", action="store_true", help="what is found, in the file that compiled.py shows")
+    about = "what is found, in compiled_tpu7x.json, which compiled.py shows"
+    machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     config_lib.add_flags(parser)
     args, unknown = parser.parse_known_args(argv)
@@ -384,6 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_lib.from_args(args, unknown)
         args.topology, args.num_slices = config_lib.slice_of(args)
         config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
+        if args.keep and (args.compare or args.kernel):
+            raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
         flags = compiler_flags.of(config)
         if not args.compile_anyway and (found := predicted_refusal(config, args)):
             return refuse(config, args, found)
@@ -392,14 +395,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiler_flags.without_tpu()
         compiler_flags.set_init_args(flags)
         found = compare(config, args, flags) if args.compare else report(config, args, flags)
-        if args.keep and not args.compare:
-            compiled.keep(predicted(config, args), found)
     except DoesNotFitError as error:
-        if args.keep:
-            compiled.keep(predicted(config, args), {"fits": False, **error.found})
-        return refuse(config, args, error.found)
+        status = refuse(config, args, error.found)
+        found = {"fits": False, **error.found}
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    else:
+        status = say(found, args)
+    if args.keep:
+        try:
+            compiled.keep(predicted(config, args), found)
+        except (ValueError, OSError) as error:
+            parser.error(f"what was found is not kept: {error}")
+    return status
+
+
+def say(found: dict | list[dict], args: argparse.Namespace) -> int:
+    """Prints a report, or the two of --compare."""
     if args.json:
         print(json.dumps(found))
     elif args.compare:

@@ -13,7 +13,9 @@ in tests/test_compiled.py.
 import argparse
 import functools
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -27,24 +29,27 @@ from step import GiB, Prediction, predict
 from workload import run_of
 
 FILE = Path(__file__).with_name("compiled_tpu7x.json")
-KEPT = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s memory used_bytes".split()
-# Flags of a run that its program does not depend on.
-_OF_THE_RUN = "steps seed corpus eval_every eval_batches log_every metrics_file sample profile_dir profile_steps "
-_OF_THE_RUN += "checkpoint_dir save_every keep_checkpoints num_processes process_id coordinator peer_timeout "
-_OF_THE_RUN += "compilation_cache max_skipped"
+KEPT = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s xla_flags memory used_bytes".split()
+# Flags on which neither the time nor the memory of a step depends.
+_OF_THE_RUN = "steps seed learning_rate warmup_ratio final_lr_ratio weight_decay beta1 beta2 corpus eval_every "
+_OF_THE_RUN += "eval_batches log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every "
+_OF_THE_RUN += "keep_checkpoints num_processes process_id coordinator peer_timeout compilation_cache max_skipped"
 
 
 def key_of(of: Prediction) -> str:
-    """The flags of aot.py that make the program of a predicted step, slice and preset first."""
+    """The flags of aot.py that make the program of a predicted step, as a shell takes them, slice and preset first."""
     ignored = set(_OF_THE_RUN.split())
     name = lambda flag: flag.removeprefix("--no-").lstrip("-").partition("=")[0]
-    return " ".join(flag for flag in planner.flags_of(of) if name(flag) not in ignored)
+    return shlex.join(flag for flag in planner.flags_of(of) if name(flag) not in ignored)
 
 
 def prediction_of(key: str) -> Prediction:
-    """What is predicted today of the step that a key names. Raises ValueError: a flag is not known any more."""
+    """What is predicted today of the step that a key names. Raises ValueError: a flag is not what it was."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(key.split())
+    try:
+        args, unknown = parser.parse_known_args(shlex.split(key))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
     config = config_lib.from_args(args, unknown)
     topology, num_slices = config_lib.slice_of(args)
     return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
@@ -52,40 +57,55 @@ def prediction_of(key: str) -> Prediction:
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     config_lib.add_slice_flags(parser, "tpu7x:2x2x1")
     config_lib.add_flags(parser)
     return parser
 
 
-def find(of: Prediction, file: Path = FILE) -> dict | None:
+def read(file: Path | None = None) -> dict[str, dict]:
+    """{key: what was compiled} of a file, default: `FILE`. Raises ValueError: it is there and cannot be read."""
+    file = file or FILE
+    found = tuned.read(file)
+    if not found and file.exists():
+        raise ValueError(f"{file} cannot be read as version {tuned.VERSION}: restore it, or move it away")
+    return found
+
+
+def find(of: Prediction, file: Path | None = None) -> dict | None:
     """What is kept of the step that is predicted: `fits`, and with it `step_s`, `peak_hbm_bytes` and all of `KEPT`."""
-    return tuned.read(file).get(key_of(of))
+    return read(file).get(key_of(of))
 
 
-def keep(of: Prediction, found: dict, file: Path = FILE) -> None:
-    """Keeps what aot.py found, of a refusal too. Raises OSError: the file cannot be written."""
+def keep(of: Prediction, found: dict, file: Path | None = None) -> None:
+    """Keeps what aot.py found, of a refusal too. Raises OSError, ValueError: the file cannot be written, or read."""
+    read(file)  # hours of compiles are not replaced by one
     versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-    tuned.keep(key_of(of), {name: found[name] for name in KEPT if name in found} | versions, file)
+    tuned.keep(key_of(of), {name: found[name] for name in KEPT if name in found} | versions, file or FILE)
 
 
 def ask(of: Prediction) -> dict:
     """What is kept of a step; else what aot.py finds, after minutes, and keeps. Raises ValueError with its words."""
     if not (found := find(of)):
-        command = [sys.executable, str(FILE.with_name("aot.py")), *key_of(of).split(), "--keep", "--compile_anyway"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, str(FILE.with_name("aot.py")), *shlex.split(key_of(of)), "--keep"]
+        others = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+        project = others | {"IRONWOOD_TUNED": os.devnull}  # without what is this machine's own
+        done = subprocess.run([*command, "--compile_anyway"], capture_output=True, text=True, env=project)
         if not (found := find(of)):
-            raise ValueError(f"{' '.join(command)}: {done.stderr[-500:]}")
+            raise ValueError(f"{shlex.join(command)}: {done.stderr[-500:]}")
     return found
 
 
-def rows(pattern: str = "", file: Path = FILE) -> list[dict]:
+def rows(pattern: str = "", file: Path | None = None) -> list[dict]:
     """Of each kept step: its flags, what was compiled, what is predicted, in seconds and bytes."""
     found, wanted = [], re.compile(pattern)
-    for key, its in tuned.read(file).items():
+    for key, its in read(file).items():
         if wanted.search(key):
-            expected = prediction_of(key)
-            predicted = dict(step_s=expected.step_s, mfu=expected.mfu, hbm_bytes=expected.hbm_bytes)
+            try:
+                expected = prediction_of(key)
+                predicted = dict(step_s=expected.step_s, mfu=expected.mfu, hbm_bytes=expected.hbm_bytes)
+            except ValueError as error:
+                predicted = dict(error=str(error))
             found.append(dict(flags=key, compiled=its, predicted=predicted))
     return found
 
@@ -107,13 +127,17 @@ def table(found: list[dict]) -> str:
     for row in found:
         its, expected = row["compiled"], row["predicted"]
         mfu, waits = (f"{its['mfu']:.1%}", f"{its['exposed_comm_s'] / its['step_s']:.1%}") if its["fits"] else ("", "")
-        needed = memory_of(its)
+        needed, why = memory_of(its), expected.get("error")
+        predicted_s, nbytes = (
+            ("-", "-") if why else (f"{expected['step_s']:.3f} s", f"{expected['hbm_bytes'] / GiB:.1f}")
+        )
         lines.append(
-            f"{of_step(its, '{step_s:.3f} s'):>9}{expected['step_s']:9.3f} s{mfu:>8}{waits:>8}"
-            f"{f'{needed / GiB:.1f}' if needed else '':>15}{expected['hbm_bytes'] / GiB:11.1f}   {row['flags']}"
+            f"{of_step(its, '{step_s:.3f} s'):>9}{predicted_s:>11}{mfu:>8}{waits:>8}"
+            f"{f'{needed / GiB:.1f}' if needed else '':>15}{nbytes:>11}   {row['flags']}{f': {why}' if why else ''}"
         )
     compilers = sorted({row["compiled"]["libtpu"] for row in found})
-    return "\n".join([*lines, "", f"{len(found)} kept in {FILE.name}, by libtpu {', '.join(compilers)}"])
+    by = f", compiled by libtpu {', '.join(compilers)}" if compilers else ""
+    return "\n".join([*lines, "", f"{len(found)} of {len(read())} in {FILE.name}{by}"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,6 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         found = rows(args.pattern)
     except re.error as error:
         parser.error(f"{args.pattern!r} is no regular expression: {error}")
+    except ValueError as error:
+        parser.error(str(error))
     print(json.dumps(found) if args.json else table(found))
 
 

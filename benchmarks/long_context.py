@@ -5,10 +5,9 @@
     python benchmarks/long_context.py --predicted   both, in milliseconds: nothing is compiled
     python benchmarks/long_context.py cpu           a step of `tiny` with 65,536 tokens on 8 simulated devices: minutes
 
-Llama 3.1 8B, whole, everything recomputed. A compile takes minutes and 3 GB; what
-is in compiled_tpu7x.json is not compiled again. The
-guide is Google Cloud's "TPU7x performance optimizations": for a dense model under 20B at 128k it has FSDP 16 x TP 2 x
-CP 2, 4% before CP 4. Of which model it does not say.
+Llama 3.1 8B, whole, everything recomputed. A compile takes minutes and 3 GB; what is in compiled_tpu7x.json is not
+compiled again. The guide is Google Cloud's "TPU7x performance optimizations": for a dense model under 20B at 128k it
+has FSDP 16 x TP 2 x CP 2, 4% before CP 4. Of which model it does not say.
 """
 
 import resource
@@ -71,17 +70,17 @@ def on_cpu() -> None:
 def main(argv: list[str]) -> None:
     if argv == ["cpu"]:
         return on_cpu()
-    compiled = "--predicted" not in argv
+    is_compiled = "--predicted" not in argv
     wanted = [name for name in argv if name != "--predicted"] or list(ROWS)
     if unknown := set(wanted) - set(ROWS):
         sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(ROWS)}, cpu and --predicted")
     of = ["step", "waits for messages", "MFU", "GiB a device"]
     columns = ["slice", "mesh", "tokens"] + [f"{name}, predicted" for name in of]
-    columns += [f"{name}, compiled" for name in of] if compiled else []
+    columns += [f"{name}, compiled" for name in of] if is_compiled else []
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in wanted:
         for each in ROWS[name]:
-            print(row(*each, compiled), flush=True)
+            print(row(*each, is_compiled), flush=True)
 
 
 if __name__ == "__main__":

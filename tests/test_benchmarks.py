@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import bundles
 import collectives as rings
+import hlo
+import schedule
 from benchmarks import collectives as benchmark
 from benchmarks import kernels, scaling
 from bundles import Kernel, Region, Report
@@ -61,6 +63,27 @@ def test_collective_matmuls_multiply_while_their_messages_travel():
         assert found[name]["exposed"] < 12
         assert found[name]["exposed_s"] < 0.5 * 4 * hops * block_s
     assert found["ring_bidirectional"]["exposed_s"] < 0.75 * found["xla"]["exposed_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_in_parts_of_any_size_is_summed_by_the_sparsecores(dim):
+    """In parts of 13 rows or columns: as XLA cuts them, by the TensorCore, which waits; not as collectives.py does."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    uses = [jax.ShapeDtypeStruct((4, 1024, m), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for m in (104, 1024)]
+
+    def found(scatter) -> set:
+        layer = lambda _, xs: (None, scatter(jnp.einsum("bd,bf->df" if dim == 0 else "bd,bf->fd", *xs)))
+        layers = lambda x, dy: jax.lax.scan(layer, None, (x, dy))[1]
+        out = P(None, "x") if dim == 0 else P(None, None, "x")
+        per_device = jax.shard_map(layers, mesh=mesh, in_specs=P(), out_specs=out)
+        timeline = schedule.walk(hlo.parse(jax.jit(per_device).lower(*uses).compile().as_text()))
+        return {(m.engine, m.synchronous) for m in timeline.collectives if m.kind == "reduce-scatter"}
+
+    plain = lambda dw: jax.lax.psum_scatter(dw, "x", scatter_dimension=dim, tiled=True)
+    assert found(plain) == {("TensorCore", True)}
+    assert found(lambda dw: rings.reduce_scatter(dw, "x", dim=dim, algorithm="xla")) == {("SparseCore", False)}
 
 
 @pytest.mark.slow

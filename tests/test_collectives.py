@@ -473,6 +473,26 @@ def test_sums_of_sliding_windows_over_halos_are_those_over_the_whole(n):
 # -- gradients
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("part", [5, 8])
+def test_matrices_in_parts_that_are_no_whole_registers_equal_lax(dim, part):
+    """What `xla` sends as blocks: values, and gradients with another cotangent on each device."""
+    rng, n = np.random.default_rng(13), 4
+    shape = (part, 3) if dim == 0 else (3, part)
+    whole = tuple(n * size if at == dim else size for at, size in enumerate(shape))
+    shards, wholes = (integers(rng, (n, *s)) for s in (shape, whole))
+
+    def device(shard, whole):
+        theirs = partial(lax.all_gather, axis_name="a", axis=dim, tiled=True)
+        theirs_back = partial(lax.psum_scatter, axis_name="a", scatter_dimension=dim, tiled=True)
+        ours, back = (partial(f, axis="a", dim=dim, algorithm="xla") for f in (all_gather, reduce_scatter))
+        for x, ct, f, g in ((shard, whole, ours, theirs), (whole, shard, back, theirs_back)):
+            (y, vjp), (expected, expected_vjp) = jax.vjp(f, x), jax.vjp(g, x)
+            yield {"value": (y, expected), "gradient": (vjp(ct)[0], expected_vjp(ct)[0])}
+
+    assert_pairs_are_equal(["all_gather", "reduce_scatter"], per_device(device, (n,))(shards, wholes))
+
+
 @pytest.mark.slow
 @at_places("3-a", places=[place for place in PLACES if place[0] in [(2,), (3,), (8,), (2, 4), (2, 2, 2)]])
 def test_gradients_equal_those_of_xla(sizes, axes):

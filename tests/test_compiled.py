@@ -1,6 +1,8 @@
 """What the compiler said of steps: kept and found by what makes the program, and not far from what is predicted."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +55,59 @@ def test_what_is_kept_is_found(tmp_path):
     assert "refused" in compiled.table([row]) and "128.0" in compiled.table([row])
 
 
+def test_keys_are_read_as_a_shell_reads_them():
+    of = predicted(
+        config_lib.from_preset(
+            "llama3.1-8b",
+            mesh="fsdp:64,tensor:2",
+            core_axis="fsdp",
+            batch=128,
+            remat="custom",
+            remat_tensors="mlp_up:device, context:offload",
+            xla_flags="xla_tpu_scoped_vmem_limit_kib=61440",
+            prefetch=False,
+        )
+    )
+    key = compiled.key_of(of)
+    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and compiled.prediction_of(key).of == of.of
+    for wrong in ("--preset=llama3.1-8b --no_such_flag=1", "--preset=llama3.1-8b --batch=many"):
+        with pytest.raises(ValueError, match=r"no_such_flag|batch"):
+            compiled.prediction_of(wrong)
+
+
+def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
+    of = predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16"))
+    assert compiled.read() == {} and compiled.find(of) is None
+    compiled.FILE.write_text(text := "<<<<<<< HEAD")
+    with pytest.raises(ValueError, match=r"compiled.json cannot be read as version 1: restore it"):
+        compiled.keep(of, FOUND)
+    with pytest.raises(SystemExit):
+        compiled.main([])
+    assert "cannot be read" in capsys.readouterr().err and compiled.FILE.read_text() == text
+    tuned.keep("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), compiled.FILE)
+    compiled.main([])
+    out = capsys.readouterr().out
+    assert "there is no flag '--no_such_flag=1'" in out and "1 of 1 in compiled.json, compiled by libtpu 0.0.50" in out
+
+
+def test_what_is_not_kept_is_asked_of_aot(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
+    of, asked = predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16")), []
+
+    def run(command, env, **_):
+        asked.append((command, env["IRONWOOD_TUNED"]))
+        if len(asked) == 2:
+            compiled.keep(of, FOUND)
+        return SimpleNamespace(stderr="no libtpu")
+
+    monkeypatch.setattr(compiled.subprocess, "run", run)
+    with pytest.raises(ValueError, match=r"aot.py --topology=.* --keep: no libtpu"):
+        compiled.ask(of)
+    assert compiled.ask(of)["step_s"] == compiled.ask(of)["step_s"] == 2.0
+    assert len(asked) == 2 and asked[0][1] == os.devnull and "--compile_anyway" in asked[0][0]
+
+
 def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     kept = []
     monkeypatch.setattr(compiled, "keep", lambda of, found: kept.append((compiled.key_of(of), found)))
@@ -69,21 +124,36 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     (key, found), (same, its) = kept
     assert key == same and found == FOUND and not its["fits"]
     assert "--topology=tpu7x:2x2x1" in key and "--batch=8" in key
+    for other in ("--compare=prefetch", "--kernel=x=1"):
+        with pytest.raises(SystemExit):
+            aot.main([*flags, "--keep", other])
+        assert "--keep is for one program" in capsys.readouterr().err
+
+    def cannot(*_):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(aot, "report", lambda *_: FOUND)
+    monkeypatch.setattr(compiled, "keep", cannot)
+    with pytest.raises(SystemExit):
+        aot.main([*flags, "--keep"])
+    said = capsys.readouterr()
+    assert json.loads(said.out) == FOUND and "what was found is not kept: read-only" in said.err
 
 
-@pytest.mark.parametrize("key", tuned.read(compiled.FILE))
+@pytest.mark.parametrize("key", compiled.read())
 def test_predictions_are_near_what_was_compiled(key):
     """The key is today's; memory within 15%, and steps within 20%."""
-    its, expected = tuned.read(compiled.FILE)[key], compiled.prediction_of(key)
+    its, expected = compiled.read()[key], compiled.prediction_of(key)
     assert compiled.key_of(expected) == key
-    assert expected.hbm_bytes == pytest.approx(compiled.memory_of(its), rel=0.15)
+    if needed := compiled.memory_of(its):
+        assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
     if its["fits"]:
         assert expected.step_s == pytest.approx(its["step_s"], rel=0.2)
 
 
 def test_command(capsys):
     compiled.main(["--json"])
-    assert [row["flags"] for row in json.loads(capsys.readouterr().out)] == list(tuned.read(compiled.FILE))
+    assert [row["flags"] for row in json.loads(capsys.readouterr().out)] == list(compiled.read())
     with pytest.raises(SystemExit):
         compiled.main(["("])
     assert "is no regular expression" in capsys.readouterr().err
