@@ -131,7 +131,7 @@ def all_gather(
     Args:
       axis: a mesh axis, or several, outermost first; the ring then runs along the last one first.
       tiled: lengthen `dim`; otherwise stack along a new one.
-      algorithm: one of ALGORITHMS; "xla" is `lax.all_gather`.
+      algorithm: one of ALGORITHMS; "xla" is `lax.all_gather`, of a matrix in odd parts `_xla_scatter` its transpose.
 
     Cost: h steps, h V/N bytes through a link, V the bytes of the result.
 
