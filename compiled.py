@@ -85,14 +85,14 @@ def keep(of: Prediction, found: dict, file: Path | None = None) -> None:
 
 
 def ask(of: Prediction) -> dict:
-    """What is kept of a step; else what aot.py finds, after minutes, and keeps. Raises ValueError with its words."""
+    """What is kept of a step; else what aot.py finds, after minutes, and keeps. Ends the program with its words."""
     if not (found := find(of)):
         command = [sys.executable, str(FILE.with_name("aot.py")), *shlex.split(key_of(of)), "--keep"]
         others = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
         project = others | {"IRONWOOD_TUNED": os.devnull}  # without what is this machine's own
         done = subprocess.run([*command, "--compile_anyway"], capture_output=True, text=True, env=project)
         if not (found := find(of)):
-            raise ValueError(f"{shlex.join(command)}: {done.stderr[-500:]}")
+            sys.exit(f"{shlex.join(command)}: {done.stderr[-500:]}")
     return found
 
 

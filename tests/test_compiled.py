@@ -102,7 +102,7 @@ def test_what_is_not_kept_is_asked_of_aot(tmp_path, monkeypatch):
         return SimpleNamespace(stderr="no libtpu")
 
     monkeypatch.setattr(compiled.subprocess, "run", run)
-    with pytest.raises(ValueError, match=r"aot.py --topology=.* --keep: no libtpu"):
+    with pytest.raises(SystemExit, match=r"aot.py --topology=.* --keep: no libtpu"):
         compiled.ask(of)
     assert compiled.ask(of)["step_s"] == compiled.ask(of)["step_s"] == 2.0
     assert len(asked) == 2 and asked[0][1] == os.devnull and "--compile_anyway" in asked[0][0]
