@@ -92,7 +92,10 @@ def test_what_it_points_to_is_there():
     for path in re.findall(r"\]\((\w[\w./]*)\)", README) + re.findall(r"pytest (tests/\w+\.py)", README):
         assert (ROOT / path).exists(), path
     for module in ROOT.glob("*.py"):
-        assert f"[{module.name}]({module.name})" in README, f"{module.name} is not in the README's table"
+        link, tests = f"[{module.name}]({module.name})", f"tests/test_{module.name}"
+        row = next((line for line in README.splitlines() if line.startswith("| [") and link in line), "")
+        assert row, f"{module.name} is not in the README's tables"
+        assert (f"[test]({tests})" in row) == (ROOT / tests).exists(), f"{tests} is not in the README's row"
 
 
 def test_figures_are_there():
