@@ -1,6 +1,6 @@
 """What is predicted of every recipe of published.py, beside what was measured; and what the planner finds instead.
 
-    python recipes.py [NAME ...] [--json]
+    python recipes.py [NAME ...] [--json] [--plot=recipes.png]
     python recipes.py llama3.1-70b-8k-bf16 --better
 
 The step, its MFU (of the peak in bfloat16) and its memory are those of `roofline.py step --recipe=NAME`: of this
@@ -125,6 +125,32 @@ def say_better(its: dict) -> str:
     )
 
 
+def plot(rows: list[dict], path: str) -> None:
+    """MFU of each recipe, predicted, compiled and measured, as a picture. Raises ValueError: there is no matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
+    figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    fits = [its["compiled"]["mfu"] if its["compiled"] and its["compiled"]["fits"] else None for its in rows]
+    for label, marker, values in (
+        ("this program, predicted", "o", [its["mfu"] for its in rows]),
+        ("this program, by the compiled schedule", "x", fits),
+        ("MaxText, measured and published", "s", [its["measured_mfu"] for its in rows]),
+    ):
+        there = [(value, number) for number, value in enumerate(values) if value is not None]
+        if there:
+            axes.scatter(*zip(*there, strict=True), marker=marker, label=label, zorder=2)
+    axes.set_yticks(range(len(rows)), [f"{its['recipe']}, {its['topology']}" for its in rows])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.05), xlabel="MFU, of the peak in bfloat16, in 8 bits too")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=120)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -132,8 +158,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
     parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
+    parser.add_argument("--plot", metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra")
     args = parser.parse_args(argv)
     names = args.names or list(RECIPES)
+    if args.plot and args.better:
+        parser.error("--plot is of the recipes themselves: without --better")
     try:
         for name in names:
             config_lib.recipe_of(name)
@@ -144,7 +173,9 @@ def main(argv: list[str] | None = None) -> None:
                 print(say_better(better(name)), flush=True)
         else:
             print(table(names))
-    except ValueError as error:
+        if args.plot:
+            plot(list(map(row, names)), args.plot)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

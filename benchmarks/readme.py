@@ -98,7 +98,7 @@ def tuned_sizes() -> str:
 
 
 def recipes() -> str:
-    return "\n".join(line for _, line in timed_lines("recipes.py"))
+    return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=figures/recipes.png"))
 
 
 def better_recipes() -> str:

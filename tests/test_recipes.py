@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 import aot
 import compiler_flags
@@ -233,6 +234,25 @@ def test_as_json(capsys):
             assert its["ratio"] is its["predicted_of_measured_s"] is its["measured_mfu"] is None
     bf16 = next(its for its in rows if its["recipe"] == BF16)
     assert bf16["measured_mfu"] == pytest.approx(0.523, abs=5e-4)
+
+
+def test_the_picture_has_every_figure_of_the_table(capsys, tmp_path, monkeypatch):
+    points, scatter = [], Axes.scatter
+    monkeypatch.setattr(Axes, "scatter", lambda *args, **its: points.append(len(args[1])) or scatter(*args, **its))
+    recipes.main([f"--plot={tmp_path / 'recipes.png'}"])
+    assert capsys.readouterr().out.strip() == block("recipes") and (tmp_path / "recipes.png").stat().st_size > 10_000
+    rows = list(map(recipes.row, RECIPES))
+    fitting = [its for its in rows if its["compiled"] and its["compiled"]["fits"]]
+    assert points == [len(rows), len(fitting), sum(bool(its["measured_mfu"]) for its in rows)]
+
+
+@pytest.mark.parametrize(("flags", "words"), [(["--better"], "without --better"), ([], "nowhere"), ([], "matplotlib")])
+def test_pictures_that_cannot_be(flags, words, capsys, monkeypatch):
+    if words == "matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="2"):
+        recipes.main([BF16, "--plot=/nowhere/recipes.png", *flags])
+    assert words in capsys.readouterr().err
 
 
 def test_the_readmes_table_is_the_one_of_today(capsys):
