@@ -135,14 +135,10 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
         if lax.axis_size("context") > 1:
             options |= of_kernel | dict(kernel=kernel, algorithm=config.collectives, balanced=in_zigzag(config))
             options |= dict(impl=config.context_impl, head_ways=config.context_heads, segment_ids=segments_bt)
-            out_btnU, lse_bnt = context_attention(q_btnH, k_btkH, v_btkU, **options)
-        elif kernel:
-            out_btnU, lse_bnt = flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **of_kernel, **options)
-        else:
-            return remat.named(attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
-        if config.max_logit:  # which was too far off where lse is infinite: no number, so that the step is skipped
-            out_btnU = jnp.where(jnp.isinf(lse_bnt).swapaxes(1, 2)[..., None], jnp.nan, out_btnU)
-        return out_btnU
+            return context_attention(q_btnH, k_btkH, v_btkU, **options)[0]
+        if kernel:
+            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **of_kernel, **options)[0]
+        return remat.named(attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
 
     if config.global_every:
         out_btnU = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))

@@ -42,7 +42,7 @@ not in the count; nor is the list of tiles, a sort of T*S / 2^17 numbers in a ca
 
 **Constant max logit.** Where scores are known to stay within 60 of a constant, it may take the place of m: nothing to
 search for, nothing to rescale. A sum below 2^-96 or above 2^96 is not trusted (float32 ends at 2^+-126): the row gets
-zeros, and an lse of -inf or +inf, which `out_of_range` counts. A row that sees no key is none of these.
+NaN, and an lse of -inf or +inf, which `out_of_range` counts. A row that sees no key is none of these.
 
 **Attention sinks** (Xiao et al. 2023, arXiv:2309.17453; a learned logit in gpt-oss): one more term exp(sink) in the
 denominator of each head. That is a factor sigmoid(lse - sink) of out, outside of the kernel.
@@ -114,7 +114,8 @@ def flash_attention(
       causal, window, prefix: the mask, as for `masks.visible`; prefix is one number or an array_B.
       segment_ids: (ids_BT, ids_BS): a query sees only keys of its own document. Fastest if they do not decrease.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.
-      max_logit: takes the place of the largest score (after the cap) of every row. Count what is `out_of_range`.
+      max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
+        gets NaN, and is counted by `out_of_range`.
       sinks: array_N, a logit in the denominator of each head; None is none.
       q_offset: position of the first query among the keys; may be traced.
       scale: of the scores, H**-0.5 if None.
@@ -137,7 +138,7 @@ def flash_attention(
 def out_of_range(lse_BNT: jax.Array) -> jax.Array:
     """Number of rows (of one query and one head) that max_logit was too low (+inf) or too high (-inf) for.
 
-    Their output is zeros and they send no gradient back: a step with any of them should be thrown away or logged.
+    Their output is NaN, so that a step with any of them is seen and thrown away, and they send no gradient back.
     """
     return jnp.isinf(lse_BNT).sum()
 
@@ -537,7 +538,8 @@ def _finish(p, out, lse, state):
             value = jnp.where(saw & (total < 1 / TRUSTED), -jnp.inf, jnp.where(total > TRUSTED, jnp.inf, value))
         known = saw & ~jnp.isinf(value)
         lse[:, _rows(c, p.blocks.queries)] = value
-        mean = jnp.where(known, state.sums[c] / jnp.where(known, total, 1.0), 0.0)
+        unknown = 0.0 if p.max_logit is None else jnp.where(saw, jnp.nan, 0.0)
+        mean = jnp.where(known, state.sums[c] / jnp.where(known, total, 1.0), unknown)
         out[_rows(c, p.blocks.queries)] = mean.astype(out.dtype).T
 
     _for_each(p.blocks.q_rows // p.blocks.queries, one_chunk)
