@@ -11,7 +11,8 @@ decides while the program runs. Pallas is the way to write the loops oneself: wh
 computed beside what. To be read in this order:
 
     dense.py           a matmul: grid, blocks, accumulator, and the distance from the limit of the matrix units
-    gmm.py             its rows in groups, each times a matrix of its own (and tgmm, the gradient of the matrices)
+    groups.py          rows in groups as tiles: a list that is made while the program runs
+    gmm.py             each group's rows times a matrix of its own (and tgmm, the gradient of the matrices)
     flash.py           attention, forward: a running softmax, tiles in a list, software pipelining
     flash_backward.py  its gradient: five matmuls a tile, and no partial sum in HBM
     remote_dma.py      collectives that write into the memory of other chips
@@ -44,7 +45,7 @@ import bundles
 import compiler_flags
 import flash
 import flash_backward
-import gmm as grouped
+import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
@@ -117,32 +118,32 @@ def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blo
     return kernel.cycles(executions, moved_bytes=moved).total / 2
 
 
-def _gmm_choices(s: dict) -> Iterator[grouped.Tiles]:
+def _gmm_choices(s: dict) -> Iterator[groups.Tiles]:
     rule = _gmm_rule(s)
-    for rows, cols in product((128, 256, 384, 512, 640, 768, 1024), grouped.widths(s["N"])):
+    for rows, cols in product((128, 256, 384, 512, 640, 768, 1024), groups.widths(s["N"])):
         if cols >= min(512, s["N"]) and rows % rule.step == 0:
             yield rule._replace(rows=rows, cols=cols)
 
 
-def _gmm_rule(s: dict) -> grouped.Tiles:
-    return grouped.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
+def _gmm_rule(s: dict) -> groups.Tiles:
+    return groups.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
 
 
-def _gmm_job(s: dict, tiles: grouped.Tiles) -> tuple[str, dict]:
+def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
     return "gmm:build_gmm", dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
 
 
-def _tgmm_choices(s: dict) -> Iterator[grouped.TgmmTiles]:
-    for rows, k, n, outs in product((256, 512, 1024), grouped.widths(s["K"]), grouped.widths(s["N"]), (1, 2)):
+def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
+    for rows, k, n, outs in product((256, 512, 1024), groups.widths(s["K"]), groups.widths(s["N"]), (1, 2)):
         if k >= min(512, s["K"]) and n >= min(512, s["N"]):
-            yield grouped.TgmmTiles(rows, k, n, outs)
+            yield groups.TgmmTiles(rows, k, n, outs)
 
 
-def _tgmm_rule(s: dict) -> grouped.TgmmTiles:
-    return grouped.default_tgmm_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
+def _tgmm_rule(s: dict) -> groups.TgmmTiles:
+    return groups.default_tgmm_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
 
 
-def _tgmm_job(s: dict, tiles: grouped.TgmmTiles) -> tuple[str, dict]:
+def _tgmm_job(s: dict, tiles: groups.TgmmTiles) -> tuple[str, dict]:
     return "gmm:build_tgmm", dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
 
 
@@ -155,8 +156,8 @@ def ragged(M: int, E: int) -> list[int]:
 
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     sizes = ragged(s["M"], s["E"])
-    executions = grouped.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    moved = grouped.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -178,14 +179,14 @@ TUNABLES = {
     "gmm": Tunable(
         _gmm_rule,
         _gmm_choices,
-        lambda s, tiles: grouped.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        lambda s, tiles: groups.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
         _gmm_job,
         partial(_grouped_cycles, "gmm"),
     ),
     "tgmm": Tunable(
         _tgmm_rule,
         _tgmm_choices,
-        lambda s, tiles: grouped.tgmm_vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        lambda s, tiles: groups.tgmm_vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
         _tgmm_job,
         partial(_grouped_cycles, "tgmm"),
     ),

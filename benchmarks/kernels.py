@@ -49,7 +49,7 @@ import bundles
 import dense
 import flash
 import flash_backward
-import gmm
+import groups
 import masks
 
 COLUMNS = ("ironwood", "jax", "tokamax")
@@ -204,9 +204,9 @@ def grouped(column: str, which: str) -> Call:
 
 def read_grouped(which: str, report: bundles.Report) -> float:
     kernel, shape = report.kernel(which), (M, K, N)
-    tiles = (gmm.default_tiles if which == "gmm" else gmm.default_tgmm_tiles)(*shape, len(RAGGED), "bfloat16")
-    executions = gmm.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
-    return kernel.cycles(executions, moved_bytes=gmm.moved_bytes(RAGGED, *shape, tiles, "bfloat16")).total
+    tiles = (groups.default_tiles if which == "gmm" else groups.default_tgmm_tiles)(*shape, len(RAGGED), "bfloat16")
+    executions = groups.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
+    return kernel.cycles(executions, moved_bytes=groups.moved_bytes(RAGGED, *shape, tiles, "bfloat16")).total
 
 
 def read_megablox(which: str, report: bundles.Report) -> float:
@@ -254,7 +254,7 @@ def both(one: dict, other: dict) -> dict[str, tuple[Call, ...]]:
 def rows() -> list[Row]:
     ideal = dense.mxu_cycles(M, K, N, "bfloat16")
     starts = np.cumsum(RAGGED) - RAGGED
-    passes = int(np.sum(-(-(starts % 16 + RAGGED) // gmm.MXU)))  # of 256 rows, from the first row's register on
+    passes = int(np.sum(-(-(starts % 16 + RAGGED) // groups.MXU)))  # of 256 rows, from the first row's register on
     by_jax = lambda which: of_each(partial(grouped, which=which), COLUMNS[:2])
     whole, needed = (8192 // BLOCK) ** 2, 2 * (32768 // BLOCK) - 1
     unmasked = of_each(forward, causal=False)
@@ -288,11 +288,11 @@ def rows() -> list[Row]:
         Row("gmm, ragged, x ideal", "x", by_jax("gmm"), 1.08, figure=lambda cycles: cycles / ideal),
         Row("tgmm, ragged, x ideal", "x", by_jax("tgmm"), 1.08, figure=lambda cycles: cycles / ideal),
         Row(
-            f"tgmm, ragged, x its {passes} passes of 256 rows, {passes * gmm.MXU / M:.3f} x ideal",
+            f"tgmm, ragged, x its {passes} passes of 256 rows, {passes * groups.MXU / M:.3f} x ideal",
             "x",
             by_jax("tgmm"),
             1.08,
-            figure=lambda cycles: cycles / (ideal * passes * gmm.MXU / M),
+            figure=lambda cycles: cycles / (ideal * passes * groups.MXU / M),
         ),
         Row("dense 8192^3, bf16, of the MXU limit", "share", {"ironwood": (square("bfloat16"),)}, 0.92),
         Row("dense 8192^3, fp8, of the MXU limit", "share", {"ironwood": (square("float8_e4m3fn"),)}, 0.95),

@@ -16,8 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import bundles
 import gmm as module
+import groups
 from config import PRESETS, from_preset
-from gmm import TgmmTiles, Tiles, gmm, tgmm
+from gmm import gmm, tgmm
+from groups import TgmmTiles, Tiles
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = Tiles(rows=64, cols=128, step=32)
@@ -218,48 +220,7 @@ def test_on_a_mesh_with_the_check_of_varying_axes():
     check(drhs, sum(expected_tgmm(lhs[s], dout[s], of) for s, of in shards), 512)
 
 
-# -- plans and tiles
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "here"), [(8, 8), (16, 3), (32, 5)])
-def test_every_row_is_written_once(unit, here):
-    rng = np.random.default_rng(0)
-    tiles = Tiles(rows=128, cols=128, step=32)
-    plan_of = jax.jit(lambda sizes, offset: module.plan_of(sizes, offset, here, 1024, unit, tiles.step, tiles))
-    for _ in range(100):
-        sizes = rng.multinomial(int(rng.integers(0, 1025)), rng.dirichlet(np.full(8, 0.5)))
-        offset = int(rng.integers(0, 8 - here + 1))
-        plan = jax.tree.map(np.asarray, plan_of(sizes, offset))
-        num_tiles, _, begin, end = plan.totals
-        assert num_tiles <= module.most_tiles(1024, here, unit, tiles.rows), sizes
-        written = np.zeros(1024 // unit, int)
-        written[: begin // unit] += 1
-        written[-(-end // unit) :] += 1
-        for t in range(num_tiles):
-            assert plan.tile_blocks[t] * unit <= module.heights(tiles)[plan.tile_height[t]] <= tiles.rows
-            written[plan.tile_block[t] :][: plan.tile_write[t]] += 1
-        assert (written == 1).all(), (sizes, offset)
-
-
-def test_counts_of_tiles():
-    counts = module.tile_counts([1024, 0, 1000], 2048, Tiles(512, 128, 32), BF16, passes=3)
-    found = {name: count for name, count in counts.items() if count}
-    assert found == {"tile": 12, "first of group": 6, "last of group": 6, "512 rows": 12}
-    counts = module.tile_counts([1024, 0, 700], 2048, TgmmTiles(512, 128, 128), BF16)
-    assert {name: count for name, count in counts.items() if "finish" in name} == {"finish 256": 1, "finish 512": 1}
-    assert counts["add"] == 2
-
-
-@pytest.mark.parametrize(("K", "N"), [(4096, 14336), (14336, 4096), (7168, 2048), (2880, 2880), (128, 128), (100, 90)])
-@pytest.mark.parametrize("dtype", [F32, BF16, E4M3])
-def test_default_tiles_fit(K, N, dtype):
-    if dtype == F32 and 2880 in (K, N):
-        with pytest.raises(ValueError, match="more than the limit of 62,914,560"):  # 2880 is no multiple of 128
-            module.default_tgmm_tiles(8192, K, N, 8, dtype)
-        return
-    module.check_tiles(module.default_tiles(8192, K, N, 8, dtype, BF16), K, N, dtype, BF16)
-    module.check_tgmm_tiles(module.default_tgmm_tiles(8192, K, N, 8, dtype, BF16), K, N, dtype, BF16)
+# -- what does not fit
 
 
 @pytest.mark.parametrize(
@@ -328,12 +289,12 @@ def test_cycles_of_gmm():
     do between its tiles.
     """
     M, K, N = 8192, 4096, 512
-    kernel, tiles = bundles.measure("gmm:build_gmm", N=N).kernel("gmm"), module.default_tiles(M, K, N, 8, BF16)
-    assert kernel.vmem_bytes == module.vmem_bytes(tiles, K, N, BF16, BF16) - module.SPILL_BYTES  # spills nothing
+    kernel, tiles = bundles.measure("gmm:build_gmm", N=N).kernel("gmm"), groups.default_tiles(M, K, N, 8, BF16)
+    assert kernel.vmem_bytes == groups.vmem_bytes(tiles, K, N, BF16, BF16) - groups.SPILL_BYTES  # spills nothing
     rng = np.random.default_rng(0)
     for sizes in (RAGGED, [1024] * 8, *rng.multinomial(M, rng.dirichlet(np.full(8, 20.0), 8))[:4]):
-        counts = module.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=module.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = groups.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=groups.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert ideal_cycles(M, K, N) < cycles.compute < 1.18 * ideal_cycles(M, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 
@@ -343,14 +304,14 @@ def test_cycles_of_tgmm():
     """At most 1.4 times the passes of 256 rows that these sizes need; of 4096 x 1536 benchmarks/kernels.py has 1.08."""
     M, K, N = 8192, 1024, 512
     kernel = bundles.measure("gmm:build_tgmm", K=K, N=N).kernel("tgmm")
-    tiles = module.default_tgmm_tiles(M, K, N, 8, BF16)
-    estimate = module.tgmm_vmem_bytes(tiles, K, N, BF16, BF16)
-    assert estimate - module.SPILL_BYTES <= kernel.vmem_bytes <= estimate
+    tiles = groups.default_tgmm_tiles(M, K, N, 8, BF16)
+    estimate = groups.tgmm_vmem_bytes(tiles, K, N, BF16, BF16)
+    assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
     for sizes in (RAGGED, [1024] * 8):
         starts = np.cumsum(sizes) - sizes
         passes = sum(-(-(start % 16 + size) // 256) for start, size in zip(starts, sizes, strict=True))
-        counts = module.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=module.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = groups.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=groups.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert cycles.compute < 1.4 * ideal_cycles(256 * passes, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 
@@ -371,7 +332,7 @@ def test_compiles_for_the_experts_of(preset):
     config = from_preset(preset)
     D, F, groups = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
-        rows = module.default_tiles(8192, K, N, groups, BF16, transpose_rhs=transpose_rhs).rows
+        rows = groups.default_tiles(8192, K, N, groups, BF16, transpose_rhs=transpose_rhs).rows
         program = compile_for_tpu7x(*build(K=K, N=N, groups=groups, transpose_rhs=transpose_rhs, step=rows // 2))
         assert "tpu_custom_call" in program
     assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=groups, rows=256))

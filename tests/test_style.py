@@ -17,7 +17,8 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 # A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
 FLOORS = [
     {"presets", "published"},
-    {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"} | {"pipeline"},
+    {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
+    | {"pipeline", "groups"},
     {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer", "checkpoint"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
@@ -32,7 +33,7 @@ FLOORS = [
 ]
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
 LEAVES |= {"dense", "kernels", "remote_dma", "interconnect", "matmul", "placement", "spatial", "hlo", "schedule"}
-LEAVES |= {"timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
+LEAVES |= {"groups", "timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
 
 
 # -- names that are shapes

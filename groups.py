@@ -1,0 +1,307 @@
+"""Groups of rows as tiles: where a grouped matmul cuts them, how large tiles are, and what they cost.
+
+**Idea.** A router's groups begin and end anywhere, and where is known only when the program runs. On a fixed grid of
+tiles (as in `megablox`, which comes with JAX) a tile with rows of two groups is computed twice, and masked: with 1024
+rows a group, a grid of 512 rows does 1.44 times the work, one of 128 rows 1.11 times, but a matmul of so few rows keeps
+the matrix units busy 0.92 of the time only. So each group has tiles of its own:
+
+    group 0          group 1                  group 2          rows, of which a register holds 8, 16 or 32
+    |---------------|------------------------|--------|
+    [ tile ][ tile ]
+                  [  tile   ][  tile   ]                       a tile begins at the register of its group's first row
+                                        [ tile  ]              and is as high as there is code for (`heights`)
+
+A group has the fewest tiles, nearly equal in height. The list (`plan_of`) is made of jnp, beside the kernels of gmm.py
+that walk through it; it is as long as there can be tiles (`most_tiles`), and says how many of them there are.
+
+**Sizes.** All that a kernel holds in VMEM is a list of buffers, the kernel's own (`gmm_buffers`, `tgmm_buffers`), so
+that what they take is counted from what they are. The rules (`default_tiles`, `default_tgmm_tiles`) were found by
+compiled cycles; tuned.py has what a search found for a shape.
+
+**Cost.** For group sizes that are given, as to rank tiles: how often each part of a compiled kernel is executed
+(`executions`, for bundles.py), and what passes between HBM and VMEM (`moved_bytes`).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+MXU = 256  # rows and columns of a matrix unit, of which a core has two
+VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of a core; the rest is left to the compiler
+LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
+SPILL_BYTES = 2 * 2**20  # at most 0.5 MiB in the kernels compiled so far
+LEAST_ROWS = MXU // 2  # below, a matmul takes as long as bringing its stationary operand into the matrix units
+
+
+class Tiles(NamedTuple):
+    """Of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never cut."""
+
+    rows: int  # of a tile at most; a multiple of step
+    cols: int  # N, or a multiple of 128 that divides N
+    step: int = 32  # there is code for heights that are multiples of it; a multiple of a register's rows
+
+
+class TgmmTiles(NamedTuple):
+    """Of tgmm: out[k, n] += lhs[rows, k]^T . dout[rows, n]."""
+
+    rows: int  # of a tile at most; a multiple of 256, in which the sum runs through the matrix units
+    k: int  # K, or a multiple of 128 that divides K
+    n: int  # N, likewise
+    outs: int = 2  # results in VMEM: 2, or 1, which waits for the last one to be written
+
+
+# -- tiles
+
+
+def heights(tiles: Tiles | TgmmTiles) -> list[int]:
+    """Heights of a tile that there is code for. Of gmm, fewer below half of rows, where only small groups need them."""
+    if isinstance(tiles, TgmmTiles):
+        return list(range(MXU, tiles.rows + 1, MXU))
+    half = pl.cdiv(tiles.rows // 2, tiles.step) * tiles.step
+    return [*range(min(LEAST_ROWS, half), half, 2 * tiles.step), *range(half, tiles.rows + 1, tiles.step)]
+
+
+def register_rows(*dtypes) -> int:
+    """Rows of a register (8 x 128 x 4 bytes) of the narrowest type: a DMA starts and ends at multiples of them."""
+    return 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes)
+
+
+def _padded_bytes(shape: Sequence[int], dtype) -> int:
+    """Of an array in VMEM, whose last two dims are whole registers (a single row takes but one row of them)."""
+    *outer, rows, cols = shape
+    unit = 1 if rows == 1 else register_rows(dtype)
+    return int(np.prod(outer)) * pl.cdiv(rows, unit) * unit * pl.cdiv(cols, 128) * 128 * jnp.dtype(dtype).itemsize
+
+
+def gmm_buffers(
+    tiles: Tiles, K, N, dtype, out_dtype, rhs_dtype=None, transpose_rhs=False, lhs_scale=False, rhs_scale=False
+):
+    """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
+    unit = register_rows(dtype, out_dtype)
+    return dict(
+        lhs=((2, tiles.rows, K), dtype),
+        rhs=((2, tiles.cols, K) if transpose_rhs else (2, K, tiles.cols), rhs_dtype or dtype),
+        lhs_scale=((2, tiles.rows, 1), jnp.float32) if lhs_scale else None,
+        rhs_scale=((2, 1, tiles.cols), jnp.float32) if rhs_scale else None,
+        out=((2, tiles.rows, tiles.cols), out_dtype),
+        shared=((unit, tiles.cols), out_dtype),
+        zeros=((unit, N), out_dtype),
+    )
+
+
+def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scale=False):
+    unit = register_rows(out_dtype)
+    return dict(
+        lhs=((2, tiles.rows, tiles.k), dtype),
+        dout=((2, tiles.rows, tiles.n), dout_dtype or dtype),
+        scale=((2, 1, tiles.n), jnp.float32) if scale else None,
+        sum=((tiles.k, tiles.n), jnp.float32),
+        out=((tiles.outs, tiles.k, tiles.n), out_dtype),
+        zeros=((K if K % unit else unit, N), out_dtype),
+    )
+
+
+def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
+    """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while.
+
+    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), as flags.
+    """
+    return _bytes_of(gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+
+
+def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds) -> int:
+    """Likewise of `tgmm`. kinds: scale, a flag."""
+    return _bytes_of(tgmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+
+
+def _bytes_of(buffers):
+    return sum(_padded_bytes(*buffer) for buffer in buffers.values() if buffer) + SPILL_BYTES
+
+
+def widths(size: int) -> list[int]:
+    """In how wide pieces a dim can be cut: all of it, or a multiple of 128 that divides it."""
+    return [size] + [width for width in range((size - 1) // 128 * 128, 0, -128) if size % width == 0]
+
+
+def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:
+    """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest."""
+    out_dtype = out_dtype or dtype
+    step = max(32, register_rows(dtype, out_dtype))
+    most = min(640, pl.cdiv(M, step) * step)
+    rows = [most] + [rows for rows in (512, 384, 256, 128, 64, 32) if rows < most]
+    fitting = [
+        tiles
+        for tiles in (Tiles(r, c, step) for r in rows for c in widths(N))
+        if vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES
+    ]
+    if not fitting:
+        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, **kinds)  # says why
+    return max(fitting, key=lambda t: (t.rows * t.cols, t.cols))
+
+
+def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> TgmmTiles:
+    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least."""
+    out_dtype = out_dtype or dtype
+    rows = range(MXU, min(1024, pl.cdiv(M, MXU) * MXU) + 1, MXU)
+    sizes = [(k, n) for k in widths(K) for n in widths(N)]
+    tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
+    size = lambda t: (t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
+    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES]
+    if not fitting:
+        check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, **kinds)
+    return max(fitting, key=size)
+
+
+def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, **kinds):
+    """Raises ValueError: tiles do not divide what they must, or take more VMEM than there is."""
+    unit = register_rows(dtype, out_dtype)
+    if tiles.cols not in widths(N):
+        raise ValueError(f"{tiles}: cols must be N or a multiple of 128 that divides it, of {N} one of {widths(N)}")
+    if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
+        raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
+    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+        raise ValueError(
+            f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_LIMIT_BYTES:,}: "
+            "take fewer rows or cols, or cut K into parts and add their results"
+        )
+
+
+def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
+    for name, width, size in (("k", tiles.k, K), ("n", tiles.n, N)):
+        if width not in widths(size):
+            raise ValueError(f"{tiles}: {name} must be {size} or a multiple of 128 that divides it: {widths(size)}")
+    if tiles.rows % MXU or tiles.rows <= 0:
+        raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
+    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+        raise ValueError(
+            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_LIMIT_BYTES:,}: take less of any"
+        )
+
+
+# -- which tile belongs to which group
+
+
+class Plan(NamedTuple):
+    """Of the tiles, one after the other, and of the groups that have rows and are wanted. A block: rows of a register.
+
+    All int32 [tiles at most] or [groups], in SMEM, where the scalar unit reads them.
+    """
+
+    totals: jax.Array  # tiles, groups, first row, end of the last row
+    tile_group: jax.Array  # which of the groups, in the order of those that have rows
+    tile_block: jax.Array  # where it starts: the first tile of a group with the block that holds the group's first row
+    tile_blocks: jax.Array  # its blocks that hold rows of the group
+    tile_write: jax.Array  # of these, the ones to write: not the last one, if the next group has rows in it
+    tile_height: jax.Array  # the height in which it is computed, an index in `heights`
+    group_expert: jax.Array
+    group_start: jax.Array  # row
+    group_end: jax.Array
+
+
+def most_tiles(num_rows: int, num_groups: int, unit: int, rows: int) -> int:
+    """Of any group sizes: each group has one tile that may be small, and shares a block at either end."""
+    return (num_rows + 2 * unit * num_groups) // rows + num_groups
+
+
+def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step: int, tiles) -> Plan:
+    """Cuts each group into the fewest tiles, of equal height but for the last one, which has what is left.
+
+    Args:
+      group_sizes: [E]. Groups [offset, offset + num_groups) are wanted.
+      unit: rows of a block.
+      step: heights of tiles are multiples of it, but for the last one of a group.
+    """
+    per_tile, per_step = tiles.rows // unit, step // unit
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
+    wanted = partial(lax.dynamic_slice, start_indices=(offset,), slice_sizes=(num_groups,))
+    ends, starts = wanted(ends), wanted(jnp.concatenate([jnp.zeros_like(ends, shape=1), ends[:-1]]))
+    some = ends > starts
+    expert = jnp.argsort(~some, stable=True)  # those without rows last
+    ordinal = jnp.cumsum(some, dtype=jnp.int32) - 1
+    groups = ordinal[-1] + 1
+
+    first = starts // unit
+    blocks = jnp.where(some, pl.cdiv(ends, unit) - first, 0)
+    count = pl.cdiv(blocks, per_tile)  # tiles of each
+    height = pl.cdiv(pl.cdiv(blocks, jnp.maximum(count, 1)), per_step) * per_step
+    before = jnp.cumsum(count) - count
+
+    t = jnp.arange(most_tiles(num_rows, num_groups, unit, tiles.rows), dtype=jnp.int32)
+    g = jnp.minimum(jnp.searchsorted(before + count, t, side="right"), num_groups - 1)
+    nth = t - before[g]
+    block = first[g] + nth * height[g]
+    size = jnp.minimum(height[g], first[g] + blocks[g] - block)
+    is_shared = (nth == count[g] - 1) & (ends[g] % unit > 0) & (ordinal[g] < groups - 1)
+    bucket = jnp.searchsorted(jnp.asarray(heights(tiles)), size * unit)
+
+    begin = jnp.min(jnp.where(some, starts, num_rows))
+    end = jnp.max(jnp.where(some, ends, 0))
+    totals = jnp.stack([jnp.sum(count), groups, jnp.minimum(begin, end), end])
+    found = Plan(totals, ordinal[g], block, size, size - is_shared, bucket, expert, starts[expert], ends[expert])
+    return Plan(*(each.astype(jnp.int32) for each in found))
+
+
+def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
+    """{region: executions} in a call of the kernel for these group sizes: what `bundles.py` wants to know."""
+    unit = register_rows(dtype, out_dtype or dtype)
+    step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
+    shape = (0, len(group_sizes), num_rows, unit, step, tiles)
+    plan = jax.jit(lambda sizes: plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
+    num_tiles, num_groups = int(plan.totals[0]), int(plan.totals[1])
+    group, bucket = (np.asarray(x)[:num_tiles] for x in (plan.tile_group, plan.tile_height))
+    is_last = np.diff(group, append=num_groups) > 0
+    names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
+    if isinstance(tiles, TgmmTiles):
+        names["add"] = int(np.sum(~is_last))
+        for k, height in enumerate(heights(tiles)):
+            names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
+    else:
+        names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(heights(tiles))}
+    return {name: passes * count for name, count in names.items()}
+
+
+def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
+    """Of the regions of a compiled kernel (of bundles.py) that depend on the group sizes, for its `cycles`.
+
+    Of a named region as counted; of a branch that leads to such, the sum of theirs; of any other one in the loop over
+    tiles, the number of tiles.
+    """
+    passes = K // tiles.k * (N // tiles.n) if isinstance(tiles, TgmmTiles) else N // tiles.cols
+    counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
+    loop = kernel.region("tile")
+
+    def inside(region):
+        return [each for child in region.children for each in (child, *inside(child))]
+
+    def of(region):
+        if known := [counts[name] for name in region.names if name in counts]:
+            return known[0]
+        named = [name for each in inside(region) for name in each.names if name in counts]
+        if "tile" in named:
+            return 1
+        if named:
+            return sum(counts[name] for name in named)
+        return counts["tile"] if loop.first <= region.first <= loop.last else 0
+
+    return [of(region) for region in kernel.unknown()]
+
+
+def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> int:
+    """Between HBM and VMEM, in a call of the kernel for these group sizes."""
+    out_dtype = out_dtype or dtype
+    of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
+    sizes = np.asarray(group_sizes)
+    unit = register_rows(dtype, out_dtype)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
+    if isinstance(tiles, TgmmTiles):
+        return rows * (K * (N // tiles.n) + N * (K // tiles.k)) * of_in + len(sizes) * K * N * of_out
+    experts = int(np.sum(sizes > 0))
+    return (rows * K * (N // tiles.cols) + experts * K * N) * of_in + num_rows * N * of_out
