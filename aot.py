@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import compiled
 import compiler_flags
@@ -56,6 +57,9 @@ from hardware import Chip, by, parse_topology, si
 from step import GiB, Prediction, predict
 from workload import run_of
 
+if TYPE_CHECKING:
+    import jax
+
 DOES_NOT_FIT = 3  # exit status
 MARGIN = 1.1  # a step is refused without being compiled if its predicted memory is past the limit by this factor
 
@@ -71,7 +75,24 @@ class DoesNotFitError(ValueError):
 # -- compiling
 
 
-def lower_step(config: Config, topology: str, num_slices: int = 1):
+class Lowered(NamedTuple):
+    """A step before it is compiled."""
+
+    program: "jax.stages.Lowered"
+    devices: list  # of the mesh, in its order, which the program's text does not have
+
+    def key(self, flags: dict[str, str]) -> str:
+        """The same for what compiles to the same."""
+        import jax
+        import libtpu
+
+        places = [(d.device_kind, getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in self.devices]
+        content = [self.program.as_text(), json.dumps(places), json.dumps(flags, sort_keys=True)]
+        content += [jax.__version__, libtpu.__version__]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     """The step of train.py for the devices of a topology, as jax lowers it: nothing is compiled yet, or made.
 
     Raises:
@@ -100,21 +121,18 @@ def lower_step(config: Config, topology: str, num_slices: int = 1):
     dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
     shape = (config.batch, config.seq_len)
     batch = data.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in dtypes))
-    return train.make_train_step(config, mesh).lower(state, batch)
+    return Lowered(train.make_train_step(config, mesh).lower(state, batch), list(mesh.devices.flat))
 
 
-def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
+def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
     """What the compiled program needs, and its HLO in the order of execution; from `cache` if it was compiled before.
 
     Raises:
       DoesNotFitError: the compiler refused it for want of memory.
     """
     import jax
-    import libtpu
 
-    versions = [jax.__version__, libtpu.__version__]
-    content = "\n".join([lowered.as_text(), json.dumps(flags, sort_keys=True), *versions])
-    kept = Path(cache).expanduser() / "aot" / hashlib.sha256(content.encode()).hexdigest() if cache else None
+    kept = Path(cache).expanduser() / "aot" / lowered.key(flags) if cache else None
     if kept and (kept / "found.json").exists():
         memory = json.loads((kept / "found.json").read_text())
         return memory | {"cached": True}, gzip.decompress((kept / "program.hlo.gz").read_bytes()).decode()
@@ -122,7 +140,7 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder} | compiler_flags.compiler_options(flags)
         try:
-            executable = lowered.compile(compiler_options=options)
+            executable = lowered.program.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -150,9 +168,9 @@ def compile_step(lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]
     return memory, program
 
 
-def kernels_of(lowered) -> list[dict[str, str]]:
+def kernels_of(lowered: Lowered) -> list[dict[str, str]]:
     """What the project's own kernels in a program that is not compiled yet say of themselves (tuned.metadata)."""
-    said = re.findall(r'kernel_metadata = "([^"]*tuned_key[^"]*)"', lowered.as_text())
+    said = re.findall(r'kernel_metadata = "([^"]*tuned_key[^"]*)"', lowered.program.as_text())
     plain = (re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), text) for text in said)
     return [json.loads(text) for text in dict.fromkeys(plain)]
 

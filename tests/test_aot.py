@@ -7,14 +7,17 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jax.experimental import topologies
 
 import aot
 import hlo
 import liveness
 import placement
 import schedule
+import sharding
 import transformer
 from config import Config, from_preset
 
@@ -158,6 +161,20 @@ def test_what_crosses_slices_is_what_is_predicted(flags):
         message = 2 * b * config.seq_len * config.model_dim
         expected = 2 * (config.microbatches + 1) * message + 4 * tables / 8
     assert sent == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order():
+    """Its text knows the mesh, and not which chips and cores that is made of."""
+    program = SimpleNamespace(as_text=lambda: "module")
+    of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    devices = {name: of(name) for name in ("tpu7x:2x2x1", "v6e:2x4", "v6e:4x2")}
+    sizes = placement.parse_mesh("fsdp:4,tensor:2")
+    order = lambda core_axis: sharding.make_mesh(sizes, devices["tpu7x:2x2x1"], core_axis).devices.flat
+    lowered = [aot.Lowered(program, list(order(axis))) for axis in ("", "tensor", "fsdp")]
+    lowered += [aot.Lowered(program, list(its)) for name, its in devices.items() if name != "tpu7x:2x2x1"]
+    keys = [it.key({}) for it in lowered]
+    assert keys[0] == keys[1] and len({*keys}) == len(keys) - 1
+    assert lowered[0].key({"xla_flag": "true"}) not in keys
 
 
 def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> None:

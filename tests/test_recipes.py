@@ -121,7 +121,7 @@ def test_the_same_config_for_every_program(name, monkeypatch, capsys):
 def test_the_step_is_made_of_it(name):
     """All layers, lowered for the slice: what is left is the compiler's part."""
     recipe = RECIPES[name]
-    text = aot.lower_step(from_recipe(name), recipe.topology, recipe.num_slices).as_text()
+    text = aot.lower_step(from_recipe(name), recipe.topology, recipe.num_slices).program.as_text()
     devices = math.prod(recipes.predicted(name).of.sizes.values())
     assert re.search(r"mhlo.num_partitions = (\d+)", text)[1] == str(devices)
 
