@@ -142,12 +142,12 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
 
 @pytest.mark.parametrize("key", compiled.read())
 def test_predictions_are_near_what_was_compiled(key):
-    """The key is today's; memory within 15%, and steps within 20%."""
+    """The key is today's; memory within 15%, and steps within 20%, of which a flag of the compiler is not predicted."""
     its, expected = compiled.read()[key], compiled.prediction_of(key)
     assert compiled.key_of(expected) == key
     if needed := compiled.memory_of(its):
         assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
-    if its["fits"]:
+    if its["fits"] and expected.of.config.xla_flags in ("none", "recommended"):
         assert expected.step_s == pytest.approx(its["step_s"], rel=0.2)
 
 

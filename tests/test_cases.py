@@ -1,0 +1,43 @@
+"""The page of case studies: its tables are today's, and say of each run what its text says."""
+
+import re
+
+import pytest
+
+import compiled
+from benchmarks import cases
+
+PAGE = cases.PAGE.read_text()
+
+
+def test_every_case_is_on_the_page_once():
+    assert re.findall(r"<!-- case: (.+) -->", PAGE) == list(cases.CASES)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_its_table_is_the_one_of_today(name):
+    block = re.search(rf"<!-- case: {name} -->\n(.*?)\n<!-- end -->", PAGE, re.DOTALL)[1]
+    assert block == cases.table(name)
+
+
+def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
+    """A compiler's flag has a compiled step and no predicted one; what does not fit has only its memory."""
+    kept = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
+    monkeypatch.setattr(compiled, "find", lambda _: kept)
+    rows = cases.table("vmem").splitlines()[4:]
+    assert all(row.endswith("| 2.000 s | 50.0% | 25.0% | 2.0 |") for row in rows)
+    assert [row.count("|  |  |  |  |") for row in rows] == [1, 0, 1, 1]
+    assert "| 128k, `minimal` | does not fit |  |  | 367.2 |" in cases.table("length")
+
+
+def test_what_is_missing_is_asked_for_if_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiled, "ask", lambda its: asked.append(its) or dict(fits=False))
+    assert cases.table("cores", compile_missing=True).endswith("| refused |  |  |  |")
+    assert [its.of.config.core_axis for its in asked] == ["", "fsdp", ""]
+
+
+def test_a_case_that_is_none(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cases.main(["speed"])
+    assert "there is no 'speed'; there are offload" in capsys.readouterr().err
