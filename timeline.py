@@ -27,6 +27,7 @@ import re
 import statistics
 import sys
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -226,7 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if predicted and "by_category_s" not in predicted:
             raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
         profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
-        events = list(read(profile.planes))
+        with warnings.catch_warnings():  # jaxlib 0.12 has types of its own to warn of
+            warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+            events = list(read(profile.planes))
         found = summarize(events, program)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -122,7 +122,6 @@ def test_planes_of_hosts_and_of_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__")  # of jaxlib 0.12, on its own types
 def test_a_profiled_run_is_read(tmp_path, capsys):
     """Its matmuls are those of the model: 6 FLOPs a weight and token, attention with all keys, which it masks."""
     options = dict(mesh="fsdp:8", steps=5, sample=0, eval_batches=0, profile_dir=str(tmp_path), compilation_cache="")
