@@ -5,9 +5,10 @@ Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/iron
 target: its mesh, microbatches and recomputation are planner.py's.
 
 **What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
-where it has one (`use_max_logit_estimate`), is left out: `--attention=flash --max_logit=30` brings it, and overflows
-if a logit is far beyond. Its compiler flags are those that compiler_flags.py explains, the group nearest to theirs.
-What else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py tells.
+where it has one (`use_max_logit_estimate`), is left out: `--attention=flash --max_logit=30` brings it, and makes
+NaN if a row's logits are far from it. Its compiler flags are those that compiler_flags.py explains, the group nearest
+to theirs. What else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py
+tells.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Recipe:
 
 _OF = "tpu-recipes, training/ironwood/"
 _LONG_8B = f"{_OF}Llama3.1-8B-LongContext-Maxtext, its table's row of 1M; no figures"
+_WIDE_HEADS = "16 heads of 256, and 4 for keys, as published, where Llama 3.1 8B has 32 of 128, and 8"
 _TARGET = "a target, after planner.py"
 _IN_8_BITS = "a target: the same in 8 bits"
 
@@ -66,9 +68,15 @@ RECIPES: dict[str, Recipe] = {
         source="tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-64",
         measured_step_s=5.652,  # its TFLOP/s count attention's whole square
     ),
-    "llama3.1-8b-1m-bf16": Recipe(preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M, source=_LONG_8B),
+    "llama3.1-8b-1m-bf16": Recipe(
+        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M, source=_LONG_8B, differs=_WIDE_HEADS
+    ),
     "llama3.1-8b-1m-fp8": Recipe(
-        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M | dict(fp8="dynamic"), source=_IN_8_BITS
+        preset="llama3.1-8b",
+        topology="tpu7x:4x4x4",
+        flags=_8B_1M | dict(fp8="dynamic"),
+        source=_IN_8_BITS,
+        differs=_WIDE_HEADS,
     ),
     "llama3.1-70b-8k-bf16": Recipe(
         preset="llama3.1-70b",

@@ -126,7 +126,7 @@ def say_better(its: dict) -> str:
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """MFU of each recipe, predicted, compiled and measured, as a picture. Raises ValueError: there is no matplotlib."""
+    """MFU of each recipe and of what was measured, as a picture. Raises ValueError: there is no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -136,8 +136,9 @@ def plot(rows: list[dict], path: str) -> None:
     fits = [its["compiled"]["mfu"] if its["compiled"] and its["compiled"]["fits"] else None for its in rows]
     for label, marker, values in (
         ("this program, predicted", "o", [its["mfu"] for its in rows]),
-        ("this program, by the compiled schedule", "x", fits),
-        ("MaxText, measured and published", "s", [its["measured_mfu"] for its in rows]),
+        ("this program, compiled", "x", fits),
+        ("MaxText, measured", "s", [its["measured_mfu"] for its in rows]),
+        ("MaxText, predicted", "+", [its["measured_mfu"] and its["measured_mfu"] / its["ratio"] for its in rows]),
     ):
         there = [(value, number) for number, value in enumerate(values) if value is not None]
         if there:
@@ -147,7 +148,7 @@ def plot(rows: list[dict], path: str) -> None:
     axes.set(xlim=(0, 1.05), xlabel="MFU, of the peak in bfloat16, in 8 bits too")
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=120)
 
 

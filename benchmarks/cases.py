@@ -72,9 +72,9 @@ CASES = {
         "llama3.1-8b",
         dict(mesh="fsdp:8", batch=8),
         {
-            f"{length // 1024}k, `{remat}`": dict(seq_len=length, remat=remat)
+            f"{length // 1024}k, {what} saved": dict(seq_len=length, remat=remat)
             for length in (8192, 32_768, 131_072)
-            for remat in ("minimal", "full")
+            for what, remat in (("all matmuls'", "minimal"), ("layers' inputs", "full"))
         },
         is_compiled=False,
     ),
@@ -83,8 +83,10 @@ CASES = {
         "llama3.1-70b",
         dict(batch=128, remat="full"),
         {
-            f"`{mesh}`": dict(mesh=mesh)
-            for mesh in ("fsdp:128", "fsdp:64,tensor:2", "fsdp:32,tensor:4", "fsdp:16,tensor:8")
+            "no `tensor`": dict(mesh="fsdp:128"),
+            "2 ways, on the cores of a chip": dict(mesh="fsdp:64,tensor:2"),
+            "4 ways": dict(mesh="fsdp:32,tensor:4"),
+            "8 ways": dict(mesh="fsdp:16,tensor:8"),
         },
         is_compiled=False,
     ),
@@ -95,7 +97,7 @@ CASES = {
         {
             "`tensor` on the two cores of a chip (default)": {},
             "`fsdp` on them, `tensor` over links": dict(core_axis="fsdp"),
-            "no `tensor`, `fsdp:8`": dict(mesh="fsdp:8"),
+            "no `tensor`": dict(mesh="fsdp:8"),
         },
     ),
     "vmem": Case(
@@ -108,15 +110,17 @@ CASES = {
         "tpu7x:2x2x1",
         "llama3.1-8b",
         SHORT,
-        {"the running maximum": {}, "`--max_logit=30`": dict(attention="flash", max_logit=30.0)},
+        {"the running maximum": {}, "a constant": dict(attention="flash", max_logit=30)},
     ),
     "experts": Case(
         "tpu7x:4x4x4",
         "gpt-oss-120b",
         dict(batch=1280, microbatches=2, remat=DOTS),
         {
-            f"`{mesh}`": dict(mesh=mesh)
-            for mesh in ("data:2,fsdp:64", "fsdp:64,expert:2", "fsdp:32,expert:4", "fsdp:16,expert:8")
+            "FSDP, two replicas": dict(mesh="data:2,fsdp:64"),
+            "experts 2 ways, on the cores of a chip": dict(mesh="fsdp:64,expert:2"),
+            "4 ways": dict(mesh="fsdp:32,expert:4"),
+            "8 ways": dict(mesh="fsdp:16,expert:8"),
         },
         is_compiled=False,
     ),
@@ -140,8 +144,8 @@ def table(name: str, compile_missing: bool = False) -> str:
     kinds = ["predicted", "compiled"] if case.is_compiled else ["predicted"]
     common = " ".join(f"--{flag}={value}" for flag, value in case.common.items())
     lines = [f"`--topology={case.topology} --preset={case.preset} {common}`"]
-    lines += ["", f"| | {' | '.join(f'step, {kind} | MFU | waits | GiB' for kind in kinds)} |"]
-    lines += [f"|{'---|' * (1 + 4 * len(kinds))}"]
+    lines += ["", f"| | with | {' | '.join(f'step, {kind} | MFU | waits | GiB' for kind in kinds)} |"]
+    lines += [f"|{'---|' * (2 + 4 * len(kinds))}"]
     for about, row in case.rows.items():
         expected, cells = expected_of(case, row), [""] * 4
         if not UNPREDICTED & row.keys():
@@ -153,8 +157,10 @@ def table(name: str, compile_missing: bool = False) -> str:
             if its and its["fits"]:
                 cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
             else:
-                cells += ["refused" if its else "", "", "", ""]
-        lines.append(f"| {about} | {' | '.join(cells)} |")
+                cells += ["refused" if its else "not compiled", "", "", ""]
+        own = " ".join(f"--{flag}={value}" for flag, value in row.items()).replace(ON_TENSORCORES, "OFF")
+        own = f"`{own}`" if own else ""
+        lines.append(f"| {about} | {own} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

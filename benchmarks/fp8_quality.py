@@ -76,17 +76,16 @@ def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[int, dict]]:
     return runs
 
 
-def table(runs: dict, steps: int) -> str:
-    """Held-out losses; the difference is of the seeds that bfloat16 has as well."""
-    lines = [f"held-out loss after {steps} steps, measured, nats a token; against bfloat16 with the same seeds", ""]
-    lines.append(f"{'model':8}{'recipe':20}{'seeds':>6}{'mean loss':>12}{'difference':>12}   by seed")
+def table(runs: dict) -> str:
+    """As Markdown: held-out losses; the difference is of the seeds that bfloat16 has as well."""
+    lines = ["| model | recipe | held-out loss, by seed | mean | against bfloat16 |", "|---|---|---|---|---|"]
     for (model, recipe), seeds in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
         plain = runs.get((model, "bfloat16"), {})
         shares = [one["eval_loss"] / plain[seed]["eval_loss"] - 1 for seed, one in seeds.items() if seed in plain]
         difference = f"{statistics.mean(shares):+.2%}" if shares and recipe != "bfloat16" else ""
         losses = [one["eval_loss"] for one in seeds.values()]
-        each = " ".join(f"{loss:.4f}" for loss in losses)
-        lines.append(f"{model:8}{recipe:20}{len(seeds):6}{statistics.mean(losses):12.4f}{difference:>12}   {each}")
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"| {model} | {recipe} | {each} | {statistics.mean(losses):.4f} | {difference} |")
     return "\n".join(lines)
 
 
@@ -96,7 +95,7 @@ def plot(runs: dict, path: str) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError('plot needs matplotlib: pip install -e ".[plot]"') from None
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
     losses, distance = figure.subplots(1, 2)
 
     def curve(seeds):
@@ -106,15 +105,16 @@ def plot(runs: dict, path: str) -> None:
     for (model, recipe), seeds in runs.items():
         its, plain = curve(seeds), runs.get((model, "bfloat16"), {})
         steps = [20 * i + 10 for i in range(len(its))]
-        losses.plot(steps, its, label=f"{model}, {recipe}")
+        style = dict(color=f"C{[*RECIPES].index(recipe)}", linestyle="-" if model == "tiny" else "--")
+        losses.plot(steps, its, label=f"{model}, {recipe}, {len(seeds)} seed{'s' * (len(seeds) > 1)}", **style)
         if recipe != "bfloat16" and seeds.keys() <= plain.keys():
             same = curve({seed: plain[seed] for seed in seeds})
-            over = [a / b - 1 for a, b in zip(its, same, strict=True)]
-            distance.plot(steps, over, label=f"{model}, {recipe}, {len(seeds)} seed{'s' * (len(seeds) > 1)}")
+            distance.plot(steps, [a / b - 1 for a, b in zip(its, same, strict=True)], **style)
     losses.set(xlabel="step", ylabel="training loss, nats a token", title="8-bit recipes and bfloat16, measured")
-    distance.set(xlabel="step", ylabel="loss over bfloat16's with the same seeds, less 1")
+    distance.set(xlabel="step", title="loss over bfloat16's with the same seeds, less 1")
+    distance.yaxis.set_major_formatter(lambda share, _: f"{share:+.1%}")
+    figure.legend(loc="outside right upper")
     for axes in (losses, distance):
-        axes.legend()
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
@@ -145,7 +145,7 @@ def main() -> None:
     runs = found(folder, args.steps)
     if args.command == "plot":
         plot(runs, args.path)
-    print(table(runs, args.steps))
+    print(table(runs))
 
 
 if __name__ == "__main__":

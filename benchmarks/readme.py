@@ -97,6 +97,10 @@ def tuned_sizes() -> str:
     return "\n".join(line for _, line in timed_lines("kernels.py"))
 
 
+def fp8_quality() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/fp8_quality.py", "plot"))
+
+
 def recipes() -> str:
     return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=figures/recipes.png"))
 
@@ -115,6 +119,7 @@ BLOCKS = {
     "collectives": collectives,
     "kernels": kernels,
     "tuned sizes": tuned_sizes,
+    "fp8 quality": fp8_quality,
     "recipes": recipes,
     "better recipes": better_recipes,
 }

@@ -27,7 +27,7 @@ def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
     rows = cases.table("vmem").splitlines()[4:]
     assert all(row.endswith("| 2.000 s | 50.0% | 25.0% | 2.0 |") for row in rows)
     assert [row.count("|  |  |  |  |") for row in rows] == [1, 0, 1, 1]
-    assert "| 128k, `minimal` | does not fit |  |  | 367.2 |" in cases.table("length")
+    assert re.search(r"\| 128k, .* \| does not fit \|  \|  \| 367.2 \|", cases.table("length"))
 
 
 def test_what_is_missing_is_asked_for_if_told(monkeypatch):

@@ -3,6 +3,7 @@
 import functools
 import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -761,9 +762,15 @@ def test_the_table_of_losses_compares_the_same_seeds(tmp_path):
         one = dict(model="tiny", recipe=recipe, seed=seed, steps=9, eval_loss=loss, losses=[loss] * 40)
         (tmp_path / f"{recipe}-{seed}.json").write_text(json.dumps(one))
     runs = fp8_quality.found(tmp_path, 9)
-    *_, plain, per_axis = fp8_quality.table(runs, 9).splitlines()
-    assert plain.split() == ["tiny", "bfloat16", "2", "3.0000", "2.0000", "4.0000"]
-    assert per_axis.split() == ["tiny", "per_axis", "1", "4.1000", "+2.50%", "4.1000"]
+    *_, plain, per_axis = fp8_quality.table(runs).splitlines()
+    assert plain == "| tiny | bfloat16 | 2.0000, 4.0000 | 3.0000 |  |"
+    assert per_axis == "| tiny | per_axis | 4.1000 | 4.1000 | +2.50% |"
     fp8_quality.plot(runs, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert fp8_quality.found(tmp_path, 10) == {}
+
+
+def test_the_readmes_table_of_losses_is_of_the_runs_that_are_kept():
+    root = Path(fp8_quality.__file__).parents[1]
+    table = fp8_quality.table(fp8_quality.found(root / "benchmarks/fp8_quality_runs", 400))
+    assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "README.md").read_text()
