@@ -110,7 +110,7 @@ CASES = {
         "tpu7x:2x2x1",
         "llama3.1-8b",
         SHORT,
-        {"the running maximum": {}, "a constant": dict(attention="flash", max_logit=30)},
+        {"the running maximum": {}, "a constant": dict(attention="flash", max_logit=30.0)},
     ),
     "experts": Case(
         "tpu7x:4x4x4",
