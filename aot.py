@@ -81,12 +81,17 @@ class Lowered(NamedTuple):
     program: "jax.stages.Lowered"
     devices: list  # of the mesh, in its order, which the program's text does not have
 
+    @property
+    def chips(self) -> list[tuple]:
+        """Of each device, in the program's order."""
+        return [(d.device_kind, getattr(d, "slice_index", 0), *d.coords) for d in self.devices]
+
     def key(self, flags: dict[str, str]) -> str:
         """The same for what compiles to the same."""
         import jax
         import libtpu
 
-        places = [(d.device_kind, getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in self.devices]
+        places = [[*chip, d.core_on_chip] for chip, d in zip(self.chips, self.devices, strict=True)]
         content = [self.program.as_text(), json.dumps(places), json.dumps(flags, sort_keys=True)]
         content += [jax.__version__, libtpu.__version__]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
@@ -232,7 +237,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     if args.hlo_out:
         Path(args.hlo_out).write_text(program)
     program = hlo.parse(program)
-    timeline = schedule.walk(program, kernels=kernels | cycles_by_name(program, cycles.result()))
+    cycles = kernels | cycles_by_name(program, cycles.result())
+    timeline = schedule.walk(program, kernels=cycles, chips=lowered.chips)
     ideal_s = at_peak(program, timeline, chip)
     num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {

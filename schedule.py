@@ -145,11 +145,17 @@ def num_rings(config: object) -> int:
     return int(found[1]) if found else 0
 
 
-def on_a_chip(devices: Sequence[int]) -> bool:
-    return len(devices) == 2 and devices[0] // 2 == devices[1] // 2 and devices[0] != devices[1]
+def on_a_chip(devices: Sequence[int], chips: Sequence) -> bool:
+    """Whether they are the two of a chip; `chips` as for `walk`."""
+    if len(devices) != 2 or devices[0] == devices[1]:
+        return False
+    first, second = (chips[device] if chips else device // 2 for device in devices)
+    return first == second
 
 
-def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates, thread: str) -> Transfer:
+def collective(
+    instruction: Instruction, operands: Sequence[Shape], rates: Rates, thread: str, chips: Sequence = ()
+) -> Transfer:
     kind, start = instruction.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
     shapes = [shape for shape in instruction.shapes if not (start and not shape.dims and shape.space)]  # semaphores
     if start and kind != "all-reduce":  # (operands, results)
@@ -160,9 +166,8 @@ def collective(instruction: Instruction, operands: Sequence[Shape], rates: Rates
     size = len(instruction.groups[0]) if instruction.groups else 1
     rings = num_rings(instruction.config)
     sparse = thread == "sparsecore" or instruction.config.get("device_type") == "DEVICE_TYPE_SPARSECORE"
-    near = bool(instruction.groups or instruction.pairs) and all(
-        map(on_a_chip, instruction.groups or instruction.pairs)
-    )
+    among = instruction.groups or instruction.pairs
+    near = bool(among) and all(on_a_chip(devices, chips) for devices in among)
     speed = rates.die_to_die_bytes_per_s if near else rates.link_bytes_per_s
     queue = "links"
     if kind in ("collective-permute", "collective-broadcast"):
@@ -288,8 +293,15 @@ class Flight:
 class Walk:
     """The clock, the queues, and a ledger of {(what, of what): seconds or number of times}."""
 
-    def __init__(self, program: Program, rates: Rates, kernels: Mapping[str, float], trips: Mapping[str, int]):
-        self.program, self.rates, self.kernels, self.given_trips = program, rates, kernels, trips
+    def __init__(
+        self,
+        program: Program,
+        rates: Rates,
+        kernels: Mapping[str, float],
+        trips: Mapping[str, int],
+        chips: Sequence,
+    ):
+        self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
         self.missing: dict[str, str] = {}
         self.now = self.busy = 0.0
         self.queues: dict[str, list[Flight]] = {}
@@ -423,7 +435,7 @@ class Walk:
         self.ended.append(flight.key)
 
     def alone(self, key: tuple, instruction: Instruction, operands: list) -> None:
-        transfer = collective(instruction, [s for shapes in operands for s in shapes], self.rates, "main")
+        transfer = collective(instruction, [s for shapes in operands for s in shapes], self.rates, "main", self.chips)
         self.count(key, instruction, transfer, synchronous=True)
         self.ledger["exposed", key] += transfer.seconds
         self.ledger["category", "synchronous collectives"] += transfer.seconds
@@ -449,7 +461,7 @@ class Walk:
         operands = self.operand_shapes(computation, inner)
         flat = [shape for shapes in operands for shape in shapes]
         if inner.opcode.removesuffix("-start") in COLLECTIVES:
-            return collective(inner, flat, self.rates, thread)
+            return collective(inner, flat, self.rates, thread, self.chips)
         rates = self.rates
         if thread == "sparsecore":
             opcodes = set(opcodes_of(self.program, inner))
@@ -647,6 +659,7 @@ def walk(
     rates: Rates | None = None,
     kernels: Mapping[str, float] | None = None,
     trips: Mapping[str, int] | None = None,
+    chips: Sequence = (),
     uncounted: bool = False,
 ) -> Timeline:
     """The program's time, from its first instruction to its last.
@@ -654,12 +667,13 @@ def walk(
     Args:
       kernels: {regular expression: cycles} of what XLA has no estimate for, found in its name, op_name or target.
       trips: {regular expression: trips} of loops whose condition does not tell, found in name or op_name.
+      chips: which chip each device of the program is on, by its number there; default: two after another are on one.
       uncounted: what has no cycles then, or trips, takes no time, or one trip, and is named in the result.
 
     Raises:
       ValueError: something could take time that is not known, and nothing was given for it.
     """
-    state = Walk(program, rates or Rates(), kernels or {}, trips or {})
+    state = Walk(program, rates or Rates(), kernels or {}, trips or {}, chips)
     state.run(program.entry, [])
     if state.missing and not uncounted:
         raise ValueError(

@@ -101,7 +101,7 @@ def measure(config: config_lib.Config, topology: str, num_slices: int) -> dict:
     memory, text = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
     program = hlo.parse(text)
     cycles = aot.kernel_cycles(aot.kernels_of(lowered), config.compilation_cache)
-    timeline = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles))
+    timeline = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles), chips=lowered.chips)
     found = read(program, config)
     return found | {"step_s": timeline.seconds, "peak_hbm_bytes": memory["peak_hbm_bytes"]}
 

@@ -407,6 +407,15 @@ def test_synchronous_collectives_stall_in_full(opcode, attributes, seconds, nbyt
     assert message.synchronous and message.exposed_s == message.seconds == seconds and message.nbytes == nbytes
 
 
+def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
+    seconds = lambda groups, **chips: (
+        run(f"%c = u8[8]{{0}} all-gather(%p), replica_groups={groups}", END, **chips).seconds
+    )
+    order = dict(chips=["a", "b", "a", "b"])
+    assert seconds("{{0,1},{2,3}}") == seconds("{{0,2},{1,3}}", **order) == 1
+    assert seconds("{{0,2},{1,3}}") == seconds("{{0,1},{2,3}}", **order) == 4
+
+
 @pytest.mark.parametrize("colors, seconds", [(1, 24), (2, 12)])
 def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, seconds):
     """As XLA:TPU leaves it where parts are padded; those of two arrays at once."""
