@@ -21,7 +21,8 @@ Compiled is the memory, the order and the engines. The seconds are predicted fro
 **Traps**, all of which are taken care of here. A slice of whole cubes wraps around, but the compiler has to be told.
 Devices must stand in the order of their ids, or collectives over a slice take a third of the links, or turn into others
 (sharding.py). The compiled program cannot be read back from JAX's compilation cache: what is extracted of it is kept,
-by the program and the flags. Two processes fight over libtpu's lock unless they are told not to.
+by the program, its devices in their order, the flags and the versions. Two processes fight over libtpu's lock unless
+they are told not to.
 """
 
 import argparse
@@ -83,7 +84,7 @@ class Lowered(NamedTuple):
 
     @property
     def chips(self) -> list[tuple]:
-        """Of each device, in the program's order."""
+        """Which chip each device is on, in the program's order."""
         return [(d.device_kind, getattr(d, "slice_index", 0), *d.coords) for d in self.devices]
 
     def key(self, flags: dict[str, str]) -> str:

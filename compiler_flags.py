@@ -47,8 +47,8 @@ recipes; `xla_tpu_enable_multi_compute_overlap_in_layer_scheduler`, false for De
 `xla_tpu_data_parallel_opt_different_sized_ops`, in one recipe and already the default; those of the video model Wan;
 and `xla_sc_enable_instruction_fusion` and `xla_sc_disjoint_spmem`, which MaxText has in its SparseCore group and no
 recipe for TPU7x sets (the second is no compiler option at all). TPU_MEGACORE=MEGACORE_DENSE is for chips whose two
-cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given as name=value. What a flag is worth
-needs a TPU: none of these was measured here.
+cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given as name=value. What
+some are worth by the compiled schedule is in CASES.md; none was measured here.
 """
 
 import argparse

@@ -138,7 +138,8 @@ def flash_attention(
 def out_of_range(lse_BNT: jax.Array) -> jax.Array:
     """Number of rows (of one query and one head) that max_logit was too low (+inf) or too high (-inf) for.
 
-    Their output is NaN, so that a step with any of them is seen and thrown away, and they send no gradient back.
+    Their output is NaN, so that a step with any of them is seen and thrown away; to queries, keys and values they send
+    no gradient back. The count is for who wants to log it.
     """
     return jnp.isinf(lse_BNT).sum()
 

@@ -12,6 +12,8 @@ list, computed beside it, of which rows belong to which expert:
 reads row numbers, starts DMAs from them and branches on them. A kernel is one loop over tiles, as many as there are for
 these group sizes; the next tile and the next expert's matrix are on their way while this one is multiplied.
 
+**What a boundary costs** is rows of a register, not of a tile:
+
     own tiles     A tile has rows of one group, from the register on that holds its first row, and is computed once.
     one writer    A register at a boundary has rows of two groups or more. Each leaves its rows to the next one in VMEM,
                   and the last one writes: no row of out is read back or written twice, so that no write needs to
@@ -42,8 +44,8 @@ computed in vain, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 110
     gmm     tiles of 640 x 1536 rows and columns       1.07      1.05
     tgmm    1024 rows, out in tiles of 2048 x 1536     1.24      1.05      at least 1.16 and 1.00, see above
 
-It does not contain HBM, which is hidden (`moved_bytes`: 0.55 and 0.63 of the time) but for the first expert's matrix
-and tile, about 10,000 cycles.
+It does not contain HBM, which is hidden (`groups.moved_bytes`: 0.55 and 0.63 of the time) but for the first expert's
+matrix and tile, about 10,000 cycles.
 
 **Left out.** A second rhs, with silu(gate) * up of both results: the epilogue is free (12,603 cycles a tile of 512
 rows, 12,590 without), and would save the activation's pass through HBM; but a backward pass wants gate and up, so that

@@ -39,6 +39,8 @@ iterations are walked until one leaves both as it found them; it stands for all 
 
 `rings` are the "colours" of the strategy that XLA wrote down for the collective, a direction of links each; where it
 wrote none, one. W is a link one way, and between the two devices of a chip the die-to-die link, whose rings are one.
+Which are on a chip the text does not say: two after another, or what `chips` says, as aot.py does and the command line
+cannot.
 
 **Constants** (`Rates`; measured: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood), the
 same as those of workload.py:

@@ -46,7 +46,6 @@ def _vmem(kib: int) -> dict:
 
 
 SHORT = dict(mesh="fsdp:8", batch=16, remat="minimal_with_context")
-LONG = dict(mesh="fsdp:16,context:2,tensor:2", batch=32, seq_len=131_072, remat="full")
 LITTLE = dict(batch=8, seq_len=2048, remat="full")
 DOTS = "save_dot_with_context_except_mlp"
 CASES = {
@@ -60,12 +59,6 @@ CASES = {
             "8 sequences of 2k, on the SparseCores": LITTLE,
             "on the TensorCores, 2k": LITTLE | dict(xla_flags=ON_TENSORCORES),
         },
-    ),
-    "offload, long": Case(
-        "tpu7x:2x4x4",
-        "llama3.1-8b",
-        LONG,
-        {"32 sequences of 128k, on the SparseCores": {}, "on the TensorCores": dict(xla_flags=ON_TENSORCORES)},
     ),
     "length": Case(
         "tpu7x:2x2x1",
@@ -88,7 +81,6 @@ CASES = {
             "4 ways": dict(mesh="fsdp:32,tensor:4"),
             "8 ways": dict(mesh="fsdp:16,tensor:8"),
         },
-        is_compiled=False,
     ),
     "cores": Case(
         "tpu7x:2x2x1",

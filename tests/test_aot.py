@@ -175,6 +175,9 @@ def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order():
     keys = [it.key({}) for it in lowered]
     assert keys[0] == keys[1] and len({*keys}) == len(keys) - 1
     assert lowered[0].key({"xla_flag": "true"}) not in keys
+    pairs = lambda chips: [[i for i, chip in enumerate(chips) if chip == each] for each in dict.fromkeys(chips)]
+    assert pairs(lowered[1].chips) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # tensor, the inner axis
+    assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, around it
 
 
 def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> None:

@@ -147,7 +147,7 @@ def test_predictions_are_near_what_was_compiled(key):
     assert compiled.key_of(expected) == key
     if needed := compiled.memory_of(its):
         assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
-    if its["fits"] and expected.of.config.xla_flags in ("none", "recommended"):
+    if its["fits"] and "=" not in expected.of.config.xla_flags:
         assert expected.step_s == pytest.approx(its["step_s"], rel=0.2)
 
 

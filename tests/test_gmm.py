@@ -330,12 +330,12 @@ def compile_for_tpu7x(f, shapes):
 def test_compiles_for_the_experts_of(preset):
     """Of 64 groups or less, with code for three heights only: the others take the same VMEM and more time."""
     config = from_preset(preset)
-    D, F, groups = config.model_dim, config.expert_dim, min(config.num_experts, 64)
+    D, F, E = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
-        rows = groups.default_tiles(8192, K, N, groups, BF16, transpose_rhs=transpose_rhs).rows
-        program = compile_for_tpu7x(*build(K=K, N=N, groups=groups, transpose_rhs=transpose_rhs, step=rows // 2))
+        rows = groups.default_tiles(8192, K, N, E, BF16, transpose_rhs=transpose_rhs).rows
+        program = compile_for_tpu7x(*build(K=K, N=N, groups=E, transpose_rhs=transpose_rhs, step=rows // 2))
         assert "tpu_custom_call" in program
-    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=groups, rows=256))
+    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=E, rows=256))
 
 
 @pytest.mark.slow

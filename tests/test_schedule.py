@@ -414,6 +414,11 @@ def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
     order = dict(chips=["a", "b", "a", "b"])
     assert seconds("{{0,1},{2,3}}") == seconds("{{0,2},{1,3}}", **order) == 1
     assert seconds("{{0,2},{1,3}}") == seconds("{{0,1},{2,3}}", **order) == 4
+    call = '%c = u8[8]{0} call-start(%p), async_execution_thread="sparsecore", to_apply=%gather'
+    gather = "%gather (x: u8[2]) -> u8[8] {\n  %x = u8[2]{0} parameter(0)\n"
+    gather += "  ROOT %g = u8[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}\n}\n\n"
+    beside = lambda **chips: run(call, done("d", "c", "call-done"), END, more=gather, **chips).seconds
+    assert (beside(), beside(**order)) == (1, 4)
 
 
 @pytest.mark.parametrize("colors, seconds", [(1, 24), (2, 12)])
