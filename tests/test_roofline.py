@@ -251,13 +251,20 @@ def test_scaling_plot_without_matplotlib(capsys, tmp_path, monkeypatch):
 
 
 def test_help_is_quick_and_helps():
-    """Of three starts the fastest: the machine may have other work."""
-    command = [sys.executable, Path(roofline.__file__).name, "--help"]
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run = subprocess.run(command, cwd=Path(roofline.__file__).parent, capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1
+    """It takes 3 to 5 times as long as Python itself, as measured, however fast the machine; of each the fastest."""
+
+    def fastest(*arguments):
+        seconds = []
+        for _ in range(3):
+            start, command = time.perf_counter(), [sys.executable, *arguments]
+            run = subprocess.run(
+                command, cwd=Path(roofline.__file__).parent, capture_output=True, text=True, check=True
+            )
+            seconds.append(time.perf_counter() - start)
+        return min(seconds), run
+
+    bare, _ = fastest("-c", "import argparse, dataclasses, json, re, statistics")
+    own, run = fastest(Path(roofline.__file__).name, "--help")
+    assert own < 8 * bare
     assert "collective" in run.stdout and "python roofline.py collective all_reduce --bytes=1e9" in run.stdout
     assert "matmul" in run.stdout
