@@ -759,7 +759,7 @@ def test_the_benchmark_reads_operands_casts_and_bytes(cast):
 
 def test_the_table_of_losses_compares_the_same_seeds(tmp_path):
     for recipe, seed, loss in [("bfloat16", 0, 2.0), ("bfloat16", 1, 4.0), ("per_axis", 1, 4.1)]:
-        one = dict(model="tiny", recipe=recipe, seed=seed, steps=9, eval_loss=loss, losses=[loss] * 40)
+        one = dict(model="tiny", recipe=recipe, seed=seed, steps=9, corpus="a", eval_loss=loss, losses=[loss] * 40)
         (tmp_path / f"{recipe}-{seed}.json").write_text(json.dumps(one))
     runs = fp8_quality.found(tmp_path, 9)
     *_, plain, per_axis = fp8_quality.table(runs).splitlines()
@@ -768,6 +768,9 @@ def test_the_table_of_losses_compares_the_same_seeds(tmp_path):
     fp8_quality.plot(runs, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert fp8_quality.found(tmp_path, 10) == {}
+    (tmp_path / "block-1.json").write_text(json.dumps(one | dict(recipe="block", corpus="b")))
+    with pytest.raises(ValueError, match=r"block-1.json is of b; .*-1.json is of a: run those of a seed with"):
+        fp8_quality.found(tmp_path, 9)
 
 
 def test_the_readmes_table_of_losses_is_of_the_runs_that_are_kept():
