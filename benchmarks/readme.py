@@ -1,9 +1,9 @@
-"""Measures and compiles what the README says was measured or compiled, on this machine, and writes it there.
+"""Measures and compiles on this machine what README.md and RESULTS.md say was measured or compiled.
 
     python benchmarks/readme.py [block ...]
 
 Runs `python train.py` and the other benchmarks from a cold start, each in a process of its own, and replaces the text
-between the README's markers. The blocks are those in `BLOCKS` below; default: all.
+between the markers of both. The blocks are those in `BLOCKS` below; default: all.
 """
 
 import os
@@ -126,15 +126,15 @@ BLOCKS = {
 
 
 def main() -> None:
-    readme = (ROOT / "README.md").read_text()
+    texts = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "RESULTS.md")}
     for name in sys.argv[1:] or BLOCKS:
         if name not in BLOCKS:
             sys.exit(f"there is no block {name!r}; there are {', '.join(BLOCKS)}")
-        text = BLOCKS[name]()
-        pattern = rf"(<!-- (?:measured|compiled|predicted): {name} -->\n).*?(<!-- end -->)"
-        readme, found = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], readme, flags=re.DOTALL)
-        assert found == 1, name
-    (ROOT / "README.md").write_text(readme)
+        pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
+        (path,) = (path for path, text in texts.items() if re.search(pattern, text, re.DOTALL))
+        written = BLOCKS[name]() + "\n"
+        texts[path] = re.sub(pattern, lambda _, written=written: written, texts[path], flags=re.DOTALL)
+        path.write_text(texts[path])
 
 
 if __name__ == "__main__":

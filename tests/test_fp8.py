@@ -773,7 +773,7 @@ def test_the_table_of_losses_compares_the_same_seeds(tmp_path):
         fp8_quality.found(tmp_path, 9)
 
 
-def test_the_readmes_table_of_losses_is_of_the_runs_that_are_kept():
+def test_the_table_of_losses_that_is_shown_is_of_the_runs_that_are_kept():
     root = Path(fp8_quality.__file__).parents[1]
     table = fp8_quality.table(fp8_quality.found(root / "benchmarks/fp8_quality_runs", 400))
-    assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "README.md").read_text()
+    assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "RESULTS.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 import config as config_lib
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "RESULTS.md"))
 COMMANDS = [
     line.split("  #")[0].strip(" &")
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -89,8 +89,14 @@ def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
 
 
 def test_what_it_points_to_is_there():
-    for path in re.findall(r"\]\((\w[\w./]*)\)", README) + re.findall(r"pytest (tests/\w+\.py)", README):
-        assert (ROOT / path).exists(), path
+    for text in (README, RESULTS):
+        commands = re.findall(r"`pytest (tests/[^`]*)`|python (benchmarks/\w+\.py)", text)
+        named = [word for it in commands for word in " ".join(it).split() if word.startswith(("tests/", "benchmarks/"))]
+        for path in re.findall(r"\]\((\w[\w./]*)[)#]", text) + named:
+            assert (ROOT / path).exists(), path
+    headings = re.findall(r"^## (.*)", RESULTS, re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert re.findall(r"\| \[(.+?)\]\(RESULTS.md#([\w-]+)\)", README) == [*zip(headings, anchors, strict=True)]
     for module in ROOT.glob("*.py"):
         link, tests = f"[{module.name}]({module.name})", f"tests/test_{module.name}"
         row = next((line for line in README.splitlines() if line.startswith("| [") and link in line), "")
@@ -100,5 +106,5 @@ def test_what_it_points_to_is_there():
 
 def test_figures_are_there():
     """benchmarks/readme.py writes them between these marks."""
-    for name in ("default run", "one device"):
-        assert len(re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", README, re.DOTALL)[1]) > 200
+    for text, name in ((README, "default run"), (RESULTS, "one device")):
+        assert len(re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)[1]) > 200
