@@ -9,12 +9,13 @@ off and taken up. `wide` is `tiny` with 4 times the width, half the learning rat
 recipes compute in bfloat16 beside their matmuls, and have the same weights and batches for a seed; `static` has the
 scales of a profile of 20 steps. Measured: losses depend on the numbers alone, so those of simulated devices are those
 of a TPU but for the order of sums. They are of the standard library of the Python that runs: a file says which, and
-runs of one seed on two corpora are not compared. Of `wide` a step takes 1.5 s in bfloat16 and 1.9 s in 8 bits on a core
+runs are compared on the same. Of `wide` a step takes 1.5 s in bfloat16 and 1.9 s in 8 bits on a core
 with jax 0.12 and XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT, else 4.4 and 2.7 s.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -48,14 +49,8 @@ RECIPES = {
 }
 
 
-def corpus() -> str:
-    """What runs of this Python learn from."""
-    its = data.standard_library()
-    return f"{its.name}, {its.train.size:,} tokens"
-
-
-def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: str) -> None:
-    path = folder / f"{model}-{recipe.replace(' ', '_')}-{seed}-{steps}.json"
+def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: data.Corpus) -> None:
+    path = folder / f"{model}-{recipe.replace(' ', '_')}-{seed}-{steps}-{corpus.train.size}.json"
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,48 +63,45 @@ def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: st
         found = train.run(config_lib.from_preset("tiny", **flags, steps=steps, metrics_file=str(metrics)))
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [round(line["loss"], 4) for line in lines if "loss" in line]
-    told = dict(model=model, recipe=recipe, seed=seed, steps=steps, corpus=corpus)
+    learnt = f"{corpus.name}, {corpus.train.size:,} tokens"
+    told = dict(model=model, recipe=recipe, seed=seed, steps=steps, corpus=learnt)
     told |= dict(eval_loss=float(found["eval_loss"]), losses=losses)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(told))
     unfinished.rename(path)
 
 
-def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[int, dict]]:
-    """{(model, recipe): {seed: run}} of what is there.
-
-    Raises:
-      ValueError: runs of a model and a seed are of different corpora, so that their losses say nothing of the recipes.
-    """
-    runs, first = {}, {}
+def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[tuple[str, int], dict]]:
+    """{(model, recipe): {(corpus, seed): run}} of what is there."""
+    runs = {}
     for path in sorted(folder.glob("*.json")):
         one = json.loads(path.read_text())
         if one["steps"] == steps:
-            runs.setdefault((one["model"], one["recipe"]), {})[one["seed"]] = one
-            of, other = first.setdefault((one["model"], one["seed"]), (one["corpus"], path))
-            if one["corpus"] != of:
-                raise ValueError(
-                    f"{path} is of {one['corpus']}; {other} is of {of}: "
-                    "run those of a seed with one Python, and delete the other"
-                )
+            runs.setdefault((one["model"], one["recipe"]), {})[one["corpus"], one["seed"]] = one
     return runs
 
 
 def table(runs: dict) -> str:
-    """As Markdown: held-out losses; the difference is of the seeds that bfloat16 has as well."""
-    lines = ["| model | recipe | held-out loss, by seed | mean | against bfloat16 |", "|---|---|---|---|---|"]
-    for (model, recipe), seeds in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
+    """As Markdown: held-out losses; against bfloat16 on the same corpus with the same seed, mean and standard error."""
+    keys = {key for its in runs.values() for key in its}
+    corpora, seeds = sorted({corpus for corpus, _ in keys}), sorted({seed for _, seed in keys})
+    heads = [f"{corpus}: seed {', '.join(map(str, seeds))}" for corpus in corpora]
+    lines = ["| model | recipe | " + " | ".join([*heads, "against bfloat16"]) + " |"]
+    lines.append("|---" * (3 + len(heads)) + "|")
+    for (model, recipe), its in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
         plain = runs.get((model, "bfloat16"), {})
-        shares = [one["eval_loss"] / plain[seed]["eval_loss"] - 1 for seed, one in seeds.items() if seed in plain]
+        loss = lambda corpus, seed, its=its: f"{its[corpus, seed]['eval_loss']:.4f}" if (corpus, seed) in its else "-"
+        cells = [", ".join(loss(corpus, seed) for seed in seeds) for corpus in corpora]
+        shares = [one["eval_loss"] / plain[key]["eval_loss"] - 1 for key, one in its.items() if key in plain]
         difference = f"{statistics.mean(shares):+.2%}" if shares and recipe != "bfloat16" else ""
-        losses = [one["eval_loss"] for one in seeds.values()]
-        each = ", ".join(f"{loss:.4f}" for loss in losses)
-        lines.append(f"| {model} | {recipe} | {each} | {statistics.mean(losses):.4f} | {difference} |")
+        if difference and len(shares) > 1:
+            difference += f" ± {statistics.stdev(shares) / math.sqrt(len(shares)):.2%}"
+        lines.append(f"| {model} | {recipe} | {' | '.join([*cells, difference])} |")
     return "\n".join(lines)
 
 
 def plot(runs: dict, path: str) -> None:
-    """Training losses, means over seeds and 20 steps; and their distance to bfloat16's."""
+    """Training losses, means over runs and 20 steps; and their distance to bfloat16's on the same corpora and seeds."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -117,20 +109,20 @@ def plot(runs: dict, path: str) -> None:
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     losses, distance = figure.subplots(1, 2)
 
-    def curve(seeds):
-        mean = [statistics.mean(values) for values in zip(*(one["losses"] for one in seeds.values()), strict=True)]
+    def curve(its):
+        mean = [statistics.mean(values) for values in zip(*(one["losses"] for one in its.values()), strict=True)]
         return [statistics.mean(mean[i : i + 20]) for i in range(0, len(mean) - 19, 20)]
 
-    for (model, recipe), seeds in runs.items():
-        its, plain = curve(seeds), runs.get((model, "bfloat16"), {})
-        steps = [20 * i + 10 for i in range(len(its))]
+    for (model, recipe), its in runs.items():
+        mean, plain = curve(its), runs.get((model, "bfloat16"), {})
+        steps = [20 * i + 10 for i in range(len(mean))]
         style = dict(color=f"C{[*RECIPES].index(recipe)}", linestyle="-" if model == "tiny" else "--")
-        losses.plot(steps, its, label=f"{model}, {recipe}, {len(seeds)} seed{'s' * (len(seeds) > 1)}", **style)
-        if recipe != "bfloat16" and seeds.keys() <= plain.keys():
-            same = curve({seed: plain[seed] for seed in seeds})
-            distance.plot(steps, [a / b - 1 for a, b in zip(its, same, strict=True)], **style)
+        losses.plot(steps, mean, label=f"{model}, {recipe}, {len(its)} run{'s' * (len(its) > 1)}", **style)
+        if recipe != "bfloat16" and its.keys() <= plain.keys():
+            same = curve({key: plain[key] for key in its})
+            distance.plot(steps, [a / b - 1 for a, b in zip(mean, same, strict=True)], **style)
     losses.set(xlabel="step", ylabel="training loss, nats a token", title="8-bit recipes and bfloat16, measured")
-    distance.set(xlabel="step", title="loss over bfloat16's with the same seeds, less 1")
+    distance.set(xlabel="step", title="loss over bfloat16's of the same corpora and seeds, less 1")
     distance.yaxis.set_major_formatter(lambda share, _: f"{share:+.1%}")
     figure.legend(loc="outside right upper")
     for axes in (losses, distance):
@@ -157,15 +149,12 @@ def main() -> None:
         if name not in known:
             parser.error(f"there is no {name!r}; there are {', '.join(known)}")
     if args.command == "run":
-        learnt = corpus()
+        corpus = data.standard_library()
         for seed in map(int, args.seeds.split(",")):  # seed by seed: what is broken off can be compared
             for model in models:
                 for recipe in recipes:
-                    run(model, recipe, seed, args.steps, folder, learnt)
-    try:
-        runs = found(folder, args.steps)
-    except ValueError as error:
-        sys.exit(f"fp8_quality.py: {error}")
+                    run(model, recipe, seed, args.steps, folder, corpus)
+    runs = found(folder, args.steps)
     if args.command == "plot":
         plot(runs, args.path)
     print(table(runs))
