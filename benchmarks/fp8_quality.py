@@ -123,7 +123,7 @@ def plot(runs: dict, path: str) -> None:
             distance.plot(steps, [a / b - 1 for a, b in zip(mean, same, strict=True)], **style)
     losses.set(xlabel="step", ylabel="training loss, nats a token", title="8-bit recipes and bfloat16, measured")
     distance.set(xlabel="step", title="loss over bfloat16's of the same corpora and seeds, less 1")
-    distance.yaxis.set_major_formatter(lambda share, _: f"{share:+.1%}")
+    distance.yaxis.set_major_formatter(lambda share, _: f"{share:+.2%}")
     figure.legend(loc="outside right upper")
     for axes in (losses, distance):
         axes.grid(alpha=0.3)
