@@ -131,7 +131,10 @@ def main() -> None:
         if name not in BLOCKS:
             sys.exit(f"there is no block {name!r}; there are {', '.join(BLOCKS)}")
         pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
-        (path,) = (path for path, text in texts.items() if re.search(pattern, text, re.DOTALL))
+        places = [path for path, text in texts.items() for _ in re.findall(pattern, text, re.DOTALL)]
+        if len(places) != 1:
+            sys.exit(f"README.md and RESULTS.md have the marks of {name!r} {len(places)} times; they belong there once")
+        (path,) = places
         written = BLOCKS[name]() + "\n"
         texts[path] = re.sub(pattern, lambda _, written=written: written, texts[path], flags=re.DOTALL)
         path.write_text(texts[path])

@@ -263,7 +263,7 @@ def layer_loops(program: str) -> list[str]:
 def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
     """On the SparseCores: with prefetch every gather is under way during matmuls, and none is waited for before one.
 
-    What a layer without it waits for is in test_aot.py (prefetch_hides).
+    That less is computed beside them without it is in test_aot.py (prefetch_hides).
     """
     forward, backward = layer_loops(compiled_for_tpu7x(Config(**TPU)).as_text())
     assert re.fullmatch(r"G+M+g+", forward), forward
@@ -275,7 +275,8 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
 def test_tpu7x_hides_the_gathers_of_llama_8b():
     """At 2048 tokens a device, too: all start with the layer before, and its first matmuls wait for none of them.
 
-    The step is that of the README's command for aot.py, which keeps its program: the two compile it once.
+    The step is that of the README's command for aot.py, which keeps its program in the default cache: the two compile
+    it once.
     """
     config = from_preset("llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=2048)
     lowered = aot.lower_step(config, "tpu7x:2x2x1")

@@ -24,7 +24,7 @@ SHAPES = {
     "gmm": dict(M=8192, K=4096, N=1536, E=8, dtype="bfloat16"),
     "tgmm": dict(M=8192, K=4096, N=1536, E=8, dtype="bfloat16"),
 }
-LESS = dict(T=1024, S=1024, packed=False, M=2048, K=1024, N=512, E=4)  # compiles in a tenth of the time
+LESS = dict(T=1024, S=1024, packed=False, M=2048, K=1024, N=512, E=4)  # for the time that compiling takes
 
 
 @pytest.fixture

@@ -89,14 +89,15 @@ def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
 
 
 def test_what_it_points_to_is_there():
-    for text in (README, RESULTS):
-        commands = re.findall(r"`pytest (tests/[^`]*)`|python (benchmarks/\w+\.py)", text)
-        named = [word for it in commands for word in " ".join(it).split() if word.startswith(("tests/", "benchmarks/"))]
-        for path in re.findall(r"\]\((\w[\w./]*)[)#]", text) + named:
-            assert (ROOT / path).exists(), path
+    cases = (ROOT / "CASES.md").read_text()
+    for text in (README, RESULTS, cases):
+        for path in re.findall(r"\]\((\w[\w./]*)[)#]|\b((?:tests|benchmarks)/\w+\.py)", text):
+            assert (ROOT / "".join(path)).exists(), path
     headings = re.findall(r"^## (.*)", RESULTS, re.MULTILINE)
     anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     assert re.findall(r"\| \[(.+?)\]\(RESULTS.md#([\w-]+)\)", README) == [*zip(headings, anchors, strict=True)]
+    sections = re.findall(r'RESULTS\.md,\s"([^"]+)"', cases)
+    assert len(sections) >= 6 and {" ".join(name.split()) for name in sections} <= {*headings}
     for module in ROOT.glob("*.py"):
         link, tests = f"[{module.name}]({module.name})", f"tests/test_{module.name}"
         row = next((line for line in README.splitlines() if line.startswith("| [") and link in line), "")
