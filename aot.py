@@ -452,14 +452,17 @@ def say(found: dict | list[dict], args: argparse.Namespace) -> int:
 def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
     expected = predicted(config, args)
-    used, limit = expected.hbm_bytes, expected.of.hbm_limit
-    if used <= MARGIN * limit:
+    used, limit, held = expected.hbm_bytes, expected.of.hbm_limit, expected.memory
+    memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.lacks() else None
+    if not memory:
         return None
-    largest = sorted(expected.memory.items(), key=lambda item: -item[1])
+    if memory == "host":  # to the byte: no margin
+        used, limit, held = expected.host_bytes, expected.of.host_limit, {"offloaded": expected.host_bytes}
+    largest = sorted(held.items(), key=lambda item: -item[1])
     rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
     return {
         "kind": "predicted",
-        "memory": "hbm",
+        "memory": memory,
         "used_bytes": used,
         "limit_bytes": limit,
         "over_bytes": used - limit,
@@ -479,7 +482,7 @@ def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
         return {"flags": [], "words": words}
     chip, chips = parse_topology(args.topology)
     refused = predicted(config, args)
-    more = max(found.get("used_bytes", 0) / refused.hbm_bytes, 1.0)
+    more = max(found["used_bytes"] / refused.hbm_bytes, 1.0) if found["memory"] == "hbm" else 1.0
     smaller = dataclasses.replace(chip, hbm_bytes=chip.hbm_bytes / more)
     try:
         best = planner.plan(config, smaller, chips, num_slices=args.num_slices).best

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import config as config_lib
 import transformer
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
-from step import MODEL_FLAGS, predict
+from step import MODEL_FLAGS, predict, short_of
 from workload import run_of
 
 DAY_S, HOUR_S = 86_400, 3_600
@@ -208,8 +208,8 @@ def print_cost(args: argparse.Namespace) -> None:
         chip, topology = parse_topology(args.topology)
         prediction = predict(run_of(config, chip, topology, num_slices=args.num_slices))
         if not prediction.fits:
-            short = si(prediction.hbm_bytes - prediction.of.hbm_limit, "B")
-            raise ValueError(f"{config.preset} does not fit on {args.topology}, {short} short; see: roofline.py step")
+            short = short_of(prediction.lacks())
+            raise ValueError(f"{config.preset} does not fit on {args.topology}, {short}; see: roofline.py step")
         num_chips, step_s, source = prediction.of.num_chips, prediction.step_s, "predicted"
         dtype = prediction.of.dtype
     params, per_token = transformer.num_params(config), transformer.train_flops_per_token(config)

@@ -119,6 +119,7 @@ class Chip:
     cube: int = 0  # optical switches: a slice of whole cubes of this edge wraps around on every axis, another on none
     ring: int = 0  # fixed wires: an axis of this length wraps around, another does not
     host: tuple[int, ...]  # chips of a host along each axis
+    host_memory_bytes: float | None = None  # of a host, of all its chips; None: not published
 
     hop_s: float = 1e-6  # of a link, as in Axis
     dcn_hop_s: float = 10e-6  # assumed, for want of a published figure
@@ -265,6 +266,7 @@ CHIPS = {
         pods=((16, 16),),
         ring=16,  # book; MaxText's accelerator_to_spec_map.py
         host=(4, 2),  # page, book; the virtual machines that are let have 1, 4 or 8 of the chips
+        host_memory_bytes=512 * GiB,  # page
     ),
     "v5p": Chip(
         name="v5p",
@@ -288,6 +290,7 @@ CHIPS = {
         pods=((16, 20, 28),),  # page: 8960, of which a slice has 16x16x24 at most
         cube=4,
         host=(2, 2, 1),
+        host_memory_bytes=448e9,  # page
     ),
     "v6e": Chip(
         name="v6e",
@@ -311,6 +314,7 @@ CHIPS = {
         pods=((16, 16),),
         ring=16,
         host=(4, 2),  # page, book; as with v5e
+        host_memory_bytes=1536 * GiB,  # page
     ),
     "tpu7x": Chip(
         name="tpu7x",
@@ -342,6 +346,7 @@ CHIPS = {
         # what is smaller does not: MaxText's accelerator_to_spec_map.py.
         cube=4,
         host=(2, 2, 1),
+        host_memory_bytes=960e9,  # page; GiB on that of Compute Engine. The compiler lets a device have 128 GiB
     ),
 }
 
@@ -407,6 +412,7 @@ def rows_of(chip: Chip) -> dict[str, str]:
         "wrap around: cubes of": by([chip.cube] * chip.torus_axes) if chip.cube else "-",
         "wrap around: axes of": str(chip.ring) if chip.ring else "-",
         "host, chips": by(chip.host),
+        "host, GiB of memory": number(chip.host_memory_bytes, GiB),
         "device: bf16, TFLOP/s": number(chip.bf16_flops_per_s / chip.devices, 1e12),
         "device: HBM, GiB": number(chip.hbm_bytes / chip.devices, GiB),
         "bf16 FLOPs / byte of HBM": number(chip.bf16_flops_per_s / chip.hbm_bytes_per_s, 1),

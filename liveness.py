@@ -212,7 +212,9 @@ def refusal(text: str) -> dict:
     number = r"([\d.]+)([KMGT]?)"
     hbm = re.search(rf"Used {number} of {number} hbm|\({number}\) exceeds available HBM \({number}\)", text)
     vmem = re.search(rf"size {number} and limit {number} exceeded scoped vmem|Used {number} of {number} vmem", text)
-    if not (match := hbm or vmem):
+    host = re.search(rf"Used {number} of {number} host", text)
+    host = host or re.search(r"size=(\d+)()\) would exceed memory \(size=(\d+)()\) :: \S+ = \S*host", text)
+    if not (match := hbm or vmem or host):
         return {"memory": "unknown", "message": text.splitlines()[0], "largest_buffers": []}
     figures = [figure for figure in match.groups() if figure is not None]
     used, limit = (float(figures[i]) * units[figures[i + 1]] for i in (0, 2))
@@ -227,7 +229,8 @@ def refusal(text: str) -> dict:
         buffers.append(
             Buffer(nbytes, "", shape[1] if shape else "", name[1].strip() if name else "", where),
         )
-    found = {"memory": "hbm" if hbm else "vmem", "used_bytes": used, "limit_bytes": limit, "over_bytes": used - limit}
+    memory = "hbm" if hbm else "vmem" if vmem else "host"
+    found = {"memory": memory, "used_bytes": used, "limit_bytes": limit, "over_bytes": used - limit}
     return found | {"largest_buffers": grouped(buffers)}
 
 

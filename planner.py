@@ -49,8 +49,8 @@ from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
 from interconnect import squarest
 from placement import BATCH_AXES, MESH_AXES, links_of
-from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict
-from workload import TODAY, Efficiency, Run, layers_of, memory_of
+from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict, short_of
+from workload import TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
 TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
 WITHIN = 1.05  # of the best: as good as it
@@ -119,7 +119,7 @@ def plan(
                     continue
                 found, least = _least_recomputation(of, by_remat)
                 fitting += found
-                if closest is None or least[1] < closest[1]:
+                if closest is None or math.fsum(least[1].values()) < math.fsum(closest[1].values()):
                     closest = least
     if not fitting:
         raise ValueError(_why_nothing(config, num_devices, dropped, closest))
@@ -133,24 +133,24 @@ def plan(
     return Plan(best, list(families.values()), num_tried, num_fitting)
 
 
-def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, float]]:
-    """With the first policy that fits, and the first of those that use the host; and the run that needs least memory.
+def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, dict[str, float]]]:
+    """With the first policy that fits, and the first of those that use the host; and the run that lacks least memory.
 
     More recomputation takes longer, and so it need not be looked at. The host may be slower than recomputation: both
     are tried.
     """
     found, least = {}, None
     for config in by_remat:
-        on_host = bool(transformer.offloaded_names(config))
-        if on_host in found:
+        offloads = bool(transformer.offloaded_names(config))
+        if offloads in found:
             continue
         one = dataclasses.replace(of, config=config)
-        memory, _ = memory_of(one, layers_of(config, of.efficiency.attention_block))
-        needs = math.fsum(memory.values())
-        if needs <= ROOM * of.hbm_limit:
-            found[on_host] = predict(one)
-        if least is None or needs < least[1]:
-            least = one, needs
+        memory, offloaded = memory_of(one, layers_of(config, of.efficiency.attention_block))
+        lacks = lacking(one, math.fsum(memory.values()), on_host(one, offloaded), ROOM)
+        if not lacks:
+            found[offloads] = predict(one)
+        if least is None or math.fsum(lacks.values()) < math.fsum(least[1].values()):
+            least = one, lacks
     return list(found.values()), least
 
 
@@ -227,7 +227,7 @@ def _with_other_core_axes(fitting: list[Prediction]) -> list[Prediction]:
     return found
 
 
-def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], closest: tuple[Run, float] | None) -> str:
+def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], closest: tuple[Run, dict] | None) -> str:
     if closest is None:
         ways = dict(batch=config.batch, context=max(1, config.seq_len // SHORTEST_PART), tensor=_widest(config))
         fed = math.prod(ways.values())
@@ -239,17 +239,17 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
             )
         no_mesh = f"the batch of {config.batch} and the model's dims have no common divisors with {num_devices} devices"
         return f"no mesh divides; most often: {max(dropped, key=dropped.get) if dropped else no_mesh}"
-    of, needs = closest
+    of, lacks = closest
     memory, _ = memory_of(of, layers_of(of.config, of.efficiency.attention_block))
     state = sum(transformer.state_bytes(config).values())
     least = math.ceil(state / (of.hbm_limit * of.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
     return (
-        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} needs {needs / GiB:.1f} GiB a "
-        f"device at least (mesh {_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}) of "
-        f"{ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is): {(needs - ROOM * of.hbm_limit) / GiB:.1f} GiB "
-        f"short. Of it: {text} GiB. "
+        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} needs "
+        f"{math.fsum(memory.values()) / GiB:.1f} GiB a device at least (mesh {_mesh_text(of)}, "
+        f"{of.microbatches} microbatches, remat {of.config.remat}) of "
+        f"{ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is): {short_of(lacks)}. Of it: {text} GiB. "
         f"{least:,} chips hold the state alone; more chips, or fewer tokens in a batch"
     )
 

@@ -48,8 +48,9 @@ attention (53,200 without); query, key and value of 70B pass as well (83,600). W
 all, never does (11,300): the step waits for the link.
 
 **Whether it fits** and what it takes is step.py's prediction; `best` looks at every policy, and takes the shortest step
-of those whose memory is within planner.py's room. Nothing in the program falls back on another policy: a step that does
-not fit is refused (aot.py), and a backend without host memory is, too (`check_host_memory`).
+of those whose memory, and share of the host's (120 GB for each TPU7x device), is within planner.py's room. Nothing in
+the program falls back on another policy: a step that does not fit is refused (aot.py), and a backend without host
+memory is, too (`check_host_memory`).
 
 **Left out.** Segments of several layers: fewer inputs to save, but a larger segment to hold, and the inputs are the
 small part. Policies that differ between layers. Offload of weights (that of the optimizer
@@ -68,7 +69,7 @@ import transformer
 from config import REMAT_POLICIES, Config, check_known
 from hardware import Chip, by, parse_topology, si
 from planner import ROOM
-from step import GiB, Prediction, add_run_flags, plot, predict
+from step import GiB, Prediction, add_run_flags, plot, predict, short_of
 from transformer import offloaded_names, saved_names
 from workload import TODAY, Efficiency, run_of
 
@@ -145,7 +146,7 @@ def recomputed_share(found: Prediction) -> float:
 
 def fits(found: Prediction) -> bool:
     """In the memory that planner.py lets a prediction have."""
-    return found.hbm_bytes <= ROOM * found.of.hbm_limit
+    return not found.lacks(ROOM)
 
 
 def best(found: dict[str, Prediction]) -> str:
@@ -156,11 +157,11 @@ def best(found: dict[str, Prediction]) -> str:
     """
     fitting = {name: one for name, one in found.items() if fits(one)}
     if not fitting:
-        name, one = min(found.items(), key=lambda item: item[1].hbm_bytes)
-        limit = ROOM * one.of.hbm_limit
+        name, one = min(found.items(), key=lambda item: math.fsum(item[1].lacks(ROOM).values()))
         raise ValueError(
-            f"no policy fits: remat={name} needs least, {one.hbm_bytes / GiB:.1f} GiB of {limit / GiB:.1f} ({ROOM:.0%} "
-            f"of what there is), {(one.hbm_bytes - limit) / GiB:.1f} GiB short; more devices, or --microbatches"
+            f"no policy fits: remat={name} lacks least, it needs {one.hbm_bytes / GiB:.1f} GiB of "
+            f"{ROOM * one.of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is), {short_of(one.lacks(ROOM))}; "
+            "more devices, or --microbatches"
         )
     cost = lambda name: (found[name].step_s, recomputed_share(found[name]), found[name].hbm_bytes)
     return min(fitting, key=cost)
@@ -219,7 +220,7 @@ def describe(found: dict[str, Prediction], chosen: str) -> str:
         lines.append(
             f"{'* ' if name == chosen else '  '}{name:32}{si(its['saved_bytes'], 'B'):>13}{on_host:>13}"
             f"{its['recomputed_share']:12.1%}{seconds:>12}{waited:>12}{its['hbm_bytes'] / GiB:8.2f} GiB"
-            f"{si(its['step_s'], 's'):>11}{'' if its['fits'] else '  does not fit'}"
+            f"{si(its['step_s'], 's'):>11}{'' if its['fits'] else f'  does not fit, {short_of(one.lacks(ROOM))}'}"
         )
     limit = f"{ROOM * of.hbm_limit / GiB:.1f} GiB, {ROOM:.0%} of what there is"
     why = f"the shortest step of those that fit in {limit}" if chosen else f"none fits in {limit}"

@@ -53,11 +53,13 @@ from workload import (
     Layer,
     Run,
     compute_s,
+    lacking,
     layers_of,
     local_shape,
     matmul_s,
     memory_of,
     moved_bytes,
+    on_host,
     params_of_device,
     run_of,
     slots_of_device,
@@ -99,9 +101,13 @@ class Prediction:
     def hbm_bytes(self) -> float:
         return math.fsum(self.memory.values())
 
+    def lacks(self, room: float = 1.0) -> dict[str, float]:
+        """{memory, hbm or host: bytes that a device lacks of it}, where it may fill `room` of it; empty if it fits."""
+        return lacking(self.of, self.hbm_bytes, self.host_bytes, room)
+
     @property
     def fits(self) -> bool:
-        return self.hbm_bytes <= self.of.hbm_limit
+        return not self.lacks()
 
     @property
     def exposed_comm_s(self) -> float:
@@ -151,9 +157,8 @@ def predict(of: Run) -> Prediction:
     rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes), _slots(of)]
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
-    held = host_bytes * of.in_flight + slots_of_device(of) * of.config.offload_optimizer
     passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
-    return Prediction(of, [part for part in parts if part.seconds], memory, held, passes)
+    return Prediction(of, [part for part in parts if part.seconds], memory, on_host(of, host_bytes), passes)
 
 
 class Kind:
@@ -489,6 +494,7 @@ def as_json(found: Prediction) -> dict:
         "hbm_bytes": found.hbm_bytes,
         "hbm_limit_bytes": of.hbm_limit,
         "host_bytes": found.host_bytes,
+        "host_limit_bytes": of.host_limit if math.isfinite(of.host_limit) else None,
         "fits": found.fits,
         "passes": found.passes,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
@@ -530,7 +536,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
         f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
         f"{si(found.flops_per_step, 'FLOP')} a step",
         f"  memory   {found.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB a device"
-        + ("" if found.fits else f": DOES NOT FIT, {(found.hbm_bytes - of.hbm_limit) / GiB:.1f} GiB short"),
+        + ("" if found.fits else f": DOES NOT FIT, {short_of(found.lacks())}"),
     ]
     held = {name: nbytes for name, nbytes in found.memory.items() if nbytes}
     held |= {"on the host": found.host_bytes} if found.host_bytes else {}
@@ -540,6 +546,12 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
         peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
         lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")
     return "\n".join(lines)
+
+
+def short_of(lacks: dict[str, float]) -> str:
+    """What `Prediction.lacks`, in words."""
+    names = {"hbm": "", "host": " of the host's memory"}
+    return " and ".join(f"{nbytes / GiB:.1f} GiB{names[memory]} short" for memory, nbytes in lacks.items())
 
 
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:

@@ -100,6 +100,11 @@ class Run:
         return self.chip.hbm_bytes / self.chip.devices * self.efficiency.usable_hbm
 
     @property
+    def host_limit(self) -> float:
+        """Bytes of a device's share of its host's memory; infinite where it is not published."""
+        return (self.chip.host_memory_bytes or math.inf) / math.prod(self.chip.host) / self.chip.devices
+
+    @property
     def pipe(self) -> int:
         return self.sizes["pipe"]
 
@@ -454,3 +459,14 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
     return memory, held(lambda layer: layer.offloaded)
+
+
+def on_host(of: Run, offloaded: float) -> float:
+    """Bytes of a device on its host: what each microbatch under way has offloaded there, and the optimizer state."""
+    return offloaded * of.in_flight + slots_of_device(of) * of.config.offload_optimizer
+
+
+def lacking(of: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:
+    """{memory: bytes that a device lacks of it}, if it may fill `room` of its own and its host's; empty if it fits."""
+    over = {"hbm": hbm_bytes - room * of.hbm_limit, "host": host_bytes - room * of.host_limit}
+    return {memory: nbytes for memory, nbytes in over.items() if nbytes > 0}

@@ -6,7 +6,6 @@ Of a policy that does not fit it says what the compiler would have needed, if th
 ten minutes; what is in compiled_tpu7x.json is not compiled again, so that a long series can be broken off and taken up.
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ CASES = {
     "8b-8k": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:8", seq_len=8192, batch=16)),
     "8b-128k": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:2,context:4", seq_len=131_072, batch=2)),
     "70b-8k": ("tpu7x:4x4x4", "llama3.1-70b", dict(mesh="fsdp:128", seq_len=8192, batch=128)),
-    "70b-128k": ("tpu7x:4x4x4", "llama3.1-70b", dict(mesh="fsdp:16,context:8", seq_len=131_072, batch=16)),
+    "70b-128k": ("tpu7x:4x4x4", "llama3.1-70b", dict(mesh="fsdp:16,tensor:2,context:4", seq_len=131_072, batch=16)),
 }
 POLICIES = [policy for policy in REMAT_POLICIES if policy not in ("custom", "auto")]
 
@@ -42,9 +41,13 @@ def main(argv: list[str]) -> None:
             cells = [name, policy, f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"]
             if "--predicted" not in argv:
                 found = compiled.ask(expected)
-                needed = compiled.memory_of(found) or math.nan
-                host = f"{found['host_bytes'] / GiB:.1f}" if found["fits"] else "refused"
-                cells += [f"{needed / GiB:.1f}", f"{expected.hbm_bytes / needed:.2f}", host]
+                needed, host = compiled.memory_of(found), "refused"
+                if found["fits"]:
+                    host = f"{found['host_bytes'] / GiB:.1f}"
+                elif found["memory"] == "host":
+                    host = f"{found['used_bytes'] / GiB:.1f}, refused"
+                cells += [f"{needed / GiB:.1f}", f"{expected.hbm_bytes / needed:.2f}"] if needed else ["", ""]
+                cells += [host]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

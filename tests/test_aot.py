@@ -233,6 +233,12 @@ def test_what_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["kind"] == "predicted" and found["over_bytes"] == found["used_bytes"] - found["limit_bytes"] > 0
     assert sum(part["bytes"] for part in found["parts"]) == pytest.approx(found["used_bytes"])
+    flags = ["--topology=tpu7x:4x4x4", "--preset=llama3.1-70b", "--batch=16", "--seq_len=131072"]
+    assert aot.main([*flags, "--mesh=fsdp:16,tensor:2,context:4", "--remat=minimal_offloaded"]) == aot.DOES_NOT_FIT
+    out = capsys.readouterr().out
+    # The compiler has the same words for it: "Used 185.00G of 128.00G host".
+    assert "does not fit: 185.00 of 111.76 GiB of host, 73.24 GiB over (predicted)" in out
+    assert "--compile_anyway" in out and "way out: --" in out
 
 
 def test_the_policy_of_auto_is_the_one_that_is_compiled(capsys, monkeypatch):

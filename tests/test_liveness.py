@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -208,6 +209,33 @@ def test_a_program_that_does_not_fit_in_hbm(tmp_path):
     assert liveness.read_refused(tmp_path / "nothing", message) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_arrays", [1, 2])
+def test_a_program_that_does_not_fit_on_its_host(num_arrays):
+    """More than 128 GiB of what a loop offloads, in one array and in two: the compiler has other words for each."""
+    num_layers = 130 // num_arrays + 2
+
+    def offloading(x):
+        def forward(x, _):
+            kept = [jnp.sin(x + i) for i in range(num_arrays)]
+            return sum(kept), [jax.device_put(one, jax.memory.Space.Host) for one in kept]
+
+        def backward(x, kept):
+            return x * sum(jax.device_put(one, jax.memory.Space.Device) for one in kept), None
+
+        x, kept_L = lax.scan(forward, x, length=num_layers)
+        return lax.scan(backward, x, kept_L, reverse=True)[0]
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        traced(offloading, (1024, 1024, 256)).compile()
+    found = refusal(str(error.value))
+    assert (found["memory"], found["limit_bytes"]) == ("host", 128 * GiB)
+    assert found["used_bytes"] == num_layers * num_arrays * GiB
+    assert [row["largest_shape"] for row in found["largest_buffers"]] == [f"f32[{num_layers},1024,1024,256]"] * (
+        num_arrays > 1
+    )
+
+
 # -- messages
 
 
@@ -251,6 +279,12 @@ def test_what_the_compiler_says_where_it_lists_the_buffers():
             "vmem",
             75.91 * 2**20,
             63.94 * 2**20,
+        ),
+        (
+            "Ran out of memory in memory space host. Used 185.00G of 128.00G host. Exceeded host capacity by 57.00G.",
+            "host",
+            185 * 2**30,
+            128 * 2**30,
         ),
     ],
 )

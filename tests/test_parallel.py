@@ -202,14 +202,8 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
 STEP_OPTIONS = [dict(), dict(microbatches=2, shard_update=True), dict(collectives="ring_bidirectional")]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "option"),
-    [
-        pytest.param(mesh, option, marks=[] if mesh == QUICK else [pytest.mark.slow])
-        for mesh, option in zip(MESHES, itertools.cycle(STEP_OPTIONS))
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "option"), list(zip(MESHES, itertools.cycle(STEP_OPTIONS))), ids=str)
 def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     check_steps(Config(**SMALL, mesh=mesh, **option), steps=5)
 

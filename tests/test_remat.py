@@ -246,8 +246,22 @@ def test_of_equal_steps_the_one_that_recomputes_least():
 
 
 def test_nothing_fits():
-    with pytest.raises(ValueError, match=r"no policy fits: remat=full needs least, 20.9 GiB of 9.4 \(95% .*short"):
+    words = r"no policy fits: remat=full lacks least, it needs 20.9 GiB of 9.4 \(95% .*short"
+    with pytest.raises(ValueError, match=words):
         remat.best(predictions(LLAMA(), 10))
+
+
+def test_a_host_has_an_end_too():
+    """960 GB of 4 chips, 8 devices. With a link so fast that nothing else speaks against it."""
+    flags = dict(mesh="fsdp:16,tensor:2,context:4", batch=16, seq_len=131_072)
+    config = from_preset("llama3.1-70b", **flags)
+    chip = dataclasses.replace(hardware.CHIPS["tpu7x"], pcie_bytes_per_s=1e15)
+    found = remat.predictions(config, chip, (4, 4, 4))
+    offloaded = found["minimal_offloaded"]
+    assert offloaded.of.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.of.hbm_limit
+    assert offloaded.lacks() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
+    assert remat.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
+    assert step.short_of(offloaded.lacks()) == "73.2 GiB of the host's memory short"
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,17 @@ def read(path) -> list[dict]:
 def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     config = Config(
-        **TINY | dict(sample=8), steps=40, mesh="data:2,fsdp:2,tensor:2", eval_every=20, metrics_file=str(file)
+        **TINY | dict(sample=8), steps=16, mesh="data:2,fsdp:2,tensor:2", eval_every=8, metrics_file=str(file)
     )
     figures = train.run(config)
     steps = [line for line in read(file) if "loss" in line]
     evaluations = {line["step"]: line["eval_loss"] for line in read(file) if "eval_loss" in line}
-    assert [line["step"] for line in steps] == list(range(1, 41))
+    assert [line["step"] for line in steps] == list(range(1, 17))
     names = {"step", "loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "tflops_per_s_per_device", "mfu"}
     assert names <= set(steps[0]) and steps[0]["mfu"] is None  # no made-up peak of a CPU
-    assert list(evaluations) == [20, 40] and evaluations[40] < evaluations[20] < math.log(256)
-    assert figures["eval_loss"] == evaluations[40]
-    assert steps[4]["learning_rate"] == pytest.approx(config.learning_rate)
+    assert list(evaluations) == [8, 16] and evaluations[16] < evaluations[8] < math.log(256)
+    assert figures["eval_loss"] == evaluations[16]
+    assert steps[1]["learning_rate"] == pytest.approx(config.learning_rate)
     assert steps[-1]["learning_rate"] == pytest.approx(config.learning_rate * config.final_lr_ratio)
     out = capsys.readouterr().out
     assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out and ">>>" in out
