@@ -253,6 +253,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "fits": True,
         **memory,
         "hbm_limit_bytes": expected.of.hbm_limit,
+        "host_limit_bytes": expected.of.host_limit if math.isfinite(expected.of.host_limit) else None,
         "step_s": timeline.seconds,
         "mfu": flops / timeline.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
@@ -329,12 +330,13 @@ def describe(found: dict) -> str:
     flags += f" ({', '.join(by_hand)}: not in compiler_flags.py)" if by_hand else ""
     step_s, roofline = found["step_s"], found["roofline"]
     gib = lambda name: f"{found[name] / GiB:.2f}"
+    of_host = f" of {gib('host_limit_bytes')}" if found["host_bytes"] and found["host_limit_bytes"] else ""
     lines = [
         f"{found['preset']} on {slices}{found['topology']}, {found['num_chips']:,} chips, mesh {mesh}, "
         f"remat {found['remat']}",
         f"  compiled    {how} {found['compile_s']:.0f} s; flags {flags}",
         f"  memory      {gib('peak_hbm_bytes')} of {gib('hbm_limit_bytes')} GiB a device, arguments "
-        f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')} (compiled; by roofline.py "
+        f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')}{of_host} (compiled; by roofline.py "
         f"{roofline['hbm_bytes'] / GiB:.2f})",
         f"  step        {si(step_s, 's')}, MFU {found['mfu']:.1%}, {found['tokens_per_s_per_chip']:,.0f} tokens/s a "
         "chip (predicted from the compiled schedule)",
@@ -456,7 +458,7 @@ def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.lacks() else None
     if not memory:
         return None
-    if memory == "host":  # to the byte: no margin
+    if memory == "host":  # compiled programs have needed what is predicted (tests/test_remat.py): no margin
         used, limit, held = expected.host_bytes, expected.of.host_limit, {"offloaded": expected.host_bytes}
     largest = sorted(held.items(), key=lambda item: -item[1])
     rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
@@ -510,7 +512,8 @@ def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
         print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over ({kind})")
     if parts := found.get("parts"):
         print("  of it       " + ", ".join(f"{part['name']} {part['bytes'] / GiB:.2f}" for part in parts) + " GiB")
-        print("  not compiled; --compile_anyway asks the compiler, whose word is the last")
+        limit = "lets a device have 128 GiB of it" if found["memory"] == "host" else "has the last word"
+        print(f"  not compiled; --compile_anyway asks the compiler, which {limit}")
     if found["largest_buffers"]:
         print(*liveness.describe(found, found["used_bytes"]), sep="\n")
     print(f"  way out: {' '.join(ways['flags'])}{': ' if ways['flags'] else ''}{ways['words']}")

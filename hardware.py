@@ -119,7 +119,7 @@ class Chip:
     cube: int = 0  # optical switches: a slice of whole cubes of this edge wraps around on every axis, another on none
     ring: int = 0  # fixed wires: an axis of this length wraps around, another does not
     host: tuple[int, ...]  # chips of a host along each axis
-    host_memory_bytes: float | None = None  # of a host, of all its chips; None: not published
+    host_memory_bytes: float | None = None  # of a host, for all its chips; a virtual machine may get less of it
 
     hop_s: float = 1e-6  # of a link, as in Axis
     dcn_hop_s: float = 10e-6  # assumed, for want of a published figure
@@ -290,7 +290,7 @@ CHIPS = {
         pods=((16, 20, 28),),  # page: 8960, of which a slice has 16x16x24 at most
         cube=4,
         host=(2, 2, 1),
-        host_memory_bytes=448e9,  # page
+        host_memory_bytes=448e9,  # page, of the virtual machine
     ),
     "v6e": Chip(
         name="v6e",
@@ -346,7 +346,8 @@ CHIPS = {
         # what is smaller does not: MaxText's accelerator_to_spec_map.py.
         cube=4,
         host=(2, 2, 1),
-        host_memory_bytes=960e9,  # page; GiB on that of Compute Engine. The compiler lets a device have 128 GiB
+        # Page, of the virtual machine; on that of Compute Engine 960 GiB. The compiler lets a device have 128 GiB.
+        host_memory_bytes=960e9,
     ),
 }
 

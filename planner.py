@@ -5,9 +5,9 @@
 
 **What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the first
-that uses the host. Dropped is what does not divide, and what does not fit in 95% of the memory. The shortest step wins,
-but for this: of those within 5% of it, the simplest one, that with the fewest mesh axes, then the fewest microbatches.
-A prediction is not better than that.
+that uses the host. Dropped is what does not divide, and what does not fit in 95% of the memory, or of a device's share
+of its host's. The shortest step wins, but for this: of those within 5% of it, the simplest one, that with the fewest
+mesh axes, then the fewest microbatches. A prediction is not better than that.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
@@ -54,8 +54,8 @@ from workload import TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_h
 
 TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
 WITHIN = 1.05  # of the best: as good as it
-# Of the memory that there is: predictions are within 6% of compiled programs, and near the limit XLA gives up overlap
-# (compiled: Llama 3.1 8B at 93 of 94.7 GiB leaves nearly all of its communication exposed).
+# Of the memory that there is: predictions that come near it are within 6% of compiled programs, and near the limit XLA
+# gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB leaves nearly all of its communication exposed).
 ROOM = 0.95
 LONG = 32_768  # tokens from which a sequence is long here; the guide's are 8k and 128k
 SHORTEST_PART = 1024  # tokens of a sequence on a device
@@ -245,12 +245,12 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
     least = math.ceil(state / (of.hbm_limit * of.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
+    ways = "less offloaded (--no-offload_optimizer)" if "host" in lacks else "fewer tokens in a batch"
     return (
-        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} needs "
-        f"{math.fsum(memory.values()) / GiB:.1f} GiB a device at least (mesh {_mesh_text(of)}, "
-        f"{of.microbatches} microbatches, remat {of.config.remat}) of "
-        f"{ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is): {short_of(lacks)}. Of it: {text} GiB. "
-        f"{least:,} chips hold the state alone; more chips, or fewer tokens in a batch"
+        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} lacks least as mesh "
+        f"{_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}. It needs "
+        f"{math.fsum(memory.values()) / GiB:.1f} GiB a device of {ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what "
+        f"there is): {short_of(lacks)}. Of it: {text} GiB. {least:,} chips hold the state alone; more chips, or {ways}"
     )
 
 

@@ -26,8 +26,8 @@ and with communication, of which only what nothing hides (the exposed part) make
                   where forward or backward passes are alone: in GPipe all, else the first and last v*P - 1 ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
                   weight, and over `expert` for all that is not an expert
-    host          what is offloaded goes out during the forward pass and comes back during the backward pass; a batch
-                  comes in while the step before computes
+    host          what is offloaded goes out during the forward pass and comes back during the backward pass, behind
+                  attention alone (remat.py); a batch comes in while the step before computes
 
 Every microbatch gathers and reduce-scatters anew.
 
@@ -439,12 +439,13 @@ def _input(of: Run, step_s: float) -> Part:
 def _host(of: Run, kinds: list[Kind], nbytes: float) -> Part:
     speed = of.host_bytes_per_s
     one_way = nbytes * of.microbatches / speed
-    forward = math.fsum(kind.forward * kind.times for kind in kinds)
-    backward = math.fsum(kind.backward * kind.times for kind in kinds)
-    exposed = max(0.0, one_way - forward) + max(0.0, one_way - backward)
-    formula = (
-        f"{si(nbytes * of.microbatches, 'B')} / {si(speed, 'B/s')}, out behind the forward pass, back behind the other"
+    behind = lambda way: math.fsum(
+        kind.by_part[name][way] * kind.times for kind in kinds for name in of.efficiency.hides_offload
     )
+    forward, backward = behind(0), behind(1)
+    exposed = max(0.0, one_way - forward) + max(0.0, one_way - backward)
+    formula = f"{si(nbytes * of.microbatches, 'B')} / {si(speed, 'B/s')}, out behind {si(forward, 's')} of "
+    formula += f"{', '.join(of.efficiency.hides_offload)}, back behind {si(backward, 's')}"
     return Part("host offload", "host", 2 * one_way, exposed, formula)
 
 
@@ -542,6 +543,8 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     held |= {"on the host": found.host_bytes} if found.host_bytes else {}
     width = max(map(len, held))
     lines += [f"           {name:{width}} {nbytes / GiB:8.2f} GiB" for name, nbytes in held.items()]
+    if found.host_bytes and math.isfinite(of.host_limit):
+        lines[-1] += f" of {of.host_limit / GiB:.1f}"
     if explain:
         peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
         lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")
@@ -551,7 +554,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
 def short_of(lacks: dict[str, float]) -> str:
     """What `Prediction.lacks`, in words."""
     names = {"hbm": "", "host": " of the host's memory"}
-    return " and ".join(f"{nbytes / GiB:.1f} GiB{names[memory]} short" for memory, nbytes in lacks.items())
+    return " and ".join(f"{nbytes / GiB:.2f} GiB{names[memory]} short" for memory, nbytes in lacks.items())
 
 
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:

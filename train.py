@@ -57,7 +57,7 @@ import rules
 import sharding
 from log import Log, Profile
 from sharding import BATCH_SPEC, LOSS_AXES
-from step import GiB, Prediction, predict
+from step import GiB, Prediction, predict, short_of
 from workload import run_of
 
 
@@ -503,7 +503,7 @@ def introduce(
         log.say(
             f"predicted  {prediction.step_s:.3f} s a step, MFU {prediction.mfu:.1%}, bound by {prediction.bound}; "
             f"{prediction.hbm_bytes / GiB:.1f} of {prediction.of.hbm_limit / GiB:.1f} GiB a device"
-            + ("" if prediction.fits else ": it will hardly fit; roofline.py plan finds what does")
+            + ("" if prediction.fits else f", {short_of(prediction.lacks())}; roofline.py plan finds what fits")
         )
     if resumed is not None:
         log.say(

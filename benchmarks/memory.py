@@ -1,9 +1,10 @@
 """Peak memory of a step on TPU7x under each recomputation policy: predicted by roofline.py, compiled by aot.py.
 
-    python benchmarks/memory.py [8b-8k] [8b-128k] [70b-8k] [70b-128k] [--predicted]
+    python benchmarks/memory.py [8b] [70b] [--predicted]
 
-Of a policy that does not fit it says what the compiler would have needed, if the compiler does. A compile takes one to
-ten minutes; what is in compiled_tpu7x.json is not compiled again, so that a long series can be broken off and taken up.
+Sequences of 8,192 and of 131,072 tokens, side by side. Of a policy that does not fit it says what the compiler would
+have needed, if the compiler does. A compile takes one to ten minutes; what is in compiled_tpu7x.json is not compiled
+again, so that a long series can be broken off and taken up.
 """
 
 import sys
@@ -15,40 +16,52 @@ sys.path.insert(0, str(ROOT))
 import compiled
 from config import REMAT_POLICIES, from_preset
 from hardware import parse_topology
-from step import GiB, predict
+from step import GiB, Prediction, predict
 from workload import run_of
 
 CASES = {
-    "8b-8k": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:8", seq_len=8192, batch=16)),
-    "8b-128k": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:2,context:4", seq_len=131_072, batch=2)),
-    "70b-8k": ("tpu7x:4x4x4", "llama3.1-70b", dict(mesh="fsdp:128", seq_len=8192, batch=128)),
-    "70b-128k": ("tpu7x:4x4x4", "llama3.1-70b", dict(mesh="fsdp:16,tensor:2,context:4", seq_len=131_072, batch=16)),
+    "8b": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:8", batch=16), dict(mesh="fsdp:2,context:4", batch=2)),
+    "70b": (
+        "tpu7x:4x4x4",
+        "llama3.1-70b",
+        dict(mesh="fsdp:128", batch=128),
+        dict(mesh="fsdp:16,tensor:2,context:4", batch=16),
+    ),
 }
+LENGTHS = {"8k": 8192, "128k": 131_072}
 POLICIES = [policy for policy in REMAT_POLICIES if policy not in ("custom", "auto")]
+HEADS = ("GiB, compiled", "predicted", "GiB of host", "step, predicted")
+
+
+def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
+    hbm, step_s = f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"
+    if not with_compiler:
+        return [hbm, step_s]
+    found = compiled.ask(expected)
+    needed = compiled.memory_of(found)
+    on_host = found["host_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "host" else 0
+    needs = f"{needed / GiB:.1f}" if needed else ""  # refused for want of another memory, this one is not said
+    needs = needs if found["fits"] else f"{needs} refused".strip()
+    return [needs, hbm, f"{on_host / GiB:.1f}" if on_host else "", step_s]
 
 
 def main(argv: list[str]) -> None:
     wanted = [name for name in argv if name != "--predicted"] or list(CASES)
     if unknown := set(wanted) - set(CASES):
         sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(CASES)} and --predicted")
-    columns = ["case", "policy", "GiB a device, predicted", "step, predicted"]
-    columns += [] if "--predicted" in argv else ["GiB a device, compiled", "predicted over compiled", "GiB of host"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    names = ("GiB, predicted", HEADS[-1]) if "--predicted" in argv else HEADS
+    heads = [f"{length}: {name}" if name == names[0] else name for length in LENGTHS for name in names]
     for name in wanted:
-        topology, preset, flags = CASES[name]
+        topology, preset, *flags = CASES[name]
+        if name != wanted[0]:
+            print()
+        print(f"| {preset}, {topology} | {' | '.join(heads)} |\n|{'---|' * (1 + len(heads))}")
         for policy in POLICIES:
-            expected = predict(run_of(from_preset(preset, **flags, remat=policy), *parse_topology(topology)))
-            cells = [name, policy, f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"]
-            if "--predicted" not in argv:
-                found = compiled.ask(expected)
-                needed, host = compiled.memory_of(found), "refused"
-                if found["fits"]:
-                    host = f"{found['host_bytes'] / GiB:.1f}"
-                elif found["memory"] == "host":
-                    host = f"{found['used_bytes'] / GiB:.1f}, refused"
-                cells += [f"{needed / GiB:.1f}", f"{expected.hbm_bytes / needed:.2f}"] if needed else ["", ""]
-                cells += [host]
-            print(f"| {' | '.join(cells)} |", flush=True)
+            cells = []
+            for seq_len, its in zip(LENGTHS.values(), flags, strict=True):
+                config = from_preset(preset, **its, seq_len=seq_len, remat=policy)
+                cells += cells_of(predict(run_of(config, *parse_topology(topology))), "--predicted" not in argv)
+            print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,10 @@ def fp8_quality() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/fp8_quality.py", "plot"))
 
 
+def memory_of_70b() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
+
+
 def recipes() -> str:
     return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=figures/recipes.png"))
 
@@ -120,6 +124,7 @@ BLOCKS = {
     "kernels": kernels,
     "tuned sizes": tuned_sizes,
     "fp8 quality": fp8_quality,
+    "memory of 70B": memory_of_70b,
     "recipes": recipes,
     "better recipes": better_recipes,
 }

@@ -21,7 +21,7 @@ import collectives as rings
 import hlo
 import schedule
 from benchmarks import collectives as benchmark
-from benchmarks import kernels, scaling
+from benchmarks import kernels, memory, scaling
 from bundles import Kernel, Region, Report
 from collectives import ALGORITHMS
 from schedule import Rates
@@ -361,3 +361,35 @@ def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
     assert large["efficiency"] == pytest.approx(small["step_s"] * 4 / (large["step_s"] * 1024))
     columns = scaling.table(found).splitlines()
     assert len(columns) == 2 + len(found) and len({line.count("|") for line in columns}) == 1
+
+
+def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(capsys, monkeypatch):
+    """Of a program that the host has no room for, the compiler does not say what it needs of HBM."""
+    found = {
+        ("full", 8192): dict(fits=True, peak_hbm_bytes=2**33, host_bytes=0),
+        ("none", 131_072): dict(fits=False, memory="hbm", used_bytes=2**37),
+        ("qkv_proj_offloaded", 8192): dict(fits=True, peak_hbm_bytes=2**33, host_bytes=2**34),
+        ("minimal_offloaded", 131_072): dict(fits=False, memory="host", used_bytes=2**37),
+    }
+    other = dict(fits=True, peak_hbm_bytes=2**30, host_bytes=0)
+    of = lambda expected: (expected.of.config.remat, expected.of.config.seq_len)
+    monkeypatch.setattr(memory.compiled, "ask", lambda expected: found.get(of(expected), other))
+    memory.main(["8b"])
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert {line.count("|") for line in lines} == {head.count("|")}
+    rows = {line.split("`")[1]: [cell.strip() for cell in line.split("|")[2:10]] for line in lines}
+    assert list(rows) == memory.POLICIES
+    compiled_cells = {policy: [cells[0], cells[2], cells[4], cells[6]] for policy, cells in rows.items()}
+    assert compiled_cells["full"] == ["8.0", "", "1.0", ""]
+    assert compiled_cells["none"] == ["1.0", "", "128.0 refused", ""]
+    assert compiled_cells["qkv_proj_offloaded"] == ["8.0", "16.0", "1.0", ""]
+    assert compiled_cells["minimal_offloaded"] == ["1.0", "", "refused", "128.0"]
+
+
+def test_the_table_of_memory_is_the_one_of_today(capsys, monkeypatch):
+    """That of 70B in RESULTS.md, of which all was compiled and is kept; python benchmarks/readme.py "memory of 70B"."""
+    monkeypatch.setattr(memory.compiled.subprocess, "run", lambda command, **_: pytest.fail(f"not kept: {command}"))
+    memory.main(["70b"])
+    shown = (memory.ROOT / "RESULTS.md").read_text()
+    written = re.search(r"<!-- compiled: memory of 70B -->\n(.*?)<!-- end -->", shown, re.DOTALL)[1]
+    assert capsys.readouterr().out == written

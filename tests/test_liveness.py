@@ -286,6 +286,13 @@ def test_what_the_compiler_says_where_it_lists_the_buffers():
             185 * 2**30,
             128 * 2**30,
         ),
+        (
+            "RESOURCE_EXHAUSTED: Allocation (size=139586437120) would exceed memory (size=137438953472) :: %s0 = "
+            "inlined_call_operand.host [shape: f32[130,1024,1024,256], index: 0] /* operand 0 */ :: custom-call.2",
+            "host",
+            130 * 2**30,
+            128 * 2**30,
+        ),
     ],
 )
 def test_which_memory_and_how_much_is_missing(text, memory, used, limit):
