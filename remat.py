@@ -49,8 +49,8 @@ A layer's input, n = D, hides in sequences of 31,000 tokens, query, key and valu
 For what `minimal_offloaded` moves of it, MLP and all, the step waits up to 288,000.
 
 To have a layer's tensors travel beside its neighbour, libtpu peels an iteration off each loop, and where a device has
-one sequence that iteration may want the stack of the layers' inputs in another layout: a second one, which is not
-predicted (compiled: 10 GiB more for 70B at 8k on 128 devices). Without the first there is no second:
+one sequence that iteration may want the stack of the layers' inputs in another layout: a second stack (compiled: 10 GiB
+for 70B at 8k on 128 devices; workload.py predicts where). Without the first there is no second:
 --xla_flags=xla_tpu_pipeline_memory_host_transfers=false. `python compiled.py offloaded` has steps with it and without.
 
 **Whether it fits** and what it takes is step.py's prediction; `best` looks at every policy, and takes the shortest step

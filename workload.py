@@ -437,6 +437,8 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         waiting = held(saved) / rounds + of.in_flight * rounds * config.model_dim * of.element * b / of.tensor
     elif of.pipe > 1:
         waiting += held(saved)  # those that the backward pass reads are taken out of the others
+    if inputs_in_two_layouts(of):
+        waiting += held(lambda layer: config.model_dim * of.element)
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(layer.whole_bytes(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
@@ -466,6 +468,18 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
     return memory, held(lambda layer: layer.offloaded)
+
+
+def inputs_in_two_layouts(of: Run) -> bool:
+    """Whether libtpu keeps the inputs of all layers twice, as remat.py has it, on offload.
+
+    Compiled: with queries, keys and values alone on the host, one sequence a device and no `tensor`, it does, of 70B at
+    8k and of 8B at 128k; with two sequences, with `tensor`, and with the MLP on the host as well, it does not.
+    """
+    config = of.config
+    alone = transformer.offloaded_names(config) == transformer.POLICIES["qkv_proj_offloaded"][1]
+    pipelined = "xla_tpu_pipeline_memory_host_transfers=false" not in config.xla_flags
+    return alone and pipelined and of.tensor == 1 and of.tokens * of.sizes["context"] == config.seq_len
 
 
 def on_host(of: Run, offloaded: float) -> float:

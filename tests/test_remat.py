@@ -24,6 +24,7 @@ import remat
 import sharding
 import step
 import transformer
+import workload
 from config import REMAT_POLICIES, Config, from_preset
 from workload import run_of
 
@@ -267,6 +268,29 @@ def test_a_stage_that_is_computed_again_offloads_one_microbatch_at_a_time():
         found = step.predict(run_of(config, hardware.CHIPS["tpu7x"], (2, 2, 1)))
         on_host[again] = found.host_bytes
     assert on_host[False] == pytest.approx(found.of.in_flight * on_host[True]) and found.of.in_flight > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "twice"),
+    [
+        (dict(), True),
+        (dict(remat="save_qkv_proj"), False),
+        (dict(remat="minimal_offloaded"), False),
+        (dict(batch=16), False),
+        (dict(mesh="fsdp:4,tensor:2", batch=4), False),
+        (dict(xla_flags="xla_tpu_pipeline_memory_host_transfers=false"), False),
+    ],
+)
+def test_inputs_in_two_layouts_are_there_twice(flags, twice):
+    found = step.predict(run_of(LLAMA(**dict(remat="qkv_proj_offloaded") | flags), TPU7X, CHIPS))
+    config, saved = found.of.config, found.memory["saved activations"]
+    stack = 2 * config.num_layers * config.model_dim * found.of.tokens / found.of.tensor
+    policy_alone = transformer.saved_bytes_per_layer(
+        config, transformer.saved_names(config) - transformer.offloaded_names(config)
+    )
+    once = policy_alone * config.num_layers * found.of.tokens / found.of.tensor
+    assert workload.inputs_in_two_layouts(found.of) == twice
+    assert saved == pytest.approx(once + twice * stack)
 
 
 def test_a_host_has_an_end_too():
