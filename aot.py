@@ -512,7 +512,7 @@ def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
         print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over ({kind})")
     if parts := found.get("parts"):
         print("  of it       " + ", ".join(f"{part['name']} {part['bytes'] / GiB:.2f}" for part in parts) + " GiB")
-        limit = "lets a device have 128 GiB of it" if found["memory"] == "host" else "has the last word"
+        limit = "lets a TPU7x device have 128 GiB of it" if found["memory"] == "host" else "has the last word"
         print(f"  not compiled; --compile_anyway asks the compiler, which {limit}")
     if found["largest_buffers"]:
         print(*liveness.describe(found, found["used_bytes"]), sep="\n")

@@ -4,7 +4,7 @@
     python roofline.py plan --preset=llama3.1-70b --topology=tpu7x:4x8x8 --seq_len=131072 --batch=64 --explain
 
 **What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
-recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the first
+recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
 that uses the host. Dropped is what does not divide, and what does not fit in 95% of the memory, or of a device's share
 of its host's. The shortest step wins, but for this: of those within 5% of it, the simplest one, that with the fewest
 mesh axes, then the fewest microbatches. A prediction is not better than that.
@@ -134,21 +134,23 @@ def plan(
 
 
 def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, dict[str, float]]]:
-    """With the first policy that fits, and the first of those that use the host; and the run that lacks least memory.
+    """With the first policy that fits, and the best of those that use the host; and the run that lacks least memory.
 
     More recomputation takes longer, and so it need not be looked at. The host may be slower than recomputation: both
-    are tried.
+    are tried, and of the policies that use it the fastest.
     """
     found, least = {}, None
     for config in by_remat:
         offloads = bool(transformer.offloaded_names(config))
-        if offloads in found:
+        if offloads in found and not offloads:
             continue
         one = dataclasses.replace(of, config=config)
         memory, offloaded = memory_of(one, layers_of(config, of.efficiency.attention_block))
         lacks = lacking(one, math.fsum(memory.values()), on_host(one, offloaded), ROOM)
         if not lacks:
-            found[offloads] = predict(one)
+            candidate = predict(one)
+            if offloads not in found or candidate.step_s < found[offloads].step_s:
+                found[offloads] = candidate
         if least is None or math.fsum(lacks.values()) < math.fsum(least[1].values()):
             least = one, lacks
     return list(found.values()), least
@@ -245,12 +247,12 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
     least = math.ceil(state / (of.hbm_limit * of.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
-    ways = "less offloaded (--no-offload_optimizer)" if "host" in lacks else "fewer tokens in a batch"
+    ways = "" if "host" in lacks else ", or fewer tokens in a batch"
     return (
         f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} lacks least as mesh "
         f"{_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}. It needs "
         f"{math.fsum(memory.values()) / GiB:.1f} GiB a device of {ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what "
-        f"there is): {short_of(lacks)}. Of it: {text} GiB. {least:,} chips hold the state alone; more chips, or {ways}"
+        f"there is): {short_of(lacks)}. Of it: {text} GiB. {least:,} chips hold the state alone; more chips{ways}"
     )
 
 

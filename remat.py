@@ -38,7 +38,7 @@ chips) that is D = 600 and D = 120,000. So what a matmul gives is kept in HBM wh
 transfer that anything waits for.
 
 **Offload** moves a tensor out during the forward pass and back during the backward pass. In the programs that libtpu
-makes, as much of it hides as attention's kernel takes, hardly more (compiled, 70B: at 8k the kernel takes 0.9 s; of
+makes, about as much of it hides as attention's kernel takes (compiled, 70B: at 8k the kernel takes 0.9 s; of
 12.4 s of transfers of `minimal_offloaded` the step waits for 10.9, of 1.7 s of q, k, v for 0.9; at 128k the kernel
 takes 24 s, and of 3.4 s the step waits for 0.3). So it hides, each way, if attention takes as long: n elements a token
 of a layer, in bfloat16, T causal tokens, attention at C_a = 498e12 FLOP/s forward,
@@ -168,7 +168,7 @@ def best(found: dict[str, Prediction]) -> str:
         raise ValueError(
             f"no policy fits: remat={name} lacks least, it needs {one.hbm_bytes / GiB:.1f} GiB of "
             f"{ROOM * one.of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is), {short_of(lacks)}; "
-            f"more devices, or {'--no-offload_optimizer' if 'host' in lacks else '--microbatches'}"
+            f"more devices{'' if 'host' in lacks else ', or --microbatches'}"
         )
     cost = lambda name: (found[name].step_s, recomputed_share(found[name]), found[name].hbm_bytes)
     return min(fitting, key=cost)

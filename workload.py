@@ -67,13 +67,14 @@ class Efficiency:
     links: float = 0.89  # of a link; measured: an all-gather, 178.8 of 200 GB/s
     usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
     host_bytes_per_s: float = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
-    # What of a layer's compute hides the way of activations to the host. Compiled: as much as the kernel (remat.py).
+    # What of a layer hides the way of its activations to the host. Compiled, without flags: the kernel (remat.py).
     hides_offload: tuple[str, ...] = ("attention",)
 
 
 TODAY = Efficiency()
 # What published runs have: tokamax's splash attention, 120k cycles forward, 5780 a block backward; the times that it
-# publishes are these cycles at 1.76 GHz. And flags of the compiler for offloads: 8B on v6e takes no longer than this.
+# publishes are these cycles at 1.76 GHz. And offloads that all of a layer hides: chosen, for 8B on v6e, which takes no
+# longer than that; what makes it so there is not known.
 PUBLISHED = replace(
     TODAY,
     attention_forward=0.8 * 1024 / 3333,
