@@ -27,7 +27,7 @@ and with communication, of which only what nothing hides (the exposed part) make
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
                   weight, and over `expert` for all that is not an expert
     host          what is offloaded goes out during the forward pass and comes back during the backward pass, behind
-                  attention alone (remat.py); a batch comes in while the step before computes
+                  attention (Efficiency.hides_offload); a batch comes in while the step before computes
 
 Every microbatch gathers and reduce-scatters anew.
 
