@@ -472,12 +472,19 @@ def build_backward(
     segments: bool = False,
     prefix: bool = False,
     traced_offset: bool = False,
-    **options,
+    q_offset: int = 0,
+    causal: bool = True,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sizes: dict | None = None,
 ):
-    """(function, shapes of its arguments) for bundles.py: `options` are fields of Blocks, causal, window, soft_cap."""
+    """(function, shapes of its arguments) for bundles.py: `backward` of `seq` queries and `keys` keys, or as many.
+
+    `sizes`, of `Blocks`, replace the default's.
+    """
     T, S, N, K, V = seq, keys or seq, heads, kv_heads or heads, V or H
-    mask = {name: options.pop(name, default) for name, default in dict(causal=True, window=0, soft_cap=0.0).items()}
-    blocks = replace(default_blocks(T, S, H, V, dtype), **options)
+    mask = dict(causal=causal, window=window, soft_cap=soft_cap)
+    blocks = replace(default_blocks(T, S, H, V, dtype), **(sizes or {}))
     shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
     out_BNTV, lse_BNT = shape(1, N, T, V), shape(1, N, T, dtype="float32")
     arrays = shape(1, N, T, H), shape(1, K, S, H), shape(1, K, S, V), out_BNTV, lse_BNT, out_BNTV, lse_BNT
@@ -486,7 +493,7 @@ def build_backward(
     more |= dict(q_offset=shape(dtype="int32") if traced_offset else None)
 
     def function(arrays, more):
-        more = more if traced_offset else more | dict(q_offset=0)
+        more = more if traced_offset else more | dict(q_offset=q_offset)
         return backward(*arrays, **mask, **more, scale=H**-0.5, blocks=blocks)
 
     return function, [arrays, more]

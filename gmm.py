@@ -75,6 +75,7 @@ from groups import (
     heights,
     plan_of,
     register_rows,
+    result_dtype,
     tgmm_buffers,
     tile_counts,
 )
@@ -122,7 +123,7 @@ def gmm(
       ValueError: shapes, types or tiles do not fit; more VMEM than there is; a gradient of fp8, or with scales.
     """
     shape = check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
-    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if lhs_MK.dtype.itemsize == 1 else lhs_MK.dtype))
+    out_dtype = jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype))
     M, K, E, N = shape
     scales = (lhs_scale, rhs_scale) if lhs_scale is not None or rhs_scale is not None else None
     lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
@@ -166,7 +167,7 @@ def tgmm(
         raise ValueError(f"tgmm takes [M, K] and [M, N], not {lhs_MK.shape} and {dout_MN.shape}")
     _check_types(lhs_MK, dout_MN, group_sizes_E)
     E = group_sizes_E.shape[0] if num_groups is None else num_groups
-    out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if lhs_MK.dtype.itemsize == 1 else lhs_MK.dtype))
+    out_dtype = jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype))
     scale = None if scale is None else _column_scale(scale, E, dout_MN.shape[1], "scale")
     arrays = (lhs_MK, dout_MN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale)
     return _tgmm((E, out_dtype, tiles, _interpreter(interpret)), *_vary_alike(*arrays))
@@ -628,7 +629,7 @@ def _call(name, kernel, operands, shape, dtype, buffers, arrivals, interpret, me
 
 
 def build_gmm(
-    M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype="bfloat16", transpose_rhs=False, scaled=False, **tiles
+    M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, transpose_rhs=False, scaled=False, **tiles
 ):
     """(function, shapes of its arguments); tiles: rows, cols, step."""
     kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled)
@@ -643,7 +644,7 @@ def build_gmm(
     return with_scales, [*arguments, shape((M,), jnp.float32), shape((groups, N), jnp.float32)]
 
 
-def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype="bfloat16", **tiles):
+def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **tiles):
     default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype)
     shape = jax.ShapeDtypeStruct
     arguments = [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32)]

@@ -72,6 +72,11 @@ def register_rows(*dtypes) -> int:
     return 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes)
 
 
+def result_dtype(dtype):
+    """Of a grouped matmul, where nothing else is asked: that of its operands, of 8 bits bfloat16."""
+    return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
+
+
 def _padded_bytes(shape: Sequence[int], dtype) -> int:
     """Of an array in VMEM, whose last two dims are whole registers (a single row takes but one row of them)."""
     *outer, rows, cols = shape
@@ -131,7 +136,7 @@ def widths(size: int) -> list[int]:
 
 def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:
     """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest."""
-    out_dtype = out_dtype or dtype
+    out_dtype = out_dtype or result_dtype(dtype)
     step = max(32, register_rows(dtype, out_dtype))
     most = min(640, pl.cdiv(M, step) * step)
     rows = [most] + [rows for rows in (512, 384, 256, 128, 64, 32) if rows < most]
@@ -147,7 +152,7 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds
 
 def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> TgmmTiles:
     """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least."""
-    out_dtype = out_dtype or dtype
+    out_dtype = out_dtype or result_dtype(dtype)
     rows = range(MXU, min(1024, pl.cdiv(M, MXU) * MXU) + 1, MXU)
     sizes = [(k, n) for k in widths(K) for n in widths(N)]
     tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
@@ -249,7 +254,7 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
 
 def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
     """{region: executions} in a call of the kernel for these group sizes: what `bundles.py` wants to know."""
-    unit = register_rows(dtype, out_dtype or dtype)
+    unit = register_rows(dtype, out_dtype or result_dtype(dtype))
     step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
     shape = (0, len(group_sizes), num_rows, unit, step, tiles)
     plan = jax.jit(lambda sizes: plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
@@ -294,7 +299,7 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
 
 def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> int:
     """Between HBM and VMEM, in a call of the kernel for these group sizes."""
-    out_dtype = out_dtype or dtype
+    out_dtype = out_dtype or result_dtype(dtype)
     of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)
     unit = register_rows(dtype, out_dtype)

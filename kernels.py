@@ -18,16 +18,18 @@ computed beside what. To be read in this order:
     remote_dma.py      collectives that write into the memory of other chips
     bundles.py         the instrument: cycles of a kernel, from the program that the compiler made of it
 
-**Block sizes** decide three things at once: how often an operand is read from HBM, how much of VMEM is taken, and how
-well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit, and a search looks
-for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by cycles and by the
-time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps the best. Such a
-search on a TPU alone is what tune-jax (https://github.com/rdyro/tune-jax) is for, and tokamax's autotuner, which keeps
-a cache by shape and chip (tokamax/experimental/utils/tuning/tpu/README.md in https://github.com/openxla/tokamax).
+**Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
+is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,
+and a search looks for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by
+cycles and by the time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps
+the best. Such a search on a TPU alone is what tune-jax (https://github.com/rdyro/tune-jax) is for, and tokamax's
+autotuner, which keeps a cache by shape and chip (tokamax/experimental/utils/tuning/tpu/README.md in
+https://github.com/openxla/tokamax).
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import statistics
@@ -50,9 +52,11 @@ import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
 from gmm import gmm, tgmm  # noqa: F401
+from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz
 VMEM_KIB = 61_440  # of 64 MiB
+HEADS = 2  # of attention in a call that is compiled or timed: what a call costs once is shared
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,49 @@ class Tunable:
     vmem_bytes: Callable[[dict, object], int]
     job: Callable[[dict, object], tuple[str, dict]]  # what bundles.measure builds
     cycles: Callable[[bundles.Report, dict, object], float]  # of the call that `job` builds
+    products: Callable[[dict], float]  # multiplications that its matmuls cannot do without, at least
+
+
+def least_cycles(kernel: str, s: dict) -> float:
+    """In which the MXUs of a core could do the matmuls of a call: fewer is no discovery, but a defect of the count."""
+    rate = bundles.CHIP.flops_per_s("fp8" if jnp.dtype(s["dtype"]).itemsize == 1 else "bf16")
+    return 2 * TUNABLES[kernel].products(s) * bundles.CHIP.clock_hz * bundles.CHIP.cores / rate
+
+
+def _cycles(kernel: str, report: bundles.Report, s: dict, blocks: object) -> float:
+    """Of a call; where the program alone knows the place of the queries among more keys, the mean of its places."""
+    found = []
+    for place in _places(s):
+        at = s | {"offset": place}
+        cycles, least = TUNABLES[kernel].cycles(report, at, blocks), least_cycles(kernel, at)
+        if cycles < least:
+            says = f"{cycles:,.0f} cycles counted, and its matmuls take {least:,.0f}"
+            raise ValueError(f"{kernel} {dict(at)} with {blocks}: {says}: a defect of the count (bundles.py)")
+        found.append(cycles)
+    return statistics.mean(found)
+
+
+def _places(s: dict) -> set[int]:
+    """Of the first query among the keys: the last one with a window, as behind a halo; else the first and the last.
+
+    Between them the cycles grow evenly, so that their mean is that of all places, and of a device with two chunks in
+    zigzag order (context.py).
+    """
+    if "S" not in s or not (s["causal"] or s["window"]):
+        return {0}
+    last = s["S"] - s["T"]
+    return {last} if s["window"] else {0, last}
+
+
+def _scores(s: dict) -> int:
+    """Of a head, without tiles of 128 x 128 that the mask cuts."""
+    mask = dict(causal=s["causal"], window=s["window"], q_offset=s.get("offset", 0))
+    of_q, _ = block_ranges((s["T"], s["S"]), (128, 128), **mask)
+    return int((of_q[..., 2] - of_q[..., 1]).sum()) * 128 * 128
+
+
+def _grouped_products(s: dict) -> int:
+    return s["M"] * s["K"] * s["N"]
 
 
 def _forward_choices(s: dict) -> Iterator[flash.Blocks]:
@@ -81,17 +128,18 @@ def _forward_rule(s: dict) -> flash.Blocks:
 
 def _forward_job(s: dict, blocks: flash.Blocks) -> tuple[str, dict]:
     options = dict(
-        seq=s["T"], keys=s["S"], heads=2, head_dim=s["H"], value_dim=s["V"], dtype=s["dtype"], packed=s["packed"]
+        seq=s["T"], keys=s["S"], heads=HEADS, head_dim=s["H"], value_dim=s["V"], dtype=s["dtype"], packed=s["packed"]
     )
     options |= dict(causal=s["causal"], window=s["window"], sizes=dataclasses.asdict(blocks))
+    options |= dict(q_offset=s.get("offset", 0))
     return "flash:build_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
 
 
 def _forward_cycles(report: bundles.Report, s: dict, blocks: flash.Blocks) -> float:
     kernel, mask = report.kernel("flash_forward"), dict(causal=s["causal"], window=s["window"])
-    executions = flash.executions(kernel, s["T"], s["S"], 2, blocks, q_offset=s.get("offset", 0), **mask)
-    moved = 2 * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
-    return kernel.cycles(executions, moved_bytes=moved).total / 2
+    executions = flash.executions(kernel, s["T"], s["S"], HEADS, blocks, q_offset=s.get("offset", 0), **mask)
+    moved = HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
+    return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
 
 def _backward_choices(s: dict) -> Iterator[flash_backward.Blocks]:
@@ -106,16 +154,17 @@ def _backward_rule(s: dict) -> flash_backward.Blocks:
 
 
 def _backward_job(s: dict, blocks: flash_backward.Blocks) -> tuple[str, dict]:
-    options = dict(seq=s["T"], keys=s["S"], heads=2, H=s["H"], V=s["V"], dtype=s["dtype"], segments=s["packed"])
-    options |= dict(causal=s["causal"], window=s["window"])
-    return "flash_backward:build_backward", options | dataclasses.asdict(blocks)
+    options = dict(seq=s["T"], keys=s["S"], heads=HEADS, H=s["H"], V=s["V"], dtype=s["dtype"], segments=s["packed"])
+    options |= dict(causal=s["causal"], window=s["window"], sizes=dataclasses.asdict(blocks))
+    options |= dict(q_offset=s.get("offset", 0))
+    return "flash_backward:build_backward", options
 
 
 def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blocks) -> float:
     kernel, mask = report.kernel("flash_backward"), dict(causal=s["causal"], window=s["window"])
-    executions = flash_backward.executions(kernel, s["T"], s["S"], 2, 2, blocks, s.get("offset", 0), **mask)
-    moved = 4 * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
-    return kernel.cycles(executions, moved_bytes=moved).total / 2
+    executions = flash_backward.executions(kernel, s["T"], s["S"], HEADS, HEADS, blocks, s.get("offset", 0), **mask)
+    moved = 2 * HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
+    return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
 
 def _gmm_choices(s: dict) -> Iterator[groups.Tiles]:
@@ -126,11 +175,20 @@ def _gmm_choices(s: dict) -> Iterator[groups.Tiles]:
 
 
 def _gmm_rule(s: dict) -> groups.Tiles:
-    return groups.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"])
+    return groups.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"], **_kinds(s))
+
+
+def _kinds(s: dict) -> dict:
+    return dict(transpose_rhs=bool(s.get("transpose_rhs")))
+
+
+def _result(s: dict):
+    return groups.result_dtype(s["dtype"])
 
 
 def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
-    return "gmm:build_gmm", dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
+    options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"])
+    return "gmm:build_gmm", options | _kinds(s) | tiles._asdict()
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
@@ -168,6 +226,7 @@ TUNABLES = {
         lambda s, blocks: flash.vmem_bytes(blocks, s["H"], s["V"], s["dtype"]),
         _forward_job,
         _forward_cycles,
+        lambda s: _scores(s) * (s["H"] + s["V"]),
     ),
     "flash_backward": Tunable(
         _backward_rule,
@@ -175,23 +234,25 @@ TUNABLES = {
         lambda s, blocks: flash_backward.vmem_bytes(blocks, s["H"], s["V"], s["dtype"]),
         _backward_job,
         _backward_cycles,
+        lambda s: _scores(s) * (3 * s["H"] + 2 * s["V"]),
     ),
     "gmm": Tunable(
         _gmm_rule,
         _gmm_choices,
-        lambda s, tiles: groups.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        lambda s, tiles: groups.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], _result(s), **_kinds(s)),
         _gmm_job,
         partial(_grouped_cycles, "gmm"),
+        _grouped_products,
     ),
     "tgmm": Tunable(
         _tgmm_rule,
         _tgmm_choices,
-        lambda s, tiles: groups.tgmm_vmem_bytes(tiles, s["K"], s["N"], s["dtype"], s["dtype"]),
+        lambda s, tiles: groups.tgmm_vmem_bytes(tiles, s["K"], s["N"], s["dtype"], _result(s)),
         _tgmm_job,
         partial(_grouped_cycles, "tgmm"),
+        _grouped_products,
     ),
 }
-SEARCHES = {"attention": ("flash_forward", "flash_backward"), "gmm": ("gmm", "tgmm")}
 
 
 @dataclass(frozen=True)
@@ -227,18 +288,17 @@ def tune(
       The candidates, best first, those that the compiler refuses last; the best one's entry for tuned.py.
 
     Raises:
-      ValueError: not even the rule's blocks compile.
+      ValueError: not even the rule's blocks compile, or fewer cycles were counted than the matmuls take.
     """
     of, found = TUNABLES[kernel], candidates(kernel, shape, vmem_kib)
     found = found[:1] + found[1 :: max(1, -(-len(found[1:]) // (most - 1)))] if most > 1 else found
-    jobs = [of.job(shape, blocks) for blocks in found]
     if compiler_flags.has_tpu():
-        costs = [time_on_tpu(*job, shape) for job in jobs]
+        costs = [time_on_tpu(kernel, shape, blocks) for blocks in found]
     else:
-        costs = []
+        costs, jobs = [], [of.job(shape, blocks) for blocks in found]
         for report, blocks in zip(bundles.measure_many(jobs, workers), found, strict=True):
             refused = bool(report.error)
-            costs.append((math.inf if refused else of.cycles(report, shape, blocks), report.error))
+            costs.append((math.inf if refused else _cycles(kernel, report, shape, blocks), report.error))
     ranked = [
         Candidate(blocks, of.vmem_bytes(shape, blocks), cycles, error)
         for blocks, (cycles, error) in zip(found, costs, strict=True)
@@ -256,13 +316,10 @@ def cycles_of(metadata: Mapping[str, str]) -> float:
     """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata).
 
     Compiles it: 10 s, or some minutes. Documents are taken to be whole sequences, groups of experts to be `ragged`.
-    Where attention's keys take turns, the mean of the calls. Where it has more keys than queries, their place among the
-    keys is known to the running program alone. With a window they are taken to be the last ones, as behind a halo; else
-    the mean of the first and the last place is taken. Between them the cycles grow evenly, so that this is the mean of
-    all places, and of a device with two chunks in zigzag order (context.py).
+    Where attention's keys take turns, the mean of the calls.
 
     Raises:
-      ValueError: it does not compile by itself.
+      ValueError: it does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
     of = TUNABLES[name]
@@ -272,48 +329,58 @@ def cycles_of(metadata: Mapping[str, str]) -> float:
     # A step's compile, perhaps half an hour of work, waits for the cycles: not to be lost to a busy machine.
     report = bundles.measure(builder, timeout_s=3600, **options)
     parts = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1
-    last = shape["S"] - shape["T"] if shape["causal"] or shape["window"] else 0
-    places = {last} if shape["window"] else {0, last}
-    cycles = statistics.mean(of.cycles(report, shape | {"offset": place}, blocks) for place in places)
-    return cycles * int(metadata["calls"]) / parts
+    return _cycles(name, report, shape, blocks) * int(metadata["calls"]) / parts
 
 
-def time_on_tpu(builder: str, options: dict, shape: dict, repeats: int = 10) -> tuple[float, str]:
-    """(cycles of CLOCK_HZ that a call takes, or infinity; why it could not run). The median of `repeats`."""
+def version() -> str:
+    """Of what the cycles of a call depend on beside what it says of itself: the kernels' code, and the instrument's."""
+    names = "bundles compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
+    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).hexdigest()
+
+
+def time_on_tpu(kernel: str, shape: dict, blocks: object, repeats: int = 10) -> tuple[float, str]:
+    """(cycles of CLOCK_HZ that a call takes, or a head of it, or infinity; why it could not run).
+
+    Of each place of the queries the median of `repeats`; of these the mean, as of compiled cycles.
+    """
+    sizes = jnp.asarray(ragged(shape["M"], shape["E"])) if "E" in shape else 1
+    medians = []
     try:
-        run, shapes = bundles.build(builder, options)
-        run = jax.jit(run)
-        sizes = jnp.asarray(ragged(shape["M"], shape["E"])) if "E" in shape else 1
-        arrays = jax.tree.map(lambda a: jnp.broadcast_to(sizes if a.ndim == 1 else 1, a.shape).astype(a.dtype), shapes)
-        jax.block_until_ready(run(*arrays))
-        seconds = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
+        for place in _places(shape):
+            run, shapes = bundles.build(*TUNABLES[kernel].job(shape | {"offset": place}, blocks))
+            run, fill = jax.jit(run), lambda a: jnp.broadcast_to(sizes if a.ndim == 1 else 1, a.shape).astype(a.dtype)
+            arrays = jax.tree.map(fill, shapes)
             jax.block_until_ready(run(*arrays))
-            seconds.append(time.perf_counter() - begun)
+            seconds = []
+            for _ in range(repeats):
+                begun = time.perf_counter()
+                jax.block_until_ready(run(*arrays))
+                seconds.append(time.perf_counter() - begun)
+            medians.append(statistics.median(seconds))
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         return math.inf, str(error).splitlines()[0]
-    return statistics.median(seconds) * CLOCK_HZ, ""
+    return statistics.mean(medians) * CLOCK_HZ / (HEADS if "T" in shape else 1), ""
 
 
 # -- command line
 
 
-def shapes_of(args: argparse.Namespace) -> dict[str, dict]:
-    """{kernel: shape} that a command line asks for."""
+def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
+    """(kernel, shape) of the calls that a command line asks for: of a forward pass, and those of its gradients."""
     if args.search == "gmm":
-        sizes = {name: getattr(args, name) for name in ("M", "K", "N", "E")}
-        return {kernel: sizes | {"dtype": args.dtype} for kernel in SEARCHES["gmm"]}
-    sizes = dict(T=args.T, S=args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
+        sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
+        cotangents = args.dtype.replace("e4m3fn", "e5m2")  # in 8 bits gradients have the format with the longer range
+        of_lhs = sizes | dict(K=args.N, N=args.K, dtype=cotangents, transpose_rhs=True)
+        return [("gmm", sizes), ("gmm", of_lhs), ("tgmm", sizes)]
+    if args.S and args.S < args.T and (args.causal or args.window):
+        raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
+    sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
     mask = dict(causal=args.causal, window=args.window, packed=args.packed)
-    return {
-        "flash_forward": sizes | mask | dict(max_logit=args.max_logit),
-        "flash_backward": sizes | mask,
-    }
+    return [("flash_forward", sizes | mask | dict(max_logit=args.max_logit)), ("flash_backward", sizes | mask)]
 
 
 def print_search(args: argparse.Namespace) -> None:
-    for kernel, shape in shapes_of(args).items():
+    for kernel, shape in shapes_of(args):
         key = tuned.key_of(kernel, **shape)
         ranked, entry = tune(kernel, shape, vmem_kib=args.scoped_vmem_kib, workers=args.workers, most=args.most)
         tuned.keep(key, entry, args.out)
@@ -362,15 +429,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = parser.add_subparsers(metavar="tune").add_parser(
         "tune", help="search for block sizes, and keep the best", allow_abbrev=False
     )
-    search.add_argument("search", choices=SEARCHES, help="attention: forward and backward; gmm: and tgmm, its gradient")
+    search.add_argument("search", choices=("attention", "gmm"), help="with the kernels of its gradients")
     search.add_argument("--dtype", default="bfloat16", help="of the operands [%(default)s]")
     search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
     search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")
     search.add_argument("--most", type=int, default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]")
     search.add_argument("--out", type=Path, default=tuned.OWN, help="where the best is kept [%(default)s]")
-    search.add_argument("--json", action="store_true", help="a JSON object a kernel, with all candidates")
+    search.add_argument("--json", action="store_true", help="a JSON object a call, with all candidates")
     of_attention = search.add_argument_group("attention")
-    of_attention.add_argument("--T", type=int, default=8192, help="queries, and keys, of a sequence [%(default)s]")
+    of_attention.add_argument("--T", type=int, default=8192, help="queries of a sequence [%(default)s]")
+    of_attention.add_argument("--S", type=int, default=0, help="its keys; 0 is as many as queries [%(default)s]")
     of_attention.add_argument("--head_dim", type=int, default=128, help="of queries and keys [%(default)s]")
     of_attention.add_argument("--value_dim", type=int, default=0, help="of values; 0 is as wide [%(default)s]")
     of_attention.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="[%(default)s]")

@@ -15,6 +15,7 @@ next search writes them anew.
 import dataclasses
 import functools
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,7 +31,16 @@ Blocks = TypeVar("Blocks")
 
 def key_of(kernel: str, **shape) -> str:
     """One text for what the best blocks depend on: numbers, names, and True for the parts of a mask that are used."""
-    return " ".join([kernel, *(f"{name}={value}" for name, value in shape.items() if value is not False), "chip=tpu7x"])
+    parts = [f"{name}={value}" for name, value in shape.items() if value is not False]
+    return " ".join([kernel, *parts, f"chip={_chip()}"])
+
+
+def _chip() -> str:
+    """That kernels are compiled for: the TPU that there is, as JAX names it; where there is none, TPU7x."""
+    import jax  # here, for what reads such a file needs none
+
+    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else "TPU7x"
+    return kind.lower().replace(" ", "")
 
 
 def shape_of(key: str) -> tuple[str, dict]:
@@ -57,13 +67,24 @@ def fields_of(blocks) -> dict:
 
 
 def best(key: str, make: Callable[..., Blocks]) -> Blocks | None:
-    """`make(**blocks)` of what was found for `key`, or None."""
+    """`make(**blocks)` of what was found for `key`, or None, of which a TPU's user is told once."""
     for file in (OWN, CHECKED_IN):
         try:
             return make(**read(file)[key]["blocks"])
         except (KeyError, TypeError, ValueError):  # not there, or of an older kernel
             continue
+    _tell_of_a_miss(key)
     return None
+
+
+@functools.cache
+def _tell_of_a_miss(key: str) -> None:
+    """Once, and where it costs time: on a TPU."""
+    import jax  # here, for what reads such a file needs none
+
+    if jax.default_backend() == "tpu":
+        found = "were found: its rule's are taken (python kernels.py tune --help)"
+        logging.getLogger(__name__).warning(f"kernel     no block sizes of {key} {found}")
 
 
 def read(file: Path) -> dict[str, dict]:

@@ -416,6 +416,19 @@ def test_the_sizes_of_the_presets_heads_are_those_that_are_tested():
 
 
 @pytest.mark.slow
+def test_compiled_no_scores_are_in_memory():
+    """Of attention and its gradients beside their arguments and results: less than the scores of a head in bfloat16."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    T, N, H = 16_384, 2, 128
+    array = jax.ShapeDtypeStruct((1, T, N, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    loss = lambda q, k, v: flash_attention(q, k, v, causal=True)[0].astype(jnp.float32).sum()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(array, array, array).compile().memory_analysis()
+    assert 0 < memory.temp_size_in_bytes < T * T * 2 / 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (192, 128), (256, 256)])
 def test_other_heads_compile_inside_a_checked_shard_map(head_dim, value_dim):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices

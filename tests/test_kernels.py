@@ -14,6 +14,7 @@ import pytest
 
 import bundles
 import flash
+import groups
 import kernels
 import tuned
 
@@ -44,7 +45,7 @@ def invented(monkeypatch):
     monkeypatch.setattr(bundles, "measure_many", measure_many)
     for name, of in kernels.TUNABLES.items():
         cycles = lambda report, shape, blocks, of=of: 1e9 / of.vmem_bytes(shape, blocks)
-        monkeypatch.setitem(kernels.TUNABLES, name, dataclasses.replace(of, cycles=cycles))
+        monkeypatch.setitem(kernels.TUNABLES, name, dataclasses.replace(of, cycles=cycles, products=lambda s: 0))
 
 
 @pytest.mark.parametrize("kernel", SHAPES)
@@ -56,6 +57,45 @@ def test_candidates_are_distinct_fit_and_begin_with_the_rule(kernel):
     assert all(of.vmem_bytes(shape, blocks) <= 60 * 2**20 for blocks in found)
     fewer = kernels.candidates(kernel, shape, vmem_kib=30 * 1024)
     assert len(fewer) < len(found) and all(of.vmem_bytes(shape, blocks) <= 30 * 2**20 for blocks in fewer[1:])
+
+
+@pytest.mark.parametrize("kernel", SHAPES)
+def test_what_is_compiled_has_the_shape_that_is_asked_for(kernel):
+    """Whatever the blocks: those of 2,048 keys are of as many keys as those of 1,024."""
+    s = SHAPES[kernel] | dict(T=2048, S=4096, H=192)
+    asked = dict(
+        gmm=[(8192, 4096), (8, 4096, 1536)],
+        tgmm=[(8192, 4096), (8192, 1536)],
+    ).get(kernel, [(1, 2, 2048, 192), (1, 2, 4096, 192), (1, 2, 4096, 128)])
+    for blocks in kernels.candidates(kernel, s):
+        _, arguments = bundles.build(*kernels.TUNABLES[kernel].job(s, blocks))
+        assert [a.shape for a in jax.tree.leaves(arguments)][: len(asked)] == asked
+    if kernel == "gmm":
+        transposed = s | dict(transpose_rhs=True)
+        _, (_, rhs, _) = bundles.build(
+            *kernels.TUNABLES["gmm"].job(transposed, kernels.TUNABLES["gmm"].rule(transposed))
+        )
+        assert rhs.shape == (8, 1536, 4096)
+
+
+@pytest.mark.parametrize("kernel", SHAPES)
+def test_fewer_cycles_than_the_matmuls_take_are_a_defect(kernel, monkeypatch):
+    s = SHAPES[kernel]
+    if "flash" in kernel:
+        matmuls, scores = (5 if kernel == "flash_backward" else 2), 8192 * 8192 / 2
+        at_least = matmuls * scores * 128 / (4 * 256 * 256)  # two MXUs, two rows of 256 a cycle
+        assert at_least * 0.98 < kernels.least_cycles(kernel, s) < at_least
+        assert kernels.least_cycles(kernel, s | dict(window=1024)) < 0.25 * at_least
+    else:
+        at_least = kernels.least_cycles(kernel, s)
+        assert at_least == pytest.approx(s["M"] * s["K"] * s["N"] / (4 * 256 * 256), rel=1e-3)
+        assert kernels.least_cycles(kernel, s | dict(dtype="float8_e4m3fn")) == at_least / 2
+    counted = dataclasses.replace(kernels.TUNABLES[kernel], cycles=lambda report, shape, blocks: 0.9 * at_least)
+    monkeypatch.setitem(kernels.TUNABLES, kernel, counted)
+    report = lambda job: bundles.Report(*job, "", (), 0.0)
+    monkeypatch.setattr(bundles, "measure_many", lambda jobs, workers: [report(job) for job in jobs])
+    with pytest.raises(ValueError, match=f"{kernel}.*cycles counted, and its matmuls take"):
+        kernels.tune(kernel, s, most=2)
 
 
 @pytest.mark.slow
@@ -88,11 +128,38 @@ def test_a_rule_that_does_not_compile_is_an_error(monkeypatch):
 def test_command_keeps_what_the_kernel_then_takes(own, invented, capsys):
     kernels.main(["tune", "gmm", "--M=512", "--K=256", "--N=512", "--E=4", f"--out={own}", "--json"])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["key"].split()[0] for one in found] == ["gmm", "tgmm"]
+    assert [one["key"].split()[0] for one in found] == ["gmm", "gmm", "tgmm"]
+    assert found[1]["key"] == tuned.key_of("gmm", M=512, K=512, N=256, E=4, dtype="bfloat16", transpose_rhs=True)
     key = tuned.key_of("gmm", M=512, K=256, N=512, E=4, dtype="bfloat16")
     assert found[0]["key"] == key and tuned.read(own)[key] == found[0]["entry"]
     kernels.main([])
     assert key.removesuffix(" chip=tpu7x") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        (
+            "gmm --M=512 --K=256 --N=512 --E=4 --dtype=float8_e4m3fn",
+            [
+                "gmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn chip=tpu7x",
+                "gmm M=512 K=512 N=256 E=4 dtype=float8_e5m2 transpose_rhs=True chip=tpu7x",
+                "tgmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn chip=tpu7x",
+            ],
+        ),
+        (
+            "attention --T=1024 --S=2048 --head_dim=192 --value_dim=128 --window=256",
+            [
+                f"{name} T=1024 S=2048 H=192 V=128 dtype=bfloat16 causal=True window=256 packed=True chip=tpu7x"
+                for name in ("flash_forward", "flash_backward")
+            ],
+        ),
+    ],
+)
+def test_command_searches_for_what_training_asks_for(flags, keys, own, invented, capsys):
+    """The gradients' formats with those of the forward pass, and more keys than queries."""
+    kernels.main(["tune", *flags.split(), "--most=2", f"--out={own}", "--json"])
+    assert [json.loads(line)["key"] for line in capsys.readouterr().out.splitlines()] == keys
 
 
 @pytest.mark.slow
@@ -122,8 +189,38 @@ def test_ragged_groups_are_all_rows(M, E):
 def test_timing_runs_what_is_built():
     """Here on a CPU, where gmm is its reference: what it says is of no interest."""
     shape = dict(M=64, K=32, N=32, E=4, dtype="float32")
-    cycles, error = kernels.time_on_tpu(*kernels.TUNABLES["gmm"].job(shape, kernels.TUNABLES["gmm"].rule(shape)), shape)
+    cycles, error = kernels.time_on_tpu("gmm", shape, kernels.TUNABLES["gmm"].rule(shape))
     assert 0 < cycles < math.inf and not error
+
+
+def test_timing_is_of_a_head_at_each_place_of_the_queries(monkeypatch):
+    """Of a call with two heads that takes 2 s at the first place and 4 s at the last one."""
+    at = []
+    monkeypatch.setattr(bundles, "build", lambda builder, options: at.append(options["q_offset"]) or (lambda: 1, []))
+    clock = iter(t for seconds in (2, 4) for _ in range(3) for t in (0, seconds))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(clock))
+    shape = SHAPES["flash_backward"] | dict(T=1024, S=4096)
+    blocks = kernels.TUNABLES["flash_backward"].rule(shape)
+    seconds = kernels.time_on_tpu("flash_backward", shape, blocks, repeats=3)[0] / kernels.CLOCK_HZ
+    assert sorted(at) == [0, 3072] and seconds == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("K, N", [(2880, 2880), (7168, 2048), (4096, 14_336)])
+@pytest.mark.parametrize("kernel", ["gmm", "tgmm"])
+def test_in_8_bits_what_is_tried_fits_with_results_in_bfloat16(kernel, K, N):
+    s = dict(M=65_536, K=K, N=N, E=8, dtype="float8_e4m3fn")
+    check = {"gmm": groups.check_tiles, "tgmm": groups.check_tgmm_tiles}[kernel]
+    for tiles in kernels.candidates(kernel, s):
+        check(tiles, K, N, jnp.float8_e4m3fn, jnp.bfloat16)
+    builder, options = kernels.TUNABLES[kernel].job(s, kernels.TUNABLES[kernel].rule(s))
+    function, arguments = bundles.build(builder, options)
+    assert jax.eval_shape(function, *arguments).dtype == jnp.bfloat16
+
+
+def test_fewer_keys_than_queries_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        kernels.main("tune attention --T=8192 --S=4096".split())
+    assert "--S=4096 keys are fewer than --T=8192 queries" in capsys.readouterr().err
 
 
 def test_help_says_what_there_is(capsys):
@@ -155,7 +252,7 @@ def test_compiled_search(kernel, own):
 def test_queries_are_where_context_parallelism_has_them(mask, places, monkeypatch):
     """Of a call with more keys than queries: the cycles of the places that it can be at, and their mean."""
     asked = []
-    cycles = lambda report, shape, blocks: asked.append(shape["offset"]) or 100.0 + shape["offset"]
+    cycles = lambda report, shape, blocks: asked.append(shape["offset"]) or 1e6 + shape["offset"]
     of = dataclasses.replace(kernels.TUNABLES["flash_forward"], cycles=cycles)
     monkeypatch.setitem(kernels.TUNABLES, "flash_forward", of)
     built = []
@@ -163,7 +260,7 @@ def test_queries_are_where_context_parallelism_has_them(mask, places, monkeypatc
     shape = dict(T=512, S=2048, H=128, V=128, dtype="bfloat16", **mask)
     blocks = kernels.TUNABLES["flash_forward"].rule(collections.defaultdict(bool, shape))
     said = tuned.metadata(tuned.key_of("flash_forward", **shape), blocks, calls=3)
-    assert kernels.cycles_of(said) == 3 * (100 + sum(places) / len(places))
+    assert kernels.cycles_of(said) == 3 * (1e6 + sum(places) / len(places))
     assert sorted(asked) == places and (built[0]["seq"], built[0]["keys"]) == (512, 2048)
 
 

@@ -1,8 +1,10 @@
 """What a search found is found again; what is damaged, of another version or of another kernel is as if not there."""
 
 import json
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import jax
 import pytest
 
 import tuned
@@ -28,6 +30,12 @@ def test_key_names_what_it_depends_on():
     assert KEY == "matmul M=8 K=16 dtype=bfloat16 causal=True chip=tpu7x"
 
 
+def test_key_names_the_chip_that_there_is(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="TPU v6 lite")])
+    assert tuned.key_of("matmul", M=8) == "matmul M=8 chip=tpuv6lite"
+
+
 def test_a_key_can_be_read():
     kernel, shape = tuned.shape_of(KEY)
     assert kernel == "matmul" and shape == {"M": 8, "K": 16, "dtype": "bfloat16", "causal": True}
@@ -45,6 +53,17 @@ def test_what_was_kept_is_found(own):
     tuned.keep(KEY, {"blocks": {"rows": 512}}, own)
     assert tuned.best(KEY, Blocks).rows == 512 and tuned.best("another", Blocks).rows == 1
     assert [file.name for file in own.parent.iterdir()] == [own.name]
+
+
+def test_on_a_tpu_a_miss_is_told_once(own, monkeypatch, caplog):
+    tuned.best("a kernel off a TPU", Blocks)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for _ in range(2):
+        assert tuned.best("a kernel M=7", Blocks) is None
+    tuned.keep("a kernel M=8", {"blocks": {"rows": 1}}, own)
+    tuned.best("a kernel M=8", Blocks)
+    (told,) = caplog.messages
+    assert "no block sizes of a kernel M=7 were found" in told and "kernels.py tune" in told
 
 
 def test_ones_own_comes_first(own):
