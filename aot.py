@@ -39,7 +39,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,12 +103,8 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     Raises:
       ValueError: the mesh does not make up the devices, or cannot cut the model or the batch.
     """
-    import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
-    from jax.sharding import NamedSharding
 
-    import data
     import sharding
     import train
 
@@ -119,15 +114,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
     rules.check(config, dict(mesh.shape))
-    shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    state = jax.eval_shape(partial(train.init_state, config=config), key)
-    state = jax.tree.map(shaped, state, train.state_shardings(config, mesh))
-    rows = NamedSharding(mesh, sharding.BATCH_SPEC)
-    dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
-    shape = (config.batch, config.seq_len)
-    batch = data.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in dtypes))
-    return Lowered(train.make_train_step(config, mesh).lower(state, batch), list(mesh.devices.flat))
+    return Lowered(train.lower_step(config, mesh), list(mesh.devices.flat))
 
 
 def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
@@ -188,8 +175,10 @@ def kernel_cycles(calls: Sequence[dict[str, str]], cache: str) -> dict[str, floa
 
     import kernels
 
+    version = kernels.version()
+
     def cycles_of(said):
-        content = json.dumps([said, jax.__version__, libtpu.__version__], sort_keys=True)
+        content = json.dumps([said, version, jax.__version__, libtpu.__version__], sort_keys=True)
         number = hashlib.sha256(content.encode()).hexdigest()
         kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
         if kept and kept.exists():

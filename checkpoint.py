@@ -101,17 +101,14 @@ def save(manager, step: int, state, config: Config) -> None:
 
 
 def restore(manager, shapes, shardings, config: Config):
-    """(state, note) of the newest checkpoint in the given shards; (None, "") where there is none.
+    """(state, note) of the newest checkpoint, of which there must be one, in the given shards.
 
     `note` names the fields that do not keep the state from loading and yet make the run go on otherwise.
 
     Raises:
       ValueError: the checkpoint is of another model (with the fields that differ), damaged, or not of this program.
     """
-    step = manager.latest_step() if manager else None
-    if step is None:
-        return None, ""
-    ocp = _orbax()
+    ocp, step = _orbax(), manager.latest_step()
     with _readable(manager, step):
         saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
     remembers = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py

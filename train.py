@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -231,6 +232,23 @@ def make_train_step(config: Config, mesh: Mesh):
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
 
 
+def lower_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
+    """The step for the devices of a mesh, as jax lowers it: nothing is compiled yet, or made."""
+    shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
+    key = jax.eval_shape(lambda: jax.random.key(config.seed))
+    state = jax.eval_shape(partial(init_state, config=config), key)
+    state = jax.tree.map(shaped, state, state_shardings(config, mesh))
+    dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
+    array = partial(jax.ShapeDtypeStruct, (config.batch, config.seq_len), sharding=NamedSharding(mesh, BATCH_SPEC))
+    return make_train_step(config, mesh).lower(state, data.Batch(*map(array, dtypes)))
+
+
+def compile_step(config: Config, mesh: Mesh, compiler_options: dict[str, str]) -> tuple[jax.stages.Compiled, float]:
+    """The compiled step, and seconds that it took."""
+    begun = time.perf_counter()
+    return lower_step(config, mesh).compile(compiler_options or None), time.perf_counter() - begun
+
+
 def make_eval_step(config: Config, mesh: Mesh):
     """jitted (params, batch, amax) -> (sum of the cross-entropies of all targets, number of targets)."""
     specs = parameters.param_specs(config)
@@ -372,13 +390,13 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         return place(rows, config.batch, order, mesh)
 
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
-        state_begun = time.perf_counter()
+        restore_begun = time.perf_counter()
         manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
         stack.callback(checkpoint.close, manager)
-        state, resumed = first_state(config, mesh, manager)
-        last_step = first_step = int(state.step)
-        jax.block_until_ready(state)
-        spent["init" if resumed is None else "restore"] = time.perf_counter() - state_begun
+        state, resumed = restored_state(config, mesh, manager)
+        last_step = first_step = 0 if state is None else int(state.step)
+        if manager:
+            spent["restore"] = time.perf_counter() - restore_begun
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
@@ -386,12 +404,17 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             log.say(f"done       before: all of --steps={config.steps}")
             return {}
 
-        compile_begun = time.perf_counter()
-        step_fn = make_train_step(config, mesh).lower(state, make_batch(first_step)).compile(compiler_options or None)
+        beside = ThreadPoolExecutor(1)
+        stack.callback(beside.shutdown, wait=False)  # what fails meanwhile is said at once; to end, Python waits
+        compiling, meanwhile = beside.submit(compile_step, config, mesh, compiler_options), ""
+        if state is None:
+            draw_begun = time.perf_counter()
+            state = drawn_state(config, mesh)
+            meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
+        step_fn, compile_s = compiling.result()
         eval_step, eval_loss = make_eval_step(config, mesh), None
-        now = time.perf_counter()
-        before = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())
-        log.say(f"compiled   in {now - compile_begun:.1f} s; {now - begun:.1f} s since the start, of which {before}")
+        since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
+        log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
 
         profile, stopped = Profile(config, log, step_fn), False
         terminated = stack.enter_context(processes.notice_of_termination())
@@ -448,13 +471,19 @@ def check_backend(config: Config, backend: str) -> None:
         )
 
 
-def first_state(config: Config, mesh: Mesh, manager) -> tuple[State, str | None]:
-    """The newest checkpoint's state, with a note of what now differs; else the seed's, drawn in shards."""
-    shardings = state_shardings(config, mesh)
-    init = jax.jit(partial(init_state, config=config), out_shardings=shardings)
-    key = jax.random.key(config.seed)
-    restored, differs = checkpoint.restore(manager, jax.eval_shape(init, key), shardings, config)
-    return (init(key), None) if restored is None else (restored, differs)
+def restored_state(config: Config, mesh: Mesh, manager) -> tuple[State | None, str | None]:
+    """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
+    if manager is None or manager.latest_step() is None:
+        return None, None
+    shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
+    restored, differs = checkpoint.restore(manager, shapes, state_shardings(config, mesh), config)
+    return jax.block_until_ready(restored), differs
+
+
+def drawn_state(config: Config, mesh: Mesh) -> State:
+    """The seed's, each device drawing its shards."""
+    init = jax.jit(partial(init_state, config=config), out_shardings=state_shardings(config, mesh))
+    return jax.block_until_ready(init(jax.random.key(config.seed)))
 
 
 def resolve_remat(config: Config, mesh: Mesh) -> Config:

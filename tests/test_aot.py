@@ -14,6 +14,7 @@ from jax.experimental import topologies
 
 import aot
 import hlo
+import kernels
 import liveness
 import placement
 import schedule
@@ -104,6 +105,15 @@ def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
     ):
         assert words in shown, shown
     assert max(map(len, shown.splitlines())) <= 132
+
+
+def test_cycles_of_a_kernel_are_kept_until_its_code_changes(monkeypatch, tmp_path):
+    counted, said = [], dict(tuned_key="gmm M=8 chip=tpu7x", blocks="rows=8", calls="1")
+    monkeypatch.setattr(kernels, "cycles_of", lambda said: counted.append(said) or 100.0 * len(counted))
+    ask = lambda: [*aot.kernel_cycles([said], str(tmp_path)).values()]
+    assert ask() == ask() == [100.0]
+    monkeypatch.setattr(kernels, "version", lambda: "another")
+    assert ask() == ask() == [200.0] and len(counted) == 2
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_a_checkpoint_comes_back_to_the_host(tmp_path):
     checkpoint.save(manager, 1, state, config)
     checkpoint.close(manager)
     manager = checkpoint.open_manager(config)
-    restored, _ = train.first_state(config, on_mesh(config)[0], manager)
+    restored, _ = train.restored_state(config, on_mesh(config)[0], manager)
     checkpoint.close(manager)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
