@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.experimental import topologies
+from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from test_fsdp import collectives, equations, trace
 from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relative_error
 
 import fp8
+import hlo
 import parameters
 import placement
 import rules
@@ -633,18 +636,19 @@ def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
 def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
     """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
     kept = {}
+    in_rows = lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1])  # a matmul's are [b*t, D] (decoder.matmul)
     for fp8_ in ("none", "dynamic"):
         config = Config(**SMALL, mesh="fsdp:8", dtype="bfloat16", fp8=fp8_)
         forward = next(eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan")
-        kept[fp8_] = [(v.aval.dtype.name, v.aval.shape) for v in forward.outvars if v.aval.ndim > 2]
-    wide = (SMALL["num_layers"], 2, SMALL["seq_len"], SMALL["ff_dim"])
+        kept[fp8_] = [(v.aval.dtype.name, in_rows(v.aval.shape)) for v in forward.outvars if v.aval.ndim > 2]
+    wide = in_rows((SMALL["num_layers"], 2, SMALL["seq_len"], SMALL["ff_dim"]))
     stream = (*wide[:-1], SMALL["model_dim"])
     count = lambda fp8_, dtype, shape: kept[fp8_].count((dtype, shape))
     assert count("dynamic", "float8_e4m3fn", stream) == 2 and count("dynamic", "float8_e4m3fn", wide) == 1
     assert count("none", "bfloat16", stream) == count("dynamic", "bfloat16", stream) + 2
     assert count("none", "bfloat16", wide) == count("dynamic", "bfloat16", wide) + 1
     for weight in ((64, 32), (32, 64), (64, 16, 4), (16, 4, 64)):
-        assert (SMALL["num_layers"], *weight) not in [shape for _, shape in kept["dynamic"]]
+        assert in_rows((SMALL["num_layers"], *weight)) not in [shape for _, shape in kept["dynamic"]]
 
 
 def gradients_of_w_q(config):
@@ -712,6 +716,22 @@ def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
 def test_demonstration(capsys):
     fp8.main()
     assert "per_axis" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient, other", [("e5m2", "f8e5m2"), ("e4m3", "f8e4m3fn")])
+def test_compiled_the_matrix_units_get_both_formats(gradient, other):
+    """Forward, and of both gradients: e4m3 with e4m3, and with what gradients are in."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[0]
+    shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    multiply = partial(fp8.dot, recipe=Recipe(gradients=gradient))
+    program = jax.jit(partial(gradients, multiply)).lower(shaped(512, 1024), shaped(1024, 256), shaped(512, 256))
+    found = []
+    for computation in hlo.parse(program.compile().as_text()).computations.values():
+        for one in computation.values():
+            if one.opcode == "convolution":
+                found.append(sorted(computation[operand].shapes[0].dtype for operand in one.operands))
+    assert sorted(found) == sorted([["f8e4m3fn"] * 2, *[sorted(["f8e4m3fn", other])] * 2])
 
 
 # -- benchmarks/fp8.py and fp8_quality.py
