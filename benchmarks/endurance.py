@@ -33,6 +33,7 @@ MODELS = {  # the mesh of the plain run, and that of the others
     "tiny-moe": ("fsdp:8", "fsdp:2,expert:2,context:2"),
 }
 WAYS = ("plain", "everything", "faults")
+BAND = 0.01  # of the plain run's held-out loss, from which no other's is farther, whenever it is looked at
 
 # Of the steps: when it is killed, has the batch that is not finite and the random one, and finds the disk full. Batches
 # are made some steps ahead of their use, and so it is killed, and the disk full, some steps earlier.
@@ -127,14 +128,14 @@ def apart(run: dict, other: dict) -> float:
     return max(abs(loss / other["held_out"][step] - 1) for step, loss in run["held_out"].items())
 
 
-def table(runs: dict, steps: int) -> str:
+def table(runs: dict) -> str:
     lines = ["| model | | held-out loss | farthest from plain | from everything | skipped | done again |"]
     lines.append("|---|---|---|---|---|---|---|")
     for (model, way), one in sorted(runs.items(), key=lambda item: item[0][0]):
         others = [runs.get((model, of)) if WAYS.index(of) < WAYS.index(way) else None for of in WAYS[:2]]
         distances = " | ".join("" if other is None else f"{apart(one, other):.2%}" for other in others)
         counts = f"{one['skipped']} | {one['done_again']}"
-        lines.append(f"| {model} | {way} | {one['held_out'][str(steps)]:.4f} | {distances} | {counts} |")
+        lines.append(f"| {model} | {way} | {one['held_out'][str(one['steps'])]:.4f} | {distances} | {counts} |")
     return "\n".join(lines)
 
 
@@ -190,7 +191,7 @@ def main() -> None:
             plot(runs, args.path)
         except ValueError as error:
             parser.error(str(error))
-    print(table(runs, args.steps))
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""benchmarks/endurance.py: that it finds the faults it makes, and what is kept of its long runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import endurance
+
+ROOT = Path(endurance.__file__).parents[1]
+
+
+def kept() -> dict:
+    return endurance.found(ROOT / "benchmarks/endurance_runs", 1000)
+
+
+def test_the_table_compares_ways_of_the_same_model(tmp_path):
+    held_out = {"plain": (2.0, 1.0), "everything": (2.02, 1.01), "faults": (2.0, 1.05)}
+    for way, losses in held_out.items():
+        one = dict(model="tiny", way=way, steps=40, losses=[2.0] * 20 + [None] + [1.0] * 19, skipped=0, done_again=0)
+        one |= dict(held_out=dict(zip(("20", "40"), losses, strict=True)))
+        (tmp_path / f"tiny-{way}-40.json").write_text(json.dumps(one))
+    runs = endurance.found(tmp_path, 40)
+    assert [*runs] == [("tiny", way) for way in endurance.WAYS] and endurance.found(tmp_path, 41) == {}
+    assert endurance.table(runs).splitlines()[2:] == [
+        "| tiny | plain | 1.0000 |  |  | 0 | 0 |",
+        "| tiny | everything | 1.0100 | 1.00% |  | 0 | 0 |",
+        "| tiny | faults | 1.0500 | 5.00% | 3.96% | 0 | 0 |",
+    ]
+    endurance.plot(runs, str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
+    """Killed, with a batch that is not finite, with one of random tokens, and with no room for a checkpoint."""
+    endurance.run("tiny", "faults", 20, tmp_path)
+    (one,) = endurance.found(tmp_path, 20).values()
+    assert one["skipped"] == 1 and len(one["losses"]) == 20 and one["done_again"] > 0
+    assert one["losses"].index(None) == 6 and one["losses"][10] > 1.2 * one["losses"][9]  # not finite; random tokens
+    assert one["held_out"]["20"] < 3.0
+    said = capfd.readouterr().out
+    assert "resumed" in said and "File too large" in said
+
+
+def test_everything_follows_plain_for_a_thousand_steps():
+    """Within the band that is stated."""
+    runs = kept()
+    assert {*runs} == {(model, way) for model in endurance.MODELS for way in endurance.WAYS}
+    for (model, way), one in runs.items():
+        assert len(one["losses"]) == 1000 and one["losses"].count(None) == one["skipped"] == (way == "faults")
+        assert endurance.apart(one, runs[model, "plain"]) <= endurance.BAND
+
+
+def test_the_table_that_is_shown_is_of_the_runs_that_are_kept():
+    shown = re.search(
+        r"<!-- measured: endurance -->\n(.*?)\n<!-- end -->", (ROOT / "RESULTS.md").read_text(), re.DOTALL
+    )
+    assert shown[1] == endurance.table(kept())
