@@ -56,8 +56,10 @@ def attention(
     b, t, n, H = q_btnH.shape
     s, k, V = v_bskV.shape[1:]
     scale = H**-0.5 if scale is None else scale
-    q_btkGH = q_btnH.reshape(b, t, k, n // k, H)
-    scores_bkGts = jnp.einsum("btkGH,bskH->bkGts", q_btkGH, k_bskH, preferred_element_type=jnp.float32) * scale
+    # The G*t queries of a kv head as rows r, so that gradients sum over one dim (decoder.matmul has why).
+    q_bkrH = q_btnH.reshape(b, t, k, n // k, H).transpose(0, 2, 3, 1, 4).reshape(b, k, -1, H)
+    scores_bkrs = jnp.einsum("bkrH,bskH->bkrs", q_bkrH, k_bskH, preferred_element_type=jnp.float32) * scale
+    scores_bkGts = scores_bkrs.reshape(b, k, n // k, t, s)
     if soft_cap:
         scores_bkGts = soft_cap * jnp.tanh(scores_bkGts / soft_cap)
     seen_bts = visible(
@@ -81,7 +83,8 @@ def attention(
     any_bkGt = sum_bkGt > 0  # false for a query that sees nothing
     safe_bkGt = jnp.where(any_bkGt, sum_bkGt, 1.0)
     p_bkGts = (p_bkGts / safe_bkGt[..., None]).astype(v_bskV.dtype)
-    out_btkGV = jnp.einsum("bkGts,bskV->btkGV", p_bkGts, v_bskV)
+    out_bkrV = jnp.einsum("bkrs,bskV->bkrV", p_bkGts.reshape(b, k, -1, s), v_bskV)
+    out_btkGV = out_bkrV.reshape(b, k, n // k, t, V).transpose(0, 3, 1, 2, 4)
     lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
     return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
 

@@ -139,6 +139,8 @@ def all_gather(
       ValueError: an axis that is not in the mesh, a dim that x does not have, an unknown algorithm.
     """
     names = _check(x, axis, dim, algorithm, new_dim=not tiled)
+    if lax.axis_size(names) == 1:  # XLA for CPUs would bring x into another layout for it, and what is made of x
+        return _vary_alike(names, x if tiled else jnp.expand_dims(x, dim))[0]
     if algorithm == "xla":
         gather = partial(lax.all_gather, axis_name=names, axis=dim, tiled=tiled)
         if not tiled or _whole_registers(x.shape, x.shape[dim]):
@@ -169,13 +171,15 @@ def reduce_scatter(
       ValueError: as `all_gather`, and where `dim` cannot be cut into N blocks.
     """
     names = _check(x, axis, dim, algorithm, cut=True, tiled=tiled)
+    if x.dtype == bool and algorithm != "xla":
+        raise ValueError("bools have no sum: cast them to an integer type first")
+    if lax.axis_size(names) == 1:
+        return _vary_alike(names, x if tiled else jnp.squeeze(x, dim))[0]
     if algorithm == "xla":
         if not tiled or _whole_registers(x.shape, x.shape[dim] // lax.axis_size(names)):
             return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=tiled)
         gather = partial(lax.all_gather, axis_name=names, axis=dim, tiled=True)
         return _with_transpose(partial(_xla_scatter, names=names, dim=dim), gather, *_vary_alike(names, x))
-    if x.dtype == bool:
-        raise ValueError("bools have no sum: cast them to an integer type first")
     (x,) = _vary_alike(names, x)
     for name in names:
         gather, scatter = (partial(f, axis=name, dim=dim, algorithm=algorithm) for f in (_ring_gather, _ring_scatter))

@@ -46,6 +46,7 @@ from context import context_attention
 from flash import flash_attention
 from parameters import Layers, Params, fp8_recipe
 from rules import in_zigzag
+from transformer import expert_capacity, expert_rows
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
@@ -97,7 +98,7 @@ def column_parallel(x_btd: jax.Array, weights: tuple[jax.Array | fp8.Weight, ...
     if config.collective_matmul:
         return all_gather_matmul(x_btd, weights, "tensor", dim=2, algorithm=_ring(config))
     x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
-    return [jnp.tensordot(x_btD, w, 1) for w in weights]
+    return matmul(x_btD, *weights)
 
 
 def row_parallel(x_btf: jax.Array, w_fD: jax.Array, config: Config) -> jax.Array:
@@ -111,8 +112,18 @@ def row_parallel(x_btf: jax.Array, w_fD: jax.Array, config: Config) -> jax.Array
         return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
     if config.collective_matmul:
         return matmul_reduce_scatter(x_btf, w_fD, "tensor", dim=2, algorithm=_ring(config))
-    y_btD = jnp.tensordot(x_btf, w_fD, w_fD.ndim - 1)  # {U_tensor}
+    (y_btD,) = matmul(x_btf, w_fD, dims=w_fD.ndim - 1)  # {U_tensor}
     return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
+
+
+def matmul(x_bt: jax.Array, *weights: jax.Array, dims: int = 1) -> list[jax.Array]:
+    """x @ w for each weight, summed over the last `dims` of x and the first of w, with b and t as one dim.
+
+    So the gradient of w sums over one dim. Over two, XLA for CPUs has what it multiplies made in another layout, the
+    derivative of SiLU for one, in the loop that computes it, which is several times as slow for that (RESULTS.md).
+    """
+    rows = x_bt.reshape(-1, *x_bt.shape[2:])  # once: without recomputation this is what is kept for the gradients
+    return [jnp.tensordot(rows, w, dims).reshape(*x_bt.shape[:2], *w.shape[dims:]) for w in weights]
 
 
 def _ring(config: Config) -> str:
@@ -171,18 +182,18 @@ def project_from_latents(w: Layers, h_btd, cos, sin, config: Config):
     DeepSeek-V3); and an all-reduce as large of their gradients, of which each device has its heads' share.
     """
     R, eps = config.rope_head_dim, config.norm_eps
-    latents = [jnp.tensordot(h_btd, w_d, 1) for w_d in (w.w_kv_down, w.w_k_rope)]  # {U_tensor}
-    latents += [jnp.tensordot(h_btd, w.w_q_down, 1)] if config.q_lora_rank else []
+    downs = (w.w_kv_down, w.w_k_rope, w.w_q_down) if config.q_lora_rank else (w.w_kv_down, w.w_k_rope)
+    latents = matmul(h_btd, *downs)  # {U_tensor}
     latents = [all_reduce(x, "tensor", algorithm=config.collectives) for x in latents]
     kv_btC, k_rope_btR = remat.named(latents[0], "kv_latent"), latents[1]
     if config.q_lora_rank:
         q_btQ = remat.named(latents[2], "query_latent")
         q_btQ = remat.named(rms_norm(q_btQ, w.norm_q_latent, eps, axis=None), "query_latent_norm")
-        q_btnH = jnp.tensordot(q_btQ, w.w_q_up, 1)
+        (q_btnH,) = matmul(q_btQ, w.w_q_up)
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
     kv_btC = remat.named(rms_norm(kv_btC, w.norm_kv_latent, eps, axis=None), "kv_latent_norm")
-    k_btnI, v_btnU = jnp.tensordot(kv_btC, w.w_k_up, 1), jnp.tensordot(kv_btC, w.w_v_up, 1)
+    k_btnI, v_btnU = matmul(kv_btC, w.w_k_up, w.w_v_up)
     q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
     k_rope_btnR = jnp.broadcast_to(rope(k_rope_btR[:, :, None], cos, sin), (*k_btnI.shape[:3], R))
     return q_btnH, jnp.concatenate([k_btnI, k_rope_btnR], -1), v_btnU
@@ -279,15 +290,13 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
 
 def dispatch(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:
     """y_td and the number of dropped (token, choice) pairs, as `config.moe_impl` has it."""
-    t, X, E = x_td.shape[0], config.experts_per_token, config.num_experts
+    t = x_td.shape[0]
     if config.moe_impl == "reference":
         return moe.reference(x_td, routing, experts, "expert"), 0 * routing.experts_tX[0, 0]
     if config.moe_impl == "capacity":
-        capacity = min(t, math.ceil(config.capacity_factor * t * X / E))
-        return moe.with_capacity(x_td, routing, experts, "expert", capacity, config.collectives)
-    devices, parts = lax.axis_size("expert"), config.moe_parts
-    most = devices * (t // parts) * min(X, E // devices)  # all tokens send all that they can
-    room = min(most, -int(-config.buffer_factor * (t // parts) * X // 32) * 32)  # whole registers, of any type
+        return moe.with_capacity(x_td, routing, experts, "expert", expert_capacity(config, t), config.collectives)
+    parts = config.moe_parts
+    room = expert_rows(config, t // parts, lax.axis_size("expert"))
     dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", room)
     return dropless(x_td, routing) if parts == 1 else moe.in_parts(dropless, x_td, routing, parts)
 

@@ -145,7 +145,7 @@ def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Predicti
         if offloads in found and not offloads:
             continue
         one = dataclasses.replace(of, config=config)
-        memory, offloaded = memory_of(one, layers_of(config, of.efficiency.attention_block))
+        memory, offloaded = memory_of(one, layers_of(one))
         lacks = lacking(one, math.fsum(memory.values()), on_host(one, offloaded), ROOM)
         if not lacks:
             candidate = predict(one)
@@ -242,7 +242,7 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
         no_mesh = f"the batch of {config.batch} and the model's dims have no common divisors with {num_devices} devices"
         return f"no mesh divides; most often: {max(dropped, key=dropped.get) if dropped else no_mesh}"
     of, lacks = closest
-    memory, _ = memory_of(of, layers_of(of.config, of.efficiency.attention_block))
+    memory, _ = memory_of(of, layers_of(of))
     state = sum(transformer.state_bytes(config).values())
     least = math.ceil(state / (of.hbm_limit * of.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
@@ -305,6 +305,11 @@ def reasons(found: Plan) -> list[str]:
                 f"{word} {axis} parallelism the best is {_mesh_text(other.of)}, {other.step_s:.3f} s "
                 f"({other.step_s / best.step_s - 1:+.1%}){why}."
             )
+    if of.num_slices > 1 and not any(one.of.sizes["pipe"] > 1 for one in found.families):
+        why = f"no cut of {config.num_layers} layers into a multiple of {of.num_slices} stages fits"
+        if config.num_dense_layers:
+            why = f"the first {config.num_dense_layers} layers are dense, and stages have to be alike"
+        lines.append(f"No mesh has stages: {why}.")
     hidden = {part.name: part.seconds - part.exposed_s for part in best.parts if part.resource == "communication"}
     for name, seconds in hidden.items():
         if seconds > 1e-3 * best.step_s:

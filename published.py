@@ -47,7 +47,7 @@ _405B_SAVED = "decoder_layer_input:offload,mlp_down:offload,key_proj:device,valu
 _QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offload")
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags="recommended")
 _GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", xla_flags="recommended")
-_MIXTRAL = dict(batch=1024, xla_flags="recommended")
+_MIXTRAL = dict(batch=1024, mesh="fsdp:128", remat="save_dot_with_context_except_mlp", xla_flags="recommended")
 _GEMMA = dict(batch=512, mesh="fsdp:128", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
 _GEMMA |= dict(xla_flags="recommended")
 
@@ -178,17 +178,9 @@ RECIPES: dict[str, Recipe] = {
     "gpt-oss-120b-8k-fp8": Recipe(
         preset="gpt-oss-120b", topology="tpu7x:4x4x4", flags=_GPT_OSS | dict(fp8="dynamic"), source=_IN_8_BITS
     ),
-    "mixtral-8x7b-4k-bf16": Recipe(
-        preset="mixtral-8x7b",
-        topology="tpu7x:4x4x4",
-        flags=_MIXTRAL | dict(mesh="data:4,fsdp:16,expert:2", microbatches=4, remat="minimal_with_context"),
-        source=_TARGET,
-    ),
+    "mixtral-8x7b-4k-bf16": Recipe(preset="mixtral-8x7b", topology="tpu7x:4x4x4", flags=_MIXTRAL, source=_TARGET),
     "mixtral-8x7b-4k-fp8": Recipe(
-        preset="mixtral-8x7b",
-        topology="tpu7x:4x4x4",
-        flags=_MIXTRAL | dict(mesh="fsdp:64,expert:2", microbatches=2, remat="minimal", fp8="dynamic"),
-        source=_TARGET,
+        preset="mixtral-8x7b", topology="tpu7x:4x4x4", flags=_MIXTRAL | dict(fp8="dynamic"), source=_TARGET
     ),
     "gemma-31b-like-8k-bf16": Recipe(
         preset="gemma-31b-like",

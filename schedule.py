@@ -457,6 +457,8 @@ class Walk:
             (computation,) = inner.called.get("to_apply", inner.called.get("calls"))
             instructions = self.program.computations[computation].values()
             working = [i for i in instructions if i.opcode not in FREE and not i.opcode.endswith("-done")]
+            if len(working) > 1 and {i.opcode for i in working} <= set(COLLECTIVES):
+                return self.together(computation, working, thread)
             if len(working) != 1:
                 raise ValueError(f"line {instruction.line}: {computation} does not do one thing that this can count")
             inner = working[0]
@@ -493,6 +495,18 @@ class Walk:
             return Transfer(f"{kind} {host}", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
         passes = max((target.space == 0) + (origin.space == 0), 1)
         return Transfer(kind, "DMA", "DMA", nbytes, nbytes * passes / rates.hbm_bytes_per_s)
+
+    def together(self, computation: str, instructions: Sequence[Instruction], thread: str) -> Transfer:
+        """Of collectives that one start stands for: one after the other, over the same links."""
+        each = [
+            collective(
+                i, [s for shapes in self.operand_shapes(computation, i) for s in shapes], self.rates, thread, self.chips
+            )
+            for i in instructions
+        ]
+        kind = " and ".join(dict.fromkeys(one.kind for one in each))
+        nbytes, seconds = (math.fsum(getattr(one, name) for one in each) for name in ("nbytes", "seconds"))
+        return replace(each[0], kind=kind, nbytes=nbytes, seconds=seconds)
 
     # loops and branches
 

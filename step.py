@@ -144,7 +144,7 @@ class Prediction:
 def predict(of: Run) -> Prediction:
     """The step of a run. Raises ValueError for what rules.py refuses."""
     rules.check(of.config, of.sizes)
-    kinds = [Kind(layer, of) for layer in layers_of(of.config, of.efficiency.attention_block)]
+    kinds = [Kind(layer, of) for layer in layers_of(of)]
     memory, host_bytes = memory_of(of, [kind.layer for kind in kinds])
     of_layers = [
         *_compute(of, kinds),
@@ -264,15 +264,23 @@ def _tensor(of: Run, kinds: list[Kind]) -> Part:
     for kind in kinds:
         # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, but with remat=none;
         # attention's result scattered again, if the stream behind it is not there.
-        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + 2 * (of.config.remat != "none")
-        for way, number in ((0, 4), (1, 4 + again)):
+        # Into experts goes the stream, or, where rows travel to them, as many rows as they have room for; no matmul
+        # hides these, as collective matmuls do those of attention and of a dense MLP or a shared one.
+        rows, dense = 0.0, 1
+        if kind.layer.params[True]:
+            rows = of.config.experts_per_token * of.expert_room if of.sizes["expert"] > 1 else 1.0
+            dense = bool(of.config.num_shared_experts)
+        gathered_again = of.config.remat != "none"
+        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + (1 + dense) * gathered_again
+        for way in (0, 1):  # forward, backward
+            hideable, bare = 2 * (1 + dense) + way * again, (2 + way * gathered_again) * rows
             covered = kind.by_part["matmul"][way] if of.config.collective_matmul else 0
-            seconds += kind.times * number * once
-            exposed += kind.times * max(number * once - covered, number * once / of.tensor)
+            seconds += kind.times * (hideable + bare) * once
+            exposed += kind.times * (max(hideable * once - covered, hideable * once / of.tensor) + bare * once)
     ends = 4 * of.microbatches * once  # the embedding's result scattered, the loss's operand gathered; and backward
     seconds, exposed = seconds + ends, exposed + ends
-    formula = f"{si(stream, 'B')} gathered and reduce-scattered twice a layer and way, {si(once, 's')} each, over "
-    formula += f"{_wires(of, 'tensor')}; again what is not saved"
+    formula = f"{si(stream, 'B')} gathered or reduce-scattered {seconds / once:,.0f} times, {si(once, 's')} each, over "
+    formula += f"{_wires(of, 'tensor')}: twice a sub-layer and way, again what is not saved"
     formula += ", behind the matmuls" if of.config.collective_matmul else ""
     return _communication("tensor", seconds, exposed, formula)
 
@@ -358,8 +366,13 @@ def hop(of: Run, links: list[Axis], nbytes: float) -> float:
 def _expert(of: Run, kinds: list[Kind]) -> Part:
     if of.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
-    sent = of.tokens * of.config.model_dim / of.tensor * of.element * of.config.experts_per_token
-    once = of.collective_s("all_to_all", sent, "expert")
+    sent = of.tokens * of.config.model_dim / of.tensor * of.element
+    if of.config.moe_impl == "reference":  # all tokens of all devices, gathered, and their sums scattered
+        sent *= of.sizes["expert"]
+        once = of.collective_s("all_gather", sent, "expert")
+    else:
+        sent *= of.config.experts_per_token * of.expert_work
+        once = of.collective_s("all_to_all", sent, "expert")
     kept = transformer.saved_names(of.config)
     number = 4 + ("expert_input" not in kept) + ("expert_down" not in kept)  # there and back, both ways, and once more
     seconds = hidden = 0.0
@@ -560,7 +573,7 @@ def short_of(lacks: dict[str, float]) -> str:
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
     """(weight, FLOPs, bytes, FLOP/s at most) of a layer's forward matmuls on a device, by the roofline."""
     of, rows = found.of, []
-    for layer in layers_of(of.config, of.efficiency.attention_block):
+    for layer in layers_of(of):
         for product in layer.products:
             m, k, n, _ = local_shape(of, product)
             flops, nbytes = 2 * m * k * n, moved_bytes(of, product)

@@ -328,12 +328,36 @@ FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
 UNREAD_ACTIVATIONS = {"out_proj", "mlp_down", "shared_down"}
 
 
-def activations(config: Config, *, experts: bool = False, fused: bool = True) -> dict[str, int]:
+def expert_capacity(config: Config, tokens: int) -> int:
+    """Rows that an expert has room for, of a device's tokens, with --moe_impl=capacity."""
+    return min(tokens, math.ceil(config.capacity_factor * tokens * config.experts_per_token / config.num_experts))
+
+
+def expert_rows(config: Config, tokens: int, devices: int) -> int:
+    """Rows of the buffer of a device's experts, of whose `devices` along `expert` each has so many tokens (moe.py).
+
+    Dropless, one device has as many as the router makes of its tokens; of several, each has room for more, as none
+    knows before what comes. With a capacity each expert has as much; in the plain way it has all tokens. The experts'
+    activations are of all these rows, whether they are filled or not.
+    """
+    E, X = config.num_experts, config.experts_per_token
+    if config.moe_impl != "dropless":
+        return E * (tokens if config.moe_impl == "reference" else expert_capacity(config, tokens))
+    most = devices * tokens * min(X, E // devices)  # all tokens send all that they can
+    wanted = -int(-config.buffer_factor * tokens * X // 32) * 32  # whole registers, of any type
+    return tokens * X if devices == 1 else min(most, wanted)
+
+
+def activations(
+    config: Config, *, experts: bool = False, fused: bool = True, expert_room: float = 1, uncut: int = 1
+) -> dict[str, float]:
     """Elements a token of every tensor of one layer that a policy may save, in the order in which they are made.
 
     Args:
       experts: of a layer with experts; else of one with a dense MLP.
       fused: attention by a kernel that keeps its result and the log-sum-exp of the scores; else it keeps all scores.
+      expert_room: the ratio of `expert_rows` to the rows that the router makes of the tokens.
+      uncut: devices along `tensor`, if they hold what goes into experts and comes out of them whole, each (decoder.py).
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     X, M = config.experts_per_token, config.expert_dim
@@ -356,8 +380,10 @@ def activations(config: Config, *, experts: bool = False, fused: bool = True) ->
     if not experts:
         F = config.ff_dim
         return found | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
-    found |= {"router_logits": config.num_experts, "expert_input": X * D}
-    found |= {"expert_gate": X * M, "expert_up": X * M, "expert_product": X * M, "expert_down": X * D}
+    rows = X * expert_room
+    found |= {"router_logits": config.num_experts, "expert_input": rows * D * uncut}
+    found |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
+    found |= {"expert_down": rows * D * uncut}
     if config.num_shared_experts:
         shared = config.num_shared_experts * M
         found |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
@@ -411,18 +437,19 @@ def read_names(saved: Collection[str]) -> frozenset[str]:
     return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())
 
 
-def saved_bytes_per_layer(
-    config: Config, saved: Iterable[str] | None = None, *, experts: bool = False, fused: bool = True
-) -> int:
-    """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s."""
+def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, **of_layer) -> float:
+    """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s.
+
+    `of_layer`: as for `activations`.
+    """
     names = read_names(saved_names(config) if saved is None else {*saved})
     size = lambda name: 4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]
-    found = activations(config, experts=experts, fused=fused)
+    found = activations(config, **of_layer)
     return sum(size(name) * elements for name, elements in found.items() if name in names)
 
 
-def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *, fused: bool = True) -> int:
-    """Bytes a token that all layers save for the backward pass."""
+def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *, fused: bool = True) -> float:
+    """Bytes a token that all layers save for the backward pass, with the experts' on one device."""
     names = saved_names(config) if saved is None else {*saved}
     num_experts = num_expert_layers(config)
     of_layer = lambda experts: saved_bytes_per_layer(config, names, experts=experts, fused=fused)

@@ -28,7 +28,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import transformer
 from bounds import in_flight, matmul_dtype
@@ -138,6 +138,20 @@ class Run:
         return self.config.batch * self.config.seq_len / groups / self.microbatches
 
     @property
+    def expert_room(self) -> float:
+        """Rows that a device's experts have room for, over those that the router makes of its tokens: a ratio."""
+        if not self.config.num_experts:
+            return 1.0
+        tokens = max(1, round(self.tokens / self.config.moe_parts))
+        rows = transformer.expert_rows(self.config, tokens, self.sizes["expert"])
+        return rows / (tokens * self.config.experts_per_token)
+
+    @property
+    def expert_work(self) -> float:
+        """Rows that a device's experts multiply over the same: dropless, those that are filled."""
+        return 1.0 if self.config.moe_impl == "dropless" else self.expert_room
+
+    @property
     def element(self) -> int:
         """Bytes of an activation's element."""
         return transformer.BYTES[self.config.dtype]
@@ -239,13 +253,15 @@ def _on_device(of: Run, params: dict[bool, int]) -> float:
     return (params[True] / of.sizes["expert"] + params[False]) / of.tensor
 
 
-@cache
-def layers_of(config: Config, block: int) -> list[Layer]:
-    """The kinds of layers that the model has.
+def layers_of(of: Run) -> list[Layer]:
+    """The kinds of layers that the model has."""
+    uncut = of.tensor if of.sizes["expert"] == 1 else 1
+    return _layers(of.config, of.efficiency.attention_block, of.expert_room, uncut)
 
-    Args:
-      block: scores along an edge of the attention kernel's block.
-    """
+
+@cache
+def _layers(config: Config, block: int, expert_room: float, uncut: int) -> list[Layer]:
+    """`block`: scores along an edge of the attention kernel's block; else as for transformer.activations."""
     saved = transformer.read_names(transformer.saved_names(config))
     offloaded = saved & transformer.offloaded_names(config)
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
@@ -280,7 +296,8 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
                 again, dtype = transformer.multiplied_again(weight, saved), "fp8" if name in in_8_bits else "bf16"
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))
-        of_layer = lambda names, experts=experts: transformer.saved_bytes_per_layer(config, names, experts=experts)
+        of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
+        saved_bytes = partial(transformer.saved_bytes_per_layer, config, **of_layer)
         found.append(
             Layer(
                 num_layers,
@@ -290,22 +307,23 @@ def layers_of(config: Config, block: int) -> list[Layer]:
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
                 num_global * whole / config.num_layers,
-                elementwise_elements(config, experts),
-                of_layer(saved - offloaded),
-                of_layer(offloaded),
-                of_layer(every),
-                of_layer(saved & {"norm_attention", "norm_mlp"}),
+                elementwise_elements(config, experts, expert_room, uncut),
+                saved_bytes(saved - offloaded),
+                saved_bytes(offloaded),
+                saved_bytes(every),
+                saved_bytes(saved & {"norm_attention", "norm_mlp"}),
             )
         )
     return found
 
 
-def elementwise_elements(config: Config, experts: bool) -> float:
+def elementwise_elements(config: Config, experts: bool, expert_room: float = 1.0, uncut: int = 1) -> float:
     """Elements a token that a layer's elementwise work reads and writes, forward; twice as many backward.
 
     norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result out of it;
-    addition to the stream 3D, twice; second norm 2D. SwiGLU 3F. Experts: sort X*D, read and write; SwiGLU 3*X*M; sort
-    back; weigh and add, X*D + D; the router's E, a few times.
+    addition to the stream 3D, twice; second norm 2D. SwiGLU 3F. Experts: sort X*D, read and write; SwiGLU 3*X*M, of all
+    rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few times. What is sorted may be
+    whole on each device along `tensor`, `uncut` of them.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
@@ -315,7 +333,7 @@ def elementwise_elements(config: Config, experts: bool) -> float:
         return elements + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
-    return elements + shared + 5 * X * D + D + 3 * X * M + 4 * config.num_experts
+    return elements + shared + 5 * X * D * uncut + D + 3 * X * expert_room * M + 4 * config.num_experts
 
 
 def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
@@ -326,7 +344,8 @@ def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
     k, n, tensor = product.k, product.n, of.tensor
     k, n = (k / tensor, n) if product.weight in ROW_PARALLEL else (k, n / tensor)
     matrices = of.config.num_experts / of.sizes["expert"] if product.part == "experts" else 1
-    return of.tokens * product.copies, k, n, matrices
+    rows = of.tokens * product.copies * (of.expert_work if product.part == "experts" else 1)
+    return rows, k, n, matrices
 
 
 def moved_bytes(of: Run, product: Product) -> float:

@@ -101,6 +101,10 @@ def fp8_quality() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/fp8_quality.py", "plot"))
 
 
+def endurance() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/endurance.py", "plot"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -124,6 +128,7 @@ BLOCKS = {
     "kernels": kernels,
     "tuned sizes": tuned_sizes,
     "fp8 quality": fp8_quality,
+    "endurance": endurance,
     "memory of 70B": memory_of_70b,
     "recipes": recipes,
     "better recipes": better_recipes,

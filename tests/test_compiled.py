@@ -142,13 +142,17 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
 
 @pytest.mark.parametrize("key", compiled.read())
 def test_predictions_are_near_what_was_compiled(key):
-    """The key is today's; memory within 15%, and steps within 20%, of which a flag of the compiler is not predicted."""
+    """The key is today's; memory within 15%, and steps within 20%; with the recommended flags they may be 25% too long.
+
+    What flags of the compiler gain is not predicted: the VMEM that these give to matmuls takes 15% off a step of 8B.
+    """
     its, expected = compiled.read()[key], compiled.prediction_of(key)
     assert compiled.key_of(expected) == key
     if needed := compiled.memory_of(its):
         assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
     if its["fits"] and "=" not in expected.of.config.xla_flags:
-        assert expected.step_s == pytest.approx(its["step_s"], rel=0.2)
+        recommended = expected.of.config.xla_flags == "recommended"
+        assert 0.8 <= expected.step_s / its["step_s"] <= (1.25 if recommended else 1.2)
 
 
 def test_command(capsys):

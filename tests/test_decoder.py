@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import reference
 from jax.sharding import PartitionSpec as P
+from test_fsdp import equations, trace
+from test_parallel import SMALL
 from test_vocabulary import on_tensor_mesh
 
 import decoder
@@ -20,6 +22,23 @@ def test_figures_of_the_loads():
     found = decoder.figures(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
     assert found == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
     assert decoder.figures({}) == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        dict(remat="minimal", num_kv_heads=4),
+        dict(kv_lora_rank=16, q_lora_rank=24, rope_head_dim=4, num_kv_heads=16),
+    ],
+)
+def test_no_matmul_sums_over_two_dims_of_tokens(flags):
+    """Forward and backward, of layers, attention and the loss: what decoder.matmul is for."""
+    config = Config(**SMALL | dict(batch=24, seq_len=20) | flags, mesh="fsdp:8")
+    matmuls = [eqn for eqn in equations(trace(config)) if eqn.primitive.name == "dot_general"]
+    summed = [[eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"][0][0]] for eqn in matmuls]
+    assert [3 * 20] in summed  # b and t of a device, as one
+    assert all(len(dims) == 1 or not {3, 20} & {*dims} for dims in summed), summed
 
 
 @pytest.mark.parametrize("scaling", [1.0, 8.0])

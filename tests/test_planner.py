@@ -140,6 +140,18 @@ def test_experts_are_planned_with_and_without_an_expert_axis():
 
 
 @pytest.mark.slow
+def test_large_experts_are_not_gathered_for_few_tokens():
+    """DeepSeek-V3 with a sequence a device, as the guide has it: FSDP and EP. Its stages would not be alike."""
+    found = planned("deepseek-v3", "tpu7x:4x8x8", batch=512)
+    sizes = found.best.of.sizes
+    assert axes_of(found.best) == {"fsdp", "expert"} and (sizes["fsdp"], sizes["expert"]) == (64, 8)
+    without = [one for one in found.families if "expert" not in axes_of(one)]
+    assert without and all(one.step_s > 1.2 * found.best.step_s for one in without)
+    two = planned("deepseek-v3", "tpu7x:4x8x8", num_slices=2, batch=1024)
+    assert "No mesh has stages: the first 3 layers are dense, and stages have to be alike." in planner.reasons(two)
+
+
+@pytest.mark.slow
 def test_stages_and_replicas_across_slices():
     found = planned("qwen3-235b-a22b", "tpu7x:4x8x8", num_slices=2, batch=4096)
     assert {"pipe", "data"} <= set().union(*map(axes_of, found.families))
@@ -187,7 +199,8 @@ def test_the_guides_hybrid_at_128k():
     """FSDP 16 x TP 2 x CP 2 against FSDP 16 x CP 4, 64 devices, a model under 20B: the guide has 4% for the hybrid.
 
     Of what model it does not say. Here, for Llama 3.1 8B, the two are within 2%, CP 4 the faster one: what `tensor`
-    moves waits, what `context` moves hides behind attention. So it is no argument for TP, as a reviewer said.
+    moves waits, what `context` moves hides behind attention. Compiled, the hybrid is 4% ahead (RESULTS.md, "Long
+    sequences"): the merging of results after each hop of the ring is not predicted.
     """
     once = lambda mesh, **flags: predict(
         run_of(from_preset("llama3.1-8b", seq_len=131_072, batch=16, mesh=mesh, **flags), TPU7X, (2, 4, 4))

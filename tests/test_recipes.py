@@ -20,6 +20,7 @@ import recipes
 import remat
 import roofline
 import rules
+import tuned
 from config import Config, from_preset, from_recipe
 from hardware import by, parse_topology
 from published import RECIPES
@@ -119,11 +120,13 @@ def test_the_same_config_for_every_program(name, monkeypatch, capsys):
 @pytest.mark.slow
 @EVERY
 def test_the_step_is_made_of_it(name):
-    """All layers, lowered for the slice: what is left is the compiler's part."""
+    """All layers, lowered for the slice: what is left is the compiler's part. Its kernels' block sizes were tuned."""
     recipe = RECIPES[name]
-    text = aot.lower_step(from_recipe(name), recipe.topology, recipe.num_slices).program.as_text()
+    lowered = aot.lower_step(from_recipe(name), recipe.topology, recipe.num_slices)
     devices = math.prod(recipes.predicted(name).of.sizes.values())
-    assert re.search(r"mhlo.num_partitions = (\d+)", text)[1] == str(devices)
+    assert re.search(r"mhlo.num_partitions = (\d+)", lowered.program.as_text())[1] == str(devices)
+    keys = {said["tuned_key"] for said in aot.kernels_of(lowered)}
+    assert keys and (keys <= tuned.read(tuned.CHECKED_IN).keys() or not recipe.topology.startswith("tpu7x"))
 
 
 @pytest.mark.slow
@@ -277,7 +280,7 @@ def test_without_jax_and_at_once():
     [
         "gemma-31b-like-8k-bf16",
         pytest.param(BF16, marks=pytest.mark.slow),
-        pytest.param("deepseek-v3-4k-fp8", marks=pytest.mark.slow),
+        pytest.param("gpt-oss-120b-8k-fp8", marks=pytest.mark.slow),
         pytest.param("gpt-oss-120b-8k-bf16", marks=pytest.mark.slow),
     ],
 )

@@ -338,6 +338,33 @@ GATHER = computation(
 )
 
 
+@pytest.mark.parametrize("other", ["all-gather", "all-to-all"])
+def test_collectives_of_one_start_take_their_turns(other):
+    """As XLA:TPU makes one of the gathers of a layer's experts, and of these and the reduce-scatters before them."""
+    on_sparsecore = ', execution_thread="sparsecore"'
+    kinds = enumerate(("all-gather", other), 1)
+    gathers = [f"%g{n} = u8[{8 * n}]{{0}} {kind}(%p), {GROUPS}, channel_id={n}, {rings(2)}" for n, kind in kinds]
+    first, second = (
+        computation(f"of{n}", "%p = u8[2]{0} parameter(0)", gathers[n - 1], tail=on_sparsecore) for n in (1, 2)
+    )
+    both = computation(
+        "both",
+        "%p = u8[2]{0} parameter(0)",
+        *gathers,
+        "%all = (u8[8]{0}, u8[16]{0}) tuple(%g1, %g2)",
+        tail=on_sparsecore,
+    )
+    call = lambda of: f'%s = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{of}'
+    one, two, together = (
+        run(call(of), done("d", "s", "call-done"), END, more=more)
+        for of, more in (("of1", first), ("of2", second), ("both", both))
+    )
+    assert together.seconds == one.seconds + two.seconds > one.seconds
+    (message,) = together.messages
+    assert message.engine == "SparseCore"
+    assert message.kind == ("all-gather" if other == "all-gather" else "all-gather and all-to-all")
+
+
 @pytest.mark.parametrize("update", [False, True])
 def test_collectives_on_the_sparsecores(update):
     """All-gather of 8 bytes by 4 devices over two rings: 8 * 3/4 / 2 = 3 s. With an update, that is where it begins."""

@@ -258,6 +258,23 @@ def test_tensor_parallelism_moves_the_stream():
     assert seconds(hidden, "tensor communication") == pytest.approx((4 * 8 / 2 + ends) * message)
 
 
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_no_matmul_hides_what_goes_into_experts_over_tensor(expert, shared):
+    """Of a mixture's layer attention's messages, and a shared expert's; rows that travel are as many as have room."""
+    mixture = dict(num_experts=8, experts_per_token=2, expert_dim=256, num_shared_experts=shared)
+    flags = SMALL | mixture | dict(mesh=f"data:{64 // expert},expert:{expert},tensor:2", batch=64, seq_len=8192)
+    found = predicted(efficiency=EXACT, **flags)
+    message, ends = 8192 * 512 * 2 / 2 / 600e9, 4
+    rows = {1: 1, 2: 2 * 2.0}[expert]  # over those of the stream: a token once, or each of its experts, with room
+    dense, bare = 4 * 4 * (1 + shared), 4 * 4 * rows  # 4 layers; 2 messages a sub-layer, both ways
+    assert seconds(found, "tensor communication") == pytest.approx((dense + bare + ends) * message)
+    hidden = predicted(efficiency=EXACT, **flags | dict(collective_matmul=True))
+    assert seconds(hidden, "tensor communication") == pytest.approx((dense / 2 + bare + ends) * message)
+    (part,) = (part for part in found.parts if part.name == "tensor communication")
+    assert f"gathered or reduce-scattered {dense + bare + ends:.0f} times" in part.formula
+
+
 def test_context_parallelism_passes_keys_and_values_on():
     flags = SMALL | dict(mesh="data:16,context:8", seq_len=8192, batch=16, num_kv_heads=2)
     found = predicted(efficiency=EXACT, **flags)
@@ -312,6 +329,10 @@ def test_expert_parallelism_sends_tokens_there_and_back():
     assert seconds(again, "expert communication") == pytest.approx(3 * 6 * once)
     kept = predicted(efficiency=EXACT, **flags | dict(remat="minimal"))
     assert seconds(kept, "expert communication") == pytest.approx(3 * 5 * once)
+    # The plain way gathers the tokens themselves, of 4 devices, 2 of them on a chip, and scatters their sums.
+    plain = predicted(efficiency=EXACT, **flags | dict(moe_impl="reference"))
+    gathered = plain.of.collective_s("all_gather", 4 * 1024 * 512 * 2, "expert")
+    assert seconds(plain, "expert communication") == pytest.approx(3 * 4 * gathered)
 
 
 def test_parts_of_the_tokens_hide_each_others_way():
@@ -439,7 +460,7 @@ def test_saved_activations_are_those_of_transformer(preset):
     for remat in ("none", "full", "minimal"):
         config = from_preset(preset, remat=remat, batch=8, mesh="data:8", fp8="none")
         run = run_of(config, TPU7X, (2, 2, 1))
-        kinds = workload.layers_of(config, 1024)
+        kinds = workload.layers_of(run)
         memory, _ = workload.memory_of(run, kinds)
         more = workload.PLAIN if remat == "none" else 1  # what has no name
         assert memory["saved activations"] == more * transformer.saved_bytes_per_token(config) * config.seq_len

@@ -540,6 +540,7 @@ def test_what_a_layer_with_experts_saves():
     assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12, 12)
     assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
     assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
+    assert all(type(elements) is int for elements in found.values())
     assert "mlp_gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
     dense, experts = (transformer.saved_bytes_per_layer(LATENT_EXPERTS, experts=e) for e in (False, True))
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
