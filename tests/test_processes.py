@@ -45,6 +45,11 @@ def start_two(values: dict, directory: Path, program=("train.py",)) -> list[subp
     return [start_one(values | dict(process_id=i), directory / f"{i}.out") for i in (0, 1)]
 
 
+def end_well(processes: list[subprocess.Popen], directory: Path, timeout_s: float = 300) -> None:
+    statuses = [process.wait(timeout_s) for process in processes]
+    assert statuses == [0, 0], "\n".join(f"{i}: {(directory / f'{i}.err').read_text()[-5000:]}" for i in (0, 1))
+
+
 def wait_for_step(step: int, processes: list[subprocess.Popen], directory: Path) -> None:
     wait_until(lambda: f"\nstep {step:>2}/20" in (directory / "0.out").read_text(), processes[0])
 
@@ -73,7 +78,7 @@ def two(values, tmp_path_factory) -> Path:
     """The directory of the run in two processes that nothing disturbs."""
     directory = tmp_path_factory.mktemp("two")
     processes = start_two(values | dict(eval_batches=2, save_every=10), directory, program=("-c", RECORD_ROWS))
-    assert [process.wait(300) for process in processes] == [0, 0]
+    end_well(processes, directory)
     return directory
 
 
@@ -126,7 +131,7 @@ def test_termination_of_one_process_ends_both_behind_the_same_step(values, one, 
     assert 4 < step < 20
     assert f"terminated after step {step}, saved in" in (tmp_path / "0.out").read_text()
 
-    assert [process.wait(120) for process in start_two(values, tmp_path)] == [0, 0]
+    end_well(start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {step} in " in (tmp_path / "0.out").read_text()
     np.testing.assert_allclose(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file), rtol=1e-6)
 
@@ -152,7 +157,7 @@ def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_p
                 process.kill()
                 process.wait()
         assert 0 < max(steps_in(tmp_path / "checkpoints")) <= step + 3
-    assert [process.wait(120) for process in start_two(values, tmp_path)] == [0, 0]
+    end_well(start_two(values, tmp_path), tmp_path)
     assert "resumed    from step 1" in (tmp_path / "0.out").read_text()  # 10, 12 or 14
     ours, theirs = (
         load(dataclasses.replace(one, checkpoint_dir=str(run / "checkpoints")))[0] for run in (tmp_path, two)
