@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ def start(config: Config) -> list[jax.Device]:
 
     Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
     0.10 takes a thread of a device for copies, and with none to spare waits for ever.
+
+    Raises ValueError where process 0 cannot listen.
     """
     on_tpu = compiler_flags.has_tpu()
     if not on_tpu:
@@ -42,6 +45,8 @@ def start(config: Config) -> list[jax.Device]:
         jax.config.update("jax_num_cpu_devices", own * (2 if config.attention == "flash" else 1))
     joins = config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ
     if joins and not jax.distributed.is_initialized():
+        if config.coordinator and config.process_id == 0:
+            check_port(config.coordinator)
         if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
             sys.stdout = os.fdopen(os.dup(1), "w")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -62,6 +67,29 @@ def start(config: Config) -> list[jax.Device]:
         return jax.devices()
     of_process = lambda index: [device for device in jax.devices() if device.process_index == index]
     return [device for index in range(jax.process_count()) for device in of_process(index)[:own]]
+
+
+def check_port(coordinator: str) -> None:
+    """Raises ValueError where another program listens there: jax would end in C++, and the others wait five minutes."""
+    port = coordinator.rpartition(":")[2]
+    try:
+        socket.create_server(("", int(port))).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"--coordinator={coordinator}: process 0 cannot listen at port {port!r} ({error}): if a run before this "
+            "one is still there, end it, or name another port to all processes"
+        ) from None
+
+
+def wait_for_all() -> None:
+    """Returns when all processes of the run are here.
+
+    What each does alone before it, to compile the step, may take one far longer than another. Left to the first
+    collective that wait would be short: on CPUs gloo gives up after 30 s.
+    """
+    if jax.process_count() > 1:
+        with multihost_utils.live_devices(jax.devices()):  # entered by all or none; a lost one ends the others, too
+            pass
 
 
 def _simulated_devices(mesh: str) -> int:

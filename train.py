@@ -412,6 +412,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             state = drawn_state(config, mesh)
             meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
         step_fn, compile_s = compiling.result()
+        processes.wait_for_all()
         eval_step, eval_loss = make_eval_step(config, mesh), None
         since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
         log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")

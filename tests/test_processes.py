@@ -15,7 +15,7 @@ import pytest
 from test_checkpoint import assert_same_bits, load, read_metrics, start, steps_in, values_in, wait_until
 
 from config import Config
-from processes import LOST_PEER
+from processes import LOST_PEER, check_port
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +101,28 @@ def test_two_processes_are_as_one(one, two):
 
     assert (two / "0.out").read_text().startswith("mesh       8 x cpu: fsdp 8; 2 processes\n")
     assert [(two / name).read_text() for name in ("1.out", "0.err", "1.err")] == ["", "", ""]
+
+
+def test_the_first_step_waits_for_the_slowest_compile(values, tmp_path):
+    """Longer than the 30 s that gloo, the interconnect of CPU processes, would wait for it."""
+    processes = start_two(values | dict(compilation_cache=""), tmp_path)
+    wait_until(lambda: "\ndata " in (tmp_path / "0.out").read_text(), processes[0])
+    processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(35)
+    processes[1].send_signal(signal.SIGCONT)
+    end_well(processes, tmp_path)
+
+
+def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        of_first = dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
+        assert start(values | of_first, tmp_path / "0.out").wait(20) == 1
+    said = f"train.py: error: --coordinator=localhost:{port}: process 0 cannot listen at port '{port}' ("
+    assert (tmp_path / "0.err").read_text().startswith(said)
+    for wrong in ("localhost", "localhost:x"):
+        with pytest.raises(ValueError, match="cannot listen"):
+            check_port(wrong)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
