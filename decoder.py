@@ -241,11 +241,7 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         """Of sorted rows [r, D], or of [e, c, D]: {U_tensor}."""
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
-        gate, up = grouped(x, (w.expert_gate, w.expert_up), sizes, config)
-        if config.expert_bias:
-            gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)
-        gate, up = remat.named(gate, "expert_gate"), remat.named(up, "expert_up")
-        product = remat.named(moe.swiglu(gate, up, config.swiglu_limit), "expert_product")
+        product = remat.named(gated(w, x, sizes, config), "expert_product")
         (y,) = grouped(product, (w.expert_down,), sizes, config)
         if config.expert_bias:
             y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
@@ -258,6 +254,17 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
     if config.num_shared_experts:
         x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
     return x_btd, add_metrics(metrics, i, logits_tE, routing, dropped, config)
+
+
+def gated(w: Layers, x, sizes, config: Config):
+    """The experts' activation: `moe.swiglu` of x @ expert_gate and x @ expert_up."""
+    if not (config.expert_bias or isinstance(w.expert_gate, fp8.Weight)):
+        return moe.gated_matmul(x, w.expert_gate, w.expert_up, sizes, config.swiglu_limit)
+    gate, up = grouped(x, (w.expert_gate, w.expert_up), sizes, config)
+    if config.expert_bias:
+        gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)
+    gate, up = remat.named(gate, "expert_gate"), remat.named(up, "expert_up")
+    return moe.swiglu(gate, up, config.swiglu_limit)
 
 
 def grouped(x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config) -> tuple[jax.Array, ...]:

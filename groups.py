@@ -85,17 +85,27 @@ def _padded_bytes(shape: Sequence[int], dtype) -> int:
 
 
 def gmm_buffers(
-    tiles: Tiles, K, N, dtype, out_dtype, rhs_dtype=None, transpose_rhs=False, lhs_scale=False, rhs_scale=False
+    tiles: Tiles,
+    K,
+    N,
+    dtype,
+    out_dtype,
+    rhs_dtype=None,
+    transpose_rhs=False,
+    lhs_scale=False,
+    rhs_scale=False,
+    gated=False,
 ):
     """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
-    unit = register_rows(dtype, out_dtype)
+    unit, cols = register_rows(dtype, out_dtype), tiles.cols
+    matrices, results = (2, 3) if gated else (1, 1)
     return dict(
         lhs=((2, tiles.rows, K), dtype),
-        rhs=((2, tiles.cols, K) if transpose_rhs else (2, K, tiles.cols), rhs_dtype or dtype),
+        rhs=((2, matrices, cols, K) if transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
         lhs_scale=((2, tiles.rows, 1), jnp.float32) if lhs_scale else None,
-        rhs_scale=((2, 1, tiles.cols), jnp.float32) if rhs_scale else None,
-        out=((2, tiles.rows, tiles.cols), out_dtype),
-        shared=((unit, tiles.cols), out_dtype),
+        rhs_scale=((2, matrices, 1, cols), jnp.float32) if rhs_scale else None,
+        out=((2, results, tiles.rows, cols), out_dtype),
+        shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
     )
 
@@ -115,7 +125,7 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
 def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
     """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while.
 
-    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), as flags.
+    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), gated, as flags.
     """
     return _bytes_of(gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
 
@@ -297,8 +307,9 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     return [of(region) for region in kernel.unknown()]
 
 
-def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> int:
+def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, gated=False) -> int:
     """Between HBM and VMEM, in a call of the kernel for these group sizes."""
+    matrices, results = (2, 3) if gated else (1, 1)
     out_dtype = out_dtype or result_dtype(dtype)
     of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)
@@ -309,4 +320,5 @@ def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dt
     if isinstance(tiles, TgmmTiles):
         return rows * (K * (N // tiles.n) + N * (K // tiles.k)) * of_in + len(sizes) * K * N * of_out
     experts = int(np.sum(sizes > 0))
-    return (rows * K * (N // tiles.cols) + experts * K * N) * of_in + num_rows * N * of_out
+    read = rows * K * (N // tiles.cols) + matrices * experts * K * N
+    return read * of_in + results * num_rows * N * of_out

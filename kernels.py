@@ -51,7 +51,7 @@ import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
-from gmm import gmm, tgmm  # noqa: F401
+from gmm import gated_gmm, gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz
@@ -110,7 +110,7 @@ def _scores(s: dict) -> int:
 
 
 def _grouped_products(s: dict) -> int:
-    return s["M"] * s["K"] * s["N"]
+    return s["M"] * s["K"] * s["N"] * (2 if s.get("gated") else 1)
 
 
 def _forward_choices(s: dict) -> Iterator[flash.Blocks]:
@@ -179,7 +179,7 @@ def _gmm_rule(s: dict) -> groups.Tiles:
 
 
 def _kinds(s: dict) -> dict:
-    return dict(transpose_rhs=bool(s.get("transpose_rhs")))
+    return {kind: bool(s.get(kind)) for kind in ("transpose_rhs", "gated")}
 
 
 def _result(s: dict):
@@ -187,8 +187,10 @@ def _result(s: dict):
 
 
 def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
-    options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"])
-    return "gmm:build_gmm", options | _kinds(s) | tiles._asdict()
+    options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
+    if s.get("gated"):
+        return "gmm:build_gated", options
+    return "gmm:build_gmm", options | dict(transpose_rhs=_kinds(s)["transpose_rhs"])
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
@@ -215,7 +217,8 @@ def ragged(M: int, E: int) -> list[int]:
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     sizes = ragged(s["M"], s["E"])
     executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    gated = bool(s.get("gated"))
+    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], gated=gated)
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -371,7 +374,8 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
         cotangents = args.dtype.replace("e4m3fn", "e5m2")  # in 8 bits gradients have the format with the longer range
         of_lhs = sizes | dict(K=args.N, N=args.K, dtype=cotangents, transpose_rhs=True)
-        return [("gmm", sizes), ("gmm", of_lhs), ("tgmm", sizes)]
+        gated = [] if jnp.dtype(args.dtype).itemsize == 1 else [("gmm", sizes | dict(gated=True))]
+        return [("gmm", sizes), *gated, ("gmm", of_lhs), ("tgmm", sizes)]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
     sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)

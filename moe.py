@@ -75,12 +75,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import collectives
 import sharding
-from gmm import gmm
+from gmm import gated_gmm, gmm
 
 # experts(x, sizes): [rows, d] sorted by expert, with the rows of each; or [experts, rows, d] and None
 Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
@@ -185,6 +186,19 @@ def grouped_matmul(x_rD: jax.Array, w_eDm: jax.Array, sizes_e: jax.Array | None)
     if sizes_e is None:
         return jnp.matmul(x_rD, w_eDm)
     return (gmm if sharding.platform() == "tpu" else _tiled_matmul)(x_rD, w_eDm, sizes_e)
+
+
+def gated_matmul(x_rD: jax.Array, gate_eDm: jax.Array, up_eDm: jax.Array, sizes_e: jax.Array | None, limit=0.0):
+    """`swiglu` of `grouped_matmul` with gate and with up, of which `jax.checkpoint` knows the names.
+
+    On a TPU one kernel computes all three. The activation then hides behind the matmuls, while on its own it would take
+    the vector units 0.15 of the time of an expert's three matmuls of 4096 (compiled, gmm.py).
+    """
+    activation = partial(swiglu, limit=limit)
+    if sizes_e is not None and sharding.platform() == "tpu":
+        return gated_gmm(x_rD, gate_eDm, up_eDm, sizes_e, activation)
+    gate, up = (grouped_matmul(x_rD, w, sizes_e) for w in (gate_eDm, up_eDm))
+    return activation(checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up"))
 
 
 def _tiled_matmul(x_rD, w_eDm, sizes_e, rows: int = 64):
@@ -462,8 +476,7 @@ def main() -> None:
             routing = route(logits_tE, X)
 
             def experts(x, sizes):
-                product = swiglu(grouped_matmul(x, gate, sizes), grouped_matmul(x, up, sizes))
-                return grouped_matmul(product, down, sizes)
+                return grouped_matmul(gated_matmul(x, gate, up, sizes), down, sizes)
 
             want = reference(x_td, routing, experts, "expert")
             share = lambda y_td: jnp.sum((y_td - want) ** 2) / jnp.sum(want**2)

@@ -196,17 +196,19 @@ def read_anchor_step(report: bundles.Report) -> float:
 
 
 def grouped(column: str, which: str) -> Call:
-    """Cycles of gmm or tgmm of the RAGGED groups."""
+    """Cycles of gmm, tgmm or gated_gmm ("gated") of the RAGGED groups."""
     if column == "ironwood":
         return Call(f"gmm:build_{which}", dict(M=M, K=K, N=N, groups=len(RAGGED)), partial(read_grouped, which))
     return Call(f"{__file__}:build_megablox", dict(which=which), partial(read_megablox, which), MORE_VMEM)
 
 
 def read_grouped(which: str, report: bundles.Report) -> float:
-    kernel, shape = report.kernel(which), (M, K, N)
-    tiles = (groups.default_tiles if which == "gmm" else groups.default_tgmm_tiles)(*shape, len(RAGGED), "bfloat16")
+    kernel, shape, gated = report.kernel("tgmm" if which == "tgmm" else "gmm"), (M, K, N), which == "gated"
+    of_gmm = partial(groups.default_tiles, gated=gated)
+    tiles = (groups.default_tgmm_tiles if which == "tgmm" else of_gmm)(*shape, len(RAGGED), "bfloat16")
     executions = groups.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
-    return kernel.cycles(executions, moved_bytes=groups.moved_bytes(RAGGED, *shape, tiles, "bfloat16")).total
+    moved = groups.moved_bytes(RAGGED, *shape, tiles, "bfloat16", gated=gated)
+    return kernel.cycles(executions, moved_bytes=moved).total
 
 
 def read_megablox(which: str, report: bundles.Report) -> float:
@@ -286,6 +288,13 @@ def rows() -> list[Row]:
         Row("backward, 1024 x 1024, no mask", "cycles", of_each(backward, step=True), 4400),
         Row("backward, head", "cycles", of_each(backward)),
         Row("gmm, ragged, x ideal", "x", by_jax("gmm"), 1.08, figure=lambda cycles: cycles / ideal),
+        Row(
+            "gated_gmm, ragged: two matmuls and silu(gate) * up, x ideal",
+            "x",
+            {"ironwood": (grouped("ironwood", "gated"),)},
+            1.08,
+            figure=lambda cycles: cycles / (2 * ideal),
+        ),
         Row("tgmm, ragged, x ideal", "x", by_jax("tgmm"), 1.08, figure=lambda cycles: cycles / ideal),
         Row(
             f"tgmm, ragged, x its {passes} passes of 256 rows, {passes * groups.MXU / M:.3f} x ideal",
