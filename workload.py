@@ -57,9 +57,9 @@ class Efficiency:
     attention_forward: float = 0.8 * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = 0.8 * 2560 / 4405  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
     attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
-    # Up to this head dim a block is taken to take as long as of 128: the softmax does not see it, and 128 half fills
-    # the matrix unit.
-    attention_head: int = 256
+    # A block of heads of 64 or 192 takes as long as of 128: the softmax does not see it, and 128 half fills the matrix
+    # unit. Of 256 it takes so many times as long; compiled: 86.0k / 69.5k for 8192 forward, 201.5k / 166.3k backward.
+    attention_of_256: float = 1.22
     hbm: float = 0.87  # of the peak; measured: a copy, 6421 of 7380 GB/s
     # Of HBM's peak. Chosen: what the measured steps of Llama 3.1 70B in bf16 and fp8 and of Qwen3 235B take beyond the
     # other parts, over the bytes that are counted here. A program moves more: transposes, float32, what is not fused.
@@ -378,10 +378,12 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     # The last part of a sequence in its own order has more to do than the mean.
     keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not in_zigzag(config))
     scores = b * keys * config.num_heads / tensor
-    dims = 128 * math.ceil(max(transformer.key_dim(config), transformer.value_dim(config)) / e.attention_head)
+    dim = max(transformer.key_dim(config), transformer.value_dim(config))
+    of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
     peak = of.chip.bf16_flops_per_s / of.chip.devices
-    attention = scores * 2 * 2 * dims / (peak * e.attention_forward)
-    attention_backward = scores * 5 * 2 * dims / (peak * e.attention_backward) + layer.attention_lost * attention
+    attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
+    attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
+    attention_backward += layer.attention_lost * attention
     elementwise = layer.elementwise * of.element * b / tensor / (of.hbm_bytes_per_s * e.elementwise)
     return {
         "matmul": matmul_s(of, layer.products),

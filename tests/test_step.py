@@ -27,7 +27,6 @@ EXACT = Efficiency(
     attention_forward=1,
     attention_backward=1,
     attention_block=1,
-    attention_head=128,
     hbm=math.inf,
     elementwise=math.inf,
     links=1,
@@ -166,9 +165,9 @@ def test_experts_are_counted_as_they_are_visited():
 
 
 def test_head_dims_that_do_not_fill_the_matrix_unit():
-    """Attention takes as long for heads of 64 as of 128 and 256; projections' dims are padded."""
-    times = [seconds(predicted(**SMALL | dict(head_dim=dim)), "attention") for dim in (64, 128, 256, 512)]
-    assert times[0] == times[1] == times[2] == pytest.approx(times[3] / 2)
+    """Attention takes as long for heads of 64 as of 128 and 192, and a little longer for 256; other dims are padded."""
+    times = [seconds(predicted(**SMALL | dict(head_dim=dim)), "attention") for dim in (64, 128, 192, 256, 512)]
+    assert times[0] == times[1] == times[2] == pytest.approx(times[3] / 1.22) == pytest.approx(times[4] / 2.44)
     narrow, wide = (seconds(predicted(**SMALL | dict(ff_dim=dim)), "matmul") for dim in (1025, 1280))
     assert narrow == wide
 
