@@ -258,8 +258,12 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
 
 def gated(w: Layers, x, sizes, config: Config):
     """The experts' activation: `moe.swiglu` of x @ expert_gate and x @ expert_up."""
-    if not (config.expert_bias or isinstance(w.expert_gate, fp8.Weight)):
+    in_8_bits = isinstance(w.expert_gate, fp8.Weight)
+    if not (config.expert_bias or in_8_bits):
         return moe.gated_matmul(x, w.expert_gate, w.expert_up, sizes, config.swiglu_limit)
+    if not config.expert_bias and sizes is not None:
+        activation = partial(moe.swiglu, limit=config.swiglu_limit)
+        return fp8.gated_dot(x, w.expert_gate, w.expert_up, sizes, fp8_recipe(config), activation)
     gate, up = grouped(x, (w.expert_gate, w.expert_up), sizes, config)
     if config.expert_bias:
         gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)

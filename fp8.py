@@ -62,6 +62,7 @@ optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,11 +70,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter
-from gmm import gmm, tgmm
+from gmm import gated_products, gmm, tgmm
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -460,16 +462,33 @@ def grouped_dot(
     Raises:
       ValueError: another granularity; scaling by `amax`, which a mixture does not keep; no key for stochastic rounding.
     """
+    x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
+    return tuple(_grouped(recipe, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
+
+
+def gated_dot(
+    x_rK: jax.Array,
+    gate: Weight,
+    up: Weight,
+    sizes_e: jax.Array,
+    recipe: Recipe,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """`activation` of what `grouped_dot` makes of gate and up, in one kernel: `gmm.gated_gmm` in 8 bits."""
+    x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
+    return _gated(recipe, activation, x, q_gate, q_up, sizes_e, (gate.key, up.key))
+
+
+def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
     if recipe.granularity != "per_tensor" or recipe.uses_amax:
         raise ValueError(
-            f"fp8.grouped_dot has one scale a tensor, of today, not {recipe.granularity}, {recipe.scaling}"
+            f"grouped matmuls in fp8 have one scale a tensor, of today, not {recipe.granularity}, {recipe.scaling}"
         )
     if recipe.rounding == "stochastic" and any(w.key is None for w in weights):
-        raise ValueError("fp8.grouped_dot rounds gradients stochastically: it needs keys")
+        raise ValueError("grouped matmuls in fp8 round gradients stochastically: they need keys")
     x = quantize(jnp.where(_is_own(x_rK, sizes_e), x_rK, 0), recipe, (1,))
     sources = [a for w in weights for a in jax.tree.leaves(w.quantized)]
-    x, quantized = _vary((x, [w.quantized for w in weights]), x.values, x.scale, x.source, *sources)
-    return tuple(_grouped(recipe, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
+    return _vary((x, [w.quantized for w in weights]), x.values, x.scale, x.source, *sources)
 
 
 def _is_own(x, sizes_e):
@@ -498,6 +517,30 @@ def _grouped_backward(recipe, residuals, dy):
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(recipe, activation, x, gate, up, sizes_e, keys):
+    return _gated_forward(recipe, activation, x, gate, up, sizes_e, keys)[0]
+
+
+def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
+    scale_of_gate, scale_of_up = ((x.scale * w.scale.reshape(1, 1)).reshape(()) for w in (gate, up))
+    scales = dict(gate_scale=scale_of_gate, up_scale=scale_of_up, out_dtype=x.source.dtype)
+    of_gate, of_up, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
+    products = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
+    return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], sizes_e, keys, products)
+
+
+def _gated_backward(recipe, activation, residuals, dproduct):
+    x, s_x, weights, sizes_e, keys, products = residuals
+    cotangents = jax.vjp(activation, *products)[1](dproduct)
+    backward = lambda w, key, dy: _grouped_backward(recipe, (x, s_x, *w, sizes_e, key), dy)[:2]
+    (dx, dgate), (dx_too, dup) = map(backward, weights, keys, cotangents)
+    return jax.tree.map(jnp.add, dx, dx_too), dgate, dup, None, None
+
+
+_gated.defvjp(_gated_forward, _gated_backward)
 
 
 # -- in blocks

@@ -55,7 +55,7 @@ those 8 experts (1.07 of the ideal), and two of `gmm` take 418,768. XLA's own pa
 4096, forward, and once more where the backward pass recomputes it.
 
 **Left out.** The activation's gradient in the kernels that follow it. Biases, which gpt-oss has before the activation,
-and a product in 8 bits: its scale would have to be known before it. Scales of blocks along K. K cut into parts.
+and a result in 8 bits: its scale would have to be known before it. Scales of blocks along K. K cut into parts.
 Forward-mode derivatives.
 """
 
@@ -170,15 +170,46 @@ def gated_gmm(
     Raises:
       ValueError: shapes, types or tiles do not fit, operands of 8 bits among them; more VMEM than there is.
     """
-    check_gmm(lhs_MK, gate_EKN, group_sizes_E, False)
-    if gate_EKN.shape != up_EKN.shape or len({lhs_MK.dtype, gate_EKN.dtype, up_EKN.dtype}) > 1:
-        types = [f"{a.dtype}{list(a.shape)}" for a in (lhs_MK, gate_EKN, up_EKN)]
-        raise ValueError(f"gated_gmm takes lhs, gate and up of one type, the latter of one shape, not {types}")
+    _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
     if lhs_MK.dtype.itemsize == 1:
-        raise ValueError("gated_gmm has no scales for operands of 8 bits: call gmm for gate and up")
+        raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
     return _gated(options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
+
+
+def gated_products(
+    lhs_MK: jax.Array,
+    gate_EKN: jax.Array,
+    up_EKN: jax.Array,
+    group_sizes_E: jax.Array,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    group_offset: jax.Array | int = 0,
+    gate_scale: jax.Array | float | None = None,
+    up_scale: jax.Array | float | None = None,
+    out_dtype=None,
+    tiles: Tiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lhs . gate[e], lhs . up[e], `gated_gmm`), for operands of 8 bits, too; not differentiable itself.
+
+    Args:
+      gate_scale, up_scale: as `rhs_scale` for `gmm`, for both or for neither.
+      out_dtype: as for `gmm`; the others as for `gated_gmm`.
+
+    Raises:
+      ValueError: as `gated_gmm`; one scale without the other.
+    """
+    _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
+    if (gate_scale is None) != (up_scale is None):
+        raise ValueError("gated_products takes scales of both gate and up, or of neither")
+    named = (("gate_scale", gate_scale), ("up_scale", up_scale))
+    scales = None if gate_scale is None else [_column_scale(scale, E, N, name) for name, scale in named]
+    options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
+    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *(scales or ()))
+    lhs, gate, up, sizes, offset, *scales = _vary_alike(*arrays)
+    return _products(options, lhs, (gate, up), sizes, offset, None, tuple(scales) or None)
 
 
 def tgmm(
@@ -353,6 +384,14 @@ def check_gmm(lhs, rhs, group_sizes, transpose_rhs) -> tuple[int, int, int, int]
     if rhs.shape[0] > group_sizes.shape[0]:
         raise ValueError(f"rhs has {rhs.shape[0]} experts, group_sizes only {group_sizes.shape[0]} groups")
     return *lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+
+
+def _check_gated(lhs, gate, up, group_sizes) -> tuple[int, int, int, int]:
+    shape = check_gmm(lhs, gate, group_sizes, False)
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype) or (lhs.dtype.itemsize > 1 and lhs.dtype != gate.dtype):
+        types = [f"{a.dtype}{list(a.shape)}" for a in (lhs, gate, up)]
+        raise ValueError(f"lhs, gate and up must have one type, gate and up one shape; they are {types}")
+    return shape
 
 
 def _check_types(lhs, rhs, group_sizes):
@@ -756,7 +795,7 @@ def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", **tiles):
     weights = shape((groups, K, N), dtype)
     arguments = [shape((M, K), dtype), weights, weights, shape((groups,), jnp.int32)]
     silu = lambda gate, up: jax.nn.silu(gate) * up
-    return partial(gated_gmm, activation=silu, tiles=default._replace(**tiles)), arguments
+    return partial(gated_products, activation=silu, tiles=default._replace(**tiles)), arguments
 
 
 def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **tiles):

@@ -374,8 +374,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
         cotangents = args.dtype.replace("e4m3fn", "e5m2")  # in 8 bits gradients have the format with the longer range
         of_lhs = sizes | dict(K=args.N, N=args.K, dtype=cotangents, transpose_rhs=True)
-        gated = [] if jnp.dtype(args.dtype).itemsize == 1 else [("gmm", sizes | dict(gated=True))]
-        return [("gmm", sizes), *gated, ("gmm", of_lhs), ("tgmm", sizes)]
+        return [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_lhs), ("tgmm", sizes)]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
     sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)

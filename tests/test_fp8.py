@@ -510,6 +510,27 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients):
             fp8.grouped_dot(x, (), jnp.array(sizes), other)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_gated_is_the_activation_of_two_that_are_grouped(rounding):
+    """And so are its gradients, each rounded with the key of its weight."""
+    recipe, sizes = Recipe(rounding=rounding), jnp.array([24, 0, 40, 17])
+    keys = jax.random.split(jax.random.key(1), 6)
+    x, *weights = (jax.random.normal(k, s) for k, s in zip(keys[:3], ((96, 32), (4, 32, 16), (4, 32, 16)), strict=True))
+    activation = lambda gate, up: jax.nn.silu(gate) * up
+
+    def run(fused, x, *weights):
+        quantized = [fp8.quantize(w, recipe, (1,), axes=(), is_weight=True) for w in weights]
+        gate, up = (fp8.Weight(q, key=key) for q, key in zip(quantized, keys[3:5], strict=True))
+        if fused:
+            return fp8.gated_dot(x, gate, up, sizes, recipe, activation)
+        return activation(*fp8.grouped_dot(x, (gate, up), sizes, recipe))
+
+    (y, pull), (want, pull_apart) = (jax.vjp(partial(run, fused), x, *weights) for fused in (True, False))
+    dy = jax.random.normal(keys[5], y.shape)
+    for a, b in zip((y, *pull(dy)), (want, *pull_apart(dy)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+
+
 @pytest.mark.slow
 def test_grouped_rows_of_all_devices_have_one_scale():
     """An outlier on one of 8 costs all of them the bits of what is 2^16 times smaller, 2^31 times of a gradient."""

@@ -18,7 +18,7 @@ import bundles
 import gmm as module
 import groups
 from config import PRESETS, from_preset
-from gmm import gated_gmm, gmm, tgmm
+from gmm import gated_gmm, gated_products, gmm, tgmm
 from groups import TgmmTiles, Tiles
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -207,6 +207,18 @@ def test_gated_gmm_is_the_activation_of_two_that_are_rounded(backend):
     np.testing.assert_array_equal(out, silu(*products).astype(BF16))
 
 
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+def test_gated_products_of_8_bits_and_their_scales(backend):
+    lhs, gate, up, _, sizes = gated_case([50, 0, 61], dtype=E4M3)
+    options = dict(interpret=BACKENDS[backend], out_dtype=F32)
+    of_gate, of_up = 0.25, jnp.asarray([2.0, 3.0, 0.5])
+    found = gated_products(lhs, gate, up, sizes, silu, gate_scale=of_gate, up_scale=of_up, **options)
+    products = [gmm(lhs, w, sizes, rhs_scale=scale, **options) for w, scale in ((gate, of_gate), (up, of_up))]
+    for a, b in zip(found, (*products, silu(*products)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert [a.dtype for a in gated_products(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])] == [BF16] * 3
+
+
 @pytest.mark.slow
 def test_no_races():
     """A tile that is used before it came, or written over before it went. In a process of its own: races outlive it."""
@@ -332,11 +344,13 @@ def test_operands_that_do_not_fit():
     with pytest.raises(ValueError, match="tgmm takes"):
         tgmm(lhs, dout[:64], sizes)
     for wrong in (rhs.astype(BF16), rhs[:, :, :128]):
-        with pytest.raises(ValueError, match="of one type, the latter of one shape"):
+        with pytest.raises(ValueError, match="must have one type, gate and up one shape"):
             gated_gmm(lhs, rhs, wrong, sizes, silu)
     in_8_bits = (x.astype(E4M3) for x in (lhs, rhs, rhs))
-    with pytest.raises(ValueError, match="has no scales for operands of 8 bits"):
+    with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
         gated_gmm(*in_8_bits, sizes, silu)
+    with pytest.raises(ValueError, match="of both gate and up, or of neither"):
+        gated_products(lhs, rhs, rhs, sizes, silu, up_scale=2.0)
     with pytest.raises(ValueError, match="has no gradient"):
         jax.grad(lambda x: gmm(x, rhs, sizes, lhs_scale=2.0).sum())(lhs)
     with pytest.raises(ValueError, match="has no gradient"):
