@@ -64,6 +64,7 @@ class Efficiency:
     # Of HBM's peak. Chosen: what the measured steps of Llama 3.1 70B in bf16 and fp8 and of Qwen3 235B take beyond the
     # other parts, over the bytes that are counted here. A program moves more: transposes, float32, what is not fused.
     elementwise: float = 0.37
+    gated_experts: bool = True  # the experts' kernel computes their SwiGLU, too: gmm.py
     links: float = 0.89  # of a link; measured: an all-gather, 178.8 of 200 GB/s
     usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
     host_bytes_per_s: float = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
@@ -80,6 +81,7 @@ PUBLISHED = replace(
     attention_forward=0.8 * 1024 / 3333,
     attention_backward=0.8 * 2560 / 5780,
     hides_offload=("matmul", "attention", "elementwise"),
+    gated_experts=False,
 )
 
 
@@ -256,12 +258,14 @@ def _on_device(of: Run, params: dict[bool, int]) -> float:
 def layers_of(of: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
     uncut = of.tensor if of.sizes["expert"] == 1 else 1
-    return _layers(of.config, of.efficiency.attention_block, of.expert_room, uncut)
+    gated = of.efficiency.gated_experts and of.config.moe_impl == "dropless" and not of.config.expert_bias
+    return _layers(of.config, of.efficiency.attention_block, of.expert_room, uncut, gated)
 
 
 @cache
-def _layers(config: Config, block: int, expert_room: float, uncut: int) -> list[Layer]:
-    """`block`: scores along an edge of the attention kernel's block; else as for transformer.activations."""
+def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: bool) -> list[Layer]:
+    """`block`: scores along an edge of the attention kernel's block; `gated`: as for elementwise_elements; else as for
+    transformer.activations."""
     saved = transformer.read_names(transformer.saved_names(config))
     offloaded = saved & transformer.offloaded_names(config)
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
@@ -307,7 +311,7 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int) -> list[
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
                 num_global * whole / config.num_layers,
-                elementwise_elements(config, experts, expert_room, uncut),
+                elementwise_elements(config, experts, expert_room, uncut, gated),
                 saved_bytes(saved - offloaded),
                 saved_bytes(offloaded),
                 saved_bytes(every),
@@ -317,13 +321,16 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int) -> list[
     return found
 
 
-def elementwise_elements(config: Config, experts: bool, expert_room: float = 1.0, uncut: int = 1) -> float:
+def elementwise_elements(
+    config: Config, experts: bool, expert_room: float = 1.0, uncut: int = 1, gated: bool = False
+) -> float:
     """Elements a token that a layer's elementwise work reads and writes, forward; twice as many backward.
 
     norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result out of it;
     addition to the stream 3D, twice; second norm 2D. SwiGLU 3F. Experts: sort X*D, read and write; SwiGLU 3*X*M, of all
     rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few times. What is sorted may be
-    whole on each device along `tensor`, `uncut` of them.
+    whole on each device along `tensor`, `uncut` of them. Where the SwiGLU is `gated`, a kernel's that hides it forward
+    and in what is recomputed, half of it is left, for the gradient.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
@@ -333,7 +340,8 @@ def elementwise_elements(config: Config, experts: bool, expert_room: float = 1.0
         return elements + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
-    return elements + shared + 5 * X * D * uncut + D + 3 * X * expert_room * M + 4 * config.num_experts
+    of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
+    return elements + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 
 def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
@@ -461,6 +469,8 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         waiting += held(saved)  # those that the backward pass reads are taken out of the others
     if inputs_in_two_layouts(of):
         waiting += held(lambda layer: config.model_dim * of.element)
+    if context_in_two_layouts(of):
+        waiting += held(lambda layer: config.num_heads * transformer.value_dim(config) * of.element)
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(layer.whole_bytes(of) for layer in layers)
     grads = max(of.element * layer.whole_params(of) for layer in layers)
@@ -502,6 +512,17 @@ def inputs_in_two_layouts(of: Run) -> bool:
     alone = transformer.offloaded_names(config) == transformer.POLICIES["qkv_proj_offloaded"][1]
     pipelined = "xla_tpu_pipeline_memory_host_transfers=false" not in config.xla_flags
     return alone and pipelined and of.tensor == 1 and of.tokens * of.sizes["context"] == config.seq_len
+
+
+def context_in_two_layouts(of: Run) -> bool:
+    """Whether libtpu copies what attention has saved, of all layers, before the backward pass.
+
+    Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether `context` is saved with heads or with positions
+    first), and does not for heads of 128 (70B at 128k); nor without a ring.
+    """
+    saved = transformer.saved_names(of.config) - transformer.offloaded_names(of.config)
+    ring = of.config.context_impl == "ring" and ring_size(of.config, of.sizes) > 1
+    return ring and "context" in saved and transformer.value_dim(of.config) > 128
 
 
 def on_host(of: Run, offloaded: float) -> float:

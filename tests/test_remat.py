@@ -317,6 +317,26 @@ def test_inputs_in_two_layouts_are_there_twice(flags, twice):
     assert saved == pytest.approx(once + twice * stack)
 
 
+@pytest.mark.parametrize(
+    ("flags", "twice"),
+    [
+        (dict(), True),
+        (dict(head_dim=128), False),
+        (dict(context_impl="all_gather"), False),
+        (dict(mesh="fsdp:8", batch=8), False),
+        (dict(remat="full", remat_tensors=""), False),
+    ],
+)
+def test_wide_heads_round_a_ring_are_there_twice(flags, twice):
+    once = dict(num_heads=16, num_kv_heads=4, head_dim=256, remat="custom", remat_tensors="context:device")
+    found = step.predict(run_of(LLAMA(**once | dict(mesh="fsdp:2,context:4") | flags), TPU7X, CHIPS))
+    config, saved = found.of.config, found.memory["saved activations"]
+    stack = 2 * config.num_layers * config.num_heads * config.head_dim * found.of.tokens
+    assert workload.context_in_two_layouts(found.of) == twice
+    names = transformer.saved_bytes_per_layer(config) * config.num_layers * found.of.tokens
+    assert saved == pytest.approx(names + twice * stack)
+
+
 def test_a_host_has_an_end_too():
     """960 GB of 4 chips, 8 devices. With a link so fast that nothing else speaks against it."""
     flags = dict(mesh="fsdp:16,tensor:2,context:4", batch=16, seq_len=131_072)
