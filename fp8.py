@@ -450,7 +450,7 @@ def logits(x_bcD: jax.Array, w_vD: jax.Array, operand, chunk, recipe: Recipe):
 
 
 def grouped_dot(
-    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe
+    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe, *, last_dim_gathered: bool = False
 ) -> tuple[jax.Array, ...]:
     """Each group's rows times its matrix in each of `weights`, [e, K, N], in 8 bits, with gradients: gmm.py's kernels.
 
@@ -458,12 +458,14 @@ def grouped_dot(
       x_rK: rows sorted by group. What those behind the last one hold does not matter; they give zeros.
       sizes_e: int32, rows of each group.
       recipe: per tensor.
+      last_dim_gathered: as in `moe.grouped_matmul`.
 
     Raises:
       ValueError: another granularity; scaling by `amax`, which a mixture does not keep; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
-    return tuple(_grouped(recipe, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
+    options = (recipe, last_dim_gathered)
+    return tuple(_grouped(options, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
 
 
 def gated_dot(
@@ -496,23 +498,28 @@ def _is_own(x, sizes_e):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(recipe, x, w, sizes_e, key):
-    return _grouped_forward(recipe, x, w, sizes_e, key)[0]
+def _grouped(options, x, w, sizes_e, key):
+    return _grouped_forward(options, x, w, sizes_e, key)[0]
 
 
-def _grouped_forward(recipe, x, w, sizes_e, key):
+def _grouped_forward(options, x, w, sizes_e, key):
     scale, dtype = (x.scale * w.scale.reshape(1, 1)).reshape(()), x.source.dtype
-    y = gmm(x.values, w.values, sizes_e, lhs_scale=scale, out_dtype=dtype)
+    transposed = options[1]
+    values = w.values.swapaxes(1, 2) if transposed else w.values
+    y = gmm(x.values, values, sizes_e, transpose_rhs=transposed, lhs_scale=scale, out_dtype=dtype)
     return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
 
 
-def _grouped_backward(recipe, residuals, dy):
-    x, s_x, w, s_w, sizes_e, key = residuals
+def _grouped_backward(options, residuals, dy):
+    (recipe, transposed), (x, s_x, w, s_w, sizes_e, key) = options, residuals
     dtype = dy.dtype
     q_dy, s_dy = _gradient(jnp.where(_is_own(dy, sizes_e), dy, 0), None, recipe.axes, None, recipe, key)
     scale_with = lambda s: (s_dy * s.reshape(1, 1)).reshape(())
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=True, lhs_scale=scale_with(s_w), out_dtype=dtype)
-    dw = tgmm(x, q_dy, sizes_e, scale=scale_with(s_x), out_dtype=dtype)
+    w = w.swapaxes(1, 2) if transposed else w
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transposed, lhs_scale=scale_with(s_w), out_dtype=dtype)
+    pair = (q_dy, x) if transposed else (x, q_dy)
+    dw = tgmm(*pair, sizes_e, scale=scale_with(s_x), out_dtype=dtype)
+    dw = dw.swapaxes(1, 2) if transposed else dw
     return Quantized(None, None, dx), Quantized(None, None, dw), None, None
 
 
@@ -535,7 +542,7 @@ def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
 def _gated_backward(recipe, activation, residuals, dproduct):
     x, s_x, weights, sizes_e, keys, products = residuals
     cotangents = jax.vjp(activation, *products)[1](dproduct)
-    backward = lambda w, key, dy: _grouped_backward(recipe, (x, s_x, *w, sizes_e, key), dy)[:2]
+    backward = lambda w, key, dy: _grouped_backward((recipe, False), (x, s_x, *w, sizes_e, key), dy)[:2]
     (dx, dgate), (dx_too, dup) = map(backward, weights, keys, cotangents)
     return jax.tree.map(jnp.add, dx, dx_too), dgate, dup, None, None
 

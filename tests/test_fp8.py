@@ -479,8 +479,8 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[24, 0, 40, 17], [96, 0, 0, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
-def test_grouped_equals_a_plain_emulation(sizes, gradients):
+@pytest.mark.parametrize(("gradients", "last_dim_gathered"), [("e5m2", False), ("e4m3", False), ("e5m2", True)])
+def test_grouped_equals_a_plain_emulation(sizes, gradients, last_dim_gathered):
     """Row by row with the matrix of its group, the same scales; what stands behind the last group is NaN."""
     recipe = Recipe(gradients=gradients)
     keys = jax.random.split(jax.random.key(1), 3)
@@ -500,7 +500,7 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients):
 
     def grouped(x, w):
         weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
-        return fp8.grouped_dot(x, (weight,), jnp.array(sizes), recipe)[0]
+        return fp8.grouped_dot(x, (weight,), jnp.array(sizes), recipe, last_dim_gathered=last_dim_gathered)[0]
 
     y, vjp = jax.vjp(grouped, jnp.where(own, x, jnp.nan), w)
     for a, b in zip((y, *vjp(jnp.where(own, dy, jnp.nan))), want, strict=True):
