@@ -372,9 +372,13 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     """(kernel, shape) of the calls that a command line asks for: of a forward pass, and those of its gradients."""
     if args.search == "gmm":
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
-        cotangents = args.dtype.replace("e4m3fn", "e5m2")  # in 8 bits gradients have the format with the longer range
-        of_lhs = sizes | dict(K=args.N, N=args.K, dtype=cotangents, transpose_rhs=True)
-        return [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_lhs), ("tgmm", sizes)]
+        back = dict(K=args.N, N=args.K, transpose_rhs=True)
+        # In 8 bits cotangents have the format with the longer range: gate and up, then down, whose matrices are
+        # transposed. In other types the calls of both are alike.
+        cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))
+        calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", sizes | back | cotangents), ("tgmm", sizes)]
+        of_down = [("gmm", sizes | back), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
+        return calls + [call for call in of_down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
     sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
@@ -450,8 +454,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_attention.add_argument("--max_logit", action="store_true", help="a constant in place of the running maximum")
     of_experts = search.add_argument_group("gmm")
     of_experts.add_argument("--M", type=int, default=8192, help="rows of all groups [%(default)s]")
-    of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over [%(default)s]")
-    of_experts.add_argument("--N", type=int, default=1536, help="columns [%(default)s]")
+    of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over: model dim [%(default)s]")
+    of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
     search.set_defaults(run=print_search)
     args = parser.parse_args(argv)

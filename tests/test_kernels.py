@@ -146,6 +146,9 @@ def test_command_keeps_what_the_kernel_then_takes(own, invented, capsys):
                 "gmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn gated=True chip=tpu7x",
                 "gmm M=512 K=512 N=256 E=4 dtype=float8_e5m2 transpose_rhs=True chip=tpu7x",
                 "tgmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn chip=tpu7x",
+                "gmm M=512 K=512 N=256 E=4 dtype=float8_e4m3fn transpose_rhs=True chip=tpu7x",
+                "gmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",
+                "tgmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",
             ],
         ),
         (

@@ -241,6 +241,24 @@ def test_dispatch_equals_the_plain_mixture(n, impl):
             assert relative_error(a, b) < 1e-5 or np.linalg.norm(b) < 1e-6 > np.linalg.norm(a), name
 
 
+def test_what_a_tpu_calls_is_what_the_cpu_computes(monkeypatch):
+    """gmm.py's functions, here by their references: values and gradients."""
+    _, _, gate, up, down = layer()
+    x, sizes = jax.random.normal(jax.random.key(0), (40, gate.shape[1])), jnp.array([0, 9, 1, 0, 20, 3, 0, 4])[:E]
+
+    def experts(x, gate, up, down):
+        product = moe.gated_matmul(x, gate, up, sizes, 7.0)
+        return moe.grouped_matmul(product, down, sizes, last_dim_gathered=True)
+
+    found = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+        y, pull = jax.vjp(experts, x, gate, up, down)
+        found.append((y, *pull(jnp.cos(y))))
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
 @pytest.mark.parametrize("sources", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
 def test_zeros_are_put_where_rows_may_be_missing_alone(sources, copies):
