@@ -53,7 +53,7 @@ import remat
 import rules
 import schedule
 from config import Config
-from hardware import Chip, by, parse_topology, si
+from hardware import CHIPS, Chip, by, parse_topology, si
 from step import GiB, Prediction, predict
 from workload import run_of
 
@@ -109,6 +109,8 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     import train
 
     chip, chips = parse_topology(topology)
+    if chip.name not in CHIPS:
+        raise ValueError(f"{topology}: there is no compiler for a chip that is not there; roofline.py predicts it")
     options = {"wrap": tuple(axis.wrap for axis in chip.axes(chips))} if chip.torus_axes == 3 else {}
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices

@@ -25,11 +25,11 @@ The links between chips are the chip's: both devices of a TPU7x send through the
     64 MB of VMEM               of a core; a TPU7x chip has it twice
     tpu7x-128, v5p-128          count devices and cores: both are 64 chips, 4x4x4
 
-**What if.** A chip that is not there is one line:
+**What if.** A chip that is not there is one that is with other figures, of the fields of `Chip`, behind its name:
 
-    dataclasses.replace(CHIPS["tpu7x"], name="faster links", link_bytes_per_s=200e9)
+    python roofline.py step --recipe=mixtral-8x7b-4k-bf16 --topology=tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11:4x8x8
 
-All predictions take it as they take one of CHIPS.
+Every prediction takes it as it takes one of CHIPS (`python recipes.py --what_if`: what each recipe would gain).
 
 **Left out.** SparseCores, the vector unit, prices; twisted tori (v4, v5p), which shorten the way across a slice like
 4x4x8; the CMEM of v4, 128 MiB beside VMEM.
@@ -358,19 +358,37 @@ PEAK_BF16_FLOPS_PER_DEVICE = {
 }
 
 
-def chip_of(name: str) -> Chip:
-    """A chip of CHIPS. Raises ValueError, with those that there are."""
+def chip_of(text: str) -> Chip:
+    """A chip of CHIPS, tpu7x, or what it would be with other figures: tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11.
+
+    Raises:
+      ValueError: there is no such chip or figure, or it would be 0 or less; with those that there are.
+    """
+    name, *changes = text.split("+")
     if name not in CHIPS:
         raise ValueError(f"there is no chip {name!r}; there are {', '.join(CHIPS)}")
-    return CHIPS[name]
+    chip, changed = CHIPS[name], {}
+    figures = {field.name: getattr(chip, field.name) for field in dataclasses.fields(chip) if field.type is not int}
+    del figures["clock_hz"]  # what it would change is in the FLOPs
+    figures = {field: value for field, value in figures.items() if isinstance(value, int | float) and value}
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field not in figures:
+            raise ValueError(f"{text!r}: {name} has no figure {field!r} to change; it has {', '.join(figures)}")
+        if not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?x?", value) or not float(value.rstrip("x")):
+            raise ValueError(f"{text!r}: {field} is {figures[field]:g}; behind it comes another, =4e11, or =2x")
+        changed[field] = figures[field] * float(value[:-1]) if value.endswith("x") else float(value)
+    return dataclasses.replace(chip, name=text, **changed)
 
 
 def parse_topology(text: str) -> tuple[Chip, tuple[int, ...]]:
-    """A chip of CHIPS and how many of them stand along each axis: tpu7x:4x4x8."""
+    """A chip as chip_of reads it and how many of them stand along each axis: tpu7x:4x4x8."""
     name, _, sizes = text.partition(":")
-    if name not in CHIPS:
-        raise ValueError(f"{text!r}: there is no chip {name!r}; there are {', '.join(CHIPS)}, as in tpu7x:4x4x4")
-    chip, pod = CHIPS[name], max(CHIPS[name].pods, key=math.prod)
+    try:
+        chip = chip_of(name)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}, as in tpu7x:4x4x4" if "+" not in name else error) from None
+    pod = max(chip.pods, key=math.prod)
     if not re.fullmatch(r"\d+(x\d+)*", sizes):
         raise ValueError(f"{text!r}: behind {name}: come the chips along each axis, as in {name}:{by(pod)}")
     topology = tuple(map(int, sizes.split("x")))

@@ -2,6 +2,7 @@
 
     python recipes.py [NAME ...] [--json] [--plot=recipes.png]
     python recipes.py llama3.1-70b-8k-bf16 --better
+    python recipes.py --what_if
 
 The step, its MFU (of the peak in bfloat16) and its memory are those of `roofline.py step --recipe=NAME`: of this
 project's program. What was measured was MaxText's, whose attention kernel is slower, and which hides more of an
@@ -12,6 +13,9 @@ efficiencies for all. What was compiled is this project's program, its step by t
 `--better` asks planner.py for the same model, batch and slice, and prints the flags in which its fastest plan differs,
 with the parts of the step that they make shorter or longer. The planner leaves 5% of the memory free, which a published
 run need not; and a prediction is not better than 5%.
+
+`--what_if` asks what the chip would have to be: each recipe's gain, as its mesh and batch are, if one of the chip's
+figures were twice what it is (hardware.py, "What if").
 """
 
 import argparse
@@ -20,6 +24,7 @@ import json
 import compiled
 import config as config_lib
 import planner
+import remat
 from hardware import parse_topology
 from published import RECIPES
 from step import GiB, Prediction, as_json, predict
@@ -126,6 +131,46 @@ def say_better(its: dict) -> str:
     )
 
 
+# What could be twice as much of a chip, and the figures that this is. More matrix units are a faster kernel as well:
+# of attention's, whose exponentials are the vector unit's, that is too kind.
+WHAT_IF = {
+    "matrix units": ("bf16_flops_per_s", "fp8_flops_per_s"),
+    "HBM's bandwidth": ("hbm_bytes_per_s",),
+    "HBM's bytes": ("hbm_bytes",),
+    "links": ("link_bytes_per_s", "die_to_die_bytes_per_s"),
+}
+
+
+def what_if(name: str) -> dict:
+    """By what share more tokens a second a recipe trains with twice as much of one thing.
+
+    In each case with the recipe's --remat or one that is faster and fits: else more memory would be of no use.
+    """
+    recipe = RECIPES[name]
+    config = config_lib.from_recipe(name)
+
+    chip, _ = parse_topology(recipe.topology)
+
+    def step_s(*figures: str) -> float:
+        plus = "".join(f"+{figure}=2x" for figure in figures if getattr(chip, figure))
+        more, topology = parse_topology(recipe.topology.replace(":", f"{plus}:"))
+        own = predict(run_of(config, more, topology, num_slices=recipe.num_slices))
+        others = remat.predictions(config, more, topology, num_slices=recipe.num_slices).values()
+        return min(found.step_s for found in [own, *filter(remat.fits, others)])
+
+    own_s = step_s()
+    return dict(recipe=name, step_s=own_s, gain={case: own_s / step_s(*of) - 1 for case, of in WHAT_IF.items()})
+
+
+def table_of_what_if(names: list[str]) -> str:
+    """As Markdown."""
+    lines = [f"| recipe | step | twice the {' | '.join(WHAT_IF)} |", "|---" * (2 + len(WHAT_IF)) + "|"]
+    for its in map(what_if, names):
+        gains = (f"{gain:+.1%}" for gain in its["gain"].values())
+        lines.append(f"| {its['recipe']} | {its['step_s']:.2f} s | {' | '.join(gains)} |")
+    return "\n".join(lines)
+
+
 def plot(rows: list[dict], path: str) -> None:
     """MFU of each recipe and of what was measured, as a picture. Raises ValueError: there is no matplotlib."""
     try:
@@ -160,22 +205,24 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
     parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
+    parser.add_argument("--what_if", action="store_true", help="what twice of each figure of the chip would gain")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra")
     args = parser.parse_args(argv)
     names = args.names or list(RECIPES)
-    if args.plot and args.better:
-        parser.error("--plot is of the recipes themselves: without --better")
+    if args.better + args.what_if + bool(args.plot) > 1:
+        parser.error("one of --better, --what_if and --plot: the picture is of the recipes themselves")
     try:
         for name in names:
             config_lib.recipe_of(name)
         if args.json:
-            print(json.dumps(list(map(better if args.better else row, names))))
+            found = better if args.better else what_if if args.what_if else row
+            print(json.dumps(list(map(found, names))))
         elif args.better:
             for name in names:
                 print(say_better(better(name)), flush=True)
         else:
-            print(table(names))
+            print(table_of_what_if(names) if args.what_if else table(names))
         if args.plot:
             plot(list(map(row, names)), args.plot)
     except (ValueError, OSError) as error:

@@ -121,6 +121,10 @@ def better_recipes() -> str:
     return "```\n" + "\n".join(kept) + "\n```"
 
 
+def what_if() -> str:
+    return "\n".join(line for _, line in timed_lines("recipes.py", "--what_if"))
+
+
 BLOCKS = {
     "default run": default_run,
     "one device": one_device,
@@ -132,6 +136,7 @@ BLOCKS = {
     "memory of 70B": memory_of_70b,
     "recipes": recipes,
     "better recipes": better_recipes,
+    "what if": what_if,
 }
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,40 @@ def test_hosts_of_a_pod(name, hosts):
 def test_fixed_wires(topology):
     with pytest.raises(ValueError, match="wires are fixed, and its pods are"):
         parse_topology(topology)
+
+
+def test_a_chip_that_is_not_there():
+    topology = "tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11+hop_s=1e-7:4x4x4"
+    chip, sizes = parse_topology(topology)
+    own = CHIPS["tpu7x"]
+    assert (chip.link_bytes_per_s, chip.hbm_bytes, chip.hop_s) == (2 * own.link_bytes_per_s, 4e11, 1e-7)
+    assert (
+        dataclasses.replace(
+            chip, name="tpu7x", link_bytes_per_s=own.link_bytes_per_s, hbm_bytes=own.hbm_bytes, hop_s=own.hop_s
+        )
+        == own
+        == hardware.chip_of("tpu7x")
+    )
+    assert f"{chip.name}:{hardware.by(sizes)}" == topology  # as predictions print it, and take it again
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ("bandwidth=2x", "tpu7x has no figure 'bandwidth' to change; it has bf16_flops_per_s, "),
+        ("clock_hz=2x", "no figure 'clock_hz'"),  # what it would change is in the FLOPs
+        ("devices=2x", "no figure 'devices'"),
+        ("int8_flops_per_s=1e15", "no figure 'int8_flops_per_s'"),  # that chip has no such unit
+        ("link_bytes_per_s", "link_bytes_per_s is 1e+11; behind it comes another, =4e11, or =2x"),
+        ("link_bytes_per_s=0", "behind it"),
+        ("link_bytes_per_s=-1", "behind it"),
+        ("link_bytes_per_s=x", "behind it"),
+        ("link_bytes_per_s=nan", "behind it"),
+    ],
+)
+def test_figures_that_cannot_be(changed, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_topology(f"tpu7x+{changed}:4x4x4")
 
 
 # -- command line

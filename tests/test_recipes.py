@@ -249,7 +249,10 @@ def test_the_picture_has_every_figure_of_the_table(capsys, tmp_path, monkeypatch
     assert points == [len(rows), len(fitting), *[sum(bool(its["measured_mfu"]) for its in rows)] * 2]
 
 
-@pytest.mark.parametrize(("flags", "words"), [(["--better"], "without --better"), ([], "nowhere"), ([], "matplotlib")])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--better"], "one of --better"), (["--what_if"], "one of --better"), ([], "nowhere"), ([], "matplotlib")],
+)
 def test_pictures_that_cannot_be(flags, words, capsys, monkeypatch):
     if words == "matplotlib":
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -317,6 +320,36 @@ def test_the_readmes_better_ones_are_those_of_today(capsys):
     said = capsys.readouterr().out
     better = re.findall(r"^\S+: better: .*\n(?: .*\n)+", said, re.MULTILINE)
     assert better and block("better recipes").strip("`\n") + "\n" == "".join(better)
+
+
+# -- another chip
+
+
+def test_what_if_is_the_step_on_such_a_chip(capsys):
+    """Asked of roofline.py; and that nothing is gained where nothing waits."""
+    its = recipes.what_if(BF16)
+    for case, figures in (
+        ("matrix units", "bf16_flops_per_s=2x+fp8_flops_per_s=2x"),
+        ("HBM's bandwidth", "hbm_bytes_per_s=2x"),
+    ):
+        roofline.main(["step", f"--recipe={BF16}", f"--topology=tpu7x+{figures}:4x4x4", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert found["topology"] == f"tpu7x+{figures}:4x4x4"
+        assert its["gain"][case] == pytest.approx(its["step_s"] / found["step_s"] - 1)
+    assert all(gain >= 0 for gain in its["gain"].values()) and its["gain"]["links"] < 0.01 < its["gain"]["HBM's bytes"]
+    long = recipes.what_if("llama3.1-8b-1m-bf16")["gain"]
+    assert long["matrix units"] > 0.9 and long["HBM's bandwidth"] < 0.02  # all of it is attention
+
+
+def test_the_readmes_other_chips_are_those_of_today(capsys):
+    recipes.main(["--what_if"])
+    assert block("what if") == capsys.readouterr().out.strip()
+
+
+def test_no_compiler_for_a_chip_that_is_not_there(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        aot.main(["--preset=tiny", "--topology=tpu7x+hbm_bytes=2x:2x2x1", "--mesh=fsdp:8"])
+    assert "no compiler for a chip that is not there; roofline.py" in capsys.readouterr().err
 
 
 def test_what_loses_its_effect_beside_a_flag_goes_with_it():
