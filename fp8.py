@@ -75,7 +75,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter
-from gmm import gated_products, gmm, tgmm
+from gmm import gated_products, gmm, summed_gmm, tgmm
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -503,7 +503,7 @@ def _grouped(options, x, w, sizes_e, key):
 
 
 def _grouped_forward(options, x, w, sizes_e, key):
-    scale, dtype = (x.scale * w.scale.reshape(1, 1)).reshape(()), x.source.dtype
+    scale, dtype = _times(x.scale, w.scale), x.source.dtype
     transposed = options[1]
     values = w.values.swapaxes(1, 2) if transposed else w.values
     y = gmm(x.values, values, sizes_e, transpose_rhs=transposed, lhs_scale=scale, out_dtype=dtype)
@@ -513,14 +513,22 @@ def _grouped_forward(options, x, w, sizes_e, key):
 def _grouped_backward(options, residuals, dy):
     (recipe, transposed), (x, s_x, w, s_w, sizes_e, key) = options, residuals
     dtype = dy.dtype
-    q_dy, s_dy = _gradient(jnp.where(_is_own(dy, sizes_e), dy, 0), None, recipe.axes, None, recipe, key)
-    scale_with = lambda s: (s_dy * s.reshape(1, 1)).reshape(())
+    q_dy, s_dy = _own_gradient(dy, sizes_e, recipe, key)
     w = w.swapaxes(1, 2) if transposed else w
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transposed, lhs_scale=scale_with(s_w), out_dtype=dtype)
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transposed, lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
     pair = (q_dy, x) if transposed else (x, q_dy)
-    dw = tgmm(*pair, sizes_e, scale=scale_with(s_x), out_dtype=dtype)
+    dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
     dw = dw.swapaxes(1, 2) if transposed else dw
     return Quantized(None, None, dx), Quantized(None, None, dw), None, None
+
+
+def _own_gradient(dy, sizes_e, recipe, key):
+    return _gradient(jnp.where(_is_own(dy, sizes_e), dy, 0), None, recipe.axes, None, recipe, key)
+
+
+def _times(s, s_too):
+    """Of two scales of whole tensors, as one number."""
+    return (s * s_too.reshape(1, 1)).reshape(())
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -532,7 +540,7 @@ def _gated(recipe, activation, x, gate, up, sizes_e, keys):
 
 
 def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
-    scale_of_gate, scale_of_up = ((x.scale * w.scale.reshape(1, 1)).reshape(()) for w in (gate, up))
+    scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     scales = dict(gate_scale=scale_of_gate, up_scale=scale_of_up, out_dtype=x.source.dtype)
     of_gate, of_up, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
     products = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
@@ -542,9 +550,13 @@ def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
 def _gated_backward(recipe, activation, residuals, dproduct):
     x, s_x, weights, sizes_e, keys, products = residuals
     cotangents = jax.vjp(activation, *products)[1](dproduct)
-    backward = lambda w, key, dy: _grouped_backward((recipe, False), (x, s_x, *w, sizes_e, key), dy)[:2]
-    (dx, dgate), (dx_too, dup) = map(backward, weights, keys, cotangents)
-    return jax.tree.map(jnp.add, dx, dx_too), dgate, dup, None, None
+    grads = [_own_gradient(dy, sizes_e, recipe, key) for dy, key in zip(cotangents, keys, strict=True)]
+    q_dys, s_dys = zip(*grads, strict=True)
+    dtype, matrices = dproduct.dtype, tuple(w for w, _ in weights)
+    scales = tuple(_times(s_dy, s_w) for s_dy, (_, s_w) in zip(s_dys, weights, strict=True))
+    dx = summed_gmm(q_dys, matrices, sizes_e, rhs_scale=scales, out_dtype=dtype)
+    dgate, dup = (tgmm(x, q_dy, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype) for q_dy, s_dy in grads)
+    return *(Quantized(None, None, d) for d in (dx, dgate, dup)), None, None
 
 
 _gated.defvjp(_gated_forward, _gated_backward)

@@ -7,6 +7,7 @@ list, computed beside it, of which rows belong to which expert:
 
     gmm     out[rows of e] = lhs[rows of e] . rhs[e]         [M, K] . [E, K, N] -> [M, N]        forward, and dlhs
     gated   f(gmm(lhs, gate), gmm(lhs, up))                                     -> [M, N]        f: silu(gate) * up
+    summed  gmm(dgate, gate^T) + gmm(dup, up^T)                                 -> [M, K]        its dlhs
     tgmm    out[e] = lhs[rows of e]^T . dout[rows of e]      [M, K], [M, N]     -> [E, K, N]     drhs
 
 **The list** (groups.py, to be read first) is handed to the kernel in SMEM (scalar prefetch), where the scalar unit
@@ -54,6 +55,10 @@ takes 1.076 of the ideal of both matmuls, where `gmm` takes 1.072 of that of one
 7.4 cycles for 1024 elements (compiled), would take another 90,000 cycles: 0.15 of the three matmuls of an expert with
 K = 4096, forward, and once more where the backward pass recomputes it.
 
+**summed_gmm** adds up what gate and up give their common lhs as cotangent before it leaves VMEM, as the matrix units
+give it, in float32. Two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3 235B
+(compiled), and hold one more array of all rows.
+
 **Left out.** The activation's gradient in the kernels that follow it. Biases, which gpt-oss has before the activation,
 and a result in 8 bits: its scale would have to be known before it. Scales of blocks along K. K cut into parts.
 Forward-mode derivatives.
@@ -88,6 +93,7 @@ from groups import (
     tgmm_buffers,
     tile_counts,
 )
+from hardware import CHIPS
 
 # -- the function
 
@@ -209,7 +215,47 @@ def gated_products(
     options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
     arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *(scales or ()))
     lhs, gate, up, sizes, offset, *scales = _vary_alike(*arrays)
-    return _products(options, lhs, (gate, up), sizes, offset, None, tuple(scales) or None)
+    return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None)
+
+
+def summed_gmm(
+    pair_MK: tuple[jax.Array, jax.Array],
+    rhs_ENK: tuple[jax.Array, jax.Array],
+    group_sizes_E: jax.Array,
+    *,
+    group_offset: jax.Array | int = 0,
+    rhs_scale: tuple[jax.Array | float, jax.Array | float] | None = None,
+    out_dtype=None,
+    tiles: Tiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """The sum of `gmm(lhs, rhs, transpose_rhs=True)` of two pairs: dlhs of `gated_gmm`, from its products' cotangents.
+    Not differentiable itself.
+
+    In one kernel, rounded once, where tiles of both pairs that VMEM has room for are read as fast as multiplied; else
+    by two calls of `gmm`, the sum of what they round.
+
+    Args:
+      pair_MK: two lhs of one shape and type; rhs_ENK: two rhs, likewise.
+      rhs_scale: one for each rhs, as for `gmm`; the other arguments as for `gmm`.
+
+    Returns:
+      out_MN, as `gmm`.
+
+    Raises:
+      ValueError: shapes, types or tiles do not fit; more VMEM than there is.
+    """
+    (lhs, lhs_too), (rhs, rhs_too) = pair_MK, rhs_ENK
+    _, _, E, N = check_gmm(lhs, rhs, group_sizes_E, True)
+    alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    if not (alike(lhs, lhs_too) and alike(rhs, rhs_too)):
+        types = [f"{a.dtype}{list(a.shape)}" for a in (*pair_MK, *rhs_ENK)]
+        raise ValueError(f"both lhs must have one shape and type, and both rhs; they are {types}")
+    scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
+    options = (True, jnp.dtype(out_dtype or result_dtype(lhs.dtype)), tiles, None, _interpreter(interpret))
+    arrays = (*pair_MK, *rhs_ENK, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
+    lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = _vary_alike(*arrays)
+    return _sum(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
 
 
 def tgmm(
@@ -282,16 +328,23 @@ def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_gr
 
 
 def _products(options, *arrays):
-    """A tuple of results: of one rhs its product, of two theirs and the activation's. rhs, its scales: tuples, too."""
+    """A tuple of results: one product; of one lhs and two rhs both and the activation's; of two and two their sum.
+
+    lhs, rhs and the scales of rhs are tuples, too.
+    """
     transpose_rhs, out_dtype, _, activation, interpret = options
     kernel = partial(_gmm_call, options=options)
     if interpret:
         return kernel(*arrays)
 
     def reference(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
-        of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-        scales = rhs_scale or (None,) * len(rhs)
-        products = [of(lhs, w, group_sizes, group_offset, lhs_scale, s) for w, s in zip(rhs, scales, strict=True)]
+        dtype = jnp.float32 if len(lhs) == 2 else out_dtype
+        of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=dtype)
+        scales, inputs = rhs_scale or (None,) * len(rhs), lhs * (len(rhs) // len(lhs))
+        triples = zip(inputs, rhs, scales, strict=True)
+        products = [of(x, w, group_sizes, group_offset, lhs_scale, s) for x, w, s in triples]
+        if len(lhs) == 2:
+            return (sum(products).astype(out_dtype),)
         if activation:
             products.append(activation(*(p.astype(jnp.float32) for p in products)).astype(out_dtype))
         return tuple(products)
@@ -302,7 +355,7 @@ def _products(options, *arrays):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
     scales = None if rhs_scale is None else (rhs_scale,)
-    return _products(options, lhs, (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
+    return _products(options, (lhs,), (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
 
 
 def _gmm_forward(options, *arrays):
@@ -327,11 +380,11 @@ _gmm.defvjp(_gmm_forward, _gmm_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(options, lhs, gate, up, group_sizes, group_offset):
-    return _products(options, lhs, (gate, up), group_sizes, group_offset, None, None)[2]
+    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None)[2]
 
 
 def _gated_forward(options, lhs, gate, up, *groups):
-    of_gate, of_up, product = _products(options, lhs, (gate, up), *groups, None, None)
+    of_gate, of_up, product = _products(options, (lhs,), (gate, up), *groups, None, None)
     of_gate, of_up = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
     return product, (lhs, gate, up, *groups, of_gate, of_up)
 
@@ -340,13 +393,33 @@ def _gated_backward(options, saved, dproduct):
     *_, activation, interpret = options
     lhs, gate, up, *groups, of_gate, of_up = saved
     dproducts = jax.vjp(activation, of_gate, of_up)[1](dproduct)
-    plain = (False, lhs.dtype, None, None, interpret)
-    parts = [_gmm_backward(plain, (lhs, w, *groups), d)[:2] for w, d in zip((gate, up), dproducts, strict=True)]
-    (dlhs, dgate), (dlhs_too, dup) = parts
-    return dlhs + dlhs_too, dgate, dup, None, None
+    dlhs = _sum((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
+    dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
+    return dlhs, dgate, dup, None, None
 
 
 _gated.defvjp(_gated_forward, _gated_backward)
+
+
+def _sum(options, pair, rhs, group_sizes, group_offset, rhs_scale):
+    _, out_dtype, tiles, *_ = options
+    (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
+    if tiles or _room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
+        return _products(options, pair, rhs, group_sizes, group_offset, None, rhs_scale)[0]
+    scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
+    one = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
+    return sum(map(one, pair, rhs, scales))
+
+
+def _room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:
+    """With what is read for each tile, twice lhs and twice rhs, the matrix units would not wait (see **Cost**)."""
+    try:
+        cols = default_tiles(M, K, N, E, dtype, out_dtype, summed=True, **kinds).cols
+    except ValueError:  # not even the smallest tiles
+        return False
+    chip = CHIPS["tpu7x"]
+    flops_a_byte = chip.flops_per_s("fp8" if dtype.itemsize == 1 else "bf16") / chip.hbm_bytes_per_s
+    return cols == N or dtype.itemsize / 2 * flops_a_byte * (1 / cols + E / M + 1 / (2 * K)) < 1
 
 
 def _tgmm(options, lhs, dout, group_sizes, group_offset, scale):
@@ -468,7 +541,7 @@ def _gmm_kernel(
 ):
     """Tile by tile in the first cols columns of out, then in the next ones.
 
-    rhs, rhs_scale and out are tuples: of one, or of two matrices and three results.
+    lhs, rhs, rhs_scale and out are tuples: of one; of one, two matrices and three results; or of two, two and one.
     """
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
@@ -477,7 +550,8 @@ def _gmm_kernel(
 
     def fetch_tile(t, slot):
         there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
-        yield pltpu.make_async_copy(lhs.at[there], buf["lhs"].at[slot, here], arrived.at[0, slot])
+        for j, rows in enumerate(lhs):
+            yield pltpu.make_async_copy(rows.at[there], buf["lhs"].at[slot, j, here], arrived.at[0, slot])
         if lhs_scale is not None:
             yield pltpu.make_async_copy(lhs_scale.at[there], buf["lhs_scale"].at[slot, here], arrived.at[0, slot])
 
@@ -544,17 +618,23 @@ def _gmm_kernel(
 
 
 def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation):
-    dtype, num_rhs = buf["out"].dtype, buf["rhs"].shape[1]
+    dtype, num_lhs, num_rhs = buf["out"].dtype, buf["lhs"].shape[1], buf["rhs"].shape[1]
+
+    def product_of(j, height):
+        rows, weights = buf["lhs"][slot, j % num_lhs, :height], buf["rhs"][expert_slot, j]
+        product = _matmul(rows, weights, ((1,), (1 if transpose_rhs else 0,)))
+        if buf["rhs_scale"] is not None:
+            product = product * buf["rhs_scale"][expert_slot, j]
+        if buf["lhs_scale"] is not None:
+            product = product * buf["lhs_scale"][slot, :height]
+        return product
 
     def of_height(height):
+        if num_lhs == 2:
+            buf["out"][slot, 0, :height] = (product_of(0, height) + product_of(1, height)).astype(dtype)
+            return
         for j in range(num_rhs):
-            weights = buf["rhs"][expert_slot, j]
-            product = _matmul(buf["lhs"][slot, :height], weights, ((1,), (1 if transpose_rhs else 0,)))
-            if buf["rhs_scale"] is not None:
-                product = product * buf["rhs_scale"][expert_slot, j]
-            if buf["lhs_scale"] is not None:
-                product = product * buf["lhs_scale"][slot, :height]
-            buf["out"][slot, j, :height] = product.astype(dtype)
+            buf["out"][slot, j, :height] = product_of(j, height).astype(dtype)
         if activation:  # of what a backward pass sees: rounded
             rounded = (buf["out"][slot, j, :height].astype(jnp.float32) for j in range(num_rhs))
             buf["out"][slot, num_rhs, :height] = activation(*rounded).astype(dtype)
@@ -698,24 +778,24 @@ def _clear_rest(plan, t, slot, buf, unit):
 
 
 def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, options):
-    """A tuple of results. rhs and rhs_scale are tuples, too."""
+    """A tuple of results. lhs, rhs and rhs_scale are tuples, too."""
     transpose_rhs, out_dtype, tiles, activation, interpret = options
-    M, K = lhs.shape
+    (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
-    kinds = dict(transpose_rhs=transpose_rhs, gated=activation is not None)
-    key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(lhs.dtype), **kinds)
+    kinds = dict(transpose_rhs=transpose_rhs, gated=activation is not None, summed=len(lhs) == 2)
+    key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **kinds)
     kinds |= dict(lhs_scale=lhs_scale is not None, rhs_scale=rhs_scale is not None)
-    tiles = tiles or _found(key, Tiles, check_tiles, K, N, lhs.dtype, out_dtype, **kinds)
-    tiles = tiles or default_tiles(M, K, N, E, lhs.dtype, out_dtype, **kinds)
-    check_tiles(tiles, K, N, lhs.dtype, out_dtype, **kinds)
-    unit = register_rows(lhs.dtype, out_dtype)
-    whole = lambda x: x if x is None or M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
-    lhs, lhs_scale = whole(lhs), whole(lhs_scale)
+    tiles = tiles or _found(key, Tiles, check_tiles, K, N, dtype, out_dtype, **kinds)
+    tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, **kinds)
+    check_tiles(tiles, K, N, dtype, out_dtype, **kinds)
+    unit = register_rows(dtype, out_dtype)
+    whole = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
+    lhs, lhs_scale = jax.tree.map(whole, (lhs, lhs_scale))
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
-    buffers = gmm_buffers(tiles, K, N, lhs.dtype, out_dtype, rhs[0].dtype, **kinds)
+    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, rhs[0].dtype, **kinds)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
     operands = (plan, lhs, rhs, lhs_scale, rhs_scale)
-    shape = jax.ShapeDtypeStruct((lhs.shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs).mat)
+    shape = jax.ShapeDtypeStruct((lhs[0].shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs[0]).mat)
     shapes, described = (shape,) * (3 if activation else 1), tuned.metadata(key, tiles, calls=1)
     (results,) = _call("gmm", kernel, operands, (shapes,), buffers, (2, 2), interpret, described)
     return tuple(result[:M] for result in results)
@@ -774,15 +854,27 @@ def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata
 
 
 def build_gmm(
-    M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, transpose_rhs=False, scaled=False, **tiles
+    M=8192,
+    K=4096,
+    N=1536,
+    groups=8,
+    dtype="bfloat16",
+    out_dtype=None,
+    transpose_rhs=False,
+    scaled=False,
+    summed=False,
+    **tiles,
 ):
     """(function, shapes of its arguments); tiles: rows, cols, step."""
-    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled)
+    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled, summed=summed)
     default = default_tiles(M, K, N, groups, dtype, out_dtype, **kinds)
     options = dict(transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
     rhs = shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
     arguments = [shape((M, K), dtype), rhs, shape((groups,), jnp.int32)]
+    if summed:  # transposed always
+        del options["transpose_rhs"]
+        return partial(summed_gmm, **options), [(arguments[0],) * 2, (rhs,) * 2, arguments[2]]
     if not scaled:
         return partial(gmm, **options), arguments
     with_scales = lambda x, w, sizes, of_x, of_w: gmm(x, w, sizes, lhs_scale=of_x, rhs_scale=of_w, **options)

@@ -84,6 +84,11 @@ def _padded_bytes(shape: Sequence[int], dtype) -> int:
     return int(np.prod(outer)) * pl.cdiv(rows, unit) * unit * pl.cdiv(cols, 128) * 128 * jnp.dtype(dtype).itemsize
 
 
+def operands_of(gated: bool, summed: bool) -> tuple[int, int, int]:
+    """Of a call of gmm's kernel: how many lhs it has, how many rhs, and how many results."""
+    return (1, 2, 3) if gated else (2, 2, 1) if summed else (1, 1, 1)
+
+
 def gmm_buffers(
     tiles: Tiles,
     K,
@@ -95,12 +100,13 @@ def gmm_buffers(
     lhs_scale=False,
     rhs_scale=False,
     gated=False,
+    summed=False,
 ):
     """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
     unit, cols = register_rows(dtype, out_dtype), tiles.cols
-    matrices, results = (2, 3) if gated else (1, 1)
+    inputs, matrices, results = operands_of(gated, summed)
     return dict(
-        lhs=((2, tiles.rows, K), dtype),
+        lhs=((2, inputs, tiles.rows, K), dtype),
         rhs=((2, matrices, cols, K) if transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
         lhs_scale=((2, tiles.rows, 1), jnp.float32) if lhs_scale else None,
         rhs_scale=((2, matrices, 1, cols), jnp.float32) if rhs_scale else None,
@@ -125,7 +131,7 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
 def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
     """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while.
 
-    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), gated, as flags.
+    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), gated, summed, as flags.
     """
     return _bytes_of(gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
 
@@ -307,9 +313,11 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     return [of(region) for region in kernel.unknown()]
 
 
-def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, gated=False) -> int:
+def moved_bytes(
+    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, gated=False, summed=False
+) -> int:
     """Between HBM and VMEM, in a call of the kernel for these group sizes."""
-    matrices, results = (2, 3) if gated else (1, 1)
+    inputs, matrices, results = operands_of(gated, summed)
     out_dtype = out_dtype or result_dtype(dtype)
     of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)
@@ -320,5 +328,5 @@ def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dt
     if isinstance(tiles, TgmmTiles):
         return rows * (K * (N // tiles.n) + N * (K // tiles.k)) * of_in + len(sizes) * K * N * of_out
     experts = int(np.sum(sizes > 0))
-    read = rows * K * (N // tiles.cols) + matrices * experts * K * N
+    read = inputs * rows * K * (N // tiles.cols) + matrices * experts * K * N
     return read * of_in + results * num_rows * N * of_out

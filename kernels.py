@@ -51,7 +51,7 @@ import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
-from gmm import gated_gmm, gmm, tgmm  # noqa: F401
+from gmm import gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz
@@ -110,7 +110,7 @@ def _scores(s: dict) -> int:
 
 
 def _grouped_products(s: dict) -> int:
-    return s["M"] * s["K"] * s["N"] * (2 if s.get("gated") else 1)
+    return s["M"] * s["K"] * s["N"] * (2 if s.get("gated") or s.get("summed") else 1)
 
 
 def _forward_choices(s: dict) -> Iterator[flash.Blocks]:
@@ -179,7 +179,7 @@ def _gmm_rule(s: dict) -> groups.Tiles:
 
 
 def _kinds(s: dict) -> dict:
-    return {kind: bool(s.get(kind)) for kind in ("transpose_rhs", "gated")}
+    return {kind: bool(s.get(kind)) for kind in ("transpose_rhs", "gated", "summed")}
 
 
 def _result(s: dict):
@@ -190,7 +190,7 @@ def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
     options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
     if s.get("gated"):
         return "gmm:build_gated", options
-    return "gmm:build_gmm", options | dict(transpose_rhs=_kinds(s)["transpose_rhs"])
+    return "gmm:build_gmm", options | {kind: _kinds(s)[kind] for kind in ("transpose_rhs", "summed")}
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
@@ -217,8 +217,8 @@ def ragged(M: int, E: int) -> list[int]:
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     sizes = ragged(s["M"], s["E"])
     executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    gated = bool(s.get("gated"))
-    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], gated=gated)
+    kinds = {kind: bool(s.get(kind)) for kind in ("gated", "summed")}
+    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], **kinds)
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -377,6 +377,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         # transposed. In other types the calls of both are alike.
         cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))
         calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", sizes | back | cotangents), ("tgmm", sizes)]
+        calls.append(("gmm", sizes | back | cotangents | dict(summed=True)))
         of_down = [("gmm", sizes | back), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
         return calls + [call for call in of_down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):

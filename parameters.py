@@ -130,6 +130,7 @@ def _leaves(config: Config, leaf, cls, absent: set[str], num_layers: int = 0, pr
         if name in absent or not hasattr(hint, "__metadata__"):
             continue
         letters, spec, init = hint.__metadata__
+        spec = sharding.move_axis(spec, "fsdp", beside="expert") if config.shard_experts else spec
         spec = sharding.add_axis(spec, "data", beside="fsdp") if config.shard_update else spec
         found[name] = leaf(prefix + name, tuple(dims[letter] for letter in letters), letters, spec, init)
     return found

@@ -15,7 +15,7 @@ compile, step.py and planner.py before they predict: what is proposed can be run
 
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
-    batch  data * fsdp * expert * microbatches
+    batch  data * fsdp * expert * microbatches             E  with shard_experts also by fsdp
 
 **8 bits in blocks** (fp8.py): what a device multiplies, forward and backward, is made of whole blocks. So all dims of
 a product are multiples on each device: the one that is contracted, of x and of a weight's shard; the columns, of the
@@ -37,6 +37,7 @@ NEEDS = (
     ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves; a larger --mesh"),
     ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1; --mesh=tensor:2"),
     ("prefetch", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1, and weights are whole; --mesh=fsdp:2"),
+    ("shard_experts", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1; --mesh=fsdp:2"),
     ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1; --mesh=data:2"),
     ("context_impl context_heads context_balance", lambda c, s: s["context"] > 1, _WHOLE),
     (
@@ -95,7 +96,8 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     else:
         found.append(("num_kv_heads", config.num_kv_heads, of("tensor")))
     if config.num_experts:
-        found.append(("num_experts", config.num_experts, of("expert")))
+        by_expert = ("fsdp", *replicas) if config.shard_experts else ()
+        found.append(("num_experts", config.num_experts, of("expert", *by_expert)))
         found.append(("expert_dim", config.expert_dim, of("tensor")))
     if config.num_dense_layers or not config.num_experts:
         found.append(("ff_dim", config.ff_dim, of("tensor")))

@@ -104,5 +104,12 @@ def add_axis(spec: PartitionSpec, axis: str, beside: str) -> PartitionSpec:
     return PartitionSpec(*((*_entry(entry), axis) if beside in _entry(entry) else entry for entry in spec))
 
 
+def move_axis(spec: PartitionSpec, axis: str, beside: str) -> PartitionSpec:
+    """Cuts the dim of `beside` further over `axis`, in place of the dim that it cuts alone; one without both stays."""
+    if axis not in spec or dim_of(spec, beside) is None:
+        return spec
+    return add_axis(PartitionSpec(*(None if entry == axis else entry for entry in spec)), axis, beside)
+
+
 def _entry(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

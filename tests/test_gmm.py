@@ -18,7 +18,7 @@ import bundles
 import gmm as module
 import groups
 from config import PRESETS, from_preset
-from gmm import gated_gmm, gated_products, gmm, tgmm
+from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -219,6 +219,51 @@ def test_gated_products_of_8_bits_and_their_scales(backend):
     assert [a.dtype for a in gated_products(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])] == [BF16] * 3
 
 
+def summed_case(sizes, M=128, K=128, N=256, dtype=F32, experts=None):
+    """Two lhs [M, K], two rhs [E, N, K], sizes."""
+    lhs, rhs, _, sizes = case(sizes, M, K, N, dtype, experts=experts)
+    lhs_too, rhs_too, _, _ = case(sizes, M, K, N, dtype, experts=experts, seed=1)
+    return (lhs, lhs_too), tuple(w.swapaxes(1, 2) for w in (rhs, rhs_too)), sizes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SIZES)
+def test_summed_gmm_of_any_sizes(name, backend):
+    pair, weights, sizes = summed_case(seven(SIZES[name]))
+    run = compiled(summed_gmm, tiles=SMALL, interpret=BACKENDS[backend])
+    out = run(pair, weights, sizes)
+    check(out, sum(expected_gmm(x, w.swapaxes(1, 2), sizes) for x, w in zip(pair, weights, strict=True)), 256)
+    assert not np.asarray(out[sum(SIZES[name]) :]).any()
+
+
+@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+def test_summed_gmm_of_a_shard_with_scales_is_rounded_once(backend):
+    pair, weights, sizes = summed_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16, experts=2)
+    options = dict(group_offset=1, interpret=BACKENDS[backend])
+    scales = 0.25, jnp.asarray([2.0, 3.0])
+    parts = [
+        gmm(x, w, sizes, transpose_rhs=True, rhs_scale=s, out_dtype=F32, **options)
+        for x, w, s in zip(pair, weights, scales, strict=True)
+    ]
+    out = summed_gmm(pair, weights, sizes, rhs_scale=scales, **options)
+    assert out.dtype == BF16
+    np.testing.assert_array_equal(out, sum(parts).astype(BF16))
+    with pytest.raises(ValueError, match="both lhs must have one shape and type"):
+        summed_gmm((pair[0], pair[1][:, :50]), weights, sizes)
+
+
+@pytest.mark.parametrize(
+    ("K", "N", "E", "dtype", "calls"),
+    [(1536, 4096, 128, BF16, 1), (2880, 2880, 128, E4M3, 1), (14336, 4096, 8, BF16, 2), (20000, 512, 8, BF16, 2)],
+)
+def test_summed_gmm_is_one_kernel_where_vmem_has_room(K, N, E, dtype, calls):
+    """Not of Mixtral's experts, whose rows are 28 KiB, nor where two of them do not fit at all."""
+    shape = jax.ShapeDtypeStruct
+    lhs, rhs, sizes = shape((65536, K), dtype), shape((E, N, K), dtype), shape((E,), jnp.int32)
+    traced = jax.make_jaxpr(summed_gmm)((lhs, lhs), (rhs, rhs), sizes)
+    assert str(traced).count("pallas_call[") == calls
+
+
 @pytest.mark.slow
 def test_no_races():
     """A tile that is used before it came, or written over before it went. In a process of its own: races outlive it."""
@@ -401,6 +446,24 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
         return found.compute
 
     assert cycles("gmm:build_gated") < 1.01 * 2 * cycles("gmm:build_gmm")
+
+
+@pytest.mark.slow
+def test_a_sum_costs_no_cycles_behind_the_matmuls():
+    """Two pairs in one kernel: at most 1% more than two of `gmm`, of as many rows and columns."""
+    K, N = 1536, 1024
+    tiles = groups.default_tiles(8192, K, N, 8, BF16, transpose_rhs=True, summed=True)
+
+    def cycles(summed):
+        options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
+        kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
+        counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
+        found = kernel.cycles(counts, moved_bytes=groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, summed=summed))
+        estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, transpose_rhs=True, summed=summed)
+        assert kernel.vmem_bytes <= estimate and found.hbm < found.compute
+        return found.compute
+
+    assert cycles(True) < 1.01 * 2 * cycles(False)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_a_rule_that_does_not_compile_is_an_error(monkeypatch):
 def test_command_keeps_what_the_kernel_then_takes(own, invented, capsys):
     kernels.main(["tune", "gmm", "--M=512", "--K=256", "--N=512", "--E=4", f"--out={own}", "--json"])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["key"].split()[0] for one in found] == ["gmm", "gmm", "gmm", "tgmm"]
+    assert [one["key"].split()[0] for one in found] == ["gmm", "gmm", "gmm", "tgmm", "gmm"]
     assert found[2]["key"] == tuned.key_of("gmm", M=512, K=512, N=256, E=4, dtype="bfloat16", transpose_rhs=True)
     key = tuned.key_of("gmm", M=512, K=256, N=512, E=4, dtype="bfloat16")
     assert found[0]["key"] == key and tuned.read(own)[key] == found[0]["entry"]
@@ -146,6 +146,7 @@ def test_command_keeps_what_the_kernel_then_takes(own, invented, capsys):
                 "gmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn gated=True chip=tpu7x",
                 "gmm M=512 K=512 N=256 E=4 dtype=float8_e5m2 transpose_rhs=True chip=tpu7x",
                 "tgmm M=512 K=256 N=512 E=4 dtype=float8_e4m3fn chip=tpu7x",
+                "gmm M=512 K=512 N=256 E=4 dtype=float8_e5m2 transpose_rhs=True summed=True chip=tpu7x",
                 "gmm M=512 K=512 N=256 E=4 dtype=float8_e4m3fn transpose_rhs=True chip=tpu7x",
                 "gmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",
                 "tgmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",

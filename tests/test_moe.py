@@ -1,6 +1,7 @@
 """Routing and dispatch against a plain one-device mixture, token by token; and what travels, counted."""
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from test_fsdp import equations
 
+import fsdp
 import hlo
 import moe
 import sharding
@@ -69,6 +71,18 @@ def test_routing_equals_one_token_at_a_time(options):
 
 def test_of_equal_scores_the_first_are_chosen():
     assert moe.route(jnp.zeros((2, E)), 3).experts_tX.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 12])
+def test_the_largest_are_those_that_jax_finds(k):
+    """Equals and NaN included; as many as there are."""
+    numbers = np.random.default_rng(0).integers(-3, 4, (50, 12)).astype(np.float32)
+    numbers[::7, 3], numbers[::5, 1:9], numbers[1, 4] = np.inf, 0.0, np.nan
+    for x in (jnp.asarray(numbers), jnp.asarray(numbers).reshape(5, 10, 12)):
+        found, wanted = moe.top_k(x, k), jax.lax.top_k(x, k)
+        np.testing.assert_array_equal(found[0], wanted[0])
+        np.testing.assert_array_equal(found[1], wanted[1])
+        assert found[1].dtype == jnp.int32
 
 
 def test_the_bias_chooses_and_does_not_weigh():
@@ -455,6 +469,40 @@ def test_compiled_for_tpu7x_parts_compute_while_others_are_on_their_way():
 
     assert kernels_beside(1) == [0, 0]
     assert kernels_beside(2) == [0, 1, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "copied"), [(P(None, "expert"), True), (P("expert"), False)])
+def test_compiled_for_tpu7x_whole_matrices_are_gathered_without_copies(spec, copied):
+    """Not as parts of 28 rows of each, which lie across registers: `--shard_experts`."""
+    n, rows, d, m = 8, 1024, 8 * 28, 512
+    mesh = tpu_mesh(n)
+
+    def gradients(x_rd, w, sizes_e):
+        product = lambda x_rd, w: moe.grouped_matmul(x_rd, fsdp.gather(w, spec, "expert"), sizes_e)
+        y_rm, backward = jax.vjp(product, x_rd, w)
+        return backward(y_rm)
+
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, its))
+        for shape, dtype, its in (
+            ((n * rows, d), jnp.bfloat16, P("expert")),
+            ((n, d, m), jnp.bfloat16, spec),
+            ((n,), jnp.int32, P()),
+        )
+    ]
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(P("expert"), spec, P()), out_specs=(P("expert"), spec))
+    program = jax.jit(sharded).lower(*arguments).compile().as_text()
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]\S* copy\(", program)]
+    assert (n * d * m in sizes) == copied
+
+
+@pytest.mark.slow
+def test_the_largest_are_found_without_a_sort():
+    """Compiled for TPU7x: `jax.lax.top_k` is one."""
+    scores = jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=jax.NamedSharding(tpu_mesh(8), P("expert")))
+    sorts = lambda f: " sort(" in jax.jit(partial(f, k=8)).lower(scores).compile().as_text()
+    assert sorts(jax.lax.top_k) and not sorts(moe.top_k)
 
 
 @pytest.mark.slow
