@@ -82,16 +82,16 @@ class Lowered(NamedTuple):
     devices: list  # of the mesh, in its order, which the program's text does not have
 
     @property
-    def chips(self) -> list[tuple]:
-        """Which chip each device is on, in the program's order."""
-        return [(d.device_kind, getattr(d, "slice_index", 0), *d.coords) for d in self.devices]
+    def chips(self) -> list[tuple[int, ...]]:
+        """(slice, x, y, z) of the chip that each device is on, in the program's order."""
+        return [(getattr(d, "slice_index", 0), *d.coords) for d in self.devices]
 
     def key(self, flags: dict[str, str]) -> str:
         """The same for what compiles to the same."""
         import jax
         import libtpu
 
-        places = [[*chip, d.core_on_chip] for chip, d in zip(self.chips, self.devices, strict=True)]
+        places = [[d.device_kind, *chip, d.core_on_chip] for chip, d in zip(self.chips, self.devices, strict=True)]
         content = [self.program.as_text(), json.dumps(places), json.dumps(flags, sort_keys=True)]
         content += [jax.__version__, libtpu.__version__]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()

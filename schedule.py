@@ -38,9 +38,12 @@ iterations are walked until one leaves both as it found them; it stands for all 
                                                             takes 2V, and so do the SparseCores to gather or transpose
 
 `rings` are the "colours" of the strategy that XLA wrote down for the collective, a direction of links each; where it
-wrote none, one. W is a link one way, and between the two devices of a chip the die-to-die link, whose rings are one.
-Which are on a chip the text does not say: two after another, or what `chips` says, as aot.py does and the command line
-cannot.
+wrote none, one. Two colours round a ring of two chips, or along a line, are on the same links: rings are at most the
+links one way out of a chip, two for each torus axis that wraps around and that the group has all of, else one. W is a
+link one way, divided by the groups that have a device of one chip, as both of its devices send through its links; of
+permutes, by those that go from one chip to the same other one. Between the two devices of a chip it is the die-to-die
+link, whose rings are one. Where the chips are the text does not say: `chips` does, from aot.py; without it, as on the
+command line, two devices after another are on a chip, and rings are colours.
 
 **Constants** (`Rates`; measured: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood), the
 same as those of workload.py:
@@ -62,9 +65,10 @@ bfloat16 as of float32. To negate [65536, 14336] it has 5.93 M cycles of either,
 ms of bfloat16, for which HBM would take 1.2. In mixtures and in 8 bits, where such passes are up to a quarter of a
 step, a compiled step is rather too long than too short.
 
-**Left out**: that transfers, SparseCores and TensorCore share HBM, and a chip's two devices its links; that a ring over
-several axes has phases of different size; start-up and hops (1 us each) of collectives; that a synchronous collective
-waits for those under way; other devices coming late; the host. So the bytes of small collectives say too little.
+**Left out**: that transfers, SparseCores and TensorCore share HBM; that a ring over several axes has phases of
+different size; start-up and hops (1 us each) of collectives; links that a message passes on its way to a chip that is
+no neighbour; that a synchronous collective waits for those under way; other devices coming late; the host. So the bytes
+of small collectives say too little.
 """
 
 import argparse
@@ -152,12 +156,34 @@ def num_rings(config: object) -> int:
     return int(found[1]) if found else 0
 
 
+def chips_of(devices: Sequence[int], chips: Sequence) -> list:
+    """The chips that they are on; `chips` as for `walk`."""
+    return [chips[device] if chips else device // 2 for device in devices]
+
+
 def on_a_chip(devices: Sequence[int], chips: Sequence) -> bool:
-    """Whether they are the two of a chip; `chips` as for `walk`."""
-    if len(devices) != 2 or devices[0] == devices[1]:
-        return False
-    first, second = (chips[device] if chips else device // 2 for device in devices)
-    return first == second
+    """Whether they are the two of a chip."""
+    return len(devices) == 2 and devices[0] != devices[1] and len({*chips_of(devices, chips)}) == 1
+
+
+def links_out(devices: Sequence[int], chips: Sequence) -> float:
+    """Links one way out of a chip to others of the group; infinite where it is not known where the chips are."""
+    if not chips:
+        return math.inf
+    extents = [len({*places}) for places in zip(*chips_of(devices, chips), strict=True)]
+    _, *axes = [len({*places}) for places in zip(*chips, strict=True)]  # of the slice
+    wraps = [axis.wrap and extent == axis.size for axis, extent in zip(CHIP.axes(axes), extents[1:], strict=True)]
+    return sum(2 if wrap and extent > 2 else 1 for wrap, extent in zip(wraps, extents[1:], strict=True) if extent > 1)
+
+
+def sharing(instruction: Instruction, chips: Sequence) -> int:
+    """How many groups, or permutes of the same way, send through the links of a chip at once."""
+    if instruction.pairs:
+        ways = (tuple(chips_of(pair, chips)) for pair in instruction.pairs)
+        users = Counter(way for way in ways if way[0] != way[1])
+    else:
+        users = Counter(chip for group in instruction.groups for chip in {*chips_of(group, chips)})
+    return max(users.values(), default=1)
 
 
 def collective(
@@ -180,11 +206,13 @@ def collective(
     if kind in ("collective-permute", "collective-broadcast"):
         moved = nbytes if instruction.pairs or size > 1 else 0.0
         queue = "link {} to {}".format(*min(instruction.pairs)) if instruction.pairs else queue
+        speed /= 1 if near else sharing(instruction, chips)
     else:
         nbytes *= size if kind == "reduce-scatter" else 1
         moved = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
         if not kind.endswith("all-to-all") and not near:
-            speed *= max(rings, 1)
+            links = links_out(instruction.groups[0], chips) if instruction.groups else math.inf
+            speed *= max(min(rings, links), 1) / sharing(instruction, chips)
     engine = "SparseCore" if sparse else "TensorCore"
     groups = instruction.groups or tuple(pair for pair in instruction.pairs if pair[0] != pair[1])
     return Transfer(kind, engine, queue, nbytes, moved / speed, groups, rings)
@@ -688,7 +716,8 @@ def walk(
     Args:
       kernels: {regular expression: cycles} of what XLA has no estimate for, found in its name, op_name or target.
       trips: {regular expression: trips} of loops whose condition does not tell, found in name or op_name.
-      chips: which chip each device of the program is on, by its number there; default: two after another are on one.
+      chips: (slice, x, y, z) of the chip that each device of the program is on, by its number there; default: two after
+        another are on one, and how many links that has is not known.
       uncounted: what has no cycles then, or trips, takes no time, or one trip, and is named in the result.
 
     Raises:

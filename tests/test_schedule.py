@@ -367,7 +367,10 @@ def test_collectives_of_one_start_take_their_turns(other):
 
 @pytest.mark.parametrize("update", [False, True])
 def test_collectives_on_the_sparsecores(update):
-    """All-gather of 8 bytes by 4 devices over two rings: 8 * 3/4 / 2 = 3 s. With an update, that is where it begins."""
+    """Two groups of 4 devices gather 8 bytes over two rings that they share: 2 * 8 * 3/4 / 2 = 6 s.
+
+    With an update, that is where it begins.
+    """
     thread = 'async_execution_thread="sparsecore", to_apply=%gather, metadata={op_name="op/gather"}'
     if update:
         start = f"%s = ((), (), (s32[1]{{0:T(128)S(2)}})) call-start(), {thread}"
@@ -378,11 +381,11 @@ def test_collectives_on_the_sparsecores(update):
     timeline = run(
         start, work("a", 5), begin, work("b", 1), done("d", "u", "call-done"), work("c", 1), END, more=GATHER
     )
-    assert timeline.seconds == 5 + 3 + 1
+    assert timeline.seconds == 5 + 6 + 1
     (message,) = timeline.collectives
     assert (message.kind, message.engine, message.rings, message.group_size) == ("all-gather", "SparseCore", 2, 4)
     assert message.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and message.op_name == "op/gather"
-    assert (message.nbytes, message.seconds, message.exposed_s, message.computed_s) == (8, 3, 2, 1)
+    assert (message.nbytes, message.seconds, message.exposed_s, message.computed_s) == (8, 6, 5, 1)
     assert (message.after, message.before) == ("op/a", "op/c")
 
 
@@ -406,22 +409,24 @@ def test_other_work_on_the_sparsecores():
 @pytest.mark.parametrize(
     "opcode, attributes, seconds, nbytes",
     [
-        ("all-gather", GROUPS, 6, 8),
-        ("all-gather", f"{GROUPS}, {rings(3)}", 2, 8),
-        ("all-reduce", f"{GROUPS}, to_apply=%vector", 12, 8),
-        ("reduce-scatter", f"{GROUPS}, to_apply=%vector", 24, 32),
+        ("all-gather", GROUPS, 2 * 6, 8),  # each chip has a device of either group
+        ("all-gather", f"{GROUPS}, {rings(3)}", 2 * 2, 8),
+        ("all-reduce", f"{GROUPS}, to_apply=%vector", 2 * 12, 8),
+        ("reduce-scatter", f"{GROUPS}, to_apply=%vector", 2 * 24, 32),
         ("all-to-all", GROUPS, 6, 8),
         ("all-gather", "replica_groups={}", 7, 8),  # all 8 devices
         ("all-gather", "replica_groups={{0,1},{2,3},{4,5},{6,7}}", 1, 8),  # the two of a chip, over the die-to-die link
         ("all-gather", f"replica_groups={{{{0,1}},{{2,3}}}}, {rings(2)}", 1, 8),
-        ("all-gather", "replica_groups={{0,2},{1,3}}", 4, 8),
+        ("all-gather", "replica_groups={{0,2},{1,3}}", 2 * 4, 8),
+        ("all-gather", "replica_groups={{0,1,2,3}}", 6, 8),  # on both devices of two chips: nothing is shared
         ("collective-permute", "source_target_pairs={{0,2},{2,4}}", 8, 8),
+        ("collective-permute", "source_target_pairs={{0,2},{1,3}}", 2 * 8, 8),
         ("collective-permute", "source_target_pairs={{0,1},{1,0}}", 2, 8),
         (
             "all-reduce",
             GROUPS
             + r', to_apply=%vector, backend_config={"collective_algorithm_config":{"debug":"\nND{colors:2 p:2}"}}',
-            6,
+            2 * 6,
             8,
         ),
     ],
@@ -438,17 +443,45 @@ def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
     seconds = lambda groups, **chips: (
         run(f"%c = u8[8]{{0}} all-gather(%p), replica_groups={groups}", END, **chips).seconds
     )
-    order = dict(chips=["a", "b", "a", "b"])
+    order = dict(chips=[(0, x, 0, 0) for x in (0, 1, 0, 1)])
     assert seconds("{{0,1},{2,3}}") == seconds("{{0,2},{1,3}}", **order) == 1
-    assert seconds("{{0,2},{1,3}}") == seconds("{{0,1},{2,3}}", **order) == 4
+    assert seconds("{{0,2},{1,3}}") == seconds("{{0,1},{2,3}}", **order) == 8
     call = '%c = u8[8]{0} call-start(%p), async_execution_thread="sparsecore", to_apply=%gather'
     gather = "%gather (x: u8[2]) -> u8[8] {\n  %x = u8[2]{0} parameter(0)\n"
     gather += "  ROOT %g = u8[8]{0} all-gather(%x), replica_groups={{0,1},{2,3}}\n}\n\n"
     beside = lambda **chips: run(call, done("d", "c", "call-done"), END, more=gather, **chips).seconds
-    assert (beside(), beside(**order)) == (1, 4)
+    assert (beside(), beside(**order)) == (1, 8)
 
 
-@pytest.mark.parametrize("colors, seconds", [(1, 24), (2, 12)])
+@pytest.mark.parametrize(
+    "topology, devices, links",
+    [
+        ((2, 2, 1), slice(None), 2),  # all 8: a link along x and one along y
+        ((2, 2, 1), slice(0, 4), 1),
+        ((2, 2, 1), slice(0, None, 2), 2),
+        ((2, 4, 4), slice(None), 3),  # no cubes, so lines
+        ((4, 4, 4), slice(None), 6),  # a torus
+        ((4, 4, 4), slice(0, 8), 2),  # of which x is a ring
+        ((4, 4, 4), slice(0, 4), 1),  # and a half of it a line
+        ((4, 4, 4), slice(0, 32), 4),
+    ],
+)
+def test_links_out_of_a_chip(topology, devices, links):
+    """Devices in the order of their ids, two a chip, x before y before z."""
+    X, Y, Z = topology
+    chips = [(0, x, y, z) for z in range(Z) for y in range(Y) for x in range(X) for _ in range(2)]
+    group = range(len(chips))[devices]
+    assert schedule.links_out(group, chips) == links and schedule.links_out(group, ()) == math.inf
+    one_of_a_chip = all(device % 2 == 0 for device in group)
+    groups = [list(group), [device + 1 for device in group]] if one_of_a_chip else [list(group)]
+    for colours in (1, 2, 4, 6):
+        text = f"replica_groups={{{','.join('{' + ','.join(map(str, g)) + '}' for g in groups)}}}, {rings(colours)}"
+        timeline = run(f"%c = u8[8]{{0}} all-gather(%p), {text}", END, chips=chips)
+        expected = 8 * (1 - 1 / len(group)) / min(colours, links) * len(groups)
+        assert timeline.seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("colors, seconds", [(1, 48), (2, 24)])
 def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, seconds):
     """As XLA:TPU leaves it where parts are padded; those of two arrays at once."""
     fused = computation(
@@ -491,10 +524,10 @@ def test_asynchronous_collectives_of_the_tensorcore():
     reduce = f"%r = u8[8]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%vector"
     timeline = run(start, done("d", "s", "all-gather-done"), reduce, done("e", "r", "all-reduce-done"), END)
     assert [(m.nbytes, m.seconds, m.engine) for m in timeline.collectives] == [
-        (32, 24, "TensorCore"),
-        (8, 12, "TensorCore"),
+        (32, 2 * 24, "TensorCore"),
+        (8, 2 * 12, "TensorCore"),
     ]
-    assert timeline.seconds == 36
+    assert timeline.seconds == 72
 
 
 @pytest.mark.parametrize(
@@ -811,9 +844,12 @@ def test_compiled_scan_of_matmuls():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology, rings", [("2x2x1", 4), ("4x4x4", 2)])
-def test_compiled_gather_beside_matmuls(topology, rings):
-    """64 MiB by 8 devices on the SparseCores, beside three matmuls, which take longer: hidden, but not without them."""
+@pytest.mark.parametrize("topology, colours", [("2x2x1", 4), ("4x4x4", 2)])
+def test_compiled_gather_beside_matmuls(topology, colours):
+    """64 MiB by 8 devices on the SparseCores, beside three matmuls, which take longer: hidden, but not without them.
+
+    They have two links out of a chip: to two neighbours on 2x2x1, both ways round x on 4x4x4.
+    """
 
     def per_device(w, x, y, matmuls):
         whole = lax.all_gather(w, "x", tiled=True)
@@ -821,7 +857,8 @@ def test_compiled_gather_beside_matmuls(topology, rings):
             x = x @ y
         return whole[:8] + 1, x
 
-    mesh = mesh_of(topology, 8)
+    mesh, links = mesh_of(topology, 8), 2
+    chips = [(0, *device.coords) for device in mesh.devices.flat]
     found = {}
     for matmuls in (0, 3):
         function = jax.shard_map(
@@ -832,18 +869,18 @@ def test_compiled_gather_beside_matmuls(topology, rings):
             check_vma=False,
         )
         args = spec(mesh, (8 * 4096, 1024), "x"), spec(mesh, (4096, 4096)), spec(mesh, (4096, 4096))
-        found[matmuls] = walk(parse(jax.jit(function).lower(*args).compile().as_text()))
+        found[matmuls] = walk(parse(jax.jit(function).lower(*args).compile().as_text()), chips=chips)
     for matmuls, timeline in found.items():
         (gather,) = timeline.collectives
-        assert (gather.kind, gather.engine, gather.rings) == ("all-gather", "SparseCore", rings)
+        assert (gather.kind, gather.engine, gather.rings) == ("all-gather", "SparseCore", colours)
         assert gather.groups[0] == tuple(range(8)) and len(gather.groups) == mesh.size // 8
-        assert gather.seconds == pytest.approx(64 * 2**20 * 7 / 8 / (rings * 89e9))
+        assert gather.seconds == pytest.approx(64 * 2**20 * 7 / 8 / (links * 89e9))
         matmul_s = sum(op.seconds for op in timeline.ops if op.category == "matmul")
         assert gather.computed_s == pytest.approx(matmul_s, rel=0.1, abs=1e-5)
         assert gather.exposed_s == pytest.approx(max(gather.seconds - gather.computed_s, 0), abs=2e-5)
         assert (gather.exposed_s == 0) == (matmuls > 0)
     slow = Rates(link_bytes_per_s=89e9 / 20)
-    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (rings * slow.link_bytes_per_s)
+    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (links * slow.link_bytes_per_s)
 
 
 @pytest.mark.slow
