@@ -14,11 +14,12 @@ step.py adds it up to a step. A mesh of X/Y axis sizes, M microbatches, P pipeli
 The 3 are one forward and two backward, a fourth what is recomputed: elementwise work always, as it fuses with what
 reads it (with remat=none the program reads what it saved instead, and is no faster).
 
-**Memory of a device**: weights in float32 with the optimizer's moments; gradients; what the layers save for as many
-microbatches as are under way. And the larger of what a layer needs in its backward pass, those of its activations that
-are not saved, or come from the host, gradients half as large as all of them, two whole layers of weights and a whole
-gradient, and of what the loss needs: the unembedding, whole, and its gradient in float32, the logits of `loss_chunk`
-positions of each sequence and their gradient. Attention over `context` and stages hold more (`memory_of`).
+**Memory of a device**: weights in float32 with the optimizer's moments, with `shard_update` a part of both; gradients;
+what the layers save for as many microbatches as are under way. And the larger of what a layer needs in its backward
+pass, those of its activations that are not saved, or come from the host, gradients half as large as all of them, two
+whole layers of weights and a whole gradient, and of what the loss needs: the unembedding, whole, and its gradient in
+float32, the logits of `loss_chunk` positions of each sequence and their gradient. Attention over `context` and stages
+hold more (`memory_of`).
 
 Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
 or, with remat=none, it was saved.
@@ -479,12 +480,21 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
     # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
     # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
-    gradients = 4 + (of.element + 4) * (of.pipe > 1)
+    stages = (of.element + 4) * (of.pipe > 1) * params
+    replicas = sizes["data"]
+    cut = replicas if config.shard_update else 1
+    if cut > 1:
+        # Whole over `data` are the weights that are multiplied and their gradients; then these in float32, beside the
+        # sums that this device keeps.
+        gradients = max(2 * of.element, 4 + 4 / cut) * params + stages
+    else:
+        # With replicas the tables' sums are not in place: compiled, data:8 on 2x2x1.
+        gradients = 4 * params + 4 * tables_of_device(of) * (replicas > 1) + stages
     memory = {
-        "weights": 4 * params,
+        "weights": 4 * params / cut,
         # With an offload it comes when the activations are gone.
         "optimizer": 0 if config.offload_optimizer else slots_of_device(of),
-        "gradients": gradients * params,
+        "gradients": gradients,
         "saved activations": waiting,
     }
     in_layer = {
