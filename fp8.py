@@ -504,21 +504,19 @@ def _grouped(options, x, w, sizes_e, key):
 
 def _grouped_forward(options, x, w, sizes_e, key):
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
-    transposed = options[1]
-    values = w.values.swapaxes(1, 2) if transposed else w.values
-    y = gmm(x.values, values, sizes_e, transpose_rhs=transposed, lhs_scale=scale, out_dtype=dtype)
+    y = gmm(x.values, w.values, sizes_e, swap_rhs=options[1], lhs_scale=scale, out_dtype=dtype)
     return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, transposed), (x, s_x, w, s_w, sizes_e, key) = options, residuals
+    (recipe, swap_rhs), (x, s_x, w, s_w, sizes_e, key) = options, residuals
     dtype = dy.dtype
     q_dy, s_dy = _own_gradient(dy, sizes_e, recipe, key)
-    w = w.swapaxes(1, 2) if transposed else w
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transposed, lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
-    pair = (q_dy, x) if transposed else (x, q_dy)
+    options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=True, swap_rhs=swap_rhs, **options)
+    pair = (q_dy, x) if swap_rhs else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
-    dw = dw.swapaxes(1, 2) if transposed else dw
+    dw = dw.swapaxes(1, 2) if swap_rhs else dw
     return Quantized(None, None, dx), Quantized(None, None, dw), None, None
 
 

@@ -104,6 +104,7 @@ def gmm(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    swap_rhs: bool = False,
     group_offset: jax.Array | int = 0,
     lhs_scale: jax.Array | float | None = None,
     rhs_scale: jax.Array | float | None = None,
@@ -122,6 +123,8 @@ def gmm(
         narrowest of lhs and out) is padded, which copies lhs and out.
       rhs_EKN: with `transpose_rhs` rhs_ENK. Of the type of lhs, or of another one with as many bits.
       group_sizes_E: int32, rows of each group; values that the program computes. Their sum is at most M.
+      swap_rhs: the kernels take rhs, and make its gradient, with the last two dims swapped: no copy where memory has it
+        so. What is kept for the gradient is rhs as it was given.
       group_offset: rhs holds the experts [offset, offset + its dim 0) of the E that group_sizes has. Rows of lhs before
         and behind those of these experts give zeros, like those beyond the last group.
       lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
@@ -142,9 +145,9 @@ def gmm(
     M, K, E, N = shape
     scales = (lhs_scale, rhs_scale) if lhs_scale is not None or rhs_scale is not None else None
     lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
-    options = (transpose_rhs, out_dtype, tiles, None, _interpreter(interpret))
+    options = (transpose_rhs != swap_rhs, out_dtype, tiles, None, _interpreter(interpret))
     arrays = (lhs_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), lhs_row_scale, rhs_col_scale)
-    return _gmm(options, *_vary_alike(*arrays))
+    return _gmm(swap_rhs, options, *_vary_alike(*arrays))
 
 
 def gated_gmm(
@@ -352,27 +355,28 @@ def _products(options, *arrays):
     return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gmm(swap_rhs, options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+    rhs = rhs.swapaxes(1, 2) if swap_rhs else rhs  # in here: what is kept is rhs, which a layer need not keep at all
     scales = None if rhs_scale is None else (rhs_scale,)
     return _products(options, (lhs,), (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
 
 
-def _gmm_forward(options, *arrays):
+def _gmm_forward(swap_rhs, options, *arrays):
     if any(scale is not None for scale in arrays[4:]) or arrays[0].dtype.itemsize == 1:
         raise ValueError("gmm of fp8 or with scales has no gradient: call gmm and tgmm in a custom_vjp of your own")
-    return _gmm(options, *arrays), arrays[:4]
+    return _gmm(swap_rhs, options, *arrays), arrays[:4]
 
 
-def _gmm_backward(options, saved, dout):
+def _gmm_backward(swap_rhs, options, saved, dout):
     transpose_rhs, _, _, _, interpret = options
     lhs, rhs, group_sizes, group_offset = saved
     dout = dout.astype(lhs.dtype)
     backward = (not transpose_rhs, lhs.dtype, None, None, interpret)
-    dlhs = _gmm(backward, dout, rhs, group_sizes, group_offset, None, None)
+    dlhs = _gmm(swap_rhs, backward, dout, rhs, group_sizes, group_offset, None, None)
     pair = (dout, lhs) if transpose_rhs else (lhs, dout)
     drhs = _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
-    return dlhs, drhs, None, None, None, None
+    return dlhs, drhs.swapaxes(1, 2) if swap_rhs else drhs, None, None, None, None
 
 
 _gmm.defvjp(_gmm_forward, _gmm_backward)

@@ -213,9 +213,7 @@ def grouped_matmul(
         return jnp.matmul(x_rD, w_eDm)
     if sharding.platform() != "tpu":
         return _tiled_matmul(x_rD, w_eDm, sizes_e)
-    if last_dim_gathered:
-        return gmm(x_rD, w_eDm.swapaxes(1, 2), sizes_e, transpose_rhs=True)
-    return gmm(x_rD, w_eDm, sizes_e)
+    return gmm(x_rD, w_eDm, sizes_e, swap_rhs=last_dim_gathered)
 
 
 def gated_matmul(x_rD: jax.Array, gate_eDm: jax.Array, up_eDm: jax.Array, sizes_e: jax.Array | None, limit=0.0):
