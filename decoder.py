@@ -242,7 +242,8 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
         product = remat.named(gated(w, x, sizes, config), "expert_product")
-        (y,) = grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=not config.shard_experts)
+        by_last_dim = lax.axis_size("fsdp") > 1 and not config.shard_experts
+        (y,) = grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=by_last_dim)
         if config.expert_bias:
             y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
