@@ -475,10 +475,11 @@ def gated_dot(
     sizes_e: jax.Array,
     recipe: Recipe,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
+    names: tuple[str, str] = ("gate", "up"),
 ) -> jax.Array:
     """`activation` of what `grouped_dot` makes of gate and up, in one kernel: `gmm.gated_gmm` in 8 bits."""
     x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
-    return _gated(recipe, activation, x, q_gate, q_up, sizes_e, (gate.key, up.key))
+    return _gated((recipe, activation, names), x, q_gate, q_up, sizes_e, (gate.key, up.key))
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -532,20 +533,22 @@ def _times(s, s_too):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(recipe, activation, x, gate, up, sizes_e, keys):
-    return _gated_forward(recipe, activation, x, gate, up, sizes_e, keys)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(options, x, gate, up, sizes_e, keys):
+    return _gated_forward(options, x, gate, up, sizes_e, keys)[0]
 
 
-def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
+def _gated_forward(options, x, gate, up, sizes_e, keys):
+    _, activation, names = options
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     scales = dict(gate_scale=scale_of_gate, up_scale=scale_of_up, out_dtype=x.source.dtype)
-    of_gate, of_up, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
-    products = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
+    *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
+    products = [*map(checkpoint_name, products, names)]
     return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], sizes_e, keys, products)
 
 
-def _gated_backward(recipe, activation, residuals, dproduct):
+def _gated_backward(options, residuals, dproduct):
+    recipe, activation, _ = options
     x, s_x, weights, sizes_e, keys, products = residuals
     cotangents = jax.vjp(activation, *products)[1](dproduct)
     grads = [_own_gradient(dy, sizes_e, recipe, key) for dy, key in zip(cotangents, keys, strict=True)]

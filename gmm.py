@@ -157,6 +157,7 @@ def gated_gmm(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
+    names: tuple[str, str] = ("gate", "up"),
     group_offset: jax.Array | int = 0,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -164,13 +165,14 @@ def gated_gmm(
     """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel: both products are rounded, as `gmm`
     gives them, and go through the activation in float32 before they leave VMEM. Code of one device.
 
-    Differentiable in lhs, gate and up. What the backward pass wants, both products, is written beside the result, under
-    the names `expert_gate` and `expert_up` for a policy of `jax.checkpoint`.
+    Differentiable in lhs, gate and up. What the backward pass wants, both products, is written beside the result.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
       gate_EKN, up_EKN: of one shape and type.
       activation: of two arrays, element by element, such as silu(gate) * up. Of zeros it must be zero.
+      names: of the products, for a policy of `jax.checkpoint`. The kernel runs again, whole, unless that saves both,
+        and the result as well if the gradient of what follows wants it, as a matmul's does.
       tiles: default: as of `gmm`, of a key with `gated`.
 
     Returns:
@@ -184,7 +186,7 @@ def gated_gmm(
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
-    return _gated(options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
+    return _gated(names, options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
 
 
 def gated_products(
@@ -382,21 +384,20 @@ def _gmm_backward(swap_rhs, options, saved, dout):
 _gmm.defvjp(_gmm_forward, _gmm_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, lhs, gate, up, group_sizes, group_offset):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(names, options, lhs, gate, up, group_sizes, group_offset):
     return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None)[2]
 
 
-def _gated_forward(options, lhs, gate, up, *groups):
-    of_gate, of_up, product = _products(options, (lhs,), (gate, up), *groups, None, None)
-    of_gate, of_up = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
-    return product, (lhs, gate, up, *groups, of_gate, of_up)
+def _gated_forward(names, options, lhs, gate, up, *groups):
+    *products, product = _products(options, (lhs,), (gate, up), *groups, None, None)
+    return product, (lhs, gate, up, groups, [*map(checkpoint_name, products, names)])
 
 
-def _gated_backward(options, saved, dproduct):
+def _gated_backward(names, options, saved, dproduct):
     *_, activation, interpret = options
-    lhs, gate, up, *groups, of_gate, of_up = saved
-    dproducts = jax.vjp(activation, of_gate, of_up)[1](dproduct)
+    lhs, gate, up, groups, products = saved
+    dproducts = jax.vjp(activation, *products)[1](dproduct)
     dlhs = _sum((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
     return dlhs, dgate, dup, None, None
