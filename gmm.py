@@ -260,7 +260,7 @@ def summed_gmm(
     options = (True, jnp.dtype(out_dtype or result_dtype(lhs.dtype)), tiles, None, _interpreter(interpret))
     arrays = (*pair_MK, *rhs_ENK, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
     lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = _vary_alike(*arrays)
-    return _sum(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
+    return _summed(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
 
 
 def tgmm(
@@ -398,7 +398,7 @@ def _gated_backward(names, options, saved, dproduct):
     *_, activation, interpret = options
     lhs, gate, up, groups, products = saved
     dproducts = jax.vjp(activation, *products)[1](dproduct)
-    dlhs = _sum((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
+    dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
     return dlhs, dgate, dup, None, None
 
@@ -406,7 +406,7 @@ def _gated_backward(names, options, saved, dproduct):
 _gated.defvjp(_gated_forward, _gated_backward)
 
 
-def _sum(options, pair, rhs, group_sizes, group_offset, rhs_scale):
+def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
     if tiles or _room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
@@ -903,7 +903,7 @@ def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=Non
 
 
 def main():
-    """Both kernels on simulated cores, against numpy in float64, and what the boundaries cost."""
+    """Every kind of kernel on simulated cores, against numpy in float64, and what the boundaries cost."""
     rng = np.random.default_rng(0)
     sizes = np.array([100, 0, 1, 300, 47, 220])
     M, K, N = 700, 256, 384
@@ -928,6 +928,9 @@ def main():
     product = partial(gated_gmm, activation=lambda gate, up: gate * up)
     call = lambda x, w, sizes, **options: product(x, w, w, sizes, **options)
     print(f"gated_gmm   largest error {error(call, lhs, rhs / 16, expected=(out / 16) ** 2, tiles=tiles):.1e}")
+    call = lambda x, w, sizes, **options: summed_gmm((x, x), (w, -w / 2), sizes, **options)
+    swapped = rhs.swapaxes(1, 2)
+    print(f"summed_gmm  largest error {error(call, lhs, swapped, expected=out / 2, tiles=tiles):.1e}")
     print(f"tgmm        largest error {error(tgmm, lhs, dout, expected=drhs, tiles=TgmmTiles(256, 128, 128)):.1e}")
 
 
