@@ -866,40 +866,43 @@ def build_gmm(
     dtype="bfloat16",
     out_dtype=None,
     transpose_rhs=False,
-    scaled=False,
+    lhs_scale=False,
+    rhs_scale=False,
     summed=False,
     **tiles,
 ):
-    """(function, shapes of its arguments); tiles: rows, cols, step."""
-    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled, summed=summed)
+    """(function, shapes of its arguments); scales: of lhs's rows, of rhs's columns; tiles: rows, cols, step."""
+    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, summed=summed)
     default = default_tiles(M, K, N, groups, dtype, out_dtype, **kinds)
-    options = dict(transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=default._replace(**tiles))
+    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
-    rhs = shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
-    arguments = [shape((M, K), dtype), rhs, shape((groups,), jnp.int32)]
+    lhs, rhs = shape((M, K), dtype), shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
+    scales = dict(lhs_scale=shape((M,), jnp.float32)) if lhs_scale else {}
+    scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if rhs_scale else {}
+    call = partial(gmm, transpose_rhs=transpose_rhs)
     if summed:  # transposed always
-        del options["transpose_rhs"]
-        return partial(summed_gmm, **options), [(arguments[0],) * 2, (rhs,) * 2, arguments[2]]
-    if not scaled:
-        return partial(gmm, **options), arguments
-    with_scales = lambda x, w, sizes, of_x, of_w: gmm(x, w, sizes, lhs_scale=of_x, rhs_scale=of_w, **options)
-    return with_scales, [*arguments, shape((M,), jnp.float32), shape((groups, N), jnp.float32)]
+        call, (lhs, rhs, scales) = summed_gmm, jax.tree.map(lambda a: (a, a), (lhs, rhs, scales))
+    run = lambda lhs, rhs, sizes, scales: call(lhs, rhs, sizes, **scales, **options)
+    return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
 
 
-def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", **tiles):
-    default = default_tiles(M, K, N, groups, dtype, gated=True)
+def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, **tiles):
+    default = default_tiles(M, K, N, groups, dtype, gated=True, rhs_scale=rhs_scale)
     shape = jax.ShapeDtypeStruct
-    weights = shape((groups, K, N), dtype)
-    arguments = [shape((M, K), dtype), weights, weights, shape((groups,), jnp.int32)]
-    silu = lambda gate, up: jax.nn.silu(gate) * up
-    return partial(gated_products, activation=silu, tiles=default._replace(**tiles)), arguments
+    weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
+    scales = dict.fromkeys(("gate_scale", "up_scale"), shape((groups, N), jnp.float32)) if rhs_scale else {}
+    options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
+    run = lambda x, gate, up, sizes, scales: gated_products(x, gate, up, sizes, **scales, **options)
+    return run, [shape((M, K), dtype), weights, weights, sizes, scales]
 
 
-def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **tiles):
-    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype)
+def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles):
+    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype, scale=scale)
+    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
-    arguments = [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32)]
-    return partial(tgmm, out_dtype=out_dtype, tiles=default._replace(**tiles)), arguments
+    scales = dict(scale=shape((groups, N), jnp.float32)) if scale else {}
+    run = lambda x, dy, sizes, scales: tgmm(x, dy, sizes, **scales, **options)
+    return run, [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32), scales]
 
 
 def main():

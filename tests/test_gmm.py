@@ -497,7 +497,7 @@ def compile_for_tpu7x(f, shapes):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     here = NamedSharding(mesh, PartitionSpec())
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in shapes]
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(f).lower(*shapes).compile().as_text()
 
@@ -519,7 +519,9 @@ def test_compiles_for_the_experts_of(preset):
 @pytest.mark.parametrize("dtype", [E4M3, F32])
 def test_compiles_for_other_types(dtype):
     options = dict(K=512, N=384, rows=256, dtype=jnp.dtype(dtype).name)
-    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_gmm(**options, step=128, scaled=True))
+    assert "tpu_custom_call" in compile_for_tpu7x(
+        *module.build_gmm(**options, step=128, lhs_scale=True, rhs_scale=True)
+    )
     assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(**options))
 
 
