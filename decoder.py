@@ -46,7 +46,7 @@ from context import context_attention
 from flash import flash_attention
 from parameters import Layers, Params, fp8_recipe
 from rules import in_zigzag
-from transformer import expert_capacity, expert_rows
+from transformer import expert_capacity, expert_rows, swiglu_in_kernel
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
@@ -242,7 +242,8 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
         product = remat.named(gated(w, x, sizes, config), "expert_product")
-        (y,) = grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=not config.shard_experts)
+        by_last_dim = lax.axis_size("fsdp") > 1 and not config.shard_experts
+        (y,) = grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=by_last_dim)
         if config.expert_bias:
             y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
@@ -258,17 +259,17 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
 
 def gated(w: Layers, x, sizes, config: Config):
     """The experts' activation: `moe.swiglu` of x @ expert_gate and x @ expert_up."""
-    in_8_bits = isinstance(w.expert_gate, fp8.Weight)
-    if not (config.expert_bias or in_8_bits):
-        return moe.gated_matmul(x, w.expert_gate, w.expert_up, sizes, config.swiglu_limit)
-    if not config.expert_bias and sizes is not None:
-        activation = partial(moe.swiglu, limit=config.swiglu_limit)
-        return fp8.gated_dot(x, w.expert_gate, w.expert_up, sizes, fp8_recipe(config), activation)
-    gate, up = grouped(x, (w.expert_gate, w.expert_up), sizes, config)
+    weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
+    if swiglu_in_kernel(config):
+        if isinstance(w.expert_gate, fp8.Weight):
+            activation = partial(moe.swiglu, limit=config.swiglu_limit)
+            return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names)
+        return moe.gated_matmul(x, *weights, sizes, config.swiglu_limit, names)
+    products = grouped(x, weights, sizes, config)
     if config.expert_bias:
-        gate, up = moe.add_bias(gate, w.bias_expert_gate, sizes), moe.add_bias(up, w.bias_expert_up, sizes)
-    gate, up = remat.named(gate, "expert_gate"), remat.named(up, "expert_up")
-    return moe.swiglu(gate, up, config.swiglu_limit)
+        biases = (w.bias_expert_gate, w.bias_expert_up)
+        products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
+    return moe.swiglu(*map(remat.named, products, names), config.swiglu_limit)
 
 
 def grouped(

@@ -475,10 +475,11 @@ def gated_dot(
     sizes_e: jax.Array,
     recipe: Recipe,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
+    names: tuple[str, str] = ("gate", "up"),
 ) -> jax.Array:
     """`activation` of what `grouped_dot` makes of gate and up, in one kernel: `gmm.gated_gmm` in 8 bits."""
     x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
-    return _gated(recipe, activation, x, q_gate, q_up, sizes_e, (gate.key, up.key))
+    return _gated((recipe, activation, names), x, q_gate, q_up, sizes_e, (gate.key, up.key))
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -504,21 +505,19 @@ def _grouped(options, x, w, sizes_e, key):
 
 def _grouped_forward(options, x, w, sizes_e, key):
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
-    transposed = options[1]
-    values = w.values.swapaxes(1, 2) if transposed else w.values
-    y = gmm(x.values, values, sizes_e, transpose_rhs=transposed, lhs_scale=scale, out_dtype=dtype)
+    y = gmm(x.values, w.values, sizes_e, swap_rhs=options[1], lhs_scale=scale, out_dtype=dtype)
     return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, transposed), (x, s_x, w, s_w, sizes_e, key) = options, residuals
+    (recipe, swap_rhs), (x, s_x, w, s_w, sizes_e, key) = options, residuals
     dtype = dy.dtype
     q_dy, s_dy = _own_gradient(dy, sizes_e, recipe, key)
-    w = w.swapaxes(1, 2) if transposed else w
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transposed, lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
-    pair = (q_dy, x) if transposed else (x, q_dy)
+    options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=True, swap_rhs=swap_rhs, **options)
+    pair = (q_dy, x) if swap_rhs else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
-    dw = dw.swapaxes(1, 2) if transposed else dw
+    dw = dw.swapaxes(1, 2) if swap_rhs else dw
     return Quantized(None, None, dx), Quantized(None, None, dw), None, None
 
 
@@ -534,20 +533,22 @@ def _times(s, s_too):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(recipe, activation, x, gate, up, sizes_e, keys):
-    return _gated_forward(recipe, activation, x, gate, up, sizes_e, keys)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(options, x, gate, up, sizes_e, keys):
+    return _gated_forward(options, x, gate, up, sizes_e, keys)[0]
 
 
-def _gated_forward(recipe, activation, x, gate, up, sizes_e, keys):
+def _gated_forward(options, x, gate, up, sizes_e, keys):
+    _, activation, names = options
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     scales = dict(gate_scale=scale_of_gate, up_scale=scale_of_up, out_dtype=x.source.dtype)
-    of_gate, of_up, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
-    products = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
+    *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
+    products = [*map(checkpoint_name, products, names)]
     return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], sizes_e, keys, products)
 
 
-def _gated_backward(recipe, activation, residuals, dproduct):
+def _gated_backward(options, residuals, dproduct):
+    recipe, activation, _ = options
     x, s_x, weights, sizes_e, keys, products = residuals
     cotangents = jax.vjp(activation, *products)[1](dproduct)
     grads = [_own_gradient(dy, sizes_e, recipe, key) for dy, key in zip(cotangents, keys, strict=True)]

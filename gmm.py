@@ -104,6 +104,7 @@ def gmm(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
+    swap_rhs: bool = False,
     group_offset: jax.Array | int = 0,
     lhs_scale: jax.Array | float | None = None,
     rhs_scale: jax.Array | float | None = None,
@@ -122,6 +123,8 @@ def gmm(
         narrowest of lhs and out) is padded, which copies lhs and out.
       rhs_EKN: with `transpose_rhs` rhs_ENK. Of the type of lhs, or of another one with as many bits.
       group_sizes_E: int32, rows of each group; values that the program computes. Their sum is at most M.
+      swap_rhs: the kernels take rhs, and make its gradient, with the last two dims swapped: no copy where memory has it
+        so. What is kept for the gradient is rhs as it was given.
       group_offset: rhs holds the experts [offset, offset + its dim 0) of the E that group_sizes has. Rows of lhs before
         and behind those of these experts give zeros, like those beyond the last group.
       lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
@@ -142,9 +145,9 @@ def gmm(
     M, K, E, N = shape
     scales = (lhs_scale, rhs_scale) if lhs_scale is not None or rhs_scale is not None else None
     lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
-    options = (transpose_rhs, out_dtype, tiles, None, _interpreter(interpret))
+    options = (transpose_rhs != swap_rhs, out_dtype, tiles, None, _interpreter(interpret))
     arrays = (lhs_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), lhs_row_scale, rhs_col_scale)
-    return _gmm(options, *_vary_alike(*arrays))
+    return _gmm(swap_rhs, options, *_vary_alike(*arrays))
 
 
 def gated_gmm(
@@ -154,6 +157,7 @@ def gated_gmm(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
+    names: tuple[str, str] = ("gate", "up"),
     group_offset: jax.Array | int = 0,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -161,13 +165,14 @@ def gated_gmm(
     """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel: both products are rounded, as `gmm`
     gives them, and go through the activation in float32 before they leave VMEM. Code of one device.
 
-    Differentiable in lhs, gate and up. What the backward pass wants, both products, is written beside the result, under
-    the names `expert_gate` and `expert_up` for a policy of `jax.checkpoint`.
+    Differentiable in lhs, gate and up. What the backward pass wants, both products, is written beside the result.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
       gate_EKN, up_EKN: of one shape and type.
       activation: of two arrays, element by element, such as silu(gate) * up. Of zeros it must be zero.
+      names: of the products, for a policy of `jax.checkpoint`. The kernel runs again, whole, unless that saves both,
+        and the result as well if the gradient of what follows wants it, as a matmul's does.
       tiles: default: as of `gmm`, of a key with `gated`.
 
     Returns:
@@ -181,7 +186,7 @@ def gated_gmm(
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
-    return _gated(options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
+    return _gated(names, options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
 
 
 def gated_products(
@@ -255,7 +260,7 @@ def summed_gmm(
     options = (True, jnp.dtype(out_dtype or result_dtype(lhs.dtype)), tiles, None, _interpreter(interpret))
     arrays = (*pair_MK, *rhs_ENK, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
     lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = _vary_alike(*arrays)
-    return _sum(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
+    return _summed(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
 
 
 def tgmm(
@@ -352,48 +357,48 @@ def _products(options, *arrays):
     return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gmm(swap_rhs, options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+    rhs = rhs.swapaxes(1, 2) if swap_rhs else rhs  # in here: what is kept is rhs, which a layer need not keep at all
     scales = None if rhs_scale is None else (rhs_scale,)
     return _products(options, (lhs,), (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
 
 
-def _gmm_forward(options, *arrays):
+def _gmm_forward(swap_rhs, options, *arrays):
     if any(scale is not None for scale in arrays[4:]) or arrays[0].dtype.itemsize == 1:
         raise ValueError("gmm of fp8 or with scales has no gradient: call gmm and tgmm in a custom_vjp of your own")
-    return _gmm(options, *arrays), arrays[:4]
+    return _gmm(swap_rhs, options, *arrays), arrays[:4]
 
 
-def _gmm_backward(options, saved, dout):
+def _gmm_backward(swap_rhs, options, saved, dout):
     transpose_rhs, _, _, _, interpret = options
     lhs, rhs, group_sizes, group_offset = saved
     dout = dout.astype(lhs.dtype)
     backward = (not transpose_rhs, lhs.dtype, None, None, interpret)
-    dlhs = _gmm(backward, dout, rhs, group_sizes, group_offset, None, None)
+    dlhs = _gmm(swap_rhs, backward, dout, rhs, group_sizes, group_offset, None, None)
     pair = (dout, lhs) if transpose_rhs else (lhs, dout)
     drhs = _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
-    return dlhs, drhs, None, None, None, None
+    return dlhs, drhs.swapaxes(1, 2) if swap_rhs else drhs, None, None, None, None
 
 
 _gmm.defvjp(_gmm_forward, _gmm_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, lhs, gate, up, group_sizes, group_offset):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(names, options, lhs, gate, up, group_sizes, group_offset):
     return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None)[2]
 
 
-def _gated_forward(options, lhs, gate, up, *groups):
-    of_gate, of_up, product = _products(options, (lhs,), (gate, up), *groups, None, None)
-    of_gate, of_up = checkpoint_name(of_gate, "expert_gate"), checkpoint_name(of_up, "expert_up")
-    return product, (lhs, gate, up, *groups, of_gate, of_up)
+def _gated_forward(names, options, lhs, gate, up, *groups):
+    *products, product = _products(options, (lhs,), (gate, up), *groups, None, None)
+    return product, (lhs, gate, up, groups, [*map(checkpoint_name, products, names)])
 
 
-def _gated_backward(options, saved, dproduct):
+def _gated_backward(names, options, saved, dproduct):
     *_, activation, interpret = options
-    lhs, gate, up, *groups, of_gate, of_up = saved
-    dproducts = jax.vjp(activation, of_gate, of_up)[1](dproduct)
-    dlhs = _sum((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
+    lhs, gate, up, groups, products = saved
+    dproducts = jax.vjp(activation, *products)[1](dproduct)
+    dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
     return dlhs, dgate, dup, None, None
 
@@ -401,7 +406,7 @@ def _gated_backward(options, saved, dproduct):
 _gated.defvjp(_gated_forward, _gated_backward)
 
 
-def _sum(options, pair, rhs, group_sizes, group_offset, rhs_scale):
+def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
     if tiles or _room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
@@ -861,44 +866,47 @@ def build_gmm(
     dtype="bfloat16",
     out_dtype=None,
     transpose_rhs=False,
-    scaled=False,
+    lhs_scale=False,
+    rhs_scale=False,
     summed=False,
     **tiles,
 ):
-    """(function, shapes of its arguments); tiles: rows, cols, step."""
-    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=scaled, rhs_scale=scaled, summed=summed)
+    """(function, shapes of its arguments); scales: of lhs's rows, of rhs's columns; tiles: rows, cols, step."""
+    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, summed=summed)
     default = default_tiles(M, K, N, groups, dtype, out_dtype, **kinds)
-    options = dict(transpose_rhs=transpose_rhs, out_dtype=out_dtype, tiles=default._replace(**tiles))
+    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
-    rhs = shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
-    arguments = [shape((M, K), dtype), rhs, shape((groups,), jnp.int32)]
+    lhs, rhs = shape((M, K), dtype), shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
+    scales = dict(lhs_scale=shape((M,), jnp.float32)) if lhs_scale else {}
+    scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if rhs_scale else {}
+    call = partial(gmm, transpose_rhs=transpose_rhs)
     if summed:  # transposed always
-        del options["transpose_rhs"]
-        return partial(summed_gmm, **options), [(arguments[0],) * 2, (rhs,) * 2, arguments[2]]
-    if not scaled:
-        return partial(gmm, **options), arguments
-    with_scales = lambda x, w, sizes, of_x, of_w: gmm(x, w, sizes, lhs_scale=of_x, rhs_scale=of_w, **options)
-    return with_scales, [*arguments, shape((M,), jnp.float32), shape((groups, N), jnp.float32)]
+        call, (lhs, rhs, scales) = summed_gmm, jax.tree.map(lambda a: (a, a), (lhs, rhs, scales))
+    run = lambda lhs, rhs, sizes, scales: call(lhs, rhs, sizes, **scales, **options)
+    return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
 
 
-def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", **tiles):
-    default = default_tiles(M, K, N, groups, dtype, gated=True)
+def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, **tiles):
+    default = default_tiles(M, K, N, groups, dtype, gated=True, rhs_scale=rhs_scale)
     shape = jax.ShapeDtypeStruct
-    weights = shape((groups, K, N), dtype)
-    arguments = [shape((M, K), dtype), weights, weights, shape((groups,), jnp.int32)]
-    silu = lambda gate, up: jax.nn.silu(gate) * up
-    return partial(gated_products, activation=silu, tiles=default._replace(**tiles)), arguments
+    weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
+    scales = dict.fromkeys(("gate_scale", "up_scale"), shape((groups, N), jnp.float32)) if rhs_scale else {}
+    options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
+    run = lambda x, gate, up, sizes, scales: gated_products(x, gate, up, sizes, **scales, **options)
+    return run, [shape((M, K), dtype), weights, weights, sizes, scales]
 
 
-def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **tiles):
-    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype)
+def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles):
+    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype, scale=scale)
+    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
-    arguments = [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32)]
-    return partial(tgmm, out_dtype=out_dtype, tiles=default._replace(**tiles)), arguments
+    scales = dict(scale=shape((groups, N), jnp.float32)) if scale else {}
+    run = lambda x, dy, sizes, scales: tgmm(x, dy, sizes, **scales, **options)
+    return run, [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32), scales]
 
 
 def main():
-    """Both kernels on simulated cores, against numpy in float64, and what the boundaries cost."""
+    """Every kind of kernel on simulated cores, against numpy in float64, and what the boundaries cost."""
     rng = np.random.default_rng(0)
     sizes = np.array([100, 0, 1, 300, 47, 220])
     M, K, N = 700, 256, 384
@@ -923,6 +931,9 @@ def main():
     product = partial(gated_gmm, activation=lambda gate, up: gate * up)
     call = lambda x, w, sizes, **options: product(x, w, w, sizes, **options)
     print(f"gated_gmm   largest error {error(call, lhs, rhs / 16, expected=(out / 16) ** 2, tiles=tiles):.1e}")
+    call = lambda x, w, sizes, **options: summed_gmm((x, x), (w, -w / 2), sizes, **options)
+    swapped = rhs.swapaxes(1, 2)
+    print(f"summed_gmm  largest error {error(call, lhs, swapped, expected=out / 2, tiles=tiles):.1e}")
     print(f"tgmm        largest error {error(tgmm, lhs, dout, expected=drhs, tiles=TgmmTiles(256, 128, 128)):.1e}")
 
 

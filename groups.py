@@ -84,8 +84,8 @@ def _padded_bytes(shape: Sequence[int], dtype) -> int:
     return int(np.prod(outer)) * pl.cdiv(rows, unit) * unit * pl.cdiv(cols, 128) * 128 * jnp.dtype(dtype).itemsize
 
 
-def operands_of(gated: bool, summed: bool) -> tuple[int, int, int]:
-    """Of a call of gmm's kernel: how many lhs it has, how many rhs, and how many results."""
+def operands_of(gated: bool = False, summed: bool = False, **_) -> tuple[int, int, int]:
+    """Of a call of gmm's kernel, whatever other kinds it is of: how many lhs it has, how many rhs, how many results."""
     return (1, 2, 3) if gated else (2, 2, 1) if summed else (1, 1, 1)
 
 
@@ -313,11 +313,9 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     return [of(region) for region in kernel.unknown()]
 
 
-def moved_bytes(
-    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, gated=False, summed=False
-) -> int:
-    """Between HBM and VMEM, in a call of the kernel for these group sizes."""
-    inputs, matrices, results = operands_of(gated, summed)
+def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, **kinds) -> int:
+    """Between HBM and VMEM, in a call of the kernel for these group sizes, without scales. kinds: of `vmem_bytes`."""
+    inputs, matrices, results = operands_of(**kinds)
     out_dtype = out_dtype or result_dtype(dtype)
     of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)

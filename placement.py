@@ -74,23 +74,20 @@ def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def check_multiple(name: str, size: int, axes: dict[str, int]) -> None:
-    """Raises ValueError unless `size` can be cut over the mesh axes, with the nearest sizes that can."""
+def check_multiple(name: str, size: int, axes: dict[str, int], instead: str = "") -> None:
+    """Raises ValueError unless `size` can be cut over mesh axes: the nearest sizes that can, and what to do instead."""
     ways = math.prod(axes.values())
     if size % ways:
-        product = "*".join(axes)
-        raise ValueError(f"{name}={size} must be a multiple of {product}={ways}; nearest are {_near(ways, size)}")
+        near = f"{_near(ways, size)} (or {instead})" if instead else _near(ways, size)
+        raise ValueError(f"{name}={size} must be a multiple of {'*'.join(axes)}={ways}; nearest are {near}")
 
 
 def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
     """The same for the sequences of a batch, which a mesh axis `context` can share where there are fewer."""
     axes = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": microbatches}
-    try:
-        check_multiple("batch", batch, axes)
-    except ValueError as error:
-        spare = math.prod(axes.values()) / batch
-        more = f" (or a context axis, so that {spare:g} devices share a sequence)" if spare == int(spare) > 1 else ""
-        raise ValueError(f"{error}{more}") from None
+    spare = math.prod(axes.values()) / batch
+    instead = f"a context axis, so that {spare:g} devices share a sequence" if spare == int(spare) > 1 else ""
+    check_multiple("batch", batch, axes, instead)
 
 
 def _near(step: int, number: int) -> str:

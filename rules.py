@@ -70,7 +70,8 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
     for name, size, axes in cuts(config, sizes):
-        check_multiple(name, size, axes)
+        by_dim = name == "num_experts" and config.shard_experts and size % sizes["expert"] == 0
+        check_multiple(name, size, axes, "--no-shard_experts" if by_dim else "")
     check_batch(config.batch, sizes, config.microbatches)
     if config.moe_parts > 1:
         ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches * sizes["context"]

@@ -429,6 +429,18 @@ def offloaded_names(config: Config) -> frozenset[str]:
     return POLICIES[config.remat][1] if config.remat in POLICIES else frozenset()
 
 
+def swiglu_in_kernel(config: Config) -> bool:
+    """Whether the kernel that multiplies experts' rows by gate and up computes their SwiGLU, too (gmm.gated_gmm).
+
+    Rematerialisation runs a kernel whole or not at all. Where a policy saves gate or up, but not all that the backward
+    pass wants, the gradient of down the product, too, the kernel would multiply again what is there. So XLA's SwiGLU
+    then follows two matmuls, and is repeated alone.
+    """
+    saved, products = saved_names(config), {"expert_gate", "expert_up"}
+    saves_a_part = bool(saved & products) and not saved >= products | {"expert_product"}
+    return config.moe_impl == "dropless" and not config.expert_bias and not saves_a_part
+
+
 def read_names(saved: Collection[str]) -> frozenset[str]:
     """Those of the `saved` names that the backward pass reads: no other is kept, whatever the policy says.
 

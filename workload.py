@@ -259,7 +259,7 @@ def _on_device(of: Run, params: dict[bool, int]) -> float:
 def layers_of(of: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
     uncut = of.tensor if of.sizes["expert"] == 1 else 1
-    gated = of.efficiency.gated_experts and of.config.moe_impl == "dropless" and not of.config.expert_bias
+    gated = of.efficiency.gated_experts and transformer.swiglu_in_kernel(of.config)
     return _layers(of.config, of.efficiency.attention_block, of.expert_room, uncut, gated)
 
 

@@ -58,6 +58,7 @@ SETTINGS = {axis: (1, 2) for axis in AXES} | {
     "context_impl": ("ring", "all_gather", "all_to_all"),
     "context_balance": (True, False),
     "moe_impl": ("dropless", "capacity", "reference"),
+    "shard_experts": (False, True),
     "fp8": ("none", "dynamic", "fixed"),
     "fp8_granularity": ("per_tensor", "per_axis"),
 }
@@ -77,6 +78,7 @@ def settled(draw: dict) -> dict:
         "prefetch": not has("fsdp"),
         "shard_update": not has("data"),
         "moe_impl": not experts,
+        "shard_experts": not experts or not has("fsdp"),
         "expert": not experts,
         "fp8_granularity": draw["fp8"] != "dynamic",
     }
@@ -159,8 +161,8 @@ def first_params(config: Config):
     return jax.device_get(init(config))
 
 
-def check(settings: dict, steps: int = 3, tolerance: float = 1e-5) -> None:
-    """Raises AssertionError where losses or parameters are not those of the reference."""
+def trained(settings: dict, steps: int = 3) -> tuple[list[float], object]:
+    """Losses, and the parameters after these steps, of which none was skipped."""
     config = config_of(settings)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     state = first_state(config, mesh, first_params(plain(settings)))
@@ -172,13 +174,19 @@ def check(settings: dict, steps: int = 3, tolerance: float = 1e-5) -> None:
         state, metrics = step(state, place(number))
         losses.append(float(metrics["loss"]))
     assert int(state.step) == steps and int(state.skipped) == 0
+    return losses, state.params
+
+
+def check(settings: dict, steps: int = 3, tolerance: float = 1e-5) -> None:
+    """Raises AssertionError where losses or parameters are not those of the reference."""
+    losses, params = trained(settings, steps)
     want_params, want_losses = reference_after_steps(plain(settings), steps)
-    in_8_bits = config.fp8 != "none"
+    in_8_bits = settings["fp8"] != "none"
     np.testing.assert_allclose(losses, want_losses, rtol=0.01 if in_8_bits else tolerance)
     if in_8_bits:
         assert all(loss != want for loss, want in zip(losses, want_losses, strict=True))
     else:
-        assert_close(state.params, want_params, tolerance)
+        assert_close(params, want_params, tolerance)
 
 
 CASES = covering()[:8]  # the first, which have most of the pairs
@@ -196,6 +204,24 @@ def test_the_cover_is_complete_and_these_have_most_of_its_pairs():
     assert len(covering()) >= 60
     assert f"({len(covering())} configurations, of which pytest runs {len(CASES)})" in (ROOT / "README.md").read_text()
     assert len(run) > 0.6 * len(every)
+    values = {name: {settings[name] for settings in covering()} for name in SETTINGS}
+    assert values == {name: {*known} for name, known in SETTINGS.items()}
+
+
+@pytest.mark.slow
+def test_experts_in_8_bits_are_the_same_whole_or_cut():
+    """One scale for all of them, however they are handed out."""
+    settings = DEFAULTS | {"fsdp": 2, "expert": 2, "tensor": 2, "model": "experts", "fp8": "dynamic"}
+    (losses, params), (want_losses, want_params) = (trained(settings | {"shard_experts": x}) for x in (True, False))
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    assert_close(params, want_params, 1e-5)
+
+
+def test_experts_that_cannot_be_handed_out_can_be_cut():
+    settings = DEFAULTS | {"fsdp": 4, "expert": 2, "model": "experts", "shard_experts": True}
+    with pytest.raises(ValueError, match=r"multiple of expert\*fsdp=8; nearest are 8 \(or --no-shard_experts\)"):
+        config_of(settings)
+    config_of(settings | {"shard_experts": False})
 
 
 def test_what_would_hang_is_refused():

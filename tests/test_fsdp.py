@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
-from test_parallel import SMALL, init, make_batch, on_mesh
+from test_parallel import MIXTURES, SMALL, init, make_batch, on_mesh
 
 import aot
 import compiler_flags
@@ -88,6 +88,17 @@ def test_at_most_two_layers_are_whole(prefetch, remat):
         carried = [shape for shape, inner in zip(after, in_body, strict=True) if shape == inner]
         assert carried.count(whole) == (2 if prefetch else 0)
         assert (config.num_layers, *whole) not in after
+
+
+@pytest.mark.parametrize("option", [{}, dict(expert_bias=True), dict(fp8="dynamic", fp8_modules="moe")])
+def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch):
+    """Nor those of the last matmul with their dims swapped, which are no weights of fsdp.scan_layers any more."""
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    config = Config(**SMALL | MIXTURES["mixtral"] | option, mesh="fsdp:8", remat="none", attention="reference")
+    matrices = sorted((config.num_layers, config.num_experts, config.expert_dim, config.model_dim))
+    loops = list(layer_loops_of(config))
+    assert len(loops) == 2
+    assert matrices not in [sorted(var.aval.shape) for loop, _ in loops for var in loop.outvars]
 
 
 def test_prefetch_gathers_what_this_layer_does_not_need():

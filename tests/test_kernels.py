@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from test_fsdp import equations
 
 import bundles
 import flash
@@ -72,7 +73,7 @@ def test_what_is_compiled_has_the_shape_that_is_asked_for(kernel):
         assert [a.shape for a in jax.tree.leaves(arguments)][: len(asked)] == asked
     if kernel == "gmm":
         transposed = s | dict(transpose_rhs=True)
-        _, (_, rhs, _) = bundles.build(
+        _, (_, rhs, *_) = bundles.build(
             *kernels.TUNABLES["gmm"].job(transposed, kernels.TUNABLES["gmm"].rule(transposed))
         )
         assert rhs.shape == (8, 1536, 4096)
@@ -182,6 +183,20 @@ def test_kernels_take_what_was_found(own):
     key = tuned.key_of("flash_forward", **sizes | dict(packed=False))
     tuned.keep(key, {"blocks": tuned.fields_of(other)}, own)
     assert "queries=128" in blocks() and blocks() != before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "kernel, kind, scales", [("gmm", "", 1), ("gmm", "gated", 2), ("gmm", "summed", 2), ("tgmm", "", 1)]
+)
+def test_what_is_compiled_has_scales_in_8_bits(kernel, kind, scales, dtype):
+    """As the calls of fp8.py have, of the columns of each matrix."""
+    shape = dict(M=512, K=256, N=384, E=4, dtype=dtype, transpose_rhs=kind == "summed") | ({kind: True} if kind else {})
+    of = kernels.TUNABLES[kernel]
+    function, arguments = bundles.build(*of.job(shape, of.rule(shape)))
+    (call,) = (e for e in equations(jax.make_jaxpr(function)(*arguments)) if e.primitive.name == "pallas_call")
+    found = [var.aval.shape for var in call.invars if var.aval.dtype == jnp.float32]
+    assert found == [(4, 1, 384)] * scales * (dtype != "bfloat16")
 
 
 @pytest.mark.parametrize("M, E", [(8192, 8), (1000, 7), (64, 64), (5, 8)])

@@ -15,7 +15,7 @@ import jax
 import pytest
 from test_aot import ON_TENSOR_CORES
 from test_fsdp import equations, trace
-from test_parallel import SMALL, assert_close, init, make_batch, on_mesh
+from test_parallel import MIXTURES, SMALL, assert_close, init, make_batch, on_mesh
 
 import aot
 import hardware
@@ -24,6 +24,7 @@ import remat
 import sharding
 import step
 import transformer
+import tuned
 import workload
 from config import REMAT_POLICIES, Config, from_preset
 from workload import run_of
@@ -103,6 +104,35 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
             else:
                 nameless[var.aval.shape] += 1
     return found, nameless
+
+
+@pytest.mark.parametrize("fp8", [{}, dict(fp8="dynamic", fp8_modules="moe")], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    ("flags", "kernels"),
+    [
+        (dict(remat="none"), 1),
+        (dict(remat="full"), 2),
+        (dict(remat="minimal"), 0),
+        (dict(remat="minimal_with_context"), 0),
+        (dict(remat="custom", remat_tensors="expert_gate:device,expert_up:device,expert_product:device"), 1),
+        (dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0),
+    ],
+)
+def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels, fp8, monkeypatch):
+    """And the kernel that computes their SwiGLU, too, stands where the roofline has it."""
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    config = Config(**SMALL | MIXTURES["mixtral"] | flags | fp8, mesh="data:8", attention="reference")
+    calls = [eqn.params["metadata"] or {} for eqn in equations(trace(config)) if eqn.primitive.name == "pallas_call"]
+    keys = [tuned.shape_of(call["tuned_key"]) for call in calls]
+    shape = config.model_dim, config.expert_dim
+    of_weights = [s for name, s in keys if name == "gmm" and (s["K"], s["N"]) == shape and "transpose_rhs" not in s]
+    gated = ["gated" in s for s in of_weights]
+    assert gated.count(True) == kernels
+    weights, saved = transformer.weights(config), transformer.saved_names(config)
+    again = sum(transformer.multiplied_again(weights[name], saved) for name in ("expert_gate", "expert_up"))
+    assert 2 * gated.count(True) + gated.count(False) == 2 + again
+    (layer,) = workload.layers_of(run_of(config, TPU7X, CHIPS))
+    assert layer.elementwise == workload.elementwise_elements(config, True, gated=kernels > 0)
 
 
 @pytest.mark.slow
