@@ -46,55 +46,91 @@ _OF_EXPERTS = (
     "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
     "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor shard_experts"
 )
-# Flags that say something in some runs only: which, whether they do in a run, and if not, why and the way out. There
+# Flags that say something in some runs only: which, whether they do in a run, and if not, why, and what to use. There
 # any value but the default is refused. Those for which the mesh decides are in rules.py.
 NEEDS = (
-    ("global_every", lambda c: c.window, "window=0 lets every layer see all; --window=N"),
-    ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency; --rope_scaling=8"),
-    (_OF_EXPERTS, lambda c: c.num_experts, "num_experts=0 is a dense model; --num_experts=N"),
+    ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=N"),
+    ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8"),
+    (_OF_EXPERTS, lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=N"),
     (
         "router_groups",
         lambda c: c.router_groups_kept != c.router_groups,
-        "router_groups_kept={router_groups_kept} keeps all groups; fewer, or --router_groups=1",
+        "router_groups_kept={router_groups_kept} keeps all groups",
+        "a smaller --router_groups_kept",
     ),
-    ("selection_bias_rate", lambda c: c.selection_bias, "no bias goes up or down by it; --selection_bias"),
+    ("selection_bias_rate", lambda c: c.selection_bias, "no bias goes up or down by it", "--selection_bias"),
     (
         "buffer_factor moe_parts",
         lambda c: c.moe_impl == "dropless",
-        "it is of --moe_impl=dropless, and that is {moe_impl}",
+        "moe_impl={moe_impl} has no use for it",
+        "--moe_impl=dropless",
     ),
-    ("capacity_factor", lambda c: c.moe_impl == "capacity", "it is of --moe_impl=capacity, and that is {moe_impl}"),
+    (
+        "capacity_factor",
+        lambda c: c.moe_impl == "capacity",
+        "moe_impl={moe_impl} has no use for it",
+        "--moe_impl=capacity",
+    ),
     (
         "q_lora_rank rope_head_dim value_head_dim",
         lambda c: c.kv_lora_rank,
-        "kv_lora_rank=0 is no latent attention; --kv_lora_rank=N",
+        "kv_lora_rank=0 is no latent attention",
+        "--kv_lora_rank=N",
     ),
     (
         "context_impl context_heads",
         lambda c: c.global_every or not c.window,
-        "window={window} in every layer needs only a halo of keys; --global_every=N or --window=0",
+        "window={window} in every layer needs only a halo of keys",
+        "--global_every=N or --window=0",
     ),
-    ("context_balance", lambda c: not c.window, "window={window} needs positions in order, as they are; --window=0"),
+    ("context_balance", lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0"),
     (
         "context_balance",
         lambda c: c.context_impl != "all_to_all",
-        "context_impl=all_to_all has whole sequences, in order; --context_impl=ring",
+        "context_impl=all_to_all has whole sequences, in order",
+        "--context_impl=ring",
     ),
-    ("remat_tensors", lambda c: c.remat == "custom", "it is of --remat=custom, and that is {remat}"),
+    ("remat_tensors", lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom"),
     (
         "fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules fp8_skip_layers fp8_scales",
         lambda c: c.fp8 != "none",
-        "fp8=none multiplies nothing in 8 bits; --fp8=dynamic",
+        "fp8=none multiplies nothing in 8 bits",
+        "--fp8=dynamic",
     ),
-    ("fp8_block", lambda c: c.fp8_granularity == "block", "it is of --fp8_granularity=block, not {fp8_granularity}"),
-    ("fp8_scales", lambda c: c.fp8 in ("static", "calibrate"), "it is of --fp8=static and calibrate, not {fp8}"),
-    ("max_logit", lambda c: c.attention == "flash", "it is of --attention=flash, and that is {attention}"),
-    ("beta1", lambda c: c.optimizer != "adafactor", "it is of --optimizer=adamw and sgd, not adafactor"),
-    ("beta2 mu_dtype", lambda c: c.optimizer == "adamw", "it is of --optimizer=adamw, and that is {optimizer}"),
-    ("weight_decay", lambda c: c.optimizer != "sgd", "it is of --optimizer=adamw and adafactor, not sgd"),
-    ("eval_every", lambda c: c.eval_batches, "eval_batches=0 evaluates nothing; --eval_batches=16"),
-    ("profile_steps", lambda c: c.profile_dir, "no trace is written; --profile_dir=DIR"),
-    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved; --checkpoint_dir=DIR"),
+    (
+        "fp8_block",
+        lambda c: c.fp8_granularity == "block",
+        "fp8_granularity={fp8_granularity} has no blocks",
+        "--fp8_granularity=block",
+    ),
+    (
+        "fp8_scales",
+        lambda c: c.fp8 in ("static", "calibrate"),
+        "fp8={fp8} finds its scales without a file",
+        "--fp8=static or --fp8=calibrate",
+    ),
+    ("max_logit", lambda c: c.attention == "flash", "only flash attention subtracts it", "--attention=flash"),
+    (
+        "beta1",
+        lambda c: c.optimizer != "adafactor",
+        "optimizer=adafactor has no first moment",
+        "--optimizer=adamw or --optimizer=sgd",
+    ),
+    (
+        "beta2 mu_dtype",
+        lambda c: c.optimizer == "adamw",
+        "optimizer={optimizer} has no use for it",
+        "--optimizer=adamw",
+    ),
+    (
+        "weight_decay",
+        lambda c: c.optimizer != "sgd",
+        "optimizer=sgd decays no weights",
+        "--optimizer=adamw or --optimizer=adafactor",
+    ),
+    ("eval_every", lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16"),
+    ("profile_steps", lambda c: c.profile_dir, "no trace is written", "--profile_dir=DIR"),
+    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=DIR"),
 )
 
 
@@ -413,17 +449,18 @@ class Config:
 
 
 def idle(config: Config, needs, *of) -> dict[str, str]:
-    """{flag: why, and the way out} of those that are not at their defaults and say nothing in this run.
+    """{flag: why, and what to use} of those that are not at their defaults and say nothing in this run.
 
     Args:
       needs: as NEEDS.
       of: what else its functions ask.
     """
     found = {}
-    for names, says, why in needs:
+    for names, says, why, way in needs:
         moved = [name for name in names.split() if getattr(config, name) != getattr(Config, name)]
         if moved and not says(config, *of):
-            found = dict.fromkeys(moved, why.format_map(vars(config))) | found  # of several reasons the first
+            text = f"{why.format_map(vars(config))}. Use {way}"
+            found = dict.fromkeys(moved, text) | found  # of several reasons the first
     return found
 
 
@@ -436,8 +473,8 @@ def changed(config: Config, **values) -> Config:
 def check_effect(config: Config, needs, *of) -> None:
     """Raises ValueError for the first flag that is `idle`."""
     for name, why in idle(config, needs, *of).items():
-        default = f"or {name}={getattr(Config, name)}, the default"
-        raise ValueError(f"{name}={getattr(config, name)} has no effect: {why}, {default}")
+        default = f"leave {name} at its default, {getattr(Config, name)!r}"
+        raise ValueError(f"{name}={getattr(config, name)} has no effect: {why}, or {default}")
 
 
 def from_preset(preset: str, **overrides) -> Config:

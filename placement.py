@@ -79,7 +79,7 @@ def check_multiple(name: str, size: int, axes: dict[str, int]) -> None:
     ways = math.prod(axes.values())
     if size % ways:
         product = "*".join(axes)
-        raise ValueError(f"{name}={size} must be a multiple of {product}={ways}; nearest are {_near(ways, size)}")
+        raise ValueError(f"{name}={size} must be a multiple of {product}={ways}; {_near(ways, size)}")
 
 
 def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
@@ -95,7 +95,7 @@ def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
 
 def _near(step: int, number: int) -> str:
     below = number // step * step
-    return f"{below} or {below + step}" if below else f"{step}"
+    return f"nearest are {below} and {below + step}" if below else f"nearest is {step}"
 
 
 def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:

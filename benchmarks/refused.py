@@ -155,8 +155,8 @@ def refusal(flags: str) -> ValueError:
 def rule_of(sentence: str) -> tuple[str, str] | None:
     """(flags, why) of NEEDS, where a sentence is of these."""
     flag, found, reason = sentence.partition(" has no effect: ")
-    for names, _, why in (*config_lib.NEEDS, *rules.NEEDS):
-        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + ", or .*, the default"
+    for names, _, why, way in (*config_lib.NEEDS, *rules.NEEDS):
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + rf"\. Use {re.escape(way)}, or leave .*"
         if found and flag.partition("=")[0] in names.split() and re.fullmatch(pattern, reason):
             return names, why
     return None
@@ -173,8 +173,8 @@ def row(flags: str) -> str:
 def page() -> str:
     text = f"""# What is refused
 
-A run that cannot be, or would not be what its flags say, ends before anything is compiled, with one sentence: the
-value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
+A run that cannot be, or would not be what its flags say, ends before anything is compiled, with a sentence or two:
+the value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
 simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](config.py),
 and where the mesh has a say in [rules.py](rules.py), which the predictions and the planner of `roofline.py`
 ask as well.

@@ -477,8 +477,8 @@ def test_saved_activations_are_those_of_transformer(preset):
     "flags, message",
     [
         (dict(mesh="fsdp:64"), "mesh fsdp:64 is for 64 devices and there are 128"),
-        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest are 128"),
-        (dict(batch=64), "nearest are 128 (or a context axis, so that 2 devices share a sequence)"),
+        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest is 128"),
+        (dict(batch=64), "nearest is 128 (or a context axis, so that 2 devices share a sequence)"),
         (dict(batch=128, microbatches=3), "microbatches=384"),
         (dict(batch=128, mesh="fsdp:8,tensor:16"), "num_kv_heads=8 must be a multiple of tensor=16"),
         (dict(preset="gpt-oss-120b", batch=128), "model_dim=2880 must be a multiple of tensor*fsdp=128"),
