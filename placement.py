@@ -79,7 +79,7 @@ def check_multiple(name: str, size: int, axes: dict[str, int], instead: str = ""
     ways = math.prod(axes.values())
     if size % ways:
         near = f"{_near(ways, size)} (or {instead})" if instead else _near(ways, size)
-        raise ValueError(f"{name}={size} must be a multiple of {'*'.join(axes)}={ways}; nearest are {near}")
+        raise ValueError(f"{name}={size} must be a multiple of {'*'.join(axes)}={ways}; {near}")
 
 
 def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
@@ -92,7 +92,19 @@ def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
 
 def _near(step: int, number: int) -> str:
     below = number // step * step
-    return f"{below} or {below + step}" if below else f"{step}"
+    return f"nearest are {below} and {below + step}" if below else f"nearest is {step}"
+
+
+def check_slices(sizes: dict[str, int], num_slices: int) -> None:
+    """Raises ValueError where an axis other than data and pipe would lie between slices."""
+    if (outer := sizes["data"] * sizes["pipe"]) % num_slices:
+        inner = ", ".join(f"{axis}:{sizes[axis]}" for axis in MESH_AXES[2:] if sizes[axis] > 1)
+        raise ValueError(
+            f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would lie between "
+            "them: weights or activations of every layer would cross, where a TPU7x chip has 12.5 GB/s, not 600. "
+            f"--mesh=data:{num_slices},... crosses with the gradients, once a step; pipe:{num_slices},... with a "
+            "message a microbatch"
+        )
 
 
 def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
@@ -125,11 +137,12 @@ def links_of(
       core_axis: as in `core_axis_of`.
 
     Raises:
-      ValueError: the sizes do not make up the devices, or cannot be laid along the axes of the torus.
+      ValueError: the sizes do not make up the devices, or cannot be laid along the torus, or as in `check_slices`.
     """
     if num_slices < 1:
         raise ValueError(f"num_slices={num_slices} must be 1 or more")
     fill_mesh(sizes, chip.devices * math.prod(topology) * num_slices)
+    check_slices(sizes, num_slices)
     found = {axis: [] for axis in MESH_AXES}
     left = dict(sizes)
     core_axis = core_axis_of(sizes, core_axis)

@@ -30,23 +30,32 @@ import transformer
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
 
-_ONE_STAGE = "the mesh axis pipe has size 1; --mesh=pipe:2"
-_WHOLE = "the mesh axis context has size 1, and sequences are whole; --mesh=context:2"
 # As config.NEEDS, of a run on a mesh of these sizes.
 NEEDS = (
-    ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves; a larger --mesh"),
-    ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1; --mesh=tensor:2"),
-    ("prefetch", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1, and weights are whole; --mesh=fsdp:2"),
-    ("shard_experts", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1; --mesh=fsdp:2"),
-    ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1; --mesh=data:2"),
-    ("context_impl context_heads context_balance", lambda c, s: s["context"] > 1, _WHOLE),
+    ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves", "a larger --mesh"),
+    ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2"),
+    ("prefetch", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1, and weights are whole", "--mesh=fsdp:2"),
+    ("shard_experts", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1", "--mesh=fsdp:2"),
+    ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2"),
+    (
+        "context_impl context_heads context_balance",
+        lambda c, s: s["context"] > 1,
+        "the mesh axis context has size 1, and sequences are whole",
+        "--mesh=context:2",
+    ),
     (
         "context_balance",
         lambda c, s: s["context"] != c.context_heads,
-        "context_heads={context_heads} brings whole sequences together, in order; fewer",
+        "context_heads={context_heads} brings whole sequences together, in order",
+        "a smaller --context_heads",
     ),
-    ("pipeline_schedule pipeline_rounds remat_stage", lambda c, s: s["pipe"] > 1, _ONE_STAGE),
-    ("buffer_factor moe_parts", lambda c, s: s["expert"] > 1, "the mesh axis expert has size 1; --mesh=expert:2"),
+    (
+        "pipeline_schedule pipeline_rounds remat_stage",
+        lambda c, s: s["pipe"] > 1,
+        "the mesh axis pipe has size 1",
+        "--mesh=pipe:2",
+    ),
+    ("buffer_factor moe_parts", lambda c, s: s["expert"] > 1, "the mesh axis expert has size 1", "--mesh=expert:2"),
 )
 
 
@@ -116,7 +125,8 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
         near = ", ".join(str(ways) for ways in range(1, layers + 1) if layers % (ways * rounds) == 0)
         raise ValueError(
             f"num_layers={layers} must be a multiple of pipe * pipeline_rounds = {stages} * {rounds} = "
-            f"{stages * rounds}: every stage has as many layers; with {rounds} rounds pipe can be {near or 'nothing'}"
+            f"{stages * rounds}: every stage has as many layers; with pipeline_rounds={rounds} "
+            f"pipe can be {near or 'nothing'}"
         )
     if rounds > 1 and config.microbatches % stages:
         raise ValueError(

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from hardware import CHIPS, Chip
-from placement import BATCH_AXES, MESH_AXES, core_axis_of, fill_mesh
+from placement import BATCH_AXES, MESH_AXES, check_slices, core_axis_of, fill_mesh
 
 LOSS_AXES = MESH_AXES[:-1]  # every device holds a share of the loss, those of `tensor` the same one
 BATCH_SPEC = PartitionSpec(BATCH_AXES, "context")  # of tokens, [B, T]
@@ -38,14 +38,7 @@ def make_mesh(sizes: dict[str, int], devices: list | None = None, core_axis: str
     core_axis = core_axis_of(sizes, core_axis)
     ordered = sorted(devices, key=lambda device: (getattr(device, "slice_index", 0) or 0, device.id))
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if (outer := sizes["data"] * sizes["pipe"]) % num_slices:
-        inner = ", ".join(f"{axis}:{sizes[axis]}" for axis in MESH_AXES[2:] if sizes[axis] > 1)
-        raise ValueError(
-            f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would lie between "
-            "them: weights or activations of every layer would cross, where a TPU7x chip has 12.5 GB/s, not 600. "
-            f"--mesh=data:{num_slices},... crosses with the gradients, once a step; pipe:{num_slices},... with a "
-            "message a microbatch"
-        )
+    check_slices(sizes, num_slices)
     shape = [sizes[axis] for axis in MESH_AXES]
     if sizes[core_axis] % 2 == 0:  # ids count cores first: peel a last dim of 2, put it inside the core axis
         at = MESH_AXES.index(core_axis)

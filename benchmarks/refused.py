@@ -9,7 +9,7 @@ code, and the examples against the rules: every `raise` of them is reached.
 import re
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,9 @@ def check(flags: str) -> None:
     """All that a run of these flags asks before it compiles. Raises ValueError."""
     parser = ArgumentParser(allow_abbrev=False)
     config_lib.add_flags(parser)
-    config = config_lib.from_args(*parser.parse_known_args(shlex.split(flags)))
+    args, unknown = parser.parse_known_args(shlex.split(flags))
+    config_lib.check_known(unknown, parser)
+    config = config_lib.from_args(args)
     sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), 1 if config.mesh == "fsdp:1" else DEVICES)
     placement.core_axis_of(sizes, config.core_axis)
     rules.check(config, sizes)
@@ -155,8 +157,8 @@ def refusal(flags: str) -> ValueError:
 def rule_of(sentence: str) -> tuple[str, str] | None:
     """(flags, why) of NEEDS, where a sentence is of these."""
     flag, found, reason = sentence.partition(" has no effect: ")
-    for names, _, why in (*config_lib.NEEDS, *rules.NEEDS):
-        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + ", or .*, the default"
+    for names, _, why, way in (*config_lib.NEEDS, *rules.NEEDS):
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + rf"\. Use {re.escape(way)}, or leave .*"
         if found and flag.partition("=")[0] in names.split() and re.fullmatch(pattern, reason):
             return names, why
     return None
@@ -173,8 +175,8 @@ def row(flags: str) -> str:
 def page() -> str:
     text = f"""# What is refused
 
-A run that cannot be, or would not be what its flags say, ends before anything is compiled, with one sentence: the
-value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
+A run that cannot be, or would not be what its flags say, ends before anything is compiled, with a sentence or two:
+the value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
 simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](config.py),
 and where the mesh has a say in [rules.py](rules.py), which the predictions and the planner of `roofline.py`
 ask as well.
@@ -186,4 +188,5 @@ ask as well.
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     (ROOT / "REFUSED.md").write_text(page())

@@ -876,7 +876,7 @@ def test_strong_scaling_of_a_model(preset):
         (lambda: bounds.bubble(0, 8), "stages must be 1 or more, not 0"),
         (lambda: bounds.step_seconds(simple(1e6), tpu7x, -4), "chips must be 1 or more, not -4"),
         (lambda: found_on("fsdp:64"), "64 devices and there are 128|is for 64 devices and there are 128"),
-        (lambda: found_on("fsdp:*", batch=100), "batch=100 must be a multiple of .*=128; nearest are 128"),
+        (lambda: found_on("fsdp:*", batch=100), "batch=100 must be a multiple of .*=128; nearest is 128"),
         (lambda: found_on("fsdp:64,context:2", batch=64, seq_len=8191), "seq_len=8191 must be a multiple of context=2"),
         (lambda: found_on("fsdp:64,expert:2", batch=128), "expert:2 is for experts, and num_experts is 0"),
         (lambda: found_on("fsdp:32,expert:4", batch=128), "expert:4 is for experts, and num_experts is 0"),

@@ -52,7 +52,8 @@ def test_every_field_is_documented_and_in_the_help(capsys):
     for field in FIELDS:
         assert re.search(rf"^  --{field.name}[ ,\n]", shown, re.MULTILINE), field.name
         assert "".join(f"{documented[field.name]} [{field.default!r}]".split()) in unwrapped
-    assert all(preset in shown for preset in PRESETS)
+    assert all(name in shown for name in (*PRESETS, *config_lib.REMAT_POLICIES, *config_lib.ACTIVATIONS))
+    assert config_lib.ABOUT_FLAGS in shown
 
 
 @pytest.mark.parametrize("program", ["config.py", "train.py"])
@@ -115,10 +116,10 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("--presett=tiny", "there is no flag '--presett=tiny'; did you mean --preset?"),
         ("--num_layer=3", "there is no flag '--num_layer=3'; did you mean --num_layers?"),
         ("--lerning-rate=1", "did you mean --learning_rate?"),
-        ("--no-prefetchh", "did you mean --prefetch?"),
+        ("--no-prefetchh", "did you mean --no-prefetch?"),
         ("--batch_size=3", "did you mean --batch?"),
         ("--warmup=3", "did you mean --warmup_ratio?"),  # and no abbreviations
-        ("--zzz", "there is no flag '--zzz'; there are preset, recipe, steps"),
+        ("--zzz", "there is no flag '--zzz'; there are help, preset, recipe, steps"),
         ("stray", "there is no flag 'stray'"),
         ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
         ("--preset=qwen", "preset='qwen' does not exist; did you mean qwen2.5-7b?"),
@@ -192,7 +193,7 @@ AT_LEAST_1 = (
         ),
         (dict(num_dense_layers=1), "num_dense_layers=1 has no effect: num_experts=0 is a dense model"),
         (dict(expert_bias=True), "expert_bias=True has no effect: num_experts=0 is a dense model"),
-        (dict(moe_impl="capacity"), "moe_impl=capacity has no effect: num_experts=0 is a dense model; --num_experts=N"),
+        (dict(moe_impl="capacity"), "moe_impl=capacity has no effect: num_experts=0 is a dense model. Use"),
         (dict(num_experts=4, experts_per_token=1, expert_dim=8, moe_impl="dense"), "moe_impl='dense' is not one of"),
         (
             dict(num_experts=4, experts_per_token=1, expert_dim=8, router_groups=3),
@@ -218,13 +219,17 @@ AT_LEAST_1 = (
         ),
         (dict(kv_lora_rank=8, rope_head_dim=4, qk_norm=True), "qk_norm goes with kv_lora_rank=0 only"),
         (dict(kv_lora_rank=8, rope_head_dim=4, qkv_bias=True), "qkv_bias goes with kv_lora_rank=0 only"),
-        (dict(global_every=2), "global_every=2 has no effect: window=0 lets every layer see all; --window=N"),
+        (
+            dict(global_every=2),
+            "global_every=2 has no effect: window=0 lets every layer see all. Use --window=N, or leave",
+        ),
         (dict(dtype="float16"), "dtype='float16' is not one of float32, bfloat16"),
         (dict(mu_dtype="int8"), "mu_dtype='int8' is not one of float32, bfloat16"),
         (dict(optimizer="adam"), "optimizer='adam' is not one of adamw, adafactor, sgd"),
         (
             dict(remat_tensors="context:device"),
-            "remat_tensors=context:device has no effect: it is of --remat=custom",
+            "remat_tensors=context:device has no effect: remat=none has no use for it. Use --remat=custom, or leave "
+            "remat_tensors at its default, ''",
         ),
         (
             dict(remat="custom", remat_tensors="contxt:device"),

@@ -80,8 +80,8 @@ def test_fill_mesh(text, num_devices, expected):
 @pytest.mark.parametrize(
     "text, num_devices, message",
     [
-        ("data:3,fsdp:*", 8, "mesh data:3,fsdp:*: 8 devices are not a multiple of 3; 6 or 9"),
-        ("data:16,fsdp:*", 8, "mesh data:16,fsdp:*: 8 devices are not a multiple of 16; 16"),
+        ("data:3,fsdp:*", 8, "mesh data:3,fsdp:*: 8 devices are not a multiple of 3; nearest are 6 and 9"),
+        ("data:16,fsdp:*", 8, "mesh data:16,fsdp:*: 8 devices are not a multiple of 16; nearest is 16"),
         ("data:2,tensor:2", 8, "mesh data:2,tensor:2 is for 4 devices and there are 8; let one axis be *"),
         ("fsdp:16", 8, "mesh fsdp:16 is for 16 devices and there are 8; let one axis be *"),
         ("", 8, "mesh (all axes 1) is for 1 devices and there are 8; let one axis be *"),
@@ -95,13 +95,13 @@ def test_fill_mesh_errors(text, num_devices, message):
 @pytest.mark.parametrize(
     "size, axes, message",
     [
-        (6, {"data": 2, "fsdp": 2}, "batch=6 must be a multiple of data*fsdp=4; nearest are 4 or 8"),
+        (6, {"data": 2, "fsdp": 2}, "batch=6 must be a multiple of data*fsdp=4; nearest are 4 and 8"),
         (
             9,
             {"data": 4, "fsdp": 1, "expert": 2},
-            "batch=9 must be a multiple of data*fsdp*expert=8; nearest are 8 or 16",
+            "batch=9 must be a multiple of data*fsdp*expert=8; nearest are 8 and 16",
         ),
-        (3, {"tensor": 8}, "batch=3 must be a multiple of tensor=8; nearest are 8"),
+        (3, {"tensor": 8}, "batch=3 must be a multiple of tensor=8; nearest is 8"),
     ],
 )
 def test_check_multiple_names_the_nearest(size, axes, message):

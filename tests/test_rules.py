@@ -185,9 +185,9 @@ def test_what_is_not_refused_can_be_traced():
         (
             dict(num_layers=10, pipeline_rounds=2),
             "pipe:2",
-            "2 \\* 2 = 4.* with 2 rounds pipe can be 1, 5",
+            "2 \\* 2 = 4.* with pipeline_rounds=2 pipe can be 1, 5",
         ),
-        (dict(num_layers=9, pipeline_rounds=2), "pipe:2", "with 2 rounds pipe can be nothing"),
+        (dict(num_layers=9, pipeline_rounds=2), "pipe:2", "with pipeline_rounds=2 pipe can be nothing"),
     ],
 )
 def test_stages_of_unequal_layers_are_refused_with_those_that_are_not(flags, mesh, words):
@@ -207,7 +207,7 @@ def test_no_flag_is_idle_by_default():
 
 
 def test_every_flag_is_a_field_and_every_reason_can_be_said():
-    for names, _, why in (*NEEDS, *rules.NEEDS):
+    for names, _, why, _ in (*NEEDS, *rules.NEEDS):
         assert all(hasattr(Config, name) for name in names.split())
         assert why.format_map(vars(Config()))
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import placement
+import roofline
 import sharding
 from hardware import CHIPS
 from placement import MESH_AXES
@@ -108,6 +109,15 @@ def test_only_replicas_and_stages_lie_between_slices(text):
     devices = tpu7x(num_slices=2)[: 24 if "3" in text else 32]
     with pytest.raises(ValueError, match=r"must be a multiple of the 2 slices, or part of .*fsdp:.* would lie between"):
         sharding.make_mesh(sizes_of(text), devices)
+
+
+def test_the_predictions_refuse_it_in_the_same_words(capsys):
+    with pytest.raises(ValueError) as refused:
+        sharding.make_mesh(sizes_of("fsdp:32"), tpu7x(num_slices=2))
+    for command in ("step", "bounds"):
+        with pytest.raises(SystemExit):
+            roofline.main([command, "--topology=tpu7x:2x2x2", "--num_slices=2", "--mesh=fsdp:32", "--batch=32"])
+        assert f"roofline.py: error: {refused.value}\n" in capsys.readouterr().err
 
 
 def test_axes_run_along_the_torus():

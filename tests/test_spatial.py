@@ -132,9 +132,9 @@ def test_errors_of_conv(cut, image, window, stride, message):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 64, 64, 3), "images=3 must be a multiple of data=2; nearest are 2 or 4"),
-        ((2, 40, 64, 3), r"rows=40 must be a multiple of y\*total stride=16; nearest are 32 or 48"),
-        ((2, 64, 36, 3), r"columns=36 must be a multiple of x\*total stride=16; nearest are 32 or 48"),
+        ((3, 64, 64, 3), "images=3 must be a multiple of data=2; nearest are 2 and 4"),
+        ((2, 40, 64, 3), r"rows=40 must be a multiple of y\*total stride=16; nearest are 32 and 48"),
+        ((2, 64, 36, 3), r"columns=36 must be a multiple of x\*total stride=16; nearest are 32 and 48"),
     ],
 )
 def test_errors_of_the_network(shape, message):

@@ -477,8 +477,8 @@ def test_saved_activations_are_those_of_transformer(preset):
     "flags, message",
     [
         (dict(mesh="fsdp:64"), "mesh fsdp:64 is for 64 devices and there are 128"),
-        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest are 128"),
-        (dict(batch=64), "nearest are 128 (or a context axis, so that 2 devices share a sequence)"),
+        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest is 128"),
+        (dict(batch=64), "nearest is 128 (or a context axis, so that 2 devices share a sequence)"),
         (dict(batch=128, microbatches=3), "microbatches=384"),
         (dict(batch=128, mesh="fsdp:8,tensor:16"), "num_kv_heads=8 must be a multiple of tensor=16"),
         (dict(preset="gpt-oss-120b", batch=128), "model_dim=2880 must be a multiple of tensor*fsdp=128"),
@@ -542,6 +542,17 @@ def test_step_command(capsys):
     assert f"{found['step_s']:.4g} s" in out and found["kind"] == "predicted"
     assert found["tokens_per_s_per_chip"] == pytest.approx(2_097_152 / found["step_s"] / 64)
     assert "DOES NOT FIT" in ran(capsys, "step --preset=llama3.1-70b --batch=1024 --remat=none")
+
+
+def test_of_the_flags_of_a_run_those_count_that_change_the_step(capsys):
+    """The compiler's flag as remat.py has it, on offload: 10 GiB."""
+    command = "step --preset=llama3.1-70b --mesh=fsdp:128 --batch=128 --remat=qkv_proj_offloaded --json"
+    others = "--corpus=c.bin --checkpoint_dir=runs --save_every=9 --metrics_file=m --profile_dir=p --profile_steps=4:5 "
+    others += "--seed=1 --eval_every=9 --log_every=1 --sample=0 --coordinator=h:1 --num_processes=2 --process_id=0"
+    assert ran(capsys, f"{command} {others}") == ran(capsys, command)
+    less = ran(capsys, f"{command} --xla_flags=xla_tpu_pipeline_memory_host_transfers=false")
+    hbm_gib = lambda out: json.loads(out)["hbm_bytes"] / GiB
+    assert hbm_gib(ran(capsys, command)) - hbm_gib(less) == pytest.approx(10, rel=0.1)
 
 
 def test_matmuls_on_the_roofline(capsys):
