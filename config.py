@@ -88,7 +88,6 @@ NEEDS = (
     ),
     ("fp8_block", lambda c: c.fp8_granularity == "block", "it is of --fp8_granularity=block, not {fp8_granularity}"),
     ("fp8_scales", lambda c: c.fp8 in ("static", "calibrate"), "it is of --fp8=static and calibrate, not {fp8}"),
-    ("max_logit", lambda c: c.attention == "flash", "it is of --attention=flash, and that is {attention}"),
     ("beta1", lambda c: c.optimizer != "adafactor", "it is of --optimizer=adamw and sgd, not adafactor"),
     ("beta2 mu_dtype", lambda c: c.optimizer == "adamw", "it is of --optimizer=adamw, and that is {optimizer}"),
     ("weight_decay", lambda c: c.optimizer != "sgd", "it is of --optimizer=adamw and adafactor, not sgd"),
@@ -185,7 +184,7 @@ class Config:
     fp8_skip_layers: int = 0  # so many layers at each end stay in `dtype`
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
-    max_logit: float = 0.0  # flash attention's softmax subtracts this instead of the running maximum; 0 is off
+    max_logit: float = 0.0  # attention's softmax subtracts this instead of the largest score of a row; 0 is off
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
