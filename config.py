@@ -301,6 +301,12 @@ class Config:
         self._check_fp8()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
             raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
+        port = re.fullmatch(r".+:(\d+)", self.coordinator)
+        if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
+            raise ValueError(
+                f"coordinator={self.coordinator!r} has no port: it must be HOST:PORT, as in localhost:9911, "
+                "with a PORT from 1 to 65535"
+            )
         if self.coordinator and not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"coordinator={self.coordinator!r} needs --num_processes and a --process_id below it, "

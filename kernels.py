@@ -437,7 +437,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = parser.add_subparsers(metavar="tune").add_parser(
         "tune", help="search for block sizes, and keep the best", allow_abbrev=False
     )
-    search.add_argument("search", choices=("attention", "gmm"), help="with the kernels of its gradients")
+    search.add_argument(
+        "search",
+        choices=("attention", "gmm"),
+        help="attention's kernels, or those of a mixture of experts (grouped matmuls): forward, and of the gradients",
+    )
     search.add_argument("--dtype", default="bfloat16", help="of the operands [%(default)s]")
     search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
     search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")

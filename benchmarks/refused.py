@@ -79,6 +79,7 @@ EXAMPLES = {
         "--attention=flash --remat=full",
         "--xla_flags=recommended",
         "--num_processes=2",
+        "--num_processes=2 --process_id=0 --coordinator=localhost",
         "--num_processes=2 --coordinator=localhost:9911",
         "--profile_dir=runs/trace --steps=2",
         "--core_axis=tensor,fsdp",

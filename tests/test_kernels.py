@@ -233,6 +233,7 @@ def test_help_says_what_there_is(capsys):
         kernels.main(["tune", "--help"])
     said = capsys.readouterr().out
     assert "--scoped_vmem_kib" in said and "{attention,gmm}" in said
+    assert "a mixture of experts (grouped matmuls)" in " ".join(said.split())
 
 
 @pytest.mark.slow
