@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masks import UNSEEN, visible
+from masks import TRUSTED, UNSEEN, visible
 
 
 def attention(
@@ -32,6 +32,7 @@ def attention(
     prefix: jax.Array | int | None = None,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     soft_cap: float = 0.0,
+    max_logit: float | None = None,
     sinks: jax.Array | None = None,
     q_offset: jax.Array | int = 0,
     scale: float | None = None,
@@ -45,6 +46,8 @@ def attention(
       prefix: this many leading keys are seen by the queries before them, too; one number, or one a sequence, prefix_b.
       segment_ids: (q_ids_bt, kv_ids_bs); a query sees only keys of its own segment.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.
+      max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
+        gets NaN, a log-sum-exp of inf (too low) or -inf (too high), and sends no gradient back.
       sinks: sinks_n, a logit in the denominator of each head's softmax.
       q_offset: position of the first query among the keys.
       scale: of the scores; None is H**-0.5.
@@ -72,10 +75,15 @@ def attention(
     )
     seen_bkGts = seen_bts[:, None, None]
     scores_bkGts = jnp.where(seen_bkGts, scores_bkGts, UNSEEN)
-    max_bkGt = jax.lax.stop_gradient(jnp.max(scores_bkGts, -1))
+    if max_logit is None:
+        max_bkGt = lax.stop_gradient(jnp.max(scores_bkGts, -1))
+    else:
+        known_bkGt = lax.stop_gradient(_log_sum_exp(scores_bkGts, seen_bkGts, max_logit))
+        off_bkGt = jnp.isinf(known_bkGt)
+        max_bkGt = jnp.where(off_bkGt, jnp.inf, known_bkGt)  # exp(score - inf) = 0: such rows send back no gradient
     if sinks is not None:
         sinks_kG1 = sinks.reshape(k, n // k, 1).astype(jnp.float32)
-        max_bkGt = jnp.maximum(max_bkGt, jax.lax.stop_gradient(sinks_kG1))
+        max_bkGt = jnp.maximum(max_bkGt, lax.stop_gradient(sinks_kG1))
     p_bkGts = jnp.where(seen_bkGts, jnp.exp(scores_bkGts - max_bkGt[..., None]), 0.0)
     sum_bkGt = jnp.sum(p_bkGts, -1)
     if sinks is not None:
@@ -86,7 +94,22 @@ def attention(
     out_bkrV = jnp.einsum("bkrs,bskV->bkrV", p_bkGts.reshape(b, k, -1, s), v_bskV)
     out_btkGV = out_bkrV.reshape(b, k, n // k, t, V).transpose(0, 3, 1, 2, 4)
     lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
+    if max_logit is not None:
+        lse_bkGt = jnp.where(off_bkGt, known_bkGt, lse_bkGt)
+        out_btkGV = jnp.where(jnp.moveaxis(off_bkGt, 3, 1)[..., None], jnp.nan, out_btkGV)
     return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+
+
+def _log_sum_exp(scores_bkGts, seen_bkGts, max_logit):
+    """Of each row, from the sum of exp(score - max_logit): inf or -inf where that is too large or small to be trusted.
+
+    From it the softmax above takes its exponentials, as flash_backward.py does: autodiff of a sum of 2^90 would
+    overflow in its square.
+    """
+    sum_bkGt = jnp.sum(jnp.exp(scores_bkGts - max_logit), -1)  # the score of what is not seen adds 0
+    lse_bkGt = max_logit + jnp.log(sum_bkGt)
+    lse_bkGt = jnp.where(sum_bkGt > TRUSTED, jnp.inf, jnp.where(sum_bkGt < 1 / TRUSTED, -jnp.inf, lse_bkGt))
+    return jnp.where(seen_bkGts.any(-1), lse_bkGt, UNSEEN)
 
 
 def attention_in_chunks(
@@ -142,6 +165,7 @@ def attention_gradients(
     q_btkGH, out_btkGV, dout_btkGV = grouped(q_btnH), grouped(out_btnV), grouped(dout_btnV)
     lse_btkG, dlse_btkG = [grouped(x.swapaxes(1, 2)) for x in (lse_bnt, dlse_bnt)]
     di_btkG = jnp.sum(out_btkGV * dout_btkGV, -1) - dlse_btkG
+    di_btkG = jnp.where(lse_btkG == jnp.inf, 0.0, di_btkG)  # such a row is NaN, and exp(score - inf) = 0: no gradient
 
     def some(dkv, x):
         start, q_bckGH, dout_bckGV, lse_bckG, di_bckG, ids_bc = x

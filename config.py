@@ -119,7 +119,6 @@ NEEDS = (
         "fp8={fp8} finds its scales without a file",
         "--fp8=static or --fp8=calibrate",
     ),
-    ("max_logit", lambda c: c.attention == "flash", "only flash attention subtracts it", "--attention=flash"),
     (
         "beta1",
         lambda c: c.optimizer != "adafactor",
@@ -231,7 +230,7 @@ class Config:
     fp8_skip_layers: int = 0  # so many layers at each end stay out of 8 bits
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # kernel: flash (flash.py), reference (attention.py), auto: flash on a TPU, else reference
-    max_logit: float = 0.0  # flash attention's softmax subtracts this instead of the running maximum; 0 is off
+    max_logit: float = 0.0  # attention's softmax subtracts this instead of the largest score of a row; 0 is off
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
@@ -348,6 +347,12 @@ class Config:
         self._check_fp8()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
             raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
+        port = re.fullmatch(r".+:(\d+)", self.coordinator)
+        if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
+            raise ValueError(
+                f"coordinator={self.coordinator!r} has no port: it must be HOST:PORT, as in localhost:9911, "
+                "with a PORT from 1 to 65535"
+            )
         if self.coordinator and not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"coordinator={self.coordinator!r} needs --num_processes and a --process_id below it, "

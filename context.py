@@ -110,7 +110,7 @@ def context_attention(
       window: a query sees at most this many keys back, itself included; 0 is all.
       segment_ids: ids_bt of this device's positions, at least 0; a query sees only keys of its own segment.
       soft_cap, sinks, scale: as for `attention.attention`; sinks_n.
-      max_logit: as for `flash.flash_attention`, with the kernel; not where parts of a row are merged, in a ring.
+      max_logit: as for `attention.attention`; not where parts of a row are merged, in a ring.
       kernel: flash.py for the blocks; otherwise attention.py, some queries at a time.
       interpret: the kernel is simulated, on CPU.
       algorithm: who gathers and exchanges, one of collectives.ALGORITHMS; inside groups of head_ways always XLA.
@@ -448,8 +448,9 @@ def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
     (q, q_ids), (k, v, k_ids) = queries, keys
     ids = None if q_ids is None else (q_ids, k_ids)
     options = dict(causal=causal, window=window, soft_cap=plan.soft_cap, q_offset=q_offset, scale=plan.scale)
+    options |= dict(max_logit=plan.max_logit)
     if plan.kernel:
-        return flash.forward(q, k, v, segments=ids, max_logit=plan.max_logit, interpret=plan.interpret, **options)
+        return flash.forward(q, k, v, segments=ids, interpret=plan.interpret, **options)
     q, k, v = [x.swapaxes(1, 2) for x in (q, k, v)]
     out, lse = attention_in_chunks(q, k, v, chunk=QUERIES_AT_ONCE, segment_ids=ids, **options)
     return out.swapaxes(1, 2), lse

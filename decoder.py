@@ -140,15 +140,15 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
     v_btkU = remat.named(v_btkU, "value_proj")
 
     def attend(window):
-        options = dict(window=window, sinks=w.sinks)
-        of_kernel = dict(max_logit=config.max_logit or None, interpret=sharding.platform() != "tpu")
-        kernel, ids = attends_by_kernel(config), (segments_bt, segments_bt)
+        options = dict(window=window, sinks=w.sinks, max_logit=config.max_logit or None)
+        kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
+        ids = segments_bt, segments_bt
         if lax.axis_size("context") > 1:
-            options |= of_kernel | dict(kernel=kernel, algorithm=config.collectives, balanced=in_zigzag(config))
-            options |= dict(impl=config.context_impl, head_ways=config.context_heads, segment_ids=segments_bt)
-            return context_attention(q_btnH, k_btkH, v_btkU, **options)[0]
+            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
+            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
+            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
         if kernel:
-            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **of_kernel, **options)[0]
+            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, interpret=interpret, **options)[0]
         return remat.named(attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
 
     if config.global_every:

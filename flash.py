@@ -68,13 +68,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flash_backward
 import tuned
-from masks import UNSEEN, block_ranges
+from masks import TRUSTED, UNSEEN, block_ranges
 
 LOG2_E = math.log2(math.e)
 LANES = 128  # of a register
 VMEM_BYTES = 60 * 2**20  # of 64 MiB; the rest is for the compiler's spills
 MASKED, NOBODY = 1 << 29, 1 << 30  # flags in the number of a tile, above chunk << 16 | block
-TRUSTED = 2.0**96  # with max_logit: sums of exponentials in 1/TRUSTED..TRUSTED lose nothing in float32
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ The links between chips are the chip's: both devices of a TPU7x send through the
 
 **What if.** A chip that is not there is one that is with other figures, of the fields of `Chip`, behind its name:
 
-    python roofline.py step --recipe=mixtral-8x7b-4k-bf16 --topology=tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11:4x8x8
+    python roofline.py step --recipe=mixtral-8x7b-4k-bf16 --topology=tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11:4x4x4
 
 Every prediction takes it as it takes one of CHIPS (`python recipes.py --what_if`: what each recipe would gain).
 
@@ -362,7 +362,7 @@ def chip_of(text: str) -> Chip:
     """A chip of CHIPS, tpu7x, or what it would be with other figures: tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11.
 
     Raises:
-      ValueError: there is no such chip or figure, or it would be 0 or less; with those that there are.
+      ValueError: there is no such chip or figure, with those that there are; or it would be 0 or less, or infinite.
     """
     name, *changes = text.split("+")
     if name not in CHIPS:
@@ -375,9 +375,14 @@ def chip_of(text: str) -> Chip:
         field, _, value = change.partition("=")
         if field not in figures:
             raise ValueError(f"{text!r}: {name} has no figure {field!r} to change; it has {', '.join(figures)}")
-        if not re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?x?", value) or not float(value.rstrip("x")):
-            raise ValueError(f"{text!r}: {field} is {figures[field]:g}; behind it comes another, =4e11, or =2x")
-        changed[field] = figures[field] * float(value[:-1]) if value.endswith("x") else float(value)
+        number = re.fullmatch(r"(\d+(?:\.\d*)?(?:e-?\d+)?)(x?)", value)
+        changed[field] = float(number[1]) * (figures[field] if number[2] else 1) if number else 0.0
+        if not 0 < changed[field] < math.inf:
+            is_now = f"{figures[field]:g}".replace("e+", "e")
+            raise ValueError(
+                f"{text!r}: {field} is {is_now}; behind it comes another, =4e11, or =2x, finite and above 0, without a "
+                "+, which separates changes"
+            )
     return dataclasses.replace(chip, name=text, **changed)
 
 

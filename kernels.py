@@ -51,7 +51,7 @@ import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
-from gmm import gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
+from gmm import _room_for_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz
@@ -379,13 +379,20 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     """(kernel, shape) of the calls that a command line asks for: of a forward pass, and those of its gradients."""
     if args.search == "gmm":
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
-        back = dict(K=args.N, N=args.K, transpose_rhs=True)
-        # In 8 bits cotangents have the format with the longer range: gate and up, then down, whose matrices are
-        # transposed. In other types the calls of both are alike.
-        cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))
-        calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", sizes | back | cotangents), ("tgmm", sizes)]
-        calls.append(("gmm", sizes | back | cotangents | dict(summed=True)))
-        of_down = [("gmm", sizes | back), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
+        back, transposed = dict(K=args.N, N=args.K), dict(transpose_rhs=True)
+        cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))  # in 8 bits the format with the longer range
+        # Gate and up: each by itself, as they are with biases, and both in a kernel.
+        of_input = sizes | back | transposed | cotangents
+        calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_input), ("tgmm", sizes)]
+        dtype, scaled = jnp.dtype(of_input["dtype"]), "float8" in args.dtype
+        both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
+        if _room_for_two(*both, transpose_rhs=True, rhs_scale=scaled):
+            calls.append(("gmm", of_input | dict(summed=True)))
+        # Down's matrices are swapped where they are gathered by their last dim (moe.grouped_matmul).
+        if args.shard_experts:
+            of_down = [("gmm", sizes | back), ("gmm", sizes | transposed | cotangents), ("tgmm", sizes | back)]
+        else:
+            of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
         return calls + [call for call in of_down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
@@ -444,7 +451,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     search = parser.add_subparsers(metavar="tune").add_parser(
         "tune", help="search for block sizes, and keep the best", allow_abbrev=False
     )
-    search.add_argument("search", choices=("attention", "gmm"), help="with the kernels of its gradients")
+    search.add_argument(
+        "search",
+        choices=("attention", "gmm"),
+        help="attention's kernels, or those of a mixture of experts (grouped matmuls): forward, and of the gradients",
+    )
     search.add_argument("--dtype", default="bfloat16", help="of the operands [%(default)s]")
     search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
     search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")
@@ -465,6 +476,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over: model dim [%(default)s]")
     of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
+    of_experts.add_argument("--shard_experts", action="store_true", help="fsdp cuts by expert, as with train.py's flag")
     search.set_defaults(run=print_search)
     args = parser.parse_args(argv)
     if not compiler_flags.has_tpu():

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 UNSEEN = -1e30  # the score of a key that is not seen, the log-sum-exp of a query that sees none: finite, so no NaN
+TRUSTED = 2.0**96  # with max_logit: sums of exponentials in 1/TRUSTED..TRUSTED lose nothing in float32
 
 
 def visible(

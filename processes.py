@@ -71,12 +71,12 @@ def start(config: Config) -> list[jax.Device]:
 
 def check_port(coordinator: str) -> None:
     """Raises ValueError where another program listens there: jax would end in C++, and the others wait five minutes."""
-    port = coordinator.rpartition(":")[2]
+    port = int(coordinator.rpartition(":")[2])
     try:
-        socket.create_server(("", int(port))).close()
-    except (OSError, OverflowError, ValueError) as error:
+        socket.create_server(("", port)).close()
+    except OSError as error:
         raise ValueError(
-            f"--coordinator={coordinator}: process 0 cannot listen at port {port!r} ({error}): if a run before this "
+            f"--coordinator={coordinator}: process 0 cannot listen at port {port} ({error}): if a run before this "
             "one is still there, end it, or name another port to all processes"
         ) from None
 

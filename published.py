@@ -5,10 +5,9 @@ Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/iron
 target: its mesh, microbatches and recomputation are planner.py's.
 
 **What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
-where it has one (`use_max_logit_estimate`), is left out: `--attention=flash --max_logit=30` brings it, and makes
-NaN if a row's logits are far from it. Its compiler flags are those that compiler_flags.py explains, the group nearest
-to theirs. What else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py
-tells.
+where it has one (`use_max_logit_estimate`), is left out: `--max_logit=30` brings it, and makes NaN if a row's
+logits are far from it. Its compiler flags are those that compiler_flags.py explains, the group nearest to theirs. What
+else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py tells.
 """
 
 from dataclasses import dataclass, field

@@ -148,7 +148,6 @@ def what_if(name: str) -> dict:
     """
     recipe = RECIPES[name]
     config = config_lib.from_recipe(name)
-
     chip, _ = parse_topology(recipe.topology)
 
     def step_s(*figures: str) -> float:
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
     parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
-    parser.add_argument("--what_if", action="store_true", help="what twice of each figure of the chip would gain")
+    parser.add_argument("--what_if", action="store_true", help="what twice as much of each figure would gain")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra")
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attention import attention
+from flash import out_of_range
 from masks import UNSEEN
 
 
@@ -122,6 +123,61 @@ def test_bfloat16():
         np.asarray(out, np.float32), expected_out, atol=2**-7 * np.abs(v.astype(np.float32)).max()
     )
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
+
+
+# -- constant max logit
+
+
+def with_gradients(qkv, sinks, rows=7, **options):
+    """(gradients in q, k, v and sinks of a weighted sum of both results of the first rows), (out, lse).
+
+    The ids leave query 2 without keys.
+    """
+    ids = SEGMENTS.copy()
+    ids[:, 2] = 77
+    random = np.random.default_rng(1)
+    d_out, d_lse = (random.standard_normal(shape, np.float32) for shape in (qkv[0].shape, (2, 6, 7)))
+
+    def loss(q, k, v, sinks):
+        out, lse = attention(q, k, v, segment_ids=(ids, SEGMENTS), sinks=sinks, **options)
+        total = jnp.sum((out * d_out)[:, :rows]) + jnp.sum((jnp.maximum(lse, -100.0) * d_lse)[..., :rows])
+        return total, (out, lse)
+
+    return jax.jit(jax.grad(loss, (0, 1, 2) if sinks is None else (0, 1, 2, 3), has_aux=True))(*qkv, sinks)
+
+
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize("max_logit, sinks, soft_cap", [(5.0, None, 0.0), (-55.0, SINKS, 0.0), (55.0, SINKS, 2.0)])
+def test_max_logit_that_bounds_the_scores_changes_nothing(max_logit, sinks, soft_cap, dtype, error):
+    """Nor does one that is far off, but not too far."""
+    qkv = tuple(jnp.asarray(x, dtype) for x in inputs(**SQUARE, **GQA))
+    found = [with_gradients(qkv, sinks, soft_cap=soft_cap, max_logit=at) for at in (max_logit, None)]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_a_row_that_max_logit_is_too_low_for_is_nan_and_sends_nothing_back(sinks):
+    q, k, v = (jnp.asarray(x) for x in inputs(**SQUARE, **GQA))
+    qkv = q.at[:, 6].multiply(1000.0), k, v  # scores of some hundreds, either sign
+    gradients, (out, lse) = with_gradients(qkv, sinks, rows=6, max_logit=4.0)
+    expected, (expected_out, expected_lse) = with_gradients(qkv, sinks, rows=6)
+    assert jnp.isinf(lse[..., 6]).all() and (lse[..., 6] > 0).any() and jnp.isnan(out[:, 6]).all()
+    others = (gradients, out[:, :6], lse[..., :6]), (expected, expected_out[:, :6], expected_lse[..., :6])
+    for a, b in zip(*map(jax.tree.leaves, others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("max_logit, says", [(-200.0, np.inf), (-70.0, np.inf), (70.0, -np.inf), (200.0, -np.inf)])
+def test_a_max_logit_that_is_far_off_makes_nan_of_all_but_rows_that_see_nothing(max_logit, says, sinks):
+    q, k, v = (jnp.asarray(x) for x in inputs(**SQUARE, **GQA))
+    gradients, (out, lse) = with_gradients((0.01 * q, k, v), sinks, max_logit=max_logit)
+    seeing = np.delete(np.arange(7), 2)
+    assert (lse[..., seeing] == says).all() and jnp.isnan(out[:, seeing]).all() and (out[:, 2] == 0).all()
+    assert out_of_range(lse) == 2 * 6 * 6
+    np.testing.assert_allclose(lse[..., 2], np.broadcast_to(UNSEEN if sinks is None else sinks, (2, 6)), rtol=1e-6)
+    assert all((x == 0).all() for x in gradients[:3])
 
 
 # -- gradients

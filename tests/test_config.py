@@ -165,6 +165,10 @@ AT_LEAST_1 = (
         (dict(warmup_ratio=1.0), "warmup_ratio=1.0 must be under 1"),
         (dict(num_processes=2), "num_processes and process_id need a --coordinator"),
         (dict(process_id=0), "num_processes and process_id need a --coordinator"),
+        (dict(coordinator="localhost"), "coordinator='localhost' has no port: it must be HOST:PORT"),
+        (dict(coordinator="localhost:x"), "coordinator='localhost:x' has no port"),
+        (dict(coordinator=":9911"), "coordinator=':9911' has no port"),
+        (dict(coordinator="a:70000"), "coordinator='a:70000' has no port"),
         (dict(coordinator="a:1", num_processes=2), "coordinator='a:1' needs --num_processes and a --process_id below"),
         (dict(profile_steps="0:3"), "profile_steps='0:3' must be FIRST:LAST with 1 <= FIRST"),
         (

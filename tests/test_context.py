@@ -99,6 +99,10 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         (2, GATHER_ZIGZAG | dict(soft_cap=2.0), dict(k=1)),
         (4, EXCHANGE | dict(sinks=True), dict(k=1)),
         (4, dict(window=32, sinks=True), {}),
+        (2, GATHER_ZIGZAG | dict(max_logit=9.0, sinks=True), {}),
+        slow(4, EXCHANGE | dict(max_logit=9.0), dict(k=4)),
+        slow(4, RING | dict(max_logit=9.0, head_ways=4), {}),
+        slow(4, dict(window=32, max_logit=9.0), {}),
         slow(2, ZIGZAG, {}),
         slow(8, ZIGZAG | dict(soft_cap=2.0), dict(k=1)),
         slow(8, RING, {}),
@@ -159,6 +163,16 @@ def test_queries_at_a_time_change_nothing():
         gradients = jax.jit(partial(attention_gradients, chunk=chunk, **mask))(q, k, v, out, lse, w_out, w_lse)
         for a, b in zip(gradients, dq_dk_dv, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_logit, says", [(-200.0, np.inf), (200.0, -np.inf)])
+def test_rows_that_max_logit_is_too_far_off_for_are_nan_and_send_nothing_back(max_logit, says):
+    qkv, ids, weights = inputs()
+    gradients, (out, lse) = jax.jit(cut_function(2, qkv, ids, max_logit=max_logit, **GATHER_ZIGZAG))(
+        list(qkv), ids, tuple(weights), SINKS
+    )
+    assert jnp.isnan(out).all() and (lse == says).all()
+    assert all((x == 0).all() for x in gradients)
 
 
 # -- merging

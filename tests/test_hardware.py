@@ -1,6 +1,7 @@
 """The table of chips against sums that other published figures give: pods, matrix units times clock, devices."""
 
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -281,7 +282,12 @@ def test_a_chip_that_is_not_there():
         ("clock_hz=2x", "no figure 'clock_hz'"),  # what it would change is in the FLOPs
         ("devices=2x", "no figure 'devices'"),
         ("int8_flops_per_s=1e15", "no figure 'int8_flops_per_s'"),  # that chip has no such unit
-        ("link_bytes_per_s", "link_bytes_per_s is 1e+11; behind it comes another, =4e11, or =2x"),
+        ("link_bytes_per_s", "link_bytes_per_s is 1e11; behind it comes another, =4e11, or =2x"),
+        ("link_bytes_per_s=1e+11", "without a +, which separates changes"),
+        ("hbm_bytes=2x+hbm_bytes=", "hbm_bytes is 2.06158e11; behind it"),
+        ("hbm_bytes=1e400", "finite and above 0"),
+        ("hbm_bytes=1e300x", "finite and above 0"),
+        ("hop_s=1e-400", "finite and above 0"),
         ("link_bytes_per_s=0", "behind it"),
         ("link_bytes_per_s=-1", "behind it"),
         ("link_bytes_per_s=x", "behind it"),
@@ -294,6 +300,12 @@ def test_figures_that_cannot_be(changed, words):
 
 
 # -- command line
+
+
+@pytest.mark.parametrize("program, flags", re.findall(r"^    python (\w+)\.py ?(.*)$", hardware.__doc__, re.MULTILINE))
+def test_commands_of_the_docstring(program, flags, capsys):
+    importlib.import_module(program).main(flags.split())
+    assert len(capsys.readouterr().out) > 1000
 
 
 def ran(capsys, command: str) -> str:

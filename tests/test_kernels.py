@@ -11,13 +11,19 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_fsdp import equations
 
 import bundles
+import decoder
 import flash
+import fp8
 import groups
 import kernels
+import sharding
 import tuned
+from config import Config
+from placement import MESH_AXES
 
 ATTENTION = dict(T=8192, S=8192, H=128, V=128, dtype="bfloat16", causal=True, window=0, packed=True)
 SHAPES = {
@@ -168,6 +174,47 @@ def test_command_searches_for_what_training_asks_for(flags, keys, own, invented,
     assert [json.loads(line)["key"] for line in capsys.readouterr().out.splitlines()] == keys
 
 
+def asked_for(config: Config, M: int, monkeypatch) -> list[str]:
+    """The keys that the kernels of a layer's experts ask sizes for, forward and for the gradients, traced for a TPU."""
+    D, F, E, keys = config.model_dim, config.expert_dim, config.num_experts, []
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    monkeypatch.setattr(tuned, "best", lambda key, make: keys.append(key))
+
+    def layer(x, matrices, bias_EF, sizes):
+        if config.fp8 != "none":
+            options = dict(recipe=decoder.fp8_recipe(config), contracted=(1,), axes=(), is_weight=True)
+            quantized = lambda w: fp8.Weight(fp8.quantize(w, **options))
+            matrices = {name: quantized(w) for name, w in matrices.items()}
+        w = SimpleNamespace(**matrices, bias_expert_gate=bias_EF, bias_expert_up=bias_EF)
+        product = decoder.gated(w, x, sizes, config)
+        (y,) = decoder.grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=not config.shard_experts)
+        return y.astype(jnp.float32).sum()
+
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    matrices = dict(expert_gate=bf16(E, D, F), expert_up=bf16(E, D, F), expert_down=bf16(E, F, D))
+    mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
+    gradients = jax.shard_map(jax.grad(layer, (0, 1)), mesh=mesh, in_specs=P(), out_specs=P())
+    jax.eval_shape(gradients, bf16(M, D), matrices, bf16(E, F), jax.ShapeDtypeStruct((E,), jnp.int32))
+    return keys
+
+
+@pytest.mark.parametrize("shard_experts", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("D, F", [(4096, 1536), (4096, 14_336)], ids=["Qwen3 235B", "Mixtral"])
+def test_search_is_for_what_is_asked_for_and_nothing_else(D, F, dtype, shard_experts, monkeypatch):
+    """By experts without biases, whose gate and up are one kernel, and by those with: theirs are two."""
+    sizes = dict(num_experts=8, experts_per_token=2, expert_dim=F, model_dim=D, shard_experts=shard_experts)
+    sizes |= dict(fp8="none" if dtype == "bfloat16" else "dynamic", dtype="bfloat16")
+    asked = [asked_for(Config(**sizes, expert_bias=bias), 65_536, monkeypatch) for bias in (False, True)]
+    flags = f"--M=65536 --K={D} --N={F} --E=8 --dtype={dtype} {'--shard_experts' * shard_experts}"
+    searched = []
+    monkeypatch.setattr(kernels, "print_search", lambda args: searched.extend(kernels.shapes_of(args)))
+    kernels.main(["tune", "gmm", *flags.split()])
+    keys = [tuned.key_of(kernel, **shape) for kernel, shape in searched]
+    assert len({*keys}) == len(keys) and {*keys} == {*asked[0], *asked[1]}
+    assert any("summed" in key for key in keys) == ((F, dtype) != (14_336, "bfloat16"))
+
+
 @pytest.mark.slow
 def test_kernels_take_what_was_found(own):
     """Seen in the grid, or in the metadata, of what they trace to."""
@@ -248,6 +295,7 @@ def test_help_says_what_there_is(capsys):
         kernels.main(["tune", "--help"])
     said = capsys.readouterr().out
     assert "--scoped_vmem_kib" in said and "{attention,gmm}" in said
+    assert "a mixture of experts (grouped matmuls)" in " ".join(said.split())
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ def test_bfloat16_stays_near_the_reference():
 # Documents of a dozen tokens, over parts of 3 to 16.
 CONTEXT = [
     ("fsdp:2,context:2,tensor:2", dict()),
-    ("context:8", dict(context_impl="all_gather", seq_len=48, num_kv_heads=16)),
+    ("context:8", dict(context_impl="all_gather", seq_len=48, num_kv_heads=16, max_logit=8.0)),
     ("fsdp:2,context:4", dict(context_impl="all_to_all", batch=2)),
     ("context:8", dict(context_balance=False, num_kv_heads=2)),
     ("context:4,tensor:2", dict(context_heads=2, num_kv_heads=4)),
@@ -351,9 +351,16 @@ def test_flash_attention_equals_the_reference(option):
     check_gradients(Config(**FLASH, **option), devices=jax.devices()[:2])
 
 
-@pytest.mark.slow
-def test_a_max_logit_that_is_far_off_makes_no_number():
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 25 * 2**-9)])
+def test_plain_attention_with_a_max_logit_equals_the_reference(dtype, tolerance):
+    config = Config(**FLASH | dict(max_logit=30.0, attention="reference", dtype=dtype))
+    check_gradients(config, tolerance, devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("attention", ["reference", pytest.param("flash", marks=pytest.mark.slow)])
+def test_a_max_logit_that_is_far_off_makes_no_number(attention):
     """So that the step is skipped and counted, and no gradient of a wrong softmax is taken."""
-    _, per_device, place = on_mesh(config := Config(**FLASH, max_logit=1000.0), jax.devices()[:2])
+    config = Config(**FLASH | dict(max_logit=1000.0, attention=attention))
+    _, per_device, place = on_mesh(config, jax.devices()[:2])
     loss, *_ = per_device(place(init(config)), make_batch(config))
     assert np.isnan(loss)

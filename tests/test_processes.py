@@ -15,7 +15,7 @@ import pytest
 from test_checkpoint import assert_same_bits, load, read_metrics, start, steps_in, values_in, wait_until
 
 from config import Config
-from processes import LOST_PEER, check_port
+from processes import LOST_PEER
 
 pytestmark = pytest.mark.slow
 
@@ -118,11 +118,8 @@ def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
         port = taken.getsockname()[1]
         of_first = dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
         assert start(values | of_first, tmp_path / "0.out").wait(20) == 1
-    said = f"train.py: error: --coordinator=localhost:{port}: process 0 cannot listen at port '{port}' ("
+    said = f"train.py: error: --coordinator=localhost:{port}: process 0 cannot listen at port {port} ("
     assert (tmp_path / "0.err").read_text().startswith(said)
-    for wrong in ("localhost", "localhost:x"):
-        with pytest.raises(ValueError, match="cannot listen"):
-            check_port(wrong)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

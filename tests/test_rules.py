@@ -53,7 +53,7 @@ def drawn(generator: random.Random) -> tuple[Config, dict[str, int]] | None:
     names = [name for name in SETTINGS if name not in (*MESH_AXES, "model", "remat", "fp8", "fp8_granularity")]
     flags = {name: of(SETTINGS[name]) for name in generator.sample(names, 5)}
     flags |= dict(pipeline_rounds=2) if flags.get("pipeline_schedule") == "circular" else {}
-    flags |= of((dict(), dict(context_heads=2), dict(max_logit=8.0, attention="flash")))
+    flags |= of((dict(), dict(context_heads=2), dict(max_logit=8.0)))
     flags |= of((dict(), dict(fp8="dynamic", fp8_modules=of(("out,mlp", "qkv,out", "mlp")))))
     if "fp8" in flags:
         flags |= of((dict(), dict(fp8_granularity="block", fp8_block=of((4, 8, 16))), dict(fp8_rounding="stochastic")))
@@ -157,7 +157,12 @@ def test_blocks_are_whole_where_a_program_can_be_traced_and_only_there(flags, me
         (dict(num_heads=6, num_kv_heads=6, context_impl="all_to_all"), "num_heads=6 must be a multiple of tensor*4"),
         (dict(num_heads=6, num_kv_heads=6, window=5), ""),  # a halo exchanges no heads
         (dict(context_heads=3), "context_heads=3 must divide the mesh axis context:4"),
+        (dict(max_logit=8.0), "max_logit=8.0 needs whole rows of scores"),
         (dict(max_logit=8.0, attention="flash"), "max_logit=8.0 needs whole rows of scores"),
+        (dict(max_logit=8.0, window=5, global_every=2), "max_logit=8.0 needs whole rows of scores"),
+        (dict(max_logit=8.0, window=5), ""),
+        (dict(max_logit=8.0, context_heads=4), ""),
+        (dict(max_logit=8.0, context_impl="all_gather"), ""),
         (dict(context_heads=4, context_balance=False), "context_balance=False has no effect: context_heads=4 brings"),
     ],
     ids=str,

@@ -298,7 +298,7 @@ def test_wrong_flags_end_with_one_line(flags, message):
 def test_flash_attention_trains_as_the_reference_does(tmp_path):
     """Also with a constant in the place of the softmax's maximum."""
     losses = {}
-    for attention in ("flash", "flash --max_logit=10", "reference"):
+    for attention in ("flash", "flash --max_logit=10", "reference --max_logit=10", "reference"):
         file = tmp_path / attention
         flags = ["--steps=2", "--mesh=fsdp:2", "--batch=2", "--num_heads=2", "--num_kv_heads=1", "--eval_batches=1"]
         flags += f"--attention={attention}".split()
