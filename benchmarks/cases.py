@@ -1,9 +1,9 @@
-"""The case studies of Google Cloud's guide on TPU7x, as runs of this program: predicted and compiled. Text: CASES.md.
+"""The case studies of Google Cloud's guide on TPU7x, as runs of this program: predicted and compiled.
 
     python benchmarks/cases.py                       the tables; runs nothing
     python benchmarks/cases.py offload vmem          some of them
     python benchmarks/cases.py --compile offload     what compiled_tpu7x.json lacks is compiled, minutes each, and kept
-    python benchmarks/cases.py --write               the tables into CASES.md
+    python benchmarks/cases.py --write               the tables into CASES.md and RESULTS.md, where the text is
 
 Of a step: what it takes, its MFU, how much of it waits for messages, and the memory of a device. Compiled are bytes,
 and seconds of the compiled schedule. roofline.py does not know of the compiler's flags, nor of a constant in place of
@@ -26,7 +26,7 @@ from hardware import parse_topology
 from step import GiB, Prediction, predict
 from workload import run_of
 
-PAGE = ROOT / "CASES.md"
+PAGES = (ROOT / "CASES.md", ROOT / "RESULTS.md")
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 ON_TENSORCORES = ",".join(f"xla_tpu_enable_sparse_core_collective_offload_{name}=false" for name in OFFLOADED)
 UNPREDICTED = {"xla_flags", "max_logit"}
@@ -47,6 +47,7 @@ def _vmem(kib: int) -> dict:
 
 SHORT = dict(mesh="fsdp:8", batch=16, remat="minimal_with_context")
 LITTLE = dict(batch=8, seq_len=2048, remat="full")
+HYBRID = dict(mesh="fsdp:16,context:2,tensor:2")
 DOTS = "save_dot_with_context_except_mlp"
 CASES = {
     "offload": Case(
@@ -104,6 +105,37 @@ CASES = {
         SHORT,
         {"the running maximum": {}, "a constant": dict(attention="flash", max_logit=30.0)},
     ),
+    "128k": Case(
+        "tpu7x:2x4x4",
+        "llama3.1-8b",
+        dict(batch=32, seq_len=131_072, remat="full"),
+        {
+            "the guide's, TP on the cores of a chip": HYBRID,
+            "the same, collectives on the TensorCores": HYBRID | dict(xla_flags=ON_TENSORCORES),
+            "CP 4": dict(mesh="fsdp:16,context:4"),
+            "CP 2, no TP": dict(mesh="fsdp:32,context:2"),
+        },
+    ),
+    "lengths": Case(
+        "tpu7x:4x4x4",
+        "llama3.1-8b",
+        dict(remat="full"),
+        {
+            "128k": dict(mesh="data:8,fsdp:4,context:4", batch=32, seq_len=131_072),
+            "512k": dict(mesh="data:2,fsdp:4,context:16", batch=8, seq_len=524_288),
+            "1M": dict(mesh="fsdp:4,context:32", batch=4, seq_len=1_048_576),
+        },
+    ),
+    "updates": Case(
+        "tpu7x:2x2x1",
+        "llama3.1-8b",
+        dict(num_layers=8, mesh="data:8", batch=8, seq_len=2048, remat="full"),
+        {
+            f"{optimizer}, {where}": dict(optimizer=optimizer, shard_update=cut)
+            for optimizer in ("adamw", "sgd")
+            for where, cut in (("whole on each device", False), ("an eighth of it", True))
+        },
+    ),
     "experts": Case(
         "tpu7x:4x4x4",
         "gpt-oss-120b",
@@ -121,6 +153,10 @@ CASES = {
 
 def expected_of(case: Case, row: Mapping) -> Prediction:
     return predict(run_of(from_preset(case.preset, **case.common | row), *parse_topology(case.topology)))
+
+
+def _flag(name: str, value: object) -> str:
+    return f"--{name}" if value is True else f"--{name}={value}"
 
 
 def _cells(step_s: float, mfu: float, waits_s: float, nbytes: float) -> list[str]:
@@ -150,10 +186,22 @@ def table(name: str, compile_missing: bool = False) -> str:
                 cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
             else:
                 cells += ["refused" if its else "not compiled", "", "", ""]
-        own = " ".join(f"--{flag}={value}" for flag, value in row.items()).replace(ON_TENSORCORES, "OFF")
+        own = " ".join(_flag(name, value) for name, value in row.items() if value is not False)
+        own = own.replace(ON_TENSORCORES, "OFF")
         own = f"`{own}`" if own else ""
         lines.append(f"| {about} | {own} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def write(name: str, text: str) -> None:
+    """Between the marks of its name, which stand once on one of the pages."""
+    pattern, written = rf"(<!-- case: {name} -->\n).*?(<!-- end -->)", 0
+    for page in PAGES:
+        new, found = re.subn(pattern, lambda m: m[1] + text + "\n" + m[2], page.read_text(), flags=re.DOTALL)
+        if found:
+            page.write_text(new)
+        written += found
+    assert written == 1, name
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -162,7 +210,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all: {', '.join(CASES)}")
     parser.add_argument("--compile", action="store_true", help="compile what is missing, minutes each")
-    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the tables into {' or '.join(page.name for page in PAGES)}"
+    )
     args = parser.parse_args(argv)
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")
@@ -170,10 +220,7 @@ def main(argv: list[str] | None = None) -> None:
         text = table(name, args.compile)
         print(f"{name}\n\n{text}\n", flush=True)
         if args.write:
-            pattern, page = rf"(<!-- case: {name} -->\n).*?(<!-- end -->)", PAGE.read_text()
-            page, found = re.subn(pattern, lambda m, text=text: m[1] + text + "\n" + m[2], page, flags=re.DOTALL)
-            assert found == 1, name
-            PAGE.write_text(page)
+            write(name, text)
 
 
 if __name__ == "__main__":
