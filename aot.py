@@ -9,8 +9,8 @@ compiled here is train.py's own step, `train.make_train_step`, with the flags of
 topology; no array is ever made, and a model that fills a pod compiles on a laptop. It reports
 
     memory      what the program needs of a device's HBM, and of its host; the largest buffers that are live when it
-                needs most, by operation and source line (liveness.py). Of a program that does not fit the same, by how
-                much it does not, and flags with which the planner predicts that it does. Then the exit status is 3
+                needs most, by operation and source line (liveness.py). For a program that does not fit: the same, by
+                how much it does not, and flags with which the planner predicts that it does; the exit status is then 3
     schedule    every collective: how often, how large, on which engine, what hides it; the time of the step, as
                 schedule.py walks the program's order of execution with the compiler's own estimates of cycles,
                 and of kernels with what bundles.py counts

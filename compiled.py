@@ -3,11 +3,11 @@
     python compiled.py [REGEX] [--json]          what is kept of steps whose flags match, beside what is predicted today
     python aot.py --keep --preset=... --mesh=... compiles a step, and keeps what it finds
 
-To compile a step takes minutes, and that of a large mixture most of an hour. What came of it is in the file beside this
-module, by the flags that make the program: whether it fits, how long a step takes by its schedule, what it needs of the
-device's memory and of the host's, and which compiler said so. An entry is of the program as it was then; `--keep` again
-writes it anew. The prediction beside it is of today: if roofline.py goes astray from the compiler, that shows here, and
-in tests/test_compiled.py.
+To compile a step takes minutes, for a large mixture most of an hour. The results are in the file beside this module, by
+the flags that make the program: whether it fits, how long a step takes by its schedule, what it needs of the device's
+memory and of the host's, and which compiler said so. An entry describes the program as it was then; `--keep` again
+replaces it. The prediction beside it is today's: if roofline.py departs from the compiler, that shows here, and in
+tests/test_compiled.py.
 """
 
 import argparse

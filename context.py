@@ -22,10 +22,11 @@ and arrive at home after c-1 hops. Saved are q, k, v, out and lse; what travels,
 
 **Balance.** Under a causal mask the last of c devices has the work of all rows' ends, 2 - 1/c times the mean, and all
 wait for it. In zigzag order (Llama 3, section 3.3.2) the sequence is cut into 2c chunks, and device i holds chunks i
-and 2c-1-i, one with little to see and one with much. Of another device j each then sees exactly two of the four pairs
-of chunks, both without a mask, at every hop: (late queries, early keys), and (early, early) if j < i or (late, late)
-if j > i. So the two go through one call of the kernel whose mask is known when it is compiled, none. One's own chunks,
-put together, are a causal square. The host lays the tokens, targets, positions and ids out in this order (`order`).
+and 2c-1-i, one with little to see and one with much. With the keys of another device j, device i then has exactly two
+of the four pairs of chunks to compute, both without a mask, at every hop: (late queries, early keys),
+and (early, early) if j < i or (late, late) if j > i. So the two go through one call of the kernel whose mask is known
+when it is compiled, none. One's own chunks, put together, are a causal square. The host lays the tokens, targets,
+positions and ids out in this order (`order`).
 
 **Window.** With a sliding window a device needs the last window-1 keys before its first, and nothing else: a halo from
 its neighbour (from several, if the window is longer than t), whatever the way of the layers without one. It needs

@@ -409,14 +409,14 @@ _gated.defvjp(_gated_forward, _gated_backward)
 def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
-    if tiles or _room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
+    if tiles or room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
         return _products(options, pair, rhs, group_sizes, group_offset, None, rhs_scale)[0]
     scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
     one = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
     return sum(map(one, pair, rhs, scales))
 
 
-def _room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:
+def room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:
     """With what is read for each tile, twice lhs and twice rhs, the matrix units would not wait (see **Cost**)."""
     try:
         cols = default_tiles(M, K, N, E, dtype, out_dtype, summed=True, **kinds).cols

@@ -51,7 +51,7 @@ import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
-from gmm import _room_for_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
+from gmm import room_for_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz
@@ -386,7 +386,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_input), ("tgmm", sizes)]
         dtype, scaled = jnp.dtype(of_input["dtype"]), "float8" in args.dtype
         both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
-        if _room_for_two(*both, transpose_rhs=True, rhs_scale=scaled):
+        if room_for_two(*both, transpose_rhs=True, rhs_scale=scaled):
             calls.append(("gmm", of_input | dict(summed=True)))
         # Down's matrices are swapped where they are gathered by their last dim (moe.grouped_matmul).
         if args.shard_experts:

@@ -28,11 +28,11 @@ slots of one buffer, as many as forward passes are under way at once, counted at
     1F1B        min(M, 2P - 1)        (Narayanan et al. 2019, PipeDream, SOSP; 2020, arXiv:2006.09503)
     circular    min(vM, (v+1)P - 1)   chunks, of 1/v of a stage: less than 1F1B, the more rounds
 
-1F1B on devices that run free of each other keeps P. In step, a message takes a tick, and stage p is 2(P-1-p) ticks from
-the loss and back: 2(P-1-p) + 1 microbatches. (That is "eager 1F1B", Zhuang et al. 2023, arXiv:2211.05322, where it
-pays for messages that have a whole pass to arrive. So it does here: what a stage sends after its forward pass travels
-while it does its backward pass, and the other way round.) Recomputation is the stage function's own: wrapped in
-`jax.checkpoint` it leaves its input alone.
+1F1B on devices that run independently of each other keeps P. Here they run in step: a message takes a tick, and from
+stage p to the loss and back it is 2(P-1-p) ticks, so 2(P-1-p) + 1 microbatches are kept. (That is "eager 1F1B", Zhuang
+et al. 2023, arXiv:2211.05322, where it pays for messages that have a whole pass to arrive. So it does here: what a
+stage sends after its forward pass travels while it does its backward pass, and the other way round.) Recomputation is
+the stage function's own: wrapped in `jax.checkpoint` it leaves its input alone.
 
 **The ends.** All devices trace all of the program, so all embed tokens and all compute a loss, the first and the last
 stage with effect: the others' results are put aside, and the gradients of what is put aside are zeros. It takes

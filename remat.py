@@ -21,10 +21,11 @@ each name, `POLICIES` the sets. For D = NH, elements a token and layer, with Max
     save_dot_with_context_except_mlp    2D + (2N+2K)H + N     ... and attention itself
     minimal_with_context                the same + 2F         nothing
 
-A name is an offer: what the backward pass does not read is not kept, though the policy name it (the outputs that end a
-sub-layer: their sum with the stream is read, not they). What is elementwise (norms, rotations, SwiGLU) has names too,
-and no policy but custom saves it: fused with what reads it, it is repeated almost for nothing. `none` is plain
-differentiation, which keeps that as well: twice the bytes of all names, and no time is won (workload.PLAIN).
+A name is only an offer: what the backward pass does not read is not kept, even if the policy names it (such as the
+outputs that end a sub-layer: their sum with the stream is read, not they). What is elementwise (norms, rotations,
+SwiGLU) has names too, and no policy but custom saves it: fused with what reads it, it is repeated almost for nothing.
+`none` is plain differentiation, which keeps that as well: twice the bytes of all names, and no time is won
+(workload.PLAIN).
 
 **The choice, a byte at a time.** A matmul that contracts D makes its result at D FLOPs a byte in bfloat16 (2*D FLOPs,
 2 bytes). With C FLOP/s reached of a device, W_hbm bytes/s of its memory and W_host of the link to its host:

@@ -57,8 +57,8 @@ same as those of workload.py:
     W_host    16 GB/s      assumed; no figure is published
     network   6.25 GB/s    a device's half of a chip's 100 Gb/s; sends and receives between slices
 
-Seconds of TensorCore go with 1/clock. Half a W doubles each t, but the total grows by no more than what then sticks out
-of the computations beside it: nothing as long as all is hidden. `Rates` and the flags are for trying this.
+TensorCore seconds scale with 1/clock. Half the W doubles each t, but the total grows only by what the computations
+beside it then no longer hide: by nothing as long as all is hidden. `Rates` and the flags are for trying this.
 
 **What XLA counts** of an elementwise fusion is an estimate, too: by windows of up to 64 x 16 registers, as many of
 bfloat16 as of float32. To negate [65536, 14336] it has 5.93 M cycles of either, 4.96 M of int8 (libtpu 0.0.50.1): 2.7

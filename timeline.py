@@ -6,12 +6,13 @@
 
 The profiler writes when each device began and ended each instruction. What an instruction is for, and which line of
 this project it comes from, stands in the compiled program, which train.py puts beside the trace as train_step.hlo: so
-measured time has the categories that schedule.py gives predicted time, with one for all copies that are waited for.
-All is of a device and a step, the mean.
+measured time has the same categories as the predicted time of schedule.py, with one for all copies that are waited for.
+All figures are means over devices and steps.
 
-An instruction around others (a loop, a call) counts what they leave. What no instruction takes is `idle`: the device
-waited for its host, or on simulated devices for a core. There a collective is mostly waiting for the others' turns on
-the same cores, so that what is measured on simulated devices says how a trace is read, and nothing of a TPU.
+An instruction that contains others (a loop, a call) counts only the time that these leave. What no instruction takes is
+`idle`: the device waited for its host, or on simulated devices for a core. There a collective is mostly waiting for the
+others' turns on the same cores, so that what is measured on simulated devices says how a trace is read, and nothing of
+a TPU.
 
 **Matmuls** are beside their FLOPs, counted from the shapes of the instructions that ran, at the speed that one large
 matmul has on the machine that reads the trace, shared by its simulated devices.
