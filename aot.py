@@ -387,20 +387,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    config_lib.add_slice_flags(parser, "tpu7x:2x2x1")
     machine = parser.add_argument_group("compiler")
-    machine.add_argument("--compile_anyway", action="store_true", help="what is predicted not to fit, too")
-    machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile it with and without")
+    machine.add_argument("--compile_anyway", action="store_true", help="compile what is predicted not to fit, too")
+    machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
-    about = "what is found, in compiled_tpu7x.json, which compiled.py shows"
+    about = "keep what is found in compiled_tpu7x.json, which compiled.py shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
-    config_lib.add_flags(parser)
+    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
     args, unknown = parser.parse_known_args(argv)
     try:
-        config = config_lib.from_args(args, unknown)
+        config_lib.check_known(unknown, parser)
+        config = config_lib.from_args(args)
         args.topology, args.num_slices = config_lib.slice_of(args)
         config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         if args.keep and (args.compare or args.kernel):

@@ -550,15 +550,12 @@ def plot_strong_scaling(title: str, rows: list[dict], stops: dict[str, float], p
     figure.savefig(path, dpi=120)
 
 
-FLAGS = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism")
-
-
 def add_bounds_command(commands) -> None:
     about = "which axes of a mesh are bound by messages; step time against chips"
     style = dict(allow_abbrev=False, usage="%(prog)s [--flag=value ...]")
     parser = commands.add_parser("bounds", help=about, description=about, **style)
-    config_lib.add_slice_flags(parser, "tpu7x:4x4x4")
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib")
-    parser.set_defaults(run=print_bounds, model_flags=config_lib.add_flags(parser, FLAGS))
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
+    parser.set_defaults(run=print_bounds)

@@ -50,7 +50,8 @@ def prediction_of(key: str) -> Prediction:
         args, unknown = parser.parse_known_args(shlex.split(key))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    config = config_lib.from_args(args, unknown)
+    config_lib.check_known(unknown, parser)
+    config = config_lib.from_args(args)
     topology, num_slices = config_lib.slice_of(args)
     return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
 
@@ -58,8 +59,7 @@ def prediction_of(key: str) -> Prediction:
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    config_lib.add_slice_flags(parser, "tpu7x:2x2x1")
-    config_lib.add_flags(parser)
+    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
     return parser
 
 
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="compiled.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pattern", nargs="?", default="", metavar="REGEX", help="of steps' flags [all]")
+    parser.add_argument("pattern", nargs="?", default="", metavar="REGEX", help="steps whose flags match it [all]")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     args = parser.parse_args(argv)
     try:

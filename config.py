@@ -41,6 +41,16 @@ ACTIVATIONS = (
     "shared_gate shared_up shared_product shared_down"
 ).split()
 
+# What the help of a flag says beside the comment behind its field.
+_MORE = {
+    "preset": ", ".join(PRESETS),
+    "recipe": ", ".join(RECIPES),
+    "remat": f"{', '.join(REMAT_POLICIES)}, auto (the fastest that fits; remat.py shows them all)",
+    "remat_tensors": ", ".join((*ACTIVATIONS, "qkv_proj")),
+    "fp8": "none, dynamic (a tensor's largest element, now), delayed (that of the last steps), static (that of a "
+    "profile, in --fp8_scales), calibrate (dynamic, and makes the profile), fixed (+-224; of gradients dynamic)",
+}
+
 _OF_EXPERTS = (
     "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
     "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
@@ -137,21 +147,21 @@ NEEDS = (
 @dataclass(frozen=True)
 class Config:
     # run
-    preset: str = "tiny"  # model shape to start from; every other flag overrides it
+    preset: str = "tiny"  # model to start from: shape, dtype, remat, batch, steps, learning rate; flags override them
     recipe: str = ""  # named run to start from, model, mesh and all (published.py); every other flag overrides it
     steps: int = 300  # optimizer steps in all (a resumed run counts the steps before it)
     batch: int = 16  # global batch in sequences
     seq_len: int = 128  # T: tokens in a sequence
-    seed: int = 0  # of the weights, of the order of the data, and of the sample
+    seed: int = 0  # seed of the weights, of the order of the data, and of the sample
 
     # model
-    vocab_size: int = 256  # V
-    num_layers: int = 3  # L
-    model_dim: int = 192  # D
+    vocab_size: int = 256  # V: tokens of the vocabulary
+    num_layers: int = 3  # L: layers
+    model_dim: int = 192  # D: width of the residual stream
     ff_dim: int = 512  # F: width of the SwiGLU MLP
     num_heads: int = 8  # N: query heads
     num_kv_heads: int = 8  # K: key/value heads, each shared by N/K query heads
-    head_dim: int = 24  # H
+    head_dim: int = 24  # H: dims of a head's queries and keys
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     rope_scaling: float = 1.0  # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
     rope_original_len: int = 8192  # context length before rope_scaling
@@ -165,7 +175,7 @@ class Config:
     logit_soft_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0 is off
     z_loss: float = 0.0  # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
-    dtype: str = "float32"  # of the computation: float32 or bfloat16; the master weights are float32
+    dtype: str = "float32"  # what is computed with: float32 or bfloat16; the master weights are float32
 
     # mixture of experts
     num_experts: int = 0  # E: routed experts of a layer; 0 is a dense MLP in every layer
@@ -175,19 +185,19 @@ class Config:
     num_dense_layers: int = 0  # leading layers that have a dense MLP of ff_dim in place of experts
     expert_bias: bool = False  # biases on the router and on the experts' projections (gpt-oss)
     swiglu_limit: float = 0.0  # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
-    router_scores: str = "softmax"  # of the router's logits: softmax, or sigmoid (DeepSeek-V3)
+    router_scores: str = "softmax"  # what the router makes of its logits: softmax, or sigmoid (DeepSeek-V3)
     renormalise: bool = True  # the weights of a token's experts are divided by their sum
-    router_groups: int = 1  # the experts are cut into so many groups
-    router_groups_kept: int = 1  # from so many of them, the best, a token's experts can be chosen
-    router_scale: float = 1.0  # of the experts' weights, in the end
+    router_groups: int = 1  # groups that the experts are cut into
+    router_groups_kept: int = 1  # groups, the best for a token, from which its experts are chosen
+    router_scale: float = 1.0  # the weights of a token's experts are multiplied by this, after all else
     load_balance_loss: float = 0.0  # weight of Switch's loss, which is 1 where all experts have as much to do; 0 is off
     router_z_loss: float = 0.0  # weight of log(Z)^2 of the router's softmax; 0 is off
     selection_bias: bool = False  # balance without a loss: a bias that chooses experts and does not weigh them
-    selection_bias_rate: float = 0.001  # by which it goes up or down after each step
+    selection_bias_rate: float = 0.001  # what the selection bias goes up or down by after each step
     moe_impl: str = "dropless"  # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
-    buffer_factor: float = 2.0  # dropless, over an expert axis: rows that a device has room for, of the mean
-    moe_parts: int = 1  # dropless, over an expert axis: of a device's tokens, one on its way while another computes
-    capacity_factor: float = 1.25  # capacity: tokens that an expert has room for, of the mean
+    buffer_factor: float = 2.0  # dropless over an expert axis: a device has room for so many times the mean of rows
+    moe_parts: int = 1  # dropless over an expert axis: parts of the tokens, one on its way while another computes
+    capacity_factor: float = 1.25  # capacity: an expert has room for so many times the mean of tokens
 
     # multi-head latent attention
     kv_lora_rank: int = 0  # C: keys and values of all heads are made from this many numbers a token; 0 is off
@@ -196,7 +206,7 @@ class Config:
     value_head_dim: int = 0  # dims of a head's value; 0 is head_dim
 
     # parallelism
-    mesh: str = "fsdp:*"  # sizes of the mesh axes, as in data:2,fsdp:2,tensor:2; one may be * and fills
+    mesh: str = "fsdp:*"  # sizes of the axes data, pipe, fsdp, expert, context, tensor, as in data:2,tensor:2; * fills
     core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one of even size
     collectives: str = "xla"  # who moves weights, gradients, activations: xla, or our own ring or ring_bidirectional
     collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
@@ -204,37 +214,37 @@ class Config:
     shard_experts: bool = False  # fsdp cuts the experts' weights by expert, whole matrices, and not each by model_dim
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
-    context_heads: int = 1  # of a ring: so many neighbours exchange heads, and the ring goes across these groups
+    context_heads: int = 1  # with a ring: so many neighbours exchange heads, and the ring goes across these groups
     context_balance: bool = True  # zigzag order over context: all devices have as much to do; without a window only
     microbatches: int = 1  # accumulate gradients over this many parts of the batch, which go through the stages of pipe
-    pipeline_schedule: str = "1f1b"  # of the stages of pipe: gpipe, 1f1b (fewer microbatches in memory), circular
+    pipeline_schedule: str = "1f1b"  # turns of the stages of pipe: gpipe, 1f1b (fewer microbatches in memory), circular
     pipeline_rounds: int = 1  # circular: how often a microbatch goes round, through that many parts of each stage
     remat_stage: bool = False  # of a microbatch that is under way keep the stage's input, and compute the stage again
-    remat: str = "none"  # what the backward pass computes again, of none to full (each layer, from its input), or auto
-    remat_tensors: str = ""  # of remat=custom: device, offload or remat, as in mlp_up:device,context:offload
-    fp8: str = "none"  # 8-bit matmuls, by who finds the scales: dynamic, static, fixed, delayed, calibrate; or none
-    fp8_granularity: str = "per_tensor"  # who shares a scale: per_tensor, per_axis or block
-    fp8_block: int = 128  # elements of a block along each dim
-    fp8_rounding: str = "nearest"  # of gradients: nearest or stochastic
-    fp8_gradients: str = "e5m2"  # their format: e5m2 or e4m3
-    fp8_modules: str = "qkv,out,mlp,moe"  # in 8 bits: qkv, out, mlp (and shared experts), moe (routed ones), unembed
-    fp8_skip_layers: int = 0  # so many layers at each end stay in `dtype`
+    remat: str = "none"  # what of a layer the backward pass finds saved, and does not compute again
+    remat_tensors: str = ""  # with remat=custom, by name: device, offload or remat, as in mlp_up:device,context:offload
+    fp8: str = "none"  # matmuls in 8 bits, by what finds their scales
+    fp8_granularity: str = "per_tensor"  # in 8 bits, who shares a scale: per_tensor, per_axis or block
+    fp8_block: int = 128  # in 8 bits, elements of a block along each dim
+    fp8_rounding: str = "nearest"  # in 8 bits, how gradients are rounded: nearest or stochastic
+    fp8_gradients: str = "e5m2"  # in 8 bits, format of gradients: e5m2 or e4m3
+    fp8_modules: str = "qkv,out,mlp,moe"  # in 8 bits go qkv, out, mlp (and shared experts), moe (routed ones), unembed
+    fp8_skip_layers: int = 0  # so many layers at each end stay out of 8 bits
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
-    attention: str = "auto"  # flash (flash.py), reference (attention.py), or auto: flash on a TPU, else reference
+    attention: str = "auto"  # kernel: flash (flash.py), reference (attention.py), auto: flash on a TPU, else reference
     max_logit: float = 0.0  # flash attention's softmax subtracts this instead of the running maximum; 0 is off
     loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
 
     # optimizer
-    optimizer: str = "adamw"  # adamw, adafactor or sgd
-    learning_rate: float = 3e-3  # peak, after the warm-up
+    optimizer: str = "adamw"  # optimizer of the weights: adamw, adafactor or sgd
+    learning_rate: float = 3e-3  # peak of the learning rate, after the warm-up
     warmup_ratio: float = 0.075  # share of the steps in which the learning rate rises to its peak
     final_lr_ratio: float = 0.1  # cosine decay ends at this share of the peak, at the last step
     beta1: float = 0.9  # adamw: decay of the first moment; sgd: momentum
     beta2: float = 0.95  # adamw: decay of the second moment
-    weight_decay: float = 0.1  # decoupled, on matrices only; adamw and adafactor
+    weight_decay: float = 0.1  # adamw and adafactor: decoupled decay, of matrices only
     clip_norm: float = 1.0  # gradients are scaled down to this global norm; 0 is off
-    mu_dtype: str = "float32"  # of adamw's first moment: float32 or bfloat16
-    offload_optimizer: bool = False  # its state waits on the host, and comes to the device layer by layer (offload.py)
+    mu_dtype: str = "float32"  # what adamw's first moment is kept in: float32 or bfloat16
+    offload_optimizer: bool = False  # the optimizer state waits on the host, and comes layer by layer (offload.py)
     max_skipped: int = 10  # end the run after this many steps in a row with gradients that are not finite
 
     # data
@@ -259,7 +269,7 @@ class Config:
     process_id: int = -1  # number of this process, from 0
     coordinator: str = ""  # host:port of process 0
     peer_timeout: int = 60  # seconds without a sign of life from a process after which the others end too
-    xla_flags: str = "none"  # of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
+    xla_flags: str = "none"  # flags of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
     compilation_cache: str = "~/.cache/ironwood"  # compiled programs are kept here between runs; empty is off
 
     def __post_init__(self):
@@ -516,6 +526,10 @@ def _flags_of(name: str, overrides: dict) -> dict:
     return flags
 
 
+ABOUT_FLAGS = """In brackets are the defaults of --preset=tiny; other presets and recipes have their own.
+What predicts or compiles a run takes all its flags, and ignores those on which its answer does not depend."""
+
+
 def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -> Config:
     """The command line as a Config. A wrong flag or value ends the program with one line that names the way out."""
     parser = argparse.ArgumentParser(
@@ -526,28 +540,27 @@ def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
+    args, unknown = parser.parse_known_args(argv)
     try:
-        return from_args(*parser.parse_known_args(argv))
+        check_known(unknown, parser)
+        return from_args(args)
     except ValueError as error:
         parser.error(str(error))
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> list[str]:
-    """Gives a parser the fields of Config as flags, those of some groups or of all; returns their names."""
+def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> None:
+    """Gives a parser the fields of Config as flags, those of some groups or of all."""
+    parser.epilog = ABOUT_FLAGS
     fields = {field.name: field for field in dataclasses.fields(Config)}
-    names = []
     for group_name, documented in _documentation().items():
         if groups and group_name.partition(" (")[0] not in groups:
             continue
-        names += documented
         group = parser.add_argument_group(group_name)
         for name, help_text in documented.items():
             default = fields[name].default
             help_text = f"{help_text} [{default!r}]".replace("%", "%%")
-            if name == "preset":
-                help_text += f": {', '.join(PRESETS)}"
-            if name == "recipe":
-                help_text += f": {', '.join(RECIPES)}"
+            if name in _MORE:
+                help_text += f": {_MORE[name]}"
             if isinstance(default, bool):
                 action = argparse.BooleanOptionalAction
                 group.add_argument(f"--{name}", action=action, default=argparse.SUPPRESS, help=help_text)
@@ -556,20 +569,14 @@ def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> 
                 group.add_argument(
                     f"--{name}", type=type(default), metavar=metavar, default=argparse.SUPPRESS, help=help_text
                 )
-    return names
 
 
-def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults) -> Config:
+def from_args(args: argparse.Namespace, **defaults) -> Config:
     """The Config of parsed flags, under which their recipe stands, and `defaults`; all else in `args` is left out.
 
-    Args:
-      unknown: what the parser did not know.
-
-    Raises:
-      ValueError: a flag that does not exist, with the nearest that does; a wrong value.
+    Raises ValueError for a wrong value.
     """
     fields = [field.name for field in dataclasses.fields(Config)]
-    check_known(unknown, [*fields, *vars(args)])
     flags = {name: value for name, value in vars(args).items() if name in fields}
     below = {"preset": "tiny", **defaults}
     if name := flags.get("recipe"):
@@ -577,12 +584,13 @@ def from_args(args: argparse.Namespace, unknown: Sequence[str] = (), **defaults)
     return _built(below, flags)
 
 
-def add_slice_flags(parser: argparse.ArgumentParser, topology: str) -> None:
-    """Gives a parser the slices that a run is predicted or compiled for; `slice_of` reads them."""
+def add_run_flags(parser: argparse.ArgumentParser, topology: str) -> None:
+    """Gives a parser all flags of a run, and the slices to predict or compile it for; `slice_of` reads these."""
     group = parser.add_argument_group("machine")
     group.add_argument("--topology", help=f"chips along each axis of a slice [the recipe's, else {topology}]")
     group.add_argument("--num_slices", type=int, help="slices, joined by the network [the recipe's, else 1]")
     parser.set_defaults(default_topology=topology)
+    add_flags(parser)
 
 
 def slice_of(args: argparse.Namespace) -> tuple[str, int]:
@@ -594,9 +602,10 @@ def slice_of(args: argparse.Namespace) -> tuple[str, int]:
     return args.topology or topology, num_slices if args.num_slices is None else args.num_slices
 
 
-def check_known(unknown: Sequence[str], flags: Sequence[str]) -> None:
-    """Raises ValueError for the first flag that a parser did not know, with the nearest of those that there are."""
+def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raises ValueError for the first flag that a parser did not know, with the nearest of those that it has."""
     if unknown:
+        flags = [flag.removeprefix("--") for flag in parser._option_string_actions if flag.startswith("--")]
         name = unknown[0].lstrip("-").partition("=")[0]
         raise ValueError(f"there is no flag {unknown[0]!r}{_did_you_mean(name, flags, prefix='--')}")
 
@@ -621,6 +630,6 @@ def _documentation() -> dict[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    config = parse_flags(sys.argv[1:], prog="config.py", description="Print the configuration that the flags make.")
+    config = parse_flags(sys.argv[1:], prog="config.py", description=__doc__)
     for name, value in dataclasses.asdict(config).items():
         print(f"{name:18} = {value!r}")

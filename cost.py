@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import config as config_lib
 import transformer
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
-from step import MODEL_FLAGS, predict, short_of
+from step import predict, short_of
 from workload import run_of
 
 DAY_S, HOUR_S = 86_400, 3_600
@@ -272,24 +272,25 @@ def add_cost_command(commands) -> None:
         "%(prog)s {--recipe=R | --topology=T | {--chips=N | --days=D} {--mfu=SHARE | --step_s=S}} [--flag=value ...]"
     )
     parser = commands.add_parser("cost", help=about, description=about, allow_abbrev=False, usage=usage)
-    parser.set_defaults(run=print_cost, model_flags=config_lib.add_flags(parser, MODEL_FLAGS))
+    parser.set_defaults(run=print_cost)
+    config_lib.add_flags(parser)
     group = parser.add_argument_group("cost")
     tokens = group.add_mutually_exclusive_group()
-    tokens.add_argument("--tokens", type=float, help="of the run, as in 15e12; default: steps * batch * seq_len")
+    tokens.add_argument("--tokens", type=float, help="tokens of the run, as in 15e12; default: steps * batch * seq_len")
     tokens.add_argument("--chinchilla", action="store_true", help="20 tokens a parameter")
-    about = "of a slice, as in tpu7x:4x4x4: the step is predicted, with --mesh and so on; default: a recipe's"
+    about = "slice, as in tpu7x:4x4x4: the step is predicted, with --mesh and so on; default: a recipe's"
     group.add_argument("--topology", help=about)
-    group.add_argument("--num_slices", type=int, help="of that topology [the recipe's, else 1]")
+    group.add_argument("--num_slices", type=int, help="slices of that topology [the recipe's, else 1]")
     parser.set_defaults(default_topology=None)
-    group.add_argument("--chip", help=f"one of {', '.join(CHIPS)} ['tpu7x']")
-    group.add_argument("--chips", type=int, metavar="N", help="how many of them; default: as many as --days asks for")
-    group.add_argument("--days", type=float, help="find the chips that finish in so many")
-    group.add_argument("--mfu", type=float, metavar="SHARE", help="of the chips' peak, as in 0.4: assumed or measured")
+    group.add_argument("--chip", help=f"kind of chip: {', '.join(CHIPS)} ['tpu7x']")
+    group.add_argument("--chips", type=int, metavar="N", help="chips of the run; default: as many as --days asks for")
+    group.add_argument("--days", type=float, help="find the chips that finish in so many days")
+    group.add_argument("--mfu", type=float, metavar="SHARE", help="share of the peak, as in 0.4: assumed or measured")
     group.add_argument("--step_s", type=float, metavar="S", help="seconds of a step, in place of an MFU")
     about = "share of the time whose steps count [%(default)s]"
     group.add_argument("--goodput", type=float, default=1.0, metavar="SHARE", help=about)
-    about = "of the peak: bf16, fp8 or int8 [%(default)s]"
+    about = "type of the matmuls at that peak: bf16, fp8 or int8 [%(default)s]"
     group.add_argument("--matmul_dtype", default="bf16", metavar="DTYPE", help=about)
-    group.add_argument("--price", type=float, help="of a chip for an hour, in any currency; default: none, and no cost")
+    group.add_argument("--price", type=float, help="price of a chip-hour, in any currency; default: none, and no cost")
     group.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     group.add_argument("--json", action="store_true", help="a JSON object, in FLOPs, bytes, seconds, days, hours")

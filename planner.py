@@ -49,7 +49,7 @@ from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
 from interconnect import squarest
 from placement import BATCH_AXES, MESH_AXES, links_of
-from step import GiB, Prediction, add_run_flags, as_json, describe, plot, predict, short_of
+from step import GiB, Prediction, as_json, describe, plot, predict, short_of
 from workload import TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
 TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
@@ -423,5 +423,5 @@ def add_plan_command(commands) -> None:
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib")
-    add_run_flags(parser)
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_plan)

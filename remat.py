@@ -72,10 +72,10 @@ from collections.abc import Sequence
 
 import config as config_lib
 import transformer
-from config import REMAT_POLICIES, Config, check_known
+from config import REMAT_POLICIES, Config
 from hardware import Chip, by, parse_topology, si
 from planner import ROOM
-from step import GiB, Prediction, add_run_flags, plot, predict, short_of
+from step import GiB, Prediction, plot, predict, short_of
 from transformer import offloaded_names, saved_names
 from workload import TODAY, Efficiency, run_of
 
@@ -236,21 +236,19 @@ def describe(found: dict[str, Prediction], chosen: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """All policies; the one of --remat, or with --remat=auto the best."""
-    about, examples, *_ = __doc__.split("\n\n")
     parser = argparse.ArgumentParser(
         prog="remat.py",
         usage="%(prog)s [--flag=value ...]",
-        description=about,
-        epilog=f"for example:\n{examples}",
+        description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of each step; needs matplotlib")
-    add_run_flags(parser, "tpu7x:2x2x1")
+    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
     args, unknown = parser.parse_known_args(argv)
     try:
-        check_known(unknown, [*args.model_flags, *vars(args)])
+        config_lib.check_known(unknown, parser)
         asked = getattr(args, "remat", "")
         config = config_lib.from_args(args)
         topology, num_slices = config_lib.slice_of(args)

@@ -449,7 +449,8 @@ def add_serve_command(commands) -> None:
         usage="%(prog)s [--flag=value ...]",
         conflict_handler="resolve",  # --dtype is not Config's: what is stored, not what a training step computes in
     )
-    parser.set_defaults(run=print_serve, model_flags=[*config_lib.add_flags(parser, MODEL_GROUPS), "preset", "batch"])
+    parser.set_defaults(run=print_serve)
+    config_lib.add_flags(parser, MODEL_GROUPS)
     presets = ", ".join(config_lib.PRESETS)
     parser.add_argument("--preset", default=argparse.SUPPRESS, help=f"model to start from ['tiny']: {presets}")
     group = parser.add_argument_group("serving")
@@ -457,11 +458,11 @@ def add_serve_command(commands) -> None:
     group.add_argument("--context", type=int, default=8192, help="tokens in the cache of a sequence [%(default)s]")
     group.add_argument("--batch", type=int, dest="batch_", metavar="B", help="sequences; default: 1, 2, 4 to what fits")
     stored = dict(dest="dtype_", default="bf16", metavar="DTYPE")
-    group.add_argument("--dtype", **stored, help=f"of what is stored: {', '.join(STORED_BYTES)} [%(default)s]")
-    group.add_argument("--weight_dtype", metavar="DTYPE", help="of the weights, if another")
-    group.add_argument("--cache_dtype", metavar="DTYPE", help="of the caches, if another")
+    group.add_argument("--dtype", **stored, help=f"type of what is stored: {', '.join(STORED_BYTES)} [%(default)s]")
+    group.add_argument("--weight_dtype", metavar="DTYPE", help="type of the weights, if another")
+    group.add_argument("--cache_dtype", metavar="DTYPE", help="type of the caches, if another")
     group.add_argument("--matmul_dtype", default="bf16", metavar="DTYPE", help="bf16, fp8 or int8 [%(default)s]")
-    group.add_argument("--new_tokens", type=int, default=512, help="of the context, after the prompt [%(default)s]")
+    group.add_argument("--new_tokens", type=int, default=512, help="tokens after the prompt [%(default)s]")
     about = "assumed share of the peak in prefill; the scaling book assumes the default, too [%(default)s]"
     group.add_argument("--mfu", type=float, default=0.4, help=about)
     group.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")

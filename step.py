@@ -632,15 +632,6 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-MODEL_FLAGS = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
-
-
-def add_run_flags(parser: argparse.ArgumentParser, topology: str = "tpu7x:4x4x4") -> None:
-    """What describes a run: the slice, and train.py's flags of model and mesh."""
-    config_lib.add_slice_flags(parser, topology)
-    parser.set_defaults(model_flags=config_lib.add_flags(parser, MODEL_FLAGS))
-
-
 def print_step(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
     topology, num_slices = config_lib.slice_of(args)
@@ -664,5 +655,5 @@ def add_step_command(commands) -> None:
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
     )
-    add_run_flags(parser)
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_step)

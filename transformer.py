@@ -641,8 +641,8 @@ def add_model_command(commands) -> None:
     parser = commands.add_parser(
         "model", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
     )
-    groups = ("run", "model", "mixture of experts", "multi-head latent attention", "parallelism", "optimizer")
-    parser.set_defaults(run=print_model, model_flags=config_lib.add_flags(parser, groups))
+    parser.set_defaults(run=print_model)
+    config_lib.add_flags(parser)
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in FLOPs and bytes")
 

@@ -136,14 +136,17 @@ def describe(config: config_lib.Config, topology: str, found: dict[str, dict]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="fp8.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fp8.py",
+        usage="%(prog)s [--flag=value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    config_lib.add_slice_flags(parser, "tpu7x:4x4x4")
     parser.add_argument("--json", action="store_true", help="a JSON object")
-    config_lib.add_flags(parser)
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
     args, unknown = parser.parse_known_args()
     try:
-        config = config_lib.from_args(args, unknown, **DEFAULTS)
+        config_lib.check_known(unknown, parser)
+        config = config_lib.from_args(args, **DEFAULTS)
         topology, num_slices = config_lib.slice_of(args)
     except ValueError as error:
         parser.error(str(error))

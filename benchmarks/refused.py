@@ -9,7 +9,7 @@ code, and the examples against the rules: every `raise` of them is reached.
 import re
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,9 @@ def check(flags: str) -> None:
     """All that a run of these flags asks before it compiles. Raises ValueError."""
     parser = ArgumentParser(allow_abbrev=False)
     config_lib.add_flags(parser)
-    config = config_lib.from_args(*parser.parse_known_args(shlex.split(flags)))
+    args, unknown = parser.parse_known_args(shlex.split(flags))
+    config_lib.check_known(unknown, parser)
+    config = config_lib.from_args(args)
     sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), 1 if config.mesh == "fsdp:1" else DEVICES)
     placement.core_axis_of(sizes, config.core_axis)
     rules.check(config, sizes)
@@ -186,4 +188,5 @@ ask as well.
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     (ROOT / "REFUSED.md").write_text(page())

@@ -52,7 +52,8 @@ def test_every_field_is_documented_and_in_the_help(capsys):
     for field in FIELDS:
         assert re.search(rf"^  --{field.name}[ ,\n]", shown, re.MULTILINE), field.name
         assert "".join(f"{documented[field.name]} [{field.default!r}]".split()) in unwrapped
-    assert all(preset in shown for preset in PRESETS)
+    assert all(name in shown for name in (*PRESETS, *config_lib.REMAT_POLICIES, *config_lib.ACTIVATIONS))
+    assert config_lib.ABOUT_FLAGS in shown
 
 
 @pytest.mark.parametrize("program", ["config.py", "train.py"])
@@ -115,10 +116,10 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("--presett=tiny", "there is no flag '--presett=tiny'; did you mean --preset?"),
         ("--num_layer=3", "there is no flag '--num_layer=3'; did you mean --num_layers?"),
         ("--lerning-rate=1", "did you mean --learning_rate?"),
-        ("--no-prefetchh", "did you mean --prefetch?"),
+        ("--no-prefetchh", "did you mean --no-prefetch?"),
         ("--batch_size=3", "did you mean --batch?"),
         ("--warmup=3", "did you mean --warmup_ratio?"),  # and no abbreviations
-        ("--zzz", "there is no flag '--zzz'; there are preset, recipe, steps"),
+        ("--zzz", "there is no flag '--zzz'; there are help, preset, recipe, steps"),
         ("stray", "there is no flag 'stray'"),
         ("--preset=llama3-8b", "preset='llama3-8b' does not exist; did you mean llama3.1-8b?"),
         ("--preset=qwen", "preset='qwen' does not exist; did you mean qwen2.5-7b?"),

@@ -544,6 +544,17 @@ def test_step_command(capsys):
     assert "DOES NOT FIT" in ran(capsys, "step --preset=llama3.1-70b --batch=1024 --remat=none")
 
 
+def test_of_the_flags_of_a_run_those_count_that_change_the_step(capsys):
+    """The compiler's flag as remat.py has it, on offload: 10 GiB."""
+    command = "step --preset=llama3.1-70b --mesh=fsdp:128 --batch=128 --remat=qkv_proj_offloaded --json"
+    others = "--corpus=c.bin --checkpoint_dir=runs --save_every=9 --metrics_file=m --profile_dir=p --profile_steps=4:5 "
+    others += "--seed=1 --eval_every=9 --log_every=1 --sample=0 --coordinator=h:1 --num_processes=2 --process_id=0"
+    assert ran(capsys, f"{command} {others}") == ran(capsys, command)
+    less = ran(capsys, f"{command} --xla_flags=xla_tpu_pipeline_memory_host_transfers=false")
+    hbm_gib = lambda out: json.loads(out)["hbm_bytes"] / GiB
+    assert hbm_gib(ran(capsys, command)) - hbm_gib(less) == pytest.approx(10, rel=0.1)
+
+
 def test_matmuls_on_the_roofline(capsys):
     """w_q of Llama 3.1 8B, [8192, 4096] . [4096, 4096], is bound by compute; experts of few tokens are by memory."""
     found = {name: row for name, *row in step.matmuls(predicted(preset="llama3.1-8b", batch=128))}
