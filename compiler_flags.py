@@ -395,7 +395,10 @@ def _did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="compiler_flags.py", allow_abbrev=False, description="XLA's flags for training on TPU7x, explained."
+        prog="compiler_flags.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workload", default="all", help=f"all, or one of {', '.join(WORKLOADS)} [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects")

@@ -58,6 +58,7 @@ documents are short has less to do.
 """
 
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -494,6 +495,7 @@ def main(c: int = 8, T: int = 2048):
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

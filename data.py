@@ -361,14 +361,14 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make and look at token files.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare_parser = commands.add_parser("prepare", help="turn text files and folders into a token file of bytes")
-    prepare_parser.add_argument("paths", nargs="+", metavar="PATH")
-    prepare_parser.add_argument("--out", required=True, metavar="FILE")
+    prepare_parser.add_argument("paths", nargs="+", metavar="PATH", help="text file, or folder of them")
+    prepare_parser.add_argument("--out", required=True, metavar="FILE", help="the token file")
     show_parser = commands.add_parser("show", help="say what is in a token file, and show one packed sequence")
     show_parser.add_argument("path", nargs="?", default="", help="default: Python's standard library")
-    show_parser.add_argument("--seq_len", type=int, default=256)
+    show_parser.add_argument("--seq_len", type=int, default=256, help="tokens of the sequence shown [%(default)s]")
     args = parser.parse_args()
     if args.command == "show" and args.seq_len < 1:
         parser.error(f"--seq_len={args.seq_len} must be at least 1")

@@ -62,6 +62,7 @@ optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
 """
 
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -640,5 +641,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     main()

@@ -37,6 +37,7 @@ all-gathers the weights once, in the compute dtype, and reduce-scatters the grad
 """
 
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 
 import jax
@@ -225,6 +226,7 @@ def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

@@ -68,6 +68,7 @@ classes), i and j the rows and columns of a window. Lower case b, h, w: this cor
 
 import itertools
 import math
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 
 import jax
@@ -228,6 +229,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

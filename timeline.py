@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", help="what --profile_dir was")
     parser.add_argument("--predicted", metavar="FILE", help="what aot.py --json printed for the same step")
     parser.add_argument("--top", type=int, default=8, help="so many lines and operations [%(default)s]")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
     args = parser.parse_args(argv)
     compiler_flags.without_tpu()
     from jax.profiler import ProfileData

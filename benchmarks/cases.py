@@ -161,8 +161,8 @@ def main(argv: list[str] | None = None) -> None:
         prog="cases.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all: {', '.join(CASES)}")
-    parser.add_argument("--compile", action="store_true", help="what is missing, minutes each")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    parser.add_argument("--compile", action="store_true", help="compile what is missing, minutes each")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
     args = parser.parse_args(argv)
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")

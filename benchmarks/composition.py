@@ -5,6 +5,7 @@
 Three steps of each on 8 simulated devices, a row for each: what it is, whether it equals the reference, and seconds.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -17,11 +18,13 @@ from test_composition import check, covering, name_of
 
 
 def main() -> None:
-    every = covering()
-    first, last = map(int, sys.argv[1:]) if sys.argv[1:] else (1, len(every))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", nargs="?", type=int, default=1, metavar="FIRST", help="the first one [%(default)s]")
+    parser.add_argument("last", nargs="?", type=int, metavar="LAST", help="the last one [of all]")
+    args = parser.parse_args()
     wrong = 0
     print("| | configuration | equals the reference | s |\n|---|---|---|---|")
-    for number, settings in enumerate(every[first - 1 : last], first):
+    for number, settings in enumerate(covering()[args.first - 1 : args.last], args.first):
         begun = time.perf_counter()
         try:
             check(settings)

@@ -164,12 +164,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="endurance.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table")
-    parser.add_argument("path", nargs="?", default="figures/endurance.png", help="of the picture [%(default)s]")
-    parser.add_argument("--folder", default="benchmarks/endurance_runs", help="of the runs [%(default)s]")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--steps", type=int, default=1000)
+    about = "what to do [%(default)s]"
+    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
+    parser.add_argument("path", nargs="?", default="figures/endurance.png", help="file of the picture [%(default)s]")
+    parser.add_argument("--folder", default="benchmarks/endurance_runs", help="folder of the runs [%(default)s]")
+    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets to run [%(default)s]")
+    parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help="ways to run each in [%(default)s]")
+    parser.add_argument("--steps", type=int, default=1000, help="length of a run; others are not shown [%(default)s]")
     args = parser.parse_args()
     folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
     for name, known in [(m, MODELS) for m in models] + [(w, WAYS) for w in ways]:

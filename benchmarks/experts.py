@@ -84,10 +84,10 @@ def plot(found: dict[str, dict], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", metavar="FILE.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="length of each run [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="a JSON object: losses and loads of each run")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves; [plot] extra")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)

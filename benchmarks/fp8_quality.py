@@ -135,13 +135,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="fp8_quality.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table")
-    parser.add_argument("path", nargs="?", default="figures/fp8_quality.png", help="of the picture [%(default)s]")
-    parser.add_argument("--folder", default="benchmarks/fp8_quality_runs", help="of the runs [%(default)s]")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--recipes", default=",".join(RECIPES))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=400)
+    about = "what to do [%(default)s]"
+    parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
+    parser.add_argument("path", nargs="?", default="figures/fp8_quality.png", help="file of the picture [%(default)s]")
+    parser.add_argument("--folder", default="benchmarks/fp8_quality_runs", help="folder of the runs [%(default)s]")
+    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="models to run [%(default)s]")
+    about = "recipes to run each in [%(default)s]"
+    parser.add_argument("--recipes", default=",".join(RECIPES), metavar="A,B", help=about)
+    parser.add_argument("--seeds", default="0,1,2", metavar="A,B", help="seeds to run each with [%(default)s]")
+    parser.add_argument("--steps", type=int, default=400, help="length of a run; others are not shown [%(default)s]")
     args = parser.parse_args()
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)

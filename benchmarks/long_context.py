@@ -10,6 +10,7 @@ compiled again. The guide is Google Cloud's "TPU7x performance optimizations": f
 has FSDP 16 x TP 2 x CP 2, 4% before CP 4. Of which model it does not say.
 """
 
+import argparse
 import resource
 import subprocess
 import sys
@@ -67,21 +68,23 @@ def on_cpu() -> None:
     print(f"at most {peak / GiB:.1f} GiB of memory, measured")
 
 
-def main(argv: list[str]) -> None:
-    if argv == ["cpu"]:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(ROWS)}; default: both; or cpu, alone")
+    parser.add_argument("--predicted", action="store_true", help="by roofline.py alone: nothing is compiled")
+    args = parser.parse_args()
+    if args.tables == ["cpu"]:
         return on_cpu()
-    is_compiled = "--predicted" not in argv
-    wanted = [name for name in argv if name != "--predicted"] or list(ROWS)
-    if unknown := set(wanted) - set(ROWS):
-        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(ROWS)}, cpu and --predicted")
+    if unknown := set(args.tables) - set(ROWS):
+        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(ROWS)}, and cpu alone")
     of = ["step", "waits for messages", "MFU", "GiB a device"]
     columns = ["slice", "mesh", "tokens"] + [f"{name}, predicted" for name in of]
-    columns += [f"{name}, compiled" for name in of] if is_compiled else []
+    columns += [f"{name}, compiled" for name in of] if not args.predicted else []
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name in wanted:
+    for name in args.tables or ROWS:
         for each in ROWS[name]:
-            print(row(*each, is_compiled), flush=True)
+            print(row(*each, not args.predicted), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@ have needed, if the compiler does. A compile takes one to ten minutes; what is i
 again, so that a long series can be broken off and taken up.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -45,11 +46,15 @@ def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
     return [needs, hbm, f"{on_host / GiB:.1f}" if on_host else "", step_s]
 
 
-def main(argv: list[str]) -> None:
-    wanted = [name for name in argv if name != "--predicted"] or list(CASES)
-    if unknown := set(wanted) - set(CASES):
-        sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(CASES)} and --predicted")
-    names = ("GiB, predicted", HEADS[-1]) if "--predicted" in argv else HEADS
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all: {', '.join(CASES)}")
+    parser.add_argument("--predicted", action="store_true", help="by roofline.py alone: nothing is compiled")
+    args = parser.parse_args(argv)
+    if unknown := set(args.models) - set(CASES):
+        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")
+    wanted = args.models or list(CASES)
+    names = ("GiB, predicted", HEADS[-1]) if args.predicted else HEADS
     heads = [f"{length}: {name}" if name == names[0] else name for length in LENGTHS for name in names]
     for name in wanted:
         topology, preset, *flags = CASES[name]
@@ -60,9 +65,9 @@ def main(argv: list[str]) -> None:
             cells = []
             for seq_len, its in zip(LENGTHS.values(), flags, strict=True):
                 config = from_preset(preset, **its, seq_len=seq_len, remat=policy)
-                cells += cells_of(predict(run_of(config, *parse_topology(topology))), "--predicted" not in argv)
+                cells += cells_of(predict(run_of(config, *parse_topology(topology))), not args.predicted)
             print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

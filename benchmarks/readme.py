@@ -1,11 +1,12 @@
 """Measures and compiles on this machine what README.md and RESULTS.md say was measured or compiled.
 
-    python benchmarks/readme.py [block ...]
+    python benchmarks/readme.py [BLOCK ...]
 
 Runs `python train.py` and the other benchmarks from a cold start, each in a process of its own, and replaces the text
-between the markers of both. The blocks are those in `BLOCKS` below; default: all.
+between the markers of both.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -141,10 +142,13 @@ BLOCKS = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"default: all: {', '.join(BLOCKS)}")
+    args = parser.parse_args()
+    if unknown := set(args.blocks) - set(BLOCKS):
+        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(BLOCKS)}")
     texts = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "RESULTS.md")}
-    for name in sys.argv[1:] or BLOCKS:
-        if name not in BLOCKS:
-            sys.exit(f"there is no block {name!r}; there are {', '.join(BLOCKS)}")
+    for name in args.blocks or BLOCKS:
         pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
         places = [path for path, text in texts.items() for _ in re.findall(pattern, text, re.DOTALL)]
         if len(places) != 1:

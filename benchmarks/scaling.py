@@ -106,10 +106,10 @@ def main() -> None:
         prog="scaling.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets [%(default)s]")
-    parser.add_argument("--slices", default=",".join(SLICES), metavar="A,B", help="of TPU7x [%(default)s]")
+    parser.add_argument("--slices", default=",".join(SLICES), metavar="A,B", help="slices of TPU7x [%(default)s]")
     parser.add_argument("--compile", action="store_true", help="the first model's weak scaling by the compiler, too")
-    parser.add_argument("--plot", metavar="FILE.png")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw MFU against chips; [plot] extra")
+    parser.add_argument("--json", action="store_true", help="a list of JSON objects, a row each")
     args = parser.parse_args()
     models, slices = args.models.split(","), args.slices.split(",")
     found = []

@@ -77,7 +77,7 @@ def main() -> None:
         prog="startup.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--maxtext", metavar="PYTHON", help="the Python that MaxText is installed for; run it as well")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
     args = parser.parse_args()
     here, there = measure(ours, r"^\s*step .*loss", {}), MAXTEXT_FOUND
     if args.maxtext:
