@@ -532,7 +532,7 @@ def _flags_of(name: str, overrides: dict) -> dict:
 
 
 ABOUT_FLAGS = """In brackets are the defaults of --preset=tiny; other presets and recipes have their own.
-What predicts or compiles a run takes all its flags, and ignores those on which neither time nor memory depends."""
+What predicts or compiles a run takes all its flags, and ignores those on which its answer does not depend."""
 
 
 def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -> Config:

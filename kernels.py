@@ -51,7 +51,7 @@ import groups
 import schedule
 import tuned
 from flash import flash_attention  # noqa: F401
-from gmm import room_for_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
+from gmm import gated_gmm, gmm, room_for_two, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.Rates().kernel_clock_hz

@@ -73,6 +73,7 @@ its groups are there for that), its balance within a sequence, routing by the ex
 in the router, and forward-mode derivatives.
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -556,6 +557,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     main()

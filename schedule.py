@@ -795,8 +795,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
     for rate in dataclasses.fields(Rates):
         parser.add_argument(f"--{rate.name}", type=float, default=rate.default, help="default: %(default).4g")
-    parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES")
-    parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS")
+    parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help="of kernels by name")
+    parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS", help="of loops by name")
     parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")
     args = parser.parse_args(argv)
     try:

@@ -19,8 +19,8 @@ from test_composition import check, covering, name_of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", nargs="?", type=int, default=1, metavar="FIRST", help="number from 1 [%(default)s]")
-    parser.add_argument("last", nargs="?", type=int, metavar="LAST", help="[that of the last one]")
+    parser.add_argument("first", nargs="?", type=int, default=1, metavar="FIRST", help="the first one [%(default)s]")
+    parser.add_argument("last", nargs="?", type=int, metavar="LAST", help="the last one [of all]")
     args = parser.parse_args()
     wrong = 0
     print("| | configuration | equals the reference | s |\n|---|---|---|---|")
