@@ -20,6 +20,7 @@ and with communication, of which only what nothing hides (the exposed part) make
     context       keys and values go round a ring while attention computes, a hop at a time over the slowest of its
                   links; backward with their gradients in float32. Gathered or exchanged for heads, by all or by
                   `context_heads` neighbours: exposed, as is the halo of a layer with a window
+    merging       what each hop of a ring gives is added to what there is, in float32: results, and backward gradients
     expert        all-to-all there and back, forward and backward. Exposed; of n parts (--moe_parts) all but 1/n of
                   those of the backward pass are behind the experts' matmuls, as long as these take (moe.py)
     pipe          (P - 1) of vM + P - 1 ticks idle, v rounds of M microbatches; a message a tick and way, hidden but
@@ -35,7 +36,7 @@ Every microbatch gathers and reduce-scatters anew.
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
 
 **Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
-and the compute down. Attention is taken to be a fused kernel; the merging of a ring's parts is not counted.
+and the compute down. Attention is taken to be a fused kernel.
 """
 
 import argparse
@@ -152,6 +153,7 @@ def predict(of: Run) -> Prediction:
         _fsdp(of, kinds),
         _tensor(of, kinds),
         _context(of, kinds),
+        _merging(of, kinds),
         _expert(of, kinds),
     ]
     rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes), _slots(of)]
@@ -334,6 +336,20 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
         else "with their gradients in float32"
     )
     return _communication("context", seconds, exposed, formula)
+
+
+def _merging(of: Run, kinds: list[Kind]) -> Part:
+    """What context.py adds up after each hop of a ring: the sum so far and a part are read, the sum is written."""
+    config, hops = of.config, rules.ring_size(of.config, of.sizes) - 1
+    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    results = (4 + of.element + 4) * config.num_heads * Hv  # bytes a token; the kernel gives results as activations are
+    gradients = (4 + 4 + 4) * (config.num_heads * Hk + config.num_kv_heads * (Hk + Hv))
+    share = transformer.num_global_layers(config) / config.num_layers * (config.context_impl == "ring")
+    times = hops * share * of.tokens / of.tensor
+    nbytes = math.fsum(kind.times * times * ((1 + kind.layer.attention_lost) * results + gradients) for kind in kinds)
+    bandwidth = of.hbm_bytes_per_s * of.efficiency.elementwise
+    formula = f"{si(nbytes, 'B')} of results and gradients, {hops} times a layer / {si(bandwidth, 'B/s')}"
+    return Part("merging", "memory", nbytes / bandwidth, nbytes / bandwidth, formula)
 
 
 def split(links: list[Axis], ways: int) -> tuple[list[Axis], list[Axis]]:

@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -83,9 +84,14 @@ def compiled(case: str, algorithm: str, topology: str) -> str:
     return jax.jit(per_device).lower(*args).compile().as_text()
 
 
-def read(program: str) -> dict:
+def places(topology: str) -> list[tuple[int, ...]]:
+    """(slice, x, y, z) of the chip that each device of the mesh is on."""
+    return [(0, *device.coords) for device in make_mesh(topology).devices.flat]
+
+
+def read(program: str, chips: Sequence[tuple[int, ...]] = ()) -> dict:
     """What the scheduled program sends, on which engine, and what of it the TensorCore waits for."""
-    timeline = schedule.walk(hlo.parse(program))
+    timeline = schedule.walk(hlo.parse(program), chips=chips)
     messages, engines = Counter(), {"SparseCore": "the SparseCores", "TensorCore": "the TensorCore's DMA"}
     for message in timeline.collectives:
         where = "the TensorCore, which waits" if message.synchronous else engines[message.engine]
@@ -111,7 +117,7 @@ def main() -> None:
     for topology in [arguments.topology] if arguments.topology else ["tpu7x:2x2x1", "tpu7x:4x4x4"]:
         for case in CASES:
             for algorithm in collectives.ALGORITHMS:
-                row = read(compiled(case, algorithm, topology))
+                row = read(compiled(case, algorithm, topology), places(topology))
                 rows.append({"topology": topology, "case": case, "algorithm": algorithm} | row)
                 messages = ", ".join(f"{count} {what}" for what, count in row["messages"].items())
                 times = " | ".join(f"{1e3 * row[key]:.3f}" for key in ("tensorcore_s", "exposed_s", "total_s"))
