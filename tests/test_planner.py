@@ -85,7 +85,7 @@ def test_the_plan_is_a_step_that_can_be_asked_for(capsys):
 
 
 def test_of_equally_fast_plans_the_simplest():
-    found = planned("llama3.1-8b", "tpu7x:2x2x4", batch=64)
+    found = planned("llama3.1-8b", "tpu7x:2x2x4", batch=32)
     rivals = [one for one in found.families if one.step_s <= planner.WITHIN * found.families[0].step_s]
     assert len(rivals) > 1 and len(axes_of(found.best)) == min(len(axes_of(one)) for one in rivals) == 1
     steps = [one.step_s for one in found.families]
@@ -198,9 +198,9 @@ def test_three_figures_of_the_guide():
 def test_the_guides_hybrid_at_128k():
     """FSDP 16 x TP 2 x CP 2 against FSDP 16 x CP 4, 64 devices, a model under 20B: the guide has 4% for the hybrid.
 
-    Of what model it does not say. Here, for Llama 3.1 8B, the two are within 2%, CP 4 the faster one: what `tensor`
-    moves waits, what `context` moves hides behind attention. Compiled, the hybrid is 4% ahead (RESULTS.md, "Long
-    sequences"): the merging of results after each hop of the ring is not predicted.
+    Of what model it does not say. Here, for Llama 3.1 8B, the hybrid is ahead by less than 2%: what `tensor` moves waits,
+    what `context` moves hides behind attention, but what each of its hops gives has to be merged. Compiled, it is 3%
+    ahead (RESULTS.md, "Long sequences").
     """
     once = lambda mesh, **flags: predict(
         run_of(from_preset("llama3.1-8b", seq_len=131_072, batch=16, mesh=mesh, **flags), TPU7X, (2, 4, 4))
@@ -208,7 +208,7 @@ def test_the_guides_hybrid_at_128k():
     hybrid = once("fsdp:16,context:2,tensor:2", remat="save_qkv_proj")
     context = once("fsdp:16,context:4", remat="save_qkv_proj")
     assert hybrid.fits and context.fits
-    assert 1 < hybrid.step_s / context.step_s < 1.02
+    assert 0.98 < hybrid.step_s / context.step_s < 1
     assert hybrid.of.links["tensor"][0].name == "die to die"
     waits = {part.name: part.exposed_s for part in hybrid.parts if part.resource == "communication"}
     assert waits["tensor communication"] > 0 and waits["context communication"] == 0

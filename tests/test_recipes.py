@@ -338,7 +338,7 @@ def test_what_if_is_the_step_on_such_a_chip(capsys):
         assert its["gain"][case] == pytest.approx(its["step_s"] / found["step_s"] - 1)
     assert all(gain >= 0 for gain in its["gain"].values()) and its["gain"]["links"] < 0.01 < its["gain"]["HBM's bytes"]
     long = recipes.what_if("llama3.1-8b-1m-bf16")["gain"]
-    assert long["matrix units"] > 0.9 and long["HBM's bandwidth"] < 0.02  # all of it is attention
+    assert long["matrix units"] > 0.9 and long["HBM's bandwidth"] < 0.03  # nearly all of it is attention
 
 
 def test_the_readmes_other_chips_are_those_of_today(capsys):
