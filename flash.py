@@ -29,9 +29,9 @@ hardware has exp2 only: scale * log2(e) is folded into q, in float32, before it 
 
 **Cost**, cycles a head with all that the kernel does, compiled (libtpu 0.0.50.1; bf16, causal, T = S):
 
-    T = 8192, H = V = 128     68,301  (tokamax 111,300)    with a constant max logit       66,374
-              H = V = 64      62,947  (tokamax 109,600)    4 documents of 2048             27,290
-              H = V = 256     87,051  (tokamax 142,100)    H = 192, V = 128                69,229
+    T = 8192, H = V = 128     68,309  (tokamax 111,300)    with a constant max logit       66,410
+              H = V = 64      62,955  (tokamax 109,600)    4 documents of 2048             27,290
+              H = V = 256     87,059  (tokamax 142,100)    H = 192, V = 128                69,229
     T = 32768, window = 1024  101,900                      T = 131072, H = V = 128     14,770,509
 
 where tokamax is its 0.0.17's splash attention, counted alike, in blocks of 1024 (512 of keys at once, experimental

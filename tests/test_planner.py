@@ -198,9 +198,9 @@ def test_three_figures_of_the_guide():
 def test_the_guides_hybrid_at_128k():
     """FSDP 16 x TP 2 x CP 2 against FSDP 16 x CP 4, 64 devices, a model under 20B: the guide has 4% for the hybrid.
 
-    Of what model it does not say. Here, for Llama 3.1 8B, the hybrid is ahead by less than 2%: what `tensor` moves waits,
-    what `context` moves hides behind attention, but what each of its hops gives has to be merged. Compiled, it is 3%
-    ahead (RESULTS.md, "Long sequences").
+    Of what model it does not say. Here, for Llama 3.1 8B, the hybrid is ahead by less than 2%: what `tensor` moves
+    waits, what `context` moves hides behind attention, but what each of its hops gives has to be merged. Compiled, it
+    is 3% ahead (RESULTS.md, "Long sequences").
     """
     once = lambda mesh, **flags: predict(
         run_of(from_preset("llama3.1-8b", seq_len=131_072, batch=16, mesh=mesh, **flags), TPU7X, (2, 4, 4))
