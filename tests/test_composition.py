@@ -219,7 +219,7 @@ def test_experts_in_8_bits_are_the_same_whole_or_cut():
 
 def test_experts_that_cannot_be_handed_out_can_be_cut():
     settings = DEFAULTS | {"fsdp": 4, "expert": 2, "model": "experts", "shard_experts": True}
-    with pytest.raises(ValueError, match=r"multiple of expert\*fsdp=8; nearest are 8 \(or --no-shard_experts\)"):
+    with pytest.raises(ValueError, match=r"multiple of expert\*fsdp=8; nearest is 8 \(or --no-shard_experts\)"):
         config_of(settings)
     config_of(settings | {"shard_experts": False})
 
