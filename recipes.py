@@ -150,23 +150,24 @@ def what_if(name: str) -> dict:
     config = config_lib.from_recipe(name)
     chip, _ = parse_topology(recipe.topology)
 
-    def step_s(*figures: str) -> float:
+    def fastest(*figures: str) -> Prediction:
         plus = "".join(f"+{figure}=2x" for figure in figures if getattr(chip, figure))
         more, topology = parse_topology(recipe.topology.replace(":", f"{plus}:"))
         own = predict(run_of(config, more, topology, num_slices=recipe.num_slices))
         others = remat.predictions(config, more, topology, num_slices=recipe.num_slices).values()
-        return min(found.step_s for found in [own, *filter(remat.fits, others)])
+        return min([own, *filter(remat.fits, others)], key=lambda found: found.step_s)
 
-    own_s = step_s()
-    return dict(recipe=name, step_s=own_s, gain={case: own_s / step_s(*of) - 1 for case, of in WHAT_IF.items()})
+    own = fastest()
+    gain = {case: own.step_s / fastest(*of).step_s - 1 for case, of in WHAT_IF.items()}
+    return dict(recipe=name, step_s=own.step_s, mfu=own.mfu, gain=gain)
 
 
 def table_of_what_if(names: list[str]) -> str:
     """As Markdown."""
-    lines = [f"| recipe | step | twice the {' | '.join(WHAT_IF)} |", "|---" * (2 + len(WHAT_IF)) + "|"]
+    lines = [f"| recipe | step | MFU | twice the {' | '.join(WHAT_IF)} |", "|---" * (3 + len(WHAT_IF)) + "|"]
     for its in map(what_if, names):
         gains = (f"{gain:+.1%}" for gain in its["gain"].values())
-        lines.append(f"| {its['recipe']} | {its['step_s']:.2f} s | {' | '.join(gains)} |")
+        lines.append(f"| {its['recipe']} | {its['step_s']:.2f} s | {its['mfu']:.1%} | {' | '.join(gains)} |")
     return "\n".join(lines)
 
 
