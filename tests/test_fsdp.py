@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_parallel import MIXTURES, SMALL, init, make_batch, on_mesh
 
 import aot
@@ -99,6 +100,24 @@ def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch
     loops = list(layer_loops_of(config))
     assert len(loops) == 2
     assert matrices not in [sorted(var.aval.shape) for loop, _ in loops for var in loop.outvars]
+
+
+@pytest.mark.slow
+def test_of_a_hundred_layers_two_are_whole():
+    """Compiled for TPU7x 2x2x1, a stack of matmuls, forward: beside shards and stream it needs memory for two layers."""
+    layers, D, tokens = 100, 4096, 1024
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    gather = lambda w_dD: fsdp.gather(w_dD, P("fsdp"), "fsdp")
+    layer = lambda w_DD, x_bD, aux, i: x_bD @ w_DD
+    per_device = lambda w_LdD, x_bD: fsdp.scan_layers(layer, gather, w_LdD, x_bD, None, prefetch=True)
+    shape = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    args = shape((layers, D, D), P(None, "fsdp")), shape((8 * tokens, D), P("fsdp"))
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"))
+    memory = jax.jit(sharded).lower(*args).compile().memory_analysis()
+    whole = 2 * D * D
+    assert memory.argument_size_in_bytes == pytest.approx(layers * whole / 8 + 2 * tokens * D, rel=0.01)
+    assert 2 * whole <= memory.temp_size_in_bytes < 3 * whole
 
 
 def test_prefetch_gathers_what_this_layer_does_not_need():
