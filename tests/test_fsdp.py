@@ -104,7 +104,7 @@ def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch
 
 @pytest.mark.slow
 def test_of_a_hundred_layers_two_are_whole():
-    """Compiled for TPU7x 2x2x1, a stack of matmuls, forward: beside shards and stream it needs memory for two layers."""
+    """Compiled for TPU7x 2x2x1, a stack of matmuls: beside shards and stream it needs memory for two layers."""
     layers, D, tokens = 100, 4096, 1024
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
