@@ -558,4 +558,4 @@ def add_bounds_command(commands) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib")
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
-    parser.set_defaults(run=print_bounds)
+    parser.set_defaults(run=print_bounds, parser=parser)

@@ -555,7 +555,7 @@ def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -
 
 def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> None:
     """Gives a parser the fields of Config as flags, those of some groups or of all."""
-    parser.epilog = ABOUT_FLAGS
+    parser.epilog = None if groups else ABOUT_FLAGS
     fields = {field.name: field for field in dataclasses.fields(Config)}
     for group_name, documented in _documentation().items():
         if groups and group_name.partition(" (")[0] not in groups:

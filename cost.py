@@ -272,7 +272,7 @@ def add_cost_command(commands) -> None:
         "%(prog)s {--recipe=R | --topology=T | {--chips=N | --days=D} {--mfu=SHARE | --step_s=S}} [--flag=value ...]"
     )
     parser = commands.add_parser("cost", help=about, description=about, allow_abbrev=False, usage=usage)
-    parser.set_defaults(run=print_cost)
+    parser.set_defaults(run=print_cost, parser=parser)
     config_lib.add_flags(parser)
     group = parser.add_argument_group("cost")
     tokens = group.add_mutually_exclusive_group()

@@ -371,7 +371,7 @@ def add_collective_command(commands) -> None:
         "halo": "every device gets the edges of both neighbours: --before_bytes, --after_bytes",
     }.items():
         parser = kinds.add_parser(kind, help=about, description=about, **style)
-        parser.set_defaults(run=print_collective, kind=kind, slices=1)
+        parser.set_defaults(run=print_collective, parser=parser, kind=kind, slices=1)
         for name in ("before_bytes", "after_bytes") if kind == "halo" else ("bytes",):
             parser.add_argument(f"--{name}", type=float, required=True, metavar="BYTES", help="as in 1e9")
         parser.add_argument("--topology", default="tpu7x:4x4x4", help=f"of {', '.join(CHIPS)} [%(default)s]")
@@ -387,7 +387,7 @@ def add_collective_command(commands) -> None:
         parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     about = "all-reduce time against chips, as mesh and torus of 1, 2, ... axes"
     parser = kinds.add_parser("scaling", help=about, description=about, **style)
-    parser.set_defaults(run=print_scaling)
+    parser.set_defaults(run=print_scaling, parser=parser)
     parser.add_argument("--bytes", type=float, metavar="BYTES", help="of the sum; default: 102.4e6 and 1e9")
     parser.add_argument("--chips", default="v3,tpu7x", help=f"some of {', '.join(CHIPS)} [%(default)s]")
     parser.add_argument("--plot", metavar="FILE.png", help="draw it, too; needs matplotlib")

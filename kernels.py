@@ -476,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over: model dim [%(default)s]")
     of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
-    of_experts.add_argument("--shard_experts", action="store_true", help="fsdp cuts by expert, as with train.py's flag")
+    of_experts.add_argument("--shard_experts", action="store_true", help="fsdp cuts by expert, or is not there")
     search.set_defaults(run=print_search)
     args = parser.parse_args(argv)
     if not compiler_flags.has_tpu():

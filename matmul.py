@@ -527,7 +527,7 @@ def add_matmul_command(commands) -> None:
         allow_abbrev=False,
         usage="%(prog)s {--m=M --k=K --n=N | NOTATION --sizes=I:8192,... --mesh=X:4,...} [--flag=value ...]",
     )
-    parser.set_defaults(run=print_matmul)
+    parser.set_defaults(run=print_matmul, parser=parser)
     about = "of a sharded matmul: A[I, J_X] . B[J_X, K_Y] -> C[I, K_Y]{U_X}"
     parser.add_argument("notation", nargs="?", metavar="NOTATION", help=about)
     for name, what in dict(m="rows of A, tokens", k="columns of A, summed over", n="columns of B").items():

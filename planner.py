@@ -424,4 +424,4 @@ def add_plan_command(commands) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib")
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
-    parser.set_defaults(run=print_plan)
+    parser.set_defaults(run=print_plan, parser=parser)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog=f"for example:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(prog="roofline.py", dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(prog="roofline.py", metavar="COMMAND", required=True)
     add_matmul_command(commands)
     add_collective_command(commands)
     add_bounds_command(commands)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_command(commands)
     args, unknown = parser.parse_known_args(argv)
     try:
-        check_known(unknown, commands.choices[args.command])
+        check_known(unknown, args.parser)
         args.run(args)
     except BrokenPipeError:  # of `| head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

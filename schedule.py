@@ -29,8 +29,9 @@ iterations are walked until one leaves both as it found them; it stands for all 
     all-gather        V (n-1)/n / (rings W)                 V: bytes of the whole array, n: devices of a group
     reduce-scatter    V (n-1)/n / (rings W)
     all-reduce        2 V (n-1)/n / (rings W)
-    all-to-all        V (n-1)/n / W                         V: bytes of a device; half of all cross the middle, which
-                                                            is V a link on 2x2x1 and on a torus of 4x4x4; of a
+    all-to-all        n V/4 / (links over the middle W)     V: bytes of a device; half of all cross the middle of the
+                                                            longest axis, half of these each way: V a link on 2x2x1 and
+                                                            on a torus of 4x4x4; V (n-1)/n / W without `chips`. Of a
                                                             ragged one, whose sizes only the run knows, V is what is
                                                             there to be sent or the room for it, the smaller
     permute           V / W                                 a queue of its own for every way round
@@ -38,10 +39,10 @@ iterations are walked until one leaves both as it found them; it stands for all 
                                                             takes 2V, and so do the SparseCores to gather or transpose
 
 `rings` are the "colours" of the strategy that XLA wrote down for the collective, a direction of links each; where it
-wrote none, one. Two colours round a ring of two chips, or along a line, are on the same links: rings are at most the
-links one way out of a chip, two for each torus axis that wraps around and that the group has all of, else one. W is a
-link one way, divided by the groups that have a device of one chip, as both of its devices send through its links; of
-permutes, by those that go from one chip to the same other one. Between the two devices of a chip it is the die-to-die
+wrote none, one. Two colours between two chips, or along a line, are on the same links: rings are at most the links one
+way out of a chip, two for each torus axis that wraps around and that the group has all of, else one. W is a link one
+way, divided by the groups that have a device of one chip, as both of its devices send through its links; of permutes,
+by those that go from one chip to the same other one. Between the two devices of a chip it is the die-to-die
 link, whose rings are one. Where the chips are the text does not say: `chips` does, from aot.py; without it, as on the
 command line, two devices after another are on a chip, and rings are colours.
 
@@ -166,14 +167,24 @@ def on_a_chip(devices: Sequence[int], chips: Sequence) -> bool:
     return len(devices) == 2 and devices[0] != devices[1] and len({*chips_of(devices, chips)}) == 1
 
 
+def axes_of(devices: Sequence[int], chips: Sequence) -> list[tuple[int, bool]]:
+    """(chips, whether it is a ring) along each axis of the torus on which a group has more than one."""
+    extents, slice_of = (
+        [len({*places}) for places in zip(*of, strict=True)][1:] for of in (chips_of(devices, chips), chips)
+    )
+    axes = zip(extents, CHIP.axes(slice_of), strict=True)
+    return [(extent, axis.wrap and extent == axis.size) for extent, axis in axes if extent > 1]
+
+
 def links_out(devices: Sequence[int], chips: Sequence) -> float:
     """Links one way out of a chip to others of the group; infinite where it is not known where the chips are."""
-    if not chips:
-        return math.inf
-    extents = [len({*places}) for places in zip(*chips_of(devices, chips), strict=True)]
-    _, *axes = [len({*places}) for places in zip(*chips, strict=True)]  # of the slice
-    wraps = [axis.wrap and extent == axis.size for axis, extent in zip(CHIP.axes(axes), extents[1:], strict=True)]
-    return sum(2 if wrap and extent > 2 else 1 for wrap, extent in zip(wraps, extents[1:], strict=True) if extent > 1)
+    return sum(1 + ring for _, ring in axes_of(devices, chips)) if chips else math.inf
+
+
+def over_the_middle(devices: Sequence[int], chips: Sequence) -> float:
+    """Of what a device sends, alike to all of a group: what crosses the busiest link, over that."""
+    number = len({*chips_of(devices, chips)})
+    return max(len(devices) / 4 / (number / extent * (1 + ring)) for extent, ring in axes_of(devices, chips))
 
 
 def sharing(instruction: Instruction, chips: Sequence) -> int:
@@ -210,9 +221,12 @@ def collective(
     else:
         nbytes *= size if kind == "reduce-scatter" else 1
         moved = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
-        if not kind.endswith("all-to-all") and not near:
-            links = links_out(instruction.groups[0], chips) if instruction.groups else math.inf
-            speed *= max(min(rings, links), 1) / sharing(instruction, chips)
+        if size > 1 and not near:
+            group = instruction.groups[0]
+            if not kind.endswith("all-to-all"):
+                speed *= max(min(rings, links_out(group, chips)), 1) / sharing(instruction, chips)
+            elif chips:
+                moved = nbytes * over_the_middle(group, chips) * sharing(instruction, chips)
     engine = "SparseCore" if sparse else "TensorCore"
     groups = instruction.groups or tuple(pair for pair in instruction.pairs if pair[0] != pair[1])
     return Transfer(kind, engine, queue, nbytes, moved / speed, groups, rings)

@@ -449,7 +449,7 @@ def add_serve_command(commands) -> None:
         usage="%(prog)s [--flag=value ...]",
         conflict_handler="resolve",  # --dtype is not Config's: what is stored, not what a training step computes in
     )
-    parser.set_defaults(run=print_serve)
+    parser.set_defaults(run=print_serve, parser=parser)
     config_lib.add_flags(parser, MODEL_GROUPS)
     presets = ", ".join(config_lib.PRESETS)
     parser.add_argument("--preset", default=argparse.SUPPRESS, help=f"model to start from ['tiny']: {presets}")

@@ -318,7 +318,7 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     once, gradients, exchanged = moved[config.context_impl]
     seconds = exposed = 0.0
     for kind in kinds:
-        for way, number in ((0, 1), (1, 1 + kind.layer.attention_lost)):  # before, if the kernel runs again
+        for way, number in ((0, 1), (1, _times_forward(of, kind))):  # behind the forward pass, and backward
             parts = number * once + (gradients if way else 0)
             behind = kind.by_part["attention"][way] * (1 - 1 / ring) if config.context_impl == "ring" else 0
             others = without_window * number * exchanged + (1 - without_window) * number * halo
@@ -338,15 +338,20 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     return _communication("context", seconds, exposed, formula)
 
 
+def _times_forward(of: Run, kind: Kind) -> int:
+    """How often attention is computed forward: again if its results are lost, and again if a stage's are."""
+    return 1 + kind.layer.attention_lost + of.config.remat_stage
+
+
 def _merging(of: Run, kinds: list[Kind]) -> Part:
     """What context.py adds up after each hop of a ring: the sum so far and a part are read, the sum is written."""
     config, hops = of.config, rules.ring_size(of.config, of.sizes) - 1
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
     results = (4 + of.element + 4) * config.num_heads * Hv  # bytes a token; the kernel gives results as activations are
-    gradients = (4 + 4 + 4) * (config.num_heads * Hk + config.num_kv_heads * (Hk + Hv))
+    gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + of.element + 4) * config.num_kv_heads * (Hk + Hv)
     share = transformer.num_global_layers(config) / config.num_layers * (config.context_impl == "ring")
     times = hops * share * of.tokens / of.tensor
-    nbytes = math.fsum(kind.times * times * ((1 + kind.layer.attention_lost) * results + gradients) for kind in kinds)
+    nbytes = math.fsum(kind.times * times * (_times_forward(of, kind) * results + gradients) for kind in kinds)
     bandwidth = of.hbm_bytes_per_s * of.efficiency.elementwise
     formula = f"{si(nbytes, 'B')} of results and gradients, {hops} times a layer / {si(bandwidth, 'B/s')}"
     return Part("merging", "memory", nbytes / bandwidth, nbytes / bandwidth, formula)
@@ -672,4 +677,4 @@ def add_step_command(commands) -> None:
         "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
     )
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
-    parser.set_defaults(run=print_step)
+    parser.set_defaults(run=print_step, parser=parser)

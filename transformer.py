@@ -653,7 +653,7 @@ def add_model_command(commands) -> None:
     parser = commands.add_parser(
         "model", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
     )
-    parser.set_defaults(run=print_model)
+    parser.set_defaults(run=print_model, parser=parser)
     config_lib.add_flags(parser)
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in FLOPs and bytes")

@@ -155,7 +155,8 @@ def expected_of(case: Case, row: Mapping) -> Prediction:
     return predict(run_of(from_preset(case.preset, **case.common | row), *parse_topology(case.topology)))
 
 
-def _flag(name: str, value: object) -> str:
+def _flag(flag: tuple[str, object]) -> str:
+    name, value = flag
     return f"--{name}" if value is True else f"--{name}={value}"
 
 
@@ -170,7 +171,7 @@ def table(name: str, compile_missing: bool = False) -> str:
     """
     case = CASES[name]
     kinds = ["predicted", "compiled"] if case.is_compiled else ["predicted"]
-    common = " ".join(f"--{flag}={value}" for flag, value in case.common.items())
+    common = " ".join(map(_flag, case.common.items()))
     lines = [f"`--topology={case.topology} --preset={case.preset} {common}`"]
     lines += ["", f"| | with | {' | '.join(f'step, {kind} | MFU | waits | GiB' for kind in kinds)} |"]
     lines += [f"|{'---|' * (2 + 4 * len(kinds))}"]
@@ -186,7 +187,7 @@ def table(name: str, compile_missing: bool = False) -> str:
                 cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
             else:
                 cells += ["refused" if its else "not compiled", "", "", ""]
-        own = " ".join(_flag(name, value) for name, value in row.items() if value is not False)
+        own = " ".join(_flag(flag) for flag in row.items() if flag[1] is not False)
         own = own.replace(ON_TENSORCORES, "OFF")
         own = f"`{own}`" if own else ""
         lines.append(f"| {about} | {own} | {' | '.join(cells)} |")
@@ -195,13 +196,9 @@ def table(name: str, compile_missing: bool = False) -> str:
 
 def write(name: str, text: str) -> None:
     """Between the marks of its name, which stand once on one of the pages."""
-    pattern, written = rf"(<!-- case: {name} -->\n).*?(<!-- end -->)", 0
-    for page in PAGES:
-        new, found = re.subn(pattern, lambda m: m[1] + text + "\n" + m[2], page.read_text(), flags=re.DOTALL)
-        if found:
-            page.write_text(new)
-        written += found
-    assert written == 1, name
+    pattern = rf"(<!-- case: {name} -->\n).*?(<!-- end -->)"
+    (page,) = (page for page in PAGES for _ in re.findall(pattern, page.read_text(), re.DOTALL))
+    page.write_text(re.sub(pattern, lambda m: m[1] + text + "\n" + m[2], page.read_text(), flags=re.DOTALL))
 
 
 def main(argv: list[str] | None = None) -> None:

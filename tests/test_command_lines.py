@@ -67,10 +67,15 @@ def test_what_predicts_a_run_takes_its_flags(command, ended):
     assert "ignores those on which its answer does not depend" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", [*PREDICTIONS, "roofline.py serve"])
+NESTED = ["roofline.py collective all_reduce --bytes=1", "roofline.py collective scaling"]
+
+
+@pytest.mark.parametrize("command", [*PREDICTIONS, "roofline.py serve", *NESTED])
 def test_what_is_proposed_is_a_flag(command, ended):
     _, out, _ = ended(f"{command} --help")
     for wrong in ("model_flags", "default_topology", "comand"):  # as names of the parser's own are
         _, _, err = ended(f"{command} --{wrong}=3")
         proposed = re.search(r"did you mean --(\w+)\?", err)
         assert f"no flag '--{wrong}=3'" in err and (not proposed or proposed[1] in flags_in(out))
+    _, _, err = ended(f"{command} --jsom")
+    assert "did you mean --json?" in err

@@ -453,6 +453,32 @@ def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
     assert (beside(), beside(**order)) == (1, 8)
 
 
+def places(topology):
+    """(slice, x, y, z) of each device, in the order of ids: two a chip, x before y before z."""
+    X, Y, Z = topology
+    return [(0, x, y, z) for z in range(Z) for y in range(Y) for x in range(X) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "topology, groups, over_a_link",
+    [
+        ((2, 2, 1), [range(8)], 1),  # 8/2 devices send half of V over 2 links
+        ((2, 2, 1), [[0, 2], [1, 3]], 1),  # two groups send half over one
+        ((2, 2, 1), [range(4), range(4, 8)], 1),
+        ((4, 4, 4), [range(128)], 1),  # 128/2 halves, 2 * 16 links
+        ((4, 4, 4), [[0, 2, 4, 6], [1, 3, 5, 7]], 1),  # 2 groups of 4/2 halves, a ring's 2 links
+        ((4, 4, 4), [range(8)], 1),
+        ((2, 4, 4), [range(64)], 2),  # 64/2 halves over 8 links, of lines
+    ],
+)
+def test_an_all_to_all_crosses_the_middle(topology, groups, over_a_link):
+    """By hand: what crosses the middle of the longest axis, one way, over the links that do; a link takes a byte/s."""
+    chips = places(topology)
+    text = f"replica_groups={{{','.join('{' + ','.join(map(str, group)) + '}' for group in groups)}}}"
+    timeline = run(f"%c = u8[8]{{0}} all-to-all(%p), {text}", END, chips=chips)
+    assert timeline.seconds == pytest.approx(8 * over_a_link)
+
+
 @pytest.mark.parametrize(
     "topology, devices, links",
     [
@@ -467,9 +493,7 @@ def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
     ],
 )
 def test_links_out_of_a_chip(topology, devices, links):
-    """Devices in the order of their ids, two a chip, x before y before z."""
-    X, Y, Z = topology
-    chips = [(0, x, y, z) for z in range(Z) for y in range(Y) for x in range(X) for _ in range(2)]
+    chips = places(topology)
     group = range(len(chips))[devices]
     assert schedule.links_out(group, chips) == links and schedule.links_out(group, ()) == math.inf
     one_of_a_chip = all(device % 2 == 0 for device in group)
