@@ -458,9 +458,11 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     experts, others = params_of_device(of)
     params = experts + others
     held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
-    # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered.
-    plain = config.remat == "none"
-    saved = lambda layer: PLAIN * layer.saved + (of.tensor - 1) * layer.norms if plain else layer.saved
+    # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered, and
+    # what matmuls in 8 bits read as these read it.
+    in_8_bits = lambda layer: (of.element - 1) * read_in_8_bits(of, layer)
+    plain = lambda layer: PLAIN * layer.saved + (of.tensor - 1) * layer.norms - in_8_bits(layer)
+    saved = plain if config.remat == "none" else lambda layer: layer.saved
     waiting = held(saved) * of.in_flight
     if config.remat_stage:
         # Of each the input of the stage, or of its part in a round; and all of the one that is computed again.
@@ -510,6 +512,16 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
     return memory, held(lambda layer: layer.offloaded)
+
+
+def read_in_8_bits(of: Run, layer: Layer) -> float:
+    """Elements a token that a layer's matmuls in 8 bits read, each once: those side by side read the same."""
+    read = {}
+    for product in layer.products:
+        if product.dtype == "fp8":
+            name, ways = (product.weight, 1) if product.weight in ROW_PARALLEL else (product.part, of.tensor)
+            read[name, product.k] = product.k * product.copies * ways
+    return sum(read.values())
 
 
 def inputs_in_two_layouts(of: Run) -> bool:

@@ -144,8 +144,8 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
 def test_predictions_are_near_what_was_compiled(key):
     """The key is today's; memory within 15%, and steps within 20%; with the recommended flags they may be 25% too long.
 
-    What flags of the compiler gain is not predicted: the VMEM that these give to matmuls takes 11% off a step of 8B. With
-    2,048 tokens a device, of which XLA's matmuls reach two thirds of the peak, a step may be 25% too short.
+    What flags of the compiler gain is not predicted: the VMEM that these give to matmuls takes 11% off a step of 8B.
+    With 2,048 tokens a device, of which XLA's matmuls reach two thirds of the peak, a step may be 25% too short.
     """
     its, expected = compiled.read()[key], compiled.prediction_of(key)
     assert compiled.key_of(expected) == key

@@ -60,4 +60,6 @@ def test_every_flag_without_effect_has_an_example(names, why):
 @pytest.mark.parametrize("flags", ERRORS)
 def test_each_is_a_sentence_or_two(flags):
     sentence = str(ERRORS[flags])
-    assert sentence.count(". ") <= 1 and 20 < len(sentence) < 400 and "\n" not in sentence and not sentence.endswith(".")
+    assert (
+        sentence.count(". ") <= 1 and 20 < len(sentence) < 400 and "\n" not in sentence and not sentence.endswith(".")
+    )
