@@ -295,7 +295,7 @@ def matmul_flops(program: Program, computation: dict[str, Instruction], instruct
         products = math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[dim] for dim in dims)
     else:
         products = _products(instruction, lhs, rhs)
-    bits = max(int(re.search(r"\d+", shape.dtype)[0]) for shape in (lhs, rhs))
+    bits = max(int(re.search(r"\d+|$", shape.dtype)[0] or 8) for shape in (lhs, rhs))  # a pred, as of a mask, is a byte
     return flops | {bits: flops.get(bits, 0.0) + 2.0 * products}
 
 

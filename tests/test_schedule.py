@@ -798,6 +798,7 @@ def test_command_line(tmp_path, capsys):
             "window={size=2x2 stride=2x2}, dim_labels=b01f_01io->b01f",
             16,
         ),
+        ("pred[8,4]", "s8[4,16]", "s8[8,16]", "dim_labels=bf_io->bf", 8 * 4 * 16),
         # Its gradient: zeros between the elements, which count as little.
         ("f32[1,2,1]", "f32[2,1,1]", "f32[1,4,1]", "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f", 4),
     ],
@@ -809,7 +810,7 @@ def test_flops_of_a_convolution(lhs, rhs, result, how, products):
         f"ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{\n  %x = {lhs} parameter(0)\n  %y = {rhs} parameter(1)\n"
         f"  ROOT %f = {result} fusion(%x, %y), kind=kOutput, calls=%fused\n}}\n"
     )
-    bits = int(re.search(r"\d+", lhs)[0])
+    bits = int(re.search(r"\d+", rhs)[0])
     main = program.computations["main"]
     assert matmul_flops(program, main, main["f"]) == {bits: 2 * products}
 
