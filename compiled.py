@@ -5,9 +5,9 @@
 
 To compile a step takes minutes, for a large mixture most of an hour. The results are in the file beside this module, by
 the flags that make the program: whether it fits, how long a step takes by its schedule, what it needs of the device's
-memory and of the host's, and which compiler said so. An entry describes the program as it was then; `--keep` again
-replaces it. The prediction beside it is today's: if roofline.py departs from the compiler, that shows here, and in
-tests/test_compiled.py.
+memory and of the host's, and which compiler said so. An entry describes the program, and the count of schedule.py, as
+they were then; `--keep` again replaces it. The prediction beside it is today's: if roofline.py departs from the
+compiler, that shows here, and in tests/test_compiled.py.
 """
 
 import argparse
