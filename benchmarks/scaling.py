@@ -64,7 +64,8 @@ def table(found: list[dict]) -> str:
     columns = "model, chips, mesh, sequences, step, MFU, of the smallest's, waits for messages, GiB a device".split(
         ", "
     )
-    columns += ["step, compiled", "GiB, compiled"] if any("compiled" in row for row in found) else []
+    some_compiled = any("compiled" in row for row in found)
+    columns += ["step, compiled", "GiB, compiled"] if some_compiled else []
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in found:
         mesh = next(flag.removeprefix("--mesh=") for flag in row["flags"] if flag.startswith("--mesh="))
@@ -75,6 +76,8 @@ def table(found: list[dict]) -> str:
             cells += (
                 [f"{its['step_s']:.2f} s", f"{its['peak_hbm_bytes'] / GiB:.1f}"] if its["fits"] else ["", "refused"]
             )
+        elif some_compiled:
+            cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
