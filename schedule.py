@@ -183,8 +183,9 @@ def links_out(devices: Sequence[int], chips: Sequence) -> float:
 
 def over_the_middle(devices: Sequence[int], chips: Sequence) -> float:
     """Of what a device sends, alike to all of a group: what crosses the busiest link, over that."""
-    number = len({*chips_of(devices, chips)})
-    return max(len(devices) / 4 / (number / extent * (1 + ring)) for extent, ring in axes_of(devices, chips))
+    number, axes = len({*chips_of(devices, chips)}), axes_of(devices, chips)
+    crossing = (len(devices) / 4 / (number / extent * (1 + ring)) for extent, ring in axes)
+    return max(crossing, default=1 - 1 / len(devices))  # of several slices, alike in each, no axis has more than one
 
 
 def sharing(instruction: Instruction, chips: Sequence) -> int:
