@@ -139,22 +139,27 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
     q_btnH, k_btkH = remat.named(q_btnH, "query_proj"), remat.named(k_btkH, "key_proj")
     v_btkU = remat.named(v_btkU, "value_proj")
 
+    kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
+    in_parts = lax.axis_size("context") > 1
+
     def attend(window):
         options = dict(window=window, sinks=w.sinks, max_logit=config.max_logit or None)
-        kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
         ids = segments_bt, segments_bt
-        if lax.axis_size("context") > 1:
+        if in_parts:
             options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
             options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
             return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
         if kernel:
-            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, interpret=interpret, **options)[0]
+            options |= dict(which=is_global, interpret=interpret)
+            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
         return remat.named(attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
 
-    if config.global_every:
-        out_btnU = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
-    else:
+    if not config.global_every:
         out_btnU = attend(config.window)
+    elif kernel and not in_parts:  # has the branches within
+        out_btnU = attend((config.window, 0))
+    else:
+        out_btnU = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
     out_btd = row_parallel(out_btnU, w.w_o, config)
     if config.output_bias:
         out_btd += w.bias_o

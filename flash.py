@@ -95,7 +95,8 @@ def flash_attention(
     v_BSKV: jax.Array,
     *,
     causal: bool = True,
-    window: int = 0,
+    window: int | tuple[int, ...] = 0,
+    which: jax.Array | None = None,
     prefix: jax.Array | int | None = None,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     soft_cap: float = 0.0,
@@ -112,6 +113,7 @@ def flash_attention(
       q_BTNH, k_BSKH, v_BSKV: queries, keys and values of one dtype, bfloat16 or float32. N is a multiple of K: query
         head n takes the keys of head n // (N/K). T and S are any lengths.
       causal, window, prefix: the mask, as for `masks.visible`; prefix is one number or an array_B.
+      which: of several windows, the number of the one that is meant; may be traced.
       segment_ids: (ids_BT, ids_BS): a query sees only keys of its own document. Fastest if they do not decrease.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.
       max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
@@ -130,7 +132,7 @@ def flash_attention(
       ValueError: shapes or dtypes do not go together, or blocks do not fit.
     """
     fixed = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale, interpret=interpret)
-    traced = prefix, segment_ids, jnp.asarray(q_offset, jnp.int32)
+    traced = prefix, segment_ids, jnp.asarray(q_offset, jnp.int32), which
     out_BTNV, lse_BNT = _attend(fixed, (max_logit, blocks), q_BTNH, k_BSKH, v_BSKV, *traced)
     return (out_BTNV, lse_BNT) if sinks is None else with_sinks(out_BTNV, lse_BNT, sinks)
 
@@ -153,10 +155,11 @@ def with_sinks(out_BTNV, lse_BNT, sinks_N):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(fixed, forward_only, q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset):
+def _attend(fixed, forward_only, q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset, which):
     heads_first = [x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV)]
     max_logit, blocks = forward_only
-    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, max_logit=max_logit, blocks=blocks)
+    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, which=which)
+    options |= dict(max_logit=max_logit, blocks=blocks)
     out_BNTV, lse_BNT = forward(*heads_first, **options)
     return out_BNTV.swapaxes(1, 2), lse_BNT
 
@@ -169,17 +172,17 @@ def _attend_forward(fixed, forward_only, *args):
 
 
 def _attend_backward(fixed, _, saved, cotangents):
-    q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset, out_BTNV, lse_BNT = saved
+    q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset, which, out_BTNV, lse_BNT = saved
     dout_BTNV, dlse_BNT = cotangents
     scale = q_BTNH.shape[-1] ** -0.5 if fixed["scale"] is None else fixed["scale"]
-    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, scale=scale, blocks=None)  # its own
+    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, which=which, scale=scale)
     q_BNTH, k_BKSH, v_BKSV, out_BNTV, dout_BNTV = [
         x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV, out_BTNV, dout_BTNV)
     ]
     lse_BNT = jnp.where(jnp.isinf(lse_BNT), jnp.inf, lse_BNT)  # exp(score - inf) = 0: such rows send back no gradient
     saved = q_BNTH, k_BKSH, v_BKSV, out_BNTV, lse_BNT
     gradients = flash_backward.backward(*saved, dout_BNTV, dlse_BNT, **options)
-    return *(x.swapaxes(1, 2) for x in gradients), None, None, None
+    return *(x.swapaxes(1, 2) for x in gradients), None, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -255,7 +258,8 @@ def forward(
     v_BKSV: jax.Array,
     *,
     causal: bool = True,
-    window: int = 0,
+    window: int | tuple[int, ...] = 0,
+    which: jax.Array | None = None,
     prefix: jax.Array | int | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     soft_cap: float = 0.0,
@@ -266,6 +270,17 @@ def forward(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel, heads first, without derivatives: (out_BNTV, lse_BNT). All else as for `flash_attention`."""
+    mask = dict(causal=causal, prefix=prefix, segments=segments, q_offset=q_offset)
+    options = dict(soft_cap=soft_cap, max_logit=max_logit, scale=scale, blocks=blocks, interpret=interpret)
+    windows = window if isinstance(window, tuple) else (window,)
+    calls = [_call_of(q_BNTH, k_BKSH, v_BKSV, mask | dict(window=w), **options) for w in windows]
+    out_BNTV, lse_BN1T = flash_backward.one_of(which, calls)
+    return out_BNTV, lse_BN1T[:, :, 0]
+
+
+def _call_of(q_BNTH, k_BKSH, v_BKSV, mask, *, soft_cap, max_logit, scale, blocks, interpret):
+    """The kernel of one window as a function, and its operands: those of the window, and those of all."""
+    causal, window, prefix, segments, q_offset = [mask[n] for n in "causal window prefix segments q_offset".split()]
     (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
     shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=causal, window=window)
     key = tuned.key_of("flash_forward", **shape, packed=segments is not None, max_logit=max_logit is not None)
@@ -274,7 +289,6 @@ def forward(
     num_q, num_k = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
     chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
 
-    mask = dict(causal=causal, window=window, prefix=prefix, segments=segments, q_offset=q_offset)
     ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), **mask)
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(q_offset, jnp.int32), 1)
@@ -308,7 +322,7 @@ def forward(
         *(prefix is not None, segments is not None, S, N // K, row, blocks),
     )
     f32 = lambda *shape: pltpu.VMEM(shape, jnp.float32)
-    out_BNTV, lse_BN1T = pl.pallas_call(
+    call = pl.pallas_call(
         partial(_kernel, fixed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -331,8 +345,8 @@ def forward(
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="flash_forward",
         metadata=tuned.metadata(key, blocks, calls=B * N),
-    )(*operands)
-    return out_BNTV, lse_BN1T[:, :, 0]
+    )
+    return lambda lists, *shared: call(*lists, *shared), operands[:5], operands[5:]
 
 
 def _alike(operands):

@@ -125,6 +125,21 @@ def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
     return blocks.resident * key + blocks.queries * query + spilled
 
 
+def one_of(which: jax.Array | None, calls: list[tuple]) -> tuple[jax.Array, ...]:
+    """call(own, *shared) of the `which`-th of [(call, own, shared), ...], where `shared` is the same for all.
+
+    Only kernels are in the branches, and the barriers keep XLA from moving what stands around them there: while a
+    branch runs that has work for the SparseCores in it, as copies between layouts are, no collective on them can be
+    under way.
+    """
+    if len(calls) == 1:
+        ((call, own, shared),) = calls
+        return call(own, *shared)
+    owns, shared = lax.optimization_barrier(([own for _, own, _ in calls], calls[0][2]))
+    branches = [lambda owns, *shared, i=i, call=call: call(owns[i], *shared) for i, (call, *_) in enumerate(calls)]
+    return lax.optimization_barrier(lax.switch(which.astype(jnp.int32), branches, owns, *shared))
+
+
 def backward(
     q_BNTH: jax.Array,
     k_BKSH: jax.Array,
@@ -135,12 +150,13 @@ def backward(
     dlse_BNT: jax.Array,
     *,
     causal: bool,
-    window: int,
+    window: int | tuple[int, ...],
     prefix: jax.Array | int | None,
     segments: tuple[jax.Array, jax.Array] | None,
     soft_cap: float,
     q_offset: jax.Array | int,
     scale: float,
+    which: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,6 +168,7 @@ def backward(
         seen) or infinite (overflow) the query has no gradient.
       dout_BNTV, dlse_BNT: their gradients.
       causal, window, prefix, segments, q_offset: as for `masks.block_ranges`. Prefix and q_offset may be traced.
+      which: of several windows, the number of the one that is meant; may be traced.
       soft_cap: scores are soft_cap * tanh(scale * q k^T / soft_cap); 0 is off.
       scale: of the scores.
       blocks: sizes; None is what was found for them (tuned.py), or else `default_blocks`.
@@ -160,26 +177,44 @@ def backward(
     Raises:
       ValueError: shapes or blocks that do not go together, or do not fit into VMEM.
     """
-    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
-    shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=causal, window=window)
-    key = tuned.key_of("flash_backward", **shape, packed=segments is not None)
-    blocks = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype)
-    blocks = _checked(q_BNTH, k_BKSH, v_BKSV, blocks)
+    (B, N, T, H), (S, V) = q_BNTH.shape, v_BKSV.shape[2:]
     di_BNT = jnp.sum(out_BNTV.astype(jnp.float32) * dout_BNTV.astype(jnp.float32), -1) - dlse_BNT
     dead_BNT = (lse_BNT <= UNSEEN / 2) | (lse_BNT == jnp.inf)
     stats_BN2T = jnp.stack([jnp.where(dead_BNT, NO_GRADIENT, lse_BNT * LOG2_E), jnp.where(dead_BNT, 0.0, di_BNT)], 2)
-    described = tuned.metadata(key, blocks, calls=B * N)
-    static = _Static((T, S), dict(causal=causal, window=window), soft_cap, scale, blocks, interpret, described)
-    call = partial(_call, static, q_BNTH, dout_BNTV.astype(q_BNTH.dtype), stats_BN2T)
-    if S <= blocks.resident:
-        return call(k_BKSH, v_BKSV, prefix, segments, q_offset)
+    ids = None if segments is None else [ids[:, None].astype(jnp.int32) for ids in segments]
+    shared = q_BNTH, dout_BNTV.astype(q_BNTH.dtype), stats_BN2T, k_BKSH, v_BKSV, ids
+
+    def call_of(window):
+        mask = dict(causal=causal, window=window)
+        shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), **mask)
+        key = tuned.key_of("flash_backward", **shape, packed=segments is not None)
+        sizes = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype)
+        sizes = _checked(q_BNTH, k_BKSH, v_BKSV, sizes)
+        described = tuned.metadata(key, sizes, calls=B * N)
+        static = _Static((T, S), mask, soft_cap, scale, sizes, interpret, described)
+        if S <= sizes.resident:
+            scalars, _ = _scalars(static, B, prefix, segments, q_offset)
+            return partial(_call, static), scalars, shared
+        return partial(_in_parts, static), (prefix, segments, q_offset), shared
+
+    return one_of(which, [call_of(w) for w in (window if isinstance(window, tuple) else (window,))])
+
+
+def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
+    """As many keys at a time as are resident. `mask`: prefix, segments and q_offset."""
+    (B, N, T, H), (_, K, S, _), blocks = q_BNTH.shape, k_BKSH.shape, static.blocks
+    prefix, segments, q_offset = mask
 
     def some_keys(dq_BNTH, start, size):
         cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         k_BKsH, v_BKsV = cut(k_BKSH, axis=2), cut(v_BKSV, axis=2)
         some_prefix = None if prefix is None else prefix - start
         some_segments = None if segments is None else (segments[0], cut(segments[1], axis=1))
-        dq_BNTH, dk_BKsH, dv_BKsV = call(k_BKsH, v_BKsV, some_prefix, some_segments, q_offset - start, dq_BNTH)
+        some_ids = None if ids is None else (ids[0], cut(ids[1], axis=2))
+        part = replace(static, lengths=(T, size))
+        scalars, seen = _scalars(part, B, some_prefix, some_segments, q_offset - start)
+        operands = q_BNTH, do_BNTV, stats_BN2T, k_BKsH, v_BKsV, some_ids
+        dq_BNTH, dk_BKsH, dv_BKsV = _call(part, scalars, *operands, dq_BNTH, seen)
         return dq_BNTH, (dk_BKsH, dv_BKsV)
 
     whole, left = divmod(S, blocks.resident)
@@ -225,19 +260,27 @@ class _Static:
     metadata: dict[str, str]
 
 
-def _call(static, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, prefix, segments, q_offset, dq_so_far=None):
-    """The kernel, on keys that all fit into VMEM. With `dq_so_far` it adds to that, and skips queries that see none."""
-    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
-    static = replace(static, lengths=(T, S))
-    blocks, bq, bk = static.blocks, static.blocks.queries, static.blocks.keys
-    nq, nk = pl.cdiv(T, bq), pl.cdiv(S, bk)
+def _scalars(static, B, prefix, segments, q_offset):
+    """What the kernel has in SMEM, by name, and which blocks of queries see any of the keys (bool)."""
+    (T, S), bq, bk = static.lengths, static.blocks.queries, static.blocks.keys
+    nq = pl.cdiv(T, bq)
     # Queries beyond T have no gradient, so a last block that they fill up needs no mask.
     of_q, _ = block_ranges((nq * bq, S), (bq, bk), prefix=prefix, segments=segments, q_offset=q_offset, **static.mask)
-    first_q, count_q = (0, nq) if dq_so_far is None else _visited((of_q[..., 3] > of_q[..., 0]).any(0))
-    scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=q_offset, first_q=first_q)
+    scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=q_offset, first_q=0)
     if prefix is not None:
         scalars["prefix"] = jnp.broadcast_to(prefix, (B,))
     scalars = {name: jnp.asarray(x, jnp.int32).reshape(-1) for name, x in scalars.items()}
+    return scalars, (of_q[..., 3] > of_q[..., 0]).any(0)
+
+
+def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_so_far=None, seen=None):
+    """The kernel, on keys that all fit into VMEM. With `dq_so_far` it adds to that, and skips queries that see none."""
+    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
+    blocks, bq, bk = static.blocks, static.blocks.queries, static.blocks.keys
+    nk, count_q = pl.cdiv(S, bk), pl.cdiv(T, bq)
+    if dq_so_far is not None:
+        first_q, count_q = _visited(seen)
+        scalars = scalars | dict(first_q=first_q.reshape(1))
 
     block_of = lambda i, ranges, offset, first_q, *_: first_q[0] + i
     rows = lambda width: pl.BlockSpec(
@@ -248,8 +291,8 @@ def _call(static, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, prefix, segments,
     stats = pl.BlockSpec((None, None, 2, bq), lambda b, k, g, *i: (b, k * (N // K) + g, 0, block_of(*i)))
     inputs = dict(q=(q_BNTH, rows(H)), do=(do_BNTV, rows(V)), stats=(stats_BN2T, stats))
     inputs |= dict(k=(k_BKSH, head(H)), v=(v_BKSV, head(V)))
-    if segments is not None:
-        q_ids, k_ids = [ids[:, None].astype(jnp.int32) for ids in segments]
+    if ids is not None:
+        q_ids, k_ids = ids
         inputs["q_ids"] = (q_ids, pl.BlockSpec((None, 1, bq), lambda b, k, g, *i: (b, 0, block_of(*i))))
         inputs["k_ids"] = (k_ids, pl.BlockSpec((None, 1, nk * bk), lambda b, *_: (b, 0, 0)))
     if dq_so_far is not None:
@@ -261,7 +304,7 @@ def _call(static, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, prefix, segments,
     scratch = dict(qs=narrow((bq, H)), dos=narrow((bq, V)), qT=narrow((H, bq)), doT=narrow((V, bq)))
     scratch |= dict(lse=wide((bq, LANES)), di=wide((bq, LANES)), dqT=wide((H, bq)))
     scratch |= dict(kT=narrow((nk, H, bk)), vT=narrow((nk, V, bk)), dkT=wide((nk, H, bk)), dvT=wide((nk, V, bk)))
-    if segments is not None:
+    if ids is not None:
         scratch["ids"] = pltpu.VMEM((bq, LANES), jnp.int32)
 
     names = [*scalars, *inputs, *outputs, *scratch]

@@ -7,13 +7,18 @@
 in the order of execution where the first line says is_scheduled=true. A shape has its layout behind it, and in it the
 memory: f32[8,128]{1,0:T(8,128)S(1)} lies in VMEM. An instruction may go over several lines. What cannot be read here is
 an error that names the line. schedule.py makes a timeline of it.
+
+What a program computes of a few integers, the number of a layer for one, can be known without running it: `evaluate`.
 """
 
 import json
 import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,94 @@ def parse(text: str) -> Program:
                 if operand not in instructions:
                     raise ValueError(f"line {instruction.line}: there is no %{operand} in {name}")
     return Program(entry, computations, roots)
+
+
+# -- integers
+
+INTEGERS = re.compile(r"pred|[su]\d+")
+MOST = 4096  # elements of an array whose values are followed
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    """Rounded towards zero."""
+    return np.sign(a) * np.sign(b) * (abs(a) // abs(b)) if np.all(b) else None
+
+
+ELEMENTWISE = {
+    "abs": abs,
+    "add": operator.add,
+    "and": operator.and_,
+    "clamp": lambda low, a, high: np.clip(a, low, high),
+    "divide": _divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": operator.mul,
+    "negate": operator.neg,
+    "not": np.invert,
+    "or": operator.or_,
+    "remainder": lambda a, b: np.fmod(a, b) if np.all(b) else None,
+    "select": np.where,
+    "subtract": operator.sub,
+    "xor": operator.xor,
+}
+COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt}
+COMPARE["GE"] = operator.ge
+SAME = {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "optimization-barrier", "opt-barrier"}
+
+
+def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> np.ndarray | tuple | None:
+    """The value of an instruction that has integers or truth values, if it follows from those of its operands.
+
+    Args:
+      operands: of each an array, a tuple of such values, or None, which is not known.
+    """
+    opcode, attributes = instruction.opcode, instruction.attributes
+    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
+    followed = [INTEGERS.fullmatch(s.dtype) and math.prod(s.dims) <= MOST for s in instruction.shapes]
+    if opcode == "fusion" and any(followed):
+        (called,) = instruction.called["calls"]
+        values = {}
+        for name, within in program.computations[called].items():
+            if within.opcode == "parameter":
+                values[name] = operands[int(within.literal)]
+            else:
+                values[name] = evaluate(program, within, [values[n] for n in within.operands])
+        return values[program.roots[called]]
+    if opcode == "tuple":
+        return tuple(operands)
+    if opcode == "get-tuple-element":
+        return operands[0][int(attributes["index"])] if isinstance(operands[0], tuple) else None
+    if not followed or not followed[0]:
+        return None
+    shape = instruction.shapes[0]
+    if opcode == "constant":
+        found = re.findall(r"-?\d+|true|false", instruction.literal)
+        flat = [int({"true": 1, "false": 0}.get(word, word)) for word in found]
+        if len(flat) != math.prod(shape.dims):
+            return None
+        return np.array(flat, bool if shape.dtype == "pred" else int).reshape(shape.dims)
+    if opcode == "iota":
+        (dim,) = numbers(attributes["iota_dimension"])
+        return np.broadcast_to(np.arange(shape.dims[dim]).reshape([-1] + [1] * (len(shape.dims) - dim - 1)), shape.dims)
+    if not operands or not all(isinstance(operand, np.ndarray) for operand in operands):
+        return None
+    first = operands[0]
+    if opcode in ELEMENTWISE or opcode == "compare":
+        value = (COMPARE[attributes["direction"]] if opcode == "compare" else ELEMENTWISE[opcode])(*operands)
+        return None if value is None else np.asarray(value)  # NumPy gives a scalar for arrays without dims
+    if opcode in SAME and sum(n > 1 for n in first.shape) <= 1:  # else a bitcast may be a transpose
+        values = first.astype(bool if shape.dtype == "pred" else int)
+        return values.reshape(shape.dims) if values.size == math.prod(shape.dims) else None
+    if opcode == "broadcast":
+        sizes = [1] * len(shape.dims)
+        for dim, size in zip(numbers(attributes.get("dimensions", "")), first.shape, strict=True):
+            sizes[dim] = size
+        return np.broadcast_to(first.reshape(sizes), shape.dims)
+    if opcode == "dynamic-slice":
+        where = zip(operands[1:], first.shape, shape.dims, strict=True)
+        starts = [(min(max(int(start.item()), 0), most - size), size) for start, most, size in where]
+        return first[tuple(slice(start, start + size) for start, size in starts)]
+    return None
 
 
 # -- matmuls

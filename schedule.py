@@ -21,10 +21,11 @@ with newer compilers `call-start` has no operands, these come, and the work begi
     x-done            now = max(now, ready)                 a stall: what of t no computation hid is exposed
     collective alone  now += t                              synchronous: all of it is exposed
     while             trips x body                          trips from the condition's constant, start and step
-    conditional       the longest of its branches
+    conditional       the branch that its number takes; the longest, where the text does not tell the number
 
 The state of the queues, and what is under way in the values that a loop carries, go from one iteration into the next:
-iterations are walked until one leaves both as it found them; it stands for all that follow.
+iterations are walked until one leaves both as it found them; it stands for all that follow. Of a loop with branches,
+as of layers whose every sixth attends to more, integers are followed (`hlo.evaluate`), and all iterations are walked.
 
     all-gather        V (n-1)/n / (rings W)                 V: bytes of the whole array, n: devices of a group
     reduce-scatter    V (n-1)/n / (rings W)
@@ -82,10 +83,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from hardware import CHIPS
-from hlo import Instruction, Program, Shape, parse
+from hlo import SAME, Instruction, Program, Shape, evaluate, parse
 
 CHIP = CHIPS["tpu7x"]
 
@@ -132,6 +136,7 @@ MOVES = FREE | set(
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVES += ("collective-broadcast",)
 BETWEEN_SLICES = ("send", "recv")  # what XLA makes of a collective over the network
+CARRIED = COLLECTIVES + BETWEEN_SLICES
 
 
 @dataclass(frozen=True)
@@ -318,7 +323,7 @@ class Timeline:
 
     @property
     def collectives(self) -> tuple[Message, ...]:
-        return tuple(message for message in self.messages if message.kind in COLLECTIVES + BETWEEN_SLICES)
+        return tuple(message for message in self.messages if {*message.kind.split(" and ")} <= {*CARRIED})
 
     @property
     def exposed_s(self) -> float:
@@ -338,6 +343,7 @@ class Flight:
     begin: float = 0.0
     ready: float = 0.0
     busy: float = 0.0  # what the TensorCore had computed when it started
+    value: object = None  # what it brings, if that is known
 
 
 class Walk:
@@ -353,6 +359,7 @@ class Walk:
     ):
         self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
         self.missing: dict[str, str] = {}
+        self.follows = True  # whether what integers become is of interest: outside of loops, and where branches are
         self.now = self.busy = 0.0
         self.queues: dict[str, list[Flight]] = {}
         self.ledger: Counter = Counter()
@@ -361,7 +368,7 @@ class Walk:
         self.after, self.before = {}, {}
 
     def run(self, computation: str, arguments: list) -> object:
-        """The value of its root: a number that is known, something under way, a tuple of values, or None."""
+        """The value of its root: integers that are known, something under way, a tuple of values, or None."""
         values = {}
         for name, instruction in self.program.computations[computation].items():
             values[name] = self.step(computation, instruction, [values[n] for n in instruction.operands], arguments)
@@ -374,12 +381,8 @@ class Walk:
         if opcode == "parameter":
             number = int(instruction.literal)
             return arguments[number] if number < len(arguments) else None
-        if opcode == "constant":
-            return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
-        if opcode == "tuple":
-            return tuple(values)
-        if opcode == "get-tuple-element":
-            return first[int(instruction.attributes["index"])] if isinstance(first, tuple) else None
+        if opcode in ("constant", "tuple", "get-tuple-element"):
+            return evaluate(self.program, instruction, values)
         if opcode == "while":
             return self.loop(instruction, first)
         if opcode == "conditional":
@@ -389,19 +392,22 @@ class Walk:
         if opcode.endswith("-start") or opcode in ("send", "recv"):
             if opcode == "call-start" and not instruction.operands:
                 return Flight(key)
-            return self.start(key, computation, instruction)
+            flight = self.start(key, computation, instruction)
+            return replace(flight, value=first) if opcode == "copy-start" and isinstance(first, np.ndarray) else flight
         if opcode.endswith("-update"):
             if isinstance(first, Flight) and not first.queue:
                 return self.start(first.key, first.key[0], self.program.computations[first.key[0]][first.key[1]])
             return first
         if opcode.endswith("-done"):
-            return self.done(instruction, first)
+            self.done(instruction, first)
+            return first.value
         alone = fused_reduce_scatter(self.program, instruction) or instruction
         if alone.opcode in COLLECTIVES:
             return self.alone(key, alone, self.operand_shapes(computation, instruction))
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
-        passes = opcode in ("copy", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier")
-        return first if passes else None
+        if opcode in SAME and not isinstance(first, np.ndarray):
+            return first
+        return evaluate(self.program, instruction, values) if self.follows else None
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         return [self.program.computations[computation][name].shapes for name in instruction.operands]
@@ -477,7 +483,8 @@ class Walk:
                 exposed = min(other.ready, flight.ready) - max(other.begin, self.now)
                 self.ledger["exposed", other.key] += max(exposed, 0.0)
             *_, transfer, _ = self.facts[flight.key]
-            waits = "waits for collectives" if transfer.kind in COLLECTIVES else f"waits for {transfer.engine} copies"
+            of_collectives = {*transfer.kind.split(" and ")} <= {*COLLECTIVES}
+            waits = "waits for collectives" if of_collectives else f"waits for {transfer.engine} copies"
             waits = "host" if transfer.queue.endswith("host") else waits
             self.ledger["category", waits] += flight.ready - self.now
             self.now = flight.ready
@@ -561,6 +568,12 @@ class Walk:
     def branch(self, instruction: Instruction, values: list) -> object:
         names = [name for found in instruction.called.values() for name in found]
         ends = []
+        if isinstance(values[0], np.ndarray):
+            number = int(values[0])
+            if "true_computation" in instruction.called:
+                number = 1 - number
+            number = number if 0 <= number < len(names) else -1  # out of range is the last one
+            return self.run(names[number], [values[1:][number]])
         begin = self.state()
         for name, value in zip(names, values[1:], strict=True):
             self.restore(begin)
@@ -581,6 +594,7 @@ class Walk:
     def loop(self, instruction: Instruction, carried: object) -> object:
         (body,) = instruction.called["body"]
         left = self.trips(instruction, carried)
+        follows, self.follows = self.follows, self.follows and body in self.branching
         while left:
             before, begin, busy = self.picture(carried), self.now, self.busy
             outer, self.ledger = self.ledger, Counter()
@@ -591,7 +605,18 @@ class Walk:
             if times > 1:
                 carried = self.skip(carried, begin, (times - 1) * (self.now - begin), (times - 1) * (self.busy - busy))
             left -= times
+        self.follows = follows
         return carried
+
+    @cached_property
+    def branching(self) -> set[str]:
+        """The computations with a branch in them, or in what they call."""
+        found: set[str] = set()
+        for name, instructions in self.program.computations.items():  # what is called stands before what calls it
+            called = {one for i in instructions.values() for names in i.called.values() for one in names}
+            if called & found or any(i.opcode == "conditional" for i in instructions.values()):
+                found.add(name)
+        return found
 
     def picture(self, value: object) -> tuple:
         """Of the state, as far as it matters for what comes: what is under way, and for how long yet."""
@@ -599,7 +624,9 @@ class Walk:
 
         def of(value: object) -> object:
             if isinstance(value, Flight):
-                return value.key, value.queue, after(value.ready), round(self.busy - value.busy, 12)
+                return value.key, value.queue, after(value.ready), round(self.busy - value.busy, 12), of(value.value)
+            if isinstance(value, np.ndarray):
+                return value.shape, value.tobytes()
             return tuple(map(of, value)) if isinstance(value, tuple) else value
 
         queues = {
@@ -657,7 +684,8 @@ class Walk:
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name)):
                 return trips
         (body,), (condition,) = instruction.called["body"], instruction.called["condition"]
-        start = lambda i: (None, carried[i]) if isinstance(carried, tuple) and isinstance(carried[i], int) else None
+        known = lambda i: isinstance(carried, tuple) and isinstance(carried[i], np.ndarray) and carried[i].size == 1
+        start = lambda i: (None, int(carried[i].item())) if known(i) else None
         compare, bind = self.program.root(condition), None
         where = condition
         if compare.opcode == "fusion":

@@ -21,7 +21,7 @@ from test_remote_dma import compiled_for_tpu7x as compiled_kernel
 import schedule
 from config import Config
 from hardware import CHIPS
-from hlo import Program, matmul_flops, parse
+from hlo import ELEMENTWISE, Program, matmul_flops, parse
 from remote_dma import ring_all_gather
 from schedule import Rates, walk
 from workload import TODAY
@@ -308,7 +308,7 @@ def test_a_loop_takes_as_long_as_its_iterations_written_out(seed):
 @pytest.mark.parametrize(
     "attribute", ["branch_computations={%yes, %no}", "true_computation=%yes, false_computation=%no"]
 )
-def test_conditionals_take_the_longest_branch(attribute):
+def test_conditionals_take_the_longest_branch_where_the_text_does_not_tell(attribute):
     branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
     more = branch("yes", work("a", 3), work("b", 4), END) + branch("no", permute("s", 9), done("d", "s"))
     timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", work("c", 1), END, more=more)
@@ -317,6 +317,60 @@ def test_conditionals_take_the_longest_branch(attribute):
     more = more.replace("u8[9]", "u8[2]")
     timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", END, more=more)
     assert timeline.seconds == 7 and not timeline.messages
+
+
+@pytest.mark.parametrize("number, taken", [(0, "yes"), (1, "no"), (2, "no"), (-1, "no")])
+def test_conditionals_take_the_branch_that_is_known(number, taken):
+    branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
+    more = branch("yes", work("a", 3), END) + branch("no", work("b", 8), END)
+    conditional = "%if = u8[8]{0} conditional(%n, %p, %p), branch_computations={%yes, %no}"
+    assert run(f"%n = s32[] constant({number})", conditional, END, more=more).seconds == dict(yes=3, no=8)[taken]
+    conditional = "%if = u8[8]{0} conditional(%n, %p, %p), true_computation=%yes, false_computation=%no"
+    value = dict(yes="true", no="false")[taken]
+    assert run(f"%n = pred[] constant({value})", conditional, END, more=more).seconds == dict(yes=3, no=8)[taken]
+
+
+@pytest.mark.parametrize("through", ["", "fusion", "async"])
+def test_a_branch_of_every_third_layer(through):
+    """Of ten numbers, from an array as a scan has them, those that leave 2 of 3; also within a loop of two rounds."""
+    branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
+    more = branch("others", work("a", 3), END) + branch("third", work("b", 8), END)
+    number = ["%at = s32[1]{0} dynamic-slice(%numbers, %i), dynamic_slice_sizes={1}", "%x = s32[] bitcast(%at)"]
+    third = ["%three = s32[] constant(3)", "%left = s32[] remainder(%x, %three)", "%two = s32[] constant(2)"]
+    third += ["%is = pred[] compare(%left, %two), direction=EQ"]
+    if through == "fusion":
+        more += computation("find", "%x = s32[] parameter(0)", *third)
+        third = ["%is = pred[] fusion(%x), kind=kLoop, calls=%find"]
+    if through == "async":
+        number[1:] = [
+            "%to = (s32[1]{0}, s32[1]{0:S(1)}, u32[]) copy-start(%at)",
+            "%there = s32[1]{0} copy-done(%to)",
+            "%x = s32[] reshape(%there)",
+        ]
+    body = [*number, *third, "%n = s32[] convert(%is)"]
+    body += ["%if = u8[8]{0} conditional(%n, %p, %p), branch_computations={%others, %third}"]
+    numbers = "%numbers = s32[10]{0} iota(), iota_dimension=0"
+    inner, lines = loop("layers", 10, numbers, *body, more=more)
+    found = lambda timeline: {op.name: (op.count, op.seconds) for op in timeline.ops if op.name in "ab"}
+    assert found(run(*lines, END, more=inner)) == {"a": (7, 7 * 3), "b": (3, 3 * 8)}
+    outer, lines = loop("rounds", 2, *lines, more=inner)
+    assert found(run(*lines, END, more=outer)) == {"a": (14, 14 * 3), "b": (6, 6 * 8)}
+
+
+@pytest.mark.parametrize("opcode", sorted(ELEMENTWISE))
+def test_integers_as_xla_computes_them(opcode):
+    """Of ragged signs, against the CPU's XLA; what is divided by zero is not known."""
+    a, b = np.array([7, -7, 6, -6, 0, 5]), np.array([3, 3, -4, -3, 2, 7])
+    pair = [jnp.asarray(x, jnp.int32) for x in (a, b)]
+    given = {"abs": pair[:1], "negate": pair[:1], "not": [pair[0] > 0], "clamp": [pair[1], pair[0], pair[1] + 3]}
+    given = given.get(opcode, [pair[0] > 0, *pair] if opcode == "select" else pair)
+    names = {"abs": lax.abs, "and": lax.bitwise_and, "clamp": lax.clamp, "divide": lax.div, "maximum": lax.max}
+    names |= {"minimum": lax.min, "multiply": lax.mul, "negate": lax.neg, "not": lax.bitwise_not, "or": lax.bitwise_or}
+    names |= {"remainder": lax.rem, "select": jnp.where, "subtract": lax.sub, "xor": lax.bitwise_xor, "add": lax.add}
+    got = ELEMENTWISE[opcode](*map(np.asarray, given))
+    np.testing.assert_array_equal(got, names[opcode](*given))
+    if opcode in ("divide", "remainder"):
+        assert ELEMENTWISE[opcode](a, 0 * b) is None
 
 
 # -- collectives
@@ -363,6 +417,8 @@ def test_collectives_of_one_start_take_their_turns(other):
     (message,) = together.messages
     assert message.engine == "SparseCore"
     assert message.kind == ("all-gather" if other == "all-gather" else "all-gather and all-to-all")
+    assert together.collectives == (message,) and together.exposed_s == together.seconds
+    assert together.categories == {"waits for collectives": together.seconds}
 
 
 @pytest.mark.parametrize("update", [False, True])
