@@ -47,6 +47,10 @@ NaN, and an lse of -inf or +inf, which `out_of_range` counts. A row that sees no
 **Attention sinks** (Xiao et al. 2023, arXiv:2309.17453; a learned logit in gpt-oss): one more term exp(sink) in the
 denominator of each head. That is a factor sigmoid(lse - sink) of out, outside of the kernel.
 
+**Windows that take turns**, as in the layers of Gemma and gpt-oss: `window` may be several, and `which` says the one.
+Tiles are listed for each; in the branches there is the kernel alone. Were the branches round all of attention, each
+would keep its residuals for the gradient (two sets, one of zeros), and XLA would move its neighbours into both.
+
 **Left out**: dropout, biases, masks given as arrays. float8: with q and k in e4m3 a full step takes 13% less, with v
 and p as well 10% (22% with a constant max), as P has to be rounded and VALUs are then the limit. No help: the
 compiler's LP scheduler (no spills, same cycles, slower to compile), tiles of 512 queries (the schedule stalls) or 1024

@@ -74,6 +74,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 import tuned
@@ -135,7 +136,9 @@ def one_of(which: jax.Array | None, calls: list[tuple]) -> tuple[jax.Array, ...]
     if len(calls) == 1:
         ((call, own, shared),) = calls
         return call(own, *shared)
-    owns, shared = lax.optimization_barrier(([own for _, own, _ in calls], calls[0][2]))
+    # Kernels take rows one after the other; what XLA lays out otherwise it would copy in the branch.
+    in_rows = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    owns, shared = jax.tree.map(in_rows, lax.optimization_barrier(([own for _, own, _ in calls], calls[0][2])))
     branches = [lambda owns, *shared, i=i, call=call: call(owns[i], *shared) for i, (call, *_) in enumerate(calls)]
     return lax.optimization_barrier(lax.switch(which.astype(jnp.int32), branches, owns, *shared))
 

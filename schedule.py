@@ -407,7 +407,7 @@ class Walk:
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
         if opcode in SAME and not isinstance(first, np.ndarray):
             return first
-        return evaluate(self.program, instruction, values) if self.follows else None
+        return evaluate(self.program, instruction, values) if self.follows or opcode in SAME else None
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         return [self.program.computations[computation][name].shapes for name in instruction.operands]

@@ -15,6 +15,7 @@ import bundles
 import config
 import flash
 from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
+from hlo import parse
 from masks import UNSEEN, block_ranges, visible
 
 SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on
@@ -446,6 +447,34 @@ def test_compiled_no_scores_are_in_memory():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(array, array, array).compile().memory_analysis()
     assert 0 < memory.temp_size_in_bytes < T * T * 2 / 8
+
+
+@pytest.mark.slow
+def test_compiled_branches_of_windows_have_the_kernels_alone():
+    """Forward and backward, with documents, heads of 64 and what stands around attention in a model."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    struct = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    qkv = [struct((4, 2048, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+
+    def loss(qkv, bias, ids, which):
+        out, _ = flash_attention(*(x + bias for x in qkv), segment_ids=(ids, ids), window=(256, 0), which=which)
+        return jnp.sin(out.astype(jnp.float32)).sum()
+
+    others = struct((64,), jnp.bfloat16), struct((4, 2048), jnp.int32), struct((), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = parse(jax.jit(jax.grad(loss, (0, 1))).lower(qkv, *others).compile().as_text())
+    conditionals = [i for c in program.computations.values() for i in c.values() if i.opcode == "conditional"]
+    assert len(conditionals) == 2
+    for conditional in conditionals:
+        for branch in conditional.called["branch_computations"]:
+            instructions = program.computations[branch].values()
+            assert sum(i.opcode == "custom-call" for i in instructions) == 1
+            assert {i.opcode for i in instructions} <= {
+                *"parameter get-tuple-element tuple bitcast custom-call copy".split()
+            }
+            copied = sum(shape.nbytes for i in instructions if i.opcode == "copy" for shape in i.shapes)
+            assert copied < 1e5  # lists of tiles; one head is 1 MB
 
 
 @pytest.mark.slow

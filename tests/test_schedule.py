@@ -182,16 +182,19 @@ def test_trips_of_loops_that_are_written_in_other_ways(old, new):
     assert run(*lines, END, more=more.replace(old, new)).seconds == 25
 
 
-def test_numbers_that_loops_carry():
+@pytest.mark.parametrize("copied", [False, True])
+def test_numbers_that_loops_carry(copied):
     """An inner loop's bound that the outer one passes through is known; its start, if it is their index, is not."""
     inner, (first, state, call) = loop("inner", 4, work("x", 5))
-    state = "%inner.in = (s32[], u8[8]{0}) tuple(%inner.first, %p)"
+    first += "\n  %other = s32[] copy(%inner.first)"
+    start = "%other" if copied else "%inner.first"
+    state = f"%inner.in = (s32[], u8[8]{{0}}) tuple({start}, %p)"
     inner = inner.replace("%n = s32[] constant(4)", "%n = s32[] get-tuple-element(%s), index=1")
     more, lines = loop("outer", 3, first, state, call, more=inner, init="four")
     four = "%four = s32[] constant(4)"
     assert run(four, *lines, END, more=more).seconds == 3 * 4 * 5
     with pytest.raises(ValueError, match="trips of %inner "):
-        run(four, *lines, END, more=more.replace("tuple(%inner.first, %p)", "tuple(%i, %p)"))
+        run(four, *lines, END, more=more.replace(f"tuple({start}, %p)", "tuple(%i, %p)"))
 
 
 @pytest.mark.parametrize("step, direction", [(1, "GT"), (0, "LT"), (3, "NE")])
