@@ -156,7 +156,7 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
 
     if not config.global_every:
         out_btnU = attend(config.window)
-    elif kernel and not in_parts:  # has the branches within
+    elif kernel and not in_parts:  # the branches are round its kernel alone: flash.py
         out_btnU = attend((config.window, 0))
     else:
         out_btnU = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))

@@ -116,8 +116,8 @@ def flash_attention(
     Args:
       q_BTNH, k_BSKH, v_BSKV: queries, keys and values of one dtype, bfloat16 or float32. N is a multiple of K: query
         head n takes the keys of head n // (N/K). T and S are any lengths.
-      causal, window, prefix: the mask, as for `masks.visible`; prefix is one number or an array_B.
-      which: of several windows, the number of the one that is meant; may be traced.
+      causal, window, prefix: the mask, as for `masks.visible`; prefix is one number or an array_B. Of several windows
+        `which` is the number of the one that is meant; it may be traced.
       segment_ids: (ids_BT, ids_BS): a query sees only keys of its own document. Fastest if they do not decrease.
       soft_cap: scores become cap * tanh(scores / cap); 0 is off.
       max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
@@ -133,7 +133,7 @@ def flash_attention(
       scores (and sink). A query that sees no key gets zeros, and UNSEEN (or its sink).
 
     Raises:
-      ValueError: shapes or dtypes do not go together, or blocks do not fit.
+      ValueError: shapes or dtypes do not go together, blocks do not fit, several windows and no `which`.
     """
     fixed = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale, interpret=interpret)
     traced = prefix, segment_ids, jnp.asarray(q_offset, jnp.int32), which
@@ -274,17 +274,19 @@ def forward(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel, heads first, without derivatives: (out_BNTV, lse_BNT). All else as for `flash_attention`."""
-    mask = dict(causal=causal, prefix=prefix, segments=segments, q_offset=q_offset)
-    options = dict(soft_cap=soft_cap, max_logit=max_logit, scale=scale, blocks=blocks, interpret=interpret)
+    shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in segments or ())
+    options = dict(causal=causal, prefix=prefix, segments=segments, soft_cap=soft_cap, max_logit=max_logit)
+    options |= dict(q_offset=q_offset, scale=scale, blocks=blocks, interpret=interpret)
     windows = window if isinstance(window, tuple) else (window,)
-    calls = [_call_of(q_BNTH, k_BKSH, v_BKSV, mask | dict(window=w), **options) for w in windows]
-    out_BNTV, lse_BN1T = flash_backward.one_of(which, calls)
+    calls = [_call_of(q_BNTH, k_BKSH, v_BKSV, window=w, **options) for w in windows]
+    out_BNTV, lse_BN1T = flash_backward.one_of(which, calls, *shared)
     return out_BNTV, lse_BN1T[:, :, 0]
 
 
-def _call_of(q_BNTH, k_BKSH, v_BKSV, mask, *, soft_cap, max_logit, scale, blocks, interpret):
-    """The kernel of one window as a function, and its operands: those of the window, and those of all."""
-    causal, window, prefix, segments, q_offset = [mask[n] for n in "causal window prefix segments q_offset".split()]
+def _call_of(
+    q_BNTH, k_BKSH, v_BKSV, *, causal, window, prefix, segments, soft_cap, max_logit, q_offset, scale, blocks, interpret
+):
+    """The kernel of one window as a function, and the lists that it takes before what all windows share."""
     (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
     shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=causal, window=window)
     key = tuned.key_of("flash_forward", **shape, packed=segments is not None, max_logit=max_logit is not None)
@@ -293,6 +295,7 @@ def _call_of(q_BNTH, k_BKSH, v_BKSV, mask, *, soft_cap, max_logit, scale, blocks
     num_q, num_k = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
     chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
 
+    mask = dict(causal=causal, window=window, prefix=prefix, segments=segments, q_offset=q_offset)
     ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), **mask)
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(q_offset, jnp.int32), 1)
@@ -318,15 +321,13 @@ def _call_of(q_BNTH, k_BKSH, v_BKSV, mask, *, soft_cap, max_logit, scale, blocks
         pl.BlockSpec((None, None, blocks.q_rows, V), of_q),
         pl.BlockSpec((None, None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, n, 0, i)),
     ]
-    ids = [ids[:, None].astype(jnp.int32) for ids in segments or ()]
-    operands = _alike([offset, prefixes_B, groups, reach, tiles, q_BNTH, k_BKSH, v_BKSV, *ids])
-    typed = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).mat)
     fixed = _Fixed(
         *((H**-0.5 if scale is None else scale), soft_cap, max_logit, causal, window),
         *(prefix is not None, segments is not None, S, N // K, row, blocks),
     )
     f32 = lambda *shape: pltpu.VMEM(shape, jnp.float32)
-    call = pl.pallas_call(
+    call = partial(
+        pl.pallas_call,
         partial(_kernel, fixed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -344,13 +345,18 @@ def _call_of(q_BNTH, k_BKSH, v_BKSV, mask, *, soft_cap, max_logit, scale, blocks
                 pltpu.VMEM((blocks.keys, blocks.queries), jnp.int32),
             ],
         ),
-        out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, 1, T), jnp.float32)],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 * 2**20),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="flash_forward",
         metadata=tuned.metadata(key, blocks, calls=B * N),
     )
-    return lambda lists, *shared: call(*lists, *shared), operands[:5], operands[5:]
+
+    def run(lists, *shared):
+        operands = _alike([*lists, *shared])
+        typed = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).mat)
+        return call(out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, 1, T), jnp.float32)])(*operands)
+
+    return run, [offset, prefixes_B, groups, reach, tiles]
 
 
 def _alike(operands):

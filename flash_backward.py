@@ -126,21 +126,26 @@ def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
     return blocks.resident * key + blocks.queries * query + spilled
 
 
-def one_of(which: jax.Array | None, calls: list[tuple]) -> tuple[jax.Array, ...]:
-    """call(own, *shared) of the `which`-th of [(call, own, shared), ...], where `shared` is the same for all.
+def one_of(which: jax.Array | None, calls: list[tuple], *shared):
+    """call(own, *shared) of the `which`-th of [(call, own), ...]; clamped, as by `lax.switch`.
 
     Only kernels are in the branches, and the barriers keep XLA from moving what stands around them there: while a
     branch runs that has work for the SparseCores in it, as copies between layouts are, no collective on them can be
     under way.
+
+    Raises:
+      ValueError: several calls and no `which`, or the other way round.
     """
-    if len(calls) == 1:
-        ((call, own, shared),) = calls
+    if (which is None) != (len(calls) == 1):
+        raise ValueError(f"which={which} says which of several windows is meant, and there are {len(calls)}")
+    if which is None:
+        ((call, own),) = calls
         return call(own, *shared)
     # Kernels take rows one after the other; what XLA lays out otherwise it would copy in the branch.
     in_rows = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-    owns, shared = jax.tree.map(in_rows, lax.optimization_barrier(([own for _, own, _ in calls], calls[0][2])))
-    branches = [lambda owns, *shared, i=i, call=call: call(owns[i], *shared) for i, (call, *_) in enumerate(calls)]
-    return lax.optimization_barrier(lax.switch(which.astype(jnp.int32), branches, owns, *shared))
+    owns, shared = jax.tree.map(in_rows, lax.optimization_barrier(([own for _, own in calls], shared)))
+    branches = [lambda owns, *shared, i=i, call=call: call(owns[i], *shared) for i, (call, _) in enumerate(calls)]
+    return lax.optimization_barrier(lax.switch(jnp.asarray(which, jnp.int32), branches, owns, *shared))
 
 
 def backward(
@@ -171,7 +176,7 @@ def backward(
         seen) or infinite (overflow) the query has no gradient.
       dout_BNTV, dlse_BNT: their gradients.
       causal, window, prefix, segments, q_offset: as for `masks.block_ranges`. Prefix and q_offset may be traced.
-      which: of several windows, the number of the one that is meant; may be traced.
+      which: if `window` is several, the number of the one that is meant; may be traced.
       soft_cap: scores are soft_cap * tanh(scale * q k^T / soft_cap); 0 is off.
       scale: of the scores.
       blocks: sizes; None is what was found for them (tuned.py), or else `default_blocks`.
@@ -197,10 +202,10 @@ def backward(
         static = _Static((T, S), mask, soft_cap, scale, sizes, interpret, described)
         if S <= sizes.resident:
             scalars, _ = _scalars(static, B, prefix, segments, q_offset)
-            return partial(_call, static), scalars, shared
-        return partial(_in_parts, static), (prefix, segments, q_offset), shared
+            return partial(_call, static), scalars
+        return partial(_in_parts, static), (prefix, segments, q_offset)
 
-    return one_of(which, [call_of(w) for w in (window if isinstance(window, tuple) else (window,))])
+    return one_of(which, [call_of(w) for w in (window if isinstance(window, tuple) else (window,))], *shared)
 
 
 def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):

@@ -18,8 +18,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -280,46 +278,61 @@ def parse(text: str) -> Program:
 
 # -- integers
 
-INTEGERS = re.compile(r"pred|[su]\d+")
 MOST = 4096  # elements of an array whose values are followed
 
 
-def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Rounded towards zero."""
-    return np.sign(a) * np.sign(b) * (abs(a) // abs(b)) if np.all(b) else None
+@dataclass(frozen=True)
+class Numbers:
+    """Values of an array of integers or, as 0 and 1, of truth values."""
+
+    dims: tuple[int, ...]
+    values: tuple[int, ...]  # in the order of rows
+
+
+def _divide(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # rounded towards zero
 
 
 ELEMENTWISE = {
     "abs": abs,
     "add": operator.add,
     "and": operator.and_,
-    "clamp": lambda low, a, high: np.clip(a, low, high),
+    "clamp": lambda low, a, high: min(max(a, low), high),
     "divide": _divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
+    "maximum": max,
+    "minimum": min,
     "multiply": operator.mul,
     "negate": operator.neg,
-    "not": np.invert,
+    "not": operator.invert,
     "or": operator.or_,
-    "remainder": lambda a, b: np.fmod(a, b) if np.all(b) else None,
-    "select": np.where,
+    "remainder": lambda a, b: a - _divide(a, b) * b,
+    "select": lambda which, a, b: a if which else b,
     "subtract": operator.sub,
     "xor": operator.xor,
 }
 COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt}
 COMPARE["GE"] = operator.ge
-SAME = {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "optimization-barrier", "opt-barrier"}
+SAME = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
 
 
-def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> np.ndarray | tuple | None:
-    """The value of an instruction that has integers or truth values, if it follows from those of its operands.
+def _in_range(n: int, dtype: str) -> int:
+    """As many bits of it as the type has."""
+    bits = 1 if dtype == "pred" else int(dtype[1:])
+    n %= 2**bits
+    return n - 2**bits if dtype[0] == "s" and n >= 2 ** (bits - 1) else n
+
+
+def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> Numbers | tuple | None:
+    """The integers or truth values that an instruction has as its result, if they follow from those of its operands.
 
     Args:
-      operands: of each an array, a tuple of such values, or None, which is not known.
+      operands: of each its numbers, a tuple of such values, or None, which is not known.
+
+    Returns:
+      None for what is not known: floats, more than MOST elements, slices of more than one dim, what is divided by 0.
     """
-    opcode, attributes = instruction.opcode, instruction.attributes
-    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
-    followed = [INTEGERS.fullmatch(s.dtype) and math.prod(s.dims) <= MOST for s in instruction.shapes]
+    opcode, attributes, shapes = instruction.opcode, instruction.attributes, instruction.shapes
+    followed = [re.fullmatch(r"pred|[su]\d+", s.dtype) and math.prod(s.dims) <= MOST for s in shapes]
     if opcode == "fusion" and any(followed):
         (called,) = instruction.called["calls"]
         values = {}
@@ -333,36 +346,36 @@ def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> 
         return tuple(operands)
     if opcode == "get-tuple-element":
         return operands[0][int(attributes["index"])] if isinstance(operands[0], tuple) else None
-    if not followed or not followed[0]:
+    if len(shapes) != 1 or not followed[0]:
         return None
-    shape = instruction.shapes[0]
+    (shape,) = shapes
+    size = math.prod(shape.dims)
+    result = lambda values: Numbers(shape.dims, tuple(_in_range(n, shape.dtype) for n in values))
     if opcode == "constant":
-        found = re.findall(r"-?\d+|true|false", instruction.literal)
-        flat = [int({"true": 1, "false": 0}.get(word, word)) for word in found]
-        if len(flat) != math.prod(shape.dims):
-            return None
-        return np.array(flat, bool if shape.dtype == "pred" else int).reshape(shape.dims)
-    if opcode == "iota":
-        (dim,) = numbers(attributes["iota_dimension"])
-        return np.broadcast_to(np.arange(shape.dims[dim]).reshape([-1] + [1] * (len(shape.dims) - dim - 1)), shape.dims)
-    if not operands or not all(isinstance(operand, np.ndarray) for operand in operands):
+        words = re.findall(r"-?\d+|true|false", instruction.literal)
+        values = [{"true": 1, "false": 0}.get(word) if word.isalpha() else int(word) for word in words]
+        return result(values) if len(values) == size else None
+    if opcode == "iota" and len(shape.dims) == 1:
+        return result(range(size))
+    if not operands or not all(isinstance(operand, Numbers) for operand in operands):
         return None
     first = operands[0]
     if opcode in ELEMENTWISE or opcode == "compare":
-        value = (COMPARE[attributes["direction"]] if opcode == "compare" else ELEMENTWISE[opcode])(*operands)
-        return None if value is None else np.asarray(value)  # NumPy gives a scalar for arrays without dims
-    if opcode in SAME and sum(n > 1 for n in first.shape) <= 1:  # else a bitcast may be a transpose
-        values = first.astype(bool if shape.dtype == "pred" else int)
-        return values.reshape(shape.dims) if values.size == math.prod(shape.dims) else None
-    if opcode == "broadcast":
-        sizes = [1] * len(shape.dims)
-        for dim, size in zip(numbers(attributes.get("dimensions", "")), first.shape, strict=True):
-            sizes[dim] = size
-        return np.broadcast_to(first.reshape(sizes), shape.dims)
-    if opcode == "dynamic-slice":
-        where = zip(operands[1:], first.shape, shape.dims, strict=True)
-        starts = [(min(max(int(start.item()), 0), most - size), size) for start, most, size in where]
-        return first[tuple(slice(start, start + size) for start, size in starts)]
+        of_each = COMPARE[attributes["direction"]] if opcode == "compare" else ELEMENTWISE[opcode]
+        each = [x.values if x.dims else x.values * size for x in operands]  # of clamp and select some may be scalars
+        try:
+            return result([of_each(*numbers) for numbers in zip(*each, strict=True)])
+        except ZeroDivisionError:
+            return None
+    if opcode in SAME and len(first.values) == size and sum(n > 1 for n in first.dims) <= 1:  # more may be transposed
+        to_pred = opcode == "convert" and shape.dtype == "pred"
+        return result([n != 0 for n in first.values] if to_pred else first.values)
+    if opcode == "broadcast" and len(first.values) == 1:
+        return result(first.values * size)
+    if opcode == "dynamic-slice" and len(first.dims) == 1:
+        (start,) = operands[1].values
+        start = min(max(start, 0), len(first.values) - size)
+        return result(first.values[start : start + size])
     return None
 
 

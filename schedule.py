@@ -86,10 +86,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from hardware import CHIPS
-from hlo import SAME, Instruction, Program, Shape, evaluate, parse
+from hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
 
 CHIP = CHIPS["tpu7x"]
 
@@ -136,7 +134,11 @@ MOVES = FREE | set(
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVES += ("collective-broadcast",)
 BETWEEN_SLICES = ("send", "recv")  # what XLA makes of a collective over the network
-CARRIED = COLLECTIVES + BETWEEN_SLICES
+
+
+def among(kind: str, kinds: Sequence[str]) -> bool:
+    """Whether a message, or all that one start stands for, is of one of these kinds."""
+    return {*kind.split(" and ")} <= {*kinds}
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ class Timeline:
 
     @property
     def collectives(self) -> tuple[Message, ...]:
-        return tuple(message for message in self.messages if {*message.kind.split(" and ")} <= {*CARRIED})
+        return tuple(message for message in self.messages if among(message.kind, COLLECTIVES + BETWEEN_SLICES))
 
     @property
     def exposed_s(self) -> float:
@@ -393,7 +395,7 @@ class Walk:
             if opcode == "call-start" and not instruction.operands:
                 return Flight(key)
             flight = self.start(key, computation, instruction)
-            return replace(flight, value=first) if opcode == "copy-start" and isinstance(first, np.ndarray) else flight
+            return replace(flight, value=first) if opcode == "copy-start" and isinstance(first, Numbers) else flight
         if opcode.endswith("-update"):
             if isinstance(first, Flight) and not first.queue:
                 return self.start(first.key, first.key[0], self.program.computations[first.key[0]][first.key[1]])
@@ -405,7 +407,7 @@ class Walk:
         if alone.opcode in COLLECTIVES:
             return self.alone(key, alone, self.operand_shapes(computation, instruction))
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
-        if opcode in SAME and not isinstance(first, np.ndarray):
+        if opcode in SAME and not isinstance(first, Numbers):
             return first
         return evaluate(self.program, instruction, values) if self.follows or opcode in SAME else None
 
@@ -483,7 +485,7 @@ class Walk:
                 exposed = min(other.ready, flight.ready) - max(other.begin, self.now)
                 self.ledger["exposed", other.key] += max(exposed, 0.0)
             *_, transfer, _ = self.facts[flight.key]
-            of_collectives = {*transfer.kind.split(" and ")} <= {*COLLECTIVES}
+            of_collectives = among(transfer.kind, COLLECTIVES)
             waits = "waits for collectives" if of_collectives else f"waits for {transfer.engine} copies"
             waits = "host" if transfer.queue.endswith("host") else waits
             self.ledger["category", waits] += flight.ready - self.now
@@ -567,14 +569,13 @@ class Walk:
 
     def branch(self, instruction: Instruction, values: list) -> object:
         names = [name for found in instruction.called.values() for name in found]
-        ends = []
-        if isinstance(values[0], np.ndarray):
-            number = int(values[0])
+        if isinstance(values[0], Numbers):
+            (number,) = values[0].values
             if "true_computation" in instruction.called:
                 number = 1 - number
             number = number if 0 <= number < len(names) else -1  # out of range is the last one
             return self.run(names[number], [values[1:][number]])
-        begin = self.state()
+        begin, ends = self.state(), []
         for name, value in zip(names, values[1:], strict=True):
             self.restore(begin)
             ends.append((self.run(name, [value]), self.state()))
@@ -625,8 +626,6 @@ class Walk:
         def of(value: object) -> object:
             if isinstance(value, Flight):
                 return value.key, value.queue, after(value.ready), round(self.busy - value.busy, 12), of(value.value)
-            if isinstance(value, np.ndarray):
-                return value.shape, value.tobytes()
             return tuple(map(of, value)) if isinstance(value, tuple) else value
 
         queues = {
@@ -684,8 +683,8 @@ class Walk:
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name)):
                 return trips
         (body,), (condition,) = instruction.called["body"], instruction.called["condition"]
-        known = lambda i: isinstance(carried, tuple) and isinstance(carried[i], np.ndarray) and carried[i].size == 1
-        start = lambda i: (None, int(carried[i].item())) if known(i) else None
+        known = lambda i: isinstance(carried, tuple) and isinstance(carried[i], Numbers) and len(carried[i].values) == 1
+        start = lambda i: (None, *carried[i].values) if known(i) else None
         compare, bind = self.program.root(condition), None
         where = condition
         if compare.opcode == "fusion":
@@ -731,7 +730,7 @@ def linear(program: Program, computation: str, name: str, bind: list | None = No
         source = program.computations[computation][operands[0]]
         if source.opcode == "parameter" and bind is None:
             return int(instruction.attributes["index"]), 0
-    if opcode in ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done"):
+    if opcode in SAME or opcode in ("copy-start", "copy-done"):
         return of(operands[0])
     if opcode in ("add", "subtract"):
         a, b = map(of, operands)

@@ -347,8 +347,8 @@ FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attenti
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
-    [dict(max_logit=8.0), dict(window=5, global_every=2), dict(window=5, global_every=2, attention_sinks=True)],
-    ids=["max logit", "windows in turn", "and sinks"],
+    [dict(max_logit=8.0), dict(window=5, global_every=2, attention_sinks=True)],
+    ids=["max logit", "windows in turn and sinks"],
 )
 def test_flash_attention_equals_the_reference(option):
     """The kernels in the simulator, which needs devices to spare; documents are packed, the length is no block's."""

@@ -21,7 +21,7 @@ from test_remote_dma import compiled_for_tpu7x as compiled_kernel
 import schedule
 from config import Config
 from hardware import CHIPS
-from hlo import ELEMENTWISE, Program, matmul_flops, parse
+from hlo import ELEMENTWISE, Numbers, Program, evaluate, matmul_flops, parse
 from remote_dma import ring_all_gather
 from schedule import Rates, walk
 from workload import TODAY
@@ -360,20 +360,68 @@ def test_a_branch_of_every_third_layer(through):
     assert found(run(*lines, END, more=outer)) == {"a": (14, 14 * 3), "b": (6, 6 * 8)}
 
 
-@pytest.mark.parametrize("opcode", sorted(ELEMENTWISE))
-def test_integers_as_xla_computes_them(opcode):
-    """Of ragged signs, against the CPU's XLA; what is divided by zero is not known."""
-    a, b = np.array([7, -7, 6, -6, 0, 5]), np.array([3, 3, -4, -3, 2, 7])
-    pair = [jnp.asarray(x, jnp.int32) for x in (a, b)]
-    given = {"abs": pair[:1], "negate": pair[:1], "not": [pair[0] > 0], "clamp": [pair[1], pair[0], pair[1] + 3]}
-    given = given.get(opcode, [pair[0] > 0, *pair] if opcode == "select" else pair)
+LOGIC = "and or xor not select".split()
+TYPED = [(opcode, dtype) for opcode in sorted(ELEMENTWISE) for dtype in ("s32", "s8", "u32", "pred")]
+
+
+@pytest.mark.parametrize(
+    "opcode, dtype", [(o, d) for o, d in TYPED if (d != "pred" or o in LOGIC) and (o, d) != ("abs", "u32")]
+)
+def test_integers_as_xla_computes_them(opcode, dtype):
+    """Of ragged signs and at the ends of the type, against XLA on the CPU; what is divided by 0 is not known."""
+    kind = {"s32": np.int32, "u32": np.uint32, "s8": np.int8, "pred": np.bool_}[dtype]
+    if dtype == "pred":
+        a, b = np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)
+    else:
+        least, most = np.iinfo(kind).min, np.iinfo(kind).max
+        a = np.array([7, -7, 6, -6, 0, 5, least, most, most]).astype(kind)
+        b = np.array([3, 3, -4, -3, 2, 7, 1, most, 1]).astype(kind)
     names = {"abs": lax.abs, "and": lax.bitwise_and, "clamp": lax.clamp, "divide": lax.div, "maximum": lax.max}
     names |= {"minimum": lax.min, "multiply": lax.mul, "negate": lax.neg, "not": lax.bitwise_not, "or": lax.bitwise_or}
-    names |= {"remainder": lax.rem, "select": jnp.where, "subtract": lax.sub, "xor": lax.bitwise_xor, "add": lax.add}
-    got = ELEMENTWISE[opcode](*map(np.asarray, given))
-    np.testing.assert_array_equal(got, names[opcode](*given))
+    names |= {"remainder": lax.rem, "select": lax.select, "subtract": lax.sub, "xor": lax.bitwise_xor, "add": lax.add}
+    given = {"abs": [a], "negate": [a], "not": [a], "clamp": [b, a, b], "select": [a > 0, a, b]}.get(opcode, [a, b])
+    written = f"%r = {dtype}[{len(a)}]{{0}} {opcode}({', '.join('%p' for _ in given)})"
+    numbers = lambda x: Numbers(x.shape, tuple(map(int, x)))
+    found = evaluated(written, *map(numbers, given))
+    assert found == numbers(np.asarray(names[opcode](*given)))
     if opcode in ("divide", "remainder"):
-        assert ELEMENTWISE[opcode](a, 0 * b) is None
+        assert evaluated(written, numbers(a), numbers(0 * b)) is None
+
+
+def evaluated(written: str, *operands) -> object:
+    """What `hlo.evaluate` makes of an instruction whose operands have these values."""
+    program = parse(text(written, END))
+    return evaluate(program, program.computations["main"]["r"], operands)
+
+
+@pytest.mark.parametrize(
+    "written, operands, expected",
+    [
+        ("s32[3]{0} constant({1, -2, 3})", (), (1, -2, 3)),
+        ("pred[] constant(true)", (), (1,)),
+        ("u64[] constant(18446744073709551615)", (), (2**64 - 1,)),
+        ("f32[] constant(1)", (), None),
+        ("s32[3]{0} iota(), iota_dimension=0", (), (0, 1, 2)),
+        ("s32[5000]{0} iota(), iota_dimension=0", (), None),
+        ("pred[2]{0} compare(%p, %p), direction=GE", ((1, 2), (2, 2)), (0, 1)),
+        ("u8[] convert(%p)", (300,), (44,)),
+        ("pred[] convert(%p)", (2,), (1,)),
+        ("s32[2,1]{1,0} bitcast(%p)", ((4, 5),), (4, 5)),
+        ("s32[3]{0} broadcast(%p), dimensions={}", (7,), (7, 7, 7)),
+        ("s32[2]{0} dynamic-slice(%p, %p), dynamic_slice_sizes={2}", ((1, 2, 3), 1), (2, 3)),
+        ("s32[2]{0} dynamic-slice(%p, %p), dynamic_slice_sizes={2}", ((1, 2, 3), 9), (2, 3)),
+        ("s32[2]{0} dynamic-slice(%p, %p), dynamic_slice_sizes={2}", ((1, 2, 3), -1), (1, 2)),
+        ("s32[] add(%p, %p)", (1, None), None),
+    ],
+)
+def test_values_that_follow(written, operands, expected):
+    known = lambda x: x if x is None else Numbers((len(x),), x) if isinstance(x, tuple) else Numbers((), (x,))
+    found = evaluated(f"%r = {written}", *map(known, operands))
+    assert (found and found.values) == expected
+
+
+def test_a_bitcast_of_two_dims_may_be_a_transpose():
+    assert evaluated("%r = s32[3,2]{1,0} bitcast(%p)", Numbers((2, 3), tuple(range(6)))) is None
 
 
 # -- collectives
