@@ -133,7 +133,10 @@ def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
 
     kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), gated, summed, as flags.
     """
-    return _bytes_of(gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds)
+    if kinds.get("summed") and kinds.get("rhs_scale"):  # what has scales of its own is not added in the matrix units
+        buffers["product"] = (tiles.rows, tiles.cols), jnp.float32
+    return _bytes_of(buffers)
 
 
 def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds) -> int:

@@ -253,6 +253,20 @@ def test_summed_gmm_of_a_shard_with_scales_is_rounded_once(backend):
         summed_gmm((pair[0], pair[1][:, :50]), weights, sizes)
 
 
+@pytest.mark.slow
+def test_summed_gmm_with_scales_of_wide_experts_compiles():
+    """Two products of scales of their own are added in VMEM: at 640 rows of 7168 that is 18 MB of the 64."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    struct = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    pair = [struct((8192, 1024), jnp.float8_e5m2)] * 2
+    weights, scales = [struct((8, 7168, 1024), jnp.float8_e4m3fn)] * 2, [struct((8,), jnp.float32)] * 2
+    run = lambda pair, weights, sizes, scales: summed_gmm(pair, weights, sizes, rhs_scale=scales, out_dtype=BF16)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(run).lower(pair, weights, struct((8,), jnp.int32), scales).compile().as_text()
+    assert program.count('custom_call_target="tpu_custom_call"') == 1
+
+
 @pytest.mark.parametrize(
     ("K", "N", "E", "dtype", "calls"),
     [(1536, 4096, 128, BF16, 1), (2880, 2880, 128, E4M3, 1), (14336, 4096, 8, BF16, 2), (20000, 512, 8, BF16, 2)],
