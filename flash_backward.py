@@ -129,9 +129,8 @@ def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
 def one_of(which: jax.Array | None, calls: list[tuple], *shared):
     """call(own, *shared) of the `which`-th of [(call, own), ...]; clamped, as by `lax.switch`.
 
-    Only kernels are in the branches, and the barriers keep XLA from moving what stands around them there: while a
-    branch runs that has work for the SparseCores in it, as copies between layouts are, no collective on them can be
-    under way.
+    Only kernels are in the branches, and the barriers keep XLA from moving there what stands around them: left to
+    itself it adds biases, converts to float32 and copies between layouts in each.
 
     Raises:
       ValueError: several calls and no `which`, or the other way round.

@@ -329,7 +329,8 @@ def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> 
       operands: of each its numbers, a tuple of such values, or None, which is not known.
 
     Returns:
-      None for what is not known: floats, more than MOST elements, slices of more than one dim, what is divided by 0.
+      None for what is not known: floats, more than MOST elements, what is divided by 0, operations that do not stand
+      here, as slices of more than one dim.
     """
     opcode, attributes, shapes = instruction.opcode, instruction.attributes, instruction.shapes
     followed = [re.fullmatch(r"pred|[su]\d+", s.dtype) and math.prod(s.dims) <= MOST for s in shapes]
