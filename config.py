@@ -210,6 +210,7 @@ class Config:
     collectives: str = "xla"  # who moves weights, gradients, activations: xla, or our own ring or ring_bidirectional
     collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
+    unroll: int = 1  # layers in a turn of the loop over them; with 2 no gathered weights are copied from turn to turn
     shard_experts: bool = False  # fsdp cuts the experts' weights by expert, whole matrices, and not each by model_dim
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
@@ -295,7 +296,7 @@ class Config:
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
             "microbatches pipeline_rounds context_heads loss_chunk fp8_block log_every max_skipped save_every "
             "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept "
-            "moe_parts",
+            "moe_parts unroll",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
             "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
             "num_experts fp8_skip_layers "

@@ -114,7 +114,8 @@ def run_layers(
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
     aux = (*constants, first_layer, _noise(scaling.key, config))
-    return fsdp.scan_layers(layer, gather_layer, (layers, scaling.amax), x, aux, prefetch=config.prefetch)
+    how = dict(prefetch=config.prefetch, unroll=config.unroll)
+    return fsdp.scan_layers(layer, gather_layer, (layers, scaling.amax), x, aux, **how)
 
 
 def _noise(key: jax.Array | None, config: Config) -> jax.Array | None:

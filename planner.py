@@ -5,13 +5,14 @@
 
 **What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
-that uses the host. Dropped is what does not divide, and what does not fit in 95% of the memory, or of a device's share
-of its host's. The shortest step wins, but for this: of those within 5% of it, the simplest one, that with the fewest
-mesh axes, then the fewest microbatches. A prediction is not better than that.
+that uses the host. Dropped is what does not divide, and what does not fit in 92% of the memory, or of a device's share
+of its host's. The 32 fastest then get a policy of their own, the set of activations that fills the memory best; turns
+of two layers (`unroll`); experts whole over `fsdp`; and the two dies of a chip another axis. The shortest step wins, but
+for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
-one's own, but that of a recipe; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a
+its own that use the host; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a
 quarter of it, with `data` for the rest, nothing: smaller rings can be faster, at the price of memory, but not by much.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, which the answer is held against:
@@ -36,7 +37,9 @@ MFU of the whole step depend on the attention kernel? Where attention is most of
 """
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +55,11 @@ from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, as_json, describe, plot, predict, short_of
 from workload import TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
-TO_FIND = ("mesh", "microbatches", "remat", "remat_tensors", "core_axis", "collective_matmul")
+TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul unroll shard_experts".split()
 WITHIN = 1.05  # of the best: as good as it
 # Of the memory that there is: predictions that come near it are within 6% of compiled programs, and near the limit XLA
-# gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB leaves nearly all of its communication exposed).
-ROOM = 0.95
+# gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB, and Gemma at 92, leave nearly all messages exposed).
+ROOM = 0.92
 LONG = 32_768  # tokens from which a sequence is long here; the guide's are 8k and 128k
 SHORTEST_PART = 1024  # tokens of a sequence on a device
 
@@ -124,7 +127,7 @@ def plan(
     if not fitting:
         raise ValueError(_why_nothing(config, num_devices, dropped, closest))
     num_fitting = len({(tuple(found.of.sizes.values()), found.of.microbatches) for found in fitting})
-    fitting = _with_other_core_axes(fitting)
+    fitting = _varied(fitting)
     families = {}
     for found in sorted(fitting, key=lambda found: found.step_s):
         families.setdefault(family(found), found)
@@ -159,7 +162,7 @@ def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Predicti
 def complexity(found: Prediction) -> tuple:
     """What is simpler comes first; of the equally simple, what is faster."""
     of = found.of
-    return sum(size > 1 for size in of.sizes.values()), of.microbatches, bool(of.config.core_axis), found.step_s
+    return sum(size > 1 for size in of.sizes.values()), bool(of.config.core_axis), found.step_s
 
 
 def meshes(
@@ -203,30 +206,77 @@ def _widest(config: Config) -> int:
 def _configs(config: Config) -> dict[int, list[Config]]:
     """{microbatches: one for each policy, from the least recomputation to the most}."""
     once = dataclasses.replace(config, mesh="", microbatches=1, core_axis="", collective_matmul=False)
+    once = dataclasses.replace(once, unroll=1, shard_experts=False)
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     found = [dataclasses.replace(once, remat=policy, remat_tensors="") for policy in policies]
     found += [once] if config.remat == "custom" else []
-    again = lambda one: sum(transformer.recomputed_flops_per_token(one).values())
     # Of those that recompute alike, what stays on the device comes first.
-    found.sort(key=lambda one: (again(one), len(transformer.offloaded_names(one))))
+    found.sort(key=lambda one: (_again(one), len(transformer.offloaded_names(one))))
     return {2**i: [dataclasses.replace(one, microbatches=2**i) for one in found] for i in range(6)}
 
 
-def _with_other_core_axes(fitting: list[Prediction]) -> list[Prediction]:
-    """And the best of them with each other axis of even size on the two dies of a chip."""
-    found = list(fitting)
-    if fitting[0].of.chip.devices == 2:
-        for one in sorted(fitting, key=lambda one: one.step_s)[:32]:
-            of = one.of
-            used = next((axis for axis in reversed(MESH_AXES) if of.sizes[axis] % 2 == 0), None)
-            for axis in (axis for axis in MESH_AXES if of.sizes[axis] % 2 == 0 and axis != used):
-                try:
-                    links = links_of(of.sizes, of.chip, of.topology, num_slices=of.num_slices, core_axis=axis)
-                except ValueError:
-                    continue
-                config = dataclasses.replace(of.config, core_axis=axis)
-                found.append(predict(dataclasses.replace(of, config=config, links=links)))
-    return found
+def _again(config: Config) -> float:
+    """FLOPs a token that are computed again."""
+    return sum(transformer.recomputed_flops_per_token(config).values())
+
+
+# Turns of two layers take twice as long to compile: for so much of a step.
+WORTH_TWICE_THE_COMPILE = 0.01
+
+
+def _varied(fitting: list[Prediction]) -> list[Prediction]:
+    """And the best of them with a policy of their own, whole experts, turns of two layers, other axes on a chip's dies."""
+    for variants in (_with_own_policy, _with_whole_experts, _in_turns_of_two, _with_other_core_axes):
+        fastest = sorted(fitting, key=lambda one: one.step_s)[:32]
+        fitting = fitting + [variant for one in fastest for variant in variants(one) if not variant.lacks(ROOM)]
+    return fitting
+
+
+# What a policy of its own keeps on the device, each or not.
+KEPT = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up expert_up", "expert_down")
+
+
+def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
+    """With the set of what matmuls and attention make that leaves least to be computed again, of those that fit."""
+    config = one.of.config
+    made = {name for experts in (False, True) for name in transformer.activations(config, experts=experts)}
+    made -= {name for name in made if name.startswith("expert_")} if not config.num_experts else set()
+    sets = []
+    for kept in itertools.product((True, False), repeat=len(KEPT)):
+        names = [name for names in itertools.compress(KEPT, kept) for name in names.split()]
+        own = ",".join(f"{name}:device" for name in names if name in made | {"qkv_proj"})
+        sets.append(dataclasses.replace(config, remat="custom", remat_tensors=own))
+    for own in sorted(sets, key=_again):
+        if _again(own) >= _again(config):
+            return
+        of = dataclasses.replace(one.of, config=own)
+        memory, offloaded = memory_of(of, layers_of(of))
+        if not lacking(of, math.fsum(memory.values()), on_host(of, offloaded), ROOM):
+            yield predict(of)
+            return
+
+
+def _with_whole_experts(one: Prediction) -> Iterator[Prediction]:
+    with contextlib.suppress(ValueError):  # no experts, or they do not divide
+        yield predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, shard_experts=True)))
+
+
+def _in_turns_of_two(one: Prediction) -> Iterator[Prediction]:
+    with contextlib.suppress(ValueError):  # one layer, or weights that are whole
+        found = predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, unroll=2)))
+        if found.step_s < (1 - WORTH_TWICE_THE_COMPILE) * one.step_s:
+            yield found
+
+
+def _with_other_core_axes(one: Prediction) -> Iterator[Prediction]:
+    """With each other axis of even size on the two dies of a chip."""
+    of = one.of
+    even = [axis for axis in MESH_AXES if of.sizes[axis] % 2 == 0] if of.chip.devices == 2 else []
+    for axis in even[:-1]:
+        with contextlib.suppress(ValueError):  # it cannot lie there
+            links = links_of(of.sizes, of.chip, of.topology, num_slices=of.num_slices, core_axis=axis)
+            config = dataclasses.replace(of.config, core_axis=axis)
+            yield predict(dataclasses.replace(of, config=config, links=links))
 
 
 def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], closest: tuple[Run, dict] | None) -> str:

@@ -34,7 +34,12 @@ from placement import BATCH_AXES, check_batch, check_multiple
 NEEDS = (
     ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves", "a larger --mesh"),
     ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2"),
-    ("prefetch", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1, and weights are whole", "--mesh=fsdp:2"),
+    (
+        "prefetch unroll",
+        lambda c, s: s["fsdp"] > 1,
+        "the mesh axis fsdp has size 1, and weights are whole",
+        "--mesh=fsdp:2",
+    ),
     ("shard_experts", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1", "--mesh=fsdp:2"),
     ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2"),
     (
@@ -78,6 +83,12 @@ def check(config: Config, sizes: dict[str, int]) -> None:
         )
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
+    layers = max(config.num_dense_layers, config.num_layers - config.num_dense_layers)
+    of_loop = layers // (sizes["pipe"] * config.pipeline_rounds)
+    if config.unroll > of_loop:
+        raise ValueError(
+            f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: unroll can be {of_loop} at most"
+        )
     for name, size, axes in cuts(config, sizes):
         by_dim = name == "num_experts" and config.shard_experts and size % sizes["expert"] == 0
         check_multiple(name, size, axes, "--no-shard_experts" if by_dim else "")

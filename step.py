@@ -12,8 +12,9 @@ they are added up, over a stage's layers and all M microbatches, with what no la
 
 and with communication, of which only what nothing hides (the exposed part) makes the step longer:
 
-    fsdp          gather a layer forward and backward, reduce-scatter its gradient: hidden behind the compute of another
-                  layer, as far as that lasts. Exposed for the first layer and the last, and without `prefetch`
+    fsdp          gather a layer forward and backward: hidden behind the compute of another layer, as far as that lasts.
+                  Reduce-scatter its gradient: behind what its backward pass has left when the MLP's or experts'
+                  gradients are there. Exposed for the first layer and the last, and without `prefetch`
     tensor        gather and reduce-scatter the stream twice a layer, forward and backward, and gather twice more what
                   is not saved whole. Exposed, as matmuls wait for it; with `collective_matmul` what the matmuls do not
                   cover, and a message
@@ -30,7 +31,9 @@ and with communication, of which only what nothing hides (the exposed part) make
     host          what is offloaded goes out during the forward pass and comes back during the backward pass, behind
                   attention (Efficiency.hides_offload); a batch comes in while the step before computes
 
-Every microbatch gathers and reduce-scatters anew.
+Every microbatch gathers and reduce-scatters anew. In the memory, what is gathered ahead is copied into the loop's next
+turn, forward (`unroll`, fsdp.py); with parts of a weight that are no whole tiles of rows, so is what is gathered
+backward, and its gradient.
 
 **MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
@@ -51,8 +54,10 @@ from bounds import bubble
 from hardware import Axis, by, parse_topology, si
 from interconnect import collective_s
 from workload import (
+    ROWS_OF_A_TILE,
     Layer,
     Run,
+    behind_mlp_s,
     compute_s,
     lacking,
     layers_of,
@@ -151,6 +156,7 @@ def predict(of: Run) -> Prediction:
         *_compute(of, kinds),
         _loss(of),
         _fsdp(of, kinds),
+        _copies(of, kinds),
         _tensor(of, kinds),
         _context(of, kinds),
         _merging(of, kinds),
@@ -189,7 +195,7 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
         if name != "unembedding":
             flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + again.get(name, 0)
     tokens = f"{config.batch * config.seq_len / math.prod(of.sizes.values()):,.0f} tokens"  # a device's share
-    moved = math.fsum(kind.layer.elementwise * kind.layer.num_layers for kind in kinds) * of.element
+    moved = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * of.element
     peak = of.chip.bf16_flops_per_s / of.chip.devices
     speed = of.chip.flops_per_s(of.dtype) / of.chip.devices
     slower = "" if of.dtype == "bf16" else f", of what stays in 16 bits {si(peak, 'FLOP/s')}"
@@ -240,7 +246,11 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         scatter = of.collective_s("reduce_scatter", of.element * whole, "fsdp")
         gathers = 2 + config.remat_stage
         moved = gathers * gather + scatter
-        hidden = min(gather, kind.forward) + min(moved - gather, kind.backward) if config.prefetch else 0
+        # A sum waits for its gradient, and XLA does not carry it on into the next layer.
+        behind = behind_mlp_s(of, kind.layer) if of.efficiency.late_sums else kind.backward
+        hidden = min(gather, kind.forward)
+        hidden += min((gathers - 1) * gather + min(scatter, behind), kind.backward)
+        hidden *= config.prefetch
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
@@ -252,9 +262,30 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     tables_s = of.collective_s("all_gather", tables - saved, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
     formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
-    formula += ", behind a layer's compute" if config.prefetch else ", not hidden (--no-prefetch)"
+    where = f", behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
+    formula += where if config.prefetch else ", not hidden (--no-prefetch)"
     once = of.microbatches * tables_s
     return _communication("fsdp", seconds + once, exposed + once + of.microbatches * ends, formula)
+
+
+def _copies(of: Run, kinds: list[Kind]) -> Part:
+    """Copies of gathered weights: into the next turn of the loop; to whole tiles, if they come in other parts."""
+    config, e = of.config, of.efficiency
+    if of.sizes["fsdp"] == 1 or not e.copies_weights:
+        return Part("copies of weights", "memory", 0, 0, "")
+    rows = config.model_dim / of.sizes["fsdp"]
+    carried, tiled = config.prefetch and config.unroll == 1, bool(rows % ROWS_OF_A_TILE)
+    nbytes = 0.0
+    for kind in kinds:
+        layer, by_row = kind.layer, not config.shard_experts  # by which fsdp cuts the experts, too
+        of_rows = tiled * layer.whole_bytes(of, by_row)
+        copied = max(carried * layer.whole_bytes(of), of_rows) + (1 + config.remat_stage) * of_rows
+        nbytes += kind.times * 2 * (copied + tiled * of.element * layer.whole_params(of, by_row))
+    seconds = nbytes / (of.hbm_bytes_per_s * e.elementwise)
+    why = ["forward, to be carried on"] * carried
+    why += [f"and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled
+    formula = f"{si(nbytes, 'B')} read and written / ({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
+    return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 
 
 def _tensor(of: Run, kinds: list[Kind]) -> Part:

@@ -71,18 +71,27 @@ class Efficiency:
     host_bytes_per_s: float = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
     # What of a layer hides the way of its activations to the host. Compiled, without flags: the kernel (remat.py).
     hides_offload: tuple[str, ...] = ("attention",)
+    # A layer's gradients are summed behind what its backward pass has left when those of its MLP or experts are there.
+    # Compiled: of 187 ms of a layer of DeepSeek-V3 in 8 bits on fsdp:512, 115 are waited for, 72 is attention's backward.
+    late_sums: bool = True
+    # What is gathered ahead is copied for the next turn of the loop; what comes in parts of other than whole tiles of
+    # rows is, and its gradient before it goes. Compiled: 0.2 s of Llama 3.1 70B, 4.3 of the same step of DeepSeek-V3.
+    copies_weights: bool = True
 
 
 TODAY = Efficiency()
 # What published runs have: tokamax's splash attention, 120k cycles forward, 5780 a block backward; the times that it
 # publishes are these cycles at 1.76 GHz. And offloads that all of a layer hides: chosen, for 8B on v6e, which takes no
-# longer than that; what makes it so there is not known.
+# longer than that; what makes it so there is not known. Likewise sums that all of a backward pass hides, for
+# DeepSeek-V3, and no copies of weights: most cut them in two dims, and carry none on.
 PUBLISHED = replace(
     TODAY,
     attention_forward=0.8 * 1024 / 3333,
     attention_backward=0.8 * 2560 / 5780,
     hides_offload=("matmul", "attention", "elementwise"),
     gated_experts=False,
+    late_sums=False,
+    copies_weights=False,
 )
 
 
@@ -209,6 +218,7 @@ def run_of(
 # -- a layer
 
 
+ROWS_OF_A_TILE = 8  # of memory, as XLA lays out matrices; 128 columns
 ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` cuts what they sum over
 
 
@@ -236,24 +246,24 @@ class Layer:
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
     global_keys: float  # of them, those of layers without a window
-    elementwise: float  # elements a token, forward
+    elementwise: tuple[float, float]  # elements a token, forward: of attention, and of all else
     saved: float  # bytes a token, on the device
     offloaded: float  # on the host
     every: float  # bytes a token of all activations that the backward pass reads
     norms: float  # bytes a token of what the column-parallel matmuls take, if it is saved
 
-    def whole_params(self, of: Run) -> float:
-        """Its weights on a device, once gathered over `fsdp`."""
-        return _on_device(of, self.params)
+    def whole_params(self, of: Run, experts: bool = True) -> float:
+        """Its weights on a device, once gathered over `fsdp`; with the experts, or without."""
+        return _on_device(of, self.params, experts)
 
-    def whole_bytes(self, of: Run) -> float:
+    def whole_bytes(self, of: Run, experts: bool = True) -> float:
         """Theirs, as they multiply, and so as they travel."""
-        in_8_bits = _on_device(of, self.params_in_8_bits)
-        return DTYPE_BYTES["fp8"] * in_8_bits + of.element * (self.whole_params(of) - in_8_bits)
+        in_8_bits = _on_device(of, self.params_in_8_bits, experts)
+        return DTYPE_BYTES["fp8"] * in_8_bits + of.element * (self.whole_params(of, experts) - in_8_bits)
 
 
-def _on_device(of: Run, params: dict[bool, int]) -> float:
-    return (params[True] / of.sizes["expert"] + params[False]) / of.tensor
+def _on_device(of: Run, params: dict[bool, int], experts: bool) -> float:
+    return (experts * params[True] / of.sizes["expert"] + params[False]) / of.tensor
 
 
 def layers_of(of: Run) -> list[Layer]:
@@ -324,25 +334,25 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
 
 def elementwise_elements(
     config: Config, experts: bool, expert_room: float = 1.0, uncut: int = 1, gated: bool = False
-) -> float:
+) -> tuple[float, float]:
     """Elements a token that a layer's elementwise work reads and writes, forward; twice as many backward.
 
-    norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result out of it;
-    addition to the stream 3D, twice; second norm 2D. SwiGLU 3F. Experts: sort X*D, read and write; SwiGLU 3*X*M, of all
-    rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few times. What is sorted may be
-    whole on each device along `tensor`, `uncut` of them. Where the SwiGLU is `gated`, a kernel's that hides it forward
-    and in what is recomputed, half of it is left, for the gradient.
+    Of attention: norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result
+    out of it; addition to the stream 3D. Of the rest: norm and addition again; SwiGLU 3F. Experts: sort X*D, read and
+    write; SwiGLU 3*X*M, of all rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few
+    times. What is sorted may be whole on each device along `tensor`, `uncut` of them. Where the SwiGLU is `gated`, a
+    kernel's that hides it forward and in what is recomputed, half of it is left, for the gradient.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
-    elements = 10 * D + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
-    elements += 2 * (config.q_lora_rank + config.kv_lora_rank)
+    attention = 5 * D + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
+    attention += 2 * (config.q_lora_rank + config.kv_lora_rank)
     if not experts:
-        return elements + 3 * config.ff_dim
+        return attention, 5 * D + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
     of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
-    return elements + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
+    return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 
 def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
@@ -393,12 +403,27 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
     attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
     attention_backward += layer.attention_lost * attention
-    elementwise = layer.elementwise * of.element * b / tensor / (of.hbm_bytes_per_s * e.elementwise)
+    elementwise = elementwise_s(of, sum(layer.elementwise))
     return {
         "matmul": matmul_s(of, layer.products),
         "attention": (attention, attention_backward),
         "elementwise": (elementwise, 3 * elementwise),
     }
+
+
+def elementwise_s(of: Run, elements: float) -> float:
+    """Seconds of a microbatch's elementwise work on so many elements a token."""
+    return elements * of.element * of.tokens / of.tensor / (of.hbm_bytes_per_s * of.efficiency.elementwise)
+
+
+def behind_mlp_s(of: Run, layer: Layer) -> float:
+    """Seconds of a layer's backward pass behind that of its MLP or experts: of attention, and of its matmuls.
+
+    What is recomputed is ahead of both.
+    """
+    matmuls = matmul_s(of, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
+    forward, attention = compute_s(of, layer)["attention"]
+    return matmuls[1] + attention - layer.attention_lost * forward + 2 * elementwise_s(of, layer.elementwise[0])
 
 
 def params_of_device(of: Run) -> tuple[float, float]:
@@ -499,9 +524,11 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         "gradients": gradients,
         "saved activations": waiting,
     }
+    # In turns of two, half of another: compiled, 3.1 and 1.6 GiB more of 70B in one microbatch and in two.
+    of_layer = largest.every * (2 if config.unroll > 1 else 1.5)
     in_layer = {
         # On the device once more is what comes from the host ahead of its layer.
-        "a layer's activations": (largest.every * 1.5 - largest.saved + largest.offloaded) * b / of.tensor,
+        "a layer's activations": (of_layer - largest.saved + largest.offloaded) * b / of.tensor,
         "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
     }
     if over_context := attention_over_context(of):

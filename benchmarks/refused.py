@@ -62,6 +62,7 @@ EXAMPLES = {
         "--mesh=context:8 --context_heads=2 --collectives=ring",
         "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular",
         f"{MOE} --mesh=pipe:2,fsdp:* --num_dense_layers=1",
+        "--num_layers=4 --unroll=8",
         "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",
         "--mesh=expert:8",
         "--mesh=context:8 --max_logit=8",

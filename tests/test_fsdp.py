@@ -75,20 +75,22 @@ def weights_gathered(body):
     return {eqn.outvars[0] for eqn in gathers if "fsdp" in eqn.params["axis_name"]}
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_at_most_two_layers_are_whole(prefetch, remat):
-    """Each loop gathers a layer once an iteration and carries at most one; none is stacked up for the backward pass."""
-    config = Config(**SMALL, mesh="fsdp:8", prefetch=prefetch, remat=remat)
+def test_at_most_two_layers_are_whole(prefetch, remat, unroll):
+    """Each loop gathers each layer once and carries at most one; none is stacked up for the backward pass."""
+    config = Config(**SMALL | dict(num_layers=4), mesh="fsdp:8", prefetch=prefetch, remat=remat, unroll=unroll)
     whole = (config.model_dim, config.ff_dim)  # w_gate and w_up, once gathered
     loops = list(layer_loops_of(config))
     assert len(loops) == 2  # forward and backward
     for loop, body in loops:
-        assert gathers_of(whole, list(equations(body))) == 2  # w_gate, w_up: one layer
+        assert loop.params["length"] == 4 / unroll
+        assert gathers_of(whole, list(equations(body))) == 2 * unroll  # w_gate, w_up
         after, in_body = [[var.aval.shape for var in jaxpr.outvars] for jaxpr in (loop, body)]
         carried = [shape for shape, inner in zip(after, in_body, strict=True) if shape == inner]
         assert carried.count(whole) == (2 if prefetch else 0)
-        assert (config.num_layers, *whole) not in after
+        assert (loop.params["length"], *whole) not in after
 
 
 @pytest.mark.parametrize("option", [{}, dict(expert_bias=True), dict(fp8="dynamic", fp8_modules="moe")])
@@ -130,8 +132,31 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_layers_add_up_a_loss_beside_the_stream(prefetch):
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_in_turns_of_two_layers_no_weights_are_copied(unroll):
+    """Compiled for TPU7x 2x2x1, a stack of matmuls: each loop of single layers copies what it has gathered ahead."""
+    layers, D, tokens = 16, 4096, 16_384
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    gather = lambda w_dD: fsdp.gather(w_dD, P("fsdp"), "fsdp")
+    layer = jax.checkpoint(lambda w_DD, x_bD, aux, i: jax.nn.gelu(x_bD @ w_DD))
+    specs = P(None, "fsdp"), P("fsdp")
+
+    def loss(w_LdD, x_bD):
+        x_bD = fsdp.scan_layers(layer, gather, w_LdD, x_bD, None, prefetch=True, unroll=unroll)
+        return lax.psum(jnp.sum(x_bD.astype(jnp.float32)), "fsdp")
+
+    shape = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    args = shape((layers, D, D), specs[0]), shape((8 * tokens, D), specs[1])
+    gradient = jax.jit(jax.grad(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())))
+    text = gradient.lower(*args).compile().as_text()
+    copies = re.findall(rf"^  %\S+ = bf16\[{D},{D}\]\S* copy\(", text, re.MULTILINE)
+    assert len(copies) == (2 if unroll == 1 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch, unroll", [(True, 1), (False, 1), (True, 2), (False, 2), (True, 3), (True, 5)])
+def test_layers_add_up_a_loss_beside_the_stream(prefetch, unroll):
     """The residual carry is a tree; what is added to it in a layer has a gradient, of weights and stream."""
     w_LDD = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
     x_BD = jax.random.normal(jax.random.key(1), (2, 4))
@@ -151,7 +176,8 @@ def test_layers_add_up_a_loss_beside_the_stream(prefetch):
             carry = layer(w_LDD[i], carry, 0.5, i)
         return carry
 
-    scanned = lambda w, carry: fsdp.scan_layers(layer, lambda w: w, w, carry, jnp.float32(0.5), prefetch=prefetch)
+    how = dict(prefetch=prefetch, unroll=unroll)
+    scanned = lambda w, carry: fsdp.scan_layers(layer, lambda w: w, w, carry, jnp.float32(0.5), **how)
     ours, expected = (
         jax.jit(jax.value_and_grad(partial(loss, scan), argnums=(0, 1), has_aux=True))(w_LDD, x_BD)
         for scan in (scanned, plain)

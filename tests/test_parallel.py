@@ -95,7 +95,8 @@ def reference_gradients(config: Config):
 def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None):
     mesh, per_device, place = on_mesh(config, devices)
     loss, _, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
-    plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, remat="none", dtype="float32")
+    plain = dict(mesh="fsdp:*", prefetch=True, unroll=1, microbatches=1, shard_update=False, remat="none")
+    plain |= dict(dtype="float32")
     plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
     plain |= dict(moe_impl="dropless", moe_parts=1)
     plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1, remat_stage=False)
@@ -142,6 +143,13 @@ def cases(options):
 @pytest.mark.parametrize(("mesh", "option"), cases(OPTIONS))
 def test_loss_and_gradients_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL, mesh=mesh, **option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [dict(unroll=2), dict(unroll=3, remat="full"), dict(unroll=2, prefetch=False)])
+def test_turns_of_several_layers_equal_the_reference(option):
+    """And layers that are left over: five by twos and threes."""
+    check_gradients(Config(**SMALL | dict(num_layers=5, microbatches=2), mesh="fsdp:4,tensor:2", **option))
 
 
 @pytest.mark.slow

@@ -28,6 +28,10 @@ def planned(preset: str, topology: str, *, num_slices: int = 1, **flags) -> plan
     return plan(from_preset(preset, **flags), chip, chips, num_slices=num_slices)
 
 
+def mesh_of(found) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items())
+
+
 def axes_of(found) -> set[str]:
     return {axis for axis, size in found.of.sizes.items() if size > 1}
 
@@ -46,7 +50,10 @@ def axes_of(found) -> set[str]:
     ],
 )
 def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
-    """Every mesh of 8 devices, on either axis's cores, up to 8 microbatches, every policy: some 10,000 predictions."""
+    """Every mesh of 8 devices, on either axis's cores, up to 8 microbatches, every named policy: some 10,000 predictions.
+
+    And for the mesh of its answer every set of activations, in turns of one layer and of two.
+    """
     config = from_preset(preset, **flags)
     shortest = math.inf
     axes = ("data", "pipe", "fsdp", "expert", "context", "tensor")
@@ -64,7 +71,16 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
             if not found.lacks(planner.ROOM):
                 shortest = min(shortest, found.step_s)
     found = plan(config, TPU7X, (2, 2, 1))
-    assert found.families[0].step_s == pytest.approx(shortest, rel=1e-9)
+    fastest = found.families[0]
+    assert fastest.step_s <= shortest * (1 + 1e-9)
+    own = dataclasses.replace(fastest.of.config, mesh=mesh_of(fastest))
+    for kept, unroll in itertools.product(itertools.product((True, False), repeat=len(planner.KEPT)), (1, 2)):
+        names = [name for names in itertools.compress(planner.KEPT, kept) for name in names.split()]
+        remat = dict(remat="custom", remat_tensors=",".join(f"{name}:device" for name in names))
+        one = predict(run_of(dataclasses.replace(own, **remat, unroll=unroll), TPU7X, (2, 2, 1)))
+        if not one.lacks(planner.ROOM):
+            # 1% is not worth a turn of two layers, which take twice as long to compile.
+            assert fastest.step_s <= one.step_s * (1 + 1e-9 if unroll == own.unroll else 1.01)
     assert found.best.step_s <= planner.WITHIN * shortest
 
 
@@ -94,13 +110,25 @@ def test_of_equally_fast_plans_the_simplest():
 
 @pytest.mark.slow
 def test_a_policy_of_ones_own_is_one_of_those_that_are_tried():
-    """It moves the layer's input to the host, as no named one does; at 128k attention hides that."""
-    shape = dict(batch=64, seq_len=131_072)
-    flags = shape | dict(remat="custom", remat_tensors="decoder_layer_input:offload,context:device")
-    found, without = (planned("llama3.1-70b", "tpu7x:4x8x8", **f) for f in (flags, shape))
-    assert found.families[0].of.config.remat == "custom"
-    assert found.families[0].step_s < without.families[0].step_s
-    assert "custom" not in {one.of.config.remat for one in without.families}
+    """It moves the layer's input to the host, as no named one does, nor what the planner makes."""
+    shape = dict(batch=1536, mu_dtype="bfloat16")
+    flags = shape | dict(remat="custom", remat_tensors="decoder_layer_input:offload,key_proj:device,value_proj:device")
+    found, without = (planned("llama3.1-405b", "tpu7x:4x8x8", **f) for f in (flags, shape))
+    of_fsdp = [[one for one in plan.families if axes_of(one) == {"fsdp"}] for plan in (found, without)]
+    assert "offload" in of_fsdp[0][0].of.config.remat_tensors and not of_fsdp[1]  # which would not fit
+
+
+def test_a_policy_fills_the_memory_that_a_named_one_leaves():
+    """Llama 3.1 70B in two microbatches, as compiled: the MLP's gate is kept, for which one microbatch has no room."""
+    found = planned("llama3.1-70b", "tpu7x:4x4x4", batch=256, mu_dtype="bfloat16")
+    config = found.best.of.config
+    assert axes_of(found.best) == {"fsdp"} and (config.microbatches, config.unroll) == (2, 2)
+    assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
+
+
+def test_experts_are_whole_where_that_is_faster():
+    found = planned("gpt-oss-120b", "tpu7x:4x4x4", batch=1280)
+    assert found.best.of.config.shard_experts
 
 
 # -- the guide's table
@@ -239,9 +267,9 @@ def test_what_does_not_fit_is_told_with_what_is_short():
     text = str(error.value)
     state = transformer.num_params(from_preset("llama3.1-405b")) * 16 / 8 / 2**30
     needs, has, short = (
-        float(x) for x in re.search(r"needs ([\d.]+) GiB .* of ([\d.]+) \(95% .*: ([\d.]+) GiB short", text).groups()
+        float(x) for x in re.search(r"needs ([\d.]+) GiB .* of ([\d.]+) \(92% .*: ([\d.]+) GiB short", text).groups()
     )
-    assert needs > state and has == 90.0 and short == pytest.approx(needs - has, abs=0.11)
+    assert needs > state and has == 87.2 and short == pytest.approx(needs - has, abs=0.11)
     assert text.startswith("nothing fits: llama3.1-405b on 4 chips of tpu7x") and "optimizer" in text
 
 
@@ -271,7 +299,7 @@ def test_plan_command(capsys, tmp_path):
     for words in (
         "llama3.1-70b on tpu7x:4x4x4, 64 chips, predicted",
         "the best of each family",
-        "Without tensor parallelism the best is fsdp:128",
+        "With tensor parallelism the best is ",
         "in fp8:",
         "--topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=256",
     ):

@@ -87,7 +87,7 @@ def test_why_deepseeks_mesh_is_not_the_published_one():
     assert not found.fits and found.memory["gathered weights"] > 60 * GiB
     assert "fsdp_transpose:2" in recipe.differs
     once = predict(run_of(dataclasses.replace(published, prefetch=False), *parse_topology(recipe.topology)))
-    assert once.fits and once.step_s > 1.5 * recipes.predicted("deepseek-v3-4k-bf16").step_s
+    assert once.fits and once.step_s > 1.4 * recipes.predicted("deepseek-v3-4k-bf16").step_s
 
 
 # -- the same for every program
@@ -311,7 +311,7 @@ def test_where_nothing_is_better_it_says_so():
     its = recipes.better("mixtral-8x7b-4k-fp8")
     assert its["flags"] == [] and recipes.say_better(its).endswith("s, and the planner finds the same")
     its = recipes.better("llama3.1-70b-128k-bf16")  # which fills 98% of the memory; the planner leaves 5%
-    assert its["gain"] < 0 and "none is better, the fastest: --mesh=" in recipes.say_better(its)
+    assert its["gain"] < 0 and "none is better, its answer: --" in recipes.say_better(its)
 
 
 @pytest.mark.slow

@@ -201,26 +201,72 @@ def test_what_stays_in_16_bits_costs_what_it_did():
 
 
 def test_fsdp_hides_behind_compute():
-    """Two gathers and a reduce-scatter a layer, over the dies first, then three axes at once (one to scatter)."""
-    # D = 128 * 64, so that a layer's weights are large; a microbatch that is long enough, and one that is not.
+    """Two gathers and a reduce-scatter a layer, over the dies first, then three axes at once (one to scatter).
+
+    A gather hides behind a layer, the sum behind attention's backward pass, which is what a layer has left then.
+    """
+    # D = 128 * 64, so that a layer's weights are large.
     flags = SMALL | dict(model_dim=8192, ff_dim=16384, num_layers=8, tied_embeddings=True, mesh="fsdp:128")
-    found = predicted(efficiency=EXACT, **flags | dict(batch=1280, seq_len=1024))
-    nbytes = 2 * (2 * 8192 * 4 * 128 + 2 * 8192 * 4 * 128 + 3 * 8192 * 16384 + 2 * 8192)
+    of_attention, of_mlp = 4 * 8192 * 4 * 128, 3 * 8192 * 16384
+    nbytes = 2 * (of_attention + of_mlp + 2 * 8192)
     die, wire = 600e9, 100e9 / 2
     gather = nbytes / 2 / die + 21 / 32 * nbytes / 2 / 3 / wire
     scatter = nbytes / 2 / die + sum(2 / 4 * nbytes / 2 / 4**i for i in range(3)) / wire
     table = 2 * 1024 * 8192
     ends = table / 2 / die * 2 + 21 / 32 * table / 2 / 3 / wire + sum(2 / 4 * table / 2 / 4**i for i in range(3)) / wire
-    assert seconds(found, "fsdp communication", False) == pytest.approx(8 * (2 * gather + scatter) + ends, rel=1e-3)
-    assert seconds(found, "fsdp communication") == pytest.approx(2 * gather + scatter + ends, rel=1e-3)
-    bare = predicted(efficiency=EXACT, **flags | dict(batch=1280, seq_len=1024, prefetch=False))
-    assert seconds(bare, "fsdp communication") == pytest.approx(8 * (2 * gather + scatter) + ends, rel=1e-3)
-    short = predicted(efficiency=EXACT, **flags | dict(batch=128, seq_len=128))
-    forward = seconds(short, "matmul") + seconds(short, "attention")
-    assert seconds(short, "fsdp communication") == pytest.approx(
-        8 * (2 * gather + scatter) + ends - 7 / 8 * forward, rel=1e-3
+    moved = 2 * gather + scatter
+
+    def of(batch, seq_len, efficiency=EXACT, **more):
+        """The prediction; what of a layer's messages hides; both passes of a layer, and attention's backward."""
+        found = predicted(efficiency=efficiency, **flags | dict(batch=batch, seq_len=seq_len) | more)
+        matmul, kernel = (seconds(found, name) / 8 for name in ("matmul", "attention"))
+        assert seconds(found, "fsdp communication", False) == pytest.approx(8 * moved + ends, rel=1e-3)
+        hidden = (8 * moved + ends - seconds(found, "fsdp communication")) / 7  # nothing of one layer does
+        attention = 2 / 3 * matmul * of_attention / (of_attention + of_mlp) + 5 / 7 * kernel
+        return found, hidden, (matmul / 3 + 2 / 7 * kernel, 2 / 3 * matmul + 5 / 7 * kernel), attention
+
+    found, hidden, _, attention = of(5120, 4096)
+    assert found.bound == "compute" and attention > scatter and hidden == pytest.approx(moved, rel=1e-3)
+    found, hidden, _, attention = of(1280, 1024)
+    assert found.bound == "compute" and hidden == pytest.approx(2 * gather + attention, rel=1e-3)
+    _, hidden, *_ = of(1280, 1024, dataclasses.replace(EXACT, late_sums=False))
+    assert hidden == pytest.approx(moved, rel=1e-3)
+    found, hidden, (forward, backward), _ = of(128, 128)
+    assert found.bound == "communication" and backward < gather
+    assert hidden == pytest.approx(forward + backward, rel=1e-2)
+    assert of(5120, 4096, prefetch=False)[1] == pytest.approx(0, abs=1e-6)
+
+
+def test_what_is_recomputed_hides_no_sum():
+    """It is ahead of the MLP's gradients; and what is behind them is a quarter with a quarter of the tokens."""
+    run = lambda **flags: predicted(preset="llama3.1-70b", mesh="fsdp:128", batch=512, **flags).of
+    behind = lambda of: workload.behind_mlp_s(of, *workload.layers_of(of))
+    kept, again, parts = run(remat="none"), run(remat="full"), run(remat="full", microbatches=4)
+    assert behind(kept) == pytest.approx(behind(again)) == pytest.approx(4 * behind(parts))
+    by_part = workload.compute_s(kept, *workload.layers_of(kept))
+    assert by_part["attention"][1] < behind(kept) < sum(backward for _, backward in by_part.values()) / 2
+
+
+def test_copies_of_weights():
+    """Those gathered ahead are copied into the next turn, forward; all, and gradients, if they are cut within a tile."""
+    flags = dict(preset="llama3.1-8b", batch=256, remat="full")
+    speed = TPU7X.hbm_bytes_per_s / 2 * workload.TODAY.elementwise
+    of_layers = 2 * 2 * (transformer.num_params(from_preset("llama3.1-8b")) - 2 * 128_256 * 4096) / speed  # and back
+    copies = lambda **more: seconds(predicted(**flags | more), "copies of weights")
+    assert copies(mesh="fsdp:128") == pytest.approx(of_layers, rel=1e-4)
+    assert copies(mesh="fsdp:128", microbatches=2) == pytest.approx(2 * of_layers, rel=1e-4)
+    assert copies(mesh="data:128,fsdp:1") == copies(mesh="fsdp:128", unroll=2) == 0
+    assert copies(mesh="fsdp:128", prefetch=False) == copies(mesh="fsdp:128", efficiency=workload.PUBLISHED) == 0
+    # 5376 / 128 = 42 rows, whatever the loop: two gathers and a gradient.
+    gemma = dict(preset="gemma-31b-like", mesh="fsdp:128")
+    assert (
+        copies(**gemma, unroll=2)
+        == pytest.approx(copies(**gemma))
+        == pytest.approx(3 * copies(**gemma | dict(mesh="data:4,fsdp:32")), rel=1e-4)
     )
-    assert short.bound == "communication" and found.bound == "compute"
+    # Whole matrices of experts are no parts of tiles: attention's weights alone are copied oftener.
+    gpt = dict(preset="gpt-oss-120b", mesh="data:2,fsdp:64")
+    assert copies(**gpt, shard_experts=True) < copies(**gpt) / 2.5
 
 
 def test_microbatches_gather_anew():
@@ -364,7 +410,7 @@ def test_a_pipeline_is_idle_at_both_ends():
     for microbatches in (1, 2, 8):
         found = predicted(**flags, microbatches=microbatches)
         idle = seconds(found, "pipeline bubble")
-        names = ("matmul", "attention", "elementwise", "loss", "fsdp communication")
+        names = ("matmul", "attention", "elementwise", "loss", "fsdp communication", "copies of weights")
         working = sum(seconds(found, name) for name in names)
         assert idle / (idle + working) == pytest.approx(3 / (microbatches + 3))
     # Every stage has embedding and unembedding.
