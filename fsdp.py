@@ -184,7 +184,7 @@ def _loops(step, gather_layer, prefetch, unroll, shards_L, x, kept=None, reverse
         return step(whole(i), x, i, *kept)
 
     def turn(start, size, carry, xs):
-        # Layers are counted in the loop: the compiled program's text leaves out a table of their numbers (hlo.evaluate).
+        # Layers are counted here: a compiled program's text leaves out a table of their numbers (hlo.evaluate).
         number, *kept = xs
         out = {}
         for j in sorted(range(size), reverse=reverse):

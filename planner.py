@@ -7,8 +7,8 @@
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
 that uses the host. Dropped is what does not divide, and what does not fit in 92% of the memory, or of a device's share
 of its host's. The 32 fastest then get a policy of their own, the set of activations that fills the memory best; turns
-of two layers (`unroll`); experts whole over `fsdp`; and the two dies of a chip another axis. The shortest step wins, but
-for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that.
+of two layers (`unroll`); experts whole over `fsdp`; and the two dies of a chip another axis. The shortest step wins,
+but for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
@@ -225,7 +225,7 @@ WORTH_TWICE_THE_COMPILE = 0.01
 
 
 def _varied(fitting: list[Prediction]) -> list[Prediction]:
-    """And the best of them with a policy of their own, whole experts, turns of two layers, other axes on a chip's dies."""
+    """And the best with a policy of their own, whole experts, turns of two layers, other axes on a chip's dies."""
     for variants in (_with_own_policy, _with_whole_experts, _in_turns_of_two, _with_other_core_axes):
         fastest = sorted(fitting, key=lambda one: one.step_s)[:32]
         fitting = fitting + [variant for one in fastest for variant in variants(one) if not variant.lacks(ROOM)]

@@ -50,7 +50,7 @@ def axes_of(found) -> set[str]:
     ],
 )
 def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
-    """Every mesh of 8 devices, on either axis's cores, up to 8 microbatches, every named policy: some 10,000 predictions.
+    """Every mesh of 8 devices, on either axis's cores, up to 8 microbatches, every named policy: 10,000 predictions.
 
     And for the mesh of its answer every set of activations, in turns of one layer and of two.
     """

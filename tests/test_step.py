@@ -248,7 +248,7 @@ def test_what_is_recomputed_hides_no_sum():
 
 
 def test_copies_of_weights():
-    """Those gathered ahead are copied into the next turn, forward; all, and gradients, if they are cut within a tile."""
+    """Those gathered ahead are copied for the next turn, forward; all, and gradients, if they are cut within a tile."""
     flags = dict(preset="llama3.1-8b", batch=256, remat="full")
     speed = TPU7X.hbm_bytes_per_s / 2 * workload.TODAY.elementwise
     of_layers = 2 * 2 * (transformer.num_params(from_preset("llama3.1-8b")) - 2 * 128_256 * 4096) / speed  # and back
