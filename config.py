@@ -60,6 +60,7 @@ _OF_EXPERTS = (
 # any value but the default is refused. Those for which the mesh decides are in rules.py.
 NEEDS = (
     ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=N"),
+    ("unroll", lambda c: c.prefetch, "prefetch=False carries no weights from turn to turn", "--prefetch"),
     ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8"),
     (_OF_EXPERTS, lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=N"),
     (

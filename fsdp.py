@@ -25,7 +25,8 @@ differentiated by hand, because a gathered weight in the carry of a differentiat
 layer until the backward pass.
 
 **Turns.** What a turn of the loop carries on has its place, and that is taken until the layer is done: so XLA:TPU
-gathers the next layer elsewhere, and copies it there at the end of the turn (forward; backward, mostly, it does not).
+gathers the next layer elsewhere, and copies it there at the end of the turn; but backward not what a layer is done with
+before another starts, as a dense MLP is with its weights.
 With `unroll=2` a turn is two layers, and what the second gathers goes where the first one's weights were:
 
     turn of one     [layer(a) | gather b], a = copy(b)
@@ -118,7 +119,7 @@ def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool, unroll
       shards_L: tree of arrays with a leading layer dim.
       x: the residual stream; or a tree of it and of what the layers add up beside it, whose gradient flows as well.
       aux: tree of constants that all layers see. No gradient flows to it: the layer stops it.
-      unroll: layers in a turn of the loop. Those that are left over have a loop of their own.
+      unroll: with prefetch, layers in a turn of the loop. Those that are left over have a loop of their own.
     """
     return _scan_layers(layer, gather_layer, prefetch, unroll, shards_L, x, aux)
 
@@ -184,7 +185,7 @@ def _loops(step, gather_layer, prefetch, unroll, shards_L, x, kept=None, reverse
         return step(whole(i), x, i, *kept)
 
     def turn(start, size, carry, xs):
-        # Layers are counted here: a compiled program's text leaves out a table of their numbers (hlo.evaluate).
+        # As arange(L).reshape(turns, size) they would be a table, which a compiled program's text leaves out.
         number, *kept = xs
         out = {}
         for j in sorted(range(size), reverse=reverse):
@@ -193,15 +194,15 @@ def _loops(step, gather_layer, prefetch, unroll, shards_L, x, kept=None, reverse
         return carry, tuple(out[j] for j in sorted(out))
 
     turns, left_over = divmod(num_layers, unroll)
-    loops = [(0, unroll, turns), (turns * unroll, left_over, 1)]  # first layer, layers in a turn, turns
-    loops = [loop for loop in loops if math.prod(loop[1:])]
+    # First layer, layers in a turn, turns.
+    loops = [(0, unroll, turns)] * (turns > 0) + [(turns * unroll, left_over, 1)] * (left_over > 0)
     carry = (x, whole(num_layers - 1 if reverse else 0)) if prefetch else x
     out = {}
     for n in sorted(range(len(loops)), reverse=reverse):
         start, size, turns = loops[n]
         xs = (jnp.arange(turns), *([kept[n]] if kept else []))
         carry, out[n] = lax.scan(partial(turn, start, size), carry, xs, reverse=reverse)
-    return carry[0] if prefetch else carry, [out[n] for n in sorted(out)]
+    return (carry[0] if prefetch else carry), [out[n] for n in sorted(out)]
 
 
 def _index(tree_L, i):

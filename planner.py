@@ -6,14 +6,16 @@
 **What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
 that uses the host. Dropped is what does not divide, and what does not fit in 92% of the memory, or of a device's share
-of its host's. The 32 fastest then get a policy of their own, the set of activations that fills the memory best; turns
-of two layers (`unroll`); experts whole over `fsdp`; and the two dies of a chip another axis. The shortest step wins,
-but for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that.
+of its host's. The 32 fastest of all then get experts whole over `fsdp`; a policy of their own, the set of activations
+(`KEPT`) that leaves least to be computed again and fits; turns of two layers (`unroll`); and the two dies of a chip
+another axis. The shortest step wins, but for this: of those within 5% of it, that with the fewest mesh axes, as a
+prediction is not better than that, and of these the fastest with the default axis on the dies.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of
-its own that use the host; `collective_matmul`. And between `fsdp` as large as the model's dim allows and a
-quarter of it, with `data` for the rest, nothing: smaller rings can be faster, at the price of memory, but not by much.
+its own that use the host; `collective_matmul`; turns of three layers or more. And between `fsdp` as large as the
+model's dim allows and a quarter of it, with `data` for the rest, nothing: smaller rings can be faster, at the price of
+memory, but not by much.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, which the answer is held against:
 
@@ -80,9 +82,9 @@ def family(found: Prediction) -> str:
 def plan(
     config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
 ) -> Plan:
-    """The best way to train what `config` describes, whose mesh and microbatches are not looked at.
+    """The best way to train what `config` describes, of which TO_FIND is not looked at.
 
-    Nor is its remat, but for `custom`, which is tried among the others.
+    But a remat of `custom` is tried among the others.
 
     Raises:
       ValueError: nothing divides, or nothing fits, with what is short and by how much.
@@ -226,27 +228,27 @@ WORTH_TWICE_THE_COMPILE = 0.01
 
 def _varied(fitting: list[Prediction]) -> list[Prediction]:
     """And the best with a policy of their own, whole experts, turns of two layers, other axes on a chip's dies."""
-    for variants in (_with_own_policy, _with_whole_experts, _in_turns_of_two, _with_other_core_axes):
+    ways = _with_whole_experts, _with_own_policy, _in_turns_of_two, _with_own_policy, _with_other_core_axes
+    for variants in ways:  # turns of two need more memory, and may then save something else
         fastest = sorted(fitting, key=lambda one: one.step_s)[:32]
         fitting = fitting + [variant for one in fastest for variant in variants(one) if not variant.lacks(ROOM)]
     return fitting
 
 
-# What a policy of its own keeps on the device, each or not.
+# What a policy of its own keeps on the device, each or not; not what shared experts make.
 KEPT = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up expert_up", "expert_down")
 
 
 def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
     """With the set of what matmuls and attention make that leaves least to be computed again, of those that fit."""
     config = one.of.config
-    made = {name for experts in (False, True) for name in transformer.activations(config, experts=experts)}
-    made -= {name for name in made if name.startswith("expert_")} if not config.num_experts else set()
-    sets = []
+    layers = {False, config.num_experts > 0}
+    made = {"qkv_proj"}.union(*(transformer.activations(config, experts=experts) for experts in layers))
+    sets = {}
     for kept in itertools.product((True, False), repeat=len(KEPT)):
-        names = [name for names in itertools.compress(KEPT, kept) for name in names.split()]
-        own = ",".join(f"{name}:device" for name in names if name in made | {"qkv_proj"})
-        sets.append(dataclasses.replace(config, remat="custom", remat_tensors=own))
-    for own in sorted(sets, key=_again):
+        names = [name for names in itertools.compress(KEPT, kept) for name in names.split() if name in made]
+        sets[",".join(f"{name}:device" for name in names)] = None
+    for own in sorted((dataclasses.replace(config, remat="custom", remat_tensors=names) for names in sets), key=_again):
         if _again(own) >= _again(config):
             return
         of = dataclasses.replace(one.of, config=own)
@@ -382,9 +384,10 @@ def reasons(found: Plan) -> list[str]:
     )
     state = best.memory["weights"] + best.memory["optimizer"] + best.memory["gradients"]
     spare = of.hbm_limit - best.hbm_bytes
+    how = f"{config.remat} {config.remat_tensors}".strip()
     lines.append(
         f"Memory: {best.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB, {state / GiB:.1f} of it the state; "
-        f"remat {config.remat} recomputes least of what fits, {spare / GiB:.1f} GiB are left."
+        f"with remat {how} {spare / GiB:.1f} GiB are left."
     )
     return lines
 

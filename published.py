@@ -2,7 +2,7 @@
 
 Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at 0797d9c; flags: the
 `run_recipe.sh` of the folder that `source` names, MaxText's, in this project's words. A run that nobody published is a
-target: its mesh, microbatches and recomputation are planner.py's.
+target: its mesh, microbatches and recomputation were chosen by planner.py, with named policies and turns of one layer.
 
 **What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
 where it has one (`use_max_logit_estimate`), is left out: `--max_logit=30` brings it, and makes NaN if a row's

@@ -73,8 +73,16 @@ def better(name: str) -> dict:
         hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
         compiled=(compiled.find(own), compiled.find(found)),
         gain=own.step_s / found.step_s - 1,
+        compiled_gain=_gain(compiled.find(own), compiled.find(found)),
         more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
     )
+
+
+def _gain(before: dict | None, after: dict | None) -> float | None:
+    """Of two compiled steps; -1 if the second does not fit, None if one of them was not compiled."""
+    if not (before and after and before["fits"]):
+        return None
+    return before["step_s"] / after["step_s"] - 1 if after["fits"] else -1.0
 
 
 def table(names: list[str]) -> str:
@@ -117,13 +125,12 @@ def say_better(its: dict) -> str:
     (own_s, step_s), (own_bytes, nbytes) = its["step_s"], its["hbm_bytes"]
     if not its["flags"]:
         return f"{its['recipe']}: {own_s:.2f} s, and the planner finds the same"
-    gain, its_compiled = its["gain"], ""
-    if all(its["compiled"]):
-        before, after = its["compiled"]
-        its_compiled = f"\n    compiled: {_compiled(before)} to {_compiled(after)} GiB a device"
-        if before["fits"] and after["fits"]:
-            gain = before["step_s"] / after["step_s"] - 1
-            its_compiled += f", {gain:+.1%} speed"
+    gain, its_compiled = its["compiled_gain"], ""
+    if gain is None:
+        gain = its["gain"]
+    else:
+        before, after = map(_compiled, its["compiled"])
+        its_compiled = f"\n    compiled: {before} to {after} GiB a device, {gain:+.1%} speed"
     judged = "better" if gain > planner.WITHIN - 1 else "as good" if gain >= 0 else "none is better, its answer"
     parts = ", ".join(f"{part} {s:+.2f} s" for part, s in its["more_s"].items() if abs(s) > 0.005 * own_s)
     return (

@@ -84,7 +84,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
     layers = max(config.num_dense_layers, config.num_layers - config.num_dense_layers)
-    of_loop = layers // (sizes["pipe"] * config.pipeline_rounds)
+    of_loop = max(1, layers // (sizes["pipe"] * config.pipeline_rounds) - 2 * config.fp8_skip_layers)
     if config.unroll > of_loop:
         raise ValueError(
             f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: unroll can be {of_loop} at most"

@@ -31,9 +31,9 @@ and with communication, of which only what nothing hides (the exposed part) make
     host          what is offloaded goes out during the forward pass and comes back during the backward pass, behind
                   attention (Efficiency.hides_offload); a batch comes in while the step before computes
 
-Every microbatch gathers and reduce-scatters anew. In the memory, what is gathered ahead is copied into the loop's next
-turn, forward (`unroll`, fsdp.py); with parts of a weight that are no whole tiles of rows, so is what is gathered
-backward, and its gradient.
+Every microbatch gathers and reduce-scatters anew. What is gathered ahead is copied within HBM for the loop's next turn,
+forward (`unroll`, fsdp.py); with parts of a weight that are no whole tiles of rows, so is what is gathered backward,
+and its gradient.
 
 **MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
@@ -277,13 +277,14 @@ def _copies(of: Run, kinds: list[Kind]) -> Part:
     carried, tiled = config.prefetch and config.unroll == 1, bool(rows % ROWS_OF_A_TILE)
     nbytes = 0.0
     for kind in kinds:
-        layer, by_row = kind.layer, not config.shard_experts  # by which fsdp cuts the experts, too
-        of_rows = tiled * layer.whole_bytes(of, by_row)
-        copied = max(carried * layer.whole_bytes(of), of_rows) + (1 + config.remat_stage) * of_rows
-        nbytes += kind.times * 2 * (copied + tiled * of.element * layer.whole_params(of, by_row))
+        layer, experts = kind.layer, not config.shard_experts  # which fsdp then cuts by row, as all else
+        of_rows = tiled * layer.whole_bytes(of, experts)
+        forward = max(carried * layer.whole_bytes(of), of_rows)
+        copied = (1 + config.remat_stage) * forward + of_rows
+        nbytes += kind.times * 2 * (copied + tiled * of.element * layer.whole_params(of, experts))
     seconds = nbytes / (of.hbm_bytes_per_s * e.elementwise)
     why = ["forward, to be carried on"] * carried
-    why += [f"and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled
+    why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled
     formula = f"{si(nbytes, 'B')} read and written / ({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
     return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 

@@ -16,10 +16,10 @@ reads it (with remat=none the program reads what it saved instead, and is no fas
 
 **Memory of a device**: weights in float32 with the optimizer's moments, with `shard_update` a part of both; gradients;
 what the layers save for as many microbatches as are under way. And the larger of what a layer needs in its backward
-pass, those of its activations that are not saved, or come from the host, gradients half as large as all of them, two
-whole layers of weights and a whole gradient, and of what the loss needs: the unembedding, whole, and its gradient in
-float32, the logits of `loss_chunk` positions of each sequence and their gradient. Attention over `context` and stages
-hold more (`memory_of`).
+pass, those of its activations that are not saved, or come from the host, gradients half as large as all of them (as
+large in turns of two), two whole layers of weights and a whole gradient, and of what the loss needs: the unembedding,
+whole, and its gradient in float32, the logits of `loss_chunk` positions of each sequence and their gradient. Attention
+over `context` and stages hold more (`memory_of`).
 
 Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
 or, with remat=none, it was saved.

@@ -50,6 +50,7 @@ EXAMPLES = {
         "--mesh=fsdp:1 --collectives=ring",
         "--collective_matmul",
         "--mesh=data:8 --no-prefetch",
+        "--no-prefetch --unroll=2",
         "--shard_update",
         f"{MOE} --mesh=data:8 --no-prefetch --shard_experts",
         "--context_impl=all_gather",

@@ -77,7 +77,7 @@ def settled(draw: dict) -> dict:
         "context_balance": not has("context") or draw["context_impl"] == "all_to_all" or "window" in model,
         "collective_matmul": not has("tensor"),
         "prefetch": not has("fsdp"),
-        "unroll": not has("fsdp"),
+        "unroll": not has("fsdp") or not draw["prefetch"],
         "shard_update": not has("data"),
         "moe_impl": not experts,
         "shard_experts": not experts or not has("fsdp"),

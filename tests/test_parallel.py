@@ -146,7 +146,7 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [dict(unroll=2), dict(unroll=3, remat="full"), dict(unroll=2, prefetch=False)])
+@pytest.mark.parametrize("option", [dict(unroll=2), dict(unroll=3, remat="full")])
 def test_turns_of_several_layers_equal_the_reference(option):
     """And layers that are left over: five by twos and threes."""
     check_gradients(Config(**SMALL | dict(num_layers=5, microbatches=2), mesh="fsdp:4,tensor:2", **option))

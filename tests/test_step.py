@@ -255,6 +255,9 @@ def test_copies_of_weights():
     copies = lambda **more: seconds(predicted(**flags | more), "copies of weights")
     assert copies(mesh="fsdp:128") == pytest.approx(of_layers, rel=1e-4)
     assert copies(mesh="fsdp:128", microbatches=2) == pytest.approx(2 * of_layers, rel=1e-4)
+    # A stage whose forward pass is run once more copies twice.
+    stages = dict(mesh="pipe:2,fsdp:64", microbatches=4)
+    assert copies(**stages, remat_stage=True) == pytest.approx(2 * copies(**stages))
     assert copies(mesh="data:128,fsdp:1") == copies(mesh="fsdp:128", unroll=2) == 0
     assert copies(mesh="fsdp:128", prefetch=False) == copies(mesh="fsdp:128", efficiency=workload.PUBLISHED) == 0
     # 5376 / 128 = 42 rows, whatever the loop: two gathers and a gradient.
