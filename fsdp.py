@@ -25,8 +25,8 @@ differentiated by hand, because a gathered weight in the carry of a differentiat
 layer until the backward pass.
 
 **Turns.** What a turn of the loop carries on has its place, and that is taken until the layer is done: so XLA:TPU
-gathers the next layer elsewhere, and copies it there at the end of the turn; but backward not what a layer is done with
-before another starts, as a dense MLP is with its weights.
+gathers the next layer elsewhere, and copies it there at the end of the turn. (Not what a backward pass is done with
+early, as it is with the weights of a dense MLP: it starts to gather these when their place is free.)
 With `unroll=2` a turn is two layers, and what the second gathers goes where the first one's weights were:
 
     turn of one     [layer(a) | gather b], a = copy(b)

@@ -341,7 +341,8 @@ def elementwise_elements(
     out of it; addition to the stream 3D. Of the rest: norm and addition again; SwiGLU 3F. Experts: sort X*D, read and
     write; SwiGLU 3*X*M, of all rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few
     times. What is sorted may be whole on each device along `tensor`, `uncut` of them. Where the SwiGLU is `gated`, a
-    kernel's that hides it forward and in what is recomputed, half of it is left, for the gradient.
+    kernel's that hides it forward and in what is recomputed, half of it is left, for the gradient. In 8 bits a kernel's
+    rows, X*D and X*M, are scaled in passes of their own (fp8.py); ahead of XLA's matmuls that is fused with other work.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
@@ -352,6 +353,8 @@ def elementwise_elements(
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
     of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
+    if "expert_gate" in transformer.in_8_bits(config):
+        of_experts += X * expert_room * (D + M) * (5 if config.fp8 == "dynamic" else 3) / transformer.BYTES[config.dtype]
     return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 

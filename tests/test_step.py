@@ -187,6 +187,19 @@ def test_8_bits_halve_the_layers_matmuls_and_what_travels():
         predicted("v4:4x4x4", preset="llama3.1-8b", batch=64, fp8="dynamic")
 
 
+@pytest.mark.parametrize("scales, nbytes", [("dynamic", 5), ("fixed", 3)])
+def test_rows_of_experts_are_scaled_in_passes_of_their_own(scales, nbytes):
+    """Read for the maximum, read again, written in 8 bits: what goes into both matmuls of an expert, four times."""
+    flags = dict(preset="mixtral-8x7b", mesh="fsdp:128", batch=1024, seq_len=4096, remat="full")
+    with_8_bits = predicted(**flags, fp8=scales)
+    more = seconds(with_8_bits, "elementwise") - seconds(predicted(**flags), "elementwise")
+    rows = 2 * 1024 * 4096 / 128 * 32  # of all layers, two experts a token
+    speed = TPU7X.hbm_bytes_per_s / 2 * workload.TODAY.elementwise
+    assert more == pytest.approx(4 * rows * (4096 + 14_336) * nbytes / speed, rel=1e-6)
+    of_others = predicted(**flags, fp8=scales, fp8_modules="qkv,out")
+    assert seconds(of_others, "elementwise") == seconds(predicted(**flags), "elementwise")
+
+
 def test_what_stays_in_16_bits_costs_what_it_did():
     """A layer of Mixtral has 33 times as many weights in its experts as elsewhere, of which a token meets 8.4 times."""
     once = dict(preset="mixtral-8x7b", batch=512, mesh="fsdp:128", remat="none")
