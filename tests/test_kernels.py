@@ -198,8 +198,13 @@ def asked_for(config: Config, M: int, monkeypatch) -> list[str]:
     return keys
 
 
-@pytest.mark.parametrize("shard_experts", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+SLOW = [(False, "bfloat16"), (True, "float8_e4m3fn"), (False, "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize(
+    "shard_experts, dtype",
+    [(True, "bfloat16"), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW)],
+)
 @pytest.mark.parametrize("D, F", [(4096, 1536), (4096, 14_336)], ids=["Qwen3 235B", "Mixtral"])
 def test_search_is_for_what_is_asked_for_and_nothing_else(D, F, dtype, shard_experts, monkeypatch):
     """By experts without biases, whose gate and up are one kernel, and by those with: theirs are two."""

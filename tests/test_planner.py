@@ -126,6 +126,7 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
     assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
 
 
+@pytest.mark.slow
 def test_experts_are_whole_where_that_is_faster():
     found = planned("gpt-oss-120b", "tpu7x:4x4x4", batch=1280)
     assert found.best.of.config.shard_experts

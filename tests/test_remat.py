@@ -111,10 +111,10 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
 @pytest.mark.parametrize(
     ("flags", "kernels"),
     [
-        (dict(remat="none"), 1),
+        pytest.param(dict(remat="none"), 1, marks=pytest.mark.slow),
         (dict(remat="full"), 2),
-        (dict(remat="minimal"), 0),
-        (dict(remat="minimal_with_context"), 0),
+        pytest.param(dict(remat="minimal"), 0, marks=pytest.mark.slow),
+        pytest.param(dict(remat="minimal_with_context"), 0, marks=pytest.mark.slow),
         (dict(remat="custom", remat_tensors="expert_gate:device,expert_up:device,expert_product:device"), 1),
         (dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0),
     ],
