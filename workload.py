@@ -354,9 +354,8 @@ def elementwise_elements(
     shared = 3 * config.num_shared_experts * M
     of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
     if "expert_gate" in transformer.in_8_bits(config):
-        of_experts += (
-            X * expert_room * (D + M) * (5 if config.fp8 == "dynamic" else 3) / transformer.BYTES[config.dtype]
-        )
+        nbytes = 5 if config.fp8 == "dynamic" else 3
+        of_experts += X * expert_room * (D + M) * nbytes / transformer.BYTES[config.dtype]
     return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 
