@@ -173,11 +173,16 @@ def _loops(step, gather_layer, prefetch, unroll, shards_L, x, kept=None, reverse
 
     def with_prefetch(carry, i, *kept):
         x, w = carry
+        next_i = i + ahead
         if unroll > 1:
-            # Only now: the weights of the layer before are done with, and their place is free.
-            i, x = lax.optimization_barrier((i, x))
+            # Only now: the weights of the layer before are done with, and their place is free. What x has beside the
+            # stream keeps its type: a barrier has all of its arrays vary over the axes of any.
+            leaves, tree = jax.tree.flatten(x)
+            stream = max(range(len(leaves)), key=lambda n: leaves[n].size)
+            next_i, leaves[stream] = lax.optimization_barrier((next_i, leaves[stream]))
+            x = jax.tree.unflatten(tree, leaves)
         # The last turn gathers its own layer once more, for nothing: cheaper than a second copy of the loop body.
-        w_next = whole((i + ahead).clip(0, num_layers - 1))
+        w_next = whole(next_i.clip(0, num_layers - 1))
         x, out = step(w, x, i, *kept)
         return (x, w_next), out
 
