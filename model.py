@@ -114,8 +114,8 @@ def run_layers(
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
     aux = (*constants, first_layer, _noise(scaling.key, config))
-    how = dict(prefetch=config.prefetch, unroll=config.unroll)
-    return fsdp.scan_layers(layer, gather_layer, (layers, scaling.amax), x, aux, **how)
+    shards = layers, scaling.amax
+    return fsdp.scan_layers(layer, gather_layer, shards, x, aux, prefetch=config.prefetch, unroll=config.unroll)
 
 
 def _noise(key: jax.Array | None, config: Config) -> jax.Array | None:

@@ -222,8 +222,8 @@ def _again(config: Config) -> float:
     return sum(transformer.recomputed_flops_per_token(config).values())
 
 
-# Turns of two layers take twice as long to compile: for so much of a step.
-WORTH_TWICE_THE_COMPILE = 0.01
+# Turns of two layers take half as long again to compile: for so much of a step.
+WORTH_A_LONGER_COMPILE = 0.01
 
 
 def _varied(fitting: list[Prediction]) -> list[Prediction]:
@@ -266,7 +266,7 @@ def _with_whole_experts(one: Prediction) -> Iterator[Prediction]:
 def _in_turns_of_two(one: Prediction) -> Iterator[Prediction]:
     with contextlib.suppress(ValueError):  # one layer, or weights that are whole
         found = predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, unroll=2)))
-        if found.step_s < (1 - WORTH_TWICE_THE_COMPILE) * one.step_s:
+        if found.step_s < (1 - WORTH_A_LONGER_COMPILE) * one.step_s:
             yield found
 
 

@@ -79,7 +79,7 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
         remat = dict(remat="custom", remat_tensors=",".join(f"{name}:device" for name in names))
         one = predict(run_of(dataclasses.replace(own, **remat, unroll=unroll), TPU7X, (2, 2, 1)))
         if not one.lacks(planner.ROOM):
-            # 1% is not worth a turn of two layers, which take twice as long to compile.
+            # 1% is not worth a turn of two layers, which takes longer to compile.
             assert fastest.step_s <= one.step_s * (1 + 1e-9 if unroll == own.unroll else 1.01)
     assert found.best.step_s <= planner.WITHIN * shortest
 
