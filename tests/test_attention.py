@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention import attention
+from attention import WORTH_CUTTING, attention, causal_attention
 from flash import out_of_range
 from masks import UNSEEN
 
@@ -281,3 +281,54 @@ def test_parts_of_the_keys_merge_into_all(options, cut):
     merged, whole = both_ways(*inputs(**SQUARE, **GQA))
     for a, b in zip(merged, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# -- in quarters
+
+T = 256
+CUT = {
+    "causal": (T, {}),
+    "window 1": (T, dict(window=1)),
+    "window of a quarter": (T, dict(window=T // 4)),
+    "window of a quarter and one": (T, dict(window=T // 4 + 1)),
+    "window and two": (T, dict(window=T // 4 + 2)),
+    "segments": (T, dict(segment_ids=True)),
+    "everything": (T, dict(segment_ids=True, window=100, soft_cap=1.5, sinks=SINKS)),
+    "max logit": (T, dict(max_logit=5.0)),
+    "not to be cut": (T + 2, dict(window=100)),
+}
+
+
+@pytest.mark.parametrize("t, options", CUT.values(), ids=CUT)
+def test_quarters_equal_all_at_once(t, options):
+    """Values and gradients; with windows that begin on, before and behind where the keys are cut."""
+    q, k, v = inputs(b=2, t=t, s=t, n=6, k=3, H=4)
+    options = dict(options)
+    if options.pop("segment_ids", False):
+        ids = np.sort(np.random.default_rng(1).integers(0, 5, (2, t)), 1)
+        options["segment_ids"] = ids, ids
+
+    def both(f):
+        total = lambda *qkv: (lambda out, lse: (jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(lse)), (out, lse)))(*f(*qkv))
+        (_, found), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return *found, *gradients
+
+    found = both(lambda q, k, v: causal_attention(q, k, v, **options))
+    for a, b in zip(found, both(lambda q, k, v: attention(q, k, v, **options)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert np.abs(b).max() > 0.1
+
+
+@pytest.mark.parametrize("window, scores", [(0, 10 / 16), (T // 4, 7 / 16), (1, 4 / 16)])
+def test_quarters_leave_scores_out(window, scores):
+    """Counted in the matmuls of the jaxpr."""
+    q, k, v = inputs(b=1, t=T, s=T, n=2, k=1, H=4)
+    assert T >= WORTH_CUTTING
+
+    def multiplied(f):
+        equations = jax.make_jaxpr(lambda q, k, v: f(q, k, v, window=window))(q, k, v).eqns
+        dots = [e for e in equations if e.primitive.name == "dot_general"]
+        assert dots
+        return sum(e.invars[1].aval.size * np.prod(e.invars[0].aval.shape[2]) for e in dots)
+
+    assert multiplied(causal_attention) == scores * multiplied(attention)
