@@ -134,6 +134,8 @@ def causal_attention(
     t = q_btnH.shape[1]
     parts = 4 if t >= WORTH_CUTTING and t % 4 == 0 else 1
     size = t // parts
+    # Else what made the keys, the rotation of rope, is fused into each quarter and computed anew.
+    q_btnH, k_btkH, v_btkV = lax.optimization_barrier((q_btnH, k_btkH, v_btkV))
     q_parts, k_parts, v_parts = [jnp.split(x, parts, 1) for x in (q_btnH, k_btkH, v_btkV)]
     found = []
     for i in range(parts):

@@ -1,6 +1,6 @@
 """From nothing to the first step, and what a step costs a CPU: of train.py, as a user starts it, and of MaxText.
 
-    python benchmarks/startup.py [--json]
+    python benchmarks/startup.py [--times=3] [--json]
     python benchmarks/startup.py --maxtext=VENV/bin/python    where `pip install "maxtext[tpu]"` has put it: in one run
 
 A model of 4 layers, model dim 256, vocabulary 256, 8 sequences of 512 a step, float32, FSDP over 8 simulated devices,
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,12 +78,17 @@ def main() -> None:
         prog="startup.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--maxtext", metavar="PYTHON", help="the Python that MaxText is installed for; run it as well")
+    parser.add_argument("--times", type=int, default=1, help="measure so often, one after the other, and print medians")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
     args = parser.parse_args()
-    here, there = measure(ours, r"^\s*step .*loss", {}), MAXTEXT_FOUND
-    if args.maxtext:
-        theirs = lambda steps, folder: maxtext(args.maxtext, steps, folder)
-        there = measure(theirs, r"completed step: 0,", ON_CPU)
+    found_here, found_there = [], []
+    for _ in range(args.times):
+        found_here.append(measure(ours, r"^\s*step .*loss", {}))
+        if args.maxtext:
+            theirs = lambda steps, folder: maxtext(args.maxtext, steps, folder)
+            found_there.append(measure(theirs, r"completed step: 0,", ON_CPU))
+    median = lambda found: {name: statistics.median(one[name] for one in found) for name in found[0]}
+    here, there = median(found_here), median(found_there or [MAXTEXT_FOUND])
     if args.json:
         print(json.dumps(here | {"maxtext": there}))
         return

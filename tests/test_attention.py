@@ -299,7 +299,13 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("t, options", CUT.values(), ids=CUT)
+QUICK = ("window of a quarter and one", "everything", "not to be cut")
+
+
+@pytest.mark.parametrize(
+    "t, options",
+    [pytest.param(*CUT[name], marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in CUT],
+)
 def test_quarters_equal_all_at_once(t, options):
     """Values and gradients; with windows that begin on, before and behind where the keys are cut."""
     q, k, v = inputs(b=2, t=t, s=t, n=6, k=3, H=4)

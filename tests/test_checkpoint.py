@@ -198,6 +198,7 @@ def test_a_run_goes_on_on_another_mesh(saved, copy, tmp_path):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_is_not_as_it_was(copy):
     note = load(dataclasses.replace(copy, steps=25, learning_rate=0.5, log_every=3))[1]
     assert note == f"steps is 20 there and 25 here, learning_rate is {copy.learning_rate} there and 0.5 here"

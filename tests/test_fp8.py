@@ -510,6 +510,7 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients, last_dim_gathered):
             fp8.grouped_dot(x, (), jnp.array(sizes), other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_gated_is_the_activation_of_two_that_are_grouped(rounding):
     """And so are its gradients, each rounded with the key of its weight."""

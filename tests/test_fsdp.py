@@ -92,7 +92,14 @@ def test_at_most_two_layers_are_whole(remat, prefetch, unroll):
         assert (loop.params["length"], *whole) not in after
 
 
-@pytest.mark.parametrize("option", [{}, dict(expert_bias=True), dict(fp8="dynamic", fp8_modules="moe")])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        pytest.param(dict(expert_bias=True), marks=pytest.mark.slow),
+        dict(fp8="dynamic", fp8_modules="moe"),
+    ],
+)
 def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch):
     """Nor those of the last matmul with their dims swapped, which are no weights of fsdp.scan_layers any more."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")

@@ -232,7 +232,7 @@ def relative_error(a, b) -> float:
     return float(np.linalg.norm(np.subtract(a, b)) / max(np.linalg.norm(b), 1e-30))
 
 
-QUICK = {(2, "in parts"), (2, "capacity")}
+QUICK = {(2, "capacity")}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +255,7 @@ def test_dispatch_equals_the_plain_mixture(n, impl):
             assert relative_error(a, b) < 1e-5 or np.linalg.norm(b) < 1e-6 > np.linalg.norm(a), name
 
 
+@pytest.mark.slow
 def test_what_a_tpu_calls_is_what_the_cpu_computes(monkeypatch):
     """gmm.py's functions, here by their references: values and gradients."""
     _, _, gate, up, down = layer()

@@ -363,13 +363,15 @@ def test_flash_attention_equals_the_reference(option):
     check_gradients(Config(**FLASH, **option), devices=jax.devices()[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 25 * 2**-9)])
 def test_plain_attention_with_a_max_logit_equals_the_reference(dtype, tolerance):
     config = Config(**FLASH | dict(max_logit=30.0, attention="reference", dtype=dtype))
     check_gradients(config, tolerance, devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("attention", ["reference", pytest.param("flash", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["reference", "flash"])
 def test_a_max_logit_that_is_far_off_makes_no_number(attention):
     """So that the step is skipped and counted, and no gradient of a wrong softmax is taken."""
     config = Config(**FLASH | dict(max_logit=1000.0, attention=attention))

@@ -112,11 +112,13 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
     ("flags", "kernels"),
     [
         pytest.param(dict(remat="none"), 1, marks=pytest.mark.slow),
-        (dict(remat="full"), 2),
+        pytest.param(dict(remat="full"), 2, marks=pytest.mark.slow),
         pytest.param(dict(remat="minimal"), 0, marks=pytest.mark.slow),
         pytest.param(dict(remat="minimal_with_context"), 0, marks=pytest.mark.slow),
         (dict(remat="custom", remat_tensors="expert_gate:device,expert_up:device,expert_product:device"), 1),
-        (dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0),
+        pytest.param(
+            dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels, fp8, monkeypatch):
