@@ -55,7 +55,7 @@ from hardware import Chip, by, chip_of, parse_topology, si
 from interconnect import squarest
 from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, as_json, describe, plot, predict, short_of
-from workload import TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
+from workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
 TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul unroll shard_experts".split()
 WITHIN = 1.05  # of the best: as good as it
@@ -190,10 +190,12 @@ def meshes(
                     left = num_devices // inner
                     axes = dict(pipe=pipe, expert=expert, context=context, tensor=tensor)
                     of = lambda fsdp, rest=least * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
-                    # The largest fsdp that cuts the model's dim and lies on the slice, and a quarter of it.
+                    # The largest fsdp that cuts the model's dim and lies on the slice, a quarter of it, and the largest
+                    # that leaves each device whole tiles of a weight's rows.
                     whole = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
                     largest = next((size for size in reversed(whole) if lies(of(size))), 0)
-                    for fsdp in [largest] * bool(largest) + [size for size in whole if size * 4 == largest]:
+                    tiled = [size for size in whole if config.model_dim // size % ROWS_OF_A_TILE == 0]
+                    for fsdp in sorted({largest, largest / 4, max(tiled, default=0)}.intersection(whole), reverse=True):
                         sizes = {axis: of(fsdp)[axis] for axis in MESH_AXES}
                         batch_divides = config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0
                         if batch_divides and (fsdp == largest or lies(sizes)):
@@ -428,16 +430,24 @@ def print_plan(args: argparse.Namespace) -> None:
     for line in reasons(found):
         print(f"  - {line}")
     print("\nthe best of each family")
-    print(f"  {'mesh':42}{'microbatches':>13}  {'remat':34}{'step':>9}{'MFU':>7}{'GiB':>6}  waits most for")
+    print(f"  {'mesh':42}{'microbatches':>13}{'step':>10}{'MFU':>7}{'GiB':>6}  {'waits most for':15} how")
     for one in found.families[:12]:
         print(
-            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}  {one.of.config.remat:34}{si(one.step_s, 's'):>9}"
-            f"{one.mfu:7.1%}{one.hbm_bytes / GiB:6.1f}  {one.bound}"
+            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}{si(one.step_s, 's'):>10}{one.mfu:7.1%}"
+            f"{one.hbm_bytes / GiB:6.1f}  {one.bound:15} {_how_text(one.of.config)}"
         )
     if in_fp8:
         gain = found.best.step_s / in_fp8.best.step_s
         print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.of)}")
     print(f"\nroofline.py step {' '.join(flags_of(found.best))}")
+
+
+def _how_text(config: Config) -> str:
+    """What is saved, and what else the planner has changed."""
+    said = [f"{config.remat} {config.remat_tensors.replace(':device', '')}".strip()]
+    said += [f"unroll {config.unroll}"] * (config.unroll > 1) + ["whole experts"] * config.shard_experts
+    said += [f"core_axis {config.core_axis}"] * bool(config.core_axis)
+    return "; ".join(said)
 
 
 def _flag(name: str, value) -> str:

@@ -18,7 +18,7 @@ from hardware import CHIPS, parse_topology
 from planner import family, plan
 from published import RECIPES
 from step import predict
-from workload import run_of
+from workload import ROWS_OF_A_TILE, run_of
 
 TPU7X = CHIPS["tpu7x"]
 
@@ -124,6 +124,16 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
     config = found.best.of.config
     assert axes_of(found.best) == {"fsdp"} and (config.microbatches, config.unroll) == (2, 2)
     assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
+
+
+def test_weights_are_cut_into_whole_tiles_where_that_is_faster():
+    """On 4,096 chips neither the largest fsdp, 4,096 or 8,192, nor a quarter of it leaves eight rows of 8,192."""
+    found = planned("llama3.1-70b", "tpu7x:16x16x16", batch=16_384, mu_dtype="bfloat16")
+    fsdp = found.best.of.sizes["fsdp"]
+    assert axes_of(found.best) == {"data", "fsdp"} and 8192 // fsdp % ROWS_OF_A_TILE == 0
+    assert "copies of weights" not in {part.name for part in found.best.parts if part.seconds}
+    in_other_parts = [one for one in found.families if 8192 // one.of.sizes["fsdp"] % ROWS_OF_A_TILE]
+    assert in_other_parts and all(one.step_s > 1.1 * found.best.step_s for one in in_other_parts)
 
 
 @pytest.mark.slow
@@ -303,6 +313,7 @@ def test_plan_command(capsys, tmp_path):
     for words in (
         "llama3.1-70b on tpu7x:4x4x4, 64 chips, predicted",
         "the best of each family",
+        "custom context,qkv_proj,mlp_gate; unroll 2",
         "With tensor parallelism the best is ",
         "in fp8:",
         "--topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=256",
