@@ -131,20 +131,21 @@ def causal_attention(
     divide, attend all at once. Keys are cut once and joined for each quarter, so that their gradients are sums of
     slices; of a slice for each quarter they would be sums of arrays of mostly zeros.
     """
+    options = dict(window=window, soft_cap=soft_cap, max_logit=max_logit, sinks=sinks)
     t = q_btnH.shape[1]
-    parts = 4 if t >= WORTH_CUTTING and t % 4 == 0 else 1
-    size = t // parts
-    # Else what made the keys, the rotation of rope, is fused into each quarter and computed anew.
+    if t < WORTH_CUTTING or t % 4:
+        return attention(q_btnH, k_btkH, v_btkV, segment_ids=segment_ids, **options)
+    # Without this what made the keys, the rotation of rope, is fused into each quarter and computed anew.
     q_btnH, k_btkH, v_btkV = lax.optimization_barrier((q_btnH, k_btkH, v_btkV))
-    q_parts, k_parts, v_parts = [jnp.split(x, parts, 1) for x in (q_btnH, k_btkH, v_btkV)]
-    found = []
-    for i in range(parts):
+    q_parts, k_parts, v_parts = [jnp.split(x, 4, 1) for x in (q_btnH, k_btkH, v_btkV)]
+    size, found = t // 4, []
+    for i in range(4):
         first = max(0, i * size - window + 1) // size if window else 0  # the first quarter that one of them may see
         k_bskH, v_bskV = [jnp.concatenate(x[first : i + 1], 1) for x in (k_parts, v_parts)]
         queries, keys = slice(i * size, (i + 1) * size), slice(first * size, (i + 1) * size)
         ids = None if segment_ids is None else (segment_ids[0][:, queries], segment_ids[1][:, keys])
-        options = dict(soft_cap=soft_cap, max_logit=max_logit, sinks=sinks, q_offset=queries.start - keys.start)
-        found.append(attention(q_parts[i], k_bskH, v_bskV, window=window, segment_ids=ids, **options))
+        q_offset = queries.start - keys.start
+        found.append(attention(q_parts[i], k_bskH, v_bskV, segment_ids=ids, q_offset=q_offset, **options))
     out, lse = zip(*found, strict=True)
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
 
