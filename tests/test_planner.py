@@ -126,6 +126,7 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
     assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
 
 
+@pytest.mark.slow
 def test_weights_are_cut_into_whole_tiles_where_that_is_faster():
     """On 4,096 chips neither the largest fsdp, 4,096 or 8,192, nor a quarter of it leaves eight rows of 8,192."""
     found = planned("llama3.1-70b", "tpu7x:16x16x16", batch=16_384, mu_dtype="bfloat16")
