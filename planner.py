@@ -194,8 +194,8 @@ def meshes(
                     # that leaves each device whole tiles of a weight's rows.
                     whole = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
                     largest = next((size for size in reversed(whole) if lies(of(size))), 0)
-                    tiled = [size for size in whole if config.model_dim // size % ROWS_OF_A_TILE == 0]
-                    for fsdp in sorted({largest, largest / 4, max(tiled, default=0)}.intersection(whole), reverse=True):
+                    tiled = max((size for size in whole if config.model_dim // size % ROWS_OF_A_TILE == 0), default=0)
+                    for fsdp in (size for size in reversed(whole) if size in (largest, largest / 4, tiled)):
                         sizes = {axis: of(fsdp)[axis] for axis in MESH_AXES}
                         batch_divides = config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0
                         if batch_divides and (fsdp == largest or lies(sizes)):
