@@ -230,7 +230,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         Path(args.hlo_out).write_text(program)
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
-    timeline = schedule.walk(program, kernels=cycles, chips=lowered.chips)
+    timeline = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
     ideal_s = at_peak(program, timeline, chip)
     num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {

@@ -59,6 +59,10 @@ same as those of workload.py:
     W_host    16 GB/s      assumed; no figure is published
     network   6.25 GB/s    a device's half of a chip's 100 Gb/s; sends and receives between slices
 
+Another chip (`rates_of`; aot.py compiles for them too) is given the same shares of its own figures. There kernels take
+the cycles of TPU7x, as bundles.py reads no other chip's program: v6e's matrix units do as much in a cycle. Axes wrap
+around where TPU7x's do, in whole cubes: of v6e that is right but for axes of 16.
+
 TensorCore seconds scale with 1/clock. Half the W doubles each t, but the total grows only by what the computations
 beside it then no longer hide: by nothing as long as all is hidden. `Rates` and the flags are for trying this.
 
@@ -86,7 +90,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from hardware import CHIPS
+from hardware import CHIPS, Chip
 from hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
 
 CHIP = CHIPS["tpu7x"]
@@ -96,13 +100,28 @@ CHIP = CHIPS["tpu7x"]
 class Rates:
     """What a device's engines reach; sources: above."""
 
-    clock_hz: float = CHIP.clock_hz
-    kernel_clock_hz: float = 0.8 * CHIP.clock_hz
-    link_bytes_per_s: float = 0.89 * CHIP.link_bytes_per_s
-    die_to_die_bytes_per_s: float = 0.89 * CHIP.die_to_die_bytes_per_s
-    hbm_bytes_per_s: float = 0.87 * CHIP.hbm_bytes_per_s / CHIP.devices
-    host_bytes_per_s: float = 16e9
-    network_bytes_per_s: float = CHIP.dcn_bytes_per_s / CHIP.devices
+    clock_hz: float
+    kernel_clock_hz: float
+    link_bytes_per_s: float
+    die_to_die_bytes_per_s: float
+    hbm_bytes_per_s: float
+    host_bytes_per_s: float
+    network_bytes_per_s: float
+
+
+def rates_of(chip: Chip) -> Rates:
+    return Rates(
+        clock_hz=chip.clock_hz,
+        kernel_clock_hz=0.8 * chip.clock_hz,
+        link_bytes_per_s=0.89 * chip.link_bytes_per_s,
+        die_to_die_bytes_per_s=0.89 * chip.die_to_die_bytes_per_s,
+        hbm_bytes_per_s=0.87 * chip.hbm_bytes_per_s / chip.devices,
+        host_bytes_per_s=chip.pcie_bytes_per_s / chip.devices if chip.pcie_bytes_per_s else 16e9,
+        network_bytes_per_s=chip.dcn_bytes_per_s / chip.devices,
+    )
+
+
+TPU7X = rates_of(CHIP)
 
 
 # -- what an instruction costs
@@ -747,7 +766,7 @@ def linear(program: Program, computation: str, name: str, bind: list | None = No
 def walk(
     program: Program,
     *,
-    rates: Rates | None = None,
+    rates: Rates = TPU7X,
     kernels: Mapping[str, float] | None = None,
     trips: Mapping[str, int] | None = None,
     chips: Sequence = (),
@@ -765,7 +784,7 @@ def walk(
     Raises:
       ValueError: something could take time that is not known, and nothing was given for it.
     """
-    state = Walk(program, rates or Rates(), kernels or {}, trips or {}, chips)
+    state = Walk(program, rates, kernels or {}, trips or {}, chips)
     state.run(program.entry, [])
     if state.missing and not uncounted:
         raise ValueError(
@@ -836,7 +855,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
     parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
     for rate in dataclasses.fields(Rates):
-        parser.add_argument(f"--{rate.name}", type=float, default=rate.default, help="default: %(default).4g")
+        parser.add_argument(
+            f"--{rate.name}", type=float, default=getattr(TPU7X, rate.name), help="default: %(default).4g"
+        )
     parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help="of kernels by name")
     parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS", help="of loops by name")
     parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")

@@ -24,9 +24,9 @@ from benchmarks import collectives as benchmark
 from benchmarks import kernels, memory, scaling
 from bundles import Kernel, Region, Report
 from collectives import ALGORITHMS
-from schedule import Rates
+from schedule import TPU7X
 
-LINK = Rates().link_bytes_per_s
+LINK = TPU7X.link_bytes_per_s
 RINGS = ALGORITHMS[1:]
 PERMUTES, SPARSECORES = "collective-permute on the TensorCore's DMA", " on the SparseCores"
 
@@ -149,7 +149,7 @@ def done(number: int) -> str:
 
 
 def work(seconds: float) -> str:
-    cycles = round(seconds * Rates().clock_hz)
+    cycles = round(seconds * TPU7X.clock_hz)
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"%fusion.{cycles} = f32[1]{{0}} fusion(%p), kind=kLoop, {config}"
 

@@ -23,7 +23,7 @@ from config import Config
 from hardware import CHIPS
 from hlo import ELEMENTWISE, Numbers, Program, evaluate, matmul_flops, parse
 from remote_dma import ring_all_gather
-from schedule import Rates, walk
+from schedule import TPU7X, Rates, rates_of, walk
 from workload import TODAY
 
 # -- schedules by hand: a cycle is a second, a byte over a link is a second, too
@@ -852,13 +852,23 @@ def test_what_is_read_of_an_instruction():
 
 
 def test_the_constants_are_those_of_the_other_predictions():
-    chip, rates = CHIPS["tpu7x"], Rates()
+    chip, rates = CHIPS["tpu7x"], TPU7X
     assert rates.clock_hz == chip.clock_hz
     assert rates.kernel_clock_hz == 1.76e9
     assert rates.link_bytes_per_s == TODAY.links * chip.link_bytes_per_s == 89e9
     assert rates.die_to_die_bytes_per_s == TODAY.links * chip.die_to_die_bytes_per_s
     assert rates.hbm_bytes_per_s == TODAY.hbm * chip.hbm_bytes_per_s / 2
     assert rates.host_bytes_per_s == TODAY.host_bytes_per_s
+
+
+def test_another_chip_has_the_same_shares_of_its_own_figures():
+    lines = (work("a", 7), permute("s", 8 * 89 * 10**9), done("d", "s"), KERNEL, END)
+    of = lambda rates: walk(parse(text(*lines)), rates=rates, kernels={"flash": 14e9}).seconds
+    v6e = CHIPS["v6e"]
+    assert of(rates_of(v6e)) == pytest.approx(8 + 14e9 / (0.8 * 1.75e9))  # a link is as fast as TPU7x's
+    assert of(TPU7X) == pytest.approx(8 + 14e9 / 1.76e9)
+    assert rates_of(v6e).hbm_bytes_per_s == 0.87 * 1638e9
+    assert rates_of(v6e).host_bytes_per_s == v6e.pcie_bytes_per_s == 32e9
 
 
 def test_command_line(tmp_path, capsys):
@@ -1011,8 +1021,7 @@ def test_compiled_gather_beside_matmuls(topology, colours):
         assert gather.computed_s == pytest.approx(matmul_s, rel=0.1, abs=1e-5)
         assert gather.exposed_s == pytest.approx(max(gather.seconds - gather.computed_s, 0), abs=2e-5)
         assert (gather.exposed_s == 0) == (matmuls > 0)
-    slow = Rates(link_bytes_per_s=89e9 / 20)
-    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (links * slow.link_bytes_per_s)
+    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (links * 89e9 / 20)
 
 
 @pytest.mark.slow
@@ -1082,7 +1091,10 @@ def test_compiled_train_step(prefetch):
 @pytest.mark.slow
 def test_faster_links_never_lengthen_a_train_step():
     program = train_step(True)
-    speeds = [walk(program, rates=Rates(link_bytes_per_s=speed)) for speed in (1e9, 2e9, 4e9, 8e9, 89e9, 178e9)]
+    speeds = [
+        walk(program, rates=dataclasses.replace(TPU7X, link_bytes_per_s=speed))
+        for speed in (1e9, 2e9, 4e9, 8e9, 89e9, 178e9)
+    ]
     seconds = [timeline.seconds for timeline in speeds]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
     computed = [math.fsum(op.seconds for op in timeline.ops) for timeline in speeds]
