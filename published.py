@@ -46,7 +46,7 @@ _405B_SAVED = "decoder_layer_input:offload,mlp_down:offload,key_proj:device,valu
 _QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offload")
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags="recommended")
 _GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", shard_experts=True, xla_flags="recommended")
-_MIXTRAL = dict(batch=1024, mesh="fsdp:128", remat="save_dot_with_context_except_mlp", xla_flags="recommended")
+_MIXTRAL = dict(batch=1024, unroll=2, remat="custom", xla_flags="recommended")
 _GEMMA = dict(batch=512, mesh="fsdp:128", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
 _GEMMA |= dict(xla_flags="recommended")
 
@@ -177,9 +177,18 @@ RECIPES: dict[str, Recipe] = {
     "gpt-oss-120b-8k-fp8": Recipe(
         preset="gpt-oss-120b", topology="tpu7x:4x4x4", flags=_GPT_OSS | dict(fp8="dynamic"), source=_IN_8_BITS
     ),
-    "mixtral-8x7b-4k-bf16": Recipe(preset="mixtral-8x7b", topology="tpu7x:4x4x4", flags=_MIXTRAL, source=_TARGET),
+    "mixtral-8x7b-4k-bf16": Recipe(
+        preset="mixtral-8x7b",
+        topology="tpu7x:4x4x4",
+        flags=_MIXTRAL | dict(mesh="fsdp:128", remat_tensors=f"{_ATTENTION_SAVED},out_proj:device,expert_down:device"),
+        source=_TARGET,
+    ),
     "mixtral-8x7b-4k-fp8": Recipe(
-        preset="mixtral-8x7b", topology="tpu7x:4x4x4", flags=_MIXTRAL | dict(fp8="dynamic"), source=_TARGET
+        preset="mixtral-8x7b",
+        topology="tpu7x:4x4x4",
+        flags=_MIXTRAL
+        | dict(mesh="data:4,fsdp:32", remat_tensors=f"{_ATTENTION_SAVED},expert_down:device", fp8="dynamic"),
+        source=_TARGET,
     ),
     "gemma-31b-like-8k-bf16": Recipe(
         preset="gemma-31b-like",

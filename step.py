@@ -22,8 +22,8 @@ and with communication, of which only what nothing hides (the exposed part) make
                   links; backward with their gradients in float32. Gathered or exchanged for heads, by all or by
                   `context_heads` neighbours: exposed, as is the halo of a layer with a window
     merging       what each hop of a ring gives is added to what there is, in float32: results, and backward gradients
-    expert        all-to-all there and back, forward and backward. Exposed; of n parts (--moe_parts) all but 1/n of
-                  those of the backward pass are behind the experts' matmuls, as long as these take (moe.py)
+    expert        all-to-all there and back, forward and backward. Exposed, also where parts of the tokens could hide
+                  each other's (--moe_parts): compiled, of two parts 6% are hidden, with barriers between them no more
     pipe          (P - 1) of vM + P - 1 ticks idle, v rounds of M microbatches; a message a tick and way, hidden but
                   where forward or backward passes are alone: in GPipe all, else the first and last v*P - 1 ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
@@ -62,7 +62,6 @@ from workload import (
     lacking,
     layers_of,
     local_shape,
-    matmul_s,
     memory_of,
     moved_bytes,
     on_host,
@@ -428,19 +427,12 @@ def _expert(of: Run, kinds: list[Kind]) -> Part:
         once = of.collective_s("all_to_all", sent, "expert")
     kept = transformer.saved_names(of.config)
     number = 4 + ("expert_input" not in kept) + ("expert_down" not in kept)  # there and back, both ways, and once more
-    seconds = hidden = 0.0
-    for kind in kinds:
-        if kind.layer.params[True]:
-            _, backward = matmul_s(of, [product for product in kind.layer.products if product.part == "experts"])
-            beside = 1 - 1 / of.config.moe_parts  # of the messages: those that another part computes meanwhile
-            seconds += kind.times * number * once
-            hidden += kind.times * min(backward, beside * (number - 2) * once)
+    seconds = number * once * sum(kind.times for kind in kinds if kind.layer.params[True])
     formula = (
         f"{number} times {si(sent, 'B')} of a layer's tokens to their experts or back, {si(once, 's')} each, over "
     )
     formula += _wires(of, "expert")
-    formula += f", backward behind the matmuls of {of.config.moe_parts} parts" if hidden else ""
-    return _communication("expert", seconds, seconds - hidden, formula)
+    return _communication("expert", seconds, seconds, formula)
 
 
 def _pipe(of: Run, working_s: float) -> list[Part]:

@@ -396,18 +396,13 @@ def test_expert_parallelism_sends_tokens_there_and_back():
     assert seconds(plain, "expert communication") == pytest.approx(3 * 4 * gathered)
 
 
-def test_parts_of_the_tokens_hide_each_others_way():
-    """Behind the experts' matmuls, backward; where these take longer, all messages there but one part's."""
+def test_parts_of_the_tokens_hide_nothing():
+    """As compiled: all messages of the experts are waited for, of one part or four."""
     experts = dict(num_experts=8, experts_per_token=2, expert_dim=256)
-    flags = SMALL | experts | dict(mesh="data:32,expert:4", batch=128, moe_parts=4)
-    parts = lambda **flags: predicted(efficiency=EXACT, **flags).parts
-    of = lambda **flags: next(part for part in parts(**flags) if part.name == "expert communication")
-    part, whole = of(**flags), of(**flags | dict(moe_parts=1))
-    matmuls = 4 * 2 * (2 * 3 * 1024 * 2 * 512 * 256) / 1153.5e12  # 4 layers, twice 3 matmuls of 2048 rows
-    assert part.seconds == whole.seconds == whole.exposed_s
-    assert part.exposed_s == pytest.approx(whole.seconds - matmuls)
-    wide = flags | dict(expert_dim=256 * 64)
-    assert of(**wide).exposed_s == pytest.approx(whole.seconds * (1 - 3 / 4 * 2 / 4))  # 2 of 4 are backward
+    flags = SMALL | experts | dict(mesh="data:32,expert:4", batch=128)
+    for moe_parts in (1, 4):
+        part = next(p for p in predicted(**flags, moe_parts=moe_parts).parts if p.name == "expert communication")
+        assert part.exposed_s == part.seconds > 0
 
 
 def test_no_part_is_exposed_for_longer_than_it_takes():
