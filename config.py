@@ -196,7 +196,7 @@ class Config:
     selection_bias_rate: float = 0.001  # what the selection bias goes up or down by after each step
     moe_impl: str = "dropless"  # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
     buffer_factor: float = 2.0  # dropless over an expert axis: a device has room for so many times the mean of rows
-    moe_parts: int = 1  # dropless over an expert axis: parts of the tokens, one on its way while another computes
+    moe_parts: int = 1  # dropless over an expert axis: parts of the tokens, each with its own messages; a few % faster
     capacity_factor: float = 1.25  # capacity: an expert has room for so many times the mean of tokens
 
     # multi-head latent attention

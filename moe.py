@@ -357,8 +357,9 @@ def combine(
 
 
 def in_parts(dispatch: Callable, x_td: jax.Array, routing: Routing, parts: int) -> tuple[jax.Array, jax.Array]:
-    """What `dispatch(x_td, routing)` gives, of the tokens in so many parts: one computes while another is on its way.
+    """What `dispatch(x_td, routing)` gives, of the tokens in parts: one could compute while another is on its way.
 
+    XLA:TPU hides 6% of the messages so, and a step is 3% shorter (compiled, RESULTS.md).
     Each part has a buffer of its own, so that one can be short of room where another is not.
     """
     cut = zip(*(jnp.split(a, parts) for a in (x_td, *routing)), strict=True)
