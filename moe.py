@@ -63,9 +63,9 @@ With the tokens in n parts the rows of one travel while those of another are mul
     links      there 1   there 2   back 1    back 2         1 - 1/n of what travels is beside a matmul
     experts              of 1      of 2
 
-XLA:TPU finds that order for a layer that stands alone (compiled, tests/test_moe.py). In a step it does, mostly, in the
-backward pass; forward, not knowing how long kernels take, it puts little beside. It costs matmuls of fewer rows an
-expert, and a weight's gradient is a sum of n.
+XLA:TPU finds that order for a layer that stands alone (compiled, tests/test_moe.py). In a step it hardly does: of two
+parts 6% of the messages are hidden (RESULTS.md, "Experts"). It costs matmuls of fewer rows an expert, and a weight's
+gradient is a sum of n.
 
 Tokens could go over the axis once, not once for each of their experts there: for N <= X an all-gather of x_td, (N-1) t
 D, moves less than X (1 - 1/N) t D. **Left out**, with limits on the devices that a token may go to (DeepSeek-V3, 2.1.2:
@@ -359,7 +359,7 @@ def combine(
 def in_parts(dispatch: Callable, x_td: jax.Array, routing: Routing, parts: int) -> tuple[jax.Array, jax.Array]:
     """What `dispatch(x_td, routing)` gives, of the tokens in parts: one could compute while another is on its way.
 
-    XLA:TPU hides 6% of the messages so, and a step is 3% shorter (compiled, RESULTS.md).
+    XLA:TPU hides 6% of the messages so, and a step is 2% shorter (compiled, RESULTS.md, "Experts").
     Each part has a buffer of its own, so that one can be short of room where another is not.
     """
     cut = zip(*(jnp.split(a, parts) for a in (x_td, *routing)), strict=True)

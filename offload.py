@@ -16,7 +16,7 @@ a link to the host of W bytes/s in each direction:
     HBM      s*P bytes less, and a layer's slots in its place
     time     s*P / W for each way, with nothing beside it: the update has 10 FLOPs a parameter
 
-A TPU7x device (W = 16e9, the figure of other chips) takes 0.27 s each way for Llama 3.1 70B on 128 devices, with s = 8,
+A TPU7x device (W = 16e9, the figure of other chips) takes 0.28 s each way for Llama 3.1 70B on 128 devices, with s = 8,
 beside a step of 10 s. So it pays where the room buys a batch, or a policy that recomputes less, worth more than that;
 over many devices, FSDP has made the slots small already.
 

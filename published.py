@@ -2,12 +2,13 @@
 
 Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at 0797d9c; flags: the
 `run_recipe.sh` of the folder that `source` names, MaxText's, in this project's words. A run that nobody published is a
-target: its mesh, microbatches and recomputation were chosen by planner.py, with named policies and turns of one layer.
+target: its mesh, microbatches and recomputation were chosen by planner.py (of Llama with named policies and turns of
+one layer), or are those of the run in bfloat16, "the same in 8 bits".
 
 **What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
 where it has one (`use_max_logit_estimate`), is left out: `--max_logit=30` brings it, and makes NaN if a row's
 logits are far from it. Its compiler flags are those that compiler_flags.py explains, the group nearest to theirs. What
-else differs, `differs` says. The measured times choose nothing here; of the three that did, workload.py tells.
+else differs, `differs` says. The measured times choose nothing here; of those that did, workload.py tells.
 """
 
 from dataclasses import dataclass, field

@@ -5,10 +5,10 @@
     python recipes.py --what_if
 
 The step, its MFU (of the peak in bfloat16) and its memory are those of `roofline.py step --recipe=NAME`: of this
-project's program. The measured runs are MaxText's. Its attention kernel is slower, and it hides more of an
-offload: it is predicted with both (workload.PUBLISHED), and the ratio is that prediction over what was measured. One
-set of efficiencies serves all. What was compiled is this project's program, its step by the schedule of the TPU7x
-compiler (compiled.py); not all recipes were.
+project's program. The measured runs are MaxText's. It is predicted as what it is
+(workload.PUBLISHED): a slower attention kernel, experts' SwiGLU outside of their kernel, more hidden of offloads and
+sums, no copies of weights; the ratio is that prediction over what was measured. One set of efficiencies serves all.
+What was compiled is this project's program, its step by the schedule of the compiler (compiled.py).
 
 `--better` asks planner.py for the same model, batch and slice, and prints the flags in which its answer differs, with
 the parts of the step that they make shorter or longer. The planner leaves 8% of the memory free, which a published run
