@@ -6,6 +6,8 @@ import pytest
 
 import compiled
 from benchmarks import cases
+from published import RECIPES
+from recipes import row
 
 PAGES = "".join(page.read_text() for page in cases.PAGES)
 
@@ -41,3 +43,18 @@ def test_a_case_that_is_none(capsys):
     with pytest.raises(SystemExit, match="2"):
         cases.main(["speed"])
     assert "there is no 'speed'; there are offload" in capsys.readouterr().err
+
+
+def test_the_gains_of_8_bits_are_those_of_the_recipes():
+    steps = {name: row(name) for name in RECIPES if "v6e" not in name and "1m" not in name}
+    predicted, compiled_ones = {}, {}
+    for name, bf16 in steps.items():
+        if name.endswith("-bf16"):
+            fp8, model = steps[name.replace("bf16", "fp8")], RECIPES[name].preset
+            kind = "128k" if "128k" in name else "dense" if model.startswith(("llama", "gemma")) else "experts"
+            predicted.setdefault(kind, []).append(bf16["step_s"] / fp8["step_s"])
+            compiled_ones.setdefault(kind, []).append(bf16["compiled"]["step_s"] / fp8["compiled"]["step_s"])
+    of = lambda found: {kind: " to ".join(f"{x:.2f}" for x in sorted({min(xs), max(xs)})) for kind, xs in found.items()}
+    text = "| {dense} dense at 8k, {128k} at 128k, {experts} experts, predicted; "
+    text += "{0[dense]}, {0[128k]} and {0[experts]} compiled |"
+    assert text.format(of(compiled_ones), **of(predicted)) in PAGES
