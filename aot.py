@@ -137,6 +137,8 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
         try:
             executable = lowered.program.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" in str(error):
+                raise ValueError(f"--xla_flags: libtpu has no such flag: {error}") from None
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise DoesNotFitError(str(error), liveness.read_refused(options["xla_dump_to"], str(error))) from None

@@ -307,8 +307,10 @@ class Config:
         }
         for low, names in smallest.items():
             for name in names.split():
-                if not getattr(self, name) >= low:  # NaN is not, either
-                    raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+                if not low <= getattr(self, name) < float("inf"):  # NaN is not, either
+                    raise ValueError(f"{name}={getattr(self, name)} must be at least {low}, and finite")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} must be under 2^63")
         for name in ("beta1", "beta2", "warmup_ratio"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be under 1")
@@ -606,7 +608,9 @@ def slice_of(args: argparse.Namespace) -> tuple[str, int]:
     topology, num_slices = (
         (recipe_of(name).topology, recipe_of(name).num_slices) if name else (args.default_topology, 1)
     )
-    return args.topology or topology, num_slices if args.num_slices is None else args.num_slices
+    if args.num_slices is not None and args.num_slices < 1:
+        raise ValueError(f"num_slices={args.num_slices} must be 1 or more")
+    return args.topology or topology, args.num_slices or num_slices
 
 
 def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -199,6 +199,8 @@ def least_chips(held_bytes: float, chip: Chip) -> int:
 def print_cost(args: argparse.Namespace) -> None:
     config, chip = config_lib.from_args(args), chip_of(args.chip or "tpu7x")
     num_chips, step_s, source, dtype = args.chips, args.step_s, "given", args.matmul_dtype
+    if num_chips is not None and num_chips < 1:
+        raise ValueError(f"--chips={num_chips} must be 1 or more")
     given = [one for one in (args.chips, args.step_s, args.mfu, args.chip) if one is not None]
     if args.topology and given:
         raise ValueError("--topology has its step predicted: no --chip, --chips, --mfu or --step_s beside it")

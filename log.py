@@ -1,10 +1,12 @@
 """What a run tells: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -138,8 +140,14 @@ class Log:
     def _write(self, metrics: dict) -> None:
         if self.file:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-            self.file.write(json.dumps(finite) + "\n")  # JSON has no NaN
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(finite) + "\n")  # JSON has no NaN
+                self.file.flush()
+            except OSError as error:  # the disk is full: no reason to lose the run
+                self.say(f"metrics    {self.config.metrics_file}: {error}; no more are written")
+                with contextlib.suppress(OSError):
+                    self.file.close()
+                self.file = None
 
 
 class Profile:
@@ -170,10 +178,31 @@ class Profile:
             self.log.say(f"profile    up to step {step} written: python timeline.py {self.folder}, xprof {self.folder}")
 
 
+def check_outputs(config: Config) -> None:
+    """Makes the folders that the run writes to. Raises ValueError, with the flag: before hours of work, not after."""
+    folders = {
+        "profile_dir": config.profile_dir,
+        "metrics_file": config.metrics_file and Path(config.metrics_file).parent,
+    }
+    folders["fp8_scales"] = Path(config.fp8_scales).parent if config.fp8 == "calibrate" else ""
+    for flag, folder in folders.items():
+        if folder:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ValueError(f"--{flag}={getattr(config, flag)} cannot be written: {error}") from None
+    for flag in ("metrics_file", "fp8_scales"):
+        if (file := Path(getattr(config, flag))).exists() and getattr(config, flag) and not file.is_file():
+            raise ValueError(f"--{flag}={file} is there, and is no file: name another")
+
+
 def open_metrics(path: str, first_step: int):
     """The metrics file, opened to append.
 
     A resumed run keeps the lines up to its first step; a new one moves an old file to PATH.old.
+
+    Raises ValueError: a line that is no step's is in the way of going on.
     """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +212,11 @@ def open_metrics(path: str, first_step: int):
         whole = [
             line for line in file.read_text().splitlines() if line.endswith("}")
         ]  # a killed run may end in half a line
+        try:
+            kept = [line for line in whole if json.loads(line)["step"] <= first_step]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
         unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text("".join(line + "\n" for line in whole if json.loads(line)["step"] <= first_step))
+        unfinished.write_text("".join(line + "\n" for line in kept))
         os.replace(unfinished, file)
     return file.open("a")

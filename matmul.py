@@ -362,6 +362,10 @@ def sharded_matmul(
             if sizes[dim] % (parts := math.prod(mesh[axis].size for axis in cut)):
                 raise ValueError(f"{array}: {dim} = {sizes[dim]} does not divide into {parts} over {', '.join(cut)}")
 
+    for dtype in dtypes.values():
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+
     def nbytes(array: Layout) -> float:
         return math.prod(array.local(sizes, mesh).values()) * DTYPE_BYTES[dtypes[array.name]]
 

@@ -101,7 +101,7 @@ def check_slices(sizes: dict[str, int], num_slices: int) -> None:
         inner = ", ".join(f"{axis}:{sizes[axis]}" for axis in MESH_AXES[2:] if sizes[axis] > 1)
         raise ValueError(
             f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would lie between "
-            "them: weights or activations of every layer would cross, where a TPU7x chip has 12.5 GB/s, not 600. "
+            "them: weights or activations of every layer would cross, over a network far slower than links. "
             f"--mesh=data:{num_slices},... crosses with the gradients, once a step; pipe:{num_slices},... with a "
             "message a microbatch"
         )

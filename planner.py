@@ -116,6 +116,7 @@ def plan(
                     continue
                 num_tried += 1
                 by_remat = [rules.settled(one, sizes) for one in by_remat]
+                by_remat = [one for one in by_remat if not rules.offloaded_by_a_stage(one, sizes)]
                 of = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
                 try:
                     rules.check(of.config, sizes)

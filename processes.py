@@ -119,17 +119,29 @@ def _last_words(_signal):
 
 
 @contextlib.contextmanager
-def notice_of_termination() -> Iterator[Callable[[int], bool]]:
-    """Gives a function of the step that says whether to stop after it, since SIGTERM came; alike on all processes."""
+def notice_of_termination() -> Iterator[Callable[[int], int]]:
+    """Gives a function of the step: the signal for which to stop after it, or 0; alike on all processes.
+
+    That is SIGTERM, and where one process is the run also Ctrl-C, the first; the second one interrupts it.
+    """
     if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
-        yield multihost_utils.reached_preemption_sync_point
+        yield lambda step: signal.SIGTERM * multihost_utils.reached_preemption_sync_point(step)
         return
-    notices = []
-    handler = signal.signal(signal.SIGTERM, lambda *_: notices.append(signal.SIGTERM))
+    notices, before = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def notice(number, _frame):
+        notices.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+    for number in before:
+        signal.signal(number, notice)
     try:
-        yield lambda step: bool(notices)
+        yield lambda step: notices[0] if notices else 0
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_lost_peer(error: jax.errors.JaxRuntimeError) -> bool:

@@ -72,6 +72,8 @@ import sys
 from collections.abc import Sequence
 
 import config as config_lib
+import placement
+import rules
 import transformer
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, parse_topology, si
@@ -133,7 +135,9 @@ def candidates(config: Config) -> list[Config]:
     """`config` with each policy; `custom` among them if it is its own."""
     own = [config] if config.remat == "custom" else []
     names = [name for name in REMAT_POLICIES if name != "custom"]
-    return [dataclasses.replace(config, remat=name, remat_tensors="") for name in names] + own
+    named = [dataclasses.replace(config, remat=name, remat_tensors="") for name in names]
+    sizes = placement.parse_mesh(config.mesh)
+    return [one for one in named if not rules.offloaded_by_a_stage(one, sizes)] + own
 
 
 def predictions(

@@ -144,6 +144,12 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
             f"microbatches={config.microbatches} must be a multiple of pipe={stages}: a circular pipeline takes groups "
             "of them"
         )
+    if offloaded := offloaded_by_a_stage(config, sizes):
+        raise ValueError(
+            f"remat={config.remat} offloads {', '.join(sorted(offloaded))}, and a stage of pipe:{stages} keeps on its "
+            "device what its backward passes want: --remat_stage, which keeps what goes into the stage, or a policy "
+            "that offloads nothing"
+        )
     of_chunk = layers // (stages * rounds)
     if config.global_every and sizes["context"] > 1 and of_chunk % config.global_every:
         raise ValueError(
@@ -151,6 +157,12 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
             f"round, no multiple of global_every={config.global_every}: with context:{sizes['context']} all "
             "stages must have their global layers at the same places"
         )
+
+
+def offloaded_by_a_stage(config: Config, sizes: dict[str, int]) -> frozenset[str]:
+    """What a policy would have wait on the host where a pipeline has no place for it but the device."""
+    in_stages = sizes["pipe"] != 1 and not config.remat_stage
+    return transformer.offloaded_names(config) if in_stages else frozenset()
 
 
 # -- a sequence over devices

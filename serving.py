@@ -332,6 +332,8 @@ def print_serve(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
     stored = dict(weight_dtype=args.weight_dtype or args.dtype_, cache_dtype=args.cache_dtype or args.dtype_)
     load, prompt = load_of(config, args.context, **stored), args.context - args.new_tokens
+    if args.batch_ is not None and args.batch_ < 1:
+        raise ValueError(f"--batch must be 1 or more, not {args.batch_}")
     if min(prompt, args.new_tokens) < 1:
         raise ValueError(f"--new_tokens={args.new_tokens} must leave a prompt: from 1 to {args.context - 1}")
     slices = [predict(topology, config, load, prompt, args) for topology in args.topology.split(",")]

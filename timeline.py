@@ -225,9 +225,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace = newest(args.folder)
         program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
         predicted = json.loads(Path(args.predicted).read_text()) if args.predicted else None
-        if predicted and "by_category_s" not in predicted:
+        if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
             raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
-        profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
+        try:
+            profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
+        except RuntimeError as error:
+            raise ValueError(f"{trace} is damaged, as of a run that was killed: {error}") from None
         with warnings.catch_warnings():  # jaxlib 0.12 has types of its own to warn of
             warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
             events = list(read(profile.planes))

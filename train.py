@@ -56,7 +56,7 @@ import processes
 import remat
 import rules
 import sharding
-from log import Log, Profile
+from log import Log, Profile, check_outputs
 from sharding import BATCH_SPEC, LOSS_AXES
 from step import GiB, Prediction, predict, short_of
 from workload import run_of
@@ -367,7 +367,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
       ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
       FloatingPointError: `max_skipped` steps in a row had gradients that are not finite.
       OSError: a file cannot be read or written.
-      SystemExit: SIGTERM came; the state is saved.
+      SystemExit: SIGTERM or Ctrl-C came; the state is saved.
     """
     called = time.perf_counter()
     begun = begun or called
@@ -377,6 +377,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     config = resolve_remat(config, mesh)
     rules.check(config, dict(mesh.shape))
     calibration.check(config)
+    check_outputs(config)
     remat.check_host_memory(config, mesh)
     compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
     check_backend(config, mesh.devices.flat[0].platform)
@@ -417,7 +418,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
         log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
 
-        profile, stopped = Profile(config, log, step_fn), False
+        profile, stopped = Profile(config, log, step_fn), 0
         terminated = stack.enter_context(processes.notice_of_termination())
         batches = stack.enter_context(contextlib.closing(data.ahead(make_batch, range(first_step, config.steps))))
         log.start_clock()
@@ -427,7 +428,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             state, metrics = step_fn(state, batch)
             log.step(metrics)  # shows the step before, while this one runs
             stopped = terminated(last_step)
-            at_end = stopped or last_step == config.steps
+            at_end = bool(stopped) or last_step == config.steps
             profile.after(last_step, at_end, state)
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
             saves = manager and (at_end or _is_due(last_step, config.save_every))
@@ -454,7 +455,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             else "not saved: no --checkpoint_dir"
         )
         log.say(f"terminated after step {last_step}, {saved}")
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(128 + stopped)
     return summarise(log, state, corpus, config, mesh, eval_loss, prediction, begun)
 
 
@@ -586,6 +587,8 @@ if __name__ == "__main__":
         if not _is_for_the_user(error):
             raise
         sys.exit(f"train.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except jax.errors.JaxRuntimeError as error:
         if not processes.is_lost_peer(error):
             raise

@@ -579,12 +579,11 @@ def context_in_two_layouts(of: Run) -> bool:
 
 
 def on_host(of: Run, offloaded: float) -> float:
-    """Bytes of a device on its host: what the microbatches under way have offloaded there, and the optimizer state.
+    """Bytes of a device on its host: what a microbatch has offloaded there, and the optimizer state.
 
-    With remat_stage that is one microbatch, in one of its rounds: the one that is computed again.
+    Of a pipeline, which offloads only with remat_stage, in one of its rounds: the one that is computed again.
     """
-    under_way = 1 / of.config.pipeline_rounds if of.config.remat_stage else of.in_flight
-    return offloaded * under_way + slots_of_device(of) * of.config.offload_optimizer
+    return offloaded / of.config.pipeline_rounds + slots_of_device(of) * of.config.offload_optimizer
 
 
 def lacking(of: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:

@@ -260,15 +260,16 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_pa
 
 
 @pytest.mark.slow
-def test_termination_saves_the_step_that_it_reached(values, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
     """And nothing but the run's own lines is printed, on the way out as on the way on."""
     directory = tmp_path / "checkpoints"
     values = values | dict(steps=60, checkpoint_dir=directory)
     out = tmp_path / "first.out"
     process = start(values, out)
     wait_until(lambda: "\nstep  4/60" in out.read_text(), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     (step,) = steps_in(directory)
     assert 4 <= step < 60
     assert out.read_text().endswith(f"terminated after step {step}, saved in {directory}: the same command resumes\n")
@@ -280,7 +281,10 @@ def test_termination_saves_the_step_that_it_reached(values, tmp_path):
     for name in ("first", "second"):
         lines = (tmp_path / f"{name}.out").read_text().splitlines()
         assert [line for line in lines if not line.startswith(words)] == []
-        assert (tmp_path / f"{name}.err").read_text() == ""
+        hint = "\nstopping after this step; Ctrl-C again stops at once\n" * (
+            number == signal.SIGINT and name == "first"
+        )
+        assert (tmp_path / f"{name}.err").read_text() == hint
 
 
 @pytest.mark.slow

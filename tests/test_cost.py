@@ -332,7 +332,7 @@ def test_every_preset_has_a_cost(preset, capsys):
         ("--chips=64 --mfu=0.4 --step_s=1", "one of the two"),
         ("--chips=4 --mfu=0.4 --chip=v9", "'v9'"),
         ("--chips=4 --mfu=0.4 --preset=llama3.1-405b --chip=v5e", "short by 6.425 TB; 378 chips hold it"),
-        ("--chips=0 --mfu=0.4", "short by"),
+        ("--chips=0 --mfu=0.4", "--chips=0 must be 1 or more"),
         ("--chips=4 --mfu=0.4 --tokens=-1", "tokens=-1"),
         ("--chips=4 --mfu=0.4 --price=-1", "price_per_chip_hour=-1"),
         ("--chips=512 --mfu=0.4 --chinchilla --preset=deepseek-v3", "--chinchilla is of dense models"),

@@ -231,3 +231,37 @@ def test_a_resumed_run_without_a_file_starts_one(tmp_path):
     with log_lib.open_metrics(str(tmp_path / "a" / "m.jsonl"), 7) as file:
         file.write("x\n")
     assert (tmp_path / "a" / "m.jsonl").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("damaged", ["{oops}", '{"loss": 2}', "[3, {}"])
+def test_lines_that_no_run_wrote_are_left_as_they_are(tmp_path, damaged):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n' + damaged + "\n")
+    with pytest.raises(ValueError, match="lines that no run wrote"):
+        log_lib.open_metrics(str(path), 3)
+    assert damaged in path.read_text()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").touch()
+    calibrates = dict(fp8="calibrate", dtype="bfloat16")
+    for flags, words in (
+        (dict(profile_dir=str(tmp_path / "file" / "trace"), steps=9), "--profile_dir=.*file/trace cannot be written"),
+        (dict(metrics_file=str(tmp_path / "file" / "m")), "--metrics_file=.*file/m cannot be written"),
+        (dict(metrics_file=str(tmp_path)), "--metrics_file=.* is there, and is no file"),
+        (dict(fp8_scales=str(tmp_path / "file" / "s"), **calibrates), "--fp8_scales=.*file/s cannot be written"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            log_lib.check_outputs(from_preset("tiny", **flags))
+    log_lib.check_outputs(from_preset("tiny", metrics_file=str(tmp_path / "new" / "m")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+
+
+def test_a_full_disk_ends_the_metrics_and_not_the_run(tmp_path, capsys):
+    with started(from_preset("tiny", metrics_file=str(tmp_path / "m"), steps=3)) as log:
+        log.file.close()
+        log.file = open("/dev/full", "w")
+        for step in (1, 2, 3):
+            log.step(metrics(step))
+        log.finish_step()
+    assert capsys.readouterr().out.count("No space left on device; no more are written") == 1

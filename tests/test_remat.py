@@ -317,14 +317,18 @@ def test_a_host_whose_memory_is_not_published_has_no_end():
     assert "inf" not in step.describe(found)
 
 
-def test_a_stage_that_is_computed_again_offloads_one_microbatch_at_a_time():
+def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_time():
     flags = dict(mesh="fsdp:2,pipe:4", batch=32, microbatches=16, remat="minimal_offloaded")
-    on_host = {}
-    for again in (False, True):
-        config = from_preset("llama3.1-8b", **flags, remat_stage=again)
-        found = step.predict(run_of(config, hardware.CHIPS["tpu7x"], (2, 2, 1)))
-        on_host[again] = found.host_bytes
-    assert on_host[False] == pytest.approx(found.of.in_flight * on_host[True]) and found.of.in_flight > 1
+    predicted = lambda **more: step.predict(
+        run_of(from_preset("llama3.1-8b", **flags | more), hardware.CHIPS["tpu7x"], (2, 2, 1))
+    )
+    again, unstaged = predicted(remat_stage=True), predicted(mesh="fsdp:2,data:4", batch=128)
+    assert again.of.in_flight > 1
+    assert again.host_bytes == pytest.approx(unstaged.host_bytes / 4)  # a quarter of the layers, as many tokens
+    with pytest.raises(ValueError, match="--remat_stage"):
+        predicted()
+    names = {one.remat for one in remat.candidates(from_preset("llama3.1-8b", **flags))}
+    assert names and not any(name.endswith("offloaded") for name in names)
 
 
 @pytest.mark.parametrize(

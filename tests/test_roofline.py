@@ -201,6 +201,7 @@ def test_sharded_matmul_json(capsys):
         (["A[I_X, J] . B[J, K_X] -> C[I_X, K_X]", *SHARDED[1:]], "C[I_X, K_X] uses X twice"),
         ([SHARDED[0], "--sizes=I:8192,J:8192,K:28673", SHARDED[2]], "K = 28673 does not divide into 8"),
         (["nonsense", *SHARDED[1:]], "'nonsense' does not read as"),
+        ([*SHARDED, "--dtype=float32"], "dtype 'float32' is not one of f32, bf16"),
     ],
 )
 def test_wrong_matmul_command(capsys, flags, words):

@@ -76,6 +76,18 @@ def test_what_cannot_be_read_is_said(tmp_path):
         timeline.main([str(tmp_path)])
 
 
+def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
+    (tmp_path / "a.xplane.pb").write_bytes(b"\x0a\xff\xff")
+    (tmp_path / timeline.PROGRAM).write_text(
+        "HloModule m, is_scheduled=true\n\nENTRY %m (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n"
+    )
+    for content, words in (("7", "is no step that fits"), ("[]", "is no step that fits"), ("", "is damaged")):
+        (tmp_path / "predicted").write_text(content)
+        with pytest.raises(SystemExit):
+            timeline.main([str(tmp_path), *([f"--predicted={tmp_path / 'predicted'}"] if content else [])])
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
