@@ -97,7 +97,8 @@ def assert_same_bits(ours, theirs):
 
 def stop_after(monkeypatch, step: int) -> None:
     """From here on a run sees the notice of its termination at this step."""
-    monkeypatch.setattr(processes, "notice_of_termination", lambda: contextlib.nullcontext(lambda now: now == step))
+    notice = lambda now: signal.SIGTERM if now == step else 0
+    monkeypatch.setattr(processes, "notice_of_termination", lambda: contextlib.nullcontext(notice))
 
 
 # -- resume

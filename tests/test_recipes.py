@@ -283,7 +283,7 @@ def test_without_jax_and_at_once():
     [
         BF16,
         pytest.param("gpt-oss-120b-8k-fp8", marks=pytest.mark.slow),
-        pytest.param("mixtral-8x7b-4k-bf16", marks=pytest.mark.slow),
+        pytest.param("llama3.1-8b-8k-bf16-v6e", marks=pytest.mark.slow),
     ],
 )
 def test_better_is_what_the_planner_finds_and_can_be_asked_for(name, capsys, monkeypatch):
