@@ -234,8 +234,7 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
 
     With experts on several devices their rows travel cut over `tensor`, and are gathered where they are multiplied;
     else a token is gathered once for all of its experts, and their sum scattered. What the shared experts compute
-    does not depend on the rows that travel, and could be computed meanwhile; XLA:TPU does not (compiled, DeepSeek-V3),
-    and has more to put there with --moe_parts.
+    does not depend on the rows that travel, and could be computed meanwhile; XLA:TPU does not (compiled, DeepSeek-V3).
     """
     h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     h_td = h_btd.reshape(-1, h_btd.shape[-1])

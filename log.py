@@ -180,21 +180,18 @@ class Profile:
 
 def check_outputs(config: Config) -> None:
     """Makes the folders that the run writes to. Raises ValueError, with the flag: before hours of work, not after."""
-    folders = {
-        "profile_dir": config.profile_dir,
-        "metrics_file": config.metrics_file and Path(config.metrics_file).parent,
-    }
-    folders["fp8_scales"] = Path(config.fp8_scales).parent if config.fp8 == "calibrate" else ""
-    for flag, folder in folders.items():
-        if folder:
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-            except OSError as error:
-                raise ValueError(f"--{flag}={getattr(config, flag)} cannot be written: {error}") from None
-    for flag in ("metrics_file", "fp8_scales"):
-        if (file := Path(getattr(config, flag))).exists() and getattr(config, flag) and not file.is_file():
-            raise ValueError(f"--{flag}={file} is there, and is no file: name another")
+    files = {"metrics_file": config.metrics_file, "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else ""}
+    for flag, path in (files | {"profile_dir": config.profile_dir}).items():
+        if not path:
+            continue
+        if flag in files and Path(path).exists() and not Path(path).is_file():
+            raise ValueError(f"--{flag}={path} is there, and is no file: name another")
+        folder = Path(path).parent if flag in files else Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(f"--{flag}={path} cannot be written: {error}") from None
 
 
 def open_metrics(path: str, first_step: int):
