@@ -349,6 +349,7 @@ def _call_of(
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="flash_forward",
         metadata=tuned.metadata(key, blocks, calls=B * N),
+        cost_estimate=flash_backward.cost_estimate(q_BNTH, k_BKSH, v_BKSV, (1, 1), causal=causal, window=window),
     )
 
     def run(lists, *shared):

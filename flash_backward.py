@@ -82,6 +82,7 @@ from masks import UNSEEN, block_ranges, visible
 
 LOG2_E = math.log2(math.e)
 LANES = 128
+MXU = 256  # rows and columns of what a matrix unit holds
 VMEM_LIMIT = 60 * 2**20  # of 64 MiB; the rest is the compiler's own
 NO_GRADIENT = -UNSEEN  # the log-sum-exp of a query that has none: exp2(score - NO_GRADIENT) is 0 for any score
 
@@ -205,6 +206,21 @@ def backward(
         return partial(_in_parts, static), (prefix, segments, q_offset)
 
     return one_of(which, [call_of(w) for w in (window if isinstance(window, tuple) else (window,))], *shared)
+
+
+def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, *, causal, window) -> pl.CostEstimate:
+    """How long XLA takes the kernel to run, as kernels.py has it: by its multiplications, of the mean of its calls.
+
+    Args:
+      products: (over or into H, over or into V) of each score. A matrix unit takes 256 at a time, whatever H and V are.
+    """
+    (B, N, T, H), (S, V) = q_BNTH.shape, v_BKSV.shape[2:]
+    scores = B * N * T * S // 2 if causal else B * N * T * S
+    if window:  # and what of a block is computed beside it
+        scores = min(scores, B * N * min(T, S) * ((1 if causal else 2) * window + 512))
+    flops = 2 * scores * (products[0] * _up(H, MXU) + products[1] * _up(V, MXU))
+    nbytes = sum(x.size * x.dtype.itemsize for x in (q_BNTH, k_BKSH, v_BKSV))
+    return pl.CostEstimate(flops=flops, transcendentals=scores, bytes_accessed=2 * nbytes)
 
 
 def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
@@ -331,6 +347,7 @@ def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_
         interpret=pltpu.InterpretParams() if static.interpret is True else static.interpret,
         name="flash_backward",
         metadata=static.metadata,
+        cost_estimate=cost_estimate(q_BNTH, k_BKSH, v_BKSV, (3, 2), **static.mask),
     )(*scalars.values(), *(array for array, _ in inputs.values()))
 
 

@@ -18,6 +18,13 @@ computed beside what. To be read in this order:
     remote_dma.py      collectives that write into the memory of other chips
     bundles.py         the instrument: cycles of a kernel, from the program that the compiler made of it
 
+**What XLA is told of them.** XLA sees a kernel as one operation, and to plan what goes on beside it, a gather or a copy
+to the host, it has to know how long it takes: `cost_estimate`. Without one it takes a kernel for nothing, and looks for
+other work to hide a message behind, or finds none. It takes the longest of flops / 996 T/s, which is the peak of
+bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as `compiled.cost_analysis()`
+has it). So the flops here are the multiplications of bfloat16 that would take as long: half those in 8 bits, and of
+attention as many as if its heads filled a matrix unit, which is 256 wide.
+
 **Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
 is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,
 and a search looks for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by
