@@ -11,7 +11,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 from test_fsdp import equations
 
 import bundles
@@ -348,6 +351,62 @@ def test_more_keys_take_more_cycles_and_the_later_the_queries_the_more():
     count = lambda place: sum(flash.executions(kernel, T, S, 1, blocks, causal=True, q_offset=place))
     counts = [count(place) for place in (0, 12_288, 28_672)]
     assert counts[0] < counts[1] < counts[2]
+
+
+def _found(of_each) -> list[str]:
+    """The keys of what is kept, the first of each `of_each(kernel, shape)`."""
+    keys = {of_each(*tuned.shape_of(key)): key for key in reversed(tuned.read(tuned.CHECKED_IN))}
+    return list(reversed(keys.values()))
+
+
+def test_what_is_kept_fits():
+    """Or a kernel would take its rule's sizes, and the table would be of others."""
+    for key, entry in tuned.read(tuned.CHECKED_IN).items():
+        name, shape = tuned.shape_of(key)
+        of = kernels.TUNABLES[name]
+        blocks = type(of.rule(shape))(**entry["blocks"])
+        assert of.vmem_bytes(shape, blocks) <= kernels.VMEM_KIB * 1024, key
+
+
+def _planned_s(estimate) -> float:
+    """As XLA has it, at the head of kernels.py."""
+    return max(estimate.flops / 996e12, estimate.bytes_accessed / 3.7e12, estimate.transcendentals / 1.9e12)
+
+
+@pytest.mark.parametrize("key", _found(lambda name, s: (name, s["H"], s["window"], s["K"], s["dtype"], s["summed"])))
+def test_xla_is_told_how_long_a_kernel_takes(key):
+    """Its matmuls at the peak: of the compiled cycles nearly all, or three fifths where much of a block is masked."""
+    name, shape = tuned.shape_of(key)
+    of, entry = kernels.TUNABLES[name], tuned.read(tuned.CHECKED_IN)[key]
+    run, shapes = bundles.build(*of.job(shape, type(of.rule(shape))(**entry["blocks"])))
+    calls = [e for e in equations(jax.make_jaxpr(run)(*shapes).jaxpr) if e.primitive.name == "pallas_call"]
+    parts = -(-shape["S"] // entry["blocks"]["resident"]) if name == "flash_backward" else 1
+    counted_s = entry["cycles"] * (kernels.HEADS if "flash" in name else 1) / parts / kernels.CLOCK_HZ
+    for call in calls:
+        assert 0.58 < _planned_s(call.params["cost_estimate"]) / counted_s < 1.1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        dict(flops=10**12, bytes_accessed=10**6, transcendentals=10**6),
+        dict(flops=10**9, bytes_accessed=4 * 10**9, transcendentals=10**6),
+        dict(flops=10**9, bytes_accessed=10**6, transcendentals=2 * 10**9),
+    ],
+    ids=lambda said: max(said, key=said.get),
+)
+def test_what_xla_makes_of_an_estimate(said):
+    """Of a kernel that copies a megabyte, told to be something else."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[0]
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    estimate = pl.CostEstimate(**said)
+    run = pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), cost_estimate=estimate)
+    planned_s = jax.jit(run).lower(x).compile().cost_analysis()["optimal_seconds"]
+    assert planned_s == pytest.approx(_planned_s(estimate), rel=0.05)
 
 
 def test_the_table_that_is_shown_is_the_one_of_today():
