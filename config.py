@@ -54,7 +54,7 @@ _MORE = {
 _OF_EXPERTS = (
     "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
     "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
-    "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor shard_experts"
+    "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor"
 )
 # Flags that say something in some runs only: which, whether they do in a run, and if not, why, and what to use. There
 # any value but the default is refused. Those for which the mesh decides are in rules.py.
@@ -212,7 +212,6 @@ class Config:
     collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
     unroll: int = 1  # layers in a turn of the loop over them; with 2 no gathered weights are copied from turn to turn
-    shard_experts: bool = False  # fsdp cuts the experts' weights by expert, whole matrices, and not each by model_dim
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
     context_heads: int = 1  # with a ring: so many neighbours exchange heads, and the ring goes across these groups

@@ -248,8 +248,7 @@ def moe_block(w: Layers, x_btd, metrics, i, config: Config):
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
         product = remat.named(gated(w, x, sizes, config), "expert_product")
-        by_last_dim = lax.axis_size("fsdp") > 1 and not config.shard_experts
-        (y,) = grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=by_last_dim)
+        (y,) = grouped(product, (w.expert_down,), sizes, config, transpose=True)
         if config.expert_bias:
             y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
@@ -279,16 +278,19 @@ def gated(w: Layers, x, sizes, config: Config):
 
 
 def grouped(
-    x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config, last_dim_gathered: bool = False
+    x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config, transpose: bool = False
 ) -> tuple[jax.Array, ...]:
-    """x @ w of each expert, for each of `weights`; x and `last_dim_gathered` as in `moe.grouped_matmul`."""
+    """x @ w of each expert, for each of `weights`; x and `transpose` as in `moe.grouped_matmul`."""
     if not isinstance(weights[0], fp8.Weight):
-        return tuple(moe.grouped_matmul(x, w, sizes, last_dim_gathered=last_dim_gathered) for w in weights)
+        return tuple(moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
     recipe = fp8_recipe(config)
-    if sizes is None:
-        x = fp8.quantize(x, recipe, (2,))
-        return tuple(fp8.dot(x, w, recipe, batch=1) for w in weights)
-    return fp8.grouped_dot(x, weights, sizes, recipe, last_dim_gathered=last_dim_gathered)
+    if sizes is not None:
+        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose)
+    x = fp8.quantize(x, recipe, (2,))
+    if transpose:
+        swapped = lambda w: jax.tree.map(lambda a: a.swapaxes(1, 2), w.quantized)
+        weights = tuple(dataclasses.replace(w, quantized=swapped(w)) for w in weights)
+    return tuple(fp8.dot(x, w, recipe, batch=1) for w in weights)
 
 
 def in_partial_sum(bias: jax.Array) -> jax.Array:

@@ -451,21 +451,22 @@ def logits(x_bcD: jax.Array, w_vD: jax.Array, operand, chunk, recipe: Recipe):
 
 
 def grouped_dot(
-    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe, *, last_dim_gathered: bool = False
+    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe, *, transpose: bool = False
 ) -> tuple[jax.Array, ...]:
     """Each group's rows times its matrix in each of `weights`, [e, K, N], in 8 bits, with gradients: gmm.py's kernels.
+
+    With `transpose` they are [e, N, K].
 
     Args:
       x_rK: rows sorted by group. What those behind the last one hold does not matter; they give zeros.
       sizes_e: int32, rows of each group.
       recipe: per tensor.
-      last_dim_gathered: as in `moe.grouped_matmul`.
 
     Raises:
       ValueError: another granularity; scaling by `amax`, which a mixture does not keep; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
-    options = (recipe, last_dim_gathered)
+    options = (recipe, transpose)
     return tuple(_grouped(options, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
 
 
@@ -506,19 +507,18 @@ def _grouped(options, x, w, sizes_e, key):
 
 def _grouped_forward(options, x, w, sizes_e, key):
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
-    y = gmm(x.values, w.values, sizes_e, swap_rhs=options[1], lhs_scale=scale, out_dtype=dtype)
+    y = gmm(x.values, w.values, sizes_e, transpose_rhs=options[1], lhs_scale=scale, out_dtype=dtype)
     return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, swap_rhs), (x, s_x, w, s_w, sizes_e, key) = options, residuals
+    (recipe, transpose), (x, s_x, w, s_w, sizes_e, key) = options, residuals
     dtype = dy.dtype
     q_dy, s_dy = _own_gradient(dy, sizes_e, recipe, key)
     options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=True, swap_rhs=swap_rhs, **options)
-    pair = (q_dy, x) if swap_rhs else (x, q_dy)
+    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transpose, **options)
+    pair = (q_dy, x) if transpose else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
-    dw = dw.swapaxes(1, 2) if swap_rhs else dw
     return Quantized(None, None, dx), Quantized(None, None, dw), None, None
 
 

@@ -105,7 +105,6 @@ def gmm(
     group_sizes_E: jax.Array,
     *,
     transpose_rhs: bool = False,
-    swap_rhs: bool = False,
     group_offset: jax.Array | int = 0,
     lhs_scale: jax.Array | float | None = None,
     rhs_scale: jax.Array | float | None = None,
@@ -124,8 +123,6 @@ def gmm(
         narrowest of lhs and out) is padded, which copies lhs and out.
       rhs_EKN: with `transpose_rhs` rhs_ENK. Of the type of lhs, or of another one with as many bits.
       group_sizes_E: int32, rows of each group; values that the program computes. Their sum is at most M.
-      swap_rhs: the kernels take rhs, and make its gradient, with the last two dims swapped: no copy where memory has it
-        so. What is kept for the gradient is rhs as it was given.
       group_offset: rhs holds the experts [offset, offset + its dim 0) of the E that group_sizes has. Rows of lhs before
         and behind those of these experts give zeros, like those beyond the last group.
       lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
@@ -146,9 +143,9 @@ def gmm(
     M, K, E, N = shape
     scales = (lhs_scale, rhs_scale) if lhs_scale is not None or rhs_scale is not None else None
     lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
-    options = (transpose_rhs != swap_rhs, out_dtype, tiles, None, _interpreter(interpret))
+    options = (transpose_rhs, out_dtype, tiles, None, _interpreter(interpret))
     arrays = (lhs_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), lhs_row_scale, rhs_col_scale)
-    return _gmm(swap_rhs, options, *_vary_alike(*arrays))
+    return _gmm(options, *_vary_alike(*arrays))
 
 
 def gated_gmm(
@@ -358,28 +355,27 @@ def _products(options, *arrays):
     return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gmm(swap_rhs, options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
-    rhs = rhs.swapaxes(1, 2) if swap_rhs else rhs  # in here: what is kept is rhs, which a layer need not keep at all
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
     scales = None if rhs_scale is None else (rhs_scale,)
     return _products(options, (lhs,), (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
 
 
-def _gmm_forward(swap_rhs, options, *arrays):
+def _gmm_forward(options, *arrays):
     if any(scale is not None for scale in arrays[4:]) or arrays[0].dtype.itemsize == 1:
         raise ValueError("gmm of fp8 or with scales has no gradient: call gmm and tgmm in a custom_vjp of your own")
-    return _gmm(swap_rhs, options, *arrays), arrays[:4]
+    return _gmm(options, *arrays), arrays[:4]
 
 
-def _gmm_backward(swap_rhs, options, saved, dout):
+def _gmm_backward(options, saved, dout):
     transpose_rhs, _, _, _, interpret = options
     lhs, rhs, group_sizes, group_offset = saved
     dout = dout.astype(lhs.dtype)
     backward = (not transpose_rhs, lhs.dtype, None, None, interpret)
-    dlhs = _gmm(swap_rhs, backward, dout, rhs, group_sizes, group_offset, None, None)
+    dlhs = _gmm(backward, dout, rhs, group_sizes, group_offset, None, None)
     pair = (dout, lhs) if transpose_rhs else (lhs, dout)
     drhs = _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
-    return dlhs, drhs.swapaxes(1, 2) if swap_rhs else drhs, None, None, None, None
+    return dlhs, drhs, None, None, None, None
 
 
 _gmm.defvjp(_gmm_forward, _gmm_backward)
@@ -803,7 +799,7 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
     operands = (plan, lhs, rhs, lhs_scale, rhs_scale)
     shape = jax.ShapeDtypeStruct((lhs[0].shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs[0]).mat)
     shapes, described = (shape,) * (3 if activation else 1), tuned.metadata(key, tiles, calls=1)
-    products = M * K * N * len(rhs)
+    products = M, K, N * len(rhs)
     (results,) = _call("gmm", kernel, operands, (shapes,), buffers, (2, 2), interpret, described, products)
     return tuple(result[:M] for result in results)
 
@@ -833,14 +829,14 @@ def _tgmm_call(lhs, dout, group_sizes, group_offset, scale, *, num_groups, out_d
     shape = jax.ShapeDtypeStruct((num_groups, K, N), out_dtype, manual_axis_type=jax.typeof(lhs).mat)
     described = tuned.metadata(key, tiles, calls=1)
     operands = (plan, lhs, dout, scale)
-    return _call("tgmm", kernel, operands, shape, buffers, (2,), interpret, described, M * K * N)
+    return _call("tgmm", kernel, operands, shape, buffers, (2,), interpret, described, (M, K, N))
 
 
 def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata, products):
-    """`products`: multiplications of all rows. XLA takes them for those of bfloat16: half as many of 8 bits take as long."""
-    moved = jax.tree.leaves((operands[1:], shapes))
+    """`products`: M, K, N of the matmuls, done in blocks of MXU; XLA takes all for bfloat16's (kernels.py)."""
+    (M, K, N), moved = products, jax.tree.leaves((operands[1:], shapes))
     cost = pl.CostEstimate(
-        flops=products * moved[0].dtype.itemsize,
+        flops=M * pl.cdiv(K, MXU) * pl.cdiv(N, MXU) * MXU**2 * moved[0].dtype.itemsize,
         transcendentals=0,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved),
     )

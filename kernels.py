@@ -22,8 +22,8 @@ computed beside what. To be read in this order:
 to the host, it has to know how long it takes: `cost_estimate`. Without one it takes a kernel for nothing, and looks for
 other work to hide a message behind, or finds none. It takes the longest of flops / 996 T/s, which is the peak of
 bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as `compiled.cost_analysis()`
-has it). So the flops here are the multiplications of bfloat16 that would take as long: half those in 8 bits, and of
-attention as many as if its heads filled a matrix unit, which is 256 wide.
+has it). So the flops here are those of bfloat16 that would take as long: half of those in 8 bits, and as many as if
+heads, and the matrices of experts, filled matrix units, which are 256 wide.
 
 **Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
 is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,
@@ -395,11 +395,8 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
         if room_for_two(*both, transpose_rhs=True, rhs_scale=scaled):
             calls.append(("gmm", of_input | dict(summed=True)))
-        # Down's matrices are swapped where they are gathered by their last dim (moe.grouped_matmul).
-        if args.shard_experts:
-            of_down = [("gmm", sizes | back), ("gmm", sizes | transposed | cotangents), ("tgmm", sizes | back)]
-        else:
-            of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
+        # Down's matrices are kept transposed (parameters.py).
+        of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
         return calls + [call for call in of_down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
@@ -483,7 +480,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over: model dim [%(default)s]")
     of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
-    of_experts.add_argument("--shard_experts", action="store_true", help="fsdp cuts by expert, or is not there")
     search.set_defaults(run=print_search)
     args = parser.parse_args(argv)
     if not compiler_flags.has_tpu():

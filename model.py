@@ -35,6 +35,7 @@ from parameters import (
     fp8_contracted,
     fp8_recipe,
     is_matrix,
+    of_experts,
     param_specs,
     unembedding_recipe,
     with_scales,
@@ -88,7 +89,8 @@ def run_layers(
             return _whole(w, spec, config) if matrix else w
 
         shards, amax = shards
-        return jax.tree.map(one, shards, specs_layer, in_loop, getattr(fp8_contracted(config), stack)), amax
+        whole = jax.tree.map(one, shards, specs_layer, in_loop, getattr(fp8_contracted(config), stack))
+        return of_experts(whole, config), amax
 
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     global_in_step = config.global_every and lax.axis_size("pipe") > 1 and num_layers % config.global_every == 0

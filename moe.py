@@ -52,10 +52,10 @@ than a gather's: across a ring of N devices each byte makes N/4 hops. Expert par
 so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
 with much batch a device found FSDP alone faster; `roofline.py plan` compares.
 
-**Over fsdp** each matrix is cut by its dim D, or, with `--shard_experts` and experts enough for all devices, whole
-matrices are handed out. A part of D that is no multiple of 8 rows, a register, is no run of bytes where it goes, and
-XLA:TPU copies what it gathered, and the gradients before they are scattered: DeepSeek-V3 on `fsdp:256,tensor:2`, 28
-rows each, waits 1.9 s of a step of 31 for it (compiled), and not at all if each device has one expert of a layer.
+**Over fsdp** the experts' matrices are cut as one of E*D rows, down's transposed: of E devices each has an expert, of
+2E half of one. What is gathered is then a run of memory. Cut by D, every matrix comes in parts of D/N rows; where these
+are no multiple of 8, a register, XLA:TPU copies them to where they belong, and gradients before they are scattered:
+DeepSeek-V3 on `fsdp:512`, 14 rows each, took 4.3 s of a step of 29 for that (compiled).
 
 **In parts** (`in_parts`). Nothing of a layer can be computed before its rows are there, and little else is beside it.
 With the tokens in n parts the rows of one travel while those of another are multiplied:
@@ -199,22 +199,16 @@ def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
 
 
 def grouped_matmul(
-    x_rD: jax.Array, w_eDm: jax.Array, sizes_e: jax.Array | None, *, last_dim_gathered: bool = False
+    x_rK: jax.Array, w_eKN: jax.Array, sizes_e: jax.Array | None, *, transpose: bool = False
 ) -> jax.Array:
-    """Each expert's rows times its matrix: x_rD sorted by expert, `sizes_e` of each; or x_ecD and None. Differentiable.
+    """Each expert's rows times its matrix: x_rK sorted by expert, `sizes_e` of each; or x_ecK and None. Differentiable.
 
-    Rows behind the last group give zeros. On a TPU the kernels of gmm.py.
-
-    Args:
-      last_dim_gathered: w is all-gathered along its last dim. XLA:TPU then makes that dim the outer one of a matrix,
-        and as the kernel takes it so, nothing is copied: row by row it would be, 5.8 ms in each pass of a layer of
-        Qwen3 235B (compiled). So is its gradient, on its way to a reduce-scatter.
+    With `transpose` w_eNK. Rows behind the last group give zeros. On a TPU the kernels of gmm.py.
     """
-    if sizes_e is None:
-        return jnp.matmul(x_rD, w_eDm)
-    if sharding.platform() != "tpu":
-        return _tiled_matmul(x_rD, w_eDm, sizes_e)
-    return gmm(x_rD, w_eDm, sizes_e, swap_rhs=last_dim_gathered)
+    if sizes_e is not None and sharding.platform() == "tpu":
+        return gmm(x_rK, w_eKN, sizes_e, transpose_rhs=transpose)
+    w_eKN = w_eKN.swapaxes(1, 2) if transpose else w_eKN
+    return jnp.matmul(x_rK, w_eKN) if sizes_e is None else _tiled_matmul(x_rK, w_eKN, sizes_e)
 
 
 def gated_matmul(

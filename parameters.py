@@ -62,11 +62,12 @@ class Layers:
     w_gate: Annotated[jax.Array | None, "LDF", P("pipe", "fsdp", "tensor"), "D"] = None
     w_up: Annotated[jax.Array | None, "LDF", P("pipe", "fsdp", "tensor"), "D"] = None
     w_down: Annotated[jax.Array | None, "LFD", P("pipe", "tensor", "fsdp"), "FL"] = None
-    # or a mixture of experts, with their router, and what all tokens share:
+    # or a mixture of experts, their matrices one below the other (down's transposed: `of_experts`), with their router,
+    # and what all tokens share:
     w_router: Annotated[jax.Array | None, "LDE", P("pipe", ("tensor", "fsdp"), None), "D"] = None
-    expert_gate: Annotated[jax.Array | None, "LEDM", P("pipe", "expert", "fsdp", "tensor"), "D"] = None
-    expert_up: Annotated[jax.Array | None, "LEDM", P("pipe", "expert", "fsdp", "tensor"), "D"] = None
-    expert_down: Annotated[jax.Array | None, "LEMD", P("pipe", "expert", "tensor", "fsdp"), "ML"] = None
+    expert_gate: Annotated[jax.Array | None, "LZM", P("pipe", ("expert", "fsdp"), "tensor"), "D"] = None
+    expert_up: Annotated[jax.Array | None, "LZM", P("pipe", ("expert", "fsdp"), "tensor"), "D"] = None
+    expert_down: Annotated[jax.Array | None, "LZM", P("pipe", ("expert", "fsdp"), "tensor"), "ML"] = None
     bias_router: Annotated[jax.Array | None, "LE", P("pipe", None), ZEROS] = None
     bias_expert_gate: Annotated[jax.Array | None, "LEM", P("pipe", "expert", "tensor"), ZEROS] = None
     bias_expert_up: Annotated[jax.Array | None, "LEM", P("pipe", "expert", "tensor"), ZEROS] = None
@@ -108,6 +109,7 @@ def _dims(config: Config) -> dict[str, int]:
         "I": config.head_dim,
         "E": config.num_experts,
         "M": config.expert_dim,
+        "Z": config.num_experts * config.model_dim,
         "J": config.num_shared_experts * config.expert_dim,
     }
 
@@ -130,7 +132,6 @@ def _leaves(config: Config, leaf, cls, absent: set[str], num_layers: int = 0, pr
         if name in absent or not hasattr(hint, "__metadata__"):
             continue
         letters, spec, init = hint.__metadata__
-        spec = sharding.move_axis(spec, "fsdp", beside="expert") if config.shard_experts else spec
         spec = sharding.add_axis(spec, "data", beside="fsdp") if config.shard_update else spec
         found[name] = leaf(prefix + name, tuple(dims[letter] for letter in letters), letters, spec, init)
     return found
@@ -202,6 +203,20 @@ def init_params(config: Config, key: jax.Array) -> Params:
         return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
 
     return _tree(config, draw)
+
+
+def of_experts(w: Layers, config: Config) -> Layers:
+    """A layer's weights, whole over fsdp, with the matrices of its experts apart: each [z, m] as [e, D, m].
+
+    fsdp cuts the rows of all of them as those of one matrix (moe.py); expert, the major of the two, leaves them whole.
+    """
+
+    def apart(w):  # an array, or what is left of it in 8 bits
+        by_expert = lambda a: a.reshape(-1, config.model_dim, a.shape[-1]) if a.shape[0] > 1 else a[None]
+        return jax.tree.map(by_expert, w)
+
+    names = [name for name in ("expert_gate", "expert_up", "expert_down") if getattr(w, name) is not None]
+    return dataclasses.replace(w, **{name: apart(getattr(w, name)) for name in names})
 
 
 # -- 8 bits

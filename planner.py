@@ -57,7 +57,7 @@ from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, as_json, describe, plot, predict, short_of
 from workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
-TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul unroll shard_experts".split()
+TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul unroll".split()
 WITHIN = 1.05  # of the best: as good as it
 # Of the memory that there is: predictions that come near it are within 6% of compiled programs, and near the limit XLA
 # gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB, and Gemma at 92, leave nearly all messages exposed).
@@ -211,7 +211,7 @@ def _widest(config: Config) -> int:
 def _configs(config: Config) -> dict[int, list[Config]]:
     """{microbatches: one for each policy, from the least recomputation to the most}."""
     once = dataclasses.replace(config, mesh="", microbatches=1, core_axis="", collective_matmul=False)
-    once = dataclasses.replace(once, unroll=1, shard_experts=False)
+    once = dataclasses.replace(once, unroll=1)
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     found = [dataclasses.replace(once, remat=policy, remat_tensors="") for policy in policies]
     found += [once] if config.remat == "custom" else []
@@ -230,8 +230,8 @@ WORTH_A_LONGER_COMPILE = 0.01
 
 
 def _varied(fitting: list[Prediction]) -> list[Prediction]:
-    """And the best with a policy of their own, whole experts, turns of two layers, other axes on a chip's dies."""
-    ways = _with_whole_experts, _with_own_policy, _in_turns_of_two, _with_own_policy, _with_other_core_axes
+    """And the best with a policy of their own, turns of two layers, other axes on a chip's dies."""
+    ways = _with_own_policy, _in_turns_of_two, _with_own_policy, _with_other_core_axes
     for variants in ways:  # turns of two need more memory, and may then save something else
         fastest = sorted(fitting, key=lambda one: one.step_s)[:32]
         fitting = fitting + [variant for one in fastest for variant in variants(one) if not variant.lacks(ROOM)]
@@ -259,11 +259,6 @@ def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
         if not lacking(of, math.fsum(memory.values()), on_host(of, offloaded), ROOM):
             yield predict(of)
             return
-
-
-def _with_whole_experts(one: Prediction) -> Iterator[Prediction]:
-    with contextlib.suppress(ValueError):  # no experts, or they do not divide
-        yield predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, shard_experts=True)))
 
 
 def _in_turns_of_two(one: Prediction) -> Iterator[Prediction]:
@@ -446,7 +441,7 @@ def print_plan(args: argparse.Namespace) -> None:
 def _how_text(config: Config) -> str:
     """What is saved, and what else the planner has changed."""
     said = [f"{config.remat} {config.remat_tensors.replace(':device', '')}".strip()]
-    said += [f"unroll {config.unroll}"] * (config.unroll > 1) + ["whole experts"] * config.shard_experts
+    said += [f"unroll {config.unroll}"] * (config.unroll > 1)
     said += [f"core_axis {config.core_axis}"] * bool(config.core_axis)
     return "; ".join(said)
 

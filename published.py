@@ -46,7 +46,7 @@ _405B = dict(_INPUT_ON_HOST, batch=1536, mesh="fsdp:512", mu_dtype="bfloat16", x
 _405B_SAVED = "decoder_layer_input:offload,mlp_down:offload,key_proj:device,value_proj:device"
 _QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offload")
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags="recommended")
-_GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", shard_experts=True, xla_flags="recommended")
+_GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", xla_flags="recommended")
 _MIXTRAL = dict(batch=1024, unroll=2, remat="custom", xla_flags="recommended")
 _GEMMA = dict(batch=512, mesh="fsdp:128", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
 _GEMMA |= dict(xla_flags="recommended")
@@ -149,7 +149,7 @@ RECIPES: dict[str, Recipe] = {
     "deepseek-v3-4k-bf16": Recipe(
         preset="deepseek-v3",
         topology="tpu7x:4x8x8",
-        flags=_DEEPSEEK | dict(mesh="fsdp:256,tensor:2", shard_experts=True, mu_dtype="bfloat16"),
+        flags=_DEEPSEEK | dict(mesh="fsdp:256,tensor:2", mu_dtype="bfloat16"),
         source=f"{_OF}deepseek3-671b/4k-bf16-tpu7x-4x8x8",
         differs="tensor:2 for fsdp_transpose:2, which has no code here: as fsdp:512, two whole layers of 256 experts "
         "are too much for the memory, predicted; measured with random routing, and gradients in bfloat16",

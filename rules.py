@@ -15,7 +15,7 @@ compile, step.py and planner.py before they predict: what is proposed can be run
 
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
-    batch  data * fsdp * expert * microbatches             E  with shard_experts also by fsdp
+    batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, which E and D above make sure of
 
 **8 bits in blocks** (fp8.py): what a device multiplies, forward and backward, is made of whole blocks. So all dims of
 a product are multiples on each device: the one that is contracted, of x and of a weight's shard; the columns, of the
@@ -40,7 +40,6 @@ NEEDS = (
         "the mesh axis fsdp has size 1, and weights are whole",
         "--mesh=fsdp:2",
     ),
-    ("shard_experts", lambda c, s: s["fsdp"] > 1, "the mesh axis fsdp has size 1", "--mesh=fsdp:2"),
     ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2"),
     (
         "context_impl context_heads context_balance",
@@ -90,8 +89,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
             f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: unroll can be {of_loop} at most"
         )
     for name, size, axes in cuts(config, sizes):
-        by_dim = name == "num_experts" and config.shard_experts and size % sizes["expert"] == 0
-        check_multiple(name, size, axes, "--no-shard_experts" if by_dim else "")
+        check_multiple(name, size, axes)
     check_batch(config.batch, sizes, config.microbatches)
     if config.moe_parts > 1:
         ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches * sizes["context"]
@@ -117,8 +115,7 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     else:
         found.append(("num_kv_heads", config.num_kv_heads, of("tensor")))
     if config.num_experts:
-        by_expert = ("fsdp", *replicas) if config.shard_experts else ()
-        found.append(("num_experts", config.num_experts, of("expert", *by_expert)))
+        found.append(("num_experts", config.num_experts, of("expert")))
         found.append(("expert_dim", config.expert_dim, of("tensor")))
     if config.num_dense_layers or not config.num_experts:
         found.append(("ff_dim", config.ff_dim, of("tensor")))

@@ -9,7 +9,8 @@ letter this device's shard. The letters, with one meaning everywhere:
 
 and of latent attention: Q, C latents of queries and of keys and values   R head dims that turn   I = H - R, that do not
 
-and of mixtures: E experts   M their feed-forward   J that of shared experts, side by side   X experts of a token
+and of mixtures: E experts   M their feed-forward   Z = E*D, one matrix below the other   X experts of a token   J the
+feed-forward of shared experts, side by side
 
 The axes themselves, and the links they lie on, are placement.py's.
 """
@@ -95,13 +96,6 @@ def dim_of(spec: PartitionSpec, axis: str) -> int | None:
 def add_axis(spec: PartitionSpec, axis: str, beside: str) -> PartitionSpec:
     """Cuts the dim of `beside` further over `axis` (as the minor of the two); a spec without `beside` stays."""
     return PartitionSpec(*((*_entry(entry), axis) if beside in _entry(entry) else entry for entry in spec))
-
-
-def move_axis(spec: PartitionSpec, axis: str, beside: str) -> PartitionSpec:
-    """Cuts the dim of `beside` further over `axis`, in place of the dim that it cuts alone; one without both stays."""
-    if axis not in spec or dim_of(spec, beside) is None:
-        return spec
-    return add_axis(PartitionSpec(*(None if entry == axis else entry for entry in spec)), axis, beside)
 
 
 def _entry(entry) -> tuple[str, ...]:

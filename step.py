@@ -276,11 +276,12 @@ def _copies(of: Run, kinds: list[Kind]) -> Part:
     carried, tiled = config.prefetch and config.unroll == 1, bool(rows % ROWS_OF_A_TILE)
     nbytes = 0.0
     for kind in kinds:
-        layer, experts = kind.layer, not config.shard_experts  # which fsdp then cuts by row, as all else
-        of_rows = tiled * layer.whole_bytes(of, experts)
+        layer, of_rows, gradients = kind.layer, 0.0, 0.0
+        if tiled:  # all but the experts, whose rows are cut as those of one matrix (moe.py)
+            of_rows = layer.whole_bytes(of, experts=False)
+            gradients = of.element * layer.whole_params(of, experts=False)
         forward = max(carried * layer.whole_bytes(of), of_rows)
-        copied = (1 + config.remat_stage) * forward + of_rows
-        nbytes += kind.times * 2 * (copied + tiled * of.element * layer.whole_params(of, experts))
+        nbytes += kind.times * 2 * ((1 + config.remat_stage) * forward + of_rows + gradients)
     seconds = nbytes / (of.hbm_bytes_per_s * e.elementwise)
     why = ["forward, to be carried on"] * carried
     why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled

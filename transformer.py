@@ -150,9 +150,9 @@ def weights(config: Config) -> Mapping[str, Weight]:
         found["w_down"] = Weight("mlp", (L_dense, F, D), ("mlp_down",))
     if L_experts:
         found["w_router"] = Weight("router", (L_experts, D, E), ("router_logits",))
-        found["expert_gate"] = Weight("experts", (L_experts, E, D, M), ("expert_gate",), (X, E))
-        found["expert_up"] = Weight("experts", (L_experts, E, D, M), ("expert_up",), (X, E))
-        found["expert_down"] = Weight("experts", (L_experts, E, M, D), ("expert_down",), (X, E))
+        found["expert_gate"] = Weight("experts", (L_experts, E * D, M), ("expert_gate",), (X, E))
+        found["expert_up"] = Weight("experts", (L_experts, E * D, M), ("expert_up",), (X, E))
+        found["expert_down"] = Weight("experts", (L_experts, E * D, M), ("expert_down",), (X, E))
         if config.selection_bias:
             found["selection_bias"] = Weight("biases", (L_experts, E))  # no gradient, as large as any
         if config.expert_bias:
@@ -509,7 +509,8 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
     adamw       8*P      both moments; 6*P with mu_dtype=bfloat16. The second one stays float32
     sgd         4*P      its momentum
     adafactor            of a matrix [.., a, b], its two largest dims, the means over a and over b, in place of a*b
-                         (Shazeer & Stern 2018, arXiv:1804.04235); as optax does it, both dims at least 128
+                         (Shazeer & Stern 2018, arXiv:1804.04235); as optax does it, both dims at least 128. A layer's
+                         experts are one matrix
     """
     params = num_params(config)
     optimizer = {

@@ -307,7 +307,8 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
             if weight.makes:
                 copies = 1
                 if weight.part == "experts":
-                    copies, dims = config.experts_per_token, dims[1:]
+                    copies, dims = config.experts_per_token, (config.model_dim, config.expert_dim)
+                    dims = dims[::-1] if name == "expert_down" else dims
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
                 again, dtype = transformer.multiplied_again(weight, saved), "fp8" if name in in_8_bits else "bf16"
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))

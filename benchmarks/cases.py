@@ -142,7 +142,6 @@ CASES = {
         dict(batch=1280, microbatches=2, remat=DOTS),
         {
             "FSDP, two replicas": dict(mesh="data:2,fsdp:64"),
-            "the same, cut by expert": dict(mesh="data:2,fsdp:64", shard_experts=True),
             "experts 2 ways, on the cores of a chip": dict(mesh="fsdp:64,expert:2"),
             "4 ways": dict(mesh="fsdp:32,expert:4"),
             "8 ways": dict(mesh="fsdp:16,expert:8"),

@@ -82,8 +82,9 @@ def mixture(w, h, config):
     chosen = rank < config.experts_per_token
     weights = jnp.where(chosen, scores, 0)
     weights = weights / weights.sum(-1, keepdims=True) if config.renormalise else weights
-    gate = jnp.einsum("td,edm->etm", x, w.expert_gate)
-    up = jnp.einsum("td,edm->etm", x, w.expert_up)
+    each = lambda of_all: of_all.reshape(config.num_experts, config.model_dim, -1)
+    gate = jnp.einsum("td,edm->etm", x, each(w.expert_gate))
+    up = jnp.einsum("td,edm->etm", x, each(w.expert_up))
     if config.expert_bias:
         gate, up = gate + w.bias_expert_gate[:, None], up + w.bias_expert_up[:, None]
     if limit := config.swiglu_limit:
@@ -91,7 +92,7 @@ def mixture(w, h, config):
         product = gate / (1 + jnp.exp(-1.702 * gate)) * (jnp.clip(up, -limit, limit) + 1)
     else:
         product = gate / (1 + jnp.exp(-gate)) * up
-    y = jnp.einsum("etm,emd->etd", product, w.expert_down)
+    y = jnp.einsum("etm,edm->etd", product, each(w.expert_down))
     y = y + (w.bias_expert_down[:, None] if config.expert_bias else 0)
     y = jnp.einsum("etd,te->td", y, weights * config.router_scale)
     if config.num_shared_experts:

@@ -59,7 +59,6 @@ SETTINGS = {axis: (1, 2) for axis in AXES} | {
     "context_impl": ("ring", "all_gather", "all_to_all"),
     "context_balance": (True, False),
     "moe_impl": ("dropless", "capacity", "reference"),
-    "shard_experts": (False, True),
     "fp8": ("none", "dynamic", "fixed"),
     "fp8_granularity": ("per_tensor", "per_axis"),
 }
@@ -80,7 +79,6 @@ def settled(draw: dict) -> dict:
         "unroll": not has("fsdp") or not draw["prefetch"],
         "shard_update": not has("data"),
         "moe_impl": not experts,
-        "shard_experts": not experts or not has("fsdp"),
         "expert": not experts,
         "fp8_granularity": draw["fp8"] != "dynamic",
     }
@@ -208,22 +206,6 @@ def test_the_cover_is_complete_and_these_have_most_of_its_pairs():
     assert len(run) > 0.6 * len(every)
     values = {name: {settings[name] for settings in covering()} for name in SETTINGS}
     assert values == {name: {*known} for name, known in SETTINGS.items()}
-
-
-@pytest.mark.slow
-def test_experts_in_8_bits_are_the_same_whole_or_cut():
-    """One scale for all of them, however they are handed out."""
-    settings = DEFAULTS | {"fsdp": 2, "expert": 2, "tensor": 2, "model": "experts", "fp8": "dynamic"}
-    (losses, params), (want_losses, want_params) = (trained(settings | {"shard_experts": x}) for x in (True, False))
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
-    assert_close(params, want_params, 1e-5)
-
-
-def test_experts_that_cannot_be_handed_out_can_be_cut():
-    settings = DEFAULTS | {"fsdp": 4, "expert": 2, "model": "experts", "shard_experts": True}
-    with pytest.raises(ValueError, match=r"multiple of expert\*fsdp=8; nearest is 8 \(or --no-shard_experts\)"):
-        config_of(settings)
-    config_of(settings | {"shard_experts": False})
 
 
 def test_what_would_hang_is_refused():

@@ -9,11 +9,10 @@ import pytest
 import reference
 from jax.sharding import PartitionSpec as P
 from test_fsdp import equations, trace
-from test_parallel import MIXTURES, SMALL
+from test_parallel import SMALL
 from test_vocabulary import on_tensor_mesh
 
 import decoder
-import moe
 from config import Config
 
 
@@ -40,22 +39,6 @@ def test_no_matmul_sums_over_two_dims_of_tokens(flags):
     summed = [[eqn.invars[0].aval.shape[d] for d in eqn.params["dimension_numbers"][0][0]] for eqn in matmuls]
     assert [3 * 20] in summed  # b and t of a device, as one
     assert all(len(dims) == 1 or not {3, 20} & {*dims} for dims in summed), summed
-
-
-@pytest.mark.parametrize(
-    ("mesh", "flags", "gathered"),
-    [("fsdp:8", {}, True), ("fsdp:8", dict(shard_experts=True), False), ("tensor:8", {}, False)],
-)
-def test_experts_are_swapped_only_where_their_last_dim_is_gathered(mesh, flags, gathered, monkeypatch):
-    found, grouped = [], moe.grouped_matmul
-
-    def told(*arrays, last_dim_gathered=False):
-        found.append(last_dim_gathered)
-        return grouped(*arrays, last_dim_gathered=last_dim_gathered)
-
-    monkeypatch.setattr(moe, "grouped_matmul", told)
-    trace(Config(**SMALL | MIXTURES["mixtral"] | flags, mesh=mesh))
-    assert any(found) == gathered
 
 
 @pytest.mark.parametrize("scaling", [1.0, 8.0])

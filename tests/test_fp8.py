@@ -479,8 +479,8 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[24, 0, 40, 17], [96, 0, 0, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize(("gradients", "last_dim_gathered"), [("e5m2", False), ("e4m3", False), ("e5m2", True)])
-def test_grouped_equals_a_plain_emulation(sizes, gradients, last_dim_gathered):
+@pytest.mark.parametrize(("gradients", "transpose"), [("e5m2", False), ("e4m3", False), ("e5m2", True)])
+def test_grouped_equals_a_plain_emulation(sizes, gradients, transpose):
     """Row by row with the matrix of its group, the same scales; what stands behind the last group is NaN."""
     recipe = Recipe(gradients=gradients)
     keys = jax.random.split(jax.random.key(1), 3)
@@ -499,8 +499,9 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients, last_dim_gathered):
     want += (np.einsum("re,rk,rn->ekn", of_row, q_x, q_dy),)
 
     def grouped(x, w):
+        w = w.swapaxes(1, 2) if transpose else w
         weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
-        return fp8.grouped_dot(x, (weight,), jnp.array(sizes), recipe, last_dim_gathered=last_dim_gathered)[0]
+        return fp8.grouped_dot(x, (weight,), jnp.array(sizes), recipe, transpose=transpose)[0]
 
     y, vjp = jax.vjp(grouped, jnp.where(own, x, jnp.nan), w)
     for a, b in zip((y, *vjp(jnp.where(own, dy, jnp.nan))), want, strict=True):
@@ -623,7 +624,11 @@ def test_gradients_are_near_those_of_float32(name):
     model = tuple((flag, value) for flag, value in FLAGS[name].items() if not flag.startswith("fp8"))
     expected, expected_grads = loss_and_gradients("fsdp:1", model)
     assert 0 < abs(loss - expected) < 0.01 * expected
-    assert 0.01 < max(map(relative_error, jax.tree.leaves(grads), jax.tree.leaves(expected_grads))) < 0.4
+    each = jax.tree.leaves_with_path(jax.tree.map(relative_error, grads, expected_grads))
+    errors = {jax.tree_util.keystr(path): error for path, error in each}
+    # A router's gradient jumps where a rounding has a token choose another expert.
+    assert errors.pop(".layers.w_router", 0) < 0.5
+    assert 0.01 < max(errors.values()) < 0.4
 
 
 @pytest.mark.slow

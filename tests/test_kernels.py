@@ -190,33 +190,27 @@ def asked_for(config: Config, M: int, monkeypatch) -> list[str]:
             matrices = {name: quantized(w) for name, w in matrices.items()}
         w = SimpleNamespace(**matrices, bias_expert_gate=bias_EF, bias_expert_up=bias_EF)
         product = decoder.gated(w, x, sizes, config)
-        (y,) = decoder.grouped(product, (w.expert_down,), sizes, config, last_dim_gathered=not config.shard_experts)
+        (y,) = decoder.grouped(product, (w.expert_down,), sizes, config, transpose=True)
         return y.astype(jnp.float32).sum()
 
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    matrices = dict(expert_gate=bf16(E, D, F), expert_up=bf16(E, D, F), expert_down=bf16(E, F, D))
+    matrices = dict.fromkeys(("expert_gate", "expert_up", "expert_down"), bf16(E, D, F))
     mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, devices=jax.devices()[:1])
     gradients = jax.shard_map(jax.grad(layer, (0, 1)), mesh=mesh, in_specs=P(), out_specs=P())
     jax.eval_shape(gradients, bf16(M, D), matrices, bf16(E, F), jax.ShapeDtypeStruct((E,), jnp.int32))
     return keys
 
 
-SLOW = [(False, "bfloat16"), (True, "float8_e4m3fn"), (False, "float8_e4m3fn")]
-
-
-@pytest.mark.parametrize(
-    "shard_experts, dtype",
-    [(True, "bfloat16"), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW)],
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "D, F", [(4096, 1536), pytest.param(4096, 14_336, marks=pytest.mark.slow)], ids=["Qwen3 235B", "Mixtral"]
 )
-def test_search_is_for_what_is_asked_for_and_nothing_else(D, F, dtype, shard_experts, monkeypatch):
+def test_search_is_for_what_is_asked_for_and_nothing_else(D, F, dtype, monkeypatch):
     """By experts without biases, whose gate and up are one kernel, and by those with: theirs are two."""
-    sizes = dict(num_experts=8, experts_per_token=2, expert_dim=F, model_dim=D, shard_experts=shard_experts)
+    sizes = dict(num_experts=8, experts_per_token=2, expert_dim=F, model_dim=D)
     sizes |= dict(fp8="none" if dtype == "bfloat16" else "dynamic", dtype="bfloat16")
     asked = [asked_for(Config(**sizes, expert_bias=bias), 65_536, monkeypatch) for bias in (False, True)]
-    flags = f"--M=65536 --K={D} --N={F} --E=8 --dtype={dtype} {'--shard_experts' * shard_experts}"
+    flags = f"--M=65536 --K={D} --N={F} --E=8 --dtype={dtype}"
     searched = []
     monkeypatch.setattr(kernels, "print_search", lambda args: searched.extend(kernels.shapes_of(args)))
     kernels.main(["tune", "gmm", *flags.split()])

@@ -263,7 +263,7 @@ def test_what_a_tpu_calls_is_what_the_cpu_computes(monkeypatch):
 
     def experts(x, gate, up, down):
         product = moe.gated_matmul(x, gate, up, sizes, 7.0)
-        return moe.grouped_matmul(product, down, sizes, last_dim_gathered=True)
+        return moe.grouped_matmul(product, down.swapaxes(1, 2), sizes, transpose=True)
 
     found = []
     for platform in ("cpu", "tpu"):
@@ -473,29 +473,31 @@ def test_compiled_for_tpu7x_parts_compute_while_others_are_on_their_way():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "copied"), [(P(None, "expert"), True), (P("expert"), False)])
-def test_compiled_for_tpu7x_whole_matrices_are_gathered_without_copies(spec, copied):
-    """Not as parts of 28 rows of each, which lie across registers: `--shard_experts`."""
-    n, rows, d, m = 8, 1024, 8 * 28, 512
+@pytest.mark.parametrize(
+    ("shape", "spec", "copied"), [((4, 224, 512), P(None, "expert"), True), ((4 * 224, 512), P("expert"), False)]
+)
+def test_compiled_for_tpu7x_rows_of_all_matrices_are_gathered_without_copies(shape, spec, copied):
+    """Half of an expert each, not 28 rows of all four, which lie across registers."""
+    n, rows, e, d, m = 8, 1024, 4, 8 * 28, 512
     mesh = tpu_mesh(n)
 
     def gradients(x_rd, w, sizes_e):
-        product = lambda x_rd, w: moe.grouped_matmul(x_rd, fsdp.gather(w, spec, "expert"), sizes_e)
-        y_rm, backward = jax.vjp(product, x_rd, w)
+        apart = lambda w: fsdp.gather(w, spec, "expert").reshape(e, d, m)
+        y_rm, backward = jax.vjp(lambda x_rd, w: moe.grouped_matmul(x_rd, apart(w), sizes_e), x_rd, w)
         return backward(y_rm)
 
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, its))
         for shape, dtype, its in (
             ((n * rows, d), jnp.bfloat16, P("expert")),
-            ((n, d, m), jnp.bfloat16, spec),
-            ((n,), jnp.int32, P()),
+            (shape, jnp.bfloat16, spec),
+            ((e,), jnp.int32, P()),
         )
     ]
     sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(P("expert"), spec, P()), out_specs=(P("expert"), spec))
     program = jax.jit(sharded).lower(*arguments).compile().as_text()
     sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]\S* copy\(", program)]
-    assert (n * d * m in sizes) == copied
+    assert (e * d * m in sizes) == copied
 
 
 @pytest.mark.slow

@@ -137,12 +137,6 @@ def test_weights_are_cut_into_whole_tiles_where_that_is_faster():
     assert in_other_parts and all(one.step_s > 1.1 * found.best.step_s for one in in_other_parts)
 
 
-@pytest.mark.slow
-def test_experts_are_whole_where_that_is_faster():
-    found = planned("gpt-oss-120b", "tpu7x:4x4x4", batch=1280)
-    assert found.best.of.config.shard_experts
-
-
 # -- the guide's table
 
 

@@ -82,12 +82,12 @@ def test_every_model_is_there_in_both_precisions():
 def test_why_deepseeks_mesh_is_not_the_published_one():
     """Two whole layers of experts: what the recipe says that it differs for."""
     recipe = RECIPES["deepseek-v3-4k-bf16"]
-    published = from_recipe("deepseek-v3-4k-bf16", mesh="fsdp:512", shard_experts=False)
+    published = from_recipe("deepseek-v3-4k-bf16", mesh="fsdp:512")
     found = predict(run_of(published, *parse_topology(recipe.topology)))
     assert not found.fits and found.memory["gathered weights"] > 60 * GiB
     assert "fsdp_transpose:2" in recipe.differs
     once = predict(run_of(dataclasses.replace(published, prefetch=False), *parse_topology(recipe.topology)))
-    assert once.fits and once.step_s > 1.4 * recipes.predicted("deepseek-v3-4k-bf16").step_s
+    assert once.fits and once.step_s > 1.3 * recipes.predicted("deepseek-v3-4k-bf16").step_s
 
 
 # -- the same for every program

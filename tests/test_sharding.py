@@ -204,19 +204,6 @@ def test_add_axis(spec, expected):
     assert sharding.add_axis(spec, "data", beside="fsdp") == expected
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (P("expert", "fsdp", "tensor"), P(("expert", "fsdp"), None, "tensor")),
-        (P("expert", "tensor", "fsdp"), P(("expert", "fsdp"), "tensor", None)),
-        (P("pipe", ("tensor", "fsdp"), None), P("pipe", ("tensor", "fsdp"), None)),  # of no experts
-        (P("pipe", "expert", "tensor"), P("pipe", "expert", "tensor")),  # nor over fsdp
-    ],
-)
-def test_move_axis(spec, expected):
-    assert sharding.move_axis(spec, "fsdp", beside="expert") == expected
-
-
 def test_an_added_axis_is_the_minor_one():
     """A shard cut further stays inside the shard that it was before."""
     mesh = sharding.make_mesh(sizes_of("data:2,fsdp:4"))

@@ -336,11 +336,12 @@ def latent_experts_layer(x, w, batch, config: Config):
         return x + swiglu("mlp_", w["w_gate"], w["w_up"], w["w_down"])
     logits = named(h @ w["w_router"], "router_logits")
     probability, expert = jax.lax.top_k(jax.nn.sigmoid(logits), config.experts_per_token)
-    gate, up, down = (w[kind][expert] for kind in ("expert_gate", "expert_up", "expert_down"))
+    each = lambda of_all: of_all.reshape(config.num_experts, config.model_dim, -1)
+    gate, up, down = (each(w[kind])[expert] for kind in ("expert_gate", "expert_up", "expert_down"))
     sent = named(jnp.repeat(h[:, :, None], config.experts_per_token, 2), "expert_input")
     gate, up = jnp.einsum("btxd,btxdm->btxm", sent, gate), jnp.einsum("btxd,btxdm->btxm", sent, up)
     product = named(jax.nn.silu(named(gate, "expert_gate")) * named(up, "expert_up"), "expert_product")
-    out = named(jnp.einsum("btxm,btxmd->btxd", product, down), "expert_down")
+    out = named(jnp.einsum("btxm,btxdm->btxd", product, down), "expert_down")
     x = x + jnp.sum(out * probability[..., None], 2)  # an einsum would be one more matmul
     return x + swiglu("shared_", w["shared_gate"], w["shared_up"], w["shared_down"]) if "shared_gate" in w else x
 
