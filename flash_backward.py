@@ -209,7 +209,7 @@ def backward(
 
 
 def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, *, causal, window) -> pl.CostEstimate:
-    """How long XLA takes the kernel to run, as kernels.py has it: by its multiplications, of the mean of its calls.
+    """What XLA is told of how long the kernel runs (kernels.py): its multiplications, in the mean of its calls.
 
     Args:
       products: (over or into H, over or into V) of each score. A matrix unit takes 256 at a time, whatever H and V are.

@@ -287,8 +287,8 @@ def gather_weight(
     """This device's shard of a weight, quantised, then gathered over one mesh axis; in place of fsdp.gather.
 
     Args:
-      w: [contracted.., columns..], laid out by `spec`; or of experts [e, contracted, columns], with one scale a tensor.
-      contracted: number of dims that its matmul contracts, the first ones.
+      w: [contracted.., columns..], laid out by `spec`; or the rows of all experts, with one scale a tensor.
+      contracted: number of dims that its matmul contracts, the first ones; of experts it decides nothing.
     """
     dims, dim = tuple(range(contracted)), dim_of(spec, axis)
     axes = {"per_tensor": axes_of(spec), "per_axis": axes_of(PartitionSpec(*spec[:contracted])), "block": ()}

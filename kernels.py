@@ -18,12 +18,13 @@ computed beside what. To be read in this order:
     remote_dma.py      collectives that write into the memory of other chips
     bundles.py         the instrument: cycles of a kernel, from the program that the compiler made of it
 
-**What XLA is told of them.** XLA sees a kernel as one operation, and to plan what goes on beside it, a gather or a copy
-to the host, it has to know how long it takes: `cost_estimate`. Without one it takes a kernel for nothing, and looks for
-other work to hide a message behind, or finds none. It takes the longest of flops / 996 T/s, which is the peak of
-bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as `compiled.cost_analysis()`
-has it). So the flops here are those of bfloat16 that would take as long: half of those in 8 bits, and as many as if
-heads, and the matrices of experts, filled matrix units, which are 256 wide.
+**What XLA is told of them.** XLA sees a kernel as one operation. To plan what goes on beside it, a gather or a copy to
+the host, it has to know how long it takes: `cost_estimate`, of attention's and gmm.py's. Without one a kernel needs no
+time, to XLA, which then hides a message behind other work, or behind none. It takes the longest of flops / 996 T/s, the
+peak of bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as its
+`compiled.cost_analysis()` has it). So the flops here are those of bfloat16 that would take as long: half of those in 8
+bits, and as many as if heads, and the matrices of experts, filled matrix units, which are 256 wide. Rows of experts are
+all that there is room for, with experts on several devices about twice as many as come (`--buffer_factor`).
 
 **Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
 is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,

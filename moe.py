@@ -52,10 +52,10 @@ than a gather's: across a ring of N devices each byte makes N/4 hops. Expert par
 so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
 with much batch a device found FSDP alone faster; `roofline.py plan` compares.
 
-**Over fsdp** the experts' matrices are cut as one of E*D rows, down's transposed: of E devices each has an expert, of
-2E half of one. What is gathered is then a run of memory. Cut by D, every matrix comes in parts of D/N rows; where these
-are no multiple of 8, a register, XLA:TPU copies them to where they belong, and gradients before they are scattered:
-DeepSeek-V3 on `fsdp:512`, 14 rows each, took 4.3 s of a step of 29 for that (compiled).
+**Over fsdp** the experts' matrices are cut as one of E*D rows, down's transposed: each of E devices has an expert, each
+of 2E half of one. What is gathered is then a run of memory. Cut by D, every matrix comes in parts of D/N rows; where
+these are no multiple of 8, a register, XLA:TPU copies them to where they belong, and gradients before they are
+scattered: DeepSeek-V3 on `fsdp:512`, 14 rows each, took 4.3 s of a step of 29 for that (compiled).
 
 **In parts** (`in_parts`). Nothing of a layer can be computed before its rows are there, and little else is beside it.
 With the tokens in n parts the rows of one travel while those of another are multiplied:
@@ -205,10 +205,11 @@ def grouped_matmul(
 
     With `transpose` w_eNK. Rows behind the last group give zeros. On a TPU the kernels of gmm.py.
     """
-    if sizes_e is not None and sharding.platform() == "tpu":
-        return gmm(x_rK, w_eKN, sizes_e, transpose_rhs=transpose)
-    w_eKN = w_eKN.swapaxes(1, 2) if transpose else w_eKN
-    return jnp.matmul(x_rK, w_eKN) if sizes_e is None else _tiled_matmul(x_rK, w_eKN, sizes_e)
+    if sizes_e is None:
+        return _products(x_rK, w_eKN, transpose)
+    if sharding.platform() != "tpu":
+        return _tiled_matmul(x_rK, w_eKN, sizes_e, transpose)
+    return gmm(x_rK, w_eKN, sizes_e, transpose_rhs=transpose)
 
 
 def gated_matmul(
@@ -231,13 +232,18 @@ def gated_matmul(
     return activation(*map(checkpoint_name, products, names))
 
 
-def _tiled_matmul(x_rD, w_eDm, sizes_e, rows: int = 64):
+def _products(x_ecK, w_eKN, transpose):
+    """Contracted as it lies: a copy with dims swapped would be kept for the gradient, of every layer."""
+    return jnp.einsum("ecK,eNK->ecN" if transpose else "ecK,eKN->ecN", x_ecK, w_eKN)
+
+
+def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64):
     """The same in plain jax.numpy: tiles of rows of one expert, each with a copy of its matrix.
 
     `jax.lax.ragged_dot` has every expert multiply all rows where there is no kernel for it: on a CPU, with 8 experts of
     512 rows, forward and backward take 12 times as long as this (measured).
     """
-    num_rows, num_experts = x_rD.shape[0], w_eDm.shape[0]
+    num_rows, num_experts = x_rK.shape[0], w_eKN.shape[0]
     tiles_e = -(-sizes_e // rows)
     last_e, end_e = jnp.cumsum(tiles_e), jnp.cumsum(sizes_e)
     tile = jnp.arange(-(-num_rows // rows) + num_experts)
@@ -245,9 +251,9 @@ def _tiled_matmul(x_rD, w_eDm, sizes_e, rows: int = 64):
     nth = tile - (last_e - tiles_e)[expert]
     row = ((end_e - sizes_e)[expert] + nth * rows)[:, None] + jnp.arange(rows)
     row = jnp.where(row < end_e[expert][:, None], row, num_rows)  # past the end: nobody's
-    tiles = jnp.take(x_rD, row, axis=0, mode="fill", fill_value=0)
-    products = jnp.matmul(tiles, w_eDm[expert])
-    out = jnp.zeros_like(products, shape=(num_rows, w_eDm.shape[2]))
+    tiles = jnp.take(x_rK, row, axis=0, mode="fill", fill_value=0)
+    products = _products(tiles, w_eKN[expert], transpose)
+    out = jnp.zeros_like(products, shape=(num_rows, products.shape[2]))
     return out.at[row].set(products, mode="drop")
 
 

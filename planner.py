@@ -6,10 +6,10 @@
 **What is tried.** Sizes of the mesh axes that make up the devices; 1, 2, 4, ... 32 microbatches; of the policies of
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
 that uses the host. Dropped is what does not divide, and what does not fit in 92% of the memory, or of a device's share
-of its host's. The 32 fastest of all then get experts whole over `fsdp`; a policy of their own, the set of activations
-(`KEPT`) that leaves least to be computed again and fits; turns of two layers (`unroll`); and the two dies of a chip
-another axis. The shortest step wins, but for this: of those within 5% of it, that with the fewest mesh axes, as a
-prediction is not better than that, and of these the fastest with the default axis on the dies.
+of its host's. The 32 fastest of all then get a policy of their own, the set of activations (`KEPT`) that leaves least
+to be computed again and fits; turns of two layers (`unroll`); and the dies of a chip another axis. The shortest step
+wins, but for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that,
+and of these the fastest with the default axis on the dies.
 
 **What is left out**: `tensor` over 16 devices or over the key heads, `expert` and `pipe` over 64 and 16; parts of a
 sequence under 1024 tokens; a pipeline where all else fits, unless there are several slices for its stages; policies of

@@ -15,7 +15,7 @@ compile, step.py and planner.py before they predict: what is proposed can be run
 
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
-    batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, which E and D above make sure of
+    batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, if E and D are
 
 **8 bits in blocks** (fp8.py): what a device multiplies, forward and backward, is made of whole blocks. So all dims of
 a product are multiples on each device: the one that is contracted, of x and of a weight's shard; the columns, of the

@@ -97,11 +97,12 @@ def test_at_most_two_layers_are_whole(remat, prefetch, unroll):
     [
         {},
         pytest.param(dict(expert_bias=True), marks=pytest.mark.slow),
+        dict(moe_impl="capacity", buffer_factor=2.0),
         dict(fp8="dynamic", fp8_modules="moe"),
     ],
 )
 def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch):
-    """Nor those of the last matmul with their dims swapped, which are no weights of fsdp.scan_layers any more."""
+    """Nor with their dims swapped, which are no weights of fsdp.scan_layers any more."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     config = Config(**SMALL | MIXTURES["mixtral"] | option, mesh="fsdp:8", remat="none", attention="reference")
     matrices = sorted((config.num_layers, config.num_experts, config.expert_dim, config.model_dim))

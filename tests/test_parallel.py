@@ -288,7 +288,7 @@ EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
     ("expert:2,context:2,tensor:2", dict()),
     ("fsdp:2,expert:2,context:2", dict(remat="full")),
     ("fsdp:2,expert:4", dict(moe_parts=2, remat="full")),
-    ("fsdp:4,tensor:2", dict()),
+    ("fsdp:8", dict(num_experts=4)),
     ("data:2,fsdp:2,expert:2", dict(shard_update=True, remat="full")),
     ("fsdp:4,expert:2", dict(collectives="ring_bidirectional", prefetch=False)),
 ]
