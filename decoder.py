@@ -287,10 +287,7 @@ def grouped(
     if sizes is not None:
         return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose)
     x = fp8.quantize(x, recipe, (2,))
-    if transpose:
-        swapped = lambda w: jax.tree.map(lambda a: a.swapaxes(1, 2), w.quantized)
-        weights = tuple(dataclasses.replace(w, quantized=swapped(w)) for w in weights)
-    return tuple(fp8.dot(x, w, recipe, batch=1) for w in weights)
+    return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
 
 
 def in_partial_sum(bias: jax.Array) -> jax.Array:

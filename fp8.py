@@ -308,11 +308,18 @@ def gather_weight(
 
 
 def dot(
-    x: jax.Array | Quantized, w: jax.Array | Weight, recipe: Recipe, *, contracted: int = 1, batch: int = 0
+    x: jax.Array | Quantized,
+    w: jax.Array | Weight,
+    recipe: Recipe,
+    *,
+    contracted: int = 1,
+    batch: int = 0,
+    transpose: bool = False,
 ) -> jax.Array:
     """x . w in 8 bits, with its gradients.
 
-    [batch.., rows.., K..] . [batch.., K.., columns..] -> [batch.., rows.., columns..]
+    [batch.., rows.., K..] . [batch.., K.., columns..] -> [batch.., rows.., columns..]; with `transpose` w is a Weight
+    [batch.., columns, K].
 
     Args:
       x: an array, or what `quantize` made of it.
@@ -331,7 +338,7 @@ def dot(
     if not isinstance(x, Quantized):
         x = quantize(x, recipe, tuple(range(x.ndim - contracted, x.ndim)), amax=w.amax_x)
     w, amax, key = w.quantized, w.amax_dy, w.key
-    shapes = x.values.shape, w.values.shape
+    shapes = x.values.shape, _swapped(w, transpose).values.shape
     if shapes[0][len(shapes[0]) - contracted :] != shapes[1][batch : batch + contracted] or (
         shapes[0][:batch] != shapes[1][:batch]
     ):
@@ -346,12 +353,31 @@ def dot(
         raise ValueError(f"{recipe.scaling} scaling needs the amax of the gradient")
     key = key if recipe.rounding == "stochastic" else None
     x, w = _vary((x, w), x.values, x.scale, x.source, w.values, w.scale, w.source)
-    return _dot(recipe, contracted, batch, x, w, amax, key)
+    return _dot((recipe, contracted, batch), transpose, x, w, amax, key)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dot(recipe, contracted, batch, x, w, amax, key):
-    return _forward(recipe, contracted, batch, x, w, amax, key)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot(how, transpose, x, w, amax, key):
+    return _dot_forward(how, transpose, x, w, amax, key)[0]
+
+
+def _dot_forward(how, transpose, x, w, amax, key):
+    y, (x, _, *known) = _forward(*how, x, _swapped(w, transpose), amax, key)
+    return y, (x, Quantized(w.values, w.scale, None), *known)  # as it came: a layer need not keep its weights
+
+
+def _dot_backward(how, transpose, residuals, dy):
+    x, w, *known = residuals
+    w = _swapped(w, transpose)
+    dx, dw, *others = _backward(*how, (x, (w.values, w.scale), *known), dy)
+    return dx, _swapped(dw, transpose), *others
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _swapped(w: Quantized, transpose: bool) -> Quantized:
+    return jax.tree.map(lambda a: a.swapaxes(-1, -2), w) if transpose else w
 
 
 def _forward(recipe, contracted, batch, x, w, amax, key):
@@ -393,9 +419,6 @@ def _backward(recipe, contracted, batch, residuals, dy):
         dx = _product(dy_w, w, columns, _last(w, num_columns), batch)
         dw = _product(x, dy_x, rows, rows, batch)
     return Quantized(None, None, dx.astype(dtype)), Quantized(None, None, dw.astype(dtype)), found, None
-
-
-_dot.defvjp(_forward, _backward)
 
 
 def _last(operand, number):

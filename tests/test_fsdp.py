@@ -98,6 +98,7 @@ def test_at_most_two_layers_are_whole(remat, prefetch, unroll):
         {},
         pytest.param(dict(expert_bias=True), marks=pytest.mark.slow),
         dict(moe_impl="capacity", buffer_factor=2.0),
+        dict(moe_impl="capacity", buffer_factor=2.0, fp8="dynamic", fp8_modules="moe"),
         dict(fp8="dynamic", fp8_modules="moe"),
     ],
 )
