@@ -232,9 +232,12 @@ def gated_matmul(
     return activation(*map(checkpoint_name, products, names))
 
 
-def _products(x_ecK, w_eKN, transpose):
-    """Contracted as it lies: a copy with dims swapped would be kept for the gradient, of every layer."""
-    return jnp.einsum("ecK,eNK->ecN" if transpose else "ecK,eKN->ecN", x_ecK, w_eKN)
+def _products(x_ecK, w, transpose):
+    """x_ecK . w_eKN, or w_eNK as it lies: a copy with dims swapped would be kept for the gradient, of every layer."""
+    if not transpose:
+        return jnp.matmul(x_ecK, w)
+    w_eNK = w
+    return jnp.einsum("ecK,eNK->ecN", x_ecK, w_eNK)
 
 
 def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64):
