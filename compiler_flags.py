@@ -24,6 +24,10 @@ needs the SparseCores' collective aggregator, and the compiler refuses it withou
 **Host offload.** What MaxText recommends as a group where activations go to the host's memory; of most of its members
 no source says more. `memory_pressure_tracking` restates a default.
 
+**Sums over three axes.** A reduce-scatter whose parts XLA can cut in thirds goes over all three axes of a torus at
+once; any other goes round one ring of all the devices, which takes two of a chip's six ways. DeepSeek-V3's
+matrices of 7168 x 2048 are of the others. No recipe sets the flag that adds the rows which are short of a third.
+
 **Clock.** The state of the chip's frequency. The compiler takes this flag with a compilation, too; whether the clock
 then changes is not shown, so it goes the way that all sources pass it.
 
@@ -110,7 +114,7 @@ class Flag:
     name: str  # without dashes
     value: str
     default: str  # libtpu's own; "auto" depends on the chip and the program, "-1" is unset
-    workloads: tuple[str, ...]  # of WORKLOADS, or "all"
+    workloads: tuple[str, ...]  # of WORKLOADS, or "all"; none, where it depends on more than that
     group: str
     meaning: str
     source: str  # who sets it; MEANT_BY says who explains its group
@@ -126,6 +130,7 @@ MEANT_BY = {
     "continuation fusion": "MaxText's benchmarks/xla_flags_library.py, CF_FOR_ALL_GATHER",
     "latency hiding": "libtpu's message without the aggregator; MaxText's benchmark_and_performance.md",
     "host offload": "MaxText's benchmarks/xla_flags_library.py, HOST_OFFLOAD_FLAGS",
+    "sums over three axes": "the programs that are compiled in tests/test_aot.py",
     "clock": "third-party logs of TPU7x runs; MaxText's benchmark_and_performance.md sets it",
 }
 
@@ -148,6 +153,7 @@ def _on_sparse_cores(collective: str, workloads: tuple[str, ...], source: str) -
     return Flag(name, "true", "auto", workloads, "SparseCore offload", meaning, source)
 
 
+PADS_SUMS = "xla_tpu_enable_sparse_core_reduce_scatter_padding"
 TABLE = (
     Flag(
         "xla_tpu_scoped_vmem_limit_kib",
@@ -267,6 +273,15 @@ TABLE = (
     _offload("xla_should_add_loop_invariant_op_in_chain", "ENABLED", "false"),
     _offload("xla_max_concurrent_host_send_recv", "100", "-1"),
     _offload("xla_latency_hiding_scheduler_rerun", "2", "1"),
+    Flag(
+        PADS_SUMS,
+        "true",
+        "auto",
+        (),
+        "sums over three axes",
+        "A reduce-scatter over three axes takes all six ways at once, though its parts are not cut in thirds.",
+        "none of the recipes; in ours of DeepSeek-V3",
+    ),
     Flag(
         "xla_tpu_dvfs_p_state",
         "7",
@@ -415,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{group}, explained by {MEANT_BY[group]}")
         members = [flag for flag in flags if flag.group == group]
         for lines, alike in groupby(
-            members, lambda f: (f.meaning, f"For {', '.join(f.workloads)}. Set in {f.source}.")
+            members, lambda f: (f.meaning, f"For {', '.join(f.workloads) or 'no workload as such'}. Set in {f.source}.")
         ):
             print()
             for flag in alike:

@@ -51,6 +51,7 @@ import config as config_lib
 import rules
 import transformer
 from bounds import bubble
+from compiler_flags import PADS_SUMS
 from hardware import Axis, by, parse_topology, si
 from interconnect import collective_s
 from workload import (
@@ -242,7 +243,9 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     for kind in kinds:
         whole = kind.layer.whole_params(of)
         gather = of.collective_s("all_gather", kind.layer.whole_bytes(of), "fsdp")
-        scatter = of.collective_s("reduce_scatter", of.element * whole, "fsdp")
+        in_thirds = kind.layer.in_thirds(of)
+        sums = {True: of.element * in_thirds, False: of.element * (whole - in_thirds)}
+        scatter = sum(of.collective_s("reduce_scatter", n, "fsdp", thirds=thirds) for thirds, n in sums.items() if n)
         gathers = 2 + config.remat_stage
         moved = gathers * gather + scatter
         # A sum waits for its gradient, and XLA does not carry it on into the next layer.
@@ -258,9 +261,12 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     # A tied table that is multiplied in 8 bits travels as such beside the one that rows are taken from.
     in_8_bits = "unembed" in transformer.in_8_bits(config)
     saved = (of.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
-    tables_s = of.collective_s("all_gather", tables - saved, "fsdp") + of.collective_s("reduce_scatter", tables, "fsdp")
+    tables_s = of.collective_s("all_gather", tables - saved, "fsdp")
+    tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=of.pads_sums)
     formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
+    if scatter > 1.1 * of.collective_s("reduce_scatter", of.element * whole, "fsdp", thirds=True):
+        formula += f", {1 - in_thirds / whole:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
     where = f", behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
     formula += where if config.prefetch else ", not hidden (--no-prefetch)"
     once = of.microbatches * tables_s

@@ -449,22 +449,29 @@ def read_names(saved: Collection[str]) -> frozenset[str]:
     return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())
 
 
-def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, **of_layer) -> float:
+def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *, columns: int = 1, **of_layer) -> float:
     """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s.
 
-    `of_layer`: as for `activations`.
+    Args:
+      columns: of a tile of memory, of which the dim of a head takes whole ones.
+      of_layer: as for `activations`.
     """
     names = read_names(saved_names(config) if saved is None else {*saved})
-    size = lambda name: 4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]
+    dims = dict.fromkeys(("value_proj", "context"), value_dim(config))
+    dims |= dict.fromkeys(("query_before_norm", "key_before_norm", "query_proj", "key_proj"), key_dim(config))
+    filled = lambda dim: -(-dim // columns) * columns / dim
+    size = lambda name: (4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]) * filled(dims.get(name, columns))
     found = activations(config, **of_layer)
     return sum(size(name) * elements for name, elements in found.items() if name in names)
 
 
-def saved_bytes_per_token(config: Config, saved: Iterable[str] | None = None, *, fused: bool = True) -> float:
-    """Bytes a token that all layers save for the backward pass, with the experts' on one device."""
+def saved_bytes_per_token(
+    config: Config, saved: Iterable[str] | None = None, *, fused: bool = True, columns: int = 1
+) -> float:
+    """Bytes a token that all layers save for the backward pass, with the experts' on one device; `columns` as there."""
     names = saved_names(config) if saved is None else {*saved}
     num_experts = num_expert_layers(config)
-    of_layer = lambda experts: saved_bytes_per_layer(config, names, experts=experts, fused=fused)
+    of_layer = lambda experts: saved_bytes_per_layer(config, names, columns=columns, experts=experts, fused=fused)
     return (config.num_layers - num_experts) * of_layer(False) + num_experts * (of_layer(True) if num_experts else 0)
 
 

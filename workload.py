@@ -15,11 +15,11 @@ The 3 are one forward and two backward, a fourth what is recomputed: elementwise
 reads it (with remat=none the program reads what it saved instead, and is no faster).
 
 **Memory of a device**: weights in float32 with the optimizer's moments, with `shard_update` a part of both; gradients;
-what the layers save for as many microbatches as are under way. And the larger of what a layer needs in its backward
-pass, those of its activations that are not saved, or come from the host, gradients half as large as all of them (as
-large in turns of two), two whole layers of weights and a whole gradient, and of what the loss needs: the unembedding,
-whole, and its gradient in float32, the logits of `loss_chunk` positions of each sequence and their gradient. Attention
-over `context` and stages hold more (`memory_of`).
+what the layers save for as many microbatches as are under way, of a head in whole tiles of 128 columns. And the larger
+of what a layer needs in its backward pass, those of its activations that are not saved, or come from the host,
+gradients half as large as all of them (as large in turns of two), two whole layers of weights and a whole gradient, and
+of what the loss needs: the unembedding, whole, and its gradient in float32, the logits of `loss_chunk` positions of
+each sequence and their gradient. Attention over `context` and stages hold more (`memory_of`).
 
 Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
 or, with remat=none, it was saved.
@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import compiler_flags
 import transformer
 from bounds import in_flight, matmul_dtype
 from config import Config
@@ -190,14 +191,33 @@ class Run:
         share = self.efficiency.links
         return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
 
-    def collective_s(self, kind: str, nbytes: float, *axes: str) -> float:
+    @property
+    def pads_sums(self) -> bool:
+        """Whether XLA may add rows to what a reduce-scatter sums."""
+        return compiler_flags.of(self.config).get(compiler_flags.PADS_SUMS) == "true"
+
+    def collective_s(self, kind: str, nbytes: float, *axes: str, thirds: bool = False) -> float:
         """Over mesh axes, the inner one first, by all links at once.
 
-        But XLA's reduce-scatter, compiled for TPU7x, uses two torus axes at once, if there are two, and else one.
+        But as XLA has them, compiled for TPU7x, what goes over part of an axis, and over both devices of a chip, goes
+        round one ring of all the devices; and so does a reduce-scatter over three axes, if its parts are not cut in
+        thirds, one for each.
+
+        Args:
+          thirds: what is summed has a factor of 3, or may be padded to have it.
         """
         links = [link for axis in axes for link in self.reached(axis)]
-        wires = sum(not link.name.endswith(("die to die", "slices")) for link in links)
-        return collective_s(kind, nbytes, links, spread=kind != "reduce_scatter" or wires == 2)
+        slices = [link for link in links if link.name.endswith("slices")]
+        dies = [link for link in links if link.name.endswith("die to die")]
+        wires = [link for link in links if link not in dies + slices]
+        sums = kind == "reduce_scatter"
+        in_parts = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
+        if (in_parts and (sums or kind == "all_gather")) or (sums and len(wires) > 2 and not thirds):
+            both = math.prod(link.size for link in dies)  # devices of a chip: for these a ring passes its links once
+            size, speed = both * math.prod(link.size for link in wires), both * wires[0].link_bytes_per_s
+            ring = dataclasses.replace(wires[0], size=size, link_bytes_per_s=speed, wrap=True)
+            links = [ring, *slices]
+        return collective_s(kind, nbytes, links, spread=not sums or len(wires) > 1)
 
 
 def run_of(
@@ -218,7 +238,7 @@ def run_of(
 # -- a layer
 
 
-ROWS_OF_A_TILE = 8  # of memory, as XLA lays out matrices; 128 columns
+ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128  # of memory, as XLA lays out matrices; a head of 64 takes that of 128
 ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` cuts what they sum over
 
 
@@ -243,6 +263,7 @@ class Layer:
     products: list[Product]
     params: dict[bool, int]  # of the experts, and of all else
     params_in_8_bits: dict[bool, int]  # of these, those that travel so
+    params_in_thirds: dict[bool, int]  # of matrices with a factor of 3 in one of their dims
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
     global_keys: float  # of them, those of layers without a window
@@ -255,6 +276,10 @@ class Layer:
     def whole_params(self, of: Run, experts: bool = True) -> float:
         """Its weights on a device, once gathered over `fsdp`; with the experts, or without."""
         return _on_device(of, self.params, experts)
+
+    def in_thirds(self, of: Run) -> float:
+        """Of them, those whose gradients can be summed over three axes of the torus at once."""
+        return self.whole_params(of) if of.pads_sums else _on_device(of, self.params_in_thirds, True)
 
     def whole_bytes(self, of: Run, experts: bool = True) -> float:
         """Theirs, as they multiply, and so as they travel."""
@@ -293,7 +318,7 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
         if not num_layers:
             continue
         absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
-        products, params, params_in_8_bits = [], {True: 0, False: 0}, {True: 0, False: 0}
+        products, params, params_in_8_bits, params_in_thirds = [], *({True: 0, False: 0} for _ in range(3))
         for name, weight in transformer.weights(config).items():
             if (
                 weight.part in absent
@@ -304,6 +329,7 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
             dims = weight.shape[1:]
             params[weight.part == "experts"] += math.prod(dims)
             params_in_8_bits[weight.part == "experts"] += math.prod(dims) * (name in in_8_bits)
+            params_in_thirds[weight.part == "experts"] += math.prod(dims) * (math.prod(dims) % 3 == 0)
             if weight.makes:
                 copies = 1
                 if weight.part == "experts":
@@ -313,20 +339,23 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
                 again, dtype = transformer.multiplied_again(weight, saved), "fp8" if name in in_8_bits else "bf16"
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))
         of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
-        saved_bytes = partial(transformer.saved_bytes_per_layer, config, **of_layer)
+        saved_bytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, **of_layer)
+        # What experts multiply in 8 bits waits as such for their weights' gradients. Compiled: Qwen3 235B.
+        narrow = saved_bytes({"expert_input"}) / 2 if experts and "expert_up" in in_8_bits else 0
         found.append(
             Layer(
                 num_layers,
                 products,
                 params,
                 params_in_8_bits,
+                params_in_thirds,
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
                 num_global * whole / config.num_layers,
                 elementwise_elements(config, experts, expert_room, uncut, gated),
                 saved_bytes(saved - offloaded),
                 saved_bytes(offloaded),
-                saved_bytes(every),
+                saved_bytes(every) - narrow,
                 saved_bytes(saved & {"norm_attention", "norm_mlp"}),
             )
         )

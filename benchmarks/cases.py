@@ -48,7 +48,6 @@ def _vmem(kib: int) -> dict:
 SHORT = dict(mesh="fsdp:8", batch=16, remat="minimal_with_context")
 LITTLE = dict(batch=8, seq_len=2048, remat="full")
 HYBRID = dict(mesh="fsdp:16,context:2,tensor:2")
-DOTS = "save_dot_with_context_except_mlp"
 CASES = {
     "offload": Case(
         "tpu7x:2x2x1",
@@ -139,7 +138,7 @@ CASES = {
     "experts": Case(
         "tpu7x:4x4x4",
         "gpt-oss-120b",
-        dict(batch=1280, microbatches=2, remat=DOTS),
+        dict(batch=1280, microbatches=2, remat="save_out_proj"),
         {
             "FSDP, two replicas": dict(mesh="data:2,fsdp:64"),
             "experts 2 ways, on the cores of a chip": dict(mesh="fsdp:64,expert:2"),

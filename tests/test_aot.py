@@ -6,13 +6,18 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import aot
+import compiler_flags
 import hlo
 import kernels
 import liveness
@@ -21,6 +26,8 @@ import schedule
 import sharding
 import transformer
 from config import Config, from_preset
+from hardware import parse_topology
+from workload import run_of
 
 ROOT = Path(aot.__file__).parent
 SMALL = (
@@ -171,6 +178,45 @@ def test_what_crosses_slices_is_what_is_predicted(flags):
         message = 2 * b * config.seq_len * config.model_dim
         expected = 2 * (config.microbatches + 1) * message + 4 * tables / 8
     assert sent == pytest.approx(expected, rel=1e-3)
+
+
+PADDED = {compiler_flags.PADS_SUMS: "true"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topology, mesh, columns, flags, ways",
+    [
+        ("4x4x4", "fsdp:128", 2048, {}, 2),
+        ("4x4x4", "fsdp:128", 1536, {}, 6),
+        ("4x4x4", "fsdp:128", 2048, PADDED, 6),
+        ("4x8x8", "fsdp:256,tensor:2", 2048, {}, 2),
+        ("4x8x8", "fsdp:256,tensor:2", 2048, PADDED, 6),
+        ("4x4x4", "data:2,fsdp:64", 1536, PADDED, 2),
+        ("4x4x4", "data:4,fsdp:32", 2048, {}, 4),
+    ],
+)
+def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, ways):
+    """Round a ring of all devices in just the time; over all axes in phases, which the walk takes to be of one size."""
+    chip, chips = parse_topology(f"tpu7x:{topology}")
+    wrap = tuple(axis.wrap for axis in chip.axes(chips))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", wrap=wrap).devices
+    on = sharding.make_mesh(placement.parse_mesh(mesh), devices)
+    x = jax.ShapeDtypeStruct((3584 * on.shape["fsdp"], columns), "bfloat16", sharding=NamedSharding(on, P()))
+    scatter = partial(jax.lax.psum_scatter, axis_name="fsdp", tiled=True)
+    sums = jax.shard_map(scatter, mesh=on, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
+    program = hlo.parse(jax.jit(sums).lower(x).compile(compiler_options=flags).as_text())
+    timeline = schedule.walk(program, chips=[(0, *device.coords) for device in on.devices.flat])
+    (message,) = timeline.collectives
+    assert (message.kind, message.nbytes, message.rings) == ("reduce-scatter", 2 * x.size, ways)
+    xla_flags = ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
+    of = run_of(from_preset("llama3.1-70b", mesh=mesh, batch=512, xla_flags=xla_flags), chip, chips)
+    thirds = of.pads_sums or columns % 3 == 0
+    predicted = of.collective_s("reduce_scatter", message.nbytes, "fsdp", thirds=thirds)
+    if ways == 2:
+        assert predicted == pytest.approx(message.seconds, rel=0.02)
+    else:
+        assert message.seconds < predicted < 2 * message.seconds
 
 
 def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order():

@@ -170,7 +170,9 @@ def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
     ],
 )
 def test_experts_save_the_rows_that_they_have_room_for(flags, room):
-    config = Config(**SMALL | dict(num_experts=8, experts_per_token=2, expert_dim=32, remat="minimal") | flags)
+    config = Config(
+        **SMALL | dict(num_experts=8, experts_per_token=2, expert_dim=32, head_dim=128, remat="minimal") | flags
+    )
     run = run_of(config, TPU7X, CHIPS)
     assert run.expert_room == room
     found, _ = stacked(config)
