@@ -81,7 +81,7 @@ N = B*F/(alpha_x*alpha_y), from where it falls as 1/sqrt(N).
 **Left out**: hops (latency), memory, what two mesh axes take from each other on the links of one torus axis, weights
 that `expert` does not cut; attention's FLOPs, which hide more, count in strong scaling only, keys and values there not;
 windows, under which a query has fewer keys to hide the ring behind. All links of an axis are taken to work at once;
-those of XLA's reduce-scatter do not (workload.py), so that step.py can find messages exposed that hold here.
+those of XLA's reduce-scatter need not (workload.py), so that step.py can find messages exposed that hold here.
 """
 
 import argparse

@@ -48,11 +48,11 @@ side. A time is bound by latency or by bandwidth (https://jax-ml.github.io/scali
 `interconnect.py` computes these; tests hold both to what the programs below permute. Phases over several axes add up.
 
 **On TPU7x** (compiled: `python benchmarks/collectives.py`) XLA's own all-gather and reduce-scatter run on the
-SparseCores over all links of up to three torus axes; the permutes here are started by the TensorCore and use the links
-of one axis. So XLA's are what a run takes by default, these are there to be read, and the collective matmuls are what
-overlaps where nothing else does: within one tensor-parallel block. Hence two defaults: `algorithm` is "ring" in this
-file, since whoever calls these by name wants them, and "xla" in `fsdp.py` and the Config, since whoever trains wants
-the fastest.
+SparseCores over all links of up to three torus axes (sums over three: workload.py); the permutes here are started by
+the TensorCore and use the links of one axis. So XLA's are what a run takes by default, these are there to be read, and
+the collective matmuls are what overlaps where nothing else does: within one tensor-parallel block. Hence two defaults:
+`algorithm` is "ring" in this file, since whoever calls these by name wants them, and "xla" in `fsdp.py` and the Config,
+since whoever trains wants the fastest.
 
 **Left out.** Trees for broadcast, scatter and gather from one root: training has no root (state is created in place, in
 shards). Rings on a line without wrap-around links work, but the last message travels the whole line back, so that the

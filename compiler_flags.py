@@ -26,7 +26,8 @@ no source says more. `memory_pressure_tracking` restates a default.
 
 **Sums over three axes.** A reduce-scatter whose parts XLA can cut in thirds goes over all three axes of a torus at
 once; any other goes round one ring of all the devices, which takes two of a chip's six ways. DeepSeek-V3's
-matrices of 7168 x 2048 are of the others. No recipe sets the flag that adds the rows which are short of a third.
+matrices of 7168 x 2048 are of the others. No published run sets the flag that adds the rows which are short of a third;
+our recipes of DeepSeek-V3 do. It needs three whole axes: over part of one there is a ring all the same.
 
 **Clock.** The state of the chip's frequency. The compiler takes this flag with a compilation, too; whether the clock
 then changes is not shown, so it goes the way that all sources pass it.
@@ -279,8 +280,8 @@ TABLE = (
         "auto",
         (),
         "sums over three axes",
-        "A reduce-scatter over three axes takes all six ways at once, though its parts are not cut in thirds.",
-        "none of the recipes; in ours of DeepSeek-V3",
+        "A reduce-scatter over three whole axes takes all six ways at once, though its parts are not cut in thirds.",
+        "no published run, and in our recipes of DeepSeek-V3",
     ),
     Flag(
         "xla_tpu_dvfs_p_state",

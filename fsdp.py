@@ -16,7 +16,8 @@ the transpose of an all-gather *is* a reduce-scatter, so differentiating the gat
 That does not depend on the model: more batch a device hides more communication. On TPU7x (C = 1153.5e12) with rings in
 all six directions of a torus of about 90e9 bytes/s each, whose chips pass what they receive on to both of their
 devices, C/W is about 2100. The backward pass has twice the FLOPs to hide a gather and a reduce-scatter; the
-reduce-scatter, in the compute dtype too, comes out with four or two rings (compiled), and is then what shows first.
+reduce-scatter, in the compute dtype too, comes out with six, four or two rings (compiled; workload.py has the rule),
+and what has two is what shows first.
 
 **Prefetch.** In program order a layer would wait for its own weights. `scan_layers(prefetch=True)` carries the gathered
 weights of layer i through iteration i and starts the gather of layer i+1 (backward: i-1) beside the computation, which

@@ -154,7 +154,8 @@ RECIPES: dict[str, Recipe] = {
         flags=_DEEPSEEK | dict(mesh="fsdp:256,tensor:2", mu_dtype="bfloat16"),
         source=f"{_OF}deepseek3-671b/4k-bf16-tpu7x-4x8x8",
         differs="tensor:2 for fsdp_transpose:2, which has no code here: as fsdp:512, two whole layers of 256 experts "
-        "are too much for the memory, predicted; measured with random routing, and gradients in bfloat16",
+        "are too much for the memory, predicted; a flag for its sums; measured with random routing, and gradients "
+        "in bfloat16",
         measured_step_s=26.79,
         measured_tflops=612.66,
     ),
@@ -163,8 +164,8 @@ RECIPES: dict[str, Recipe] = {
         topology="tpu7x:4x8x8",
         flags=_DEEPSEEK | _FIXED | dict(mesh="fsdp:512", fp8_modules="out,mlp,moe"),
         source=f"{_OF}deepseek3-671b/4k-fp8-tpu7x-4x8x8",
-        differs="fsdp:512 for fsdp:256 with fsdp_transpose:2; latent attention's projections in bfloat16; attention's "
-        "scores without a cap (15)",
+        differs="fsdp:512 for fsdp:256 with fsdp_transpose:2; a flag for its sums; latent attention's projections in "
+        "bfloat16; attention's scores without a cap (15)",
         measured_step_s=22.08,
         measured_tflops=743.46,
     ),

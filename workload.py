@@ -15,11 +15,12 @@ The 3 are one forward and two backward, a fourth what is recomputed: elementwise
 reads it (with remat=none the program reads what it saved instead, and is no faster).
 
 **Memory of a device**: weights in float32 with the optimizer's moments, with `shard_update` a part of both; gradients;
-what the layers save for as many microbatches as are under way, of a head in whole tiles of 128 columns. And the larger
-of what a layer needs in its backward pass, those of its activations that are not saved, or come from the host,
-gradients half as large as all of them (as large in turns of two), two whole layers of weights and a whole gradient, and
-of what the loss needs: the unembedding, whole, and its gradient in float32, the logits of `loss_chunk` positions of
-each sequence and their gradient. Attention over `context` and stages hold more (`memory_of`).
+what the layers save for as many microbatches as are under way (memory comes in tiles of 128 columns, so that a head of
+64 takes the room of one of 128). And the larger of what a layer needs in its backward pass, those of its activations
+that are not saved, or come from the host, gradients half as large as all of them (as large in turns of two), two whole
+layers of weights and a whole gradient, and of what the loss needs: the unembedding, whole, and its gradient in float32,
+the logits of `loss_chunk` positions of each sequence and their gradient. Attention over `context` and stages hold more
+(`memory_of`).
 
 Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
 or, with remat=none, it was saved.
@@ -199,12 +200,12 @@ class Run:
     def collective_s(self, kind: str, nbytes: float, *axes: str, thirds: bool = False) -> float:
         """Over mesh axes, the inner one first, by all links at once.
 
-        But as XLA has them, compiled for TPU7x, what goes over part of an axis, and over both devices of a chip, goes
-        round one ring of all the devices; and so does a reduce-scatter over three axes, if its parts are not cut in
-        thirds, one for each.
+        But as XLA has them, compiled for TPU7x, all-gathers and reduce-scatters over part of an axis, and over both
+        devices of a chip, go round one ring of all the devices; and so does a reduce-scatter over three axes, if its
+        parts are not cut in thirds, one for each.
 
         Args:
-          thirds: what is summed has a factor of 3, or may be padded to have it.
+          thirds: what is summed has a factor of 3; if not, it may be padded (`pads_sums`).
         """
         links = [link for axis in axes for link in self.reached(axis)]
         slices = [link for link in links if link.name.endswith("slices")]
@@ -212,10 +213,13 @@ class Run:
         wires = [link for link in links if link not in dies + slices]
         sums = kind == "reduce_scatter"
         in_parts = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
-        if (in_parts and (sums or kind == "all_gather")) or (sums and len(wires) > 2 and not thirds):
+        if (in_parts and (sums or kind == "all_gather")) or (
+            sums and len(wires) > 2 and not (thirds or self.pads_sums)
+        ):
             both = math.prod(link.size for link in dies)  # devices of a chip: for these a ring passes its links once
-            size, speed = both * math.prod(link.size for link in wires), both * wires[0].link_bytes_per_s
-            ring = dataclasses.replace(wires[0], size=size, link_bytes_per_s=speed, wrap=True)
+            slowest = min(wires, key=lambda link: link.link_bytes_per_s)
+            size, speed = both * math.prod(link.size for link in wires), both * slowest.link_bytes_per_s
+            ring = dataclasses.replace(slowest, size=size, link_bytes_per_s=speed, wrap=True)
             links = [ring, *slices]
         return collective_s(kind, nbytes, links, spread=not sums or len(wires) > 1)
 
@@ -263,7 +267,7 @@ class Layer:
     products: list[Product]
     params: dict[bool, int]  # of the experts, and of all else
     params_in_8_bits: dict[bool, int]  # of these, those that travel so
-    params_in_thirds: dict[bool, int]  # of matrices with a factor of 3 in one of their dims
+    params_in_thirds: dict[bool, int]  # of matrices with a factor of 3, which their parts are taken to have as well
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
     global_keys: float  # of them, those of layers without a window
@@ -340,8 +344,9 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))
         of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
         saved_bytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, **of_layer)
-        # What experts multiply in 8 bits waits as such for their weights' gradients. Compiled: Qwen3 235B.
-        narrow = saved_bytes({"expert_input"}) / 2 if experts and "expert_up" in in_8_bits else 0
+        # Experts' rows, the largest of all, wait as they were multiplied for their weights' gradients. Compiled: Qwen3.
+        narrow = experts and "expert_up" in in_8_bits and "expert_input" not in saved
+        narrow *= (1 - 1 / transformer.BYTES[config.dtype]) * saved_bytes({"expert_input"})
         found.append(
             Layer(
                 num_layers,

@@ -21,7 +21,7 @@ import roofline
 import transformer
 from config import PRESETS, from_preset
 from cost import best_interval_s, chips_needed, goodput, training_run
-from hardware import CHIPS
+from hardware import CHIPS, si
 
 V5P = dataclasses.replace(CHIPS["v5p"], hbm_bytes=96e9)  # the book's 96 GB
 LLAMA = from_preset("llama3.1-70b")
@@ -299,7 +299,7 @@ def test_a_slice_and_a_mesh_have_their_step_predicted(capsys):
     found = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --goodput=0.9 --json"))
     assert found["mfu"] == pytest.approx(step["mfu"]) and found["num_chips"] == 64
     assert found["seconds"] == pytest.approx(15e12 / (256 * 8192) * step["step_s"] / 0.9)
-    assert "of the predicted 12.19 s a step" in ran(capsys, f"cost {command} --tokens=15e12")
+    assert f"of the predicted {si(step['step_s'], 's')} a step" in ran(capsys, f"cost {command} --tokens=15e12")
     with pytest.raises(ValueError, match="--topology has its step predicted: no --chip"):
         ran(capsys, f"cost {command} --chips=64")
     two = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --num_slices=2 --mesh=data:2,fsdp:128 --json"))
