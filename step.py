@@ -262,8 +262,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     in_8_bits = "unembed" in transformer.in_8_bits(config)
     saved = (of.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
     tables_s = of.collective_s("all_gather", tables - saved, "fsdp")
-    in_thirds = config.vocab_size * config.model_dim % 3 == 0
-    tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=in_thirds)
+    tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
     formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
     if scatter > 1.1 * of.collective_s("reduce_scatter", of.element * whole, "fsdp", thirds=True):

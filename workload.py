@@ -282,8 +282,8 @@ class Layer:
         return _on_device(of, self.params, experts)
 
     def in_thirds(self, of: Run) -> float:
-        """Of them, those whose gradients can be summed over three axes of the torus at once."""
-        return self.whole_params(of) if of.pads_sums else _on_device(of, self.params_in_thirds, True)
+        """Of them, those whose gradients can be cut in thirds, to be summed over three axes of the torus at once."""
+        return _on_device(of, self.params_in_thirds, True)
 
     def whole_bytes(self, of: Run, experts: bool = True) -> float:
         """Theirs, as they multiply, and so as they travel."""

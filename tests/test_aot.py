@@ -204,6 +204,7 @@ def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, 
     on = sharding.make_mesh(placement.parse_mesh(mesh), devices)
     x = jax.ShapeDtypeStruct((3584 * on.shape["fsdp"], columns), "bfloat16", sharding=NamedSharding(on, P()))
     scatter = partial(jax.lax.psum_scatter, axis_name="fsdp", tiled=True)
+    # Without the check: a sum of what is alike on all devices, as here, is what it refuses.
     sums = jax.shard_map(scatter, mesh=on, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
     program = hlo.parse(jax.jit(sums).lower(x).compile(compiler_options=flags).as_text())
     timeline = schedule.walk(program, chips=[(0, *device.coords) for device in on.devices.flat])
