@@ -172,8 +172,11 @@ def kernels_of(lowered: Lowered) -> list[dict[str, str]]:
     return [json.loads(text) for text in dict.fromkeys(plain)]
 
 
-def kernel_cycles(calls: Sequence[dict[str, str]], cache: str) -> dict[str, float]:
-    """{tuned_key, blocks, calls, a line each: cycles}. Each is compiled alone, two at a time (bundles.py)."""
+def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) -> dict[str, float]:
+    """{tuned_key, blocks, calls, a line each: cycles}. Each is compiled alone, two at a time (bundles.py).
+
+    filled: the share of the experts' rows that they multiply (kernels.cycles_of).
+    """
     import jax
     import libtpu
 
@@ -182,12 +185,12 @@ def kernel_cycles(calls: Sequence[dict[str, str]], cache: str) -> dict[str, floa
     version = kernels.version()
 
     def cycles_of(said):
-        content = json.dumps([said, version, jax.__version__, libtpu.__version__], sort_keys=True)
+        content = json.dumps([said, filled, version, jax.__version__, libtpu.__version__], sort_keys=True)
         number = hashlib.sha256(content.encode()).hexdigest()
         kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
         if kept and kept.exists():
             return json.loads(kept.read_text())["cycles"]
-        cycles = kernels.cycles_of(said)
+        cycles = kernels.cycles_of(said, filled)
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(said | {"cycles": cycles}))
@@ -226,7 +229,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     expected = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
-        cycles = beside.submit(kernel_cycles, kernels_of(lowered), config.compilation_cache)
+        filled = expected.of.experts_filled
+        cycles = beside.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
         Path(args.hlo_out).write_text(program)

@@ -119,7 +119,12 @@ def _scores(s: dict) -> int:
 
 def _grouped_products(s: dict) -> int:
     _, matrices, _ = groups.operands_of(**_kinds(s))
-    return s["M"] * s["K"] * s["N"] * matrices
+    return _rows_of_experts(s) * s["K"] * s["N"] * matrices
+
+
+def _rows_of_experts(s: dict) -> int:
+    """Of M rows, those that belong to an expert: all, where `filled` does not say how many (`cycles_of`)."""
+    return round(s["M"] * s.get("filled", 1))
 
 
 def _forward_choices(s: dict) -> Iterator[flash.Blocks]:
@@ -231,7 +236,7 @@ def ragged(M: int, E: int) -> list[int]:
 
 
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
-    sizes = ragged(s["M"], s["E"])
+    sizes = ragged(_rows_of_experts(s), s["E"])
     executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
     moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], **_kinds(s))
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
@@ -330,16 +335,21 @@ def tune(
     return ranked, entry
 
 
-def cycles_of(metadata: Mapping[str, str]) -> float:
+def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
     """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata).
 
     Compiles it: 10 s, or some minutes. Documents are taken to be whole sequences, groups of experts to be `ragged`.
     Where attention's keys take turns, the mean of the calls.
 
+    Args:
+      filled: of a grouped matmul's rows, the share that belongs to an expert. Where others' tokens come over an axis
+        there is room for more than are expected, and a kernel multiplies what has come.
+
     Raises:
       ValueError: it does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
+    shape["filled"] = filled
     of = TUNABLES[name]
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
     blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})

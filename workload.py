@@ -166,6 +166,11 @@ class Run:
         return 1.0 if self.config.moe_impl == "dropless" else self.expert_room
 
     @property
+    def experts_filled(self) -> float:
+        """The share of the rows of a device's experts that they multiply."""
+        return self.expert_work / self.expert_room
+
+    @property
     def element(self) -> int:
         """Bytes of an activation's element."""
         return transformer.BYTES[self.config.dtype]

@@ -26,6 +26,7 @@ import config as config_lib
 import hlo
 import schedule
 from hardware import by, parse_topology, si
+from workload import run_of
 
 EIGHT = ("f8e4m3fn", "f8e5m2")
 DEFAULTS = dict(preset="llama3.1-70b", num_layers=4, mesh="fsdp:128", batch=256, fp8="dynamic", remat="full")
@@ -100,7 +101,8 @@ def measure(config: config_lib.Config, topology: str, num_slices: int) -> dict:
     lowered = aot.lower_step(config, topology, num_slices)
     memory, text = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
     program = hlo.parse(text)
-    cycles = aot.kernel_cycles(aot.kernels_of(lowered), config.compilation_cache)
+    of = run_of(config, *parse_topology(topology), num_slices=num_slices)
+    cycles = aot.kernel_cycles(aot.kernels_of(lowered), of.experts_filled, config.compilation_cache)
     timeline = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles), chips=lowered.chips)
     found = read(program, config)
     return found | {"step_s": timeline.seconds, "peak_hbm_bytes": memory["peak_hbm_bytes"]}

@@ -116,11 +116,12 @@ def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
 
 def test_cycles_of_a_kernel_are_kept_until_its_code_changes(monkeypatch, tmp_path):
     counted, said = [], dict(tuned_key="gmm M=8 chip=tpu7x", blocks="rows=8", calls="1")
-    monkeypatch.setattr(kernels, "cycles_of", lambda said: counted.append(said) or 100.0 * len(counted))
-    ask = lambda: [*aot.kernel_cycles([said], str(tmp_path)).values()]
-    assert ask() == ask() == [100.0]
+    monkeypatch.setattr(kernels, "cycles_of", lambda *said: counted.append(said) or 100.0 * len(counted))
+    ask = lambda filled: [*aot.kernel_cycles([said], filled, str(tmp_path)).values()]
+    assert ask(1.0) == ask(1.0) == [100.0]
+    assert ask(0.5) == ask(0.5) == [200.0]
     monkeypatch.setattr(kernels, "version", lambda: "another")
-    assert ask() == ask() == [200.0] and len(counted) == 2
+    assert ask(1.0) == ask(1.0) == [300.0] and counted == [(said, 1.0), (said, 0.5), (said, 1.0)]
 
 
 @pytest.mark.slow

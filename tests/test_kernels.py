@@ -313,6 +313,18 @@ def test_compiled_search(kernel, own):
     assert kernels.cycles_of(said) == pytest.approx(5 * ranked[0].cycles)  # what a compiled program says is enough
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["gmm", "tgmm"])
+def test_cycles_are_of_the_rows_that_come(kernel):
+    """Of a buffer half full as of one half as large, but for the zeros that gmm writes where no row is."""
+    shape = dict(M=8192, K=1024, N=512, E=4, dtype="bfloat16")
+    blocks = kernels.TUNABLES[kernel].rule(collections.defaultdict(bool, shape))
+    said = lambda M: tuned.metadata(tuned.key_of(kernel, **shape | dict(M=M)), blocks, calls=1)
+    whole, half_full = (kernels.cycles_of(said(8192), filled) for filled in (1, 0.5))
+    half = kernels.cycles_of(said(4096))
+    assert half <= half_full < half + 0.1 * whole and half < 0.65 * whole
+
+
 @pytest.mark.parametrize(
     ("mask", "places"),
     [
