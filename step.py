@@ -23,7 +23,7 @@ and with communication, of which only what nothing hides (the exposed part) make
                   `context_heads` neighbours: exposed, as is the halo of a layer with a window
     merging       what each hop of a ring gives is added to what there is, in float32: results, and backward gradients
     expert        all-to-all there and back, forward and backward. Exposed, also where parts of the tokens could hide
-                  each other's (--moe_parts): compiled, of two parts 6% are hidden, with barriers between them no more
+                  each other's (--moe_parts): compiled, of two parts 7% are hidden, with barriers between them no more
     pipe          (P - 1) of vM + P - 1 ticks idle, v rounds of M microbatches; a message a tick and way, hidden but
                   where forward or backward passes are alone: in GPipe all, else the first and last v*P - 1 ticks
     data          all-reduce of gradients after the backward pass. Exposed. The same over `context`, which cuts no
@@ -33,7 +33,7 @@ and with communication, of which only what nothing hides (the exposed part) make
 
 Every microbatch gathers and reduce-scatters anew. What is gathered ahead is copied within HBM for the loop's next turn,
 forward (`unroll`, fsdp.py); with parts of a weight that are no whole tiles of rows, so is what is gathered backward,
-and its gradient.
+and its gradient. So are the rows that go over `expert`, before and after, if they are no multiple of 128 wide.
 
 **MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
@@ -55,6 +55,7 @@ from compiler_flags import PADS_SUMS
 from hardware import Axis, by, parse_topology, si
 from interconnect import collective_s
 from workload import (
+    COLUMNS_OF_A_TILE,
     ROWS_OF_A_TILE,
     Layer,
     Run,
@@ -161,6 +162,7 @@ def predict(of: Run) -> Prediction:
         _context(of, kinds),
         _merging(of, kinds),
         _expert(of, kinds),
+        _copies_of_rows(of, kinds),
     ]
     rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes), _slots(of)]
     parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
@@ -432,14 +434,42 @@ def _expert(of: Run, kinds: list[Kind]) -> Part:
     else:
         sent *= of.config.experts_per_token * of.expert_work
         once = of.collective_s("all_to_all", sent, "expert")
-    kept = transformer.saved_names(of.config)
-    number = 4 + ("expert_input" not in kept) + ("expert_down" not in kept)  # there and back, both ways, and once more
-    seconds = number * once * sum(kind.times for kind in kinds if kind.layer.params[True])
+    number = _exchanges(of)
+    seconds = number * once * _mixtures(kinds)
     formula = (
         f"{number} times {si(sent, 'B')} of a layer's tokens to their experts or back, {si(once, 's')} each, over "
     )
     formula += _wires(of, "expert")
     return _communication("expert", seconds, seconds, formula)
+
+
+def _exchanges(of: Run) -> int:
+    """Of rows over the expert axis, in a layer: there and back, both ways, and once more what is recomputed."""
+    kept = transformer.saved_names(of.config)
+    return 4 + ("expert_input" not in kept) + ("expert_down" not in kept)
+
+
+def _mixtures(kinds: list[Kind]) -> float:
+    """How many layers with experts a step computes."""
+    return sum(kind.times for kind in kinds if kind.layer.params[True])
+
+
+def _copies_of_rows(of: Run, kinds: list[Kind]) -> Part:
+    """Rows of whole registers lie in one piece for their exchange (moe.in_rows); others are brought into that form.
+
+    Compiled, for 163,840 rows of 2880 (gpt-oss-120b on fsdp:64,expert:2): 20 copies a layer and microbatch, 4.2 s of a
+    step of 15.4. That is six exchanges, of which each copies what is sent, and three times what there is room for.
+    """
+    config, width = of.config, of.config.model_dim // of.tensor
+    if of.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
+        return Part("copies of rows", "memory", 0, 0, "")
+    rows = of.tokens * config.experts_per_token * (1 + 3 * of.expert_room)
+    nbytes = 2 * _exchanges(of) * _mixtures(kinds) * rows * width * of.element
+    seconds = nbytes / (of.hbm_bytes_per_s * of.efficiency.elementwise)
+    formula = f"{si(nbytes, 'B')} read and written / ({si(of.hbm_bytes_per_s, 'B/s')} * {of.efficiency.elementwise})"
+    return Part(
+        "copies of rows", "memory", seconds, seconds, f"{formula}: {width} is no multiple of {COLUMNS_OF_A_TILE}"
+    )
 
 
 def _pipe(of: Run, working_s: float) -> list[Part]:

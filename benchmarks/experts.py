@@ -1,18 +1,20 @@
 """A mixture of experts against the dense model of its active size, on the same tokens; balanced by a loss, by a bias.
 
-    python benchmarks/experts.py [--steps=300] [--json] [--plot=experts.png]
+    python benchmarks/experts.py [--steps=300] [--seeds=0,1,2] [--json] [--plot=experts.png]
 
 `tiny` has a dense MLP of 512; `tiny-moe` 8 experts of 256 in its place, of which a token visits 2: the same FLOPs a
-token, but for the router. Same seed, same batches, same learning rate, two simulated devices, experts on both of them.
-Printed are the held-out loss, which has no auxiliary losses in it, and how the experts' loads compare at the end: the
-largest over the mean, the mean of all layers and of the last 20 steps, of which 1 is perfect. Measured; it says
-nothing of speed.
+token, but for the router. Same seeds, same batches, same learning rate, two simulated devices, experts on both of them.
+A seed draws the weights and the order of the data, and two seeds differ by more than two ways of balancing do: printed
+is the mean of the held-out loss, which has no auxiliary losses in it, and how far the seeds are from it; and how the
+experts' loads compare at the end: the largest over the mean, the mean of all layers and of the last 20 steps, of which
+1 is perfect. Measured; it says nothing of speed.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -41,42 +43,56 @@ RUNS = {
 
 
 def run(config: dict) -> dict:
-    """Figures of a run: parameters, the loss of every step, held-out losses, load imbalance and what was dropped."""
+    """Figures of a run: the loss of every step, held-out losses, load imbalance and what was dropped."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
             train.run(from_preset(**config, metrics_file=str(file)))
         lines = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    mean = lambda name: sum(line.get(name, 0.0) for line in steps[-20:]) / len(steps[-20:])
-    shape = from_preset(**config)
+    mean = lambda name, some: statistics.mean(line.get(name, 0.0) for line in some)
     return {
-        "params": transformer.num_params(shape),
-        "active_params": transformer.active_params(shape),
         "eval_loss": {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line},
         "loss": [line["loss"] - line.get("auxiliary_loss", 0.0) for line in steps],
-        "load_imbalance": mean("load_imbalance"),
-        "dropped": sum(line.get("dropped_fraction", 0.0) for line in steps) / len(steps),
+        "load_imbalance": mean("load_imbalance", steps[-20:]),
+        "dropped": mean("dropped_fraction", steps),
     }
 
 
-def plot(found: dict[str, dict], path: str) -> None:
-    """Training loss by step, and its distance to the dense model's; means of 20 steps."""
+def describe(name: str, runs: list[dict]) -> str:
+    """A line of one kind of model, with the means of its seeds."""
+    shape = from_preset(**RUNS[name])
+    held_out = [[*its["eval_loss"].values()][-1] for its in runs]
+    loss = statistics.mean(held_out)
+    line = (
+        f"{name:30} {transformer.num_params(shape):>10,} parameters, {transformer.active_params(shape):>9,} active   "
+    )
+    line += f"held-out loss {loss:.4f} +- {max(abs(one - loss) for one in held_out):.4f}"
+    if name == "dense":
+        return line
+    load, dropped = (statistics.mean(its[of] for its in runs) for of in ("load_imbalance", "dropped"))
+    return f"{line}   max/mean {load:.2f}, dropped {dropped:.2%}"
+
+
+def plot(found: dict[str, list[dict]], path: str) -> None:
+    """Training loss by step, and its distance to the dense model's; means of 20 steps and of the seeds."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit('--plot needs matplotlib: pip install -e ".[plot]"') from None
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, distance = figure.subplots(1, 2)
-    smooth = lambda loss: [sum(loss[i : i + 20]) / 20 for i in range(0, len(loss) - 19, 5)]
-    dense = smooth(found["dense"]["loss"])
-    for name, its in found.items():
-        loss = smooth(its["loss"])
+    smooth = lambda loss: [statistics.mean(loss[i : i + 20]) for i in range(0, len(loss) - 19, 5)]
+    curves = {
+        name: smooth([*map(statistics.mean, zip(*(its["loss"] for its in runs), strict=True))])
+        for name, runs in found.items()
+    }
+    for name, loss in curves.items():
         steps = [5 * i + 10 for i in range(len(loss))]
         losses.plot(steps, loss, label=name)
-        distance.plot(steps, [a - b for a, b in zip(loss, dense, strict=True)], label=name)
+        distance.plot(steps, [a - b for a, b in zip(loss, curves["dense"], strict=True)], label=name)
     losses.set(xlabel="step", ylabel="cross-entropy, nats a byte", title="8 experts of which 2, measured")
-    distance.set(xlabel="step", title="less the dense model's", ylim=(-0.06, 0.02))
+    distance.set(xlabel="step", title="less the dense model's")
     for axes in (losses, distance):
         axes.legend()
         axes.grid(alpha=0.3)
@@ -86,23 +102,24 @@ def plot(found: dict[str, dict], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="length of each run [%(default)s]")
+    parser.add_argument(
+        "--seeds", default="0", metavar="A,B", help="each model is trained once with each [%(default)s]"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object: losses and loads of each run")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the curves; [plot] extra")
     args = parser.parse_args()
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds={args.seeds}: numbers with commas between them, such as 0,1,2")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     common = dict(steps=args.steps, sample=0, eval_every=100)
     found = {}
     for name, flags in RUNS.items():
-        found[name] = its = run(flags | common)
+        found[name] = [run(flags | common | dict(seed=seed)) for seed in seeds]
         if not args.json:
-            held_out = list(its["eval_loss"].values())[-1]
-            balance = f"max/mean {its['load_imbalance']:.2f}, dropped {its['dropped']:.2%}" if name != "dense" else ""
-            print(
-                f"{name:30} {its['params']:>10,} parameters, {its['active_params']:>9,} active   "
-                f"held-out loss {held_out:.4f}   {balance}",
-                flush=True,
-            )
+            print(describe(name, found[name]), flush=True)
     if args.plot:
         plot(found, args.plot)
     if args.json:
