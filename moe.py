@@ -405,8 +405,8 @@ def in_rows(x_rd: jax.Array) -> jax.Array:
     In [r, d] 8 rows lie within each other, and a slice of some is no run of bytes: XLA would bring it into such a form
     for the exchange, and back, and have what comes before and after work in it at a quarter of the speed. Compiled, a
     layer of Qwen3-30B with its experts on 4 of 16 devices: with this, buffers that are not filled first, and `_sum`, it
-    takes 23 ms beside its kernels, forward and backward, where it took 33. Where 128 does not divide, copies are what it
-    takes: 58 ms in a layer of gpt-oss with rows of 2880 for 327,680 tokens' choices, and filled up to 2944 no fewer.
+    takes 23 ms beside its kernels, forward and backward, where it took 33. Where 128 does not divide, it is copies that
+    take the time, 58 ms in a layer of gpt-oss with room for 327,680 rows of 2880; filled up to 2944 they took no less.
     """
     return x_rd.reshape(x_rd.shape[0], -1, 128) if x_rd.shape[1] % 128 == 0 else x_rd
 

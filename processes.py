@@ -36,7 +36,7 @@ def start(config: Config) -> list[jax.Device]:
     Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
     0.10 takes a thread of a device for copies, and with none to spare waits for ever.
 
-    Raises ValueError where process 0 cannot listen.
+    Raises ValueError where process 0 cannot listen, or JAX_PLATFORMS names no device that is here.
     """
     on_tpu = compiler_flags.has_tpu()
     if not on_tpu:
@@ -65,10 +65,23 @@ def start(config: Config) -> list[jax.Device]:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    devices = _devices()
     if on_tpu or config.attention != "flash":
-        return jax.devices()
-    of_process = lambda index: [device for device in jax.devices() if device.process_index == index]
+        return devices
+    of_process = lambda index: [device for device in devices if device.process_index == index]
     return [device for index in range(jax.process_count()) for device in of_process(index)[:own]]
+
+
+def _devices() -> list[jax.Device]:
+    """Raises ValueError where JAX_PLATFORMS names none that is here, of which JAX itself says little or nothing."""
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        asked = os.environ.get("JAX_PLATFORMS")
+        if not asked or jax.distributed.is_initialized():
+            raise
+        says = f" ({error})" if str(error) else ""
+        raise ValueError(f"JAX_PLATFORMS={asked} gives no device here{says}: unset it, or set it to cpu") from None
 
 
 def check_port(coordinator: str) -> None:

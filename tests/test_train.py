@@ -295,6 +295,14 @@ def test_wrong_flags_end_with_one_line(flags, message):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "gpu"])
+def test_a_platform_that_is_not_here_ends_with_one_line(platform):
+    done = command(*SHORT, **os.environ | {"JAX_PLATFORMS": platform})
+    assert done.returncode and f"JAX_PLATFORMS={platform} gives no device here" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.slow
 def test_flash_attention_trains_as_the_reference_does(tmp_path):
     """Also with a constant in the place of the softmax's maximum."""
     losses = {}
