@@ -185,7 +185,8 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) ->
     version = kernels.version()
 
     def cycles_of(said):
-        content = json.dumps([said, filled, version, jax.__version__, libtpu.__version__], sort_keys=True)
+        of_experts = filled if "gmm" in said["tuned_key"] else None
+        content = json.dumps([said, of_experts, version, jax.__version__, libtpu.__version__], sort_keys=True)
         number = hashlib.sha256(content.encode()).hexdigest()
         kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
         if kept and kept.exists():

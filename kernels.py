@@ -24,7 +24,8 @@ time, to XLA, which then hides a message behind other work, or behind none. It t
 peak of bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as its
 `compiled.cost_analysis()` has it). So the flops here are those of bfloat16 that would take as long: half of those in 8
 bits, and as many as if heads, and the matrices of experts, filled matrix units, which are 256 wide. Rows of experts are
-all that there is room for, with experts on several devices about twice as many as come (`--buffer_factor`).
+all that there is room for, with experts on several devices about twice as many as come (`--buffer_factor`); the cycles
+that schedule.py is given are of those that come.
 
 **Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
 is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,
@@ -349,7 +350,8 @@ def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
       ValueError: it does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
-    shape["filled"] = filled
+    if "E" in shape:
+        shape["filled"] = filled
     of = TUNABLES[name]
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
     blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})

@@ -163,7 +163,7 @@ class Run:
     @property
     def expert_work(self) -> float:
         """Rows that a device's experts multiply over the same: dropless, those that are filled."""
-        return 1.0 if self.config.moe_impl == "dropless" else self.expert_room
+        return min(1.0, self.expert_room) if self.config.moe_impl == "dropless" else self.expert_room
 
     @property
     def experts_filled(self) -> float:

@@ -67,7 +67,8 @@ def describe(name: str, runs: list[dict]) -> str:
     line = (
         f"{name:30} {transformer.num_params(shape):>10,} parameters, {transformer.active_params(shape):>9,} active   "
     )
-    line += f"held-out loss {loss:.4f} +- {max(abs(one - loss) for one in held_out):.4f}"
+    line += f"held-out loss {loss:.4f}"
+    line += f" +- {max(abs(one - loss) for one in held_out):.4f}" if len(runs) > 1 else ""
     if name == "dense":
         return line
     load, dropped = (statistics.mean(its[of] for its in runs) for of in ("load_imbalance", "dropped"))

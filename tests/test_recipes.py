@@ -282,7 +282,7 @@ def test_without_jax_and_at_once():
     "name",
     [
         BF16,
-        pytest.param("gpt-oss-120b-8k-bf16", marks=pytest.mark.slow),
+        pytest.param("llama3.1-405b-8k-fp8", marks=pytest.mark.slow),
         pytest.param("llama3.1-8b-8k-bf16-v6e", marks=pytest.mark.slow),
     ],
 )

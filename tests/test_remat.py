@@ -164,6 +164,7 @@ def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
     [
         (dict(mesh="fsdp:2,expert:2,tensor:2"), 2),  # buffer_factor
         (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=1.25), 4 / 3),  # of 120 rows whole registers
+        (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=0.5), 0.5),  # all of it filled
         (dict(mesh="expert:8", experts_per_token=1, buffer_factor=9.0), 8),  # more cannot come
         (dict(mesh="fsdp:2,expert:2,tensor:2", moe_impl="capacity", capacity_factor=1.5), 1.5),
         (dict(mesh="fsdp:4,tensor:2"), 1),
@@ -175,6 +176,7 @@ def test_experts_save_the_rows_that_they_have_room_for(flags, room):
     )
     run = run_of(config, TPU7X, CHIPS)
     assert run.expert_room == room
+    assert run.experts_filled == (1 if config.moe_impl == "capacity" else min(1, 1 / room))
     found, _ = stacked(config)
     of_experts = {name: size for (name, _), size in found.items() if name.startswith("expert_")}
     uncut = 1 if "expert:" in config.mesh else 2
