@@ -146,6 +146,7 @@ def with_gradients(qkv, sinks, rows=7, **options):
     return jax.jit(jax.grad(loss, (0, 1, 2) if sinks is None else (0, 1, 2, 3), has_aux=True))(*qkv, sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 @pytest.mark.parametrize("max_logit, sinks, soft_cap", [(5.0, None, 0.0), (-55.0, SINKS, 0.0), (55.0, SINKS, 2.0)])
 def test_max_logit_that_bounds_the_scores_changes_nothing(max_logit, sinks, soft_cap, dtype, error):

@@ -205,6 +205,7 @@ def test_a_resumed_run_says_what_is_not_as_it_was(copy):
     assert note == f"steps is 20 there and 25 here, learning_rate is {copy.learning_rate} there and 0.5 here"
 
 
+@pytest.mark.slow
 def test_keeps_the_newest(saved):
     assert saved.keep_checkpoints == 2 and steps_in(saved.checkpoint_dir) == [15, 20]
 

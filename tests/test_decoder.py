@@ -24,6 +24,7 @@ def test_figures_of_the_loads():
     assert decoder.figures({}) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -92,6 +92,7 @@ def test_at_most_two_layers_are_whole(remat, prefetch, unroll):
         assert (loop.params["length"], *whole) not in after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
     [

@@ -316,6 +316,7 @@ def test_gradients_of_gated_gmm(offset, backend):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "calls"), [(("a", "b", "product"), 1), (("a", "b"), 2), (("a", "product"), 2), ((), 2)]
 )

@@ -379,6 +379,7 @@ def _planned_s(estimate) -> float:
     return max(estimate.flops / 996e12, estimate.bytes_accessed / 3.7e12, estimate.transcendentals / 1.9e12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", _found(lambda name, s: (name, s["H"], s["window"], s["K"], s["dtype"], s["summed"])))
 def test_xla_is_told_how_long_a_kernel_takes(key):
     """Its matmuls at the peak: of the compiled cycles nearly all, or three fifths where much of a block is masked."""

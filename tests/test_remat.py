@@ -107,18 +107,17 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
     return found, nameless
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [{}, dict(fp8="dynamic", fp8_modules="moe")], ids=["", "fp8"])
 @pytest.mark.parametrize(
     ("flags", "kernels"),
     [
-        pytest.param(dict(remat="none"), 1, marks=pytest.mark.slow),
-        pytest.param(dict(remat="full"), 2, marks=pytest.mark.slow),
-        pytest.param(dict(remat="minimal"), 0, marks=pytest.mark.slow),
-        pytest.param(dict(remat="minimal_with_context"), 0, marks=pytest.mark.slow),
+        (dict(remat="none"), 1),
+        (dict(remat="full"), 2),
+        (dict(remat="minimal"), 0),
+        (dict(remat="minimal_with_context"), 0),
         (dict(remat="custom", remat_tensors="expert_gate:device,expert_up:device,expert_product:device"), 1),
-        pytest.param(
-            dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0, marks=pytest.mark.slow
-        ),
+        (dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0),
     ],
 )
 def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels, fp8, monkeypatch):
@@ -159,6 +158,7 @@ def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
     assert 4 * sum(found.values()) == nbytes * tokens / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "room"),
     [
