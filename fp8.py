@@ -192,19 +192,27 @@ def cast(x: jax.Array, s: jax.Array, dtype, *, saturates: bool = True, key: jax.
     Args:
       saturates: False where s comes from the maximum of this x, so that nothing can be too large.
     """
-    q = x.astype(jnp.float32) * inverse(s)
+    x = x.astype(jnp.float32)
+    q = x * inverse(s)
     if saturates:
         largest = float(jnp.finfo(dtype).max)
-        q = jnp.where(jnp.abs(q) < jnp.inf, jnp.clip(q, -largest, largest), q)  # infinities and NaN stay
+        q = jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(q, -largest, largest), q)  # infinities and NaN stay
     return (q if key is None else _round_up_or_down(q, dtype, key)).astype(dtype)
 
 
 def _round_up_or_down(q, dtype, key):
-    """The number of `dtype` above or below q, either with the probability that makes the mean q."""
+    """The number of `dtype` above or below q, either with the probability that makes the mean q.
+
+    A q that is one of them stays as it is, whatever is drawn: so the largest never rounds to infinity or NaN.
+    """
     format = jnp.finfo(dtype)
     exponent = (lax.bitcast_convert_type(jnp.abs(q), jnp.int32) >> 23).clip(format.minexp + 127, 254)
     step = lax.bitcast_convert_type((exponent - format.nmant) << 23, jnp.float32)
-    return jnp.floor(q * inverse(step) + jax.random.uniform(key, q.shape)) * step
+    in_steps = q * inverse(step)
+    below = jnp.floor(in_steps)
+    # Not floor(in_steps + draw), which float32 rounds: 14 + (1 - 2^-23) is 15 there.
+    goes_up = jax.random.uniform(key, q.shape) >= 1 - (in_steps - below)
+    return (below + goes_up) * step
 
 
 # -- an operand

@@ -145,6 +145,44 @@ def test_stochastic_rounding_has_the_right_mean(name):
     )
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
+def test_numbers_of_the_format_stay_whatever_is_drawn(monkeypatch, name, draw):
+    """The largest too: one step more, which 3e-7 of the draws once gave, would be infinity, or NaN."""
+    dtype, largest, *_ = FORMATS[name]
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw, jnp.float32))
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers = numbers[np.isfinite(numbers)]
+    assert numbers.max() == largest and numbers.min() == -largest
+    rounded = lambda x, **how: f64(fp8.cast(jnp.asarray(x), jnp.float32(1), dtype, key=jax.random.key(0), **how))
+    for saturates in (True, False):
+        np.testing.assert_array_equal(rounded(numbers, saturates=saturates), numbers)
+    beyond = np.float32([largest * 1.01, -largest * 1.01, 1e30, -1e30])
+    np.testing.assert_array_equal(rounded(beyond), [largest, -largest, largest, -largest])
+    inside = np.float32([largest, -largest]) * np.float32(0.999)
+    assert (np.abs(rounded(inside, saturates=False)) <= largest).all()
+
+
+@pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_with_the_largest_number_stay_finite(monkeypatch, name, draw):
+    """Dynamic scales put the largest element of a gradient on the largest number, if its mantissa is 1.75."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw, jnp.float32))
+    recipe = Recipe(rounding="stochastic", gradients=name)
+    x, w, dy = normal(8, 16), normal(16, 8, seed=1), normal(8, 8, seed=2).clip(-1, 1).at[0, 0].set(1.75)
+    _, dx, dw = gradients(lambda x, w: fp8.dot(x, weight(w, recipe, key=jax.random.key(0)), recipe), x, w, dy)
+    assert np.isfinite(dx).all() and np.isfinite(dw).all()
+
+
+@pytest.mark.parametrize("is_weight", [True, False])
+def test_fixed_scales_saturate(is_weight):
+    """+-224 lie at half of e4m3's range, with a scale of 1/2; what is past them stays at the largest number, 224."""
+    x = jnp.array([[0.0, 1.0, -3.5, 224.0, -224.0, 225.0, -1e4, 3e38]])
+    q = fp8.quantize(x, RECIPES["fixed"], (1,), axes=(), is_weight=is_weight)
+    np.testing.assert_array_equal(f64(q.values) * f64(q.scale), [[0, 1, -3.5, 224, -224, 224, -224, 224]])
+    assert f64(q.scale) == 0.5 and f64(q.values).max() == 448
+
+
 def test_stochastic_rounding_repeats_with_its_key():
     draw = lambda key: f64(fp8.cast(normal(100), jnp.float32(1), E5M2, key=jax.random.key(key)))
     np.testing.assert_array_equal(draw(3), draw(3))
