@@ -205,6 +205,25 @@ def test_matmul_by_hand():
     assert matmul_bounds(matmul, chip, memory="vmem").memory_s == 4 / 22
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "multiplied", "nbytes"),
+    [
+        ("bf16", "f32", "f32", 2 * 6 + 4 * 15 + 4 * 10),
+        ("f32", "bf16", "f32", 4 * 6 + 2 * 15 + 4 * 10),
+        ("int8", "bf16", "bf16", 1 * 6 + 2 * 15 + 4 * 10),
+        ("bf16", "int8", "bf16", 2 * 6 + 1 * 15 + 4 * 10),
+        ("int4", "int8", "int8", 0.5 * 6 + 1 * 15 + 4 * 10),
+        ("fp8", "fp8", "fp8", 1 * 6 + 1 * 15 + 4 * 10),
+    ],
+)
+def test_of_mixed_types_the_wider_operand_is_multiplied(lhs, rhs, multiplied, nbytes):
+    """Whichever side it is on; the type of the result, here f32, decides its bytes alone."""
+    matmul = Matmul(2, 3, 5, lhs, rhs, "f32")
+    assert (matmul.dtype, matmul.nbytes) == (multiplied, nbytes)
+    chip = CHIPS["tpu7x"] if multiplied in ("f32", "bf16", "fp8") else CHIPS["v5e"]
+    assert matmul_bounds(matmul, chip).compute_s == 60 / chip.flops_per_s(multiplied)
+
+
 def test_tpu7x_ridge():
     """313 FLOPs a byte for bf16, twice that for fp8, whose bytes are half: about the same batch, chip or device."""
     chip, fp8 = CHIPS["tpu7x"], dict(lhs_dtype="fp8", rhs_dtype="fp8", out_dtype="bf16")

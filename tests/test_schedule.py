@@ -932,6 +932,31 @@ def test_flops_of_a_convolution(lhs, rhs, result, how, products):
     assert matmul_flops(program, main, main["f"]) == {bits: 2 * products}
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "bits"),
+    [
+        ("f32", "bf16", 32),
+        ("bf16", "f32", 32),
+        ("f8e5m2", "bf16", 16),
+        ("bf16", "f8e4m3fn", 16),
+        ("f8e5m2", "f8e4m3fn", 8),
+        ("pred", "bf16", 16),
+        ("bf16", "s8", 16),
+    ],
+)
+@pytest.mark.parametrize(
+    "matmul",
+    ["dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "convolution(%x, %y), dim_labels=bf_io->bf"],
+)
+def test_flops_of_mixed_types_are_those_of_the_wider_one(lhs, rhs, bits, matmul):
+    program = parse(
+        f"{HEADER}\nENTRY %main (x: {lhs}[4,8], y: {rhs}[8,2]) -> f32[4,2] {{\n  %x = {lhs}[4,8] parameter(0)\n"
+        f"  %y = {rhs}[8,2] parameter(1)\n  ROOT %c = f32[4,2] {matmul}\n}}\n"
+    )
+    main = program.computations["main"]
+    assert matmul_flops(program, main, main["c"]) == {bits: 2 * 4 * 8 * 2}
+
+
 def test_products_of_random_convolutions_are_those_that_meet_an_element():
     rng = random.Random(0)
     for _ in range(200):
