@@ -188,6 +188,34 @@ def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
     assert whole == pytest.approx(cut, rel=1e-6)
 
 
+def test_an_evaluation_has_two_batches_in_flight_at_most():
+    """With 128 of them simulated devices wait for each other for ever."""
+    asked, fetched = [], []
+
+    class Sum(float):
+        def __array__(self, *_, **__):
+            fetched.append(self)
+            return np.array(self)
+
+    def eval_step(params, batch, amax):
+        assert len(asked) - len(fetched) // 2 < 2
+        asked.append(batch)
+        return Sum(3 * len(asked)), Sum(1)
+
+    config = Config(**TINY | dict(eval_batches=5, batch=8))
+    corpus = data.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
+    mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
+    assert train.evaluate(eval_step, None, corpus, config, mesh) == 3 * (1 + 2 + 3 + 4 + 5) / 5
+    assert len(asked) == 5 and len(fetched) == 10
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_more_batches_than_devices_queue_ends():
+    flags = ["--num_layers=2", "--model_dim=384", "--ff_dim=1024", "--seq_len=32", "--batch=8", "--sample=0"]
+    done = command(*flags, "--steps=1", "--eval_batches=140")
+    assert done.returncode == 0 and "(1,120 of " in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_samples_follow_the_distribution():
     """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
