@@ -1,0 +1,37 @@
+"""Files that a program writes: whole or not at all, and never by way of a link that somebody else put there.
+
+A file is written under another name and takes its own when all of it is there, so a kill or a full disk leaves the one
+before. The other name ends in `.unfinished`, has a random part that nobody can know beforehand, and is opened
+exclusively (O_EXCL): where anything has that name already, a link too, nothing is opened. What a kill leaves behind
+is in nobody's way and may be removed.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
+    """Yields a new file, opened with `mode` ("w" or "wb"), that becomes `path` at the end of the block.
+
+    An error in the block leaves what was at `path`, and nothing else. A link at `path` is replaced, not followed.
+
+    Raises:
+      ValueError: `path` is a folder, a device or a pipe.
+      OSError: the file cannot be written.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{os.fspath(path)} is there, and is no ordinary file: name another")
+    unfinished = f"{os.fspath(path)}.{secrets.token_hex(4)}.unfinished"
+    file = open(unfinished, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
+    try:
+        with file:
+            yield file
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,76 @@
+"""Files that take their name when they are whole."""
+
+import os
+import re
+
+import pytest
+
+import outputs
+
+
+def files_of(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mode, content", [("w", "Grüße\n"), ("wb", b"\xff\x00")])
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path, mode, content):
+    path = tmp_path / "file"
+    path.write_text("before")
+    with outputs.replacing(path, mode) as file:
+        file.write(content)
+        assert path.read_text() == "before"
+    assert path.read_bytes() == (content if mode == "wb" else content.encode())
+    assert files_of(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
+def test_an_error_leaves_the_file_before_and_nothing_else(tmp_path, error):
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(error), outputs.replacing(path) as file:
+        file.write("half")
+        raise error
+    assert path.read_text() == "before" and files_of(tmp_path) == ["file"]
+
+
+def test_permissions_are_those_of_an_ordinary_file(tmp_path):
+    (tmp_path / "ordinary").write_text("")
+    with outputs.replacing(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_planted_link_is_not_followed(tmp_path, monkeypatch, link):
+    """Even by who guessed the random part of the name."""
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("precious")
+    monkeypatch.setattr(outputs.secrets, "token_hex", lambda _: "guessed")
+    link(victim, tmp_path / "file.guessed.unfinished")
+    with pytest.raises(FileExistsError), outputs.replacing(path) as file:
+        file.write("other")
+    assert victim.read_text() == "precious" and not path.exists()
+
+
+def test_a_link_at_the_place_itself_is_replaced(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "file").symlink_to("victim")
+    with outputs.replacing(tmp_path / "file") as file:
+        file.write("new")
+    assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "file").read_text() == "new"
+
+
+def test_what_a_kill_left_is_in_nobodys_way(tmp_path):
+    (tmp_path / "file.0123abcd.unfinished").write_text("half")
+    (tmp_path / "file.unfinished").mkdir()
+    with outputs.replacing(tmp_path / "file") as file:
+        file.write("new")
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_device_or_a_folder_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is there, and is no ordinary file: name another")):
+            with outputs.replacing(path):
+                pass
