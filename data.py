@@ -15,19 +15,28 @@ positions start at 0. A document that a sequence cuts off goes on in another, wi
 permutation each epoch: a Feistel network (Luby & Rackoff 1988), so that nothing is shuffled in memory and any step can
 be had at once. Neither the mesh nor the number of processes enters, and a resumed run needs nothing but its step.
 
-**Token file.** A 64-byte header, then the tokens as little-endian uint16 or uint32: training part, then held-out part.
+**Token file.** A 64-byte header, the tokens (training part, then held-out part), and a table with the CRC-32 of every
+64 KiB of them, a uint32 each. All numbers are little-endian.
 
     offset  0   8 bytes   b"ironwood"
-            8   uint32    format version, 1
-           12   uint32    bytes a token, 2 or 4
+            8   uint32    format version, 2
+           12   uint32    bytes a token: 2, or 4 for a vocabulary above 65,536
            16   uint64    vocabulary size
            24   uint64    separator token: starts every document
            32   uint64    training tokens
            40   uint64    held-out tokens
-           48   uint32    CRC-32 of bytes 0 to 47
+           48   uint32    CRC-32 of the table
+           52   8 bytes   zero
+           60   uint32    CRC-32 of bytes 0 to 59
+
+**Checks.** Header and table are read when the file is opened, and their hash is the identity that a checkpoint
+remembers: it takes no pass over the tokens. A block is verified each time it is read, so a file that is overwritten or
+cut off in the middle of a run ends the run with a sentence. Blocks are read, not mapped: a mapped file that is cut off
+kills the process. The price is a read of whole blocks, and a CRC at 3 GB/s.
 """
 
 import argparse
+import hashlib
 import itertools
 import os
 import queue
@@ -35,6 +44,8 @@ import struct
 import sys
 import sysconfig
 import threading
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -43,10 +54,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import outputs
+
 BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
 HELD_OUT_ONE_IN = 20
-_HEADER = struct.Struct("<8sIIQQQQI")
+_HEADER = struct.Struct("<8sIIQQQQI8xI")
 _HEADER_BYTES = 64
+_VERSION = 2
+_BLOCK_BYTES = 1 << 16  # what has a CRC of its own
+_MAX_VOCAB_SIZE = 1 << 31  # tokens of a batch are int32
 
 
 class Batch(NamedTuple):
@@ -64,10 +80,11 @@ class Corpus:
     """Tokens of the training and of the held-out documents; each document starts with the separator."""
 
     name: str  # what error messages call it
-    train: np.ndarray
-    held_out: np.ndarray
+    train: "np.ndarray | Stream"
+    held_out: "np.ndarray | Stream"
     vocab_size: int
     separator: int
+    identity: str = ""  # tells it from any corpus of another content, wherever it is stored
 
     def check(self, seq_len: int, vocab_size: int) -> None:
         """Raises ValueError where a model of this vocabulary and sequence length cannot train on it."""
@@ -88,30 +105,130 @@ class Corpus:
 # -- corpora
 
 
+class DamagedError(ValueError):
+    """A token file that was opened does not have its content any more."""
+
+
+class _TokenFile:
+    """An open token file: its header, the CRCs of its blocks, and its tokens, of which every block read is verified."""
+
+    def __init__(self, path: str):
+        size = os.path.getsize(path)
+        if size < _HEADER_BYTES:
+            raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
+        raw = open(path, "rb", buffering=0)
+        weakref.finalize(self, raw.close)
+        self.path, self.descriptor, self.opened = path, raw.fileno(), os.fstat(raw.fileno())
+        header = self._bytes(0, _HEADER_BYTES)
+        magic, version, itemsize, *numbers, table_crc, crc = _HEADER.unpack(header)
+        if magic != b"ironwood":
+            raise ValueError(f"{path} starts with {magic!r}: not a token file; make one with `python data.py prepare`")
+        if version != _VERSION:
+            raise ValueError(
+                f"{path} has format version {version}, and this program reads version {_VERSION}, which has checksums; "
+                "make it again with `python data.py prepare`"
+            )
+        if crc != (found := zlib.crc32(header[:-4])):
+            raise ValueError(f"{path} has a damaged header: CRC {found:#x} in place of {crc:#x}")
+        self.vocab_size, self.separator, self.num_train, self.num_held_out = numbers
+        _check_vocabulary(path, self.vocab_size, self.separator)
+        if itemsize != (needed := _itemsize(self.vocab_size)):
+            raise ValueError(f"{path} has {itemsize} bytes a token; a vocabulary of {self.vocab_size} has {needed}")
+        self.dtype, self.num_bytes = np.dtype(f"<u{itemsize}"), itemsize * (self.num_train + self.num_held_out)
+        num_blocks = -(-self.num_bytes // _BLOCK_BYTES)
+        if size != (expected := _HEADER_BYTES + self.num_bytes + 4 * num_blocks):
+            raise ValueError(f"{path} has {size} bytes and its header promises {expected}: truncated or damaged")
+        table = self._bytes(_HEADER_BYTES + self.num_bytes, 4 * num_blocks)
+        if zlib.crc32(table) != table_crc:
+            raise ValueError(f"{path} has a damaged table of checksums, at its end: copy it again, or make it again")
+        self.crcs, self.identity = np.frombuffer(table, "<u4"), _identity(header, table)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`. Raises DamagedError where the file has others by now, or cannot be read."""
+        start, stop = start * self.dtype.itemsize, stop * self.dtype.itemsize
+        blocks = range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
+        begin, end = blocks.start * _BLOCK_BYTES, min(blocks.stop * _BLOCK_BYTES, self.num_bytes)
+        try:
+            content = memoryview(self._bytes(_HEADER_BYTES + begin, end - begin))
+        except OSError as error:
+            raise DamagedError(f"{self.path} cannot be read any more: {error}") from error
+        for block in blocks:
+            first = block * _BLOCK_BYTES
+            if zlib.crc32(content[first - begin :][:_BLOCK_BYTES]) != self.crcs[block]:
+                last = min(first + _BLOCK_BYTES, self.num_bytes) - 1
+                raise DamagedError(
+                    f"{self.path} is damaged: its tokens {first // self.dtype.itemsize} to "
+                    f"{last // self.dtype.itemsize} are not those that were written ({self._change()}); "
+                    "put it back as it was"
+                )
+        return np.frombuffer(content[start - begin : stop - begin], self.dtype)
+
+    def _bytes(self, offset: int, num_bytes: int) -> bytes:
+        """Those bytes of the file; fewer where it ends before."""
+        parts = []
+        while num_bytes > 0 and (part := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
+            parts.append(part)
+            offset, num_bytes = offset + len(part), num_bytes - len(part)
+        return b"".join(parts)
+
+    def _change(self) -> str:
+        """What happened to the file since it was opened."""
+        now = os.fstat(self.descriptor)
+        if now.st_size != self.opened.st_size:
+            return f"it has {now.st_size} bytes and had {self.opened.st_size} when it was opened"
+        if now.st_mtime_ns != self.opened.st_mtime_ns:
+            return f"it was written to at {time.strftime('%F %T', time.localtime(now.st_mtime))}, after it was opened"
+        return "by their checksum; nothing wrote to it since it was opened"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A part of a token file: it has a length and slices, [start:stop], which are read and verified when asked for."""
+
+    file: _TokenFile
+    first: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.length)
+        return self.file.read(self.first + start, self.first + stop)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.file.dtype
+
+
+def _itemsize(vocab_size: int) -> int:
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def _check_vocabulary(path: str, vocab_size: int, separator: int) -> None:
+    if not 0 < vocab_size <= _MAX_VOCAB_SIZE:
+        raise ValueError(f"{path}: a vocabulary of {vocab_size} is not between 1 and {_MAX_VOCAB_SIZE}")
+    if not 0 <= separator < vocab_size:
+        raise ValueError(f"{path}: separator {separator} is outside the vocabulary of {vocab_size}")
+
+
 def open_corpus(path: str) -> Corpus:
-    """The token file at `path`, memory-mapped; the standard library as bytes where `path` is empty.
+    """The token file at `path`; the standard library as bytes where `path` is empty.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is empty, truncated, or no token file, with the number of bytes that tells.
+      ValueError: it is empty, truncated, damaged, or no token file, with the number that tells.
     """
     if not path:
         return standard_library()
-    size = os.path.getsize(path)
-    if size < _HEADER_BYTES:
-        raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
-    with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
-    magic, version, itemsize, vocab_size, separator, num_train, num_held_out, crc = _HEADER.unpack(header)
-    if magic != b"ironwood":
-        raise ValueError(f"{path} starts with {magic!r}: not a token file; make one with `python data.py prepare`")
-    if crc != zlib.crc32(header[:48]) or version != 1 or itemsize not in (2, 4):
-        raise ValueError(f"{path} has a damaged header: version {version}, {itemsize} bytes a token, CRC {crc:#x}")
-    expected = _HEADER_BYTES + itemsize * (num_train + num_held_out)
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes and its header promises {expected}: truncated or damaged")
-    tokens = np.memmap(path, dtype=f"<u{itemsize}", mode="r", offset=_HEADER_BYTES, shape=(num_train + num_held_out,))
-    return Corpus(path, tokens[:num_train], tokens[num_train:], vocab_size, separator)
+    file = _TokenFile(path)
+    train, held_out = Stream(file, 0, file.num_train), Stream(file, file.num_train, file.num_held_out)
+    return Corpus(path, train, held_out, file.vocab_size, file.separator, file.identity)
+
+
+def _identity(*parts) -> str:
+    # No CRC: a CRC over CRCs is linear, and equal for some contents that differ in two places.
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def write_corpus(
@@ -121,12 +238,18 @@ def write_corpus(
 
     Raises ValueError for a token or separator outside the vocabulary, with its document and position.
     """
-    if not 0 <= separator < vocab_size:
-        raise ValueError(f"separator {separator} is outside the vocabulary of {vocab_size}")
-    itemsize = 2 if vocab_size <= 1 << 16 else 4
-    unfinished = f"{path}.unfinished"  # what is left there by an error is no token file: its header comes last
-    counts = []
-    with open(unfinished, "wb") as file:
+    _check_vocabulary(path, vocab_size, separator)
+    itemsize = _itemsize(vocab_size)
+    counts, crcs, waiting = [], [], bytearray()
+
+    def write_blocks(at_least: int) -> None:
+        while len(waiting) >= at_least:
+            block = waiting[:_BLOCK_BYTES]
+            del waiting[:_BLOCK_BYTES]
+            file.write(block)
+            crcs.append(zlib.crc32(block))
+
+    with outputs.replacing(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
         for part, documents in (("training", train), ("held-out", held_out)):
             count = 0
@@ -137,13 +260,16 @@ def write_corpus(
                         f"{part} document {number} has token {document[bad[0]]} at position {bad[0]}, "
                         f"outside the vocabulary of {vocab_size}"
                     )
-                file.write(np.concatenate([[separator], document]).astype(f"<u{itemsize}").tobytes())
+                waiting += np.concatenate([[separator], document]).astype(f"<u{itemsize}").tobytes()
                 count += len(document) + 1
+                write_blocks(_BLOCK_BYTES)
             counts.append(count)
-        header = _HEADER.pack(b"ironwood", 1, itemsize, vocab_size, separator, *counts, 0)[:48]
+        write_blocks(1)
+        table = np.array(crcs, "<u4").tobytes()
+        file.write(table)
+        header = _HEADER.pack(b"ironwood", _VERSION, itemsize, vocab_size, separator, *counts, zlib.crc32(table), 0)
         file.seek(0)
-        file.write(header + struct.pack("<I", zlib.crc32(header)))
-    os.replace(unfinished, path)
+        file.write(header[:-4] + struct.pack("<I", zlib.crc32(header[:-4])))
     return open_corpus(path)
 
 
@@ -152,10 +278,10 @@ def standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    train, held_out, _ = _divide(files, root)
     join = lambda paths: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), document) for document in _read(paths)])
+    train, held_out = map(join, _divide(files, root)[:2])
     name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
-    return Corpus(name, join(train), join(held_out), vocab_size=256, separator=BYTE_SEPARATOR)
+    return Corpus(name, train, held_out, 256, BYTE_SEPARATOR, _identity(train, held_out))
 
 
 def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
@@ -215,7 +341,7 @@ def _read(paths: list[Path]) -> Iterator[np.ndarray]:
 # -- batches
 
 
-def num_sequences(tokens: np.ndarray, seq_len: int) -> int:
+def num_sequences(tokens: np.ndarray | Stream, seq_len: int) -> int:
     return (len(tokens) - 1) // seq_len
 
 
@@ -238,7 +364,7 @@ def _eval_order(numbers: np.ndarray, size: int) -> np.ndarray:
     return _permute(numbers, size, seed=0)
 
 
-def _pack(corpus: Corpus, stream: np.ndarray, sequences: np.ndarray, seq_len: int) -> Batch:
+def _pack(corpus: Corpus, stream: np.ndarray | Stream, sequences: np.ndarray, seq_len: int) -> Batch:
     """The numbered sequences of a stream; a negative number is padding."""
     there = sequences >= 0
     starts = np.where(there, sequences, 0) * seq_len
@@ -340,7 +466,7 @@ def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_tr
     p(b | a) = (count(a, b) + p(b)) / (count(a) + 1): counts that fall back on the unigram p(b), itself smoothed by one
     count a token of the vocabulary.
     """
-    train = np.asarray(corpus.train[:max_train_tokens]).astype(np.int64)
+    train = corpus.train[:max_train_tokens].astype(np.int64)
     size = num_sequences(corpus.held_out, seq_len)
     starts = _eval_order(np.arange(min(num_eval_sequences, size)), size) * seq_len
     held_out = np.stack([corpus.held_out[start : start + seq_len + 1] for start in starts]).astype(np.int64)

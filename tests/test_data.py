@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -179,20 +180,40 @@ def test_round_trip(tmp_path, vocab_size, itemsize):
     written = data.write_corpus(path, map(np.array, train), map(np.array, held_out), vocab_size=vocab_size, separator=7)
     opened = data.open_corpus(path)
     for corpus in (written, opened):
-        assert corpus.train.tolist() == [7, 1, 2, vocab_size - 1, 7, 7, 3]
-        assert corpus.held_out.tolist() == [7, vocab_size - 2, 5]
+        assert corpus.train[:].tolist() == [7, 1, 2, vocab_size - 1, 7, 7, 3]
+        assert corpus.held_out[:].tolist() == [7, vocab_size - 2, 5]
         assert (corpus.name, corpus.vocab_size, corpus.separator) == (path, vocab_size, 7)
         assert corpus.train.dtype == corpus.held_out.dtype == np.dtype(f"<u{itemsize}")
-        assert isinstance(corpus.train, np.memmap)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.bin"]
 
 
 def test_the_file_is_as_documented(tmp_path):
     path = str(tmp_path / "corpus.bin")
     data.write_corpus(path, [np.array([1, 2])], [np.array([3])], vocab_size=300, separator=299)
-    content = Path(path).read_bytes()
-    head = struct.pack("<8sIIQQQQ", b"ironwood", 1, 2, 300, 299, 3, 2)
-    assert content == head + struct.pack("<I", zlib.crc32(head)) + bytes(12) + struct.pack("<5H", 299, 1, 2, 299, 3)
+    tokens = struct.pack("<5H", 299, 1, 2, 299, 3)
+    assert Path(path).read_bytes() == token_file(b"ironwood", 2, 2, 300, 299, 3, 2, tokens)
+
+
+def token_file(*header, block_bytes=1 << 16) -> bytes:
+    """A token file by its documentation: the first seven numbers of its header, and the bytes of its tokens."""
+    *numbers, tokens = header
+    blocks = [tokens[at : at + block_bytes] for at in range(0, len(tokens), block_bytes)]
+    table = struct.pack(f"<{len(blocks)}I", *map(zlib.crc32, blocks))
+    head = struct.pack("<8sIIQQQQI8x", *numbers, zlib.crc32(table))
+    return head + struct.pack("<I", zlib.crc32(head)) + tokens + table
+
+
+def patched(path: Path, *, header: dict[int, int] | None = None, token: tuple[int, int] | None = None) -> None:
+    """Writes a token file anew with other numbers in its header or another token at a place, all CRCs being right."""
+    content = path.read_bytes()
+    numbers = list(struct.unpack_from("<8sIIQQQQ", content))
+    for at, number in (header or {}).items():
+        numbers[at] = number
+    itemsize, size = struct.unpack_from("<I", content, 12)[0], sum(struct.unpack_from("<QQ", content, 32))
+    tokens = bytearray(content[64 : 64 + itemsize * size])
+    if token:
+        struct.pack_into("<H" if itemsize == 2 else "<I", tokens, itemsize * token[0], token[1])
+    path.write_bytes(token_file(*numbers, bytes(tokens)))
 
 
 def small_file(tmp_path) -> Path:
@@ -218,7 +239,7 @@ def test_file_without_a_whole_header(tmp_path, size):
 def test_file_of_the_wrong_length(tmp_path, change):
     path = small_file(tmp_path)
     content = path.read_bytes()
-    whole = 64 + 2 * (51 + 21)
+    whole = 64 + 2 * (51 + 21) + 4
     assert len(content) == whole
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
     with pytest.raises(
@@ -237,23 +258,164 @@ def test_another_kind_of_file(tmp_path):
 def test_every_flipped_bit_of_the_header_is_noticed(tmp_path):
     path = small_file(tmp_path)
     content = path.read_bytes()
-    for bit in range(52 * 8):
+    for bit in range(64 * 8):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="not a token file" if bit < 64 else "damaged header") as error:
+        found = "not a token file" if bit < 64 else "format version" if bit < 96 else "damaged header"
+        with pytest.raises(ValueError, match=found) as error:
             data.open_corpus(str(path))
         assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("vocab_size, code", [(100, "<H"), (70_000, "<I")])
+def test_an_older_format_is_named_with_the_way_out(tmp_path):
+    path = small_file(tmp_path)
+    patched(path, header={1: 1})
+    with pytest.raises(ValueError, match=r"format version 1, .* reads version 2, .*make it again with `python data.py"):
+        data.open_corpus(str(path))
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        ({3: 0}, "a vocabulary of 0 is not between 1 and 2147483648"),
+        ({2: 4, 3: 2**31 + 1}, "a vocabulary of 2147483649 is not between 1 and 2147483648"),
+        ({4: 100}, "separator 100 is outside the vocabulary of 100"),
+        ({4: 2**64 - 1}, f"separator {2**64 - 1} is outside the vocabulary of 100"),
+        ({2: 0}, "0 bytes a token; a vocabulary of 100 has 2"),
+        ({2: 4}, "4 bytes a token; a vocabulary of 100 has 2"),
+        ({3: 65_537}, "2 bytes a token; a vocabulary of 65537 has 4"),
+        ({5: 2**64 - 51}, "has 212 bytes and its header promises"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path, header, message):
+    path = small_file(tmp_path)
+    patched(path, header=header)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        data.open_corpus(str(path))
+
+
+@pytest.mark.parametrize("header", [{5: 0, 6: 72}, {5: 72, 6: 0}])
+def test_a_file_without_one_of_its_parts_cannot_be_trained_on(tmp_path, header):
+    path = small_file(tmp_path)
+    patched(path, header=header)
+    with pytest.raises(ValueError, match=r"0 (training|held-out) .*use a longer text"):
+        data.open_corpus(str(path)).check(seq_len=4, vocab_size=100)
+
+
+# -- a file that changes
+
+
+BLOCK_TOKENS = 1 << 15  # of 64 KiB, at two bytes a token
+
+
+def large_file(tmp_path) -> Path:
+    """Five blocks and a bit; the held-out part begins within the fourth."""
+    path = tmp_path / "large.bin"
+    train, held_out = np.arange(int(3.5 * BLOCK_TOKENS)) % 251, np.arange(2 * BLOCK_TOKENS) % 241
+    data.write_corpus(str(path), [train], [held_out], vocab_size=256, separator=255)
+    return path
+
+
+@pytest.mark.parametrize(
+    "start, stop", [(0, 0), (0, 1), (5, 5), (32767, 32769), (32768, 65536), (7, 114689), (9, 10**9)]
+)
+def test_slices_are_those_of_an_array(tmp_path, start, stop):
+    corpus = data.open_corpus(str(large_file(tmp_path)))
+    train = np.concatenate([[255], np.arange(int(3.5 * BLOCK_TOKENS)) % 251])
+    held_out = np.concatenate([[255], np.arange(2 * BLOCK_TOKENS) % 241])
+    assert (len(corpus.train), len(corpus.held_out)) == (len(train), len(held_out))
+    np.testing.assert_array_equal(corpus.train[start:stop], train[start:stop])
+    np.testing.assert_array_equal(corpus.held_out[start:stop], held_out[start:stop])
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip(path: Path, bit: int) -> None:
+    overwrite(path, bit // 8, bytes([path.read_bytes()[bit // 8] ^ 1 << bit % 8]))
+
+
+def test_every_flipped_bit_is_found_by_who_reads_it_and_only_there(tmp_path):
+    path = large_file(tmp_path)
+    corpus, whole = data.open_corpus(str(path)), path.read_bytes()
+    num_tokens = len(corpus.train) + len(corpus.held_out)
+    random = np.random.default_rng(0)
+    for token in [0, BLOCK_TOKENS - 1, BLOCK_TOKENS, num_tokens - 1, *random.integers(0, num_tokens, 20).tolist()]:
+        flip(path, (64 + 2 * token) * 8 + int(random.integers(16)))
+        block = token // BLOCK_TOKENS
+        first, last = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, num_tokens) - 1
+        with pytest.raises(data.DamagedError, match=f"its tokens {first} to {last} are not those .* put it back"):
+            corpus.train[:], corpus.held_out[:]
+        for other in range(-(-num_tokens // BLOCK_TOKENS)):
+            if other != block:
+                corpus.train.file.read(other * BLOCK_TOKENS, min((other + 1) * BLOCK_TOKENS, num_tokens))
+        path.write_bytes(whole)
+    for byte in range(64 + 2 * num_tokens, len(whole)):
+        flip(path, byte * 8 + 3)
+        with pytest.raises(ValueError, match="damaged table of checksums"):
+            data.open_corpus(str(path))
+        path.write_bytes(whole)
+    corpus.train[:], corpus.held_out[:]  # mended under the same open file
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_path):
+    path = large_file(tmp_path)
+    corpus, size = data.open_corpus(str(path)), path.stat().st_size
+    os.truncate(path, 1000)
+    with pytest.raises(data.DamagedError, match=f"it has 1000 bytes and had {size} when it was opened"):
+        data.train_batch(corpus, 0, batch=4, seq_len=64, seed=0)
+
+
+def test_a_file_that_is_overwritten_while_it_is_open_is_told_by_its_time(tmp_path):
+    path, other = large_file(tmp_path), tmp_path / "other.bin"
+    corpus, size = data.open_corpus(str(path)), path.stat().st_size
+    data.write_corpus(str(other), [np.arange(len(corpus.train) - 1) % 7], [np.arange(2 * BLOCK_TOKENS) % 7],
+                      vocab_size=256, separator=255)  # fmt: skip
+    assert other.stat().st_size == size
+    overwrite(path, 0, other.read_bytes())
+    os.utime(path, (1e9, 1e9))
+    with pytest.raises(data.DamagedError, match=r"it was written to at 2001-09-\d\d [\d:]+, after it was opened"):
+        data.train_batch(corpus, 0, batch=4, seq_len=64, seed=0)
+
+
+def test_a_file_that_is_replaced_while_it_is_open_is_still_the_one_that_was_opened(tmp_path):
+    path = large_file(tmp_path)
+    corpus = data.open_corpus(str(path))
+    before = data.train_batch(corpus, 3, batch=4, seq_len=64, seed=0)
+    other = data.write_corpus(str(path), [np.arange(200)], [np.arange(200)], vocab_size=256, separator=255)
+    for then, now in zip(before, data.train_batch(corpus, 3, batch=4, seq_len=64, seed=0), strict=True):
+        np.testing.assert_array_equal(then, now)
+    assert other.identity != corpus.identity
+
+
+def test_a_file_that_is_only_touched_goes_on(tmp_path):
+    path = large_file(tmp_path)
+    corpus = data.open_corpus(str(path))
+    os.utime(path, (1e9, 1e9))
+    corpus.train[:]
+
+
+def test_identity_is_of_the_content_and_not_of_the_path(tmp_path):
+    write = lambda name, documents, **kind: data.write_corpus(
+        str(tmp_path / name), [np.array(documents)], [np.arange(9)], **dict(vocab_size=50, separator=49) | kind
+    )
+    first = write("a.bin", [1, 2, 3]).identity
+    assert write("b.bin", [1, 2, 3]).identity == data.open_corpus(str(tmp_path / "a.bin")).identity == first
+    others = [write("c.bin", [1, 2, 4]), write("d.bin", [1, 2, 3], vocab_size=51)]
+    others += [write("e.bin", [1, 2, 3], separator=48), write("f.bin", [1, 2, 3, 0])]
+    assert len({first, *(other.identity for other in others)}) == 5
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
 @pytest.mark.parametrize("part, offset", [("training", 0), ("training", 13), ("training", 50), ("held-out", 7)])
-def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, code, part, offset):
+def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, part, offset):
     path, token, seq_len = str(tmp_path / "corpus.bin"), vocab_size + 3, 5
     data.write_corpus(path, [np.arange(50)], [np.arange(20)], vocab_size=vocab_size, separator=99)
-    content = bytearray(Path(path).read_bytes())
-    struct.pack_into(code, content, 64 + struct.calcsize(code) * (offset + 51 * (part == "held-out")), token)
-    Path(path).write_bytes(content)
+    patched(Path(path), token=(offset + 51 * (part == "held-out"), token))
     corpus = data.open_corpus(path)
     train = lambda row: data.train_batch(corpus, 0, batch=10, seq_len=seq_len, seed=0, rows=slice(row, row + 1))
     held_out = lambda row: data.eval_batch(corpus, 0, batch=4, seq_len=seq_len, rows=slice(row, row + 1))
@@ -272,9 +434,7 @@ def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, code, 
 def test_a_token_beyond_the_positive_int32s_is_seen(tmp_path):
     path = str(tmp_path / "corpus.bin")
     data.write_corpus(path, [np.arange(50)], [np.arange(20)], vocab_size=70_000, separator=99)
-    content = bytearray(Path(path).read_bytes())
-    struct.pack_into("<I", content, 64 + 4 * 13, 2**32 - 1)
-    Path(path).write_bytes(content)
+    patched(Path(path), token=(13, 2**32 - 1))
     with pytest.raises(ValueError, match=f"has token {2**32 - 1} at training token 13"):
         data.train_batch(data.open_corpus(path), 0, batch=10, seq_len=5, seed=0)
 
@@ -307,7 +467,8 @@ def test_an_interrupted_write_leaves_the_file_before(tmp_path, error):
         data.write_corpus(str(path), [np.arange(5)], documents(), vocab_size=100, separator=99)
     assert path.read_bytes() == before
     data.write_corpus(str(path), [np.arange(5)], [np.arange(3)], vocab_size=100, separator=99)
-    assert data.open_corpus(str(path)).train.tolist() == [99, 0, 1, 2, 3, 4]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert data.open_corpus(str(path)).train[:].tolist() == [99, 0, 1, 2, 3, 4]
 
 
 def test_check_names_the_numbers_and_the_way_out():
@@ -330,7 +491,7 @@ def test_check_names_the_numbers_and_the_way_out():
 
 
 def documents_of(tokens) -> list[bytes]:
-    content = np.asarray(tokens).astype(np.uint8).tobytes()
+    content = tokens[:].astype(np.uint8).tobytes()
     assert content[0] == 255
     return content[1:].split(b"\xff")
 
@@ -437,6 +598,7 @@ def test_standard_library():
     assert 0.02 < len(held_out) / len(train) < 0.1 and 0.01 < len(corpus.held_out) / len(corpus.train) < 0.2
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in corpus.name
     again = data.standard_library()
+    assert corpus.identity == again.identity != ""
     np.testing.assert_array_equal(corpus.train, again.train)
     np.testing.assert_array_equal(corpus.held_out, again.held_out)
     corpus.check(seq_len=1024, vocab_size=256)
