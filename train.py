@@ -43,6 +43,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import agreement
 import calibration
 import checkpoint
 import data
@@ -375,18 +376,20 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     """
     called = time.perf_counter()
     begun = begun or called
-    devices = processes.start(config)
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
-    spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
-    config = resolve_remat(config, mesh)
-    rules.check(config, dict(mesh.shape))
-    calibration.check(config)
-    check_outputs(config)
-    remat.check_host_memory(config, mesh)
-    compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
-    check_backend(config, mesh.devices.flat[0].platform)
-    corpus = data.open_corpus(config.corpus)
-    corpus.check(config.seq_len, config.vocab_size)
+    with agreement.reached(config) as facts:
+        devices = processes.start(config)
+        mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
+        spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
+        config = resolve_remat(config, mesh)
+        rules.check(config, dict(mesh.shape))
+        calibration.check(config)
+        check_outputs(config)
+        remat.check_host_memory(config, mesh)
+        compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
+        check_backend(config, mesh.devices.flat[0].platform)
+        corpus = data.open_corpus(config.corpus)
+        corpus.check(config.seq_len, config.vocab_size)
+        facts["the corpus"] = corpus.identity
 
     order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
 

@@ -35,15 +35,16 @@ def one(values, tmp_path_factory) -> Config:
     return Config(**values, steps=20)
 
 
-def start_two(values: dict, directory: Path, program=("train.py",)) -> list[subprocess.Popen]:
-    """Both processes; each writes to a file of its number in the directory."""
+def start_two(values: dict, directory: Path, program=("train.py",), second=()) -> list[subprocess.Popen]:
+    """Both processes, the second with values of its own; each writes to a file of its number in the directory."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     files = dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
     values = values | files | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2)
     start_one = partial(start, program=program)
-    return [start_one(values | dict(process_id=i), directory / f"{i}.out") for i in (0, 1)]
+    both = values | dict(process_id=0), values | dict(process_id=1) | dict(second)
+    return [start_one(each, directory / f"{i}.out") for i, each in enumerate(both)]
 
 
 def end_well(processes: list[subprocess.Popen], directory: Path, timeout_s: float = 300) -> None:

@@ -22,7 +22,7 @@ FLOORS = [
     {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer", "checkpoint"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
-    {"dense", "fp8", "fsdp", "moe", "workload", "context"},
+    {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters"},
     {"planner", "cost", "calibration"},
     {"remat", "compiled"},

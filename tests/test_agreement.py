@@ -1,0 +1,128 @@
+"""Processes that would not run the same: each names the difference, and none waits for another."""
+
+import dataclasses
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_checkpoint import values_in
+from test_processes import start_two
+
+import agreement
+import data
+from config import Config
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    yield from values_in(tmp_path_factory.mktemp("values"))
+
+
+def said_by_both(processes, directory: Path, timeout_s: float = 60) -> str:
+    """The last line of both, which must have ended with status 1 and the same words."""
+    try:
+        statuses = [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    errors = [(directory / f"{i}.err").read_text() for i in (0, 1)]
+    assert statuses == [1, 1], "\n".join(errors)
+    first, second = (text.splitlines()[-1] for text in errors)
+    assert first == second and (directory / "0.out").read_text() == ""
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "value", "first"),
+    [
+        ("learning_rate", 0.01, "0.003"),
+        ("seed", 1, "0"),
+        ("steps", 30, "20"),
+        ("save_every", 3, "100"),
+        ("checkpoint_dir", "elsewhere", None),
+        ("corpus", "", None),
+        ("mesh", "fsdp:4", "'fsdp:8'"),
+        ("mesh", "fsdp:7", "'fsdp:8'"),  # refused before there are devices
+        ("preset", "tiny-moe", "'tiny'"),
+    ],
+)
+def test_another_flag_is_named_by_both(flag, value, first, values, tmp_path):
+    if flag == "checkpoint_dir":
+        value = str(tmp_path / value)
+    said = said_by_both(start_two(values, tmp_path, second={flag: value}), tmp_path)
+    ours = first or repr({**values, "checkpoint_dir": str(tmp_path / "checkpoints")}[flag])
+    assert said.startswith(
+        f"train.py: error: the processes of this run disagree: --{flag} is {ours} on process 0 and {value!r} on "
+    )
+    assert said.endswith("start all of them with the same command, code and files")
+
+
+OWN_FOLDER = """
+import dataclasses, os, sys
+import config, data, train
+
+run = config.parse_flags(sys.argv[1:], prog="", description="")
+os.chdir(f"{folder}/{{run.process_id}}")
+try:
+    train.run(dataclasses.replace(run, {flag}="{path}"))
+except (ValueError, OSError) as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["another checkpoint_dir", "another corpus", "no corpus"])
+def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
+    """As on another host: the processes have folders of their own, and the path is relative."""
+    for number in (0, 1):
+        (tmp_path / str(number)).mkdir()
+        shutil.copy(values["corpus"], tmp_path / str(number) / "c.bin")
+    path = tmp_path / "1/c.bin"
+    if case == "another corpus":
+        corpus = data.open_corpus(str(path))
+        other = np.array(corpus.train)
+        other[-1] ^= 1
+        data.write_corpus(str(path), [other[1:]], [np.array(corpus.held_out)[1:]], vocab_size=256, separator=255)
+    elif case == "no corpus":
+        path.unlink()
+    flag, path = ("corpus", "c.bin") if "corpus" in case else ("checkpoint_dir", "checkpoints")
+    program = OWN_FOLDER.format(folder=tmp_path, flag=flag, path=path)
+    processes = start_two(values, tmp_path, program=("-c", program))
+    if case == "no corpus":
+        assert [process.wait(60) for process in processes] == [1, 1]
+        said = "[Errno 2] No such file or directory: 'c.bin'\n"
+        assert (tmp_path / "0.err").read_text() == f"process 1 cannot start: {said}"
+        assert (tmp_path / "1.err").read_text() == said
+        return
+    said = said_by_both(processes, tmp_path)
+    if case == "another corpus":
+        assert said.startswith("the processes of this run disagree: the corpus is ") and said.count("process") == 3
+    else:
+        assert (
+            "what process 0 writes to --checkpoint_dir is there on process 0 and missing on process 1: start all"
+            in said
+        )
+
+
+def test_all_flags_decide_but_those_of_a_process():
+    """And versions, code and environment: each is in what is compared, and is another in another run."""
+    found = agreement.decided_by(Config())
+    names = {f"--{field.name}" for field in dataclasses.fields(Config)}
+    assert names - found.keys() == {
+        "--process_id",
+        "--coordinator",
+        "--metrics_file",
+        "--profile_dir",
+        "--compilation_cache",
+    }
+    code = zlib.crc32(Path(agreement.__file__).read_bytes())
+    assert found["the checksum of agreement.py"] == f"{code:08x}" and "the checksum of pytest.py" not in found
+    assert found["numpy"] == np.__version__ and "XLA_FLAGS" in found
+    assert agreement.differences([found, agreement.decided_by(Config(seed=1)) | {"numpy": "1.0"}]) == [
+        "--seed is 0 on process 0 and 1 on process 1",
+        f"numpy is {np.__version__} on process 0 and 1.0 on process 1",
+    ]
