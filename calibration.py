@@ -23,12 +23,14 @@ they come out of loops over layers and recomputation by themselves, and of micro
 """
 
 import functools
+import hashlib
 import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+import outputs
 import transformer
 from config import Config
 
@@ -89,7 +91,13 @@ def save(history: dict, config: Config) -> None:
         return
     amax = jax.tree.map(lambda amax_SL: jax.device_get(amax_SL)[0].tolist(), history)
     found = {"of": {name: getattr(config, name) for name in OF_A_FILE}, "largest": amax}
-    Path(config.fp8_scales).write_text(json.dumps(found, indent=1))
+    with outputs.replacing(config.fp8_scales) as file:
+        json.dump(found, file, indent=1)
+
+
+def identity(config: Config) -> str:
+    """Tells a profile from any of another content. Raises as `load` does."""
+    return hashlib.blake2b(json.dumps(load(config), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 @functools.cache

@@ -89,24 +89,28 @@ def open_manager(config: Config):
     return manager
 
 
-def save(manager, step: int, state, config: Config) -> None:
+def save(manager, step: int, state, config: Config, contents: dict[str, str] | None = None) -> None:
     """Starts to save the state reached after `step` steps; returns when it is copied from the devices.
+
+    `contents` has an identity of the content of each file that the run reads, by its flag.
 
     Raises OSError where the save before this one could not be finished.
     """
     ocp = _orbax()
-    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(dataclasses.asdict(config)))
+    made_by = dataclasses.asdict(config) | {"contents": contents or {}}
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(made_by))
     with _writable(manager):
         manager.save(step, args=parts, force=True)
 
 
-def restore(manager, shapes, shardings, config: Config):
+def restore(manager, shapes, shardings, config: Config, contents: dict[str, str] | None = None):
     """(state, note) of the newest checkpoint, of which there must be one, in the given shards.
 
     `note` names the fields that do not keep the state from loading and yet make the run go on otherwise.
 
     Raises:
-      ValueError: the checkpoint is of another model (with the fields that differ), damaged, or not of this program.
+      ValueError: the checkpoint is of another model (with the fields that differ), damaged, or not of this program; a
+        file that the run reads had another content when it was saved.
     """
     ocp, step = _orbax(), manager.latest_step()
     with _readable(manager, step):
@@ -117,10 +121,29 @@ def restore(manager, shapes, shardings, config: Config):
             f"the checkpoint {manager.directory / str(step)} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
         )
+    same = _same_contents(saved, config, contents or {}, manager.directory / str(step))
     target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     with _readable(manager, step):
         state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-    return state, _differing(saved, config, COURSE_FIELDS)
+    return state, _differing(saved, config, [name for name in COURSE_FIELDS if name not in same])
+
+
+def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkpoint) -> set[str]:
+    """The flags whose files have the content that they had, under whatever name.
+
+    Raises ValueError where a file of the same name has another: nothing else would tell.
+    """
+    before = saved.get("contents", {})  # a checkpoint from before there were any names none
+    for flag in before.keys() & contents.keys():
+        path = getattr(config, flag)
+        if before[flag] != contents[flag] and saved[flag] == path:
+            file = f"--{flag}={path}" if path else f"the default of --{flag}"
+            raise ValueError(
+                f"{file} has another content ({contents[flag]}) than when the checkpoint {checkpoint} was saved "
+                f"({before[flag]}): put that one back, give the new one another name to go on with it, or give another "
+                "--checkpoint_dir"
+            )
+    return {flag for flag in before.keys() & contents.keys() if before[flag] == contents[flag]}
 
 
 def close(manager) -> None:

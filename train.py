@@ -389,6 +389,9 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         check_backend(config, mesh.devices.flat[0].platform)
         corpus = data.open_corpus(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
+        contents = {"corpus": corpus.identity}  # of the files that the run reads, by flag
+        if config.fp8 == "static":
+            contents["fp8_scales"] = calibration.identity(config)
         facts["the corpus"] = corpus.identity
 
     order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
@@ -401,7 +404,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         restore_begun = time.perf_counter()
         manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
         stack.callback(checkpoint.close, manager)
-        state, resumed = restored_state(config, mesh, manager)
+        state, resumed = restored_state(config, mesh, manager, contents)
         last_step = first_step = 0 if state is None else int(state.step)
         if manager:
             spent["restore"] = time.perf_counter() - restore_begun
@@ -428,6 +431,16 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         profile, stopped = Profile(config, log, step_fn), 0
         terminated = stack.enter_context(processes.notice_of_termination())
         batches = stack.enter_context(contextlib.closing(data.ahead(make_batch, range(first_step, config.steps))))
+
+        def save_what_is_trained(_, error, trace) -> None:
+            # Not with several processes: the others do not know of the error, and wait for the next step.
+            if isinstance(error, data.DamagedError) and manager and jax.process_count() == 1:
+                log.finish_step()
+                if last_step > first_step and manager.latest_step() != last_step:
+                    checkpoint.save(manager, last_step, state, config, contents)
+                    log.say(f"saved      after step {last_step}, as the corpus cannot be read: mended, it goes on")
+
+        stack.push(save_what_is_trained)
         log.start_clock()
         for batch in log.waiting_for(batches):
             last_step += 1
@@ -447,7 +460,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
                 )
                 log.evaluation(last_step, eval_loss)
             if saves:
-                checkpoint.save(manager, last_step, state, config)
+                checkpoint.save(manager, last_step, state, config, contents)
             if evaluates or saves:
                 log.start_clock()
             if stopped:
@@ -480,12 +493,14 @@ def check_backend(config: Config, backend: str) -> None:
         )
 
 
-def restored_state(config: Config, mesh: Mesh, manager) -> tuple[State | None, str | None]:
+def restored_state(
+    config: Config, mesh: Mesh, manager, contents: dict | None = None
+) -> tuple[State | None, str | None]:
     """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
     if manager is None or manager.latest_step() is None:
         return None, None
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
-    restored, differs = checkpoint.restore(manager, shapes, state_shardings(config, mesh), config)
+    restored, differs = checkpoint.restore(manager, shapes, state_shardings(config, mesh), config, contents)
     return jax.block_until_ready(restored), differs
 
 

@@ -76,6 +76,7 @@ def test_a_profile_is_written_read_and_used(tmp_path):
     calibration.save(states[2].amax, profile)
     static = dataclasses.replace(profile, fp8="static")
     calibration.check(static)
+    assert [file.name for file in tmp_path.iterdir()] == ["scales.json"]
     expected = calibration.expected({}, static)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b[0]), expected, states[2].amax)
     states, static_losses = steps(static, 2)
@@ -107,6 +108,14 @@ def test_files_that_cannot_be_used(tmp_path):
     check("a number for each operand of each layer", text=json.dumps(less))
     check("fp8=calibrate needs --fp8_scales=FILE", fp8="calibrate", fp8_scales="")
     check("has no effect: fp8=dynamic finds its scales without a file", fp8="dynamic")
+
+
+def test_identity_is_of_the_content_and_not_of_the_path(tmp_path):
+    configs = [Config(**SMALL, fp8="calibrate", fp8_scales=str(tmp_path / f"{name}.json")) for name in "abc"]
+    for config, factor in zip(configs, (1.0, 1.0, 2.0), strict=True):
+        calibration.save(jax.tree.map(lambda amax, by=factor: amax + by, calibration.initial(config)), config)
+    a, b, c = (calibration.identity(dataclasses.replace(config, fp8="static")) for config in configs)
+    assert a == b != c
 
 
 @pytest.mark.slow

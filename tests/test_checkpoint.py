@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -367,6 +368,77 @@ def test_a_checkpoint_that_cannot_be_read_is_named(damage, copy):
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")  # the way out that it names
     assert int(load(copy)[0].step) == 15
     gc.collect()  # what was left is noticed in here
+
+
+# -- files with another content
+
+
+@pytest.fixture
+def of_own_corpus(saved, copy, tmp_path) -> Config:
+    """`copy`, 15 steps of it, with its corpus under the name that it was saved with, and it can be spoilt."""
+    shutil.rmtree(Path(copy.checkpoint_dir) / "20")
+    content = Path(saved.corpus).read_bytes()
+    yield copy
+    Path(saved.corpus).write_bytes(content)
+
+
+@pytest.mark.slow
+def test_a_corpus_of_another_content_is_refused_by_its_name_and_named_by_another(of_own_corpus, tmp_path, capsys):
+    (tmp_path / "cubes.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(5000)))
+    shutil.copy(of_own_corpus.corpus, tmp_path / "the-same.bin")
+    data.prepare([str(tmp_path / "cubes.txt")], of_own_corpus.corpus)
+    name = re.escape(f"--corpus={of_own_corpus.corpus}")
+    with pytest.raises(ValueError, match=f"{name} has another content .*give the new one another name"):
+        train.run(of_own_corpus)
+    assert steps_in(of_own_corpus.checkpoint_dir) == [15]
+    shutil.copytree(of_own_corpus.checkpoint_dir, tmp_path / "second")
+    shutil.copy(of_own_corpus.corpus, tmp_path / "cubes.bin")  # the way out that it names
+    train.run(dataclasses.replace(of_own_corpus, corpus=str(tmp_path / "cubes.bin"), steps=16))
+    assert f"corpus is '{of_own_corpus.corpus}' there and '{tmp_path}/cubes.bin' here" in capsys.readouterr().out
+    second = dict(corpus=str(tmp_path / "the-same.bin"), checkpoint_dir=str(tmp_path / "second"))
+    train.run(dataclasses.replace(of_own_corpus, **second))
+    assert f"resumed    from step 15 in {tmp_path / 'second'}\n" in capsys.readouterr().out  # and no note
+
+
+def zeros_over(path: Path):
+    content = path.read_bytes()
+    path.write_bytes(content[:64] + bytes(len(content) - 128) + content[-64:])  # but for the header and the table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [zeros_over, lambda path: os.truncate(path, 100)], ids=["overwritten", "cut off"])
+def test_a_corpus_that_is_damaged_in_a_run_ends_it_and_mended_it_goes_on(damage, saved, tmp_path, monkeypatch, capsys):
+    corpus, read = tmp_path / "corpus.bin", data.train_batch
+    shutil.copy(saved.corpus, corpus)
+
+    def damaged_at_7(*args, **options):
+        if args[1] == 7:
+            damage(corpus)
+        return read(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(data.DamagedError, match="put it back as it was"):
+        patch.setattr(data, "train_batch", damaged_at_7)
+        train_in(saved, tmp_path, corpus=str(corpus))
+    assert "saved      after step 7, as the corpus cannot be read" in capsys.readouterr().out
+    assert max(steps_in(tmp_path / "checkpoints")) == 7
+    with pytest.raises(ValueError, match=r"is damaged|has 100 bytes"):
+        train_in(saved, tmp_path, corpus=str(corpus))
+    shutil.copy(saved.corpus, corpus)
+    resumed = train_in(saved, tmp_path, corpus=str(corpus))
+    assert read_metrics(resumed.metrics_file) == read_metrics(saved.metrics_file)
+    assert_same_bits(load(resumed)[0], load(saved)[0])
+
+
+@pytest.mark.parametrize("flag, path", [("corpus", "c.bin"), ("corpus", ""), ("fp8_scales", "scales.json")])
+def test_contents_are_compared_where_both_are_known(flag, path):
+    config, here = Config(**{flag: path}, fp8="static" if flag == "fp8_scales" else "none"), {flag: "0"}
+    same = lambda before, **changes: checkpoint._same_contents(
+        dataclasses.asdict(config) | changes | {"contents": before}, config, here, "runs/5"
+    )
+    assert same({}) == set() and same({flag: "0"}) == {flag} == same({flag: "0"}, **{flag: "elsewhere"})
+    assert same({flag: "1"}, **{flag: "elsewhere"}) == set()  # the note tells the names
+    with pytest.raises(ValueError, match=rf"--{flag}.* another content \(0\) than .* runs/5 was saved \(1\)"):
+        same({flag: "1"})
 
 
 def test_a_file_is_no_folder(copy, tmp_path):
