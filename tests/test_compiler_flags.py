@@ -243,6 +243,14 @@ def test_libtpu_starts_with_the_flags(args, error):
         assert ended.returncode != 0 and error in ended.stderr
 
 
+def test_what_is_said_of_the_machine_stands(monkeypatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-8")
+    monkeypatch.setattr("os.environ", {**os.environ})
+    del os.environ["TPU_SKIP_MDS_QUERY"]
+    compiler_flags.without_tpu()
+    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v6e-8" and os.environ["TPU_SKIP_MDS_QUERY"] == "1"
+
+
 def test_what_libtpu_reads_at_its_start(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_use_a=1")
     compiler_flags.set_init_args({})

@@ -269,6 +269,15 @@ def test_profile_range():
     assert Config(profile_dir="d", profile_steps="4:4").profile_range == (4, 4)
 
 
+def test_places_of_activations():
+    """All three projections go by one name; the log-sum-exp goes where attention's result goes, if nothing is said."""
+    places = lambda tensors: Config(remat="custom", remat_tensors=tensors).remat_places
+    qkv = dict.fromkeys(("query_proj", "key_proj", "value_proj"), "offload")
+    assert places("qkv_proj:offload") == {"decoder_layer_input": "device"} | qkv
+    assert places("context:device")["log_sum_exp"] == "device"
+    assert places("context:device,log_sum_exp:remat")["log_sum_exp"] == "remat"
+
+
 # -- presets
 
 

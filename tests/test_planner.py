@@ -106,6 +106,9 @@ def test_of_equally_fast_plans_the_simplest():
     assert len(rivals) > 1 and len(axes_of(found.best)) == min(len(axes_of(one)) for one in rivals) == 1
     steps = [one.step_s for one in found.families]
     assert steps == sorted(steps) and len({family(one) for one in found.families}) == len(steps)
+    found = planned("gemma-31b-like", "tpu7x:4x4x4", batch=128)
+    assert axes_of(found.best) == {"fsdp"} < axes_of(found.families[0])  # 3% longer, and simpler
+    assert found.families[0].step_s < found.best.step_s <= planner.WITHIN * found.families[0].step_s
 
 
 @pytest.mark.slow

@@ -379,7 +379,9 @@ def test_integers_as_xla_computes_them(opcode, dtype):
     names = {"abs": lax.abs, "and": lax.bitwise_and, "clamp": lax.clamp, "divide": lax.div, "maximum": lax.max}
     names |= {"minimum": lax.min, "multiply": lax.mul, "negate": lax.neg, "not": lax.bitwise_not, "or": lax.bitwise_or}
     names |= {"remainder": lax.rem, "select": lax.select, "subtract": lax.sub, "xor": lax.bitwise_xor, "add": lax.add}
-    given = {"abs": [a], "negate": [a], "not": [a], "clamp": [b, a, b], "select": [a > 0, a, b]}.get(opcode, [a, b])
+    low, high = np.minimum(b, kind(2)), np.maximum(b, kind(2))
+    given = {"abs": [a], "negate": [a], "not": [a], "clamp": [low, a, high], "select": [a > 0, a, b]}
+    given = given.get(opcode, [a, b])
     written = f"%r = {dtype}[{len(a)}]{{0}} {opcode}({', '.join('%p' for _ in given)})"
     numbers = lambda x: Numbers(x.shape, tuple(map(int, x)))
     found = evaluated(written, *map(numbers, given))

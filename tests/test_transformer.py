@@ -547,6 +547,17 @@ def test_what_a_layer_with_experts_saves():
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
 
 
+def test_rows_that_experts_have_room_for():
+    """96 tokens, each to 2 of 8 experts: so many times the mean, whole registers of 32, and no more than can come."""
+    mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16)
+    rows = lambda devices, **flags: transformer.expert_rows(Config(**mixture | flags), 96, devices)
+    assert [rows(4, buffer_factor=factor) for factor in (1.0, 2.0, 2.1, 8.0)] == [192, 384, 416, 4 * 96 * 2]
+    assert rows(8, buffer_factor=8.0) == 8 * 96  # each device sends an expert every token at most
+    assert rows(1) == 2 * 96 and rows(4, moe_impl="reference") == 8 * 96
+    dense = [rows(4, moe_impl="capacity", capacity_factor=factor) for factor in (1.0, 1.26, 9.0)]
+    assert dense == [8 * 24, 8 * 31, 8 * 96]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
     config = from_preset(preset)

@@ -28,6 +28,7 @@ KEY = tuned.key_of("matmul", M=8, K=16, dtype="bfloat16", causal=True, packed=Fa
 
 def test_key_names_what_it_depends_on():
     assert KEY == "matmul M=8 K=16 dtype=bfloat16 causal=True chip=tpu7x"
+    assert tuned.key_of("flash", causal=False, window=0) == "flash window=0 chip=tpu7x"
 
 
 def test_key_names_the_chip_that_there_is(monkeypatch):
@@ -82,7 +83,7 @@ def test_ones_own_comes_first(own):
         "null",
         '{"version": 1}',
         '{"version": 1, "entries": []}',
-        '{"version": 0, "entries": {}}',
+        json.dumps({"version": tuned.VERSION + 1, "entries": {KEY: {"blocks": {"rows": 7}}}}),
         b"\xff",
     ],
 )
