@@ -42,6 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import command
 import compiled
 import compiler_flags
 import config as config_lib
@@ -387,13 +388,7 @@ def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="aot.py",
-        usage="%(prog)s [--flag=value ...]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
     machine = parser.add_argument_group("compiler")
     machine.add_argument("--compile_anyway", action="store_true", help="compile what is predicted not to fit, too")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
@@ -404,9 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     config_lib.add_run_flags(parser, "tpu7x:2x2x1")
-    args, unknown = parser.parse_known_args(argv)
+    args = command.arguments(parser, argv)
     try:
-        config_lib.check_known(unknown, parser)
         config = config_lib.from_args(args)
         args.topology, args.num_slices = config_lib.slice_of(args)
         config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
@@ -423,15 +417,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DoesNotFitError as error:
         status = refuse(config, args, error.found)
         found = {"fits": False, **error.found}
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     else:
         status = say(found, args)
     if args.keep:
         try:
             compiled.keep(predicted(config, args), found)
         except (ValueError, OSError) as error:
-            parser.error(f"what was found is not kept: {error}")
+            raise ValueError(f"what was found is not kept: {error}") from None
     return status
 
 
@@ -519,4 +511,4 @@ def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

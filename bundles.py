@@ -64,6 +64,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import command
 import compiler_flags
 import liveness
 from hardware import CHIPS
@@ -727,22 +728,14 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bundles.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__)
     parser.add_argument("builder", metavar="MODULE:BUILDER", help="gives (function, [jax.ShapeDtypeStruct, ...])")
     parser.add_argument("options", nargs="*", type=_option, metavar="NAME=VALUE", help="for it, as JSON or as text")
     parser.add_argument("--flags", default="", help="more flags of libtpu's, as in LIBTPU_INIT_ARGS")
     parser.add_argument("--profile", action="store_true", help="also the compiler's own simulation of a call: slow")
     parser.add_argument("--json", action="store_true", help="a JSON object, in cycles and bytes")
-    args = parser.parse_args(argv)
-    try:
-        report = measure(args.builder, flags=args.flags, **dict(args.options))
-    except ValueError as error:
-        parser.error(str(error))
+    args = command.arguments(parser, argv)
+    report = measure(args.builder, flags=args.flags, **dict(args.options))
     simulated = {}
     if args.profile and not report.error:
         try:
@@ -760,4 +753,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         Path(sys.argv[3]).write_text(json.dumps(_compile(json.loads(sys.argv[2]))))
     else:
-        sys.exit(main())
+        sys.exit(command.run(main))

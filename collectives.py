@@ -61,7 +61,6 @@ which some hops cross two links. A program grows with its rings: one of 128 devi
 torus of 4 x 4 x 4 x 2 has 10. `jax.vmap` over the rings, and forward-mode derivatives of the matmuls.
 """
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -691,7 +690,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

@@ -21,6 +21,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import command
 import config as config_lib
 import planner
 import tuned
@@ -47,10 +48,9 @@ def prediction_of(key: str) -> Prediction:
     """What is predicted today of the step that a key names. Raises ValueError: a flag is not what it was."""
     parser = _parser()
     try:
-        args, unknown = parser.parse_known_args(shlex.split(key))
+        args = command.arguments(parser, shlex.split(key))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    config_lib.check_known(unknown, parser)
     config = config_lib.from_args(args)
     topology, num_slices = config_lib.slice_of(args)
     return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
@@ -141,20 +141,15 @@ def table(found: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="compiled.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command.parser(__file__)
+    parser.add_argument(
+        "pattern", nargs="?", type=command.regex, default="", metavar="REGEX", help="steps whose flags match it [all]"
     )
-    parser.add_argument("pattern", nargs="?", default="", metavar="REGEX", help="steps whose flags match it [all]")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
-    args = parser.parse_args(argv)
-    try:
-        found = rows(args.pattern)
-    except re.error as error:
-        parser.error(f"{args.pattern!r} is no regular expression: {error}")
-    except ValueError as error:
-        parser.error(str(error))
+    args = command.arguments(parser, argv)
+    found = rows(args.pattern)
     print(json.dumps(found) if args.json else table(found))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -56,17 +56,17 @@ cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given
 some are worth by the compiled schedule is in CASES.md; none was measured here.
 """
 
-import argparse
 import dataclasses
 import difflib
 import json
 import os
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from glob import glob
 from itertools import groupby
 
+import command
 from config import Config
 
 LONG = 32_768  # tokens from which a sequence is long: the recipes' lengths are 4096, 8192 and 131,072
@@ -301,7 +301,7 @@ _AT_START = {flag.name for flag in TABLE if flag.passed == "start"}
 def recommended(workload: str) -> dict[str, str]:
     """{name: value} of the table's flags for a workload. Raises ValueError for one that is not of WORKLOADS."""
     if workload not in WORKLOADS:
-        raise ValueError(f"there is no workload {workload!r}{_did_you_mean(workload, WORKLOADS)}")
+        raise ValueError(f"there is no workload {workload!r}{command.did_you_mean(workload, WORKLOADS)}")
     return {flag.name: flag.value for flag in TABLE if flag.is_for(workload)}
 
 
@@ -341,7 +341,8 @@ def parse(text: str, workload: str) -> dict[str, str]:
             known = ["recommended", "none", *WORKLOADS, *_known()]
             if name in known or name.startswith("xla_"):
                 raise ValueError(f"--xla_flags: {name} needs a value, as in {name}=true")
-            raise ValueError(f"--xla_flags: there is no {name!r}{_did_you_mean(name, known, _ENTRIES)}")
+            near = command.did_you_mean(name, known, otherwise=_ENTRIES)
+            raise ValueError(f"--xla_flags: there is no {name!r}{near}")
     return flags
 
 
@@ -393,7 +394,8 @@ def _check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not name.startswith("xla_"):
-        raise ValueError(f"--xla_flags: {name!r} must begin with xla_{_did_you_mean(name, known, _ENTRIES)}")
+        meant = command.did_you_mean(name, known, otherwise=_ENTRIES)
+        raise ValueError(f"--xla_flags: {name!r} must begin with xla_{meant}")
     if near:
         length = len(name) + len(near[0])
         differing = length * (1 - difflib.SequenceMatcher(None, name, near[0], autojunk=False).ratio())
@@ -404,23 +406,12 @@ def _check_name(name: str) -> None:
 _ENTRIES = f"recommended, none, {', '.join(WORKLOADS)}, name=value"
 
 
-def _did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are {otherwise or ', '.join(known)}"
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="compiler_flags.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__)
     parser.add_argument("--workload", default="all", help=f"all, or one of {', '.join(WORKLOADS)} [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects")
-    args = parser.parse_args(argv)
-    if args.workload not in ("all", *WORKLOADS):
-        parser.error(f"there is no workload {args.workload!r}{_did_you_mean(args.workload, ['all', *WORKLOADS])}")
+    args = command.arguments(parser, argv)
+    command.check_names([args.workload], ["all", *WORKLOADS])
     flags = [flag for flag in TABLE if args.workload == "all" or flag.is_for(args.workload)]
     if args.json:
         return print(json.dumps([dataclasses.asdict(flag) for flag in flags], indent=2))
@@ -442,4 +433,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

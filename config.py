@@ -9,13 +9,12 @@ flag, its default and its documentation have one source.
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import re
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import command
 from presets import PRESETS
 from published import RECIPES, Recipe
 
@@ -450,7 +449,8 @@ class Config:
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
             if name not in (*ACTIVATIONS, "qkv_proj"):
-                raise ValueError(f"remat_tensors: there is no activation {name!r}{_did_you_mean(name, ACTIVATIONS)}")
+                near = command.did_you_mean(name, ACTIVATIONS)
+                raise ValueError(f"remat_tensors: there is no activation {name!r}{near}")
             if place not in ("device", "remat", "offload"):
                 raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")
             for one in ("query_proj", "key_proj", "value_proj") if name == "qkv_proj" else (name,):
@@ -504,11 +504,11 @@ def _built(below: dict, overrides: dict) -> Config:
     """`overrides` on top of `below` on top of their preset; of the latter two only what has an effect beside them."""
     preset = overrides.get("preset", below["preset"])
     if preset not in PRESETS:
-        raise ValueError(f"preset={preset!r} does not exist{_did_you_mean(preset, PRESETS)}")
+        raise ValueError(f"preset={preset!r} does not exist{command.did_you_mean(preset, PRESETS)}")
     fields = {field.name: field.default for field in dataclasses.fields(Config)}
     for name in overrides:
         if name not in fields:
-            raise ValueError(f"there is no field {name!r}{_did_you_mean(name, fields)}")
+            raise ValueError(f"there is no field {name!r}{command.did_you_mean(name, fields)}")
     values = PRESETS[preset] | below | overrides | {"preset": preset}
     unused = idle(argparse.Namespace(**fields | values), NEEDS).keys() - overrides.keys()
     return Config(**{name: value for name, value in values.items() if name not in unused})
@@ -517,7 +517,7 @@ def _built(below: dict, overrides: dict) -> Config:
 def recipe_of(name: str) -> Recipe:
     """Raises ValueError for one that does not exist, with the nearest that does."""
     if name not in RECIPES:
-        raise ValueError(f"recipe={name!r} does not exist{_did_you_mean(name, RECIPES)}")
+        raise ValueError(f"recipe={name!r} does not exist{command.did_you_mean(name, RECIPES)}")
     return RECIPES[name]
 
 
@@ -538,22 +538,11 @@ ABOUT_FLAGS = """In brackets are the defaults of --preset=tiny; other presets an
 What predicts or compiles a run takes all its flags, and ignores those on which its answer does not depend."""
 
 
-def parse_flags(argv: list[str] | None = None, *, prog: str, description: str) -> Config:
-    """The command line as a Config. A wrong flag or value ends the program with one line that names the way out."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        usage="%(prog)s [--flag=value ...]",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse_flags(file: str, argv: Sequence[str] | None = None) -> Config:
+    """The command line of a program, whose file it is, as a Config. Raises ValueError for a wrong flag or value."""
+    parser = command.parser(file, usage="%(prog)s [--flag=value ...]")
     add_flags(parser)
-    args, unknown = parser.parse_known_args(argv)
-    try:
-        check_known(unknown, parser)
-        return from_args(args)
-    except ValueError as error:
-        parser.error(str(error))
+    return from_args(command.arguments(parser, argv))
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> None:
@@ -612,19 +601,6 @@ def slice_of(args: argparse.Namespace) -> tuple[str, int]:
     return args.topology or topology, args.num_slices or num_slices
 
 
-def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raises ValueError for the first flag that a parser did not know, with the nearest of those that it has."""
-    if unknown:
-        flags = [flag.removeprefix("--") for flag in parser._option_string_actions if flag.startswith("--")]
-        name = unknown[0].lstrip("-").partition("=")[0]
-        raise ValueError(f"there is no flag {unknown[0]!r}{_did_you_mean(name, flags, prefix='--')}")
-
-
-def _did_you_mean(name: str, known, prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(known)}"
-
-
 def _documentation() -> dict[str, dict[str, str]]:
     """{group: {field: comment}}, read from the source of Config."""
     groups: dict[str, dict[str, str]] = {}
@@ -639,7 +615,10 @@ def _documentation() -> dict[str, dict[str, str]]:
     return groups
 
 
-if __name__ == "__main__":
-    config = parse_flags(sys.argv[1:], prog="config.py", description=__doc__)
-    for name, value in dataclasses.asdict(config).items():
+def main() -> None:
+    for name, value in dataclasses.asdict(parse_flags(__file__)).items():
         print(f"{name:18} = {value!r}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -59,7 +59,6 @@ documents are short has less to do.
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -497,7 +496,6 @@ def main(c: int = 8, T: int = 2048):
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

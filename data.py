@@ -35,7 +35,6 @@ cut off in the middle of a run ends the run with a sentence. Blocks are read, no
 kills the process. The price is a read of whole blocks, and a CRC at 3 GB/s.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -54,6 +53,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import command
 import outputs
 
 BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
@@ -487,7 +487,7 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare_parser = commands.add_parser("prepare", help="turn text files and folders into a token file of bytes")
     prepare_parser.add_argument("paths", nargs="+", metavar="PATH", help="text file, or folder of them")
@@ -495,19 +495,16 @@ def main() -> None:
     show_parser = commands.add_parser("show", help="say what is in a token file, and show one packed sequence")
     show_parser.add_argument("path", nargs="?", default="", help="default: Python's standard library")
     show_parser.add_argument("--seq_len", type=int, default=256, help="tokens of the sequence shown [%(default)s]")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     if args.command == "show" and args.seq_len < 1:
-        parser.error(f"--seq_len={args.seq_len} must be at least 1")
-    try:
-        if args.command == "prepare":
-            corpus, skipped = prepare(args.paths, args.out)
-            for path in skipped:
-                print(f"left out, no UTF-8 text: {path}")
-        else:
-            corpus = open_corpus(args.path)
-            corpus.check(args.seq_len, corpus.vocab_size)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        raise ValueError(f"--seq_len={args.seq_len} must be at least 1")
+    if args.command == "prepare":
+        corpus, skipped = prepare(args.paths, args.out)
+        for path in skipped:
+            print(f"left out, no UTF-8 text: {path}")
+    else:
+        corpus = open_corpus(args.path)
+        corpus.check(args.seq_len, corpus.vocab_size)
     print(f"{corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
     if args.command == "show":
@@ -518,4 +515,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

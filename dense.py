@@ -55,6 +55,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import bundles
+import command
 from hardware import CHIPS, MiB
 
 VMEM_LIMIT = 60 * MiB  # for blocks; 4 MiB are left, for registers that are spilt and for the compiler
@@ -227,15 +228,10 @@ def _three(text: str) -> tuple[int, int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="dense.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__)
     parser.add_argument("--size", type=_three, default=(8192, 8192, 8192), metavar="M,K,N", help="[8192,8192,8192]")
     parser.add_argument("--tiles", type=_three, metavar="m,n,k", help="of a block [by dtype]")
-    args = parser.parse_args(argv)
+    args = command.arguments(parser, argv)
     if importlib.util.find_spec("libtpu"):
         print("\n".join(demonstrate(args.size, args.tiles)))
     else:
@@ -244,4 +240,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -58,7 +58,6 @@ keys, P kept in VMEM for a step, Q pushed untransposed, 32 tiles an iteration (2
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -660,6 +659,6 @@ def main(T: int = 256, H: int = 64):
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    main()
+    import command
+
+    command.demonstrate(main, __file__)

@@ -62,7 +62,6 @@ optimizer states (arXiv:2110.02861), 8-bit reduce-scatters.
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -673,6 +672,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    main()
+    import command
+
+    command.demonstrate(main, __file__)

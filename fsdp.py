@@ -53,7 +53,6 @@ microbatches: 12.91 s a step in place of 11.56, of which 3.1 and 2.0 s wait).
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 
 import jax
@@ -269,7 +268,6 @@ def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

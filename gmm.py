@@ -64,7 +64,6 @@ and a result in 8 bits: its scale would have to be known before it. Scales of bl
 Forward-mode derivatives.
 """
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
 
@@ -945,6 +944,6 @@ def main():
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    main()
+    import command
+
+    command.demonstrate(main, __file__)

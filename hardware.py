@@ -35,7 +35,6 @@ Every prediction takes it as it takes one of CHIPS (`python recipes.py --what_if
 4x4x8; the CMEM of v4, 128 MiB beside VMEM.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -43,6 +42,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
+
+import command
 
 
 def by(sizes: Sequence[int]) -> str:
@@ -446,21 +447,11 @@ def rows_of(chip: Chip) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    about, examples, *_ = __doc__.split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="hardware.py",
-        usage="%(prog)s [CHIP ...] [--json]",
-        description=about,
-        epilog=f"for example:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command.parser(__file__, usage="%(prog)s [CHIP ...] [--json]")
     parser.add_argument("chips", nargs="*", metavar="CHIP", help=f"of {', '.join(CHIPS)}; default: all")
     parser.add_argument("--json", action="store_true", help="all fields, in FLOP/s, bytes, bytes/s, Hz and seconds")
-    args = parser.parse_args(argv)
-    unknown = [name for name in args.chips if name not in CHIPS]
-    if unknown:
-        parser.error(f"there is no chip {unknown[0]!r}; there are {', '.join(CHIPS)}")
+    args = command.arguments(parser, argv)
+    command.check_names(args.chips, CHIPS)
     chips = [CHIPS[name] for name in dict.fromkeys(args.chips or CHIPS)]
     if args.json:
         return print(json.dumps({chip.name: dataclasses.asdict(chip) for chip in chips}))
@@ -476,4 +467,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

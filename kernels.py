@@ -53,6 +53,7 @@ import jax
 import jax.numpy as jnp
 
 import bundles
+import command
 import compiler_flags
 import flash
 import flash_backward
@@ -457,12 +458,7 @@ def print_found(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="kernels.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__)
     parser.add_argument("--json", action="store_true", help="a JSON object in place of the table of what was found")
     parser.set_defaults(run=print_found)
     search = parser.add_subparsers(metavar="tune").add_parser(
@@ -494,14 +490,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
     search.set_defaults(run=print_search)
-    args = parser.parse_args(argv)
+    args = command.arguments(parser, argv)
     if not compiler_flags.has_tpu():
         jax.config.update("jax_platforms", "cpu")
-    try:
-        args.run(args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    args.run(args)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

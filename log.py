@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+import command
 import transformer
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
@@ -40,7 +41,7 @@ class Log:
     def say(self, text: str) -> None:
         """A line of its own."""
         if self.speaks:
-            print(f"\r\033[K{text}" if self.terminal else text, flush=True)
+            command.say(f"\r\033[K{text}" if self.terminal else text)
 
     def start_clock(self) -> None:
         """The next step's time counts from here."""
@@ -111,7 +112,7 @@ class Log:
         elif self.terminal:
             left_s = (total - metrics["step"]) * self.mean_step_s
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
-            print(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="", flush=True)
+            command.say(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="")
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         self._write({"step": step, "eval_loss": eval_loss})

@@ -22,8 +22,6 @@ documents in the order of their ids. For ids in any other order the interval is 
 about (w + block)/block blocks a row, packed documents of d keys about d/block.
 """
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-
 import jax
 import jax.numpy as jnp
 
@@ -174,6 +172,6 @@ def main(length: int = 32, block: int = 4):
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    main()
+    import command
+
+    command.demonstrate(main, __file__)

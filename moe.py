@@ -73,7 +73,6 @@ its groups are there for that), its balance within a sequence, routing by the ex
 in the router, and forward-mode derivatives.
 """
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -563,7 +562,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

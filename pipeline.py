@@ -50,7 +50,6 @@ the stages (arXiv:2411.05288), which would share the ends; stages of unequal num
 """
 
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -485,7 +484,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

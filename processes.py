@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
+import command
 import compiler_flags
 import placement
 from config import Config
@@ -50,7 +51,7 @@ def start(config: Config) -> list[jax.Device]:
         if config.coordinator and config.process_id == 0:
             check_port(config.coordinator)
         if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
-            sys.stdout = os.fdopen(os.dup(1), "w")
+            sys.stdout = command.output(os.dup(1))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
         jax.distributed.initialize(

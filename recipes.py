@@ -18,9 +18,9 @@ need not; and of plans within 5% of the fastest it takes that with the fewest me
 figures were twice what it is (hardware.py, "What if").
 """
 
-import argparse
 import json
 
+import command
 import compiled
 import config as config_lib
 import planner
@@ -209,34 +209,29 @@ def plot(rows: list[dict], path: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="recipes.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
     parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
     parser.add_argument("--what_if", action="store_true", help="what twice as much of each figure would gain")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra")
-    args = parser.parse_args(argv)
+    args = command.arguments(parser, argv)
     names = args.names or list(RECIPES)
     if args.better + args.what_if + bool(args.plot) > 1:
-        parser.error("one of --better, --what_if and --plot: the picture is of the recipes themselves")
-    try:
+        raise ValueError("one of --better, --what_if and --plot: the picture is of the recipes themselves")
+    for name in names:
+        config_lib.recipe_of(name)
+    if args.json:
+        found = better if args.better else what_if if args.what_if else row
+        print(json.dumps(list(map(found, names))))
+    elif args.better:
         for name in names:
-            config_lib.recipe_of(name)
-        if args.json:
-            found = better if args.better else what_if if args.what_if else row
-            print(json.dumps(list(map(found, names))))
-        elif args.better:
-            for name in names:
-                print(say_better(better(name)), flush=True)
-        else:
-            print(table_of_what_if(names) if args.what_if else table(names))
-        if args.plot:
-            plot(list(map(row, names)), args.plot)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+            print(say_better(better(name)), flush=True)
+    else:
+        print(table_of_what_if(names) if args.what_if else table(names))
+    if args.plot:
+        plot(list(map(row, names)), args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -64,13 +64,12 @@ small part. Policies that differ between layers. Offload of weights (that of the
 state is offload.py's).
 """
 
-import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 
+import command
 import config as config_lib
 import placement
 import rules
@@ -241,29 +240,19 @@ def describe(found: dict[str, Prediction], chosen: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """All policies; the one of --remat, or with --remat=auto the best."""
-    parser = argparse.ArgumentParser(
-        prog="remat.py",
-        usage="%(prog)s [--flag=value ...]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of each step; needs matplotlib")
     config_lib.add_run_flags(parser, "tpu7x:2x2x1")
-    args, unknown = parser.parse_known_args(argv)
-    try:
-        config_lib.check_known(unknown, parser)
-        asked = getattr(args, "remat", "")
-        config = config_lib.from_args(args)
-        topology, num_slices = config_lib.slice_of(args)
-        found = predictions(config, *parse_topology(topology), num_slices=num_slices)
-        chosen = best(found) if asked == "auto" or any(map(fits, found.values())) else ""
-        shown = {"": found, "auto": {chosen: found.get(chosen)}}.get(asked) or {asked: found[asked]}
-        if args.plot:
-            plot(shown, args.plot)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    args = command.arguments(parser, argv)
+    asked = getattr(args, "remat", "")
+    config = config_lib.from_args(args)
+    topology, num_slices = config_lib.slice_of(args)
+    found = predictions(config, *parse_topology(topology), num_slices=num_slices)
+    chosen = best(found) if asked == "auto" or any(map(fits, found.values())) else ""
+    shown = {"": found, "auto": {chosen: found.get(chosen)}}.get(asked) or {asked: found[asked]}
+    if args.plot:
+        plot(shown, args.plot)
     if args.json:
         print(json.dumps({"kind": "predicted", "auto": chosen, "policies": {n: row(one) for n, one in shown.items()}}))
     else:
@@ -271,4 +260,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command.run(main)

@@ -44,7 +44,6 @@ neighbours on a mesh axis have a link between them is up to the mesh. No forward
 import contextlib
 import io
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 
 import jax
@@ -345,7 +344,7 @@ def main(n: int):
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)  # twice the ring: jax 0.10 hangs with no thread to spare for a copy
-    main(4)
+    import command
+
+    # Twice the devices of the ring: jax 0.10 hangs with no thread to spare for a copy.
+    command.demonstrate(lambda: main(4), __file__, devices=8)

@@ -11,13 +11,10 @@ the links, that they go through. A file for each command: matmul.py, interconnec
 planner.py (plan), cost.py, serving.py (serve) and transformer.py (model), on the chips of hardware.py.
 """
 
-import argparse
-import os
-import sys
 from collections.abc import Sequence
 
+import command
 from bounds import add_bounds_command
-from config import check_known
 from cost import add_cost_command
 from interconnect import add_collective_command
 from matmul import add_matmul_command
@@ -28,14 +25,7 @@ from transformer import add_model_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    about, examples, *_ = __doc__.split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="roofline.py",
-        usage="%(prog)s COMMAND ... [--flag=value ...]",
-        description=about,
-        epilog=f"for example:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__, usage="%(prog)s COMMAND ... [--flag=value ...]")
     commands = parser.add_subparsers(prog="roofline.py", metavar="COMMAND", required=True)
     add_matmul_command(commands)
     add_collective_command(commands)
@@ -45,15 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_cost_command(commands)
     add_serve_command(commands)
     add_model_command(commands)
-    args, unknown = parser.parse_known_args(argv)
-    try:
-        check_known(unknown, args.parser)
-        args.run(args)
-    except BrokenPipeError:  # of `| head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    args = command.arguments(parser, argv)
+    args.run(args)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -77,19 +77,17 @@ no neighbour; that a synchronous collective waits for those under way; other dev
 of small collectives say too little.
 """
 
-import argparse
 import dataclasses
 import json
 import math
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import command
 from hardware import CHIPS, Chip
 from hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
 
@@ -844,14 +842,7 @@ def pairs_of(values: Sequence[str], flag: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    about, examples, *_ = __doc__.split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="schedule.py",
-        description=about,
-        epilog=f"for example:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command.parser(__file__)
     parser.add_argument("file", metavar="FILE", help="what compiled.as_text() returned")
     parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
     parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
@@ -862,26 +853,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help="of kernels by name")
     parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS", help="of loops by name")
     parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")
-    args = parser.parse_args(argv)
-    try:
-        timeline = walk(
-            parse(Path(args.file).read_text()),
-            rates=Rates(**{rate.name: getattr(args, rate.name) for rate in dataclasses.fields(Rates)}),
-            kernels=pairs_of(args.kernel, "--kernel"),
-            trips={pattern: int(trips) for pattern, trips in pairs_of(args.trips, "--trips").items()},
-            uncounted=args.uncounted,
-        )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    try:
-        if args.json:
-            messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in timeline.messages]
-            return print(json.dumps(dataclasses.asdict(timeline) | {"messages": messages}))
-        print_timeline(timeline, args.top)
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    args = command.arguments(parser, argv)
+    timeline = walk(
+        parse(Path(args.file).read_text()),
+        rates=Rates(**{rate.name: getattr(args, rate.name) for rate in dataclasses.fields(Rates)}),
+        kernels=pairs_of(args.kernel, "--kernel"),
+        trips={pattern: int(trips) for pattern, trips in pairs_of(args.trips, "--trips").items()},
+        uncounted=args.uncounted,
+    )
+    if args.json:
+        messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in timeline.messages]
+        return print(json.dumps(dataclasses.asdict(timeline) | {"messages": messages}))
+    print_timeline(timeline, args.top)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

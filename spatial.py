@@ -68,7 +68,6 @@ classes), i and j the rows and columns of a window. Lower case b, h, w: this cor
 
 import itertools
 import math
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import partial
 
 import jax
@@ -229,7 +228,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    import command
+
+    command.demonstrate(main, __file__, devices=8)

@@ -21,12 +21,10 @@ matmul has on the machine that reads the trace, shared by its simulated devices.
 profiler's own; here only traces of simulated devices were read.
 """
 
-import argparse
 import json
 import math
 import re
 import statistics
-import sys
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -34,6 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import command
 import compiler_flags
 import hlo
 from hardware import si
@@ -210,33 +209,28 @@ def describe(found: Summary, top: int, matmul_s: float | None, predicted: dict |
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="timeline.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("folder", help="what --profile_dir was")
     parser.add_argument("--predicted", metavar="FILE", help="what aot.py --json printed for the same step")
     parser.add_argument("--top", type=int, default=8, help="so many lines and operations [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
-    args = parser.parse_args(argv)
+    args = command.arguments(parser, argv)
     compiler_flags.without_tpu()
     from jax.profiler import ProfileData
 
+    trace = newest(args.folder)
+    program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
+    predicted = json.loads(Path(args.predicted).read_text()) if args.predicted else None
+    if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
+        raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
     try:
-        trace = newest(args.folder)
-        program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
-        predicted = json.loads(Path(args.predicted).read_text()) if args.predicted else None
-        if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
-            raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
-        try:
-            profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
-        except RuntimeError as error:
-            raise ValueError(f"{trace} is damaged, as of a run that was killed: {error}") from None
-        with warnings.catch_warnings():  # jaxlib 0.12 has types of its own to warn of
-            warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
-            events = list(read(profile.planes))
-        found = summarize(events, program)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+        profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
+    except RuntimeError as error:
+        raise ValueError(f"{trace} is damaged, as of a run that was killed: {error}") from None
+    with warnings.catch_warnings():  # jaxlib 0.12 has types of its own to warn of
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+        events = list(read(profile.planes))
+    found = summarize(events, program)
     simulated = not events[0].device.startswith("/device:")
     matmul_s = found.matmul_flops * found.devices / matmul_speed() if simulated else None
     if args.json:
@@ -246,4 +240,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command.run(main)

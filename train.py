@@ -13,26 +13,21 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
+import command
 import compiler_flags
 import config as config_lib
 from config import Config
 
 if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
     BEGUN = time.perf_counter()
-    CONFIG = config_lib.parse_flags(sys.argv[1:], prog="train.py", description=__doc__)
-    try:
-        compiler_flags.set_init_args(compiler_flags.of(CONFIG))
-    except ValueError as error:
-        sys.exit(f"train.py: error: {error}")
+    CONFIG = command.run(config_lib.parse_flags, __file__)
+    command.run(lambda: compiler_flags.set_init_args(compiler_flags.of(CONFIG)))
 
 import jax
 import jax.numpy as jnp
@@ -595,24 +590,15 @@ def summarise(
     return figures
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether this project raised it, to be read; any other error is a defect, and its traceback is wanted."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(frame.filename).resolve().parent == Path(__file__).resolve().parent and frame.line.startswith("raise")
-    return ours or isinstance(error, OSError)
-
-
-if __name__ == "__main__":
+def main() -> None:
     try:
         run(CONFIG, BEGUN)
-    except (ValueError, FloatingPointError, OSError) as error:
-        if not _is_for_the_user(error):
-            raise
-        sys.exit(f"train.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     except jax.errors.JaxRuntimeError as error:
         if not processes.is_lost_peer(error):
             raise
         print(error, f"train.py: error: {processes.LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
         os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit
+
+
+if __name__ == "__main__":
+    command.run(main)

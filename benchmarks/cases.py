@@ -10,7 +10,6 @@ and seconds of the compiled schedule. roofline.py does not know of the compiler'
 the softmax's maximum: there its column is empty.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import command
 import compiled
 from config import from_preset
 from hardware import parse_topology
@@ -201,17 +201,14 @@ def write(name: str, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="cases.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all: {', '.join(CASES)}")
     parser.add_argument("--compile", action="store_true", help="compile what is missing, minutes each")
     parser.add_argument(
         "--write", action="store_true", help=f"write the tables into {' or '.join(page.name for page in PAGES)}"
     )
-    args = parser.parse_args(argv)
-    if unknown := set(args.cases) - set(CASES):
-        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")
+    args = command.arguments(parser, argv)
+    command.check_names(args.cases, CASES)
     for name in args.cases or CASES:
         text = table(name, args.compile)
         print(f"{name}\n\n{text}\n", flush=True)
@@ -220,4 +217,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

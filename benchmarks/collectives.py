@@ -11,7 +11,6 @@ compiler's own estimates of cycles at 2.2 GHz, links at 89 GB/s one way. A messa
 wait where it is needed. So this is compiled, and its times are predicted from what is compiled; no TPU has run it.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import command
 import compiler_flags
 
 compiler_flags.without_tpu()
@@ -106,10 +106,10 @@ def read(program: str, chips: Sequence[tuple[int, ...]] = ()) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     parser.add_argument("--topology", choices=["tpu7x:2x2x1", "tpu7x:4x4x4"], help="default: both")
     parser.add_argument("--json", action="store_true", help="one object for each line of the table")
-    arguments = parser.parse_args()
+    arguments = command.arguments(parser)
     rows = []
     if not arguments.json:
         print("| topology | case | by | messages | exposed | TensorCore ms | exposed ms | total ms |")
@@ -130,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

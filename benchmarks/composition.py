@@ -5,7 +5,6 @@
 Three steps of each on 8 simulated devices, a row for each: what it is, whether it equals the reference, and seconds.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -16,12 +15,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import conftest  # noqa: F401, it makes the 8 devices
 from test_composition import check, covering, name_of
 
+import command
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     parser.add_argument("first", nargs="?", type=int, default=1, metavar="FIRST", help="the first one [%(default)s]")
     parser.add_argument("last", nargs="?", type=int, metavar="LAST", help="the last one [of all]")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     wrong = 0
     print("| | configuration | equals the reference | s |\n|---|---|---|---|")
     for number, settings in enumerate(covering()[args.first - 1 : args.last], args.first):
@@ -36,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

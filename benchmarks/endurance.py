@@ -14,7 +14,6 @@ Each run is a file in --folder, written at its end; what is there is not run aga
 says nothing of speed.
 """
 
-import argparse
 import json
 import re
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
+
+import command
 
 EVERYTHING = dict(dtype="bfloat16", fp8="dynamic", remat="full", microbatches=2)
 MODELS = {  # the mesh of the plain run, and that of the others
@@ -161,9 +162,7 @@ def plot(runs: dict, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="endurance.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     about = "what to do [%(default)s]"
     parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
     parser.add_argument("path", nargs="?", default="figures/endurance.png", help="file of the picture [%(default)s]")
@@ -171,11 +170,10 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets to run [%(default)s]")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help="ways to run each in [%(default)s]")
     parser.add_argument("--steps", type=int, default=1000, help="length of a run; others are not shown [%(default)s]")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
-    for name, known in [(m, MODELS) for m in models] + [(w, WAYS) for w in ways]:
-        if name not in known:
-            parser.error(f"there is no {name!r}; there are {', '.join(known)}")
+    command.check_names(models, MODELS)
+    command.check_names(ways, WAYS)
     if args.command == "run":
         folder.mkdir(parents=True, exist_ok=True)
         for model in models:
@@ -183,17 +181,14 @@ def main() -> None:
                 try:
                     run(model, way, args.steps, folder)
                 except RuntimeError as error:
-                    parser.exit(1, f"endurance.py: {model}, {way}: {error}\n")
+                    sys.exit(f"endurance.py: {model}, {way}: {error}")
     runs = found(folder, args.steps)
     if not runs:
-        parser.error(f"{folder} has no run of {args.steps} steps: python benchmarks/endurance.py run")
+        raise ValueError(f"{folder} has no run of {args.steps} steps: python benchmarks/endurance.py run")
     if args.command == "plot":
-        try:
-            plot(runs, args.path)
-        except ValueError as error:
-            parser.error(str(error))
+        plot(runs, args.path)
     print(table(runs))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

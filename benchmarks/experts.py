@@ -10,7 +10,6 @@ experts' loads compare at the end: the largest over the mean, the mean of all la
 1 is perfect. Measured; it says nothing of speed.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import command
 import compiler_flags
 
 compiler_flags.without_tpu()
@@ -101,18 +101,18 @@ def plot(found: dict[str, list[dict]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     parser.add_argument("--steps", type=int, default=300, help="length of each run [%(default)s]")
     parser.add_argument(
         "--seeds", default="0", metavar="A,B", help="each model is trained once with each [%(default)s]"
     )
     parser.add_argument("--json", action="store_true", help="a JSON object: losses and loads of each run")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the curves; [plot] extra")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     try:
         seeds = [int(seed) for seed in args.seeds.split(",")]
     except ValueError:
-        parser.error(f"--seeds={args.seeds}: numbers with commas between them, such as 0,1,2")
+        raise ValueError(f"--seeds={args.seeds}: numbers with commas between them, such as 0,1,2") from None
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     common = dict(steps=args.steps, sample=0, eval_every=100)
@@ -128,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

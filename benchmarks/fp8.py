@@ -8,7 +8,6 @@ estimate, with all that is fused to a matmul; what is cast in front of them; wha
 for the backward one; what is gathered. Compiled are types and bytes; cycles and seconds are predicted from that.
 """
 
-import argparse
 import collections
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import command
 import compiler_flags
 
 compiler_flags.without_tpu()
@@ -137,25 +137,16 @@ def describe(config: config_lib.Config, topology: str, found: dict[str, dict]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="fp8.py",
-        usage="%(prog)s [--flag=value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
     parser.add_argument("--json", action="store_true", help="a JSON object")
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
-    args, unknown = parser.parse_known_args()
-    try:
-        config_lib.check_known(unknown, parser)
-        config = config_lib.from_args(args, **DEFAULTS)
-        topology, num_slices = config_lib.slice_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    args = command.arguments(parser)
+    config = config_lib.from_args(args, **DEFAULTS)
+    topology, num_slices = config_lib.slice_of(args)
     modes = {"none": "none", config.fp8: config.fp8}
     found = {name: measure(config_lib.changed(config, fp8=fp8), topology, num_slices) for name, fp8 in modes.items()}
     print(json.dumps(found) if args.json else describe(config, topology, found))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -14,7 +14,6 @@ runs are compared on the same. Of `wide` a step in 8 bits takes half a second to
 LIBRARY_FUSION_TYPE_DOT in XLA_FLAGS.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import command
 import compiler_flags
 
 compiler_flags.without_tpu()
@@ -132,9 +132,7 @@ def plot(runs: dict, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="fp8_quality.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     about = "what to do [%(default)s]"
     parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
     parser.add_argument("path", nargs="?", default="figures/fp8_quality.png", help="file of the picture [%(default)s]")
@@ -144,13 +142,12 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(RECIPES), metavar="A,B", help=about)
     parser.add_argument("--seeds", default="0,1,2", metavar="A,B", help="seeds to run each with [%(default)s]")
     parser.add_argument("--steps", type=int, default=400, help="length of a run; others are not shown [%(default)s]")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     models, recipes = args.models.split(","), args.recipes.split(",")
-    for name, known in [(m, MODELS) for m in models] + [(r, RECIPES) for r in recipes]:
-        if name not in known:
-            parser.error(f"there is no {name!r}; there are {', '.join(known)}")
+    command.check_names(models, MODELS)
+    command.check_names(recipes, RECIPES)
     if args.command == "run":
         corpus = data.standard_library()
         for seed in map(int, args.seeds.split(",")):  # seed by seed: what is broken off can be compared
@@ -164,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

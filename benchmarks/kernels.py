@@ -24,7 +24,6 @@ Goals ("reach") are the project's own: "met" is for a share of the MXU limit "at
                   1000 1100 900 1024 700 1300 1068 1100 rows, K = 4096 and N = 1536
 """
 
-import argparse
 import importlib.util
 import json
 import re
@@ -37,6 +36,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+import command
 import compiler_flags
 
 compiler_flags.without_tpu()
@@ -384,17 +384,15 @@ def compiler(progress: bool = True) -> Callable[[Call], bundles.Report]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--only", type=re.compile, default="", metavar="REGEX", help="rows with this in their names")
+    parser = command.parser(__file__)
+    parser.add_argument("--only", type=command.regex, default="", metavar="REGEX", help="rows with this in their names")
     parser.add_argument("--json", action="store_true", help="one object for each line of the table")
-    arguments = parser.parse_args(argv)
+    arguments = command.arguments(parser, argv)
     if not importlib.util.find_spec("libtpu"):
-        parser.error('compiling for TPU7x needs libtpu: pip install -e ".[tpu]"')
+        raise ValueError('compiling for TPU7x needs libtpu: pip install -e ".[tpu]"')
     chosen = [row for row in rows() if re.search(arguments.only, row.name)]
     if not chosen:
-        parser.error(f"--only={arguments.only.pattern}: rows are {', '.join(row.name for row in rows())}")
+        raise ValueError(f"--only={arguments.only.pattern}: rows are {', '.join(row.name for row in rows())}")
     versions = {"libtpu": metadata.version("libtpu"), "jax": jax.__version__}
     absent = [] if importlib.util.find_spec("tokamax") else ["tokamax"]
     versions["tokamax"] = "not installed" if absent else metadata.version("tokamax")
@@ -414,4 +412,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -6,22 +6,25 @@ The scores of a head would be 17 GB at once, if all were; context.py's reference
 sequences on TPU7x, predicted and compiled: `python benchmarks/cases.py 128k lengths`.
 """
 
-import argparse
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import command
+
 FLAGS = "--mesh=context:8 --seq_len=65536 --batch=1 --steps=1 --remat=full --eval_batches=0 --sample=0 --log_every=1"
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    command.arguments(command.parser(__file__))
     subprocess.run([sys.executable, "train.py", *FLAGS.split(), "--compilation_cache="], cwd=ROOT, check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     print(f"at most {peak / 2**30:.1f} GiB of memory, measured")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -7,13 +7,13 @@ have needed, if the compiler does. A compile takes one to ten minutes; what is i
 again, so that a long series can be broken off and taken up.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import command
 import compiled
 from config import REMAT_POLICIES, from_preset
 from hardware import parse_topology
@@ -47,12 +47,11 @@ def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all: {', '.join(CASES)}")
     parser.add_argument("--predicted", action="store_true", help="by roofline.py alone: nothing is compiled")
-    args = parser.parse_args(argv)
-    if unknown := set(args.models) - set(CASES):
-        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(CASES)}")
+    args = command.arguments(parser, argv)
+    command.check_names(args.models, CASES)
     wanted = args.models or list(CASES)
     names = ("GiB, predicted", HEADS[-1]) if args.predicted else HEADS
     heads = [f"{length}: {name}" if name == names[0] else name for length in LENGTHS for name in names]
@@ -70,4 +69,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import reference
 
+import command
 import config as config_lib
 import data
 import placement
@@ -30,7 +31,7 @@ import train
 
 
 def main() -> None:
-    config = config_lib.parse_flags(sys.argv[1:], prog="one_device.py", description=__doc__)
+    config = config_lib.parse_flags(__file__)
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     rules.check(config, dict(mesh.shape))
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

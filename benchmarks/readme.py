@@ -6,7 +6,6 @@ Runs `python train.py` and the other benchmarks from a cold start, each in a pro
 between the markers of both.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import command
 
 
 def timed_lines(*command: str, until: str = "") -> list[tuple[float, str]]:
@@ -142,11 +144,10 @@ BLOCKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__file__)
     parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"default: all: {', '.join(BLOCKS)}")
-    args = parser.parse_args()
-    if unknown := set(args.blocks) - set(BLOCKS):
-        parser.error(f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(BLOCKS)}")
+    args = command.arguments(parser)
+    command.check_names(args.blocks, BLOCKS)
     texts = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "RESULTS.md")}
     for name in args.blocks or BLOCKS:
         pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -9,12 +9,13 @@ code, and the examples against the rules: every `raise` of them is reached.
 import re
 import shlex
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import command
 import config as config_lib
 import placement
 import rules
@@ -131,6 +132,7 @@ EXAMPLES = {
         "--core_axis=cores",
         "--preset=llama3-8b",
         "--batch_size=8",
+        "batch=8",
     ],
 }
 
@@ -139,8 +141,7 @@ def check(flags: str) -> None:
     """All that a run of these flags asks before it compiles. Raises ValueError."""
     parser = ArgumentParser(allow_abbrev=False)
     config_lib.add_flags(parser)
-    args, unknown = parser.parse_known_args(shlex.split(flags))
-    config_lib.check_known(unknown, parser)
+    args = command.arguments(parser, shlex.split(flags))
     config = config_lib.from_args(args)
     sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), 1 if config.mesh == "fsdp:1" else DEVICES)
     placement.core_axis_of(sizes, config.core_axis)
@@ -189,6 +190,10 @@ ask as well.
     return text
 
 
-if __name__ == "__main__":
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+def main() -> None:
+    command.arguments(command.parser(__file__))
     (ROOT / "REFUSED.md").write_text(page())
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -9,7 +9,6 @@ the smallest slice in the table. Where nothing fits, or nothing divides, there i
 do not grow with the slice; what is in compiled_tpu7x.json is not compiled again.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import command
 import compiled
 from config import from_preset
 from hardware import by, parse_topology
@@ -105,9 +105,7 @@ def plot(found: list[dict], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="scaling.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets [%(default)s]")
     parser.add_argument("--slices", default=",".join(SLICES), metavar="A,B", help="slices of TPU7x [%(default)s]")
     parser.add_argument(
@@ -115,7 +113,7 @@ def main() -> None:
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw MFU against chips; [plot] extra")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, a row each")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     models, slices = args.models.split(","), args.slices.split(",")
     found = []
     for kind in ("strong", "weak"):
@@ -138,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -9,7 +9,6 @@ recomputing what is no matmul (`minimal_with_context`). Without --maxtext, what 
 threads, of a run of 21 steps less those of a run of 1, by 20.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import command
+
 MODEL = "--num_layers=4 --model_dim=256 --ff_dim=1024 --num_heads=4 --num_kv_heads=4 --head_dim=64 --vocab_size=256"
 RUN = "--remat=minimal_with_context --batch=8 --seq_len=512 --mesh=fsdp:8 --eval_batches=0 --sample=0 --log_every=1"
 # Of MaxText 0.2.5 with jax 0.12 and Python 3.12, medians of three, on 2 cores of an AMD EPYC (Zen 4).
@@ -73,13 +76,11 @@ def measure(command, first: str, environment: dict[str, str]) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="startup.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("--maxtext", metavar="PYTHON", help="the Python that MaxText is installed for; run it as well")
     parser.add_argument("--times", type=int, default=1, help="measure so often, one after the other, and print medians")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
-    args = parser.parse_args()
+    args = command.arguments(parser)
     found_here, found_there = [], []
     for _ in range(args.times):
         found_here.append(measure(ours, r"^\s*step .*loss", {}))
@@ -97,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

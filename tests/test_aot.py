@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import aot
+import command
 import compiler_flags
 import hlo
 import kernels
@@ -377,7 +378,7 @@ def test_help_answers_at_once_and_without_jax():
 def test_wrong_flags(capsys, monkeypatch, flags, words):
     monkeypatch.setattr(aot, "compile_step", lambda *_: ({}, "HloModule m, is_scheduled=true"))
     with pytest.raises(SystemExit) as end:
-        aot.main(flags)
+        command.run(aot.main, flags)
     assert end.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -385,7 +386,7 @@ def test_wrong_flags(capsys, monkeypatch, flags, words):
 def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        aot.main(["--batch=8"])
+        command.run(aot.main, ["--batch=8"])
     assert 'compiling for TPU needs libtpu: pip install -e ".[tpu]"' in capsys.readouterr().err
 
 

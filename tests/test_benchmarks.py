@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import bundles
 import collectives as rings
+import command
 import hlo
 import schedule
 from benchmarks import collectives as benchmark
@@ -325,7 +326,7 @@ def test_the_table_without_tokamax(monkeypatch, capsys):
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["goal"] == 0.95 and row["met"] is None and row["figures"]["jax"] == "-"
     with pytest.raises(SystemExit):
-        kernels.main(["--only=nothing of the kind"])
+        command.run(kernels.main, ["--only=nothing of the kind"])
     assert "forward, head of 64" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import bundles
+import command
 
 
 def listing(*instructions: str) -> str:
@@ -410,7 +411,7 @@ def test_command(monkeypatch, capsys):
 )
 def test_command_refuses(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        bundles.main(arguments)
+        command.run(bundles.main, arguments)
     assert message in capsys.readouterr().err
 
 

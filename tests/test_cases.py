@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import command
 import compiled
 from benchmarks import cases
 from published import RECIPES
@@ -41,7 +42,7 @@ def test_what_is_missing_is_asked_for_if_told(monkeypatch):
 
 def test_a_case_that_is_none(capsys):
     with pytest.raises(SystemExit, match="2"):
-        cases.main(["speed"])
+        command.run(cases.main, ["speed"])
     assert "there is no 'speed'; there are offload" in capsys.readouterr().err
 
 

@@ -1,14 +1,18 @@
-"""What every program answers to --help and to a flag that it lacks; and that what predicts a run takes its flags."""
+"""What every program answers to --help and to a flag that it lacks, and how it ends."""
 
 import ast
 import dataclasses
+import errno
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import command
 from config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +31,8 @@ PREDICTIONS += [f"roofline.py {name}" for name in "bounds step plan cost model".
 def ended(capsys, monkeypatch):
     """Runs a command in this process: its exit status, and what it prints to stdout and stderr."""
 
-    def ended(command: str) -> tuple[int, str, str]:
-        program, *arguments = command.split()
+    def ended(line: str) -> tuple[int, str, str]:
+        program, *arguments = line.split()
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as end:
@@ -43,26 +47,26 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-h, )?--(\w+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_it_does_and_each_argument(command, ended):
-    status, out, err = ended(f"{command} --help")
-    assert status == 0 and not err and out.startswith(f"usage: {Path(command.split()[0]).name}")
-    if command in PROGRAMS:
-        assert ast.get_docstring(ast.parse((ROOT / command).read_text())).splitlines()[0] in out
+@pytest.mark.parametrize("line", COMMANDS)
+def test_help_says_what_it_does_and_each_argument(line, ended):
+    status, out, err = ended(f"{line} --help")
+    assert status == 0 and not err and out.startswith(f"usage: {Path(line.split()[0]).name}")
+    if line in PROGRAMS:
+        assert ast.get_docstring(ast.parse((ROOT / line).read_text())).splitlines()[0] in out
     # An argument that is followed by nothing, nor by a line further in.
     without_text = re.findall(r"^  (\S+(?: [^ ]+)*)$(?!\n {4})", out, re.MULTILINE)
     assert not without_text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_flag_that_is_none_is_an_error(command, ended):
-    status, out, err = ended(f"{command} --no_such_flag")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_flag_that_is_none_is_an_error(line, ended):
+    status, out, err = ended(f"{line} --no_such_flag")
     assert status == 2 and not out and ": error: " in err
 
 
-@pytest.mark.parametrize("command", PREDICTIONS)
-def test_what_predicts_a_run_takes_its_flags(command, ended):
-    _, out, _ = ended(f"{command} --help")
+@pytest.mark.parametrize("line", PREDICTIONS)
+def test_what_predicts_a_run_takes_its_flags(line, ended):
+    _, out, _ = ended(f"{line} --help")
     assert flags_in(out) >= {field.name for field in dataclasses.fields(Config)}
     assert "ignores those on which its answer does not depend" in " ".join(out.split())
 
@@ -70,12 +74,123 @@ def test_what_predicts_a_run_takes_its_flags(command, ended):
 NESTED = ["roofline.py collective all_reduce --bytes=1", "roofline.py collective scaling"]
 
 
-@pytest.mark.parametrize("command", [*PREDICTIONS, "roofline.py serve", *NESTED])
-def test_what_is_proposed_is_a_flag(command, ended):
-    _, out, _ = ended(f"{command} --help")
+@pytest.mark.parametrize("line", [*PREDICTIONS, "roofline.py serve", *NESTED])
+def test_what_is_proposed_is_a_flag(line, ended):
+    _, out, _ = ended(f"{line} --help")
     for wrong in ("model_flags", "default_topology", "comand"):  # as names of the parser's own are
-        _, _, err = ended(f"{command} --{wrong}=3")
-        proposed = re.search(r"did you mean --(\w+)\?", err)
-        assert f"no flag '--{wrong}=3'" in err and (not proposed or proposed[1] in flags_in(out))
-    _, _, err = ended(f"{command} --jsom")
+        _, _, err = ended(f"{line} --{wrong}=3")
+        proposed = re.findall(r"--(?:no-)?(\w+)", err.partition("did you mean ")[2])
+        assert f"no flag '--{wrong}=3'" in err and len(proposed) <= 3 and set(proposed) <= flags_in(out)
+    _, _, err = ended(f"{line} --jsom")
     assert "did you mean --json?" in err
+
+
+# -- how a program ends
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_ends_by_the_one_way(program):
+    """Nothing but imports and calls of command.run stands under `if __name__ == "__main__"`, or what it is run with."""
+    blocks = [
+        node
+        for node in ast.parse((ROOT / program).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+    *_, last = [node for node in blocks[-1].body if not isinstance(node, ast.Import)]
+    calls = [node for node in ast.walk(last) if isinstance(node, ast.Call)]
+    assert {"command.run", "command.demonstrate"} & {ast.unparse(call.func) for call in calls}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_program_has_a_way_of_its_own(program):
+    source = (ROOT / program).read_text()
+    assert not re.search(r"parser\.error|parser\.exit|BrokenPipeError|KeyboardInterrupt|description=__doc__", source)
+
+
+def fails(error: BaseException):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error, status, words",
+    [
+        (ValueError("batch=3 is odd"), 2, "error: batch=3 is odd"),
+        (FloatingPointError("steps 1 to 9"), 1, "error: steps 1 to 9"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), 1, "error: [Errno 2] No such file: 'x'"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit("gone"), 1, "gone"),
+        (SystemExit(7), 7, ""),
+        (SystemExit(), 0, ""),
+    ],
+)
+def test_ends(error, status, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.run(fails, error)
+    assert end.value.code == status
+    said = capsys.readouterr().err
+    assert said.rstrip("\n").endswith(words) and said.count("\n") == bool(words)
+
+
+def test_a_defect_keeps_its_traceback():
+    with pytest.raises(ValueError, match="invalid literal"):
+        command.run(int, "x")
+    with pytest.raises(KeyError):
+        command.run(fails, KeyError("x"))
+
+
+def test_what_main_returns_comes_back():
+    assert command.run(lambda *args: args, 1, 2) == (1, 2)
+
+
+PRINTS = "import command; command.run(print, 'x' * 100_000)"
+SAYS = "import command, sys; command.run(lambda: (command.say('a' * 9000), command.say('b'), sys.stderr.write('end')))"
+NOWHERE = {"full": ">/dev/full", "closed": ">&-", "left": "| head -c 5"}
+
+
+def shell(code: str, redirection: str, **env) -> subprocess.CompletedProcess:
+    line = f'{sys.executable} -c "$CODE" {redirection}; exit ${{PIPESTATUS[0]}}'
+    environment = os.environ | {"CODE": code, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("way, status", [("full", 1), ("closed", 1), ("left", 141)])
+def test_output_that_goes_nowhere(way, status):
+    """Of a program that prints, the end, quiet where the reader left; a run goes on, and its status tells."""
+    done = shell(PRINTS, NOWHERE[way])
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == ("error: standard output: " in done.stderr) == (way != "left")
+    done = shell(SAYS if way != "left" else SAYS.replace("9000", "99_000"), NOWHERE[way])
+    assert done.returncode == status and "the run goes on without" in done.stderr and "end" in done.stderr
+
+
+def test_text_that_the_encoding_has_not_is_escaped():
+    done = shell(r"import command; command.run(print, 'caf\u00e9 \u4e16 \udcff')", "", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9 \\u4e16 \\udcff\n")
+
+
+def test_a_closed_stdout_is_not_the_next_file(tmp_path):
+    code = f"import command, os, sys; command.run(lambda: print(os.open({str(tmp_path)!r}, 0), file=sys.stderr))"
+    assert shell(code, ">&-").stderr == "3\n"
+
+
+# -- values
+
+
+def test_paths_are_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert command.expanded("~/m.jsonl") == "/home/me/m.jsonl"
+    assert command.expanded("a/~/b") == "a/~/b" and command.expanded("") == ""
+    assert command.expanded("gs://bucket/~", ("gs",)) == "gs://bucket/~"
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "file:///tmp/x", "~nobody-here/x"])
+def test_paths_that_cannot_be(path):
+    with pytest.raises(ValueError, match=r"must be a path of this machine, or of gs://|no user's home"):
+        command.expanded(path, ("gs",))
+
+
+@pytest.mark.parametrize("text", ["0", "x", "1.5", "nan", "inf", ""])
+def test_numbers_that_are_too_small_or_none(text):
+    with pytest.raises(command.argparse.ArgumentTypeError, match=r"must be a whole number of at least 1$"):
+        command.at_least(1)(text)
+    assert command.at_least(1)("12") == 12 and command.at_least(0, float)("1.5") == 1.5

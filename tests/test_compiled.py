@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import aot
+import command
 import compiled
 import config as config_lib
 import tuned
@@ -83,7 +84,7 @@ def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, caps
     with pytest.raises(ValueError, match=r"compiled.json cannot be read as version 1: restore it"):
         compiled.keep(of, FOUND)
     with pytest.raises(SystemExit):
-        compiled.main([])
+        command.run(compiled.main, [])
     assert "cannot be read" in capsys.readouterr().err and compiled.FILE.read_text() == text
     tuned.keep("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), compiled.FILE)
     compiled.main([])
@@ -126,7 +127,7 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     assert "--topology=tpu7x:2x2x1" in key and "--batch=8" in key
     for other in ("--compare=prefetch", "--kernel=x=1"):
         with pytest.raises(SystemExit):
-            aot.main([*flags, "--keep", other])
+            command.run(aot.main, [*flags, "--keep", other])
         assert "--keep is for one program" in capsys.readouterr().err
 
     def cannot(*_):
@@ -135,7 +136,7 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     monkeypatch.setattr(aot, "report", lambda *_: FOUND)
     monkeypatch.setattr(compiled, "keep", cannot)
     with pytest.raises(SystemExit):
-        aot.main([*flags, "--keep"])
+        command.run(aot.main, [*flags, "--keep"])
     said = capsys.readouterr()
     assert json.loads(said.out) == FOUND and "what was found is not kept: read-only" in said.err
 
@@ -159,5 +160,5 @@ def test_command(capsys):
     compiled.main(["--json"])
     assert [row["flags"] for row in json.loads(capsys.readouterr().out)] == list(compiled.read())
     with pytest.raises(SystemExit):
-        compiled.main(["("])
+        command.run(compiled.main, ["("])
     assert "is no regular expression" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import command
 import compiler_flags
 from compiler_flags import TABLE, UNEXPLAINED, WORKLOADS, compiler_options, init_args, parse, recommended, unknown
 from config import PRESETS, from_preset
@@ -150,8 +151,8 @@ def test_the_table_is_printed(workload, capsys):
 
 def test_a_workload_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
-        compiler_flags.main(["--workload=mo"])
-    assert "there is no workload 'mo'; did you mean moe?" in capsys.readouterr().err
+        command.run(compiler_flags.main, ["--workload=mo"])
+    assert "there is no 'mo'; did you mean moe?" in capsys.readouterr().err
 
 
 # -- what the TPU7x compiler says

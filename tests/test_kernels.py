@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from test_fsdp import equations
 
 import bundles
+import command
 import decoder
 import flash
 import fp8
@@ -290,13 +291,13 @@ def test_in_8_bits_what_is_tried_fits_with_results_in_bfloat16(kernel, K, N):
 
 def test_fewer_keys_than_queries_are_refused(capsys):
     with pytest.raises(SystemExit):
-        kernels.main("tune attention --T=8192 --S=4096".split())
+        command.run(kernels.main, "tune attention --T=8192 --S=4096".split())
     assert "--S=4096 keys are fewer than --T=8192 queries" in capsys.readouterr().err
 
 
 def test_help_says_what_there_is(capsys):
     with pytest.raises(SystemExit):
-        kernels.main(["tune", "--help"])
+        command.run(kernels.main, ["tune", "--help"])
     said = capsys.readouterr().out
     assert "--scoped_vmem_kib" in said and "{attention,gmm}" in said
     assert "a mixture of experts (grouped matmuls)" in " ".join(said.split())

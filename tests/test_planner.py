@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+import command
 import planner
 import roofline
 import rules
@@ -344,7 +345,7 @@ def test_wrong_plan_command(capsys, flags, words):
     if words is None:  # a dim that hardly divides is no error
         return roofline.main(["plan", *flags.split()])
     with pytest.raises(SystemExit) as end:
-        roofline.main(["plan", *flags.split()])
+        command.run(roofline.main, ["plan", *flags.split()])
     assert end.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert words in error, error
@@ -372,4 +373,4 @@ def test_what_is_suggested_is_not_refused(flags):
     best = plan(config, *topology).best
     given = [planner._flag(name, value) for name, value in (dict(preset="llama3.1-8b", batch=64) | flags).items()]
     suggested = planner.changed_flags(config, run_of(config, *topology).sizes, best)
-    rules.check(parse_flags([*given, *suggested], prog="", description=""), best.of.sizes)
+    rules.check(parse_flags(__file__, [*given, *suggested]), best.of.sizes)

@@ -69,7 +69,7 @@ def record(function):
     return recorded
 
 data.train_batch, data.eval_batch = record(data.train_batch), record(data.eval_batch)
-run = config.parse_flags(sys.argv[1:], prog="", description="")
+run = config.parse_flags(config.__file__, sys.argv[1:])
 train.run(run)
 pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_text(json.dumps(sorted(set(rows_read))))
 """

@@ -29,7 +29,7 @@ def test_the_two_commands_of_a_newcomer_are_there():
 
 @pytest.mark.parametrize("command", TRAIN, ids=" ".join)
 def test_flags_exist_and_go_together(command):
-    config_lib.parse_flags(command[2:], prog="train.py", description="")
+    config_lib.parse_flags("train.py", command[2:])
 
 
 def test_flags_on_the_page_about_clouds_exist():

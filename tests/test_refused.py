@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import command
 import config as config_lib
 import placement
 import rules
@@ -41,8 +42,9 @@ def places_of(error: BaseException | None) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     "file, first, last",
     [
-        *raises_of(config_lib, ("Config", "check_effect", "check_known")),
+        *raises_of(config_lib, ("Config", "check_effect")),
         *raises_of(rules),
+        *raises_of(command, ("check_known",)),
         *raises_of(placement, ("parse_mesh", "fill_mesh", "check_multiple", "check_batch", "core_axis_of")),
     ],
     ids=str,

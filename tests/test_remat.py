@@ -18,6 +18,7 @@ from test_fsdp import equations, trace
 from test_parallel import MIXTURES, SMALL, assert_close, init, make_batch, on_mesh
 
 import aot
+import command
 import hardware
 import placement
 import planner
@@ -543,7 +544,7 @@ def test_json_has_the_numbers_of_the_rows(capsys):
 )
 def test_wrong_flags(capsys, flags, words):
     with pytest.raises(SystemExit) as end:
-        remat.main([*COMMAND, *flags])
+        command.run(remat.main, [*COMMAND, *flags])
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 

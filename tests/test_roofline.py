@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import command
 import roofline
 
 
@@ -69,7 +70,7 @@ def test_json(capsys, flags, expected):
 
 
 @pytest.mark.parametrize(
-    "command, words",
+    "line, words",
     [
         ("", "COMMAND"),
         ("collective", "KIND"),
@@ -90,12 +91,12 @@ def test_json(capsys, flags, expected):
         ("collective scaling --chips=v3,v9", "'v9'; there are v2"),
     ],
 )
-def test_wrong_command_line(capsys, command, words):
+def test_wrong_command_line(capsys, line, words):
     with pytest.raises(SystemExit) as end:
-        roofline.main(command.split())
-    assert end.value.code == 2
+        command.run(roofline.main, line.split())
+    assert end.value.code == (1 if "/nowhere" in line else 2)
     *usage, error = capsys.readouterr().err.splitlines()
-    assert len(usage) == 1 and words in error, error
+    assert len(usage) <= 1 and words in error, error
 
 
 @pytest.mark.slow
@@ -206,10 +207,10 @@ def test_sharded_matmul_json(capsys):
 )
 def test_wrong_matmul_command(capsys, flags, words):
     with pytest.raises(SystemExit) as end:
-        roofline.main(["matmul", *flags])
+        command.run(roofline.main, ["matmul", *flags])
     assert end.value.code == 2
     *usage, error = capsys.readouterr().err.splitlines()
-    assert len(usage) == 1 and words in error, error
+    assert len(usage) <= 1 and words in error, error
 
 
 def test_scaling(capsys):
@@ -247,7 +248,7 @@ def test_scaling_plot(capsys, tmp_path, flags):
 def test_scaling_plot_without_matplotlib(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit) as end:
-        roofline.main(["collective", "scaling", f"--plot={tmp_path}/scaling.png"])
+        command.run(roofline.main, ["collective", "scaling", f"--plot={tmp_path}/scaling.png"])
     assert end.value.code == 2 and 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 

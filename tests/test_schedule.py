@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from test_fsdp import TPU, compiled_for_tpu7x
 from test_remote_dma import compiled_for_tpu7x as compiled_kernel
 
+import command
 import schedule
 from config import Config
 from hardware import CHIPS
@@ -884,9 +885,10 @@ def test_command_line(tmp_path, capsys):
     schedule.main([str(tmp_path / "p.hlo"), "--kernel=flash=1.76e9", *slower, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["seconds"] == pytest.approx(3 * 2 + 2) and found["messages"][0]["hidden_s"] == pytest.approx(3 * 2)
-    for arguments in (["--kernel=flash"], [], [str(tmp_path / "none")]):
+    program = str(tmp_path / "p.hlo")
+    for arguments in ([program, "--kernel=flash"], [program], [str(tmp_path / "none")]):
         with pytest.raises(SystemExit):
-            schedule.main([str(tmp_path / "p.hlo"), *arguments] if arguments != [str(tmp_path / "none")] else arguments)
+            command.run(schedule.main, arguments)
         assert "error:" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from test_parallel import SMALL
 
+import command
 import hlo
 import timeline
 import train
@@ -73,7 +74,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"has no \*.xplane.pb: python train.py --profile_dir="):
         timeline.newest(str(tmp_path))
     with pytest.raises(SystemExit):
-        timeline.main([str(tmp_path)])
+        command.run(timeline.main, [str(tmp_path)])
 
 
 def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
@@ -84,7 +85,7 @@ def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
     for content, words in (("7", "is no step that fits"), ("[]", "is no step that fits"), ("", "is damaged")):
         (tmp_path / "predicted").write_text(content)
         with pytest.raises(SystemExit):
-            timeline.main([str(tmp_path), *([f"--predicted={tmp_path / 'predicted'}"] if content else [])])
+            command.run(timeline.main, [str(tmp_path), *([f"--predicted={tmp_path / 'predicted'}"] if content else [])])
         assert words in capsys.readouterr().err
 
 

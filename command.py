@@ -1,0 +1,253 @@
+"""What all programs have in common: how a command line is read, and how a program ends. No jax here.
+
+    python train.py --step=5                     2, train.py: error: there is no flag '--step=5'; did you mean --steps?
+    python hardware.py > /dev/full               1, hardware.py: error: standard output: No space left on device
+    python roofline.py model --explain | head    141, and not a word: the reader left
+
+`parser` makes a parser of a file's docstring, `arguments` reads a command line with it, `run` calls a program's main.
+
+| a program ends | status |
+|---|---|
+| as it should | 0, or what its main returns |
+| because something failed: OSError, FloatingPointError | 1, with a sentence |
+| because of what was asked: ValueError, a wrong flag | 2, with a sentence |
+| by Ctrl-C | 130 |
+| because nobody reads its output any more | 141, as of SIGPIPE |
+
+A sentence is for errors that the project raises itself, and for those of the operating system. Any other is a defect,
+and its traceback is wanted. What the encoding of stdout cannot show is escaped.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import io
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+_lost: list[OSError] = []  # why stdout could not be written
+
+
+# -- the command line
+
+
+def parser(file: str, **options) -> argparse.ArgumentParser:
+    """The parser of a program, or of a demonstration, described by the docstring at the head of its file.
+
+    It is read from the source: `python -OO` leaves no docstrings in the modules.
+    """
+    description = Path(file).read_text(encoding="utf-8").split('"""')[1]
+    return argparse.ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **{"prog": Path(file).name, **options},
+    )
+
+
+def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a parser reads of a command line, by default the program's.
+
+    Raises ValueError for a flag that it has not, with the nearest of those that it has. A command of a parser may name
+    its own parser with `set_defaults(parser=...)`.
+    """
+    args, unknown = parser.parse_known_args(argv)
+    check_known(unknown, getattr(args, "parser", parser))
+    return args
+
+
+def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raises ValueError for the first argument that a parser did not know, with the nearest flags that it has."""
+    if not unknown:
+        return
+    word = unknown[0]
+    if not word.startswith("-"):
+        raise ValueError(f"{word!r} is one argument too many; flags are written --flag=value")
+    flags = [flag.removeprefix("--") for flag in parser._option_string_actions if flag.startswith("--")]
+    raise ValueError(f"there is no flag {word!r}{did_you_mean(word.lstrip('-').partition('=')[0], flags, '--')}")
+
+
+def check_names(names: Collection[str], known: Collection[str]) -> None:
+    """Raises ValueError for the first name that is not known."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no {name!r}{did_you_mean(name, known)}")
+
+
+def path(text: str) -> str:
+    """A file or folder of this machine, as a flag's type: ~ is the home folder. Raises ArgumentTypeError for a URL."""
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def expanded(path: str, schemes: Collection[str] = ()) -> str:
+    """A path, its ~ the home folder. Raises ValueError for a URL but of some schemes, and a home that is nobody's."""
+    scheme, colon, _ = path.partition("://")
+    if colon and scheme not in schemes:
+        others = "".join(f", or of {known}://" for known in schemes)
+        raise ValueError(f"{path!r} must be a path of this machine{others}")
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError(f"{path!r} is in no user's home folder; a file of that name is ./{path}")
+    return found
+
+
+def at_least(low: int, number: type = int) -> Callable[[str], float]:
+    """The type of a flag whose values are numbers from `low` on."""
+
+    def read(text: str) -> float:
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < math.inf:
+            kind = "a whole number" if number is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} must be {kind} of at least {low}")
+        return value
+
+    return read
+
+
+def regex(text: str) -> re.Pattern:
+    """A regular expression, as a flag's type."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def did_you_mean(name: str, known: Collection[str], prefix: str = "", otherwise: str = "") -> str:
+    """The end of a sentence that refuses a name: the known ones nearest to it, three at most.
+
+    Where none is near: `otherwise`, or all known ones, if they are not too many to be read.
+    """
+    near = [prefix + word for word in difflib.get_close_matches(name, known, n=3, cutoff=0.6)]
+    if near:
+        return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
+    return f"; there are {otherwise or ', '.join(known)}" if otherwise or len(known) <= 20 else "; --help has them all"
+
+
+# -- the end
+
+
+def run(main: Callable, *args):
+    """Calls main(*args) and returns what it returns; ends the program as the head says where it raises."""
+    _open_streams()
+    status, result = None, None  # a status is that of a program that ends here
+    try:
+        result = main(*args)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            _say_error(end.code)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except (ValueError, FloatingPointError, OSError) as error:
+        if not any(error is lost for lost in _lost):
+            if not is_for_the_user(error):
+                raise
+            _say_error(f"{program()}: error: {error}")
+            status = 2 if isinstance(error, ValueError) else 1
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if _lost:
+        _discard_stdout()
+        reader_left = _lost[0].errno == errno.EPIPE
+        if not reader_left:
+            _say_error(f"{program()}: error: standard output: {_lost[0].strerror}")
+        status = status or (128 + signal.SIGPIPE if reader_left else 1)
+    if status is not None:
+        raise SystemExit(status)
+    return result
+
+
+def demonstrate(main: Callable, file: str, *, devices: int = 1) -> None:
+    """Runs the demonstration of a file, which takes no flags, on so many simulated devices."""
+
+    def on_devices():
+        arguments(parser(file))
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+        main()
+
+    run(on_devices)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Prints at once. Where stdout fails, the program goes on without it, and its status tells at the end."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        _discard_stdout()
+        _say_error(f"{program()}: standard output is lost ({error.strerror}), the run goes on without")
+
+
+def program() -> str:
+    """Its name, as in its sentences."""
+    return Path(sys.argv[0]).name
+
+
+def is_for_the_user(error: Exception) -> bool:
+    """Whether this project raised it, to be read, or the operating system; any other error is a defect."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    file = Path(frame.filename).resolve()
+    ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts and frame.line.startswith("raise")
+    return ours or isinstance(error, OSError)
+
+
+def _open_streams() -> None:
+    """Gives closed standard streams their numbers back, which the next file opened would take.
+
+    A closed stdout fails when it is written to, as a full one does.
+    """
+    for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest number that is free
+    if sys.stdout is sys.__stdout__:  # else it was replaced, as by a test, or is ours
+        sys.stdout = output(1)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)
+
+
+class _Remembering(io.FileIO):
+    """A file that remembers why it could not be written: argparse, for one, does not tell."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            _lost.append(error)
+            raise
+
+
+def output(number: int) -> io.TextIOWrapper:
+    """A stdout that writes to a file descriptor, and escapes what its encoding has not."""
+    encoding = sys.stdout.encoding if sys.stdout else "utf-8"
+    file = io.BufferedWriter(_Remembering(number, "w", closefd=False))
+    return io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=os.isatty(number))
+
+
+def _discard_stdout() -> None:
+    """What is printed from now on, and what waits to be, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _say_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
