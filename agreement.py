@@ -35,6 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import outputs
 import processes
 import tuned
 from config import Config
@@ -73,7 +74,8 @@ def reached(config: Config) -> Iterator[dict]:
     try:
         if marked and jax.process_index() == 0 and not problem:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / _MARK_FILE).write_text(uuid.uuid4().hex)
+            with outputs.replacing(folder / _MARK_FILE) as file:
+                file.write(uuid.uuid4().hex)
     except OSError as error:
         problem = error
     processes.wait_for_all()

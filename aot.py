@@ -32,7 +32,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -48,6 +47,7 @@ import compiler_flags
 import config as config_lib
 import hlo
 import liveness
+import outputs
 import placement
 import planner
 import remat
@@ -159,10 +159,10 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
     program = executable.as_text()
     if kept:
         kept.mkdir(parents=True, exist_ok=True)
-        (kept / "program.hlo.gz").write_bytes(gzip.compress(program.encode(), 1))
-        unfinished = kept / f"found.{os.getpid()}.json"
-        unfinished.write_text(json.dumps(memory))
-        os.replace(unfinished, kept / "found.json")  # whole or not there
+        with outputs.replacing(kept / "program.hlo.gz", "wb") as file:
+            file.write(gzip.compress(program.encode(), 1))
+        with outputs.replacing(kept / "found.json") as file:  # the last: where it is, the other is whole
+            json.dump(memory, file)
     return memory, program
 
 
@@ -195,7 +195,8 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) ->
         cycles = kernels.cycles_of(said, filled)
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(said | {"cycles": cycles}))
+            with outputs.replacing(kept) as file:
+                json.dump(said | {"cycles": cycles}, file)
         return cycles
 
     with ThreadPoolExecutor(2) as pool:
@@ -235,7 +236,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         cycles = beside.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
-        Path(args.hlo_out).write_text(program)
+        with outputs.replacing(args.hlo_out) as file:
+            file.write(program)
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
     timeline = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
@@ -406,6 +408,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         if args.keep and (args.compare or args.kernel):
             raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
+        scales = config.fp8_scales if config.fp8 == "static" else ""
+        outputs.check_apart({"--hlo_out": args.hlo_out}, {"--fp8_scales": scales})
         flags = compiler_flags.of(config)
         if not args.compile_anyway and (found := predicted_refusal(config, args)):
             return refuse(config, args, found)

@@ -5,7 +5,8 @@
 
 **Corpus.** Without a file, the text is the source of Python's own standard library, which every machine that runs this
 has: its bytes are the tokens. Byte 255, which no UTF-8 text holds, stands before every document. One document in
-twenty, chosen by a hash of its name, is held out for evaluation.
+twenty, chosen by a hash of its name, is held out for evaluation. Where these are not about a twentieth of the text, as
+of a few files or of one that outweighs the others, it is the last twentieth of every document.
 
 **Packing.** The documents stand one after the other in a stream; a sequence is T tokens of it and its targets are the
 same tokens one further on. Each document in a sequence has its own segment id (attention does not cross it) and its
@@ -36,7 +37,6 @@ kills the process. The price is a read of whole blocks, and a CRC at 3 GB/s.
 """
 
 import hashlib
-import itertools
 import os
 import queue
 import struct
@@ -105,7 +105,7 @@ class Corpus:
 # -- corpora
 
 
-class DamagedError(ValueError):
+class DamagedError(OSError):
     """A token file that was opened does not have its content any more."""
 
 
@@ -278,8 +278,8 @@ def standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    join = lambda paths: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), document) for document in _read(paths)])
-    train, held_out = map(join, _divide(files, root)[:2])
+    join = lambda documents: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), document) for document in documents])
+    train, held_out = map(join, _divided(_texts(files, root)[0]))
     name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
     return Corpus(name, train, held_out, 256, BYTE_SEPARATOR, _identity(train, held_out))
 
@@ -287,42 +287,64 @@ def standard_library() -> Corpus:
 def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
     """Writes the text of files, and of the UTF-8 files below folders, as a token file of bytes.
 
-    Returns the corpus, and the files below folders that were left out because they are no UTF-8 text.
+    Returns the corpus, and what is below folders and was left out: files of other content, pipes and devices, and links
+    to folders, which are not followed.
 
     Raises:
-      ValueError: a file named in `paths` is no UTF-8 text (with the offset), or there is no text for both parts.
+      ValueError: a file named in `paths` is no UTF-8 text (with the offset) or no file at all, there is no text, or
+        `out` is one of the files.
+      OSError: a file or folder cannot be read.
     """
-    train, held_out, skipped = [], [], []
+    outputs.check_apart({"--out": out}, {f"the text {path}": path for path in paths})
+    texts, skipped = [], []
     for path in map(Path, paths):
-        files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
-        parts = _divide(files, path if path.is_dir() else path.parent)
-        if not path.is_dir() and parts[2]:
-            raise ValueError(f"{path} is no UTF-8 text: {_fault(path.read_bytes())}")
-        for so_far, found in zip((train, held_out, skipped), parts, strict=True):
+        if not path.is_dir():
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is no ordinary file: save its text to one")
+            if fault := _fault(path.read_bytes()):
+                raise ValueError(f"{path} is no UTF-8 text: {fault}")
+        files, root = (_files_below(path), path) if path.is_dir() else ([path], path.parent)
+        for so_far, found in zip((texts, skipped), _texts(files, root), strict=True):
             so_far.extend(found)
-    if not train and not held_out:
-        raise ValueError(f"there is no UTF-8 text in {', '.join(paths)}; {len(skipped)} files of other content")
-    train_documents, held_out_documents = _read(train), _read(held_out)
-    if not train or not held_out:  # too few documents for the hash to divide: the end of the last is held out
-        *whole, last = train or held_out
-        (last,) = _read([last])
-        cut = len(last) - max(len(last) // HELD_OUT_ONE_IN, 1)
-        train_documents, held_out_documents = itertools.chain(_read(whole), [last[:cut]]), [last[cut:]]
-    corpus = write_corpus(out, train_documents, held_out_documents, vocab_size=256, separator=BYTE_SEPARATOR)
-    return corpus, skipped
+    if not texts:
+        raise ValueError(
+            f"there is no UTF-8 text in {', '.join(map(str, paths))}; {len(skipped)} files of other content"
+        )
+    if os.path.exists(out):  # by another name it may be a file below a folder
+        outputs.check_apart({"--out": out}, {f"the text {text.path}": text.path for text in texts})
+    return write_corpus(out, *_divided(texts), vocab_size=256, separator=BYTE_SEPARATOR), skipped
 
 
-def _divide(files: list[Path], root: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Files for training, files held out, and files that are no UTF-8 text. Empty ones are nowhere."""
-    train, held_out, skipped = [], [], []
+def _files_below(folder: Path) -> list[Path]:
+    """All that is below a folder but folders. Raises OSError for one that cannot be read."""
+
+    def refuse(error: OSError):
+        raise error
+
+    found = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        found += [Path(parent, name) for name in files]
+        found += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
+    return found
+
+
+class _Text(NamedTuple):
+    path: Path
+    num_bytes: int
+    is_chosen: bool  # to be held out, by the hash of its name
+
+
+def _texts(files: list[Path], root: Path) -> tuple[list[_Text], list[Path]]:
+    """The files that are UTF-8 text, and all others. Empty ones are in neither."""
+    texts, skipped = [], []
     for path in sorted(files):
-        content = path.read_bytes()
-        is_held_out = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT_ONE_IN == 0
-        if _fault(content):
+        content = path.read_bytes() if path.is_file() else None
+        if content is None or _fault(content):
             skipped.append(path)
         elif content:
-            (held_out if is_held_out else train).append(path)
-    return train, held_out, skipped
+            name = os.fsencode(path.relative_to(root).as_posix())  # not always UTF-8
+            texts.append(_Text(path, len(content), zlib.crc32(name) % HELD_OUT_ONE_IN == 0))
+    return texts, skipped
 
 
 def _fault(content: bytes) -> str:
@@ -334,8 +356,16 @@ def _fault(content: bytes) -> str:
     return ""
 
 
-def _read(paths: list[Path]) -> Iterator[np.ndarray]:
-    return (np.frombuffer(path.read_bytes(), np.uint8) for path in paths)
+def _divided(texts: list[_Text]) -> tuple[Iterator[np.ndarray], Iterator[np.ndarray]]:
+    """The documents to train on, and those that are held out."""
+    read = lambda chosen: (np.frombuffer(text.path.read_bytes(), np.uint8) for text in chosen)
+    share = sum(text.num_bytes for text in texts if text.is_chosen) / sum(text.num_bytes for text in texts)
+    if 0.5 <= share * HELD_OUT_ONE_IN <= 2:
+        return read(text for text in texts if not text.is_chosen), read(text for text in texts if text.is_chosen)
+    cut = lambda document: len(document) - max(len(document) // HELD_OUT_ONE_IN, 1)
+    return (document[: cut(document)] for document in read(texts)), (
+        document[cut(document) :] for document in read(texts)
+    )
 
 
 # -- batches
@@ -498,6 +528,7 @@ def main() -> None:
     args = command.arguments(parser)
     if args.command == "show" and args.seq_len < 1:
         raise ValueError(f"--seq_len={args.seq_len} must be at least 1")
+    batch = None
     if args.command == "prepare":
         corpus, skipped = prepare(args.paths, args.out)
         for path in skipped:
@@ -505,10 +536,10 @@ def main() -> None:
     else:
         corpus = open_corpus(args.path)
         corpus.check(args.seq_len, corpus.vocab_size)
+        batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
     print(f"{corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
-    if args.command == "show":
-        batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
+    if batch:
         print(f"first sequence: {batch.segments.max()} document(s); the last position is {batch.positions[0, -1]}")
         if corpus.vocab_size == 256:
             print(decode(batch.tokens[0]))

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 import command
+import outputs
 import transformer
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
@@ -175,13 +176,16 @@ class Profile:
             jax.profiler.stop_trace()
             self.running = False
             if not jax.process_index():
-                (Path(self.folder) / "train_step.hlo").write_text(self.compiled.as_text())
+                with outputs.replacing(Path(self.folder) / "train_step.hlo") as file:
+                    file.write(self.compiled.as_text())
             self.log.say(f"profile    up to step {step} written: python timeline.py {self.folder}, xprof {self.folder}")
 
 
 def check_outputs(config: Config) -> None:
     """Makes the folders that the run writes to. Raises ValueError, with the flag: before hours of work, not after."""
     files = {"metrics_file": config.metrics_file, "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else ""}
+    read = {"corpus": config.corpus, "fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
+    outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (files, read)))
     for flag, path in (files | {"profile_dir": config.profile_dir}).items():
         if not path:
             continue
@@ -214,7 +218,6 @@ def open_metrics(path: str, first_step: int):
             kept = [line for line in whole if json.loads(line)["step"] <= first_step]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
-        unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        os.replace(unfinished, file)
+        with outputs.replacing(file) as unfinished:
+            unfinished.writelines(line + "\n" for line in kept)
     return file.open("a")

@@ -4,6 +4,8 @@ A file is written under another name and takes its own when all of it is there, 
 before. The other name ends in `.unfinished`, has a random part that nobody can know beforehand, and is opened
 exclusively (O_EXCL): where anything has that name already, a link too, nothing is opened. What a kill leaves behind
 is in nobody's way and may be removed.
+
+An output that is an input would replace what it is made from; `check_apart` is asked before the work begins.
 """
 
 import contextlib
@@ -35,3 +37,24 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise
+
+
+def check_apart(written: dict[str, str], read: dict[str, str]) -> None:
+    """Raises ValueError where a file to be written is one to be read, by any of its names, or lies in a folder of them.
+
+    The same of two files to be written. All are {what it is called: its path}; without a path it is none.
+    """
+    written, read = ({called: path for called, path in files.items() if path} for files in (written, read))
+    for number, (called, path) in enumerate(written.items()):
+        for other, its in (read | dict(list(written.items())[:number])).items():
+            if _same(path, its):
+                raise ValueError(f"{called}={path} is {other}, too: it would be lost; name another file")
+            if os.path.isdir(its) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(its)):
+                raise ValueError(f"{called}={path} lies in {other}, which is read: name a file elsewhere")
+
+
+def _same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them is not there
+        return os.path.realpath(path) == os.path.realpath(other)

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import outputs
+
 VERSION = 1
 CHECKED_IN = Path(__file__).with_name("tuned_tpu7x.json")
 OWN = Path(os.environ.get("IRONWOOD_TUNED", "~/.cache/ironwood/tuned_tpu7x.json")).expanduser()
@@ -110,6 +112,5 @@ def keep(key: str, entry: dict, file: Path = OWN) -> None:
     """Adds an entry to a file, whole or not at all. Raises OSError: it cannot be written."""
     entries = dict(sorted((read(file) | {key: entry}).items()))
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"version": VERSION, "entries": entries}, indent=1) + "\n")
-    os.replace(unfinished, file)
+    with outputs.replacing(file) as unfinished:
+        unfinished.write(json.dumps({"version": VERSION, "entries": entries}, indent=1) + "\n")

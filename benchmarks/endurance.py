@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import command
+import outputs
 
 EVERYTHING = dict(dtype="bfloat16", fp8="dynamic", remat="full", microbatches=2)
 MODELS = {  # the mesh of the plain run, and that of the others
@@ -94,9 +95,8 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
         raise RuntimeError(f"{len(losses)} of {steps} steps were told, and {skipped} skipped")
     held_out = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     told = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(told | dict(skipped=skipped, done_again=done_again)))
-    unfinished.rename(path)
+    with outputs.replacing(path) as file:
+        json.dump(told | dict(skipped=skipped, done_again=done_again), file)
 
 
 def _start(program: list[str], options: dict, ends: int) -> str:

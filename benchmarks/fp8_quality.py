@@ -30,6 +30,7 @@ compiler_flags.without_tpu()
 
 import config as config_lib
 import data
+import outputs
 import train
 
 MODELS = {
@@ -67,9 +68,8 @@ def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: da
     learnt = f"{corpus.name}, {corpus.train.size:,} tokens"
     told = dict(model=model, recipe=recipe, seed=seed, steps=steps, corpus=learnt)
     told |= dict(eval_loss=float(found["eval_loss"]), losses=losses)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(told))
-    unfinished.rename(path)
+    with outputs.replacing(path) as file:
+        json.dump(told, file)
 
 
 def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[tuple[str, int], dict]]:

@@ -532,11 +532,103 @@ def test_prepare_a_folder(tmp_path):
     assert set(documents_of(rest.train)) <= set(train) and set(documents_of(rest.held_out)) <= set(held_out)
 
 
-def test_prepare_a_file_whose_name_would_be_held_out(tmp_path):
-    name = next(f"f{i}.txt" for i in range(1000) if zlib.crc32(f"f{i}.txt".encode()) % data.HELD_OUT_ONE_IN == 0)
-    (tmp_path / name).write_text("The quick brown fox. " * 20)
-    corpus, _ = data.prepare([str(tmp_path / name)], str(tmp_path / "corpus.bin"))
-    assert len(corpus.train) > len(corpus.held_out) > 1
+def named(chosen: bool, count: int) -> list[str]:
+    """Names of files that the hash holds out, or does not."""
+    names = (f"f{i}.txt" for i in itertools.count())
+    return list(itertools.islice((n for n in names if (zlib.crc32(n.encode()) % 20 == 0) == chosen), count))
+
+
+@pytest.mark.parametrize(
+    "of_chosen, of_others",
+    [
+        ([200], []),
+        ([], [200]),
+        ([200], [200]),
+        ([300] * 3, [300]),  # as docs/doc0 to doc3, of which the hash would hold out three
+        ([], [200] * 30),
+        ([4000], [50] * 19),
+        ([50], [4000]),
+        ([3], [7, 1]),
+    ],
+)
+def test_about_a_twentieth_is_held_out_of_few_documents_too(tmp_path, of_chosen, of_others):
+    names = named(True, len(of_chosen)) + named(False, len(of_others))
+    texts = [f"{name[1:-4]:_>9} ".encode() * size for name, size in zip(names, of_chosen + of_others, strict=True)]
+    texts = [text[:size] for text, size in zip(texts, of_chosen + of_others, strict=True)]
+    (tmp_path / "texts").mkdir()
+    for name, text in zip(names, texts, strict=True):
+        (tmp_path / "texts" / name).write_bytes(text)
+    corpus, _ = data.prepare([str(tmp_path / "texts")], str(tmp_path / "corpus.bin"))
+    train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
+    num_bytes = sum(map(len, texts))
+    assert num_bytes // 20 - len(texts) <= sum(map(len, held_out)) <= max(num_bytes // 20, len(texts))
+    # The end of each document, and what is before it.
+    in_order = [text for _, text in sorted(zip(names, texts, strict=True))]
+    assert [a + b for a, b in zip(train, held_out, strict=True)] == in_order
+
+
+def test_the_hash_decides_where_it_holds_out_about_a_twentieth(tmp_path):
+    chosen, others = named(True, 2), named(False, 40)
+    (tmp_path / "texts").mkdir()
+    for name in chosen + others:
+        (tmp_path / "texts" / name).write_text(name * 10)
+    corpus, _ = data.prepare([str(tmp_path / "texts")], str(tmp_path / "corpus.bin"))
+    assert sorted(documents_of(corpus.held_out)) == sorted(name.encode() * 10 for name in chosen)
+    assert sorted(documents_of(corpus.train)) == sorted(name.encode() * 10 for name in others)
+
+
+def test_what_is_no_ordinary_file_is_named_and_nobody_waits_for_it(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "fox.txt").write_text("The quick brown fox. " * 20)
+    os.mkfifo(folder / "pipe")
+    (folder / "broken").symlink_to("nowhere")
+    (folder / "again").symlink_to(folder / "deep")
+    _, skipped = data.prepare([str(folder)], str(tmp_path / "corpus.bin"))
+    assert sorted(skipped) == [folder / "again", folder / "broken", folder / "pipe"]
+    for path in (folder / "pipe", "/dev/zero", "/dev/null"):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is no ordinary file: save its text to one$"):
+            data.prepare([str(path)], str(tmp_path / "corpus.bin"))
+
+
+def test_names_need_not_be_utf_8(tmp_path):
+    name = os.fsdecode(b"Gr\xfc\xdfe.txt")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_text("The quick brown fox. " * 20)
+    (tmp_path / "texts" / f"{name}.gz").write_bytes(b"\xff")
+    out = tmp_path / f"{name}.bin"
+    done = subprocess.run(
+        [sys.executable, ROOT / "data.py", "prepare", tmp_path / "texts", "--out", out],
+        capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "utf-8:surrogateescape"},
+    )  # fmt: skip
+    assert done.returncode == 0 and b"left out, no UTF-8 text: " in done.stdout, done.stderr
+    assert len(data.open_corpus(str(out)).train) == 400
+
+
+def test_an_output_that_is_an_input_is_refused_and_nothing_is_lost(tmp_path):
+    (tmp_path / "texts").mkdir()
+    text = tmp_path / "texts" / "fox.txt"
+    text.write_text("The quick brown fox. " * 20)
+    os.link(text, tmp_path / "linked.bin")
+    for paths, out, message in (
+        ([text], text, "is the text .*fox.txt, too: it would be lost"),
+        ([text], tmp_path / "linked.bin", "is the text .*fox.txt, too: it would be lost"),
+        ([tmp_path / "texts"], tmp_path / "linked.bin", "is the text .*fox.txt, too: it would be lost"),
+        ([tmp_path / "texts"], tmp_path / "texts" / "corpus.bin", "lies in the text .*texts, which is read"),
+    ):
+        before = text.read_text()
+        with pytest.raises(ValueError, match=message):
+            data.prepare(list(map(str, paths)), str(out))
+        assert text.read_text() == before and sorted(os.listdir(tmp_path)) == ["linked.bin", "texts"]
+
+
+def test_a_token_outside_the_vocabulary_is_shown_as_a_sentence(tmp_path):
+    path = small_file(tmp_path)
+    for token in range(51):
+        patched(path, token=(token, 100))
+    done = run_cli("show", path, "--seq_len=4")
+    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
+    assert re.search(r"has token 100 at training token \d+, outside its vocabulary of 100\n$", done.stderr)
 
 
 @pytest.mark.parametrize("size", [2, 5, 19, 20, 21, 400, 1000])
@@ -579,7 +671,7 @@ def test_command_line_errors_are_one_line(tmp_path):
         (("show", tmp_path / "corpus.bin"), "use --seq_len="),
     ):
         done = run_cli(*args)
-        assert done.returncode == 2 and message in done.stderr
+        assert done.returncode == (1 if "No such file" in message else 2) and message in done.stderr
         assert len(done.stderr.splitlines()) <= 3 and "Traceback" not in done.stderr
     assert not (tmp_path / "out.bin").exists()
 

@@ -244,12 +244,16 @@ def test_lines_that_no_run_wrote_are_left_as_they_are(tmp_path, damaged):
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
     (tmp_path / "file").touch()
-    calibrates = dict(fp8="calibrate", dtype="bfloat16")
+    calibrates, file, new = dict(fp8="calibrate", dtype="bfloat16"), str(tmp_path / "file"), str(tmp_path / "new")
     for flags, words in (
         (dict(profile_dir=str(tmp_path / "file" / "trace"), steps=9), "--profile_dir=.*file/trace cannot be written"),
         (dict(metrics_file=str(tmp_path / "file" / "m")), "--metrics_file=.*file/m cannot be written"),
         (dict(metrics_file=str(tmp_path)), "--metrics_file=.* is there, and is no file"),
         (dict(fp8_scales=str(tmp_path / "file" / "s"), **calibrates), "--fp8_scales=.*file/s cannot be written"),
+        (dict(metrics_file=file, corpus=file), "--metrics_file=.*/file is --corpus, too: it would be lost"),
+        (dict(metrics_file=file, fp8_scales=file, fp8="static"), "--metrics_file=.*/file is --fp8_scales, too"),
+        (dict(corpus=file, fp8_scales=file, **calibrates), "--fp8_scales=.*/file is --corpus, too"),
+        (dict(metrics_file=new, fp8_scales=new, **calibrates), "--fp8_scales=.*/new is --metrics_file, too"),
     ):
         with pytest.raises(ValueError, match=words):
             log_lib.check_outputs(from_preset("tiny", **flags))

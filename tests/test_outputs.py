@@ -2,10 +2,13 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 import outputs
+
+ROOT = Path(outputs.__file__).parent
 
 
 def files_of(folder) -> list[str]:
@@ -74,3 +77,34 @@ def test_a_device_or_a_folder_is_not_replaced(tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{path} is there, and is no ordinary file: name another")):
             with outputs.replacing(path):
                 pass
+
+
+def test_an_output_that_is_an_input_is_refused_by_any_of_its_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("precious")
+    (tmp_path / "soft").symlink_to("text")
+    os.link(tmp_path / "text", tmp_path / "hard")
+    for name in ("text", "./folder/../text", str(tmp_path / "text"), "soft", "hard"):
+        message = f"^--out={re.escape(name)} is the text, too: it would be lost; name another file$"
+        with pytest.raises(ValueError, match=message):
+            outputs.check_apart({"--out": name}, {"the text": "text"})
+    for name in ("folder/new", "folder/deep/new"):
+        with pytest.raises(ValueError, match=f"--out={name} lies in the texts, which is read: name a file elsewhere"):
+            outputs.check_apart({"--out": name}, {"the texts": "folder"})
+    with pytest.raises(ValueError, match=r"--second=\./new is --first, too"):
+        outputs.check_apart({"--first": "new", "--second": "./new"}, {})
+    outputs.check_apart({"--out": "new", "--log": "folder.new", "--unset": ""}, {"a": "text", "b": "folder", "c": ""})
+
+
+# The one place that writes beside a file and renames it. What writes to a file for its reader alone may do without.
+def test_no_other_module_renames_what_it_wrote():
+    renaming = re.compile(r"os\.(replace|rename)\(|\.rename\(|\.unfinished\"")
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in (*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"))
+        if path.name != "outputs.py"
+        for line in path.read_text().splitlines()
+        if renaming.search(line)
+    ]
+    assert found == ['log.py: os.replace(file, f"{path}.old")']  # that moves a file out of the way, with its content
