@@ -8,6 +8,7 @@ shards, so they end, with a message, and are started again from the newest check
 
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import signal
@@ -37,30 +38,45 @@ def start(config: Config) -> list[jax.Device]:
     Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
     0.10 takes a thread of a device for copies, and with none to spare waits for ever.
 
-    Raises ValueError where process 0 cannot listen, or JAX_PLATFORMS names no device that is here.
+    Raises ValueError where process 0 cannot listen, the others cannot be found, or JAX_PLATFORMS names no device that
+    is here; and on Windows.
     """
+    if sys.platform == "win32":
+        raise ValueError("this runs on Linux, on macOS, and on Windows in WSL: https://learn.microsoft.com/windows/wsl")
     on_tpu = compiler_flags.has_tpu()
     if not on_tpu:
         if "JAX_PLATFORMS" not in os.environ:
             jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
-        own = _simulated_devices(config.mesh) // max(config.num_processes, 1)
+        own = num_simulated(config.mesh) // max(config.num_processes, 1)
         jax.config.update("jax_num_cpu_devices", own * (2 if config.attention == "flash" else 1))
         keep_freed_memory()
-    joins = config.coordinator or on_tpu or "JAX_COORDINATOR_ADDRESS" in os.environ
-    if joins and not jax.distributed.is_initialized():
+    coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if (coordinator or on_tpu) and not jax.distributed.is_initialized():
+        # Where it is not told another address, process 0 of jax.distributed listens on every interface of its host.
+        bound_to = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
         if config.coordinator and config.process_id == 0:
-            check_port(config.coordinator)
+            check_port(bound_to)
         if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
             sys.stdout = command.output(os.dup(1))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
-        jax.distributed.initialize(
-            config.coordinator or None,
-            config.num_processes or None,
-            config.process_id if config.process_id >= 0 else None,
-            heartbeat_timeout_seconds=config.peer_timeout,
-            shutdown_timeout_seconds=config.peer_timeout,
-        )
+        try:
+            jax.distributed.initialize(
+                coordinator or None,
+                config.num_processes or None,
+                config.process_id if config.process_id >= 0 else None,
+                coordinator_bind_address=bound_to or None,
+                heartbeat_timeout_seconds=config.peer_timeout,
+                shutdown_timeout_seconds=config.peer_timeout,
+            )
+        except (ValueError, IndexError) as error:
+            named = (
+                "" if config.coordinator or not coordinator else f"JAX_COORDINATOR_ADDRESS={coordinator} is not all: "
+            )
+            raise ValueError(
+                f"{named}the processes of this run cannot find each other ({error}): give each a "
+                "--coordinator=HOST:PORT, --num_processes=N and --process_id=I, or leave the environment without it"
+            ) from None
         if jax.process_count() == 1:  # a slice of one host: there is nobody to lose
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
     if config.compilation_cache:
@@ -85,15 +101,26 @@ def _devices() -> list[jax.Device]:
         raise ValueError(f"JAX_PLATFORMS={asked} gives no device here{says}: unset it, or set it to cpu") from None
 
 
-def check_port(coordinator: str) -> None:
-    """Raises ValueError where another program listens there: jax would end in C++, and the others wait five minutes."""
-    port = int(coordinator.rpartition(":")[2])
+def check_port(address: str) -> None:
+    """Raises ValueError where process 0 cannot listen: jax would end in C++, and the others wait five minutes."""
+    host, _, port = address.rpartition(":")
+    refused, listened = None, False
     try:
-        socket.create_server(("", port)).close()
+        for family, _, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+            try:
+                socket.create_server(place[:2], family=family).close()
+                listened = True
+            except OSError as error:  # a name may have an address of IPv6 on a host that has none
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                refused = error
+        if not listened:
+            raise refused
     except OSError as error:
         raise ValueError(
-            f"--coordinator={coordinator}: process 0 cannot listen at port {port} ({error}): if a run before this "
-            "one is still there, end it, or name another port to all processes"
+            f"process 0 cannot listen at {address} ({error}): if a run before this one is still there, end it, or name "
+            "another port to all processes; if process 0 has another address than the one by which the others reach "
+            "it, set JAX_COORDINATOR_BIND_ADDRESS"
         ) from None
 
 
@@ -118,11 +145,18 @@ def wait_for_all() -> None:
             pass
 
 
-def _simulated_devices(mesh: str) -> int:
-    """As many as the mesh names; about 8 where one of its axes is *."""
+def num_simulated(mesh: str) -> int:
+    """Devices that are simulated for a mesh: as many as it names, about 8 where one of its axes is *."""
     sizes = placement.parse_mesh(mesh)
     fixed = math.prod(size for size in sizes.values() if size)
     return fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
+
+
+def simulated_sizes(config: Config) -> dict[str, int] | None:
+    """Sizes of the mesh axes where all devices are simulated, known before any is made; None where they may be real."""
+    if compiler_flags.has_tpu() or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+        return None
+    return placement.fill_mesh(placement.parse_mesh(config.mesh), num_simulated(config.mesh))
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -134,25 +168,32 @@ def _last_words(_signal):
 
 @contextlib.contextmanager
 def notice_of_termination() -> Iterator[Callable[[int], int]]:
-    """Gives a function of the step: the signal for which to stop after it, or 0; alike on all processes.
+    """Gives a function of the step: the signal for which to stop after it, or 0; all processes stop after the same.
 
-    That is SIGTERM, and where one process is the run also Ctrl-C, the first; the second one interrupts it.
+    That is SIGTERM, SIGHUP, and where one process is the run also Ctrl-C, the first; the second one interrupts it.
     """
-    if jax.process_count() > 1:  # jax.distributed takes the signal of any process and agrees with the others on a step
-        yield lambda step: signal.SIGTERM * multihost_utils.reached_preemption_sync_point(step)
-        return
-    notices, before = [], {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    notices, several = [], jax.process_count() > 1
 
     def notice(number, _frame):
         notices.append(number)
-        if number == signal.SIGINT:
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif number == signal.SIGINT:
             signal.signal(number, before[number])
-            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
+    def of_all(step):  # jax.distributed takes SIGTERM of any process, and agrees with the others on a step
+        return (notices or [signal.SIGTERM])[0] if multihost_utils.reached_preemption_sync_point(step) else 0
+
+    numbers = [signal.SIGHUP] if several else [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # by nohup
+        del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, notice)
     try:
-        yield lambda step: notices[0] if notices else 0
+        yield of_all if several else lambda step: notices[0] if notices else 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

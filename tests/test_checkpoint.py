@@ -263,7 +263,7 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
     """And nothing but the run's own lines is printed, on the way out as on the way on."""
     directory = tmp_path / "checkpoints"

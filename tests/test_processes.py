@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from test_checkpoint import ROOT, assert_same_bits, load, read_metrics, start, steps_in, values_in, wait_until
 
+import train
 from config import Config
 from processes import LOST_PEER
 
@@ -120,8 +121,54 @@ def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
         port = taken.getsockname()[1]
         of_first = dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
         assert start(values | of_first, tmp_path / "0.out").wait(20) == 1
-    said = f"train.py: error: --coordinator=localhost:{port}: process 0 cannot listen at port {port} ("
+    said = f"train.py: error: process 0 cannot listen at localhost:{port} ("
     assert (tmp_path / "0.err").read_text().startswith(said)
+
+
+def listened_at(port: int) -> set[str]:
+    """Addresses of this machine at whose `port` a program listens, as the kernel writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+
+
+def test_process_0_listens_at_the_address_that_is_named(values, tmp_path):
+    """Not at every address of its host, where all who reach it could take part in the run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    values = values | dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
+    process = start(values, tmp_path / "0.out")
+    try:
+        found = wait_until(lambda: listened_at(port), process)
+    finally:
+        process.kill()
+        process.wait()
+    loopback = "0100007F"  # 127.0.0.1; as an address of IPv6; and IPv6's own
+    assert found <= {loopback, f"{'0' * 16}FFFF0000{loopback}", f"{'0' * 24}01000000"}
+
+
+def test_an_address_that_is_not_here_is_refused_at_once(values, tmp_path):
+    first = dict(coordinator="192.0.2.1:9911", num_processes=2, process_id=0)  # of RFC 5737: nobody's
+    assert start(values | first, tmp_path / "0.out").wait(20) == 1
+    said = (tmp_path / "0.err").read_text()
+    assert said.startswith("train.py: error: process 0 cannot listen at 192.0.2.1:9911 (")
+    assert said.endswith("set JAX_COORDINATOR_BIND_ADDRESS\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["localhost:9911", "nonsense"])
+def test_an_address_in_the_environment_alone_is_no_run(address, values, tmp_path, monkeypatch):
+    program = f"import os, runpy; os.environ['JAX_COORDINATOR_ADDRESS'] = '{address}'; "
+    program += "runpy.run_path('train.py', run_name='__main__')"
+    assert start(values, tmp_path / "0.out", program=("-c", program)).wait(20) == 1
+    said = (tmp_path / "0.err").read_text()
+    assert said.startswith(f"train.py: error: JAX_COORDINATOR_ADDRESS={address} is not all: ")
+    assert "--coordinator=HOST:PORT, --num_processes=N and --process_id=I" in said and said.count("\n") == 1
+
+
+def test_windows_is_told_where_this_runs(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ValueError, match=r"^this runs on Linux, on macOS, and on Windows in WSL"):
+        train.run(Config())
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -143,11 +190,12 @@ def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
     assert int(state.step) in (2, 4, 6)
 
 
-def test_termination_of_one_process_ends_both_behind_the_same_step(values, one, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_of_one_process_ends_both_behind_the_same_step(number, values, one, tmp_path):
     processes = start_two(values, tmp_path)
     wait_for_step(4, processes, tmp_path)
-    processes[1].send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in processes] == [128 + signal.SIGTERM] * 2
+    processes[1].send_signal(number)
+    assert [process.wait(60) for process in processes] == [128 + signal.SIGTERM, 128 + number]
     (step,) = steps_in(tmp_path / "checkpoints")
     assert 4 < step < 20
     assert f"terminated after step {step}, saved in" in (tmp_path / "0.out").read_text()
