@@ -307,8 +307,10 @@ class Config:
             for name in names.split():
                 if not low <= getattr(self, name) < float("inf"):  # NaN is not, either
                     raise ValueError(f"{name}={getattr(self, name)} must be at least {low}, and finite")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} must be under 2^63")
+        for bits, names in ((31, "steps sample peer_timeout"), (62, "seed")):
+            for name in names.split():
+                if getattr(self, name) >= 2**bits:
+                    raise ValueError(f"{name}={getattr(self, name)} must be under 2^{bits}")
         for name in ("beta1", "beta2", "warmup_ratio"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be under 1")

@@ -44,6 +44,7 @@ import checkpoint
 import data
 import decoder
 import fsdp
+import machine
 import model
 import offload
 import parameters
@@ -372,6 +373,9 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     called = time.perf_counter()
     begun = begun or called
     with agreement.reached(config) as facts:
+        if sizes := processes.simulated_sizes(config):  # judged before any is made
+            rules.check(config, sizes)
+            machine.check(config, sizes)
         devices = processes.start(config)
         mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
         spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds

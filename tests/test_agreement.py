@@ -84,9 +84,9 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     path = tmp_path / "1/c.bin"
     if case == "another corpus":
         corpus = data.open_corpus(str(path))
-        other = np.array(corpus.train)
+        other = np.array(corpus.train[:])
         other[-1] ^= 1
-        data.write_corpus(str(path), [other[1:]], [np.array(corpus.held_out)[1:]], vocab_size=256, separator=255)
+        data.write_corpus(str(path), [other[1:]], [corpus.held_out[1:]], vocab_size=256, separator=255)
     elif case == "no corpus":
         path.unlink()
     flag, path = ("corpus", "c.bin") if "corpus" in case else ("checkpoint_dir", "checkpoints")

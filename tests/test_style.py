@@ -24,7 +24,7 @@ FLOORS = [
     {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters"},
-    {"planner", "cost", "calibration"},
+    {"planner", "cost", "calibration", "machine"},
     {"remat", "compiled"},
     {"decoder", "roofline", "recipes"},
     {"model"},

@@ -294,6 +294,9 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         ),
         (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of tensor*fsdp=3; nearest are 30 and 33"),
         (["--mesh=tensor:16"], r"num_heads=8 must be a multiple of tensor=16"),
+        (["--mesh=fsdp:999999"], r"model_dim=32 must be a multiple of tensor*fsdp=999999"),
+        (["--mesh=data:999999", "--batch=999999"], r"on 999999 simulated devices needs "),
+        (["--vocab_size=100000000000"], r"on 8 simulated devices needs "),
         (
             ["--xla_flags=recommended"],
             r"xla_flags='recommended' are the TPU compiler's, and these devices are of 'cpu'",
