@@ -1,0 +1,637 @@
+"""The drills of faults.py, each a function that does what its first line says.
+
+A drill returns where everything holds; BrokenError says what does not, ImpossibleError that the machine does not allow
+it. DRILLS has what each is called with.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+import zlib
+from pathlib import Path
+
+from benchmarks.trials import (
+    REFUSED_S,
+    ROOT,
+    UNSAVED,
+    BrokenError,
+    End,
+    Scene,
+    again,
+    at_a_step,
+    check_corpus,
+    check_same,
+    compare,
+    digests,
+    end,
+    expect,
+    fill,
+    free_port,
+    go_on,
+    in_a_save,
+    in_an_evaluation,
+    mount,
+    read_only,
+    reference,
+    start,
+    steps_in,
+    wait_for_stop,
+)
+
+
+def killed_in_a_step(scene: Scene) -> None:
+    """Killed in a step; started again."""
+    killed(scene, at_a_step(scene))
+
+
+def killed_in_a_save(scene: Scene, keep: int) -> None:
+    """Killed in a save, between two changes of the file system, with as many checkpoints kept; started again."""
+    killed(scene, in_a_save(scene, 20 if keep > 1 else 40), keep_checkpoints=keep)
+
+
+def killed_elsewhere(scene: Scene, target: str) -> None:
+    """Killed as that function is called, in the second start where it is of that; started again."""
+    if target == "checkpoint.restore":
+        killed(scene, at_a_step(scene), last=False)
+    killed(scene, (target, 1))
+
+
+def killed(scene: Scene, moment: tuple, last: bool = True, **values) -> None:
+    run = start(scene, at=moment, **values)
+    wait_for_stop(run)
+    there = steps_in(scene.checkpoints)[-values.get("keep_checkpoints", 100) :]  # an older one may be half removed
+    run.kill()
+    expect(end(run), -signal.SIGKILL)
+    compare(scene.checkpoints, reference(scene.shared), there)
+    if last:
+        ended = again(scene, **values)
+        if there and f"from step {there[-1]} " not in ended.said:
+            raise BrokenError(f"steps {there} were saved, and it did not go on from the last: {ended.said[:300]}")
+
+
+def killed_again_and_again(scene: Scene) -> None:
+    """Killed three times, each after a random time since the start; started again."""
+    for _ in range(3):
+        run = start(scene)
+        time.sleep(scene.random.uniform(0.2, 4))
+        run.kill()
+        if end(run).status not in (-signal.SIGKILL, 0):
+            raise BrokenError(f"killed, it ended with {run.returncode}")
+    again(scene)
+
+
+def suspended(scene: Scene, where: str) -> None:
+    """Suspended for two seconds in a step, a save or an evaluation."""
+    moment = {"step": at_a_step, "save": in_a_save, "evaluation": in_an_evaluation}[where](scene)
+    run = start(scene, at=moment)
+    wait_for_stop(run)
+    time.sleep(2)
+    go_on(run)
+    expect(end(run), 0)
+    check_same(scene)
+
+
+def full_disk(scene: Scene, where: str) -> None:
+    """No room on the disk of the checkpoints (before a step, or in a save); room is made, and it is started again."""
+    mount(scene, scene.checkpoints, "size=16m")
+    moment = ("log.Log.step", scene.random.randint(4, 11)) if where == "step" else in_a_save(scene, 8)
+    run = start(scene, at=moment)
+    wait_for_stop(run)
+    there = steps_in(scene.checkpoints)
+    ballast = fill(scene.checkpoints)
+    go_on(run)
+    ended = end(run)
+    ballast.unlink()
+    expect(ended, 1, "checkpoint.*(No space|not be written|RESOURCE_EXHAUSTED)")
+    compare(scene.checkpoints, reference(scene.shared), there)
+    again(scene)
+
+
+def file_too_large(scene: Scene) -> None:
+    """From a step on no file may be longer than 1 KiB (a quota); started again without."""
+    run = start(scene, at=("log.Log.step", scene.random.randint(4, 11)))
+    wait_for_stop(run)
+    there = steps_in(scene.checkpoints)
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    go_on(run)
+    expect(end(run), 1, "checkpoint.*(too large|not be written)")
+    compare(scene.checkpoints, reference(scene.shared), there)
+    again(scene)
+
+
+def full_disk_of_metrics(scene: Scene) -> None:
+    """No room, from a step on, for metrics: the run goes on, and says so."""
+    disk = scene.folder / "disk"
+    mount(scene, disk, "size=1m")
+    run = start(scene, at=at_a_step(scene), metrics_file=disk / "m.jsonl")
+    wait_for_stop(run)
+    fill(disk)
+    go_on(run)
+    ended = expect(end(run), 0)
+    check_same(scene)
+    if "no more are written" not in ended.said + ended.complained:
+        raise BrokenError("the metrics ended without a word")
+
+
+def full_disk_of_programs(scene: Scene) -> None:
+    """No room for compiled programs: the run goes on without keeping them."""
+    disk = scene.folder / "disk"
+    mount(scene, disk, "size=1m")
+    fill(disk)
+    again(scene, compilation_cache=disk / "cache")
+
+
+def full_disk_of_a_corpus(scene: Scene) -> None:
+    """`data.py prepare` onto a full disk, where an older corpus is: that stays."""
+    disk = scene.folder / "disk"
+    mount(scene, disk, "size=2m")
+    (disk / "out.bin").write_bytes(b"older")
+    fill(disk)
+    flags = ("prepare", scene.shared / "other_size.txt", "--out", disk / "out.bin")
+    expect(end(start(scene, program=("data.py",), flags=flags), REFUSED_S), (1, 2), "No space|space left")
+    if (disk / "out.bin").read_bytes() != b"older":
+        raise BrokenError("the older corpus is lost")
+
+
+def damaged(scene: Scene, files: str, how: str) -> None:
+    """The newest step has a damaged file; started again, and where that is refused, again without this step."""
+    copy_reference(scene, (3, 6, 9))
+    newest = scene.checkpoints / "9"
+    damage(scene, newest, files, how)
+    ended = end(start(scene))
+    expect(ended, (0, 1), r"checkpoints/9\b.*damaged|damaged.*checkpoints/9\b")
+    compare(scene.checkpoints, reference(scene.shared), (3, 6))
+    if ended.status:
+        shutil.rmtree(newest)
+        again(scene)
+    else:
+        compare(scene.checkpoints, reference(scene.shared), (12,))
+        if "from step 9 " not in ended.said and not re.search(r"checkpoints/9\b", ended.said + ended.complained):
+            raise BrokenError(f"went on from another step without a word on 9: {ended.said[:300]}")
+
+
+def copy_reference(scene: Scene, steps) -> None:
+    for step in steps:
+        shutil.copytree(reference(scene.shared) / str(step), scene.checkpoints / str(step))
+
+
+def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
+    """Damages the largest file that a pattern finds, or a random one of all files."""
+    found = sorted(path for path in folder.glob(files) if path.is_file())
+    if not found:
+        raise BrokenError(f"a saved step has no {files}")
+    path = scene.random.choice(found) if files == "**/*" else max(found, key=lambda path: path.stat().st_size)
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "all missing":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    else:
+        middle = len(content) // 2
+        path.write_bytes(
+            {
+                "truncated": content[:middle],
+                "empty": b"",
+                "zeroed": bytes(len(content)),
+                "garbled": content[:middle] + scene.random.randbytes(64) + content[middle + 64 :],
+                "no object": b"[1, 2]",
+                "all strings": json.dumps({key: "x" for key in _keys(content)}).encode(),
+                "nested": b"[" * 100_000,
+            }[how]
+        )
+
+
+def _keys(content: bytes) -> list[str]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = {}
+    return list(found) if isinstance(found, dict) else []
+
+
+def corpus_at_a_resume(scene: Scene, change: str) -> None:
+    """Between two starts the corpus is replaced, damaged or gone; it is put back, and the run started again."""
+    run = start(scene, at=("log.Log.step", 8))
+    wait_for_stop(run)
+    run.kill()
+    header = bytearray(scene.corpus.read_bytes()[:64])
+    if change == "gone":
+        scene.corpus.unlink()
+    elif change == "a separator outside the vocabulary":
+        header[24:32] = (300).to_bytes(8, "little")
+        header[48:52] = zlib.crc32(header[:48]).to_bytes(4, "little")
+        with scene.corpus.open("r+b") as file:
+            file.write(header)
+    elif change == "one token":
+        with scene.corpus.open("r+b") as file:
+            file.seek(64 + 2 * scene.random.randrange(100_000))
+            file.write(b"\x07\x00")
+    else:
+        shutil.copy(scene.shared / f"{change}.bin", scene.corpus)
+    there = steps_in(scene.checkpoints)
+    ended = end(start(scene))
+    expect(ended, (0, 1) if change == "one token" else 1, "corpus.bin")  # it may be one that is never read
+    if "step  7" in ended.said and change != "one token":
+        raise BrokenError("it took steps before it ended")
+    check_same(scene, steps=there)
+    shutil.copy(scene.shared / "corpus.bin", scene.corpus)
+    again(scene)
+
+
+def corpus_during_a_run(scene: Scene, change: str) -> None:
+    """In a step the corpus is overwritten, truncated, or removed, which harms nobody; it is put back, and so on."""
+    run = start(scene, at=("log.Log.step", scene.random.randint(1, 5)))
+    wait_for_stop(run)
+    if change == "overwritten":
+        other = (scene.shared / "same_size.bin").read_bytes()
+        with scene.corpus.open("r+b") as file:
+            file.write(other)
+    elif change == "truncated":
+        os.truncate(scene.corpus, 4096)
+    else:
+        scene.corpus.unlink()
+    go_on(run)
+    ended = end(run)
+    expect(ended, (0, 1) if change == "removed" else 1, "corpus.bin")
+    check_same(scene, steps=steps_in(scene.checkpoints))
+    shutil.copy(scene.shared / "corpus.bin", scene.corpus)
+    again(scene)
+
+
+def corpus_touched(scene: Scene) -> None:
+    """Between two starts the corpus is copied to another path and another time: the same tokens, so it goes on."""
+    copy_reference(scene, (3, 6))
+    moved = scene.folder / "moved.bin"
+    scene.corpus.rename(moved)
+    os.utime(moved, (1e9, 1e9))
+    again(scene, corpus=moved)
+
+
+def start_hosts(scene: Scene, one: dict, other: dict, **values) -> list[subprocess.Popen]:
+    """Two processes of a run; `at` may be among what one of them has."""
+    port = free_port()
+    together = dict(num_processes=2, coordinator=f"localhost:{port}") | values
+    return [start(scene, **together, process_id=number, **own) for number, own in enumerate((one, other))]
+
+
+def hosts_again(scene: Scene) -> None:
+    for run in start_hosts(scene, {}, {}):
+        expect(end(run), 0)
+    check_same(scene)
+
+
+def hosts_disagree(scene: Scene, flag: str, value: object) -> None:
+    """Two processes of a run differ in a flag: both end before the first step, and each names it."""
+    if flag in ("corpus", "checkpoint_dir"):
+        value = scene.shared / value if flag == "corpus" else scene.folder / value
+    ends = [end(run) for run in start_hosts(scene, {}, {flag: value})]
+    if steps_in(scene.checkpoints) or any("step  1/" in ended.said for ended in ends):
+        raise BrokenError(f"they trained: statuses {[ended.status for ended in ends]}")
+    for ended in ends:
+        expect(ended, 1, flag)
+
+
+def host_lost(scene: Scene, how: str) -> None:
+    """One of two processes is killed, or silent for too long: the other ends; both are started again."""
+    moment = in_a_save(scene) if how == "killed in a save" else at_a_step(scene)
+    runs = start_hosts(scene, {}, dict(at=moment), peer_timeout=10)
+    wait_for_stop(runs[1])
+    if how == "silent":
+        time.sleep(25)
+    runs[1].kill()
+    expect(end(runs[1]), -signal.SIGKILL)
+    expect(end(runs[0]), 1, "another process of this run is lost", runtime_speaks=True)
+    hosts_again(scene)
+
+
+def host_suspended(scene: Scene) -> None:
+    """One of two processes is suspended for a while that the other waits."""
+    runs = start_hosts(scene, {}, dict(at=at_a_step(scene)))
+    wait_for_stop(runs[1])
+    time.sleep(5)
+    go_on(runs[1])
+    for run in runs:
+        expect(end(run), 0)
+    check_same(scene)
+
+
+def host_terminated(scene: Scene) -> None:
+    """One of two processes gets SIGTERM: both stop after the same step, and save it."""
+    runs = start_hosts(scene, {}, dict(at=("log.Log.step", 2)), steps=4000, save_every=4000)
+    wait_for_stop(runs[1])
+    runs[1].send_signal(signal.SIGTERM)
+    go_on(runs[1])
+    first, _ = (expect(end(run), 128 + signal.SIGTERM) for run in runs)
+    check_terminated(scene, first)
+
+
+def two_runs(scene: Scene, when: str) -> None:
+    """A second run in the checkpoint_dir of one that is at a step: refused, naming the first, which goes on."""
+    run = start(scene, at=at_a_step(scene))
+    wait_for_stop(run)
+    second = end(start(scene, **(dict(steps=24) if when == "with other flags" else {})), REFUSED_S)
+    go_on(run)
+    first = end(run)
+    expect(second, 1, str(run.pid))
+    expect(first, 0)
+    check_same(scene)
+
+
+def two_at_once(scene: Scene) -> None:
+    """Two runs are started in one checkpoint_dir at the same time: one goes to its end, the other is refused."""
+    ends = [end(run) for run in [start(scene), start(scene)]]
+    statuses = sorted(ended.status for ended in ends)
+    if statuses != [0, 1]:
+        raise BrokenError(f"they ended with {statuses}")
+    for ended in ends:
+        expect(ended, (0, 1), "checkpoint_dir|checkpoints")
+    check_same(scene)
+
+
+def unwritable(scene: Scene, flag: str) -> None:
+    """An output on a disk that can only be read, or where a file is in the way: refused before the first step."""
+    if flag == "a file in the way":
+        (scene.folder / "file").write_text("in the way")
+        flag, values = "checkpoint_dir", dict(checkpoint_dir=scene.folder / "file" / "checkpoints")
+    else:
+        read_only(scene, scene.folder / "disk")
+        values = {flag: scene.folder / "disk" / "it"}
+        values |= dict(fp8="calibrate", dtype="bfloat16") if flag == "fp8_scales" else {}
+        values |= dict(profile_steps="3:5") if flag == "profile_dir" else {}
+    ended = end(start(scene, **values), REFUSED_S)
+    if "step  1/" in ended.said:
+        raise BrokenError("it took a step before it ended")
+    expect(ended, 1, flag)
+
+
+def evaluation(scene: Scene, batches: int) -> None:
+    """An evaluation of many batches, on 8 devices."""
+    expect(end(start(scene, **UNSAVED, eval_batches=batches, mesh="fsdp:8", batch=8, steps=2)), 0)
+
+
+def signalled(scene: Scene, name: str, where: str) -> None:
+    """SIGHUP, SIGTERM or SIGINT in a step, an evaluation or a save: saved, and ended with 128 + its number."""
+    number = getattr(signal, name)
+    if where == "step":
+        moment, values = at_a_step(scene), {}
+    elif where == "save":
+        moment, values = ("checkpoint.save", scene.random.randint(1, 3), scene.random.randint(1, 10)), {}
+    else:
+        moment, values = ("data.eval_batch", 1), dict(eval_every=5)
+    run = start(scene, at=moment, **values)
+    wait_for_stop(run)
+    run.send_signal(number)
+    go_on(run)
+    check_terminated(scene, expect(end(run), 128 + number))
+    again(scene)
+
+
+def check_terminated(scene: Scene, ended: End) -> None:
+    """Raises BrokenError unless it said after which step it stopped, and that step is saved."""
+    told = re.search(r"terminated after step (\d+), saved", ended.said)
+    if not told or steps_in(scene.checkpoints)[-1:] != [int(told[1])]:
+        raise BrokenError(f"saved are {steps_in(scene.checkpoints)}, said was {ended.said[-200:]!r}")
+    digests(scene.checkpoints / told[1])
+
+
+def interrupted_twice(scene: Scene) -> None:
+    """Ctrl-C twice in a step: ends at once, without a word; started again."""
+    run = start(scene, at=at_a_step(scene))
+    wait_for_stop(run)
+    there = steps_in(scene.checkpoints)
+    run.send_signal(signal.SIGINT)
+    go_on(run)
+    time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    expect(end(run), 128 + signal.SIGINT)
+    compare(scene.checkpoints, reference(scene.shared), there)
+    again(scene)
+
+
+def interrupted_early(scene: Scene) -> None:
+    """Ctrl-C during imports, restore or compilation: ends with 130 or saves what there is; started again."""
+    run = start(scene)
+    time.sleep(scene.random.uniform(0.15, 1.2))
+    run.send_signal(signal.SIGINT)
+    expect(end(run), (128 + signal.SIGINT, -signal.SIGINT))
+    again(scene)
+
+
+SHELLS = {
+    "full": 'exec "$@" >/dev/full',
+    "closed": 'exec "$@" >&-',
+    "all closed": 'exec "$@" <&- >&- 2>&-',
+    "lost reader": '{ "$@"; echo $? >&3; } 3>&2 | head -n 1',
+    "no reader": '{ "$@"; echo $? >&3; } 3>&2 | true',
+}
+
+
+def lost_output(scene: Scene, how: str) -> None:
+    """stdout of a run is full, closed, or has lost its reader: it goes to its end all the same."""
+    ended = of_the_command(end(start(scene, shell=SHELLS[how], sample=4)), how)
+    check_same(scene)
+    check_corpus(scene)
+    expect(ended, 0)
+
+
+def of_the_command(ended: End, how: str) -> End:
+    """Where the reader is lost, the status of the command itself is the last line on stderr."""
+    if not how.endswith("reader"):
+        return ended
+    *complained, status = ended.complained.splitlines() or ["none"]
+    return End(int(status), ended.said, "\n".join(complained), ended.took_s)
+
+
+def ascii_output(scene: Scene) -> None:
+    """stdout can show ASCII only, and the sample is of a corpus with other letters."""
+    (scene.folder / "letters.txt").write_text("äöü Привет 你好 — ∑\n" * 20_000)
+    flags = ("prepare", scene.folder / "letters.txt", "--out", scene.corpus)
+    expect(end(start(scene, program=("data.py",), flags=flags), REFUSED_S), 0)
+    ended = expect(end(start(scene, sample=8, env=dict(PYTHONIOENCODING="ascii", LC_ALL="C"))), 0)
+    if "in all " not in ended.said:
+        raise BrokenError("it lost its last lines")
+    show = start(scene, program=("data.py",), flags=("show", scene.corpus), env=dict(PYTHONIOENCODING="ascii"))
+    expect(end(show, REFUSED_S), 0)
+
+
+def cut_off(scene: Scene, *command: str) -> None:
+    """A command whose reader goes away after a line ends at once, without a word."""
+    flags = [str(scene.corpus) if flag == "CORPUS" else flag for flag in command[1:]]
+    run = start(scene, program=command[:1], flags=flags, shell=SHELLS["no reader"])
+    ended = of_the_command(end(run, REFUSED_S), "no reader")
+    if ended.status not in (0, 1, 128 + signal.SIGPIPE) or ended.complained:
+        raise BrokenError(f"ended with {ended.status} and said {ended.complained[-300:]!r}")
+
+
+def metrics_of_three(scene: Scene) -> None:
+    """Three runs, one after the other, into one metrics file: each run's rows are somewhere."""
+    for number in range(3):
+        ended = end(start(scene, **UNSAVED, metrics_file=scene.folder / "m.jsonl", steps=3 + number))
+        if ended.status:  # to refuse is to lose nothing
+            return expect(ended, 1, "metrics_file")
+    kept = sorted(
+        sum('"loss"' in line for line in path.read_text().splitlines()) for path in scene.folder.glob("m.jsonl*")
+    )
+    if kept != [3, 4, 5]:
+        raise BrokenError(f"rows of steps that are left: {kept}, not [3, 4, 5]")
+
+
+def metrics_spoilt(scene: Scene, how: str) -> None:
+    """The metrics file of a run that is resumed ends in half a line, or is spoilt: that is said; started again."""
+    path = scene.folder / "m.jsonl"
+    run = start(scene, at=("log.Log.step", 8), metrics_file=path)
+    wait_for_stop(run)
+    run.kill()
+    end(run)
+    good = path.read_bytes()
+    spoilt = {"half a line": b'{"step": 8, "lo', "binary": bytes(range(128, 256)) + b"}\n", "nested": b"[" * 100_000}
+    path.write_bytes(good + spoilt[how] + (b"]" * 100_000 + b"}\n" if how == "nested" else b""))
+    ended = end(start(scene, metrics_file=path))
+    if how != "half a line" and ended.status:
+        expect(ended, 1, "metrics_file")
+        path.write_bytes(good)
+        ended = end(start(scene, metrics_file=path))
+    expect(ended, 0)
+    check_same(scene)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if [row["step"] for row in rows if "loss" in row] != list(range(1, 13)):
+        raise BrokenError(f"rows of steps {[row['step'] for row in rows if 'loss' in row]}")
+
+
+def home(scene: Scene) -> None:
+    """Outputs under ~ are in the home folder, and no folder is called so."""
+    flags = ("--checkpoint_dir=~/checkpoints", "--metrics_file=~/m.jsonl", "--profile_dir=~/trace")
+    run = start(scene, flags=flags, checkpoint_dir=None, env=dict(HOME=str(scene.folder)))
+    expect(end(run), 0)
+    missing = [name for name in ("m.jsonl", "trace", "checkpoints") if not (scene.folder / name).exists()]
+    if (ROOT / "~").exists():
+        shutil.rmtree(ROOT / "~")
+        raise BrokenError("there is a folder called ~")
+    if missing:
+        raise BrokenError(f"{missing} are not in the home folder")
+    check_same(scene)
+
+
+def output_is_input(scene: Scene, how: str) -> None:
+    """An output that is an input is refused, and the input is what it was."""
+    text = scene.folder / "text.txt"
+    shutil.copy(scene.shared / "corpus.txt", text)
+    if how == "prepare":
+        run = start(scene, program=("data.py",), flags=("prepare", text, "--out", text))
+    else:
+        run = start(scene, metrics_file=scene.corpus)
+    ended = end(run, REFUSED_S)
+    check_corpus(scene)
+    if text.read_bytes() != (scene.shared / "corpus.txt").read_bytes():
+        raise BrokenError(f"the text is overwritten, status {ended.status}")
+    expect(ended, (1, 2), "out|metrics_file")
+
+
+def planted_link(scene: Scene) -> None:
+    """A link to a file of somebody else stands where an output is written first: that file is what it was."""
+    victim, out = scene.folder / "victim", scene.folder / "out.bin"
+    victim.write_text("precious")
+    Path(f"{out}.unfinished").symlink_to(victim)
+    flags = ("prepare", scene.shared / "corpus.txt", "--out", out)
+    ended = end(start(scene, program=("data.py",), flags=flags), REFUSED_S)
+    if victim.read_bytes() != b"precious":
+        raise BrokenError(f"the link was followed, status {ended.status}")
+    expect(ended, (0, 1, 2), "unfinished")
+
+
+def not_finite(scene: Scene) -> None:
+    """A learning rate that destroys the weights: ends in a sentence, after the steps that it may skip."""
+    expect(end(start(scene, learning_rate=1e38, max_skipped=3, clip_norm=0)), 1, "not finite")
+
+
+# Each drill, and what it is called with: 100 trials in all.
+DRILLS = [
+    (killed_in_a_step, [()] * 5),
+    (killed_in_a_save, [(100,)] * 7 + [(1,)] * 3),
+    (killed_elsewhere, [("checkpoint.restore",), ("data.eval_batch",), ("model.loss_fn",)]),
+    (killed_again_and_again, [()] * 2),
+    (suspended, [("step",), ("save",), ("evaluation",)]),
+    (full_disk, [("step",), ("step",), ("save",)]),
+    (file_too_large, [()]),
+    (full_disk_of_metrics, [()]),
+    (full_disk_of_programs, [()]),
+    (full_disk_of_a_corpus, [()]),
+    (
+        damaged,
+        [
+            ("state/ocdbt.process_0/d/*", "truncated"),
+            ("state/ocdbt.process_0/d/*", "missing"),
+            ("state/ocdbt.process_0/d/*", "zeroed"),
+            ("state/ocdbt.process_0/d/*", "garbled"),
+            ("state/_METADATA", "all strings"),
+            ("state/_METADATA", "missing"),
+            ("config/metadata", "no object"),
+            ("config/metadata", "all strings"),
+            ("config/metadata", "nested"),
+            ("config/metadata", "missing"),
+            ("_CHECKPOINT_METADATA", "no object"),
+            ("_CHECKPOINT_METADATA", "all strings"),
+            ("**/*", "empty"),
+            ("**/*", "all missing"),
+        ],
+    ),
+    (
+        corpus_at_a_resume,
+        [("same_size",), ("other_size",), ("gone",), ("a separator outside the vocabulary",), ("one token",)],
+    ),
+    (corpus_during_a_run, [("overwritten",), ("truncated",), ("removed",)]),
+    (corpus_touched, [()]),
+    (
+        hosts_disagree,
+        [
+            ("learning_rate", 0.01),
+            ("seed", 1),
+            ("corpus", "same_size.bin"),
+            ("save_every", 4),
+            ("steps", 9),
+            ("checkpoint_dir", "elsewhere"),
+            ("eval_every", 5),
+        ],
+    ),
+    (host_lost, [("killed in a step",), ("killed in a save",), ("silent",)]),
+    (host_suspended, [()]),
+    (host_terminated, [()]),
+    (two_runs, [("at a step",), ("with other flags",)]),
+    (two_at_once, [()]),
+    (
+        unwritable,
+        [("checkpoint_dir",), ("metrics_file",), ("profile_dir",), ("fp8_scales",), ("a file in the way",)],
+    ),
+    (evaluation, [(128,), (264,)]),
+    (
+        signalled,
+        [
+            ("SIGHUP", "step"),
+            ("SIGTERM", "step"),
+            ("SIGINT", "step"),
+            ("SIGHUP", "save"),
+            ("SIGTERM", "evaluation"),
+            ("SIGINT", "save"),
+        ],
+    ),
+    (interrupted_twice, [()]),
+    (interrupted_early, [()]),
+    (lost_output, [("full",), ("closed",), ("all closed",), ("lost reader",)]),
+    (ascii_output, [()]),
+    (
+        cut_off,
+        [("data.py", "show", "CORPUS"), ("roofline.py", "model", "--preset=deepseek-v3"), ("config.py",)],
+    ),
+    (metrics_of_three, [()]),
+    (metrics_spoilt, [("half a line",), ("binary",), ("nested",)]),
+    (home, [()]),
+    (output_is_input, [("prepare",), ("metrics_file",)]),
+    (planted_link, [()]),
+    (not_finite, [()]),
+]

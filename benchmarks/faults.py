@@ -1,0 +1,298 @@
+"""Fault drills: 100 trials of what goes wrong around a run, and 60 flipped bits, each with what must hold after it.
+
+    python benchmarks/faults.py                          all that benchmarks/faults.json does not hold yet (15 minutes)
+    python benchmarks/faults.py killed_in_a_save 17      all trials of a kind, and number 17
+    python benchmarks/faults.py --list                   every trial, and what is done in it
+    python benchmarks/faults.py --table                  what is kept, without running anything
+
+**A trial** starts `python train.py` (or another program) as a user does, does something to it, and gives the same
+command again, after mending what cannot mend itself. What must hold: (1) it ends within a time limit, with the status
+that a scheduler can read, and where that is an error, with exactly one sentence on stderr that says what is asked for,
+never with a traceback; (2) nothing is lost: every step that was saved before is there afterwards; (3) each array of
+each saved step has the bits of an undisturbed run's, read by orbax alone.
+
+What the machine does not allow (mounts need root) counts as not possible here, never as held. A result is kept with the
+code that it is of, and run again when that changes. Linux only. trials.py has the parts, drills.py the drills.
+"""
+
+import argparse
+import collections
+import contextlib
+import difflib
+import hashlib
+import inspect
+import io
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.drills import DRILLS
+from benchmarks.trials import (
+    FLAGS,
+    BrokenError,
+    ImpossibleError,
+    Scene,
+    clean_up,
+    corpora,
+    digest_of,
+    digests,
+    reference,
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int  # from 1
+    drill: Callable
+    arguments: tuple
+    seed: int
+
+    @property
+    def kind(self) -> str:
+        return self.drill.__name__
+
+    @property
+    def title(self) -> str:
+        return self.kind + (f"({', '.join(map(str, self.arguments))})" if self.arguments else "")
+
+
+def trials_of(seed: int) -> list[Trial]:
+    each = [(drill, arguments) for drill, several in DRILLS for arguments in several]
+    return [Trial(number, *one, seed=1000 * seed + number) for number, one in enumerate(each, 1)]
+
+
+def run_trial(trial: Trial, shared: Path) -> dict:
+    """What came of it: held, broken or impossible, and why."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=shared, prefix=f"{trial.number}-") as folder:
+        scene = Scene(Path(folder), shared, random.Random(trial.seed))
+        outcome, why = "held", ""
+        try:
+            shutil.copy(corpora(shared) / "corpus.bin", scene.corpus)
+            trial.drill(scene, *trial.arguments)
+        except BrokenError as error:
+            outcome, why = "broken", str(error)
+        except ImpossibleError as error:
+            outcome, why = "impossible", str(error)
+        except Exception as error:  # of the drill: the others go on
+            outcome, why = "broken", f"the drill itself failed: {error!r:.300}"
+        finally:
+            clean_up(scene)
+    told = dict(number=trial.number, kind=trial.kind, title=trial.title, seed=trial.seed, outcome=outcome, why=why)
+    return told | dict(starts=len(scene.runs), seconds=round(time.monotonic() - begun, 1))
+
+
+# -- flipped bits
+
+
+FLIPS = 60
+
+
+def flip(shared: Path, seed: int) -> dict:
+    """Flips a random bit of a random file of the newest step (a long file is hit more often), and restores, in process.
+
+    The outcome is `named` where the damage is (and the step before it taken, or none), `harmless` where every array
+    has the bits that were saved, and else `silent`.
+    """
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        for step in (6, 9):
+            shutil.copytree(reference(shared) / str(step), Path(folder) / str(step))
+        files = sorted(path for path in (Path(folder) / "9").rglob("*") if path.is_file())
+        (path,) = chance.choices(files, [path.stat().st_size for path in files])
+        content = bytearray(path.read_bytes())
+        bit = chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        outcome, says = restored(Path(folder), reference(shared) / "9")
+    where = re.sub(r"[0-9a-f]{32}", "*", str(path.relative_to(Path(folder) / "9")))
+    return dict(seed=seed, file=where, bit=bit, outcome=outcome, says=re.sub(rf"{shared}\S*/", "", says)[:300])
+
+
+def restored(folder: Path, saved: Path) -> tuple[str, str]:
+    """(outcome, sentence) of restoring the newest step of a folder, which was the one `saved`."""
+    import jax
+    import numpy as np
+
+    import checkpoint
+    import placement
+    import sharding
+    import train
+    from config import Config
+
+    config = Config(**FLAGS, checkpoint_dir=str(folder))
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), jax.devices()[:2])
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            manager = checkpoint.open_manager(config)
+            try:
+                state, note = train.restored_state(config, mesh, manager)
+            finally:
+                checkpoint.close(manager)
+    except Exception as error:
+        if not train._is_for_the_user(error):
+            return "traceback", f"{type(error).__name__}: {error}"
+        return "named", str(error)
+    said = f"{note or ''} {said.getvalue()}"
+    if int(state.step) != int(saved.name):
+        return ("named" if re.search(rf"/{saved.name}\b", said) else "silent"), f"step {int(state.step)}: {said}"
+    ours = sorted(digest_of(np.asarray(leaf)) for leaf in jax.tree.leaves(state))
+    return ("harmless" if ours == sorted(digests(saved).values()) else "silent"), said
+
+
+# -- what is kept
+
+
+def code() -> str:
+    """A hash of the programs and of the drills."""
+    files = [*sorted(ROOT.glob("*.py")), *(ROOT / "benchmarks" / name for name in ("trials.py", "drills.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def load(path: Path) -> dict:
+    empty = dict(code=code(), machine=machine(), seed=0, trials=[], flips=[])
+    return json.loads(path.read_text()) if path.exists() else empty
+
+
+def store(path: Path, kept: dict) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(kept, indent=1) + "\n")
+    unfinished.rename(path)
+
+
+def machine() -> str:
+    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    version = ".".join(map(str, sys.version_info[:3]))
+    return f"{os.cpu_count()} cores ({model[1] if model else 'unknown'}), Python {version}"
+
+
+def table(kept: dict) -> str:
+    """By kind, and the flips."""
+    rows = [
+        "| drill | trials | held | broken | not possible here | starts | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    kinds = dict.fromkeys(drill.__name__ for drill, _ in DRILLS)
+    for kind in [*kinds, "in all"]:
+        of = [one for one in kept["trials"] if kind in (one["kind"], "in all")]
+        if not of:
+            continue
+        count = collections.Counter(one["outcome"] for one in of)
+        counts = f"{len(of)} | {count['held']} | {count['broken']} | {count['impossible']}"
+        starts, seconds = (sum(one[name] for one in of) for name in ("starts", "seconds"))
+        rows.append(f"| {kind.replace('_', ' ')} | {counts} | {starts} | {seconds:.0f} |")
+    if kept["flips"]:
+        count = collections.Counter(one["outcome"] for one in kept["flips"])
+        each = ", ".join(f"{count[name]} {name}" for name in ("named", "harmless", "silent", "traceback"))
+        rows.append(f"\nFlipped bits: {len(kept['flips'])}, of them {each}.")
+    return "\n".join(rows)
+
+
+def show_list(chosen: list[Trial]) -> None:
+    for trial in chosen:
+        print(f"{trial.number:3} {trial.title}, seed {trial.seed}: {inspect.getdoc(trial.drill)}")
+
+
+def choose(names: list[str], every: list[Trial]) -> list[Trial]:
+    """Raises ValueError for a name or number that there is not."""
+    kinds = {trial.kind for trial in every}
+    for name in names:
+        if name not in kinds and not (name.isdecimal() and 1 <= int(name) <= len(every)):
+            near = difflib.get_close_matches(name, kinds, 3)
+            raise ValueError(f"there is no trial {name!r}; {', '.join(near) or 'see --list'}")
+    return [trial for trial in every if not names or {trial.kind, str(trial.number)} & set(names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="TRIAL", help="kinds or numbers of trials, or flips; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and damages [%(default)s]")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time [%(default)s]")
+    parser.add_argument("--results", default="benchmarks/faults.json", help="file of what is kept [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print what came out as JSON, not as a table")
+    parser.add_argument("--list", action="store_true", help="say what is done in each trial, and end")
+    parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs={args.jobs} must be at least 1")
+    path = ROOT / args.results
+    with_flips = not args.names or "flips" in args.names
+    names = [name for name in args.names if name != "flips"]
+    try:
+        chosen = [] if args.names == ["flips"] else choose(names, trials_of(args.seed))
+    except ValueError as error:
+        parser.error(str(error))
+    if args.list:
+        return show_list(chosen)
+    kept = load(path)
+    if not args.table:
+        if (kept["code"], kept["seed"]) != (code(), args.seed):
+            kept = dict(code=code(), machine=machine(), seed=args.seed, trials=[], flips=[])
+        run_all(chosen, kept, path, args.jobs, with_flips, anew=bool(args.names))
+    print(json.dumps(kept) if args.json else table(kept))
+    bad = [one for one in kept["trials"] + kept["flips"] if one["outcome"] in ("broken", "silent", "traceback")]
+    for one in bad:
+        print(f"{one.get('title', 'flip')}, seed {one['seed']}: {one.get('why') or one.get('says')}", file=sys.stderr)
+    sys.exit(bool(bad))
+
+
+def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: bool, anew: bool) -> None:
+    """Runs what is not kept, or all of it `anew`, and keeps each result as soon as it is there."""
+    there = set() if anew else {one["number"] for one in kept["trials"]}
+    to_run, keeping = [trial for trial in chosen if trial.number not in there], threading.Lock()
+
+    def one(trial: Trial) -> None:
+        result = run_trial(trial, Path(shared))
+        with keeping:
+            others = [other for other in kept["trials"] if other["number"] != trial.number]
+            kept["trials"] = sorted([*others, result], key=lambda one: one["number"])
+            store(path, kept)
+            done.append(result)
+            print(
+                f"{len(done)}/{len(to_run)}  {result['outcome']:10} {result['seconds']:5.1f} s  {trial.number} "
+                f"{trial.title}  {result['why']}",
+                flush=True,
+                file=sys.stderr,
+            )
+
+    done = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as shared, ThreadPoolExecutor(jobs) as pool:
+        if to_run or with_flips:
+            simulated_devices()
+            reference(Path(shared))
+        list(pool.map(one, to_run))
+        if with_flips and (anew or len(kept["flips"]) < FLIPS):
+            kept["flips"] = [flip(Path(shared), 1000 * kept["seed"] + number) for number in range(FLIPS)]
+            store(path, kept)
+
+
+def simulated_devices() -> None:
+    """Two, in this process, which reads checkpoints, and is silent about them."""
+    import compiler_flags
+
+    compiler_flags.without_tpu()
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+
+
+if __name__ == "__main__":
+    main()

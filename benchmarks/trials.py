@@ -1,0 +1,344 @@
+"""What the drills of faults.py are made of: runs that stop at a moment, how they must end, what is compared.
+
+**A moment** is chosen by a function and its calls, and from there by changes of the file system: the run stops itself
+there (SIGSTOP), and the trial kills it, takes the disk away, overwrites the corpus, and lets it go on. So the moments
+are the same each time, and a seed names them. Processes are started anew for each trial: importing jax starts a thread,
+so a fork after it would not be safe.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# The smallest model that trains: a start takes 3 s where its programs are compiled, a step milliseconds.
+FLAGS = dict(num_layers=1, model_dim=16, ff_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, seq_len=32, batch=4)
+FLAGS |= dict(mesh="fsdp:2", steps=12, save_every=3, keep_checkpoints=100, log_every=1)
+FLAGS |= dict(eval_every=0, eval_batches=2, sample=0)
+UNSAVED = dict(checkpoint_dir=None, save_every=None, keep_checkpoints=None)
+SAVED = (3, 6, 9, 12)  # steps
+LIMIT_S = 100  # for a run to end: it takes 3 s on a quiet machine
+REFUSED_S = 40  # for what is refused before it begins
+CHANGES = "os.mkdir os.rename os.remove os.rmdir os.link shutil.rmtree".split()  # of the file system: sys.audit's names
+
+
+class BrokenError(Exception):
+    """What must hold in a trial does not."""
+
+
+class ImpossibleError(Exception):
+    """The machine does not allow the trial."""
+
+
+@dataclass
+class Scene:
+    """What a trial has: a folder of its own, one that all share, and its random numbers."""
+
+    folder: Path
+    shared: Path
+    random: random.Random
+    runs: list = field(default_factory=list)
+    mounts: list = field(default_factory=list)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "corpus.bin"
+
+
+# -- runs
+
+
+def stop_at(target: str, call: int, change: int = 0) -> None:
+    """Runs train.py on sys.argv, which stops itself in a call of a function, by number from 1.
+
+    Args:
+      target: "module.function" or "module.Class.method".
+      change: 0 stops before the call; n stops before the n-th change of the file system after the call began.
+    """
+    module, *owners, name = target.split(".")
+    owner = __import__(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    real, calls, changes = getattr(owner, name), [], []
+
+    def stopping(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call and not change:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*args, **kwargs)
+
+    def watch(event, args):
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if len(calls) >= call and (writes or event in CHANGES):
+            changes.append(event)
+            if len(changes) == change:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    setattr(owner, name, stopping)
+    if change:
+        sys.addaudithook(watch)
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def start(scene: Scene, *, program=("train.py",), at=None, shell="", env=None, flags=(), **values) -> subprocess.Popen:
+    """A run with FLAGS and `values`, of which None leaves a flag out; or a program with `flags` alone.
+
+    Args:
+      at: the arguments of `stop_at`.
+      shell: what a shell does with "$@", the command.
+    """
+    if program == ("train.py",):
+        own = dict(corpus=scene.corpus, checkpoint_dir=scene.checkpoints, compilation_cache=scene.shared / "cache")
+        all_values = FLAGS | own | values
+        flags = [f"--{name}={value}" for name, value in all_values.items() if value is not None] + list(flags)
+    if at:
+        program = ("-c", f"from benchmarks import trials; trials.stop_at{tuple(at)!r}")
+    command = [sys.executable, *program, *map(str, flags)]
+    command = ["sh", "-c", shell, "sh", *command] if shell else command
+    ours = ("JAX_", "TPU_", "TF_", "ALLOW_", "XLA_", "PYTHON")  # of who runs the drills: a test, the hook above
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (env or {})
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.begun = time.monotonic()
+    scene.runs.append(process)
+    return process
+
+
+def wait_for_stop(run: subprocess.Popen) -> None:
+    """Returns when a run stands still at its moment. Raises BrokenError where it ends before."""
+    while time.monotonic() < run.begun + LIMIT_S:
+        found = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if found and found.si_code == os.CLD_STOPPED:
+            return
+        if found:
+            said, complained = run.communicate()
+            raise BrokenError(f"ended with {run.returncode} before its moment: {complained[-300:] or said[-300:]}")
+        time.sleep(0.005)
+    raise BrokenError(f"its moment did not come within {LIMIT_S} s")
+
+
+def go_on(run: subprocess.Popen) -> None:
+    run.send_signal(signal.SIGCONT)
+
+
+@dataclass
+class End:
+    """How a run ended: its status, what it said, what it complained of, and seconds that it took."""
+
+    status: int
+    said: str
+    complained: str
+    took_s: float
+
+
+def end(run: subprocess.Popen, within_s: float = LIMIT_S) -> End:
+    """Waits for it. Raises BrokenError where it does not end in time, or with a traceback."""
+    try:
+        said, complained = run.communicate(timeout=max(run.begun + within_s - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        run.kill()
+        said, complained = run.communicate()
+        raise BrokenError(f"did not end within {within_s} s; last said: {(said + complained)[-200:]!r}") from None
+    ended = End(run.returncode, said or "", complained or "", time.monotonic() - run.begun)
+    check_no_traceback(ended)
+    return ended
+
+
+def check_no_traceback(ended: End) -> None:
+    if "Traceback (most recent call last)" in ended.said + ended.complained:
+        last = [line for line in ended.complained.splitlines() if line.strip()][-1:]
+        raise BrokenError(f"a traceback of {len(ended.complained.splitlines())} lines, status {ended.status}: {last}")
+
+
+SENTENCE = re.compile(r"\w+\.py( \w+)?: error: ")
+
+
+def expect(ended: End, status, says: str = "", runtime_speaks: bool = False) -> End:
+    """Raises BrokenError unless it ended with a status, or one of several, and as is fit for it.
+
+    With 1 and 2 that is one sentence, `PROGRAM.py: error: ...`, in which `says` is found; else no word of an error.
+
+    Args:
+      runtime_speaks: whether jax's runtime in C++ may say at length what it saw, beside the one sentence.
+    """
+    statuses = status if isinstance(status, tuple) else (status,)
+    left_out = re.compile(r"usage: |\s|[IWEF]\d{4} |WARNING: All log messages")  # and what the runtime logs in any case
+    lines = [line for line in ended.complained.splitlines() if line and not left_out.match(line)]
+    if runtime_speaks:
+        lines = [line for line in lines if SENTENCE.match(line)]
+    if ended.status not in statuses:
+        raise BrokenError(f"ended with {ended.status}, not {status}: {lines[-1:] or ended.said[-200:]}")
+    if ended.status in (1, 2):
+        if len(lines) != 1 or not SENTENCE.match(lines[0]):
+            raise BrokenError(f"{len(lines)} lines on stderr in place of one sentence: {' | '.join(lines)[:400]}")
+        if not re.search(says, lines[0]):
+            raise BrokenError(f"the sentence does not say {says!r}: {lines[0][:300]}")
+    elif any("error:" in line for line in lines):
+        raise BrokenError(f"status {ended.status}, and yet: {lines[-1][:300]}")
+    return ended
+
+
+def again(scene: Scene, **values) -> End:
+    """The same command, undisturbed, to the end, where all is as it should be."""
+    ended = expect(end(start(scene, **values)), 0)
+    check_same(scene, **values)
+    return ended
+
+
+# -- what is compared
+
+
+_READING = threading.Lock()
+
+
+def digests(step: Path) -> dict[str, str]:
+    """{array: dtype, shape and hash of its bytes} of a saved step, read by orbax and by nothing of this project."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    with _READING:
+        reader, path = ocp.PyTreeCheckpointer(), step / "state"
+        shapes = reader.metadata(path).item_metadata.tree
+        as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
+        wanted = jax.tree.map(as_numpy, shapes, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+        arrays = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))
+        return {
+            jax.tree_util.keystr(where): digest_of(np.asarray(array))
+            for where, array in jax.tree.leaves_with_path(arrays)
+        }
+
+
+def digest_of(array) -> str:
+    return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+
+
+def compare(folder: Path, reference: Path, steps) -> None:
+    """Raises BrokenError where a step is not there, or an array has other bits than in the undisturbed run."""
+    if missing := sorted(set(steps) - set(steps_in(folder))):
+        raise BrokenError(f"steps {missing} are not there: {steps_in(folder)}")
+    for step in steps:
+        try:
+            ours, theirs = digests(folder / str(step)), digests(reference / str(step))
+        except Exception as error:  # whatever orbax and tensorstore raise
+            raise BrokenError(f"step {step} cannot be read: {str(error)[:200]}") from error
+        different = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+        if different:
+            raise BrokenError(
+                f"step {step}: {len(different)} of {len(theirs)} arrays differ, as {sorted(different)[0]}"
+            )
+
+
+def check_same(scene: Scene, steps=SAVED, **values) -> None:
+    """Raises BrokenError unless the kept ones of these steps are there, and every one there has the same bits."""
+    kept = steps[-values.get("keep_checkpoints", len(steps)) :]
+    compare(scene.checkpoints, reference(scene.shared), sorted({*kept, *steps_in(scene.checkpoints)}))
+
+
+_PREPARING, _WRITING = threading.Lock(), threading.Lock()
+
+
+def reference(shared: Path) -> Path:
+    """The checkpoints of a run that nothing disturbs, of each step."""
+    folder = shared / "reference"
+    with _PREPARING:
+        if not folder.exists():
+            scene = Scene(shared / "undisturbed", shared, random.Random(0))
+            scene.folder.mkdir()
+            shutil.copy(corpora(shared) / "corpus.bin", scene.corpus)
+            expect(end(start(scene, save_every=1), 600), 0)  # compiles
+            scene.checkpoints.rename(folder)
+    return folder
+
+
+def corpora(shared: Path) -> Path:
+    """The folder, with three token files in it: `corpus`, another one of the same size, and one of another size."""
+    import data
+
+    texts = {"same_size": range(119_999, -1, -1), "other_size": range(0, 300_000, 3), "corpus": range(120_000)}
+    with _WRITING:
+        for name, numbers in texts.items() if not (shared / "corpus.bin").exists() else ():
+            (shared / f"{name}.txt").write_text("".join(f"{number:06d}\n" for number in numbers))
+            data.prepare([str(shared / f"{name}.txt")], str(shared / f"{name}.bin"))
+    return shared
+
+
+def check_corpus(scene: Scene) -> None:
+    if scene.corpus.read_bytes() != (scene.shared / "corpus.bin").read_bytes():
+        raise BrokenError("the corpus is not what it was")
+
+
+# -- the machine
+
+
+def mount(scene: Scene, folder: Path, options: str) -> None:
+    """A file system in memory, until the trial ends. Raises ImpossibleError where this machine has no mounts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        raise ImpossibleError(f"mount: {made.stderr.strip()}")
+    scene.mounts.append(folder)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room in a file system."""
+    ballast = folder / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    return ballast
+
+
+def read_only(scene: Scene, folder: Path) -> None:
+    mount(scene, folder, "ro")
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def at_a_step(scene: Scene) -> tuple:
+    return "log.Log.step", scene.random.randint(2, 11)
+
+
+def in_a_save(scene: Scene, changes: int = 20) -> tuple:
+    """A moment between the call and the end of a save, of which most come while the next steps run."""
+    return "checkpoint.save", scene.random.randint(1, 4), scene.random.randint(1, changes)
+
+
+def in_an_evaluation(scene: Scene) -> tuple:
+    return "data.eval_batch", scene.random.randint(1, 2)
+
+
+def clean_up(scene: Scene) -> None:
+    """Ends what a trial left running, also where it is stopped, and takes its file systems away."""
+    for run in scene.runs:
+        if run.poll() is None:
+            run.kill()
+            run.communicate()
+    for folder in scene.mounts:
+        subprocess.run(["umount", "-l", folder], check=False)
