@@ -113,13 +113,14 @@ class _TokenFile:
     """An open token file: its header, the CRCs of its blocks, and its tokens, of which every block read is verified."""
 
     def __init__(self, path: str):
-        size = os.path.getsize(path)
-        if size < _HEADER_BYTES:
-            raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
+        if os.path.exists(path) and not os.path.isfile(path):  # to open a pipe would wait for its other end
+            raise ValueError(f"{path} is no ordinary file; make a token file with `python data.py prepare`")
         raw = open(path, "rb", buffering=0)
         weakref.finalize(self, raw.close)
         self.path, self.descriptor, self.opened = path, raw.fileno(), os.fstat(raw.fileno())
-        header = self._bytes(0, _HEADER_BYTES)
+        header, size = self._bytes(0, _HEADER_BYTES), self.opened.st_size
+        if len(header) < _HEADER_BYTES:
+            raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
         magic, version, itemsize, *numbers, table_crc, crc = _HEADER.unpack(header)
         if magic != b"ironwood":
             raise ValueError(f"{path} starts with {magic!r}: not a token file; make one with `python data.py prepare`")
@@ -148,10 +149,7 @@ class _TokenFile:
         start, stop = start * self.dtype.itemsize, stop * self.dtype.itemsize
         blocks = range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
         begin, end = blocks.start * _BLOCK_BYTES, min(blocks.stop * _BLOCK_BYTES, self.num_bytes)
-        try:
-            content = memoryview(self._bytes(_HEADER_BYTES + begin, end - begin))
-        except OSError as error:
-            raise DamagedError(f"{self.path} cannot be read any more: {error}") from error
+        content = memoryview(self._bytes(_HEADER_BYTES + begin, end - begin))
         for block in blocks:
             first = block * _BLOCK_BYTES
             if zlib.crc32(content[first - begin :][:_BLOCK_BYTES]) != self.crcs[block]:
@@ -166,9 +164,12 @@ class _TokenFile:
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
         """Those bytes of the file; fewer where it ends before."""
         parts = []
-        while num_bytes > 0 and (part := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
-            parts.append(part)
-            offset, num_bytes = offset + len(part), num_bytes - len(part)
+        try:
+            while num_bytes > 0 and (part := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
+                parts.append(part)
+                offset, num_bytes = offset + len(part), num_bytes - len(part)
+        except OSError as error:
+            raise DamagedError(f"{self.path} cannot be read at byte {offset}: {error}") from error
         return b"".join(parts)
 
     def _change(self) -> str:

@@ -1,6 +1,7 @@
 """Corpora on disk and in memory, packing, order, and the thread that runs ahead."""
 
 import collections
+import errno
 import itertools
 import json
 import math
@@ -390,6 +391,33 @@ def test_a_file_that_is_replaced_while_it_is_open_is_still_the_one_that_was_open
     for then, now in zip(before, data.train_batch(corpus, 3, batch=4, seq_len=64, seed=0), strict=True):
         np.testing.assert_array_equal(then, now)
     assert other.identity != corpus.identity
+
+
+def test_an_error_of_the_disk_is_told_with_the_file_and_the_place(tmp_path, monkeypatch):
+    corpus = data.open_corpus(str(large_file(tmp_path)))
+
+    def fails(descriptor, num_bytes, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(data.DamagedError, match=r"large.bin cannot be read at byte 65600: .*Input/output error"):
+        corpus.train[BLOCK_TOKENS : BLOCK_TOKENS + 5]
+
+
+def test_reads_that_end_early_are_gone_on_with(tmp_path, monkeypatch):
+    corpus, pread = data.open_corpus(str(large_file(tmp_path))), os.pread
+    whole = corpus.train[:]
+    monkeypatch.setattr(
+        os, "pread", lambda descriptor, num_bytes, offset: pread(descriptor, min(num_bytes, 999), offset)
+    )
+    np.testing.assert_array_equal(corpus.train[:], whole)
+
+
+def test_what_is_no_file_is_no_corpus_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is no ordinary file; make a token file with"):
+            data.open_corpus(str(path))
 
 
 def test_a_file_that_is_only_touched_goes_on(tmp_path):
