@@ -1,7 +1,13 @@
-"""The same model the plain way: one device, whole arrays, a Python loop, all logits at once, no project code."""
+"""The same model the plain way: one device, whole arrays, a Python loop, all logits at once, no project code.
+
+And its training: schedule, clipping and optimizers as the papers write them, without optax.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def norm(x, scale, eps):
@@ -137,3 +143,71 @@ def loss(params, batch, config):
     label = jnp.take_along_axis(out, batch.targets[..., None], -1)[..., 0]
     mean = jnp.sum(batch.loss_weights * (lse - label + config.z_loss * lse**2)) / jnp.sum(batch.loss_weights)
     return mean + auxiliary
+
+
+# -- training
+
+
+def learning_rate(count, config):
+    """The rate of an update behind `count` others: a linear warm-up, then half a cosine (arXiv:1608.03983)."""
+    warmup, n = int(config.warmup_ratio * config.steps), min(count + 1, config.steps)
+    if n < warmup:
+        return config.learning_rate * n / warmup
+    cosine = (1 + math.cos(math.pi * (n - warmup) / (config.steps - warmup))) / 2
+    return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine)
+
+
+def decays(name):
+    """Whether weight decay applies to a parameter of this name: to matrices, not to norms, biases and sinks."""
+    return not name.startswith(("norm", "bias", "sinks", "selection_bias"))
+
+
+def rms(x):
+    return np.sqrt(np.mean(x**2))
+
+
+def adamw(w, g, m, v, n, config):
+    """(step, first moment, second moment) of update n, from 1 (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    m = config.beta1 * m.astype(np.float64) + (1 - config.beta1) * g
+    v = config.beta2 * v + (1 - config.beta2) * g**2
+    step = m / (1 - config.beta1**n) / (np.sqrt(v / (1 - config.beta2**n)) + 1e-8)
+    return step, m.astype(jnp.dtype(config.mu_dtype)), v
+
+
+def adafactor(w, g, m, v, n, config):
+    """As adamw; from dims of 128 on v is known by its row and column means alone (Shazeer & Stern 2018)."""
+    beta = 1 - n**-0.8
+    v = beta * v + (1 - beta) * (g**2 + 1e-30)
+    estimate, largest = v, sorted(range(w.ndim), key=lambda dim: w.shape[dim])[-2:]
+    if len(largest) == 2 and min(w.shape[dim] for dim in largest) >= 128:
+        row, column = largest
+        mean = lambda *dims: np.mean(v, dims, keepdims=True)
+        estimate = mean(column) * mean(row) / mean(row, column)
+    step = g / np.sqrt(estimate)
+    return step / np.maximum(1, rms(step)) * np.maximum(1e-3, rms(w)), m, v
+
+
+def sgd(w, g, m, v, n, config):
+    m = config.beta1 * m + g
+    return m, m, v
+
+
+def update(params, grads, state, config):
+    """(params, state) after an update. State: the number of updates, two moments of each parameter; None is the start.
+
+    Gradients are scaled to a global norm of `clip_norm` at most (Pascanu et al. 2013), and decay is decoupled.
+    """
+    paths, treedef = jax.tree.flatten_with_path(params)
+    grads = [np.float64(g) for g in jax.tree.leaves(grads)]
+    count, ms, vs = state or (0, [0 * g for g in grads], [0 * g for g in grads])
+    rate, step_of = learning_rate(count, config), {"adamw": adamw, "adafactor": adafactor, "sgd": sgd}
+    norm = np.sqrt(sum(np.sum(g**2) for g in grads))
+    scale = min(1, config.clip_norm / norm) if config.clip_norm else 1
+    new = []
+    for (path, w), g, m, v in zip(paths, grads, ms, vs, strict=True):
+        w = np.float64(w)
+        step, m, v = step_of[config.optimizer](w, g * scale, m, v, count + 1, config)
+        decay = config.weight_decay if config.optimizer != "sgd" and decays(path[-1].name) else 0
+        new.append((np.float32(w - rate * (step + decay * w)), m, v))
+    params, ms, vs = zip(*new, strict=True)
+    return treedef.unflatten(params), (count + 1, ms, vs)

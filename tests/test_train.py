@@ -17,9 +17,10 @@ import pytest
 import reference
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_parallel import SMALL, make_batch
+from test_parallel import SMALL, assert_close, make_batch
 
 import data
+import parameters
 import placement
 import sharding
 import train
@@ -55,6 +56,46 @@ def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     assert steps[-1]["learning_rate"] == pytest.approx(config.learning_rate * config.final_lr_ratio)
     out = capsys.readouterr().out
     assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out and ">>>" in out
+
+
+# -- the optimizer, against the papers' equations (reference.py)
+
+MATRICES_AND_OTHERS = dict(steps=8, vocab_size=160, num_layers=2, model_dim=128, ff_dim=144, num_heads=4) | dict(
+    num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True, output_bias=True, attention_sinks=True, warmup_ratio=0.4
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(weight_decay=0.3, beta1=0.8, beta2=0.9, tied_embeddings=True),
+        dict(num_experts=2, experts_per_token=1, expert_dim=136, num_shared_experts=1, num_dense_layers=1)
+        | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16"),
+        dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3),
+        dict(optimizer="sgd", beta1=0.5, learning_rate=0.1),
+        dict(optimizer="adafactor", weight_decay=0.3),
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items())[:60],
+)
+def test_updates_are_those_of_the_papers(options):
+    """From the warm-up to beyond the last step, with gradients of 3, a half and 30 times the norm that is clipped."""
+    config = Config(**MATRICES_AND_OTHERS | options)
+    optimizer, learning_rate = train.make_optimizer(config)
+    draw = np.random.default_rng(0).standard_normal
+    first = jax.tree.map(lambda w: np.float32(0.05 * draw(w.shape)), parameters.param_shapes(config))
+    state, update = optimizer.init(first), jax.jit(optimizer.update)
+    params, plain, plain_state = first, first, None
+    # Of all that was added. A first moment in bfloat16 is rounded twice a step, by 2^-9.
+    tolerance = 2**-7 if config.mu_dtype == "bfloat16" else 1e-5
+    for count in range(10):
+        grads = jax.tree.map(lambda w: np.float32(draw(w.shape)), params)
+        norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g, f=(3, 0.5, 30)[count % 3] / norm: np.float32(g * f), grads)
+        updates, state = update(grads, state, params)
+        params = jax.tree.map(np.add, params, jax.device_get(updates))
+        plain, plain_state = reference.update(plain, grads, plain_state, config)
+        assert learning_rate(count) == pytest.approx(reference.learning_rate(count, config), rel=1e-5)
+        assert_close(jax.tree.map(np.subtract, params, first), jax.tree.map(np.subtract, plain, first), tolerance)
 
 
 @pytest.mark.slow
