@@ -17,7 +17,7 @@ import pytest
 import reference
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_parallel import SMALL, assert_close, make_batch
+from test_parallel import SMALL, assert_close, init, make_batch
 
 import data
 import parameters
@@ -207,26 +207,46 @@ def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
     assert read(file)[-1]["skipped_in_a_row"] == 3
 
 
-@pytest.mark.slow
-def test_an_evaluation_is_the_mean_over_the_held_out_tokens(tmp_path):
-    """A last batch that is partly padding counts for the sequences that it has."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
-    path = str(tmp_path / "corpus.bin")
-    corpus, _ = data.prepare([str(text)], path)
-    sequences = data.num_sequences(corpus.held_out, 64)
-    assert sequences % 16
-    config = Config(**TINY | dict(eval_batches=100), corpus=path, mesh="fsdp:8")
+def held_out_rows(stream: np.ndarray, seq_len: int) -> data.Batch:
+    """Every whole sequence of a stream whose documents start with token 0, one after another."""
+    rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len].astype(np.int32)
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    segments, positions = np.ones_like(tokens), np.zeros_like(tokens)
+    for row, column in np.ndindex(tokens.shape):
+        if column:
+            starts = tokens[row, column] == 0
+            segments[row, column] = segments[row, column - 1] + starts
+            positions[row, column] = 0 if starts else positions[row, column - 1] + 1
+    return data.Batch(tokens, targets, segments, positions, np.ones(tokens.shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp:8", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp:2,context:4", "pipe:2,data:4"))]
+)
+def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
+    """None, one, fewer than devices, all; and of a limited number of batches the rows that it has."""
+    options = dict(batch=16, num_layers=2, seq_len=16, loss_chunk=8, z_loss=0.1, mesh=mesh)
+    config = Config(**SMALL | options, microbatches=1 if mesh == "fsdp:8" else 2)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
-    shardings = train.state_shardings(config, mesh)
-    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
-    whole = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
-    one = dataclasses.replace(config, batch=32, microbatches=2, z_loss=0.1)
-    assert whole == pytest.approx(train.evaluate(train.make_eval_step(one, mesh), params, corpus, one, mesh), rel=1e-6)
-    mesh = sharding.make_mesh(placement.parse_mesh("fsdp:2,context:4"))
-    params = jax.device_put(jax.device_get(params), train.state_shardings(config, mesh).params)
-    cut = train.evaluate(train.make_eval_step(config, mesh), params, corpus, config, mesh)
-    assert whole == pytest.approx(cut, rel=1e-6)
+    params = init(config)
+    placed = jax.device_put(params, train.state_shardings(config, mesh).params)
+    eval_step = train.make_eval_step(config, mesh)
+    plain = jax.jit(partial(reference.loss, config=dataclasses.replace(config, z_loss=0.0)))
+    stream = np.random.default_rng(0).integers(1, config.vocab_size, 40 * config.seq_len + 1)
+    stream[::7] = 0
+    every = held_out_rows(stream, config.seq_len)
+    each = np.array([plain(params, jax.tree.map(lambda a, n=n: a[n : n + 1], every)) for n in range(40)])
+    place_of = {tuple(row): n for n, row in enumerate(every.tokens)}
+    for sequences, batches, rows in ((33, 9, 33), (21, 9, 21), (32, 9, 32), (5, 9, 5), (40, 2, 32), (40, 3, 40)):
+        held_out = stream[: sequences * config.seq_len + 1]
+        corpus = data.Corpus("random tokens", stream, held_out, config.vocab_size, 0)
+        its = dataclasses.replace(config, eval_batches=batches)
+        batch_of = partial(data.eval_batch, corpus, batch=config.batch, seq_len=config.seq_len)
+        chosen = np.concatenate([batch_of(index).tokens for index in range(-(-rows // config.batch))])[:rows]
+        chosen = {place_of[tuple(row)] for row in chosen}
+        assert len(chosen) == rows == train.num_evaluated(corpus, its)
+        found = train.evaluate(eval_step, placed, corpus, its, mesh)
+        assert found == pytest.approx(each[sorted(chosen)].mean(), rel=1e-5), (sequences, batches)
 
 
 def test_an_evaluation_has_two_batches_in_flight_at_most():
