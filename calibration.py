@@ -73,14 +73,14 @@ def expected(history: dict, config: Config) -> dict:
     return jax.tree.map(lambda amax_SL: jnp.max(amax_SL, 0), history)
 
 
-def updated(history: dict, found: dict, step: jax.Array, config: Config) -> dict:
-    """The history, with what was found in a step in it. The guess for the first step is forgotten after it."""
+def updated(history: dict, found: dict, updates: jax.Array, config: Config) -> dict:
+    """The history, with what a step found in it, behind so many updates. The guess is forgotten after the first."""
 
     def one(amax_SL, found_L):
         if config.fp8 == "calibrate":
             return jnp.maximum(amax_SL, found_L[None])
         moved_SL = jnp.concatenate([found_L[None], amax_SL[:-1]])
-        return jnp.where(step == 0, jnp.zeros_like(amax_SL).at[0].set(found_L), moved_SL)
+        return jnp.where(updates == 0, jnp.zeros_like(amax_SL).at[0].set(found_L), moved_SL)
 
     return jax.tree.map(one, history, found) if history else {}
 

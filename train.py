@@ -178,7 +178,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     noise = jax.random.fold_in(jax.random.key(config.seed), state.step)
     scaling = parameters.Scaling(calibration.expected(state.amax, config), noise)
     loss, metrics, grads = sharded(state.params, batch, scaling)
-    amax = calibration.updated(state.amax, metrics.pop("amax", {}), state.step, config)
+    amax = calibration.updated(state.amax, metrics.pop("amax", {}), state.step - state.skipped, config)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     params, opt_state = update(state, grads, finite, config=config, mesh=mesh)

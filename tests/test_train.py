@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_parallel import SMALL, assert_close, init, make_batch
+from test_parallel import SMALL, assert_close, first_state, init, make_batch
 
 import data
 import parameters
@@ -189,6 +190,91 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (4, 2, 0)
     assert float(metrics["learning_rate"]) > float(first["learning_rate"])
     assert float(metrics["loss"]) < float(first["loss"])
+
+
+def steps_of(config: Config, monkeypatch, told: list) -> list:
+    """(state, metrics) after each step, of which `told` has (loss, gradient, metrics) in place of the model.
+
+    Every element of every gradient is the one that is told, but of selection biases, which have none.
+    """
+
+    def loss_and_grads(params, batch, scaling, *, config):
+        number = lax.pmax(jnp.max(batch.tokens), sharding.axes_of(sharding.BATCH_SPEC))
+        loss, gradient, metrics = jax.tree.map(lambda *values: jnp.stack(values)[number], *told)
+        metrics |= {"noise": jax.random.key_data(scaling.key)}
+        grads = jax.tree.map(lambda w: jnp.full_like(w, gradient), params)
+        if config.selection_bias:  # as the model has it
+            layers = dataclasses.replace(grads.layers, selection_bias=0 * params.layers.selection_bias)
+            grads = dataclasses.replace(grads, layers=layers)
+        return loss, metrics, grads
+
+    monkeypatch.setattr(train, "loss_and_grads", loss_and_grads)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), jax.devices()[:2])
+    step, state, found = train.make_train_step(config, mesh), first_state(config, mesh, init(config)), []
+    found.append((jax.device_get(state), {}))
+    for number in range(len(told)):
+        batch = jax.tree.map(lambda a, n=number: np.full_like(a, n), make_batch(config))
+        batch = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
+        state, metrics = step(state, data.Batch(*batch))
+        found.append(jax.device_get((state, metrics)))
+    return found
+
+
+GOOD, BAD = (2.0, 0.5), [(np.nan, 0.5), (np.inf, 0.5), (2.0, np.nan), (2.0, -np.inf)]
+ONE_LAYER = SMALL | dict(num_layers=1, mesh="fsdp:2")
+REMEMBERED = {
+    "amax": dict(fp8="delayed", fp8_modules="out"),
+    "selection_bias": dict(num_experts=4, experts_per_token=1, expert_dim=8, selection_bias=True),
+}
+
+
+@pytest.mark.parametrize("what", REMEMBERED)
+def test_a_loss_or_gradients_alone_that_are_not_finite_change_nothing_but_the_counts(what, monkeypatch):
+    """Neither what the optimizer has, nor what is remembered beside it: largest elements, biases that follow loads."""
+    config = Config(**ONE_LAYER, **REMEMBERED[what])
+    amax_of = lambda number: {"w_o": {"x": np.float32([100 + number]), "dy": np.float32([number])}}
+    metrics_of = lambda n: {
+        "amax": {"amax": amax_of(n)},
+        "selection_bias": {"expert_loads": np.float32([[5, 3, n, 6]]), "dropped": np.float32(0)},
+    }[what]
+    losses = [BAD[0], GOOD, *BAD, GOOD]
+    told = [(*map(np.float32, one), metrics_of(n)) for n, one in enumerate(losses)]
+    states, metrics = zip(*steps_of(config, monkeypatch, told), strict=True)
+    kept = lambda state: jax.tree.leaves((state.params, state.opt_state, state.amax))
+    for number, one in enumerate(losses):
+        same = [np.array_equal(*pair) for pair in zip(kept(states[number]), kept(states[number + 1]), strict=True)]
+        assert not all(same) if one is GOOD else all(same), (number, one)
+    counts = [(int(m["step"]), int(m["skipped"]), int(m["skipped_in_a_row"])) for m in metrics[1:]]
+    assert counts == [(1, 1, 1), (2, 1, 0), (3, 2, 1), (4, 3, 2), (5, 4, 3), (6, 5, 4), (7, 5, 0)]
+    if what == "amax":  # of the two good steps, the newest first; the guess for a first step is gone with that one
+        history = states[-1].amax["w_o"]
+        assert history["x"][:3, 0].tolist() == [106, 101, 0] and history["dy"][:3, 0].tolist() == [6, 1, 0]
+    else:  # loads of 5, 3, 1, 6, and of 5, 3, 6, 6
+        moved = (states[-1].params.layers.selection_bias - states[0].params.layers.selection_bias) / 0.001
+        np.testing.assert_allclose(moved, [[-1 + 0, 1 + 1, 1 - 1, -1 - 1]], rtol=1e-3, atol=1e-3)
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_used(monkeypatch):
+    """Also behind steps that were skipped: they are no updates."""
+    options = dict(optimizer="sgd", beta1=0.0, clip_norm=0.0, learning_rate=0.5, warmup_ratio=0.3)
+    config, is_good = Config(**ONE_LAYER | options), [1, 0, 1, 1, 0, 0, 1, 1]
+    told = [(np.float32(1 if good else np.nan), np.float32(1), {}) for good in is_good]
+    found = steps_of(config, monkeypatch, told)
+    for number, good in enumerate(is_good):
+        (before, _), (after, metrics) = found[number : number + 2]
+        expected = reference.learning_rate(sum(is_good[:number]), config)
+        assert metrics["learning_rate"] == pytest.approx(expected, rel=1e-5)
+        moved = before.params.layers.norm_mlp - after.params.layers.norm_mlp
+        np.testing.assert_allclose(moved, expected * good, rtol=1e-5)
+
+
+def test_every_step_has_its_own_noise(monkeypatch):
+    """And every seed; also behind a step that was skipped, so that it is not tried again with the same."""
+    told = [(np.float32(loss), np.float32(1), {}) for loss in (1, np.nan, 1)]
+    keys = set()
+    for seed in (0, 1):
+        keys |= {m["noise"].tobytes() for _, m in steps_of(Config(**ONE_LAYER, seed=seed), monkeypatch, told)[1:]}
+    assert len(keys) == 6
 
 
 @pytest.mark.slow
