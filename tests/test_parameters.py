@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import parameters
@@ -77,3 +78,62 @@ def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
     look_up = config.vocab_size * config.model_dim
     attention = 6 * config.num_layers * config.seq_len * config.num_heads * config.head_dim
     assert flops == 6 * (parameters.num_params(config) - norms - look_up) + attention
+
+
+# -- how they start
+
+WIDTHS = dict(vocab_size=64, num_layers=4, model_dim=48, ff_dim=40, num_heads=4, num_kv_heads=2, head_dim=6)
+DENSE = dict(embed=1, unembed=1 / 48, w_q=1 / 48, w_k=1 / 48, w_v=1 / 48, w_gate=1 / 48, w_up=1 / 48)
+DENSE |= dict(w_o=1 / (4 * 6) / 8, w_down=1 / 40 / 8)  # what adds to the stream: by 2 * 4 layers less
+ONES = dict.fromkeys("norm norm_attention norm_mlp".split(), "ones")
+MIXTURE = DENSE | dict(w_router=1 / 48, expert_gate=1 / 48, expert_up=1 / 48, expert_down=1 / 16 / 8)
+STARTS = {  # flags: the variance of each weight, or what each of its elements is
+    "dense": (
+        dict(qk_norm=True, qkv_bias=True, output_bias=True, attention_sinks=True),
+        DENSE
+        | ONES
+        | dict.fromkeys("norm_q norm_k".split(), "ones")
+        | dict.fromkeys("bias_q bias_k bias_v bias_o sinks".split(), "zeros"),
+    ),
+    "tied": (
+        dict(tied_embeddings=True, kv_lora_rank=12, q_lora_rank=20, rope_head_dim=2, value_head_dim=10)
+        | dict(num_kv_heads=4),
+        {name: variance for name, variance in DENSE.items() if name not in ("unembed", "w_q", "w_k", "w_v")}
+        | dict(embed=1 / 48, w_q_down=1 / 48, w_q_up=1 / 20, w_kv_down=1 / 48, w_k_rope=1 / 48, w_k_up=1 / 12)
+        | dict(w_v_up=1 / 12, w_o=1 / (4 * 10) / 8)
+        | ONES
+        | dict.fromkeys("norm_q_latent norm_kv_latent".split(), "ones"),
+    ),
+    "mixture": (
+        EXPERTS | dict(num_shared_experts=2, num_dense_layers=2, expert_bias=True, selection_bias=True),
+        MIXTURE
+        | dict(shared_gate=1 / 48, shared_up=1 / 48, shared_down=1 / (2 * 16) / 8)
+        | ONES
+        | dict.fromkeys("bias_router bias_expert_gate bias_expert_up bias_expert_down selection_bias".split(), "zeros"),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", STARTS)
+def test_every_weight_starts_as_the_table_says(model):
+    """A normal distribution of mean 0 and this variance, each layer's and each weight's drawn for itself."""
+    flags, starts = STARTS[model]
+    config, seen, drawn = Config(**WIDTHS | flags), set(), []
+    init = jax.jit(lambda seed: parameters.init_params(config, jax.random.key(seed)))
+    params, again, other = (jax.device_get(init(seed)) for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    for (path, w), of_other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(other), strict=True):
+        name = path[-1].name
+        seen.add(name)
+        assert w.dtype == np.float32
+        if starts[name] in ("ones", "zeros"):
+            np.testing.assert_array_equal(w, 1 if starts[name] == "ones" else 0)
+            continue
+        z = w / starts[name] ** 0.5
+        for power, mean, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):  # of z^power
+            assert abs(np.mean(z**power) - mean) < 5 * (variance / z.size) ** 0.5, (name, power)
+        stack = z if len(path) > 1 else z[None]
+        drawn += [layer.ravel()[:96] for layer in stack] + [(of_other / starts[name] ** 0.5).ravel()[:96]]
+    assert seen == starts.keys()
+    correlation = np.corrcoef(drawn) - np.eye(len(drawn))
+    assert np.abs(correlation).max() < 6 / 96**0.5
