@@ -1,0 +1,106 @@
+"""The presets' numbers, against what the released models' config.json says of them."""
+
+import pytest
+
+import config as config_lib
+from config import PRESETS, Config, from_preset
+
+# Keys of config.json, and the field that each is.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "model_dim",
+    "intermediate_size": "ff_dim",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling.factor": "rope_scaling",
+    "rope_scaling.original_max_position_embeddings": "rope_original_len",
+    "tie_word_embeddings": "tied_embeddings",
+    "sliding_window": "window",
+    "swiglu_limit": "swiglu_limit",
+    "num_local_experts": "num_experts",
+    "num_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_dim",
+    "first_k_dense_replace": "num_dense_layers",
+    "norm_topk_prob": "renormalise",
+    "scoring_func": "router_scores",
+    "n_group": "router_groups",
+    "topk_group": "router_groups_kept",
+    "routed_scaling_factor": "router_scale",
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+
+
+def sized(*sizes: int, **others) -> dict:
+    return dict(zip(SIZES, sizes, strict=True)) | others
+
+
+LLAMA31 = {"rope_scaling.factor": 8.0, "rope_scaling.original_max_position_embeddings": 8192}
+LLAMA31 |= dict(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False)
+QWEN3 = dict(head_dim=128, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=False)
+QWEN3 |= dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+CONFIG_JSON = {
+    "llama2-70b": sized(80, 8192, 28_672, 64, 8, 32_000, rms_norm_eps=1e-5, rope_theta=10_000.0),
+    "llama3.1-8b": sized(32, 4096, 14_336, 32, 8, 128_256) | LLAMA31,
+    "llama3.1-70b": sized(80, 8192, 28_672, 64, 8, 128_256) | LLAMA31,
+    "llama3.1-405b": sized(126, 16_384, 53_248, 128, 8, 128_256) | LLAMA31,
+    "qwen2.5-7b": sized(28, 3584, 18_944, 28, 4, 152_064, rms_norm_eps=1e-6, rope_theta=1_000_000.0),
+    "mixtral-8x7b": sized(32, 4096, 14_336, 32, 8, 32_000, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+    | dict(num_local_experts=8, num_experts_per_tok=2),
+    "qwen3-30b-a3b": sized(48, 2048, 6144, 32, 4, 151_936, moe_intermediate_size=768) | QWEN3,
+    "qwen3-235b-a22b": sized(94, 4096, 12_288, 64, 4, 151_936, moe_intermediate_size=1536) | QWEN3,
+    "deepseek-v3": sized(61, 7168, 18_432, 128, 128, 129_280, rms_norm_eps=1e-6, rope_theta=10_000.0)
+    | dict(n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1)
+    | dict(first_k_dense_replace=3, scoring_func="sigmoid", norm_topk_prob=True, n_group=8, topk_group=4)
+    | dict(routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536)
+    | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4),
+    # Of the model card of Gemma 4 31B: what presets.py takes from it.
+    "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
+    | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
+}
+# What the models' code says and not a number of config.json; and the weight of a loss, which presets.py chooses.
+OF_THE_CODE = {
+    "llama2-70b": dict(head_dim=8192 // 64),
+    "qwen2.5-7b": dict(head_dim=3584 // 28, qkv_bias=True),
+    "mixtral-8x7b": dict(head_dim=4096 // 32, expert_dim=14_336, load_balance_loss=0.01),
+    "qwen3-30b-a3b": dict(qk_norm=True, load_balance_loss=0.01),
+    "qwen3-235b-a22b": dict(qk_norm=True, load_balance_loss=0.01),
+    "deepseek-v3": dict(selection_bias=True),  # topk_method noaux_tc; its rate is 0.001, the default
+    "gpt-oss-120b": dict(qkv_bias=True, output_bias=True, attention_sinks=True, expert_bias=True, global_every=2)
+    | dict(expert_dim=2880, load_balance_loss=0.01),
+    "gemma-31b-like": dict(qk_norm=True, global_every=6),
+}
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not name.startswith("tiny")])
+def test_every_number_of_a_model_is_the_published_one(preset):
+    """What is in no table here is off, as in the default: no field of the model is left out."""
+    published = {FIELDS[key]: value for key, value in CONFIG_JSON[preset].items()} | OF_THE_CODE.get(preset, {})
+    groups = config_lib._documentation()
+    of_the_model = [*groups["model"], *groups["mixture of experts"], *groups["multi-head latent attention"]]
+    config = from_preset(preset)
+    for name in of_the_model:
+        if name != "dtype":
+            assert getattr(config, name) == published.get(name, getattr(Config, name)), name
+    assert not published.keys() - {*of_the_model}
+    assert config.dtype == "bfloat16"
+
+
+def test_the_defaults_that_the_tables_lean_on():
+    """Of a model that says nothing of these."""
+    config = Config()
+    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.rope_original_len) == (1e-5, 1e4, 1, 8192)
+    assert (config.selection_bias_rate, config.router_scale, config.renormalise) == (0.001, 1, True)
