@@ -272,6 +272,55 @@ def test_wrong_values(wrong, message):
         from_preset("tiny", **wrong)
 
 
+MIXED = dict(num_experts=8, experts_per_token=2, expert_dim=8)
+LATENT = dict(kv_lora_rank=8, rope_head_dim=2)
+
+
+@pytest.mark.parametrize(
+    "flags, taken, refused",
+    [
+        (dict(fp8="dynamic", num_layers=4), dict(fp8_skip_layers=1), dict(fp8_skip_layers=2)),
+        (dict(fp8="dynamic", num_layers=5), dict(fp8_skip_layers=2), dict(fp8_skip_layers=3)),
+        (MIXED, dict(experts_per_token=8), dict(experts_per_token=9)),
+        (MIXED | dict(num_layers=4), dict(num_dense_layers=3), dict(num_dense_layers=4)),
+        (MIXED | dict(router_groups=4, router_groups_kept=2), dict(experts_per_token=4), dict(experts_per_token=5)),
+        (MIXED | dict(router_groups=4), dict(router_groups_kept=3), dict(router_groups_kept=5)),
+        (LATENT, dict(rope_head_dim=4), dict(rope_head_dim=5)),
+        ({}, dict(rope_scaling=1.0), dict(rope_scaling=0.99)),
+        ({}, dict(beta1=0.0), dict(beta1=1.0)),
+        ({}, dict(beta2=0.999), dict(beta2=1.0)),
+        ({}, dict(warmup_ratio=0.99), dict(warmup_ratio=1.0)),
+        ({}, dict(head_dim=2), dict(head_dim=1)),
+        (dict(num_processes=2, process_id=0), dict(coordinator="h:65535"), dict(coordinator="h:65536")),
+        (dict(num_processes=2, process_id=0), dict(coordinator="h:1"), dict(coordinator="h:0")),
+        (dict(num_processes=2, coordinator="h:1"), dict(process_id=1), dict(process_id=2)),
+        (dict(profile_dir="d", steps=3), dict(profile_steps="3:9"), dict(profile_steps="4:9")),
+        # Each of several reasons alone.
+        (MIXED | dict(fp8="dynamic"), dict(fp8="fixed"), dict(fp8="static")),
+        (MIXED | dict(fp8="dynamic"), {}, dict(fp8="delayed")),
+        (MIXED | dict(fp8="dynamic"), {}, dict(fp8="calibrate")),
+        (MIXED | dict(fp8="dynamic", num_layers=8), {}, dict(fp8_skip_layers=1)),
+        (MIXED | dict(fp8="dynamic", fp8_granularity="block"), dict(fp8_modules="out,mlp"), {}),
+        (dict(fp8="dynamic", fp8_granularity="per_axis"), dict(fp8="calibrate"), dict(fp8="fixed")),
+        (dict(fp8="dynamic", fp8_granularity="per_axis"), {}, dict(fp8="static")),
+        (dict(fp8="dynamic", fp8_granularity="per_axis"), {}, dict(fp8="delayed")),
+        (LATENT | dict(fp8="dynamic"), dict(fp8_modules="out,mlp"), dict(fp8_modules="out,qkv")),
+        (dict(fp8="dynamic"), {}, dict(collective_matmul=True)),
+        (dict(context_heads=2), {}, dict(context_impl="all_gather")),
+        (dict(context_heads=2), {}, dict(context_impl="all_to_all")),
+        (dict(context_heads=2), {}, dict(collectives="ring")),
+        (dict(pipeline_schedule="circular", pipeline_rounds=2), {}, dict(pipeline_rounds=1)),
+        (dict(pipeline_schedule="circular", pipeline_rounds=2), {}, dict(pipeline_schedule="gpipe")),
+        (dict(offload_optimizer=True), dict(optimizer="sgd", weight_decay=0.1), dict(optimizer="adafactor")),
+    ],
+    ids=lambda flags: ",".join(f"{name}={value}" for name, value in flags.items()) or "-",
+)
+def test_the_last_that_is_taken_and_the_first_that_is_not(flags, taken, refused):
+    Config(**flags | taken)
+    with pytest.raises(ValueError, match="|".join(refused or flags)):
+        Config(**flags | refused)
+
+
 def test_profile_range():
     assert Config(profile_dir="d", profile_steps="3:12").profile_range == (3, 12)
     assert Config(profile_dir="d", profile_steps="4:4").profile_range == (4, 4)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+import re
 from functools import partial
 
 import jax
@@ -200,6 +201,147 @@ def test_stages_of_unequal_layers_are_refused_with_those_that_are_not(flags, mes
     flags |= dict(pipeline_schedule="circular") if "pipeline_rounds" in flags else {}
     with pytest.raises(ValueError, match=words):
         rules.check(Config(**flags), parse_mesh(mesh))
+
+
+# -- the last size that is taken, and the first that is not
+# Meshes of 6, 12 or 16 devices, so that no size fits because it fits 8.
+
+ROUND = dict(num_layers=12, model_dim=72, ff_dim=36, num_heads=12, num_kv_heads=6, head_dim=4, vocab_size=252)
+ROUND |= dict(batch=24, seq_len=24, loss_chunk=8)
+MIXED = dict(num_experts=6, experts_per_token=2, expert_dim=12)
+CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
+FP8 = dict(fp8="dynamic")
+
+
+@pytest.mark.parametrize(
+    "mesh, flags, taken, refused, message",
+    [
+        # Layers of a loop: of the longer stack, of a stage and round, without those that stay out of 8 bits.
+        ("fsdp:2", {}, dict(unroll=12), dict(unroll=13), "unroll=13 layers in a turn of a loop over 12"),
+        ("fsdp:2", MIXED | dict(num_dense_layers=5), dict(unroll=7), dict(unroll=8), "unroll=8 layers"),
+        ("fsdp:2", MIXED | dict(num_dense_layers=8), dict(unroll=8), dict(unroll=9), "unroll=9 layers"),
+        ("fsdp:2,pipe:3", {}, dict(unroll=4), dict(unroll=5), "unroll=5 layers in a turn of a loop over 4"),
+        ("fsdp:2,pipe:3", CIRCULAR | dict(microbatches=3), dict(unroll=2), dict(unroll=3), "unroll=3 layers"),
+        ("fsdp:2", FP8 | dict(fp8_skip_layers=4), dict(unroll=4), dict(unroll=5), "unroll=5 layers"),
+        # Tokens of a device, which every axis that cuts them and every microbatch makes fewer: 24 * 24 / 24.
+        *(
+            (mesh, MIXED | flags, dict(moe_parts=24), dict(moe_parts=48), "tokens of a device=24 must be a multiple")
+            for mesh, flags in (
+                ("data:2,expert:2", dict(microbatches=6)),
+                ("fsdp:12,expert:2", {}),
+                ("context:4,expert:2", dict(microbatches=3)),
+            )
+        ),
+        # Stages.
+        ("pipe:3", {}, dict(num_layers=9), dict(num_layers=10), "num_layers=10 must be a multiple of pipe"),
+        ("pipe:3", CIRCULAR | dict(microbatches=3), dict(num_layers=6), dict(num_layers=9), "num_layers=9 must"),
+        ("pipe:3", CIRCULAR, dict(microbatches=6), dict(microbatches=4), "microbatches=4 must be a multiple of pipe=3"),
+        ("pipe:3", dict(microbatches=4), {}, MIXED | dict(num_dense_layers=1), "num_dense_layers=1: the stages"),
+        ("pipe:3", dict(remat="minimal_offloaded"), dict(remat_stage=True), {}, "remat=minimal_offloaded offloads"),
+        *(
+            (mesh, dict(window=5), dict(global_every=taken), dict(global_every=5), f"pipe * pipeline_rounds = {stages}")
+            for mesh, stages in (("pipe:3,context:2", "3 * 1 leaves 4"), ("pipe:2,context:3", "2 * 1 leaves 6"))
+            for taken in ((2, 4) if "pipe:3" in mesh else (2, 3, 6))
+        ),
+        # Dims of the model.
+        (
+            "tensor:2,fsdp:3",
+            {},
+            dict(model_dim=66),
+            dict(model_dim=64),
+            "model_dim=64 must be a multiple of tensor*fsdp",
+        ),
+        ("data:3,fsdp:2", dict(shard_update=True), dict(model_dim=66), dict(model_dim=64), "model_dim=64 must be"),
+        (
+            "data:3,fsdp:2",
+            {},
+            dict(model_dim=64),
+            dict(model_dim=63),
+            "model_dim=63 must be a multiple of tensor*fsdp=2",
+        ),
+        ("tensor:3", {}, dict(vocab_size=255), dict(vocab_size=256), "vocab_size=256 must be a multiple of tensor=3"),
+        ("tensor:3", {}, dict(num_heads=18), dict(num_heads=16, num_kv_heads=4), "num_heads=16 must be a multiple of"),
+        ("tensor:3", {}, dict(num_kv_heads=3), dict(num_kv_heads=2), "num_kv_heads=2 must be a multiple of tensor=3"),
+        ("tensor:3", {}, dict(ff_dim=33), dict(ff_dim=32), "ff_dim=32 must be a multiple of tensor=3"),
+        ("tensor:3", MIXED, dict(ff_dim=32), dict(ff_dim=32, num_dense_layers=1), "ff_dim=32 must be"),
+        ("tensor:3", MIXED, dict(expert_dim=15), dict(expert_dim=16), "expert_dim=16 must be a multiple of tensor=3"),
+        ("expert:3", MIXED, dict(num_experts=9), dict(num_experts=8), "num_experts=8 must be a multiple of expert=3"),
+        *(
+            (mesh, flags | dict(num_kv_heads=12, rope_head_dim=2, kv_lora_rank=12, q_lora_rank=6), {}, wrong, message)
+            for mesh, flags in (("fsdp:3", {}), ("fsdp:1,data:3", dict(shard_update=True)))
+            for wrong, message in (
+                (dict(kv_lora_rank=8), "kv_lora_rank=8 must be a multiple of fsdp"),
+                (dict(q_lora_rank=8), "q_lora_rank=8 must be a multiple of fsdp"),
+            )
+        ),
+        ("data:3,fsdp:2", dict(microbatches=2), dict(batch=36), dict(batch=42), "batch=42 must be a multiple of"),
+        # 8 bits of a pipeline: each of the three alone.
+        *(
+            ("pipe:3", FP8, taken, wrong, "with pipe:3 stages fp8 is dynamic or fixed, rounds to nearest, and skips")
+            for taken, wrong in (
+                (dict(fp8="fixed"), dict(fp8="delayed")),
+                (dict(fp8_rounding="nearest"), dict(fp8_rounding="stochastic")),
+                (dict(fp8_skip_layers=0), dict(fp8_skip_layers=1)),
+            )
+        ),
+        ("fsdp:2", FP8, dict(fp8_modules="mlp"), dict(fp8_modules="moe"), "fp8_modules=moe: this model has no such"),
+        # Sequences.
+        (
+            "context:3",
+            {},
+            dict(seq_len=30),
+            dict(seq_len=27),
+            "seq_len=27 must be a multiple of context/context_heads*2",
+        ),
+        ("context:3", dict(context_balance=False), dict(seq_len=27), dict(seq_len=28), "seq_len=28 must be"),
+        ("context:3", dict(window=5), dict(seq_len=27), dict(seq_len=28), "seq_len=28 must be a multiple of context=3"),
+        ("context:6", {}, dict(context_heads=3), dict(context_heads=4), "context_heads=4 must divide"),
+        ("context:3", dict(context_impl="all_to_all"), {}, dict(num_heads=10, num_kv_heads=5), "num_heads=10 must be"),
+        (
+            "context:3",
+            dict(context_impl="all_gather"),
+            dict(num_heads=10, num_kv_heads=5),
+            dict(num_heads=7),
+            "num_heads",
+        ),
+        # An axis for a model that has no use for it.
+        ("expert:3", {}, MIXED, {}, "mesh axis expert:3 is for mixtures of experts, and num_experts is 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and ":" in value and " " not in value else "",
+)
+def test_the_last_that_is_taken_and_the_first_that_is_not(mesh, flags, taken, refused, message):
+    sizes = parse_mesh(mesh)
+    rules.check(Config(**ROUND | flags | taken), sizes)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        rules.check(Config(**ROUND | flags | refused), sizes)
+
+
+@pytest.mark.parametrize(
+    "flag, mesh, other",
+    [
+        ("collectives", "data:3", "fsdp:1"),
+        ("collective_matmul", "tensor:3", "fsdp:3"),
+        ("prefetch", "fsdp:3", "tensor:3"),
+        ("unroll", "fsdp:3", "data:3"),
+        ("shard_update", "data:3", "fsdp:3"),
+        ("context_impl", "context:3", "fsdp:3"),
+        ("context_heads", "context:3", "fsdp:3"),
+        ("context_balance", "context:3", "fsdp:3"),
+        ("pipeline_schedule", "pipe:3", "fsdp:3"),
+        ("remat_stage", "pipe:3", "fsdp:3"),
+        ("buffer_factor", "expert:3", "fsdp:3"),
+        ("moe_parts", "expert:3", "fsdp:3"),
+    ],
+)
+def test_a_flag_of_an_axis_is_taken_with_it_and_refused_without(flag, mesh, other):
+    value = dict(collectives="ring", unroll=2, context_impl="all_gather", context_heads=3, pipeline_schedule="gpipe")
+    value |= dict(buffer_factor=3.0, moe_parts=2, prefetch=False, context_balance=False)
+    config = Config(**ROUND | (MIXED if flag in ("buffer_factor", "moe_parts") else {}) | {flag: value.get(flag, True)})
+    rules.check(config, parse_mesh(mesh))
+    assert rules.settled(config, parse_mesh(mesh)) is config
+    with pytest.raises(ValueError, match=f"^{flag}=.* has no effect"):
+        rules.check(config, parse_mesh(other))
+    assert rules.settled(config, parse_mesh(other)) == dataclasses.replace(config, **{flag: getattr(Config, flag)})
 
 
 # -- flags without effect
