@@ -18,6 +18,7 @@ from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relati
 
 import fp8
 import hlo
+import model
 import parameters
 import placement
 import rules
@@ -742,6 +743,26 @@ def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
     take, batch = gradients_of_w_q(config), make_batch(config)
     found = [take(batch, jax.random.key(seed)) for seed in (0, 0, 1)]
     assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
+
+
+@pytest.mark.slow
+def test_every_layer_weight_microbatch_and_device_has_its_own_noise(monkeypatch):
+    config = Config(
+        **SMALL | dict(num_layers=4, mesh="data:2,context:2,tensor:2", fp8="dynamic", fp8_rounding="stochastic"),
+        microbatches=2,
+    )
+    keys = set()
+
+    def with_scales(w, amax, key, config):
+        known = parameters.with_scales(w, amax, key, config)
+        for weight in (known.w_q, known.w_o, known.w_down):
+            jax.debug.callback(lambda data: keys.add(data.tobytes()), jax.random.key_data(weight.key))
+        return known
+
+    monkeypatch.setattr(model, "with_scales", with_scales)
+    gradients_of_w_q(config)(make_batch(config), jax.random.key(0))
+    jax.effects_barrier()
+    assert len(keys) == 4 * 3 * 2 * 8
 
 
 @pytest.mark.slow
