@@ -410,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
         scales = config.fp8_scales if config.fp8 == "static" else ""
         outputs.check_apart({"--hlo_out": args.hlo_out}, {"--fp8_scales": scales})
+        if args.hlo_out:
+            outputs.check_writable(f"--hlo_out={args.hlo_out}", args.hlo_out)
         flags = compiler_flags.of(config)
         if not args.compile_anyway and (found := predicted_refusal(config, args)):
             return refuse(config, args, found)

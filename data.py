@@ -297,6 +297,7 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
       OSError: a file or folder cannot be read.
     """
     outputs.check_apart({"--out": out}, {f"the text {path}": path for path in paths})
+    outputs.check_writable(f"--out={out}", out)
     texts, skipped = [], []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -311,6 +312,8 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
         raise ValueError(
             f"there is no UTF-8 text in {', '.join(map(str, paths))}; {len(skipped)} files of other content"
         )
+    # What is named twice counts once: else it could be trained on and held out.
+    texts = list({os.path.realpath(text.path): text for text in texts}.values())
     if os.path.exists(out):  # by another name it may be a file below a folder
         outputs.check_apart({"--out": out}, {f"the text {text.path}": text.path for text in texts})
     return write_corpus(out, *_divided(texts), vocab_size=256, separator=BYTE_SEPARATOR), skipped
@@ -332,6 +335,7 @@ def _files_below(folder: Path) -> list[Path]:
 class _Text(NamedTuple):
     path: Path
     num_bytes: int
+    crc: int
     is_chosen: bool  # to be held out, by the hash of its name
 
 
@@ -344,7 +348,7 @@ def _texts(files: list[Path], root: Path) -> tuple[list[_Text], list[Path]]:
             skipped.append(path)
         elif content:
             name = os.fsencode(path.relative_to(root).as_posix())  # not always UTF-8
-            texts.append(_Text(path, len(content), zlib.crc32(name) % HELD_OUT_ONE_IN == 0))
+            texts.append(_Text(path, len(content), zlib.crc32(content), zlib.crc32(name) % HELD_OUT_ONE_IN == 0))
     return texts, skipped
 
 
@@ -357,9 +361,17 @@ def _fault(content: bytes) -> str:
     return ""
 
 
+def _document(text: _Text) -> np.ndarray:
+    """Raises OSError where the file is not what it was when it was found to be text."""
+    content = text.path.read_bytes()
+    if zlib.crc32(content) != text.crc:
+        raise OSError(f"{text.path} has changed since the preparation began: start it again when nobody writes there")
+    return np.frombuffer(content, np.uint8)
+
+
 def _divided(texts: list[_Text]) -> tuple[Iterator[np.ndarray], Iterator[np.ndarray]]:
     """The documents to train on, and those that are held out."""
-    read = lambda chosen: (np.frombuffer(text.path.read_bytes(), np.uint8) for text in chosen)
+    read = lambda chosen: map(_document, chosen)
     share = sum(text.num_bytes for text in texts if text.is_chosen) / sum(text.num_bytes for text in texts)
     if 0.5 <= share * HELD_OUT_ONE_IN <= 2:
         return read(text for text in texts if not text.is_chosen), read(text for text in texts if text.is_chosen)

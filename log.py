@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import transformer
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 
+PROGRAM = "train_step.hlo"  # in the folder of a profile
 OF_EVERY_STEP = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # the others are the model's
 
 
@@ -176,7 +176,7 @@ class Profile:
             jax.profiler.stop_trace()
             self.running = False
             if not jax.process_index():
-                with outputs.replacing(Path(self.folder) / "train_step.hlo") as file:
+                with outputs.replacing(Path(self.folder, PROGRAM)) as file:
                     file.write(self.compiled.as_text())
             self.log.say(f"profile    up to step {step} written: python timeline.py {self.folder}, xprof {self.folder}")
 
@@ -186,17 +186,11 @@ def check_outputs(config: Config) -> None:
     files = {"metrics_file": config.metrics_file, "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else ""}
     read = {"corpus": config.corpus, "fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
     outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (files, read)))
-    for flag, path in (files | {"profile_dir": config.profile_dir}).items():
-        if not path:
-            continue
-        if flag in files and Path(path).exists() and not Path(path).is_file():
-            raise ValueError(f"--{flag}={path} is there, and is no file: name another")
-        folder = Path(path).parent if flag in files else Path(path)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(f"--{flag}={path} cannot be written: {error}") from None
+    for flag, path in files.items():
+        if path:
+            outputs.check_writable(f"--{flag}={path}", path)
+    if config.profile_dir:
+        outputs.check_writable(f"--profile_dir={config.profile_dir}", Path(config.profile_dir, PROGRAM))
 
 
 def open_metrics(path: str, first_step: int):

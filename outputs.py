@@ -5,12 +5,14 @@ before. The other name ends in `.unfinished`, has a random part that nobody can 
 exclusively (O_EXCL): where anything has that name already, a link too, nothing is opened. What a kill leaves behind
 is in nobody's way and may be removed.
 
-An output that is an input would replace what it is made from; `check_apart` is asked before the work begins.
+Before the work begins, `check_writable` makes the folder and tries to write there, and `check_apart` finds an output
+that is an input and would replace what it is made from.
 """
 
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -26,8 +28,7 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
       ValueError: `path` is a folder, a device or a pipe.
       OSError: the file cannot be written.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{os.fspath(path)} is there, and is no ordinary file: name another")
+    _check_kind(os.fspath(path), path)
     unfinished = f"{os.fspath(path)}.{secrets.token_hex(4)}.unfinished"
     file = open(unfinished, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
     try:
@@ -37,6 +38,22 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise
+
+
+def check_writable(called: str, path: str | os.PathLike) -> None:
+    """Makes the folder of a file that will be written. Raises ValueError where the file could not be."""
+    _check_kind(called, path)
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{called} cannot be written: {error}") from None
+
+
+def _check_kind(called: str, path: str | os.PathLike) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{called} is there, and is no file: name another")
 
 
 def check_apart(written: dict[str, str], read: dict[str, str]) -> None:

@@ -40,6 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import outputs
 from benchmarks.drills import DRILLS
 from benchmarks.trials import (
     FLAGS,
@@ -170,9 +171,8 @@ def load(path: Path) -> dict:
 
 
 def store(path: Path, kept: dict) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(kept, indent=1) + "\n")
-    unfinished.rename(path)
+    with outputs.replacing(path) as file:
+        file.write(json.dumps(kept, indent=1) + "\n")
 
 
 def machine() -> str:

@@ -619,6 +619,32 @@ def test_what_is_no_ordinary_file_is_named_and_nobody_waits_for_it(tmp_path):
             data.prepare([str(path)], str(tmp_path / "corpus.bin"))
 
 
+def test_what_is_named_twice_counts_once(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(40):
+        (folder / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(f"text {i}" * 10)
+    once, _ = data.prepare([str(folder)], str(tmp_path / "once.bin"))
+    named = [str(folder), str(folder / "deep"), f"{folder}/deep/../2.txt"]
+    twice, _ = data.prepare(named, str(tmp_path / "twice.bin"))
+    num_bytes = lambda corpus: sum(map(len, documents_of(corpus.train) + documents_of(corpus.held_out)))
+    assert num_bytes(twice) == num_bytes(once) == sum(len(f"text {i}" * 10) for i in range(40))
+
+
+def test_a_text_that_changes_meanwhile_is_named(tmp_path, monkeypatch):
+    text, divided = tmp_path / "fox.txt", data._divided
+    text.write_text("The quick brown fox. " * 20)
+
+    def changed(texts):
+        text.write_bytes(text.read_bytes().replace(b"fox", b"f\xffx"))
+        return divided(texts)
+
+    monkeypatch.setattr(data, "_divided", changed)
+    with pytest.raises(OSError, match=r"fox.txt has changed since the preparation began"):
+        data.prepare([str(text)], str(tmp_path / "corpus.bin"))
+    assert os.listdir(tmp_path) == ["fox.txt"]
+
+
 def test_names_need_not_be_utf_8(tmp_path):
     name = os.fsdecode(b"Gr\xfc\xdfe.txt")
     (tmp_path / "texts").mkdir()
