@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -102,6 +103,14 @@ def test_slices_are_outermost(text, core_axis):
         assert device.slice_index == at // (mesh.shape[outermost] // 2)
     axis = MESH_AXES.index(placement.core_axis_of(dict(mesh.shape), core_axis))
     assert all((second - first)[axis] == 1 and sum(second - first) == 1 for first, second in places_of_chips(mesh))
+
+
+def test_slices_are_told_by_their_numbers_and_not_by_ids(monkeypatch):
+    """Of two slices the second has the lower ids: it is the second half of `data` all the same."""
+    devices = [SimpleNamespace(id=(number + 4) % 8, slice_index=number // 4) for number in range(8)]
+    monkeypatch.setattr(sharding, "Mesh", lambda grid, *_, **__: grid)
+    grid = sharding.make_mesh(sizes_of("data:2,fsdp:4"), shuffled(devices))
+    assert [[device.id for device in part.flat] for part in grid] == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("text", ["fsdp:*", "data:3,fsdp:*", "expert:2,fsdp:16"])

@@ -61,6 +61,14 @@ def test_time_is_counted_once_and_adds_up():
     assert found.matmul_flops == 2 * 4 * 8 * 2
 
 
+def test_time_inside_is_of_the_innermost():
+    """A loop in a loop: what runs in the inner one is not taken from the outer one twice."""
+    spans = {"outer": (0, 10), "inner": (1, 8), "first": (2, 3), "second": (6, 2), "after": (11, 4)}
+    events = [Event(name, "a", "lane", 1, begin, seconds) for name, (begin, seconds) in spans.items()]
+    assert timeline.own_seconds(events) == [2, 3, 3, 2, 4]
+    assert timeline.own_seconds(events[::-1]) == [4, 2, 3, 3, 2]
+
+
 def test_lanes_do_not_nest_in_each_other():
     one, other = (Event("added", "a", lane, 0, 0.0, 5.0) for lane in "12")
     assert timeline.own_seconds([one, other]) == [5, 5]
