@@ -129,7 +129,8 @@ def test_stochastic_rounding_has_the_right_mean(name):
     """The mean of n is within 5 standard errors, step/2/sqrt(n), of x; to nearest it is not."""
     dtype, *_ = FORMATS[name]
     n = 20_000
-    for x, step in ((1.03, 2.0 ** -jnp.finfo(dtype).nmant), (-5.9, 4 * 2.0 ** -jnp.finfo(dtype).nmant)):
+    ulp = 2.0 ** -jnp.finfo(dtype).nmant
+    for x, step in ((1.03, ulp), (1.2, ulp), (-5.9, 4 * ulp)):  # nearer to the one below, and to the one above
         rounded = f64(fp8.cast(jnp.full(n, x), jnp.float32(1), dtype, key=jax.random.key(0)))
         assert (
             abs(rounded.mean() - x)

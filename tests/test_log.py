@@ -92,6 +92,8 @@ def test_mfu_is_a_share_of_the_peak_of_tpu7x(tmp_path, capsys):
         log.step(metrics(1))
         log.finish_step()
     (line,) = lines_of(tmp_path / "m.jsonl")
+    flops = line["tokens_per_s"] * log.flops_per_token / 8  # a device's share
+    assert line["tflops_per_s_per_device"] == pytest.approx(flops / 1e12)
     assert line["mfu"] == pytest.approx(line["tflops_per_s_per_device"] / 1153.5)
     assert "  MFU " in capsys.readouterr().out
     assert log.summary()["mfu"] == pytest.approx(line["mfu"])
