@@ -589,6 +589,7 @@ def test_at_most_is_where_it_stops_to_hold():
         most = bound(2).max_degree
         assert bound(0.999 * most).holds and not bound(1.001 * most).holds
         assert bound(most).headroom == about(1)
+        assert dataclasses.replace(bound(most), value=1.0, critical=1.0).holds  # what it takes is enough
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -335,6 +335,13 @@ def test_another_model_is_refused(copy, values, tmp_path):
     assert steps_in(copy.checkpoint_dir) == [15, 20]
 
 
+@pytest.mark.slow
+def test_a_recipe_that_remembers_is_part_of_the_model(copy):
+    """Its largest elements are in the state, so a checkpoint without them is no damaged one."""
+    with pytest.raises(ValueError, match=r"is of another model: fp8 is 'none' there and 'delayed' here"):
+        train.run(dataclasses.replace(copy, fp8="delayed"))
+
+
 def remove_config(step: Path):
     shutil.rmtree(step / "config")
 

@@ -662,6 +662,8 @@ def test_asynchronous_collectives_of_the_tensorcore():
         (8, 2 * 12, "TensorCore"),
     ]
     assert timeline.seconds == 72
+    start += ', backend_config={"device_type":"DEVICE_TYPE_SPARSECORE"}'
+    assert run(start, done("d", "s", "all-gather-done"), END).collectives[0].engine == "SparseCore"
 
 
 @pytest.mark.parametrize(
