@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from test_fsdp import equations, trace
 from test_parallel import SMALL, first_state, make_batch, on_mesh
 
 import calibration
@@ -124,6 +125,10 @@ def test_the_ends_can_stay_unquantised():
     loss = lambda **options: steps(Config(**SMALL, mesh="fsdp:8", **options), 1)[1][0]
     exact, all_, middle = loss(), loss(fp8="dynamic"), loss(fp8="dynamic", fp8_skip_layers=1)
     assert 0 < abs(middle - exact) < abs(all_ - exact)
+    in_8_bits = lambda eqn: eqn.primitive.name == "dot_general" and eqn.invars[0].aval.dtype.itemsize == 1
+    whole = Config(**SMALL, mesh="fsdp:8", fp8="dynamic")
+    counts = [sum(map(in_8_bits, equations(trace(dataclasses.replace(whole, fp8_skip_layers=n))))) for n in (0, 1)]
+    assert counts[0] == counts[1] > 0  # in one loop, and in one of three
     with pytest.raises(ValueError, match="fp8_skip_layers=2 at each end leaves none of 3"):
         loss(fp8="dynamic", fp8_skip_layers=2)
     assert jnp.isfinite(loss(fp8="delayed", fp8_skip_layers=1, fp8_modules="qkv,out,mlp,unembed"))
