@@ -231,7 +231,7 @@ class Config:
     fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
     attention: str = "auto"  # kernel: flash (flash.py), reference (attention.py), auto: flash on a TPU, else reference
     max_logit: float = 0.0  # attention's softmax subtracts this instead of the largest score of a row; 0 is off
-    loss_chunk: int = 32  # positions of a sequence whose logits exist at once, at most: the largest such divisor
+    loss_chunk: int = 0  # positions of a sequence whose logits exist at once, at most; 0: as many as make 256 MiB
 
     # optimizer
     optimizer: str = "adamw"  # optimizer of the weights: adamw, adafactor or sgd
@@ -293,11 +293,11 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         smallest = {
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-            "microbatches pipeline_rounds context_heads loss_chunk fp8_block log_every max_skipped save_every "
+            "microbatches pipeline_rounds context_heads fp8_block log_every max_skipped save_every "
             "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept "
             "moe_parts unroll",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
-            "beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
+            "loss_chunk beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
             "num_experts fp8_skip_layers "
             "experts_per_token expert_dim num_shared_experts num_dense_layers kv_lora_rank q_lora_rank rope_head_dim "
             "value_head_dim swiglu_limit router_scale load_balance_loss router_z_loss selection_bias_rate "

@@ -148,7 +148,8 @@ def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[
     x_btd, metrics = x
     x_btD = all_gather(last_norm(params, x_btd, config), "tensor", dim=2, algorithm=config.collectives)
     labels = batch.targets, batch.loss_weights
-    options = (transformer.loss_chunk(config, batch.tokens.shape[1]), config.logit_soft_cap, config.z_loss)
+    chunk = transformer.loss_chunk(config, *batch.tokens.shape, config.vocab_size // lax.axis_size("tensor"))
+    options = (chunk, config.logit_soft_cap, config.z_loss)
     if recipe := unembedding_recipe(config):
         w_dv = (params.embed if config.tied_embeddings else params.unembed).T
         q = fp8.gather_weight(w_dv, P("fsdp", "tensor"), recipe, 1, algorithm=config.collectives)

@@ -235,9 +235,6 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
         found.append(("ff_dim", config.ff_dim, tensor))
     if "unembed" in modules:
         found.append(("vocab_size", config.vocab_size, tensor))
-        chunk = transformer.loss_chunk(config, config.seq_len // sizes["context"])
-        rows = of(*BATCH_AXES) | {"microbatches": config.microbatches}
-        found.append((f"batch * {chunk} positions of loss_chunk", config.batch * chunk, rows))
     if "mlp" in modules and config.num_shared_experts:
         found.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
     return found

@@ -64,6 +64,7 @@ from workload import (
     lacking,
     layers_of,
     local_shape,
+    loss_chunk,
     memory_of,
     moved_bytes,
     on_host,
@@ -215,13 +216,24 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
 
 
 def _loss(of: Run) -> Part:
-    D, V = of.config.model_dim, of.config.vocab_size
-    tokens = of.tokens * of.microbatches / of.tensor
-    dtype = "fp8" if "unembed" in transformer.in_8_bits(of.config) else "bf16"
-    speed, bandwidth = of.flops_per_s(dtype), of.hbm_bytes_per_s * of.efficiency.elementwise
-    seconds = tokens * (3 * 2 * D * V / speed + V * 16 / bandwidth)
-    formula = f"{tokens:,.0f} tokens * (3 * 2 * {D} * {V:,} / {si(speed, 'FLOP/s')} + {V:,} * 16 B / "
-    return Part("loss", "compute", seconds, seconds, f"{formula}{si(bandwidth, 'B/s')})")
+    """Of a chunk, forward and backward: its logits and dx read the unembedding, dw is added up in float32."""
+    D, V = of.config.model_dim, of.config.vocab_size / of.tensor
+    sequences, chunk = loss_chunk(of)
+    chunks = math.ceil(of.config.seq_len / of.sizes["context"] / chunk)
+    rows, in_8_bits = sequences * chunk, "unembed" in transformer.in_8_bits(of.config)
+    speed, bandwidth = of.flops_per_s("fp8" if in_8_bits else "bf16"), of.hbm_bytes_per_s * of.efficiency.hbm
+    elementwise = of.hbm_bytes_per_s * of.efficiency.elementwise
+    matmul, element = 2 * rows * D * V / speed, 1 if in_8_bits else of.element
+    once = (
+        2 * max(matmul, element * D * V / bandwidth) + max(matmul, 8 * D * V / bandwidth) + rows * V * 16 / elementwise
+    )
+    number = chunks * of.microbatches
+    seconds = number * once
+    formula = f"{number} chunks of {rows:,.0f} positions * (3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
+    formula += f"{V:,.0f} * 16 B / {si(elementwise, 'B/s')})"
+    if matmul < 8 * D * V / bandwidth:
+        formula += f"; so few that the sum of the unembedding's gradients, 8 * {D} * {V:,.0f} B, waits for memory"
+    return Part("loss", "compute", seconds, seconds, formula)
 
 
 def _update(of: Run) -> Part:

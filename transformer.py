@@ -221,9 +221,25 @@ def in_8_bits(config: Config) -> frozenset[str]:
     return frozenset(name for group in fp8_groups(config) for name in group) | ({"unembed"} if logits else set())
 
 
-def loss_chunk(config: Config, positions: int) -> int:
-    """Of so many positions of a sequence on a device, those whose logits are there at once: `loss_chunk`, or fewer."""
-    return max(size for size in range(1, min(config.loss_chunk, positions) + 1) if positions % size == 0)
+LOGITS_BYTES = 2**28  # of a chunk on a device, where the run does not say how many positions it has
+
+
+def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: float) -> int:
+    """Positions of each sequence whose logits a device has at once: `loss_chunk` at most, of chunks about equal.
+
+    With loss_chunk=0 as many as have LOGITS_BYTES of logits, in float32. Logits in blocks of 8 bits: whole blocks.
+
+    Args:
+      sequences: of a microbatch, on a device.
+      positions: of each of them, on a device.
+      vocabulary: a device's part of it.
+    """
+    most = config.loss_chunk or max(1, int(LOGITS_BYTES / (4 * sequences * vocabulary)))
+    chunks = math.ceil(positions / most)
+    chunk = math.ceil(positions / chunks)
+    if "unembed" in in_8_bits(config) and config.fp8_granularity == "block":
+        chunk += -chunk % (config.fp8_block // math.gcd(config.fp8_block, round(sequences)))
+    return chunk
 
 
 def num_params(config: Config) -> int:

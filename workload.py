@@ -548,7 +548,6 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     grads = max(of.element * layer.whole_params(of) for layer in layers)
     whole = sizes["fsdp"] > 1
     table = config.vocab_size * config.model_dim / of.tensor
-    positions = b / config.seq_len * sizes["context"] * min(config.loss_chunk, config.seq_len / sizes["context"])
     # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
     # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
     stages = (of.element + 4) * (of.pipe > 1) * params
@@ -579,10 +578,18 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         in_layer["attention over context"] = over_context * b / of.tensor
     in_loss = {
         "unembedding": ((1 if "unembed" in transformer.in_8_bits(config) else of.element) + 4) * table if whole else 0,
-        "logits": 2 * 4 * positions * config.vocab_size / of.tensor,
+        "logits": 2 * 4 * math.prod(loss_chunk(of)) * config.vocab_size / of.tensor,
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
     return memory, held(lambda layer: layer.offloaded)
+
+
+def loss_chunk(of: Run) -> tuple[float, int]:
+    """Sequences of a microbatch on a device, and the positions of each whose logits are there at once."""
+    positions = of.config.seq_len / of.sizes["context"]
+    sequences = of.tokens / positions
+    chunk = transformer.loss_chunk(of.config, sequences, math.ceil(positions), of.config.vocab_size / of.tensor)
+    return sequences, chunk
 
 
 def read_in_8_bits(of: Run, layer: Layer) -> float:

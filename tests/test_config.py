@@ -152,7 +152,7 @@ def test_train_refuses_a_wrong_flag_before_it_loads_jax():
 
 AT_LEAST_1 = (
     "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-    "microbatches loss_chunk log_every max_skipped save_every keep_checkpoints"
+    "microbatches log_every max_skipped save_every keep_checkpoints"
 ).split()
 
 
@@ -161,7 +161,7 @@ AT_LEAST_1 = (
     [({name: value}, f"{name}={value} must be at least 1") for name in AT_LEAST_1 for value in (0, -3)]
     + [
         ({name: -1}, f"{name}=-1 must be at least 0")
-        for name in "window global_every warmup_ratio eval_every eval_batches sample".split()
+        for name in "window loss_chunk global_every warmup_ratio eval_every eval_batches sample".split()
     ]
     + [
         (dict(learning_rate=float("nan")), "learning_rate=nan must be at least 0"),

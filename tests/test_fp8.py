@@ -621,7 +621,7 @@ FLAGS = {
 
 @functools.cache
 def loss_and_gradients(mesh, options):
-    config = Config(**SMALL, **dict(options), mesh=mesh)
+    config = Config(**SMALL | dict(options), mesh=mesh)
     _, per_device, place = on_mesh(config, jax.devices()[:1] if mesh == "fsdp:1" else None)
     loss, *_, grads = jax.device_get(per_device(place(init(config)), make_batch(config)))
     return loss, grads
@@ -669,6 +669,18 @@ def test_gradients_are_near_those_of_float32(name):
     # A router's gradient jumps where a rounding has a token choose another expert.
     assert errors.pop(".layers.w_router", 0) < 0.5
     assert 0.01 < max(errors.values()) < 0.4
+
+
+@pytest.mark.slow
+def test_logits_in_blocks_are_near_where_chunks_do_not_fill_the_sequence():
+    """20 positions of 16 sequences in blocks of 64: 3 chunks of 8, where 4 positions would be whole blocks, too."""
+    model = dict(seq_len=20, loss_chunk=7)
+    recipe = dict(fp8="dynamic", fp8_granularity="block", fp8_block=64, fp8_modules="unembed")
+    loss, grads = loss_and_gradients("fsdp:1", tuple((model | recipe).items()))
+    expected, expected_grads = loss_and_gradients("fsdp:1", tuple(model.items()))
+    assert 0 < abs(loss - expected) < 0.01 * expected
+    errors = jax.tree.leaves(jax.tree.map(relative_error, grads, expected_grads))
+    assert 0.01 < max(errors) < 0.1
 
 
 @pytest.mark.slow

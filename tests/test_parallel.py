@@ -95,7 +95,7 @@ def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None)
     mesh, per_device, place = on_mesh(config, devices)
     loss, _, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
     plain = dict(mesh="fsdp:*", prefetch=True, unroll=1, microbatches=1, shard_update=False, remat="none")
-    plain |= dict(dtype="float32")
+    plain |= dict(dtype="float32", loss_chunk=0)
     plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
     plain |= dict(moe_impl="dropless", moe_parts=1)
     plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1, remat_stage=False)
@@ -238,6 +238,25 @@ VARIANTS = [  # two in a model where they are of different parts of it
 EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
 LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6)
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mesh="data:2,fsdp:2,tensor:2", loss_chunk=5),  # 5 chunks of 5 for 24 positions
+        pytest.param(
+            dict(mesh="fsdp:2,context:2,tensor:2", seq_len=20, loss_chunk=4), marks=pytest.mark.slow
+        ),  # 3 of 4
+        pytest.param(dict(mesh="fsdp:8", seq_len=23, microbatches=2, loss_chunk=22), marks=pytest.mark.slow),  # 2 of 12
+        pytest.param(
+            dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, seq_len=17, loss_chunk=4, z_loss=0.01),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_chunks_that_do_not_fill_the_sequence_equal_the_reference(options):
+    check_gradients(Config(**SMALL | options))
 
 
 @pytest.mark.slow

@@ -173,6 +173,25 @@ def test_head_dims_that_do_not_fill_the_matrix_unit():
     assert narrow == wide
 
 
+@pytest.mark.parametrize("seq_len", [8192, 131_072])
+def test_a_length_without_divisors_takes_what_its_neighbours_take(seq_len):
+    """8,191 and 131,071 are prime; 8,193 positions are 9 chunks of 911, of which 6 are filled up."""
+    flags = dict(preset="llama3.1-8b", mesh="data:8", batch=8)
+    times = [seconds(predicted("tpu7x:2x2x1", **flags, seq_len=n), "loss") for n in (seq_len - 1, seq_len, seq_len + 1)]
+    assert max(times) < 1.05 * min(times)
+
+
+def test_chunks_that_are_small_wait_for_the_sum_of_gradients():
+    """A chunk reads and writes 8 bytes of each of dw's D V elements, and reads the unembedding twice, 2 bytes each."""
+    flags = dict(preset="llama3.1-8b", mesh="data:8", batch=8)
+    small, large = (predicted("tpu7x:2x2x1", **flags, loss_chunk=chunk) for chunk in (8, 8192))
+    reached = 0.87 * 7380e9 / 2
+    least = 8192 / 8 * 128_256 * (4096 * (8 + 2 + 2) / reached)
+    assert seconds(small, "loss") == pytest.approx(least, rel=0.01) and seconds(small, "loss") > 50 * seconds(
+        large, "loss"
+    )
+
+
 def test_8_bits_halve_the_layers_matmuls_and_what_travels():
     once = dict(preset="llama3.1-70b", mesh="fsdp:128", batch=128)
     bf16, fp8 = predicted(**once), predicted(**once, fp8="dynamic")
@@ -181,7 +200,8 @@ def test_8_bits_halve_the_layers_matmuls_and_what_travels():
         assert seconds(fp8, name) == seconds(bf16, name)
     assert seconds(fp8, "fsdp communication", False) < seconds(bf16, "fsdp communication", False)
     assert fp8.mfu == pytest.approx(2 * fp8.own_precision_mfu) and bf16.mfu == bf16.own_precision_mfu
-    logits = predicted(**once, fp8="dynamic", fp8_modules="qkv,out,mlp,unembed")
+    once |= dict(loss_chunk=8192)  # fewer positions wait for the sum of the unembedding's gradients, in float32
+    fp8, logits = predicted(**once, fp8="dynamic"), predicted(**once, fp8="dynamic", fp8_modules="qkv,out,mlp,unembed")
     assert seconds(logits, "matmul") == seconds(fp8, "matmul") and seconds(logits, "loss") < 0.6 * seconds(fp8, "loss")
     assert seconds(logits, "fsdp communication", False) < seconds(fp8, "fsdp communication", False)
     with pytest.raises(ValueError, match="v4 has no published speed of a matmul in 'fp8'"):

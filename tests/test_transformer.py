@@ -784,3 +784,42 @@ def test_a_policy_of_ones_own_stands_among_the_others():
     again = transformer.recomputed_flops_per_token(config)
     assert list(policies) == [*others, "custom"] and policies["full"] == others["full"]
     assert "scores" not in again and again["mlp"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "chunk"),
+    [
+        (1024, 8192, 1024),  # where it divides: that
+        (1024, 8191, 1024),  # a prime: 8 chunks, of which one position is filled up
+        (1024, 8193, 911),  # 9 chunks, not 8 and one of a single position
+        (1024, 1025, 513),
+        (300, 1000, 250),
+        (1024, 7, 7),
+        (1, 13, 1),
+    ],
+)
+def test_chunks_of_the_loss_are_about_equal(asked, positions, chunk):
+    config = Config(loss_chunk=asked)
+    assert transformer.loss_chunk(config, 4, positions, 256) == chunk <= asked
+    chunks = -(-positions // chunk)
+    assert chunks == -(-positions // asked) and 0 <= chunks * chunk - positions < chunks
+
+
+@pytest.mark.parametrize("positions", [1, 128, 8191, 131_071])
+@pytest.mark.parametrize(
+    ("sequences", "vocabulary"), [(1, 50_257), (4, 128_256), (2, 256), (4096, 201_088), (0.25, 256)]
+)
+def test_chunks_of_the_loss_follow_vocabulary_and_batch(positions, sequences, vocabulary):
+    """By default 256 MiB of logits in float32 on a device at most, and more than half of it where there are as many."""
+    chunk = transformer.loss_chunk(Config(), sequences, positions, vocabulary)
+    logits = lambda positions: 4 * sequences * positions * vocabulary
+    assert chunk == 1 or logits(chunk) <= 2**28
+    assert chunk == positions or logits(chunk) > 2**27 or logits(chunk + 1) > 2**28
+
+
+def test_chunks_of_the_loss_in_blocks_of_8_bits_are_whole_blocks():
+    """6 sequences of 128 rows' blocks: 64 positions are 3 of them."""
+    blocks = dict(fp8="dynamic", fp8_granularity="block", fp8_block=128, fp8_modules="unembed", loss_chunk=100)
+    assert transformer.loss_chunk(Config(**blocks), 6, 1000, 256) == 128
+    assert transformer.loss_chunk(Config(**blocks), 128, 1000, 256) == 100
+    assert transformer.loss_chunk(Config(**blocks | dict(fp8_modules="mlp")), 6, 1000, 256) == 100

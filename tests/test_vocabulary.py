@@ -22,7 +22,7 @@ def vary(*arrays):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 4, 12])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 7, 11, 12])
 @pytest.mark.parametrize(("soft_cap", "z_loss"), [(0.0, 0.0), (3.0, 0.1)])
 def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
     rng = np.random.default_rng(0)
