@@ -296,8 +296,14 @@ def in_partial_sum(bias: jax.Array) -> jax.Array:
 
 
 def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
-    """Logits and choices, in float32, the same on all devices of `tensor`."""
-    logits_tE = jnp.matmul(h_td, w.w_router, preferred_element_type=jnp.float32)  # {U_tensor}
+    """Logits and choices, in float32, the same on all devices of `tensor`.
+
+    By default a TPU rounds float32 to bfloat16 and multiplies once. To use all bits of the weights takes three passes:
+    1.5 times the time forward, 1.8 with the backward pass (compiled; 8,192 tokens, D = 4096, E = 128). Of a layer of
+    Qwen3 235B that is 0.3%.
+    """
+    precision = lax.Precision.HIGHEST
+    logits_tE = lax.dot(h_td, w.w_router, precision=precision, preferred_element_type=jnp.float32)  # {U_tensor}
     if config.expert_bias:
         logits_tE += in_partial_sum(w.bias_router)
     logits_tE = remat.named(lax.psum(logits_tE, "tensor"), "router_logits")

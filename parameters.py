@@ -169,8 +169,8 @@ def param_specs(config: Config) -> Params:
 
 
 def compute_dtypes(config: Config) -> Params:
-    """In what the step computes with them: a bias that only chooses grows by steps too small for bfloat16."""
-    kept = lambda name: "float32" if name == "selection_bias" else config.dtype
+    """In what the step computes with them: the router's stay in float32."""
+    kept = lambda name: "float32" if name in transformer.FLOAT32_WEIGHTS else config.dtype
     return _tree(config, lambda name, shape, letters, spec, init: jnp.dtype(kept(name)))
 
 

@@ -216,7 +216,10 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
 
 
 def _loss(of: Run) -> Part:
-    """Of a chunk, forward and backward: its logits and dx read the unembedding, dw is added up in float32."""
+    """Of a chunk, forward and backward: its logits and dx read the unembedding, dw is added up in float32.
+
+    Compiled: 8 chunks of 1,024 rows of Llama 3.1 8B take 10.6 ms for their logits, and for dw, with its sum, 21.9.
+    """
     D, V = of.config.model_dim, of.config.vocab_size / of.tensor
     sequences, chunk = loss_chunk(of)
     chunks = math.ceil(of.config.seq_len / of.sizes["context"] / chunk)
@@ -224,15 +227,13 @@ def _loss(of: Run) -> Part:
     speed, bandwidth = of.flops_per_s("fp8" if in_8_bits else "bf16"), of.hbm_bytes_per_s * of.efficiency.hbm
     elementwise = of.hbm_bytes_per_s * of.efficiency.elementwise
     matmul, element = 2 * rows * D * V / speed, 1 if in_8_bits else of.element
-    once = (
-        2 * max(matmul, element * D * V / bandwidth) + max(matmul, 8 * D * V / bandwidth) + rows * V * 16 / elementwise
-    )
-    number = chunks * of.microbatches
+    read, added = element * D * V / bandwidth, 8 * D * V / bandwidth
+    number, once = chunks * of.microbatches, 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
     seconds = number * once
-    formula = f"{number} chunks of {rows:,.0f} positions * (3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
-    formula += f"{V:,.0f} * 16 B / {si(elementwise, 'B/s')})"
-    if matmul < 8 * D * V / bandwidth:
-        formula += f"; so few that the sum of the unembedding's gradients, 8 * {D} * {V:,.0f} B, waits for memory"
+    formula = f"{number} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
+    formula += (
+        f"{rows:,.0f} * {V:,.0f} * 16 B / {si(elementwise, 'B/s')} + 8 B * {D} * {V:,.0f} / {si(bandwidth, 'B/s')})"
+    )
     return Part("loss", "compute", seconds, seconds, formula)
 
 
@@ -258,7 +259,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
         whole = kind.layer.whole_params(of)
         gather = of.collective_s("all_gather", kind.layer.whole_bytes(of), "fsdp")
         in_thirds = kind.layer.in_thirds(of)
-        sums = {True: of.element * in_thirds, False: of.element * (whole - in_thirds)}
+        sums = {True: of.element * in_thirds, False: kind.layer.gradient_bytes(of) - of.element * in_thirds}
         scatter = sum(of.collective_s("reduce_scatter", n, "fsdp", thirds=thirds) for thirds, n in sums.items() if n)
         gathers = 2 + config.remat_stage
         moved = gathers * gather + scatter
@@ -279,7 +280,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
     formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
-    if scatter > 1.1 * of.collective_s("reduce_scatter", of.element * whole, "fsdp", thirds=True):
+    if scatter > 1.1 * of.collective_s("reduce_scatter", sum(sums.values()), "fsdp", thirds=True):
         formula += f", {1 - in_thirds / whole:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
     where = f", behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
     formula += where if config.prefetch else ", not hidden (--no-prefetch)"
@@ -299,7 +300,7 @@ def _copies(of: Run, kinds: list[Kind]) -> Part:
         layer, of_rows, gradients = kind.layer, 0.0, 0.0
         if tiled:  # all but the experts, whose rows are cut as those of one matrix (moe.py)
             of_rows = layer.whole_bytes(of, experts=False)
-            gradients = of.element * layer.whole_params(of, experts=False)
+            gradients = layer.gradient_bytes(of, experts=False)
         forward = max(carried * layer.whole_bytes(of), of_rows)
         nbytes += kind.times * 2 * ((1 + config.remat_stage) * forward + of_rows + gradients)
     seconds = nbytes / (of.hbm_bytes_per_s * e.elementwise)

@@ -171,6 +171,9 @@ def weights(config: Config) -> Mapping[str, Weight]:
     return found
 
 
+# Of the router, which are not rounded to the dtype of the computation: rounded logits choose other experts, and a bias
+# that only chooses grows by steps too small for bfloat16.
+FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias"})
 PARTS = ("embedding", "attention", "mlp", "experts", "router", "shared experts", "norms", "biases", "unembedding")
 
 

@@ -56,6 +56,9 @@ class Efficiency:
     """
 
     matmul: float = 0.83  # of the peak; measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
+    # Of the router's matmuls over bf16's: three where activations in bf16 meet float32 in three parts of 8 bits, six
+    # where both are float32. Compiled: 119k, 122k, 220k cycles forward and backward (8,192 tokens, D 4096, E 128).
+    passes_of_f32: int = 4
     expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
     attention_forward: float = 0.8 * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = 0.8 * 2560 / 4405  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
@@ -189,8 +192,9 @@ class Run:
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
     def flops_per_s(self, dtype: str = "bf16") -> float:
-        """Of a device's matmuls."""
-        return self.chip.flops_per_s(dtype) / self.chip.devices * self.efficiency.matmul
+        """Of a device's matmuls; f32 with all its bits, in `passes_of_f32`."""
+        passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
+        return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
 
     def reached(self, axis: str) -> list[Axis]:
         """The links of a mesh axis, at the speed that programs reach."""
@@ -261,7 +265,7 @@ class Product:
     n: int
     copies: int  # experts of a token
     recomputed: bool
-    dtype: str  # bf16 or fp8
+    dtype: str  # bf16, fp8, or f32 in full
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,7 @@ class Layer:
     products: list[Product]
     params: dict[bool, int]  # of the experts, and of all else
     params_in_8_bits: dict[bool, int]  # of these, those that travel so
+    params_in_float32: dict[bool, int]  # and those that do in float32, as their gradients
     params_in_thirds: dict[bool, int]  # of matrices with a factor of 3, which their parts are taken to have as well
     attention_lost: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
@@ -293,7 +298,12 @@ class Layer:
     def whole_bytes(self, of: Run, experts: bool = True) -> float:
         """Theirs, as they multiply, and so as they travel."""
         in_8_bits = _on_device(of, self.params_in_8_bits, experts)
-        return DTYPE_BYTES["fp8"] * in_8_bits + of.element * (self.whole_params(of, experts) - in_8_bits)
+        return self.gradient_bytes(of, experts) - (of.element - DTYPE_BYTES["fp8"]) * in_8_bits
+
+    def gradient_bytes(self, of: Run, experts: bool = True) -> float:
+        """Of their gradients, before these are summed."""
+        in_float32 = _on_device(of, self.params_in_float32, experts)
+        return of.element * self.whole_params(of, experts) + (4 - of.element) * in_float32
 
 
 def _on_device(of: Run, params: dict[bool, int], experts: bool) -> float:
@@ -327,7 +337,8 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
         if not num_layers:
             continue
         absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
-        products, params, params_in_8_bits, params_in_thirds = [], *({True: 0, False: 0} for _ in range(3))
+        products, counts = [], [{True: 0, False: 0} for _ in range(4)]
+        params, params_in_8_bits, params_in_float32, params_in_thirds = counts
         for name, weight in transformer.weights(config).items():
             if (
                 weight.part in absent
@@ -338,6 +349,7 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
             dims = weight.shape[1:]
             params[weight.part == "experts"] += math.prod(dims)
             params_in_8_bits[weight.part == "experts"] += math.prod(dims) * (name in in_8_bits)
+            params_in_float32[weight.part == "experts"] += math.prod(dims) * (name in transformer.FLOAT32_WEIGHTS)
             params_in_thirds[weight.part == "experts"] += math.prod(dims) * (math.prod(dims) % 3 == 0)
             if weight.makes:
                 copies = 1
@@ -345,7 +357,8 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
                     copies, dims = config.experts_per_token, (config.model_dim, config.expert_dim)
                     dims = dims[::-1] if name == "expert_down" else dims
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-                again, dtype = transformer.multiplied_again(weight, saved), "fp8" if name in in_8_bits else "bf16"
+                again = transformer.multiplied_again(weight, saved)
+                dtype = "fp8" if name in in_8_bits else "f32" if name in transformer.FLOAT32_WEIGHTS else "bf16"
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))
         of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
         saved_bytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, **of_layer)
@@ -358,6 +371,7 @@ def _layers(config: Config, block: int, expert_room: float, uncut: int, gated: b
                 products,
                 params,
                 params_in_8_bits,
+                params_in_float32,
                 params_in_thirds,
                 "context" not in saved or "log_sum_exp" not in saved,
                 keys,
@@ -415,7 +429,8 @@ def moved_bytes(of: Run, product: Product) -> float:
     """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
     rows, k, n, matrices = local_shape(of, product)
     operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else of.element
-    return (matrices * k * n + rows * k) * operand + rows * n * of.element
+    more = (4 - of.element) * (k * n + rows * n) * (product.dtype == "f32")  # the weight, and the result
+    return (matrices * k * n + rows * k) * operand + rows * n * of.element + more
 
 
 def matmul_s(of: Run, products: Iterable[Product]) -> tuple[float, float]:
@@ -545,7 +560,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         waiting += held(lambda layer: config.num_heads * transformer.value_dim(config) * of.element)
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(layer.whole_bytes(of) for layer in layers)
-    grads = max(of.element * layer.whole_params(of) for layer in layers)
+    grads = max(layer.gradient_bytes(of) for layer in layers)
     whole = sizes["fsdp"] > 1
     table = config.vocab_size * config.model_dim / of.tensor
     # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and

@@ -63,12 +63,12 @@ def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
         check()
 
 
-def test_selection_biases_are_float32_in_a_step_of_any_dtype():
-    config = Config(**EXPERTS, selection_bias=True, num_dense_layers=1, dtype="bfloat16")
-    dtypes = parameters.compute_dtypes(config)
-    assert dtypes.layers.selection_bias == jnp.float32
-    assert {*jax.tree.leaves(dtypes)} == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
-    assert dtypes.layers.w_router == dtypes.dense_layers.w_up == jnp.bfloat16
+def test_the_router_is_float32_in_a_step_of_any_dtype_and_nothing_else_is():
+    config = Config(**EXPERTS, selection_bias=True, expert_bias=True, num_dense_layers=1, dtype="bfloat16")
+    dtypes = jax.tree.leaves_with_path(parameters.compute_dtypes(config))
+    in_float32 = {jax.tree_util.keystr(path) for path, dtype in dtypes if dtype == jnp.float32}
+    assert in_float32 == {".layers.w_router", ".layers.bias_router", ".layers.selection_bias"}
+    assert {dtype for _, dtype in dtypes} == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
 
 
 def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():

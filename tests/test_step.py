@@ -154,8 +154,8 @@ def test_experts_are_counted_as_they_are_visited():
     experts = dict(num_experts=8, experts_per_token=2, expert_dim=256)
     found = predicted(efficiency=EXACT, **SMALL | dict(batch=128), **experts, mesh="data:128")
     flops = transformer.forward_flops_per_token(found.of.config)
-    # The router's 8 columns are padded to the matrix unit's 256.
-    padded = flops["attention"] + flops["experts"] + flops["router"] * 256 / 8
+    # The router's 8 columns are padded to the matrix unit's 256, and multiplied in float32, in as long as 4 of bf16.
+    padded = flops["attention"] + flops["experts"] + 4 * flops["router"] * 256 / 8
     assert seconds(found, "matmul") == pytest.approx(3 * padded * 1024 / 1153.5e12)
     tiles = predicted(
         efficiency=dataclasses.replace(EXACT, expert_tile=512), **SMALL | dict(batch=128), **experts, mesh="data:128"
@@ -182,14 +182,18 @@ def test_a_length_without_divisors_takes_what_its_neighbours_take(seq_len):
 
 
 def test_chunks_that_are_small_wait_for_the_sum_of_gradients():
-    """A chunk reads and writes 8 bytes of each of dw's D V elements, and reads the unembedding twice, 2 bytes each."""
+    """A chunk reads and writes 8 bytes of each of dw's D V elements, and reads the unembedding twice, 2 bytes each.
+
+    Beside that it multiplies 8 rows, of which dw's matmul is hidden behind nothing, and reads 16 bytes of each logit.
+    """
     flags = dict(preset="llama3.1-8b", mesh="data:8", batch=8)
     small, large = (predicted("tpu7x:2x2x1", **flags, loss_chunk=chunk) for chunk in (8, 8192))
     reached = 0.87 * 7380e9 / 2
-    least = 8192 / 8 * 128_256 * (4096 * (8 + 2 + 2) / reached)
-    assert seconds(small, "loss") == pytest.approx(least, rel=0.01) and seconds(small, "loss") > 50 * seconds(
-        large, "loss"
-    )
+    least = 8192 / 8 * 128_256 * 4096 * ((8 + 2 + 2) / reached)
+    multiplied = 8192 * 128_256 * (2 * 4096 / (0.83 * 1153.5e12) + 16 / (0.37 * 7380e9 / 2))
+    assert seconds(small, "loss") == pytest.approx(least + multiplied, rel=1e-3) and seconds(
+        small, "loss"
+    ) > 50 * seconds(large, "loss")
 
 
 def test_8_bits_halve_the_layers_matmuls_and_what_travels():
@@ -200,9 +204,9 @@ def test_8_bits_halve_the_layers_matmuls_and_what_travels():
         assert seconds(fp8, name) == seconds(bf16, name)
     assert seconds(fp8, "fsdp communication", False) < seconds(bf16, "fsdp communication", False)
     assert fp8.mfu == pytest.approx(2 * fp8.own_precision_mfu) and bf16.mfu == bf16.own_precision_mfu
-    once |= dict(loss_chunk=8192)  # fewer positions wait for the sum of the unembedding's gradients, in float32
+    once |= dict(loss_chunk=8192)  # the sum of the unembedding's gradients stays in float32
     fp8, logits = predicted(**once, fp8="dynamic"), predicted(**once, fp8="dynamic", fp8_modules="qkv,out,mlp,unembed")
-    assert seconds(logits, "matmul") == seconds(fp8, "matmul") and seconds(logits, "loss") < 0.6 * seconds(fp8, "loss")
+    assert seconds(logits, "matmul") == seconds(fp8, "matmul") and seconds(logits, "loss") < 0.65 * seconds(fp8, "loss")
     assert seconds(logits, "fsdp communication", False) < seconds(fp8, "fsdp communication", False)
     with pytest.raises(ValueError, match="v4 has no published speed of a matmul in 'fp8'"):
         predicted("v4:4x4x4", preset="llama3.1-8b", batch=64, fp8="dynamic")
