@@ -144,7 +144,10 @@ def unembedding(params: Params, config: Config) -> jax.Array:
 
 
 def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss and metrics of what comes out of the layers. `key`: of stochastic rounding."""
+    """Loss and metrics of what comes out of the layers: `auxiliary_loss`, where there is any, is a part of the loss.
+
+    `key`: of stochastic rounding.
+    """
     x_btd, metrics = x
     x_btD = all_gather(last_norm(params, x_btd, config), "tensor", dim=2, algorithm=config.collectives)
     labels = batch.targets, batch.loss_weights
@@ -154,10 +157,11 @@ def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[
         w_dv = (params.embed if config.tied_embeddings else params.unembed).T
         q = fp8.gather_weight(w_dv, P("fsdp", "tensor"), recipe, 1, algorithm=config.collectives)
         operand = (q.values, q.scale, _noise(key, config))
-        loss = cross_entropy(x_btD, q.source.T, *labels, operand, *options, partial(fp8.logits, recipe=recipe))
+        loss, of_z = cross_entropy(x_btD, q.source.T, *labels, operand, *options, partial(fp8.logits, recipe=recipe))
     else:
-        loss = cross_entropy(x_btD, unembedding(params, config), *labels, None, *options)
-    return loss + metrics.get("auxiliary_loss", 0), metrics
+        loss, of_z = cross_entropy(x_btD, unembedding(params, config), *labels, None, *options)
+    loss += (of_layers := metrics.get("auxiliary_loss", 0))
+    return loss, metrics | {"auxiliary_loss": of_layers + of_z} if config.z_loss else metrics
 
 
 def loss_fn(
@@ -166,8 +170,8 @@ def loss_fn(
     """This device's shares of the loss and of the metrics: summed over all mesh axes but `tensor`, they are these.
 
     Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.whole_over_data` gives them.
-    A dense model has no metrics; those of a mixture: `decoder.no_metrics`. With stages the batch goes through them in
-    `config.microbatches`; the gradients are `pipelined_loss_and_grads`.
+    A dense model has no metrics but, with z_loss, its `auxiliary_loss`; a mixture has `decoder.no_metrics`. With stages
+    the batch goes through them in `config.microbatches`; the gradients are `pipelined_loss_and_grads`.
     """
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_of, config.microbatches, config))

@@ -191,9 +191,10 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
         skipped=state.skipped + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
+    # Minimised is the sum; shown is the cross-entropy, as of the held-out sequences, and beside it what was added.
     metrics = decoder.figures(metrics) | {
         "step": new_state.step,
-        "loss": loss,
+        "loss": loss - metrics.get("auxiliary_loss", 0),
         "grad_norm": grad_norm,
         "learning_rate": make_optimizer(config)[1](state.step - state.skipped),
         "skipped": new_state.skipped,

@@ -84,14 +84,16 @@ def cross_entropy(
       matmul: (x_bcD, w_vD, operand, number of the chunk) -> logits and their gradients, as `matmul` above does it.
       operand: what else it takes, to which no gradient goes: arrays, or None.
 
-    Returns: float32 scalar, the same on all devices of `tensor`.
+    Returns: float32 scalars, the same on all devices of `tensor`: the sum, and what of it is z_loss's, to which no
+      gradient goes.
     """
 
     def chunk_loss(_, xs):
         (x_bcD, *labels), i = xs
         return None, _chunk_loss(matmul(x_bcD, w_vD, operand, i)[0], *labels, soft_cap, z_loss)[0]
 
-    return jnp.sum(lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1])
+    losses, of_z = lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1]
+    return jnp.sum(losses), jnp.sum(of_z)
 
 
 def _chunks(arrays, chunk):
@@ -103,7 +105,7 @@ def _chunks(arrays, chunk):
 
 
 def _chunk_loss(logits_bcv, targets_bc, weights_bc, soft_cap, z_loss):
-    """Loss of a chunk, and its gradient in the logits."""
+    """Loss of a chunk with what of it is z_loss's, and its gradient in the logits."""
     slope_bcv = 1.0
     if soft_cap:
         tanh_bcv = jnp.tanh(logits_bcv / soft_cap)
@@ -115,29 +117,30 @@ def _chunk_loss(logits_bcv, targets_bc, weights_bc, soft_cap, z_loss):
     sum_bc, label_bc = lax.psum((jnp.sum(p_bcv, -1), jnp.where(mine_bc, label_bc, 0.0)), "tensor")
     lse_bc = max_bc + jnp.log(sum_bc)
     loss = jnp.sum(weights_bc * (lse_bc - label_bc + z_loss * lse_bc**2))
+    of_z = z_loss * jnp.sum(weights_bc * lse_bc**2)
 
     is_label_bcv = (jnp.arange(logits_bcv.shape[-1]) == index_bc[..., None]) & mine_bc[..., None]
     dlogits_bcv = p_bcv * ((1 + 2 * z_loss * lse_bc) / sum_bc)[..., None] - is_label_bcv
-    return loss, dlogits_bcv * slope_bcv * weights_bc[..., None]
+    return (loss, of_z), dlogits_bcv * slope_bcv * weights_bc[..., None]
 
 
 def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, operand, chunk, soft_cap, z_loss, matmul):
     def step(dw_vD, xs):
         (x_bcD, *labels), i = xs
         logits_bcv, gradients = matmul(x_bcD, w_vD, operand, i)
-        loss, dlogits_bcv = _chunk_loss(logits_bcv, *labels, soft_cap, z_loss)
+        losses, dlogits_bcv = _chunk_loss(logits_bcv, *labels, soft_cap, z_loss)
         dx_bcD, more_vD = gradients(dlogits_bcv)
-        return dw_vD + more_vD, (loss, dx_bcD)
+        return dw_vD + more_vD, (losses, dx_bcD)
 
     zeros_vD = jnp.zeros_like(w_vD, jnp.float32)
-    dw_vD, (losses, dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
+    dw_vD, ((losses, of_z), dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
     b, t, D = x_btD.shape
     dx_btD = dx_bcD.swapaxes(0, 1).reshape(b, -1, D)[:, :t]
-    return jnp.sum(losses), (dx_btD, dw_vD.astype(w_vD.dtype))
+    return (jnp.sum(losses), jnp.sum(of_z)), (dx_btD, dw_vD.astype(w_vD.dtype))
 
 
-def _cross_entropy_backward(chunk, soft_cap, z_loss, matmul, residuals, dloss):
-    dx_btD, dw_vD = residuals
+def _cross_entropy_backward(chunk, soft_cap, z_loss, matmul, residuals, cotangents):
+    (dx_btD, dw_vD), (dloss, _) = residuals, cotangents
     return (dx_btD * dloss).astype(dx_btD.dtype), (dw_vD * dloss).astype(dw_vD.dtype), None, None, None
 
 

@@ -53,7 +53,7 @@ def run(config: dict) -> dict:
     mean = lambda name, some: statistics.mean(line.get(name, 0.0) for line in some)
     return {
         "eval_loss": {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line},
-        "loss": [line["loss"] - line.get("auxiliary_loss", 0.0) for line in steps],
+        "loss": [line["loss"] for line in steps],
         "load_imbalance": mean("load_imbalance", steps[-20:]),
         "dropped": mean("dropped_fraction", steps),
     }

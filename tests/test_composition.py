@@ -172,7 +172,7 @@ def trained(settings: dict, steps: int = 3) -> tuple[list[float], object]:
     step, losses = train.make_train_step(config, mesh), []
     for number in range(steps):
         state, metrics = step(state, place(number))
-        losses.append(float(metrics["loss"]))
+        losses.append(float(metrics["loss"] + metrics.get("auxiliary_loss", 0)))
     assert int(state.step) == steps and int(state.skipped) == 0
     return losses, state.params
 

@@ -187,7 +187,7 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
         batch = laid_out(make_batch(config, number), config, mesh)
         batch = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(metrics["loss"] + metrics.get("auxiliary_loss", 0)))
     assert int(state.step) == steps and int(state.skipped) == 0
     plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, collectives="xla")
     plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1)
@@ -196,6 +196,35 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
     np.testing.assert_allclose(losses, want_losses, rtol=tolerance)
     assert losses[-1] < losses[0]
     assert_close(state.params, params, tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(mesh="data:2,fsdp:2,tensor:2"), marks=pytest.mark.slow),
+        dict(mesh="data:2,fsdp:2,tensor:2", z_loss=0.1, microbatches=2),
+        pytest.param(
+            dict(mesh="fsdp:2,expert:2,tensor:2", z_loss=0.1, load_balance_loss=0.1, router_z_loss=0.1)
+            | dict(num_experts=8, experts_per_token=2, expert_dim=16, buffer_factor=8.0),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, z_loss=0.1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_shows_the_cross_entropy_and_what_is_added_to_it(options):
+    """So that its loss compares with the held-out one; where nothing is added, nothing more is shown."""
+    config = Config(**SMALL | options)
+    mesh, _, _ = on_mesh(config)
+    params, batch = init(config), make_batch(config)
+    state = first_state(config, mesh, params)
+    _, metrics = train.make_train_step(config, mesh)(state, laid_out(batch, config, mesh))
+    nothing = dict(z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
+    alone = float(reference.loss(params, batch, dataclasses.replace(config, **nothing)))
+    added = float(reference.loss(params, batch, config)) - alone
+    assert float(metrics["loss"]) == pytest.approx(alone, rel=1e-5)
+    assert ("auxiliary_loss" in metrics) == (added > 0.05) and (added > 0.05) == ("z_loss" in options)
+    assert float(metrics.get("auxiliary_loss", 0)) == pytest.approx(added, rel=1e-3, abs=1e-6)
 
 
 STEP_OPTIONS = [dict(), dict(microbatches=2, shard_update=True), dict(collectives="ring_bidirectional")]

@@ -32,7 +32,7 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
     targets = rng.integers(0, V, (b, t))
     weights = rng.random((b, t)).astype(np.float32) * (rng.random((b, t)) > 0.3)
 
-    def plain(x, w):
+    def plain(x, w, z_loss=z_loss):
         logits = jnp.einsum("btD,VD->btV", x, w)
         logits = soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
         lse = jax.nn.logsumexp(logits, -1)
@@ -43,13 +43,19 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
         x, w, weights_, targets_ = vary(x, w, weights, targets)
         x = jax.lax.pcast(x, ("tensor",), to="varying")
         loss = lambda x, w: vocabulary.cross_entropy(x, w, targets_, weights_, None, chunk, soft_cap, z_loss)
-        value, (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+        (value, of_z), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
         everywhere = placement.MESH_AXES[:-1]
-        return jax.lax.psum(value, everywhere), jax.lax.psum(dx, (*everywhere, "tensor")), jax.lax.psum(dw, everywhere)
+        return (
+            jax.lax.psum((value, of_z), everywhere),
+            jax.lax.psum(dx, (*everywhere, "tensor")),
+            jax.lax.psum(dw, everywhere),
+        )
 
-    value, dx, dw = on_tensor_mesh(sharded, (P(), P("tensor")), (P(), P(), P("tensor")))(x, w)
+    (value, of_z), dx, dw = on_tensor_mesh(sharded, (P(), P("tensor")), (P(), P(), P("tensor")))(x, w)
+    without = value - of_z if z_loss else value
     want, (want_dx, want_dw) = jax.value_and_grad(plain, argnums=(0, 1))(x, w)
     np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(without, plain(x, w, z_loss=0.0), rtol=1e-6)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
 
