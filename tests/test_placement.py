@@ -193,6 +193,22 @@ CORES = ("die to die", 2, 600, 1, False)
                 "tensor": [("x", 2, 50, 1, False)],
             },
         ),
+        (  # whole cubes, and no cube
+            "data:2,fsdp:32,tensor:4",
+            (4, 4, 8),
+            {},
+            {
+                "data": [("2 of z", 2, 12.5, 4, True)],
+                "fsdp": [("2 of x", 2, 25, 2, True), ("y", 4, 50, 1, True), ("4 of z", 4, 50, 1, False)],
+                "tensor": [CORES, ("2 of x", 2, 50, 1, False)],
+            },
+        ),
+        (  # 4 along two axes, and no rings: it is no whole cube
+            "fsdp:32,tensor:2",
+            (2, 4, 4),
+            {},
+            {"fsdp": [("x", 2, 50, 1, False), *((dim, 4, 50, 1, False) for dim in "yz")], "tensor": [CORES]},
+        ),
         (
             "data:2,fsdp:128",
             (4, 4, 4),
@@ -239,6 +255,9 @@ def devices_of(topology: str, num_slices: int = 1) -> list:
         ("data:2,fsdp:8,context:4,tensor:2", "4x4x4", ""),
         ("pipe:2,fsdp:16,expert:4", "4x4x4", "expert"),
         ("fsdp:2,tensor:8", "2x2x2", "fsdp"),
+        ("fsdp:8,tensor:4", "2x2x4", ""),
+        ("data:2,fsdp:32,tensor:4", "4x4x8", ""),
+        ("fsdp:16,expert:16", "4x4x8", "fsdp"),
     ],
 )
 def test_links_are_those_between_the_devices_of_the_mesh(text, topology, core_axis):
