@@ -1,7 +1,9 @@
 """What the compiler said of steps: kept and found by what makes the program, and not far from what is predicted."""
 
+import dataclasses
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,11 @@ import aot
 import command
 import compiled
 import config as config_lib
+import sharding
+import train
 import tuned
 from hardware import parse_topology
+from placement import parse_mesh
 from step import predict
 from workload import run_of
 
@@ -38,6 +43,159 @@ def test_key_is_what_makes_the_program():
     slices = predicted(config_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
     assert "--num_slices=2" in compiled.key_of(slices)
     assert compiled.prediction_of(compiled.key_of(slices)).of.num_slices == 2
+
+
+# -- every field of a run is in the key, or changes nothing
+
+MIXED = dict(num_experts=8, experts_per_token=2, expert_dim=128)
+CAPACITY = MIXED | dict(moe_impl="capacity")
+LATENT = dict(kv_lora_rank=64, q_lora_rank=64, rope_head_dim=16)
+FP8 = dict(fp8="dynamic")
+CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
+OF_THE_PROGRAM = {  # another value of each, with what it needs to have an effect
+    "preset": ({}, "tiny-moe"),
+    "batch": ({}, 32),
+    "seq_len": ({}, 256),
+    "vocab_size": ({}, 512),
+    "num_layers": ({}, 4),
+    "model_dim": ({}, 256),
+    "ff_dim": ({}, 256),
+    "num_heads": ({}, 16),
+    "num_kv_heads": ({}, 4),
+    "head_dim": ({}, 32),
+    "rope_theta": ({}, 5e5),
+    "rope_scaling": ({}, 8.0),
+    "rope_original_len": (dict(rope_scaling=8.0), 4096),
+    "qk_norm": ({}, True),
+    "qkv_bias": ({}, True),
+    "output_bias": ({}, True),
+    "attention_sinks": ({}, True),
+    "tied_embeddings": ({}, True),
+    "window": ({}, 64),
+    "global_every": (dict(window=64), 3),
+    "logit_soft_cap": ({}, 30.0),
+    "z_loss": ({}, 1e-4),
+    "norm_eps": ({}, 1e-6),
+    "dtype": ({}, "bfloat16"),
+    "num_experts": (MIXED, 16),
+    "experts_per_token": (MIXED, 4),
+    "expert_dim": (MIXED, 256),
+    "num_shared_experts": (MIXED, 1),
+    "num_dense_layers": (MIXED, 1),
+    "expert_bias": (MIXED, True),
+    "swiglu_limit": (MIXED, 7.0),
+    "router_scores": (MIXED, "sigmoid"),
+    "renormalise": (MIXED, False),
+    "router_groups": (MIXED | dict(router_groups=2), 4),
+    "router_groups_kept": (MIXED | dict(router_groups=4), 2),
+    "router_scale": (MIXED, 2.5),
+    "load_balance_loss": (MIXED, 0.02),
+    "router_z_loss": (MIXED, 1e-3),
+    "selection_bias": (MIXED, True),
+    "selection_bias_rate": (MIXED | dict(selection_bias=True), 0.01),
+    "moe_impl": (MIXED, "capacity"),
+    "buffer_factor": (MIXED | dict(mesh="expert:8"), 3.0),
+    "moe_parts": (MIXED | dict(mesh="expert:8"), 2),
+    "capacity_factor": (CAPACITY, 2.0),
+    "kv_lora_rank": (LATENT, 32),
+    "q_lora_rank": (LATENT, 32),
+    "rope_head_dim": (LATENT, 8),
+    "value_head_dim": (LATENT, 32),
+    "mesh": ({}, "fsdp:4,tensor:2"),
+    "core_axis": (dict(mesh="fsdp:4,tensor:2"), "fsdp"),
+    "collectives": ({}, "ring"),
+    "collective_matmul": (dict(mesh="fsdp:4,tensor:2"), True),
+    "prefetch": ({}, False),
+    "unroll": ({}, 3),
+    "shard_update": (dict(mesh="data:2,fsdp:4"), True),
+    "context_impl": (dict(mesh="fsdp:4,context:2"), "all_gather"),
+    "context_heads": (dict(mesh="fsdp:2,context:4"), 2),
+    "context_balance": (dict(mesh="fsdp:4,context:2"), False),
+    "microbatches": ({}, 2),
+    "pipeline_schedule": (dict(mesh="pipe:3,fsdp:4"), "gpipe"),
+    "pipeline_rounds": (CIRCULAR | dict(mesh="pipe:2,fsdp:4", num_layers=12, microbatches=4), 3),
+    "remat_stage": (dict(mesh="pipe:3,fsdp:4"), True),
+    "remat": ({}, "full"),
+    "remat_tensors": (dict(remat="custom"), "context:device"),
+    "fp8": ({}, "dynamic"),
+    "fp8_granularity": (FP8, "per_axis"),
+    "fp8_block": (FP8 | dict(fp8_granularity="block", fp8_block=8, mesh="data:8"), 16),
+    "fp8_rounding": (FP8, "stochastic"),
+    "fp8_gradients": (FP8, "e4m3"),
+    "fp8_modules": (FP8, "mlp"),
+    "fp8_skip_layers": (FP8, 1),
+    "fp8_scales": (dict(fp8="calibrate", fp8_scales="a"), "b"),
+    "attention": ({}, "reference"),
+    "max_logit": ({}, 8.0),
+    "loss_chunk": ({}, 16),
+    "optimizer": ({}, "sgd"),
+    "clip_norm": ({}, 0.0),
+    "mu_dtype": ({}, "bfloat16"),
+    "offload_optimizer": ({}, True),
+    "xla_flags": ({}, "recommended"),
+}
+OF_THE_RUN = dict(  # the program does not know of these
+    corpus="c.bin", eval_every=7, eval_batches=3, log_every=3, metrics_file="m", sample=5, profile_dir="p"
+) | dict(profile_steps="1:2", checkpoint_dir="c", save_every=3, keep_checkpoints=4, num_processes=2, process_id=1)
+OF_THE_RUN |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
+NUMBERS = dict(  # constants in it, and nothing else
+    steps=70, seed=3, learning_rate=0.1, warmup_ratio=0.2, final_lr_ratio=0.3, weight_decay=0.4, beta1=0.5, beta2=0.6
+)
+
+
+def test_every_field_is_of_the_program_or_of_the_run():
+    """A new one has to be put into a table here, and into compiled.py's if it is of the run."""
+    fields = {field.name for field in dataclasses.fields(config_lib.Config)}
+    tables = [*OF_THE_PROGRAM, *OF_THE_RUN, *NUMBERS, "recipe"]  # a recipe is the flags that it stands for
+    assert len(tables) == len(fields) and fields == {*tables}
+
+
+def key(**flags) -> str:
+    mesh = dict(mesh="fsdp:8") if "mesh" not in flags else {}
+    config = config_lib.from_preset(**dict(preset="tiny", batch=48, **mesh) | flags)
+    return compiled.key_of(predicted(config, "tpu7x:1x2x3" if "pipe:3" in config.mesh else "tpu7x:2x2x1"))
+
+
+@pytest.mark.parametrize("field", OF_THE_PROGRAM)
+def test_what_makes_the_program_is_in_the_key(field):
+    needed, value = OF_THE_PROGRAM[field]
+    one, other = key(**needed), key(**needed | {field: value})
+    assert one != other and f"--{'no-' if value is False else ''}{field}" in other
+    assert compiled.key_of(compiled.prediction_of(other)) == other
+
+
+def test_what_is_of_the_run_is_not_in_the_key():
+    assert key() == key(**OF_THE_RUN, **NUMBERS)
+
+
+def program(**flags) -> str:
+    widths = dict(num_layers=2, model_dim=64, ff_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, batch=8, seq_len=32)
+    config = config_lib.Config(**widths | dict(mesh="fsdp:8") | flags)
+    return train.lower_step(config, sharding.make_mesh(parse_mesh(config.mesh))).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(),
+        dict(optimizer="adafactor", mesh="data:2,fsdp:2,tensor:2"),
+        dict(optimizer="sgd", fp8="dynamic", fp8_rounding="stochastic", fp8_modules="out", mesh="expert:8")
+        | dict(num_experts=8, experts_per_token=2, expert_dim=16, selection_bias=True),
+    ],
+    ids=lambda model: model.get("optimizer", "adamw"),
+)
+def test_what_is_not_in_the_key_changes_no_more_than_constants(model):
+    """As the step is lowered: the same text, and with other numbers the same but for these."""
+    plain = program(**model)
+    assert program(**model, **OF_THE_RUN) == plain
+    numbers = {name: value for name, value in NUMBERS.items() if name not in NEEDLESS[model.get("optimizer", "adamw")]}
+    other = program(**model, **numbers)
+    constant = re.compile(r"(stablehlo.constant )?dense<[^>]*>")
+    assert other != plain and constant.sub("", other) == constant.sub("", plain)
+
+
+NEEDLESS = {"adamw": (), "adafactor": ("beta1", "beta2"), "sgd": ("beta2", "weight_decay")}  # refused there
 
 
 def test_what_is_kept_is_found(tmp_path):
