@@ -91,6 +91,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
+import command
 import config as config_lib
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
@@ -556,6 +557,8 @@ def add_bounds_command(commands) -> None:
     parser = commands.add_parser("bounds", help=about, description=about, **style)
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib")
+    parser.add_argument(
+        "--plot", type=command.path, metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib"
+    )
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_bounds, parser=parser)

@@ -535,10 +535,14 @@ def main() -> None:
     parser = command.parser(__file__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare_parser = commands.add_parser("prepare", help="turn text files and folders into a token file of bytes")
-    prepare_parser.add_argument("paths", nargs="+", metavar="PATH", help="text file, or folder of them")
-    prepare_parser.add_argument("--out", required=True, metavar="FILE", help="the token file")
+    prepare_parser.add_argument(
+        "paths", type=command.path, nargs="+", metavar="PATH", help="text file, or folder of them"
+    )
+    prepare_parser.add_argument("--out", type=command.path, required=True, metavar="FILE", help="the token file")
     show_parser = commands.add_parser("show", help="say what is in a token file, and show one packed sequence")
-    show_parser.add_argument("path", nargs="?", default="", help="default: Python's standard library")
+    show_parser.add_argument(
+        "path", type=command.path, nargs="?", default="", help="default: Python's standard library"
+    )
     show_parser.add_argument("--seq_len", type=int, default=256, help="tokens of the sequence shown [%(default)s]")
     args = command.arguments(parser)
     if args.command == "show" and args.seq_len < 1:

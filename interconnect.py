@@ -54,6 +54,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
+import command
 from hardware import CHIPS, Axis, Chip, by, check_size, chip_of, parse_topology, si
 
 # -- collectives along one axis
@@ -390,5 +391,5 @@ def add_collective_command(commands) -> None:
     parser.set_defaults(run=print_scaling, parser=parser)
     parser.add_argument("--bytes", type=float, metavar="BYTES", help="of the sum; default: 102.4e6 and 1e9")
     parser.add_argument("--chips", default="v3,tpu7x", help=f"some of {', '.join(CHIPS)} [%(default)s]")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it, too; needs matplotlib")
+    parser.add_argument("--plot", type=command.path, metavar="FILE.png", help="draw it, too; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")

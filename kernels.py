@@ -473,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
     search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")
     search.add_argument("--most", type=int, default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]")
-    search.add_argument("--out", type=Path, default=tuned.OWN, help="where the best is kept [%(default)s]")
+    search.add_argument("--out", type=command.path, default=tuned.OWN, help="where the best is kept [%(default)s]")
     search.add_argument("--json", action="store_true", help="a JSON object a call, with all candidates")
     of_attention = search.add_argument_group("attention")
     of_attention.add_argument("--T", type=int, default=8192, help="queries of a sequence [%(default)s]")

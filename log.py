@@ -1,6 +1,7 @@
 """What a run tells: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import jax
 
@@ -33,8 +35,11 @@ class Log:
         self.peak_flops = PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
         self.config, self.num_devices, self.speaks = config, mesh.size, jax.process_index() == 0
         self.terminal = self.speaks and sys.stdout.isatty()
-        self.file = open_metrics(config.metrics_file, first_step) if self.speaks and config.metrics_file else None
-        self.first_step = first_step
+        self.file, self.first_step = None, first_step
+        if self.speaks and config.metrics_file:
+            self.file, moved = open_metrics(config.metrics_file, first_step)
+            if moved:
+                self.say(f"metrics    of the run before are in {moved}")
         self.pending = None  # (metrics on the devices, seconds waited for input) of the step that runs
         self.waited_s = 0.0
         self.steps_s: list[float] = []
@@ -193,25 +198,31 @@ def check_outputs(config: Config) -> None:
         outputs.check_writable(f"--profile_dir={config.profile_dir}", Path(config.profile_dir, PROGRAM))
 
 
-def open_metrics(path: str, first_step: int):
+def open_metrics(path: str, first_step: int) -> tuple[IO, str]:
     """The metrics file, opened to append.
 
-    A resumed run keeps the lines up to its first step; a new one moves an old file to PATH.old.
+    A resumed run keeps the lines up to its first step. Before a new one the old file is moved to the first of PATH.1,
+    PATH.2 and so on that is free.
+
+    Returns:
+      The file, and where an old one is now; "" where none was moved.
 
     Raises ValueError: a line that is no step's is in the way of going on.
     """
-    file = Path(path)
+    file, moved = Path(path), ""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and first_step == 0:
-        os.replace(file, f"{path}.old")
+        moved = next(
+            name for name in (f"{path}.{number}" for number in itertools.count(1)) if not os.path.lexists(name)
+        )
+        os.rename(file, moved)
     elif file.exists():
-        whole = [
-            line for line in file.read_text().splitlines() if line.endswith("}")
-        ]  # a killed run may end in half a line
         try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            whole = [line for line in lines if line.endswith("}")]  # a killed run may end in half a line
             kept = [line for line in whole if json.loads(line)["step"] <= first_step]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
         with outputs.replacing(file) as unfinished:
             unfinished.writelines(line + "\n" for line in kept)
-    return file.open("a")
+    return file.open("a", encoding="utf-8"), moved

@@ -47,6 +47,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import command
 import config as config_lib
 import rules
 import transformer
@@ -481,6 +482,8 @@ def add_plan_command(commands) -> None:
     parser.add_argument("--chips", type=int, help="so many, in the shape nearest to a cube, in place of --topology's")
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib")
+    parser.add_argument(
+        "--plot", type=command.path, metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib"
+    )
     config_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_plan, parser=parser)

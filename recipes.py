@@ -214,7 +214,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--better", action="store_true", help="what the planner finds in their place")
     parser.add_argument("--what_if", action="store_true", help="what twice as much of each figure would gain")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
-    parser.add_argument("--plot", metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra")
+    parser.add_argument(
+        "--plot", type=command.path, metavar="FILE.png", help="MFU as a picture beside the table; [plot] extra"
+    )
     args = command.arguments(parser, argv)
     names = args.names or list(RECIPES)
     if args.better + args.what_if + bool(args.plot) > 1:

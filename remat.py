@@ -242,7 +242,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """All policies; the one of --remat, or with --remat=auto the best."""
     parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the parts of each step; needs matplotlib")
+    parser.add_argument(
+        "--plot", type=command.path, metavar="FILE.png", help="draw the parts of each step; needs matplotlib"
+    )
     config_lib.add_run_flags(parser, "tpu7x:2x2x1")
     args = command.arguments(parser, argv)
     asked = getattr(args, "remat", "")

@@ -843,7 +843,7 @@ def pairs_of(values: Sequence[str], flag: str) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
-    parser.add_argument("file", metavar="FILE", help="what compiled.as_text() returned")
+    parser.add_argument("file", type=command.path, metavar="FILE", help="what compiled.as_text() returned")
     parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
     parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
     for rate in dataclasses.fields(Rates):

@@ -62,6 +62,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import command
 import config as config_lib
 import transformer
 from config import Config
@@ -469,4 +470,6 @@ def add_serve_command(commands) -> None:
     group.add_argument("--mfu", type=float, default=0.4, help=about)
     group.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     group.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
-    group.add_argument("--plot", metavar="FILE.png", help="draw latency against throughput; needs matplotlib")
+    group.add_argument(
+        "--plot", type=command.path, metavar="FILE.png", help="draw latency against throughput; needs matplotlib"
+    )

@@ -210,8 +210,10 @@ def describe(found: Summary, top: int, matmul_s: float | None, predicted: dict |
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
-    parser.add_argument("folder", help="what --profile_dir was")
-    parser.add_argument("--predicted", metavar="FILE", help="what aot.py --json printed for the same step")
+    parser.add_argument("folder", type=command.path, help="what --profile_dir was")
+    parser.add_argument(
+        "--predicted", type=command.path, metavar="FILE", help="what aot.py --json printed for the same step"
+    )
     parser.add_argument("--top", type=int, default=8, help="so many lines and operations [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
     args = command.arguments(parser, argv)

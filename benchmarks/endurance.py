@@ -165,8 +165,12 @@ def main() -> None:
     parser = command.parser(__file__)
     about = "what to do [%(default)s]"
     parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
-    parser.add_argument("path", nargs="?", default="figures/endurance.png", help="file of the picture [%(default)s]")
-    parser.add_argument("--folder", default="benchmarks/endurance_runs", help="folder of the runs [%(default)s]")
+    parser.add_argument(
+        "path", type=command.path, nargs="?", default="figures/endurance.png", help="file of the picture [%(default)s]"
+    )
+    parser.add_argument(
+        "--folder", type=command.path, default="benchmarks/endurance_runs", help="folder of the runs [%(default)s]"
+    )
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets to run [%(default)s]")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help="ways to run each in [%(default)s]")
     parser.add_argument("--steps", type=int, default=1000, help="length of a run; others are not shown [%(default)s]")

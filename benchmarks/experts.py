@@ -107,7 +107,7 @@ def main() -> None:
         "--seeds", default="0", metavar="A,B", help="each model is trained once with each [%(default)s]"
     )
     parser.add_argument("--json", action="store_true", help="a JSON object: losses and loads of each run")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the curves; [plot] extra")
+    parser.add_argument("--plot", type=command.path, metavar="FILE.png", help="draw the curves; [plot] extra")
     args = command.arguments(parser)
     try:
         seeds = [int(seed) for seed in args.seeds.split(",")]

@@ -135,8 +135,16 @@ def main() -> None:
     parser = command.parser(__file__)
     about = "what to do [%(default)s]"
     parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
-    parser.add_argument("path", nargs="?", default="figures/fp8_quality.png", help="file of the picture [%(default)s]")
-    parser.add_argument("--folder", default="benchmarks/fp8_quality_runs", help="folder of the runs [%(default)s]")
+    parser.add_argument(
+        "path",
+        type=command.path,
+        nargs="?",
+        default="figures/fp8_quality.png",
+        help="file of the picture [%(default)s]",
+    )
+    parser.add_argument(
+        "--folder", type=command.path, default="benchmarks/fp8_quality_runs", help="folder of the runs [%(default)s]"
+    )
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="models to run [%(default)s]")
     about = "recipes to run each in [%(default)s]"
     parser.add_argument("--recipes", default=",".join(RECIPES), metavar="A,B", help=about)

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="compile what is not kept of the first model's weak scaling"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw MFU against chips; [plot] extra")
+    parser.add_argument("--plot", type=command.path, metavar="FILE.png", help="draw MFU against chips; [plot] extra")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, a row each")
     args = command.arguments(parser)
     models, slices = args.models.split(","), args.slices.split(",")

@@ -77,7 +77,12 @@ def measure(command, first: str, environment: dict[str, str]) -> dict[str, float
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("--maxtext", metavar="PYTHON", help="the Python that MaxText is installed for; run it as well")
+    parser.add_argument(
+        "--maxtext",
+        type=command.path,
+        metavar="PYTHON",
+        help="the Python that MaxText is installed for; run it as well",
+    )
     parser.add_argument("--times", type=int, default=1, help="measure so often, one after the other, and print medians")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
     args = command.arguments(parser)

@@ -202,15 +202,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
 # -- the metrics file
 
 
-def test_a_fresh_start_moves_the_old_file(tmp_path):
+def test_no_run_destroys_the_rows_of_those_before(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("older\n")
-    for content in ("old", "new"):
-        with log_lib.open_metrics(str(path), 0) as file:
-            file.write(f"{content}\n")
-    assert path.read_text() == "new\n"
-    assert Path(f"{path}.old").read_text() == "old\n"
-    assert len(list(tmp_path.iterdir())) == 2
+    Path(f"{path}.2").write_text("not ours\n")
+    told = []
+    for content in ("first", "second", "third"):
+        with started(from_preset("tiny", metrics_file=str(path))) as log:
+            log.file.write(f"{content}\n")
+        told.append(capsys.readouterr().out)
+    assert [file.read_text().strip() for file in sorted(tmp_path.iterdir())] == ["third", "first", "not ours", "second"]
+    assert told == ["", *(f"metrics    of the run before are in {path}.{number}\n" for number in (1, 3))]
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
@@ -223,25 +224,28 @@ def test_a_resumed_run_goes_on_behind_its_first_step(tmp_path, tail, first_step)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
     lines += [json.loads(tail)] if tail.endswith("}") else []  # of this one only the end of the line is missing
     new = {"step": first_step + 1, "loss": 0.0}
-    with log_lib.open_metrics(str(path), first_step) as file:
+    with log_lib.open_metrics(str(path), first_step)[0] as file:
         file.write(json.dumps(new) + "\n")
     assert lines_of(path) == [line for line in lines if line["step"] <= first_step] + [new]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_resumed_run_without_a_file_starts_one(tmp_path):
-    with log_lib.open_metrics(str(tmp_path / "a" / "m.jsonl"), 7) as file:
+    with log_lib.open_metrics(str(tmp_path / "a" / "m.jsonl"), 7)[0] as file:
         file.write("x\n")
     assert (tmp_path / "a" / "m.jsonl").read_text() == "x\n"
 
 
-@pytest.mark.parametrize("damaged", ["{oops}", '{"loss": 2}', "[3, {}"])
+@pytest.mark.parametrize(
+    "damaged", ["{oops}", '{"loss": 2}', "[3, {}", '{"step": ""}', "[" * 99_999 + "}", "\udcff\udcfe}"]
+)
 def test_lines_that_no_run_wrote_are_left_as_they_are(tmp_path, damaged):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n' + damaged + "\n")
+    content = f'{{"step": 1}}\n{damaged}\n'.encode(errors="surrogateescape")
+    path.write_bytes(content)
     with pytest.raises(ValueError, match="lines that no run wrote"):
         log_lib.open_metrics(str(path), 3)
-    assert damaged in path.read_text()
+    assert path.read_bytes() == content
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
