@@ -70,7 +70,7 @@ def reached(config: Config) -> Iterator[dict]:
         return
     facts = decided_by(config) | more
     marked = config.checkpoint_dir and "://" not in config.checkpoint_dir  # a bucket's name is one for all hosts
-    folder = Path(config.checkpoint_dir).expanduser()
+    folder = Path(config.checkpoint_dir)
     try:
         if marked and jax.process_index() == 0 and not problem:
             folder.mkdir(parents=True, exist_ok=True)

@@ -116,6 +116,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
+    config = rules.settled(config, dict(mesh.shape))
     rules.check(config, dict(mesh.shape))
     return Lowered(train.lower_step(config, mesh), list(mesh.devices.flat))
 
@@ -128,7 +129,7 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
     """
     import jax
 
-    kept = Path(cache).expanduser() / "aot" / lowered.key(flags) if cache else None
+    kept = Path(cache) / "aot" / lowered.key(flags) if cache else None
     if kept and (kept / "found.json").exists():
         memory = json.loads((kept / "found.json").read_text())
         return memory | {"cached": True}, gzip.decompress((kept / "program.hlo.gz").read_bytes()).decode()
@@ -189,7 +190,7 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) ->
         of_experts = filled if "gmm" in said["tuned_key"] else None
         content = json.dumps([said, of_experts, version, jax.__version__, libtpu.__version__], sort_keys=True)
         number = hashlib.sha256(content.encode()).hexdigest()
-        kept = Path(cache).expanduser() / "aot" / f"kernel-{number}.json" if cache else None
+        kept = Path(cache) / "aot" / f"kernel-{number}.json" if cache else None
         if kept and kept.exists():
             return json.loads(kept.read_text())["cycles"]
         cycles = kernels.cycles_of(said, filled)
@@ -396,7 +397,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
     about = "cycles of kernels other than the project's own, or in their place; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
-    machine.add_argument("--hlo_out", metavar="FILE", help="write the compiled program, in order of execution, here")
+    machine.add_argument(
+        "--hlo_out", type=command.path, metavar="FILE", help="write the compiled program, in order of execution, here"
+    )
     about = "keep what is found in compiled_tpu7x.json, which compiled.py shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")

@@ -80,7 +80,7 @@ def open_manager(config: Config):
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints), cleanup_tmp_directories=True
     )
-    manager = ocp.CheckpointManager(path if "://" in path else Path(path).expanduser().absolute(), options=options)
+    manager = ocp.CheckpointManager(path if "://" in path else Path(path).absolute(), options=options)
     if not manager.directory.is_dir():
         raise NotADirectoryError(f"--checkpoint_dir={path} is a file")
     # It would ask jax.distributed about termination with the step of a save that ends, on a thread; the answer depends

@@ -70,7 +70,7 @@ def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None
         return
     word = unknown[0]
     if not word.startswith("-"):
-        raise ValueError(f"{word!r} is one argument too many; flags are written --flag=value")
+        raise ValueError(f"{word!r} is one argument too many: flags begin with two dashes")
     flags = [flag.removeprefix("--") for flag in parser._option_string_actions if flag.startswith("--")]
     raise ValueError(f"there is no flag {word!r}{did_you_mean(word.lstrip('-').partition('=')[0], flags, '--')}")
 

@@ -40,6 +40,10 @@ ACTIVATIONS = (
     "shared_gate shared_up shared_product shared_down"
 ).split()
 
+# Fields that are paths, their ~ the home folder, and the URLs that each may be: jax and orbax know those of gs.
+PATHS = {"checkpoint_dir": ("gs",), "compilation_cache": ("gs",)}
+PATHS |= dict.fromkeys(("fp8_scales", "corpus", "metrics_file", "profile_dir"), ())
+
 # What the help of a flag says beside the comment behind its field.
 _MORE = {
     "preset": ", ".join(PRESETS),
@@ -56,17 +60,17 @@ _OF_EXPERTS = (
     "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor"
 )
 # Flags that say something in some runs only: which, whether they do in a run, and if not, why, and what to use. There
-# any value but the default is refused. Those for which the mesh decides are in rules.py.
+# any value is refused but the default, and what switches off: 0, False and "" say what happens anyway. Those for which
+# the mesh decides are in rules.py.
 NEEDS = (
-    ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=N"),
+    ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=64"),
     ("unroll", lambda c: c.prefetch, "prefetch=False carries no weights from turn to turn", "--prefetch"),
     ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8"),
-    (_OF_EXPERTS, lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=N"),
     (
-        "router_groups",
-        lambda c: c.router_groups_kept != c.router_groups,
-        "router_groups_kept={router_groups_kept} keeps all groups",
-        "a smaller --router_groups_kept",
+        _OF_EXPERTS,
+        lambda c: c.num_experts,
+        "num_experts=0 is a dense model",
+        "--num_experts=8 --experts_per_token=2 --expert_dim=512",
     ),
     ("selection_bias_rate", lambda c: c.selection_bias, "no bias goes up or down by it", "--selection_bias"),
     (
@@ -85,13 +89,13 @@ NEEDS = (
         "q_lora_rank rope_head_dim value_head_dim",
         lambda c: c.kv_lora_rank,
         "kv_lora_rank=0 is no latent attention",
-        "--kv_lora_rank=N",
+        "--kv_lora_rank=64 --rope_head_dim=16",
     ),
     (
         "context_impl context_heads",
         lambda c: c.global_every or not c.window,
         "window={window} in every layer needs only a halo of keys",
-        "--global_every=N or --window=0",
+        "--global_every=2 or --window=0",
     ),
     ("context_balance", lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0"),
     (
@@ -138,8 +142,11 @@ NEEDS = (
         "--optimizer=adamw or --optimizer=adafactor",
     ),
     ("eval_every", lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16"),
-    ("profile_steps", lambda c: c.profile_dir, "no trace is written", "--profile_dir=DIR"),
-    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=DIR"),
+)
+# As NEEDS, of what a run would write: it runs as well without, and says so (train.introduce).
+NOTED = (
+    ("profile_steps", lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace"),
+    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=runs/1"),
 )
 
 
@@ -269,9 +276,14 @@ class Config:
     coordinator: str = ""  # host:port of process 0
     peer_timeout: int = 60  # seconds without a sign of life from a process after which the others end too
     xla_flags: str = "none"  # flags of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
-    compilation_cache: str = "~/.cache/ironwood"  # compiled programs are kept here between runs; empty is off
+    compilation_cache: str = command.expanded("~/.cache/ironwood")  # folder of compiled programs; empty is off
 
     def __post_init__(self):
+        for name, schemes in PATHS.items():
+            try:
+                object.__setattr__(self, name, command.expanded(getattr(self, name), schemes))
+            except ValueError as error:
+                raise ValueError(f"{name}={error}") from None
         choices = {
             "dtype": ("float32", "bfloat16"),
             "mu_dtype": ("float32", "bfloat16"),
@@ -320,17 +332,19 @@ class Config:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         if self.offload_optimizer and self.optimizer == "adafactor":
             raise ValueError(
-                "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer"
+                "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer: "
+                "--optimizer=adamw or --no-offload_optimizer"
             )
         if self.context_heads > 1 and (self.context_impl != "ring" or self.collectives != "xla"):
             raise ValueError(
                 f"context_heads={self.context_heads} goes with context_impl=ring and collectives=xla, "
-                f"not {self.context_impl} and {self.collectives}"
+                f"not {self.context_impl} and {self.collectives}: --context_impl=ring --collectives=xla"
             )
         if (self.pipeline_rounds > 1) != (self.pipeline_schedule == "circular"):
             raise ValueError(
                 f"pipeline_rounds={self.pipeline_rounds} with pipeline_schedule={self.pipeline_schedule}: circular has "
-                "two rounds or more, the others one"
+                "two rounds or more, the others one: --pipeline_rounds=2 --pipeline_schedule=circular, or "
+                "--pipeline_rounds=1 --pipeline_schedule=1f1b"
             )
         for name in self.fp8_modules.split(","):
             if name not in ("qkv", "out", "mlp", "moe", "unembed"):
@@ -343,14 +357,16 @@ class Config:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
             )
-        if "://" in self.profile_dir:
-            raise ValueError(f"profile_dir={self.profile_dir!r} must be a folder of each host, as in runs/trace")
-        check_effect(self, NEEDS)
+        for sentence in without_effect(self, NEEDS):
+            raise ValueError(sentence)
         self._check_experts()
         self._check_latent_attention()
         self._check_fp8()
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
-            raise ValueError("num_processes and process_id need a --coordinator=HOST:PORT, where process 0 listens")
+            raise ValueError(
+                "num_processes and process_id need the address where process 0 listens, as in --num_processes=2 "
+                "--process_id=0 --coordinator=localhost:9911"
+            )
         port = re.fullmatch(r".+:(\d+)", self.coordinator)
         if self.coordinator and not (port and 0 < int(port[1]) < 2**16):
             raise ValueError(
@@ -359,11 +375,13 @@ class Config:
             )
         if self.coordinator and not 0 <= self.process_id < self.num_processes:
             raise ValueError(
-                f"coordinator={self.coordinator!r} needs --num_processes and a --process_id below it, "
-                f"not {self.num_processes} and {self.process_id}"
+                f"process_id={self.process_id} must be from 0 to under num_processes={self.num_processes} with a "
+                "coordinator, as in --num_processes=2 --process_id=0"
             )
         if self.profile_dir and self.profile_range[0] > self.steps:
-            raise ValueError(f"profile_steps={self.profile_steps!r} is past the last step: steps={self.steps}")
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} is past the last step: --profile_steps=1:{self.steps}"
+            )
 
     def _check_experts(self):
         if not self.num_experts:
@@ -404,11 +422,14 @@ class Config:
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with "
-                f"kv_lora_rank={self.kv_lora_rank}: every head makes its own keys and values"
+                f"kv_lora_rank={self.kv_lora_rank}: every head makes its own keys and values; "
+                f"--num_kv_heads={self.num_heads}"
             )
         for name in ("qk_norm", "qkv_bias"):
             if getattr(self, name):
-                raise ValueError(f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents")
+                raise ValueError(
+                    f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents; --no-{name}"
+                )
 
     def _check_fp8(self):
         if self.fp8 == "none":
@@ -416,12 +437,12 @@ class Config:
         modules = self.fp8_modules.split(",")
         if self.fp8 not in ("dynamic", "calibrate") and self.fp8_granularity != "per_tensor":
             raise ValueError(
-                f"fp8_granularity={self.fp8_granularity} is of --fp8=dynamic: {self.fp8} has one scale a tensor"
+                f"fp8_granularity={self.fp8_granularity}: fp8={self.fp8} has one scale a tensor; use --fp8=dynamic"
             )
         if self.num_experts and (self.fp8 in ("static", "delayed", "calibrate") or self.fp8_skip_layers):
             raise ValueError(
                 f"fp8={self.fp8} and fp8_skip_layers={self.fp8_skip_layers}: with num_experts={self.num_experts} fp8 "
-                "is dynamic or fixed, and skips no layers"
+                "is dynamic or fixed, and skips no layers: --fp8=dynamic --fp8_skip_layers=0"
             )
         if self.num_experts and "moe" in modules and self.fp8_granularity != "per_tensor":
             raise ValueError(
@@ -490,11 +511,13 @@ def changed(config: Config, **values) -> Config:
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle(wanted, NEEDS)} | values)
 
 
-def check_effect(config: Config, needs, *of) -> None:
-    """Raises ValueError for the first flag that is `idle`."""
-    for name, why in idle(config, needs, *of).items():
-        default = f"leave {name} at its default, {getattr(Config, name)!r}"
-        raise ValueError(f"{name}={getattr(config, name)} has no effect: {why}, or {default}")
+def without_effect(config: Config, needs, *of) -> list[str]:
+    """A sentence for each flag that is `idle`, but for those that say that something is off."""
+    return [
+        f"{name}={value} has no effect: {why}, or leave {name} at its default, {getattr(Config, name)!r}"
+        for name, why in idle(config, needs, *of).items()
+        if (value := getattr(config, name))
+    ]
 
 
 def from_preset(preset: str, **overrides) -> Config:

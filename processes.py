@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
@@ -80,7 +79,7 @@ def start(config: Config) -> list[jax.Device]:
         if jax.process_count() == 1:  # a slice of one host: there is nobody to lose
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
     if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     devices = _devices()
     if on_tpu or config.attention != "flash":

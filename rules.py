@@ -4,12 +4,13 @@
 
 A run is refused for one of three reasons:
 
-    a flag without effect    set to other than its default, where this mesh, or this model, has no use for it (`NEEDS`)
+    a flag without effect    set to other than its default, or off, where this model has no use for it (config.NEEDS)
     no code                  two choices that nobody has taught each other
     what does not divide     a dim of the model, a sequence or a batch that the mesh cannot cut in equal parts
 
-Those that need no mesh are config.py's, and are told before jax is there. train.py and aot.py ask `check` before they
-compile, step.py and planner.py before they predict: what is proposed can be run.
+A flag of a mesh axis of size 1 is no reason: it is taken for its default, with a note, so that a sweep over meshes runs
+(`NEEDS`). What needs no mesh is config.py's, and is told before jax is there. train.py and aot.py ask `check` before
+they compile, step.py and planner.py before they predict: what is proposed can be run.
 
 **What is cut** (the layouts are in parameters.py, and tests hold them against this table):
 
@@ -30,7 +31,7 @@ import transformer
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
 
-# As config.NEEDS, of a run on a mesh of these sizes.
+# As config.NEEDS, of a run on a mesh of these sizes: but these flags are `settled`.
 NEEDS = (
     ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves", "a larger --mesh"),
     ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2"),
@@ -69,13 +70,21 @@ def settled(config: Config, sizes: dict[str, int]) -> Config:
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle}) if idle else config
 
 
+def notes(config: Config, sizes: dict[str, int]) -> list[str]:
+    """Sentences on what has no effect in a run, and is no reason to refuse it."""
+    return [
+        *config_lib.without_effect(config, config_lib.NOTED),
+        *config_lib.without_effect(config, NEEDS, sizes),
+    ]
+
+
 def check(config: Config, sizes: dict[str, int]) -> None:
     """Raises ValueError, a sentence with the numbers and the way out, for what cannot run on a mesh, or not as said.
 
     Args:
       sizes: of all mesh axes.
     """
-    config_lib.check_effect(config, NEEDS, sizes)
+    config = settled(config, sizes)
     if sizes["expert"] > 1 and not config.num_experts:
         raise ValueError(
             f"mesh axis expert:{sizes['expert']} is for mixtures of experts, and num_experts is 0: use fsdp"
@@ -86,7 +95,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     of_loop = max(1, layers // (sizes["pipe"] * config.pipeline_rounds) - 2 * config.fp8_skip_layers)
     if config.unroll > of_loop:
         raise ValueError(
-            f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: unroll can be {of_loop} at most"
+            f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: at most --unroll={of_loop}"
         )
     for name, size, axes in cuts(config, sizes):
         check_multiple(name, size, axes)
@@ -127,7 +136,7 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
     if config.num_dense_layers:
         raise ValueError(
             f"num_dense_layers={config.num_dense_layers}: the stages of mesh axis pipe:{stages} run one "
-            "program, so their layers must be alike: another axis than pipe, or num_dense_layers=0"
+            "program, so their layers must be alike: another axis than pipe, or --num_dense_layers=0"
         )
     if layers % (stages * rounds):
         near = ", ".join(str(ways) for ways in range(1, layers + 1) if layers % (ways * rounds) == 0)
@@ -179,12 +188,11 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
     c, only_windows = sizes["context"], config.window and not config.global_every
     if c % config.context_heads:
         raise ValueError(f"context_heads={config.context_heads} must divide the mesh axis context:{c}")
-    check_multiple("seq_len", config.seq_len, {"context": c})
+    ring = ring_size(config, sizes)
+    zigzag = ring > 1 and in_zigzag(config) and math.lcm(c, 2 * ring) > c
+    check_multiple("seq_len", config.seq_len, {"context": c} | ({"2 (context_balance)": 2} if zigzag else {}))
     if only_windows:
         return
-    ring = ring_size(config, sizes)
-    if ring > 1 and in_zigzag(config):
-        check_multiple("seq_len", config.seq_len, {"context/context_heads": ring, "2 (context_balance)": 2})
     ways = c // ring if config.context_impl != "all_gather" else 1
     check_multiple("num_heads", config.num_heads, {"tensor": sizes["tensor"], f"{ways} (exchanged over context)": ways})
     if config.max_logit and ring > 1 and config.context_impl == "ring":
@@ -205,10 +213,11 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
     ):
         raise ValueError(
             f"with pipe:{sizes['pipe']} stages fp8 is dynamic or fixed, rounds to nearest, and skips no layers; it is "
-            f"{config.fp8}, {config.fp8_rounding}, and skips {config.fp8_skip_layers}"
+            f"{config.fp8}, {config.fp8_rounding}, and skips {config.fp8_skip_layers}: --fp8=dynamic "
+            "--fp8_rounding=nearest --fp8_skip_layers=0"
         )
     if not transformer.in_8_bits(config):
-        raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8=none")
+        raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8_modules=out,mlp")
     if config.fp8_granularity == "block":
         for name, size, axes in blocks(config, sizes):
             check_multiple(name, size, axes | {"fp8_block": config.fp8_block})

@@ -381,6 +381,8 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
         spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
         config = resolve_remat(config, mesh)
+        notes = rules.notes(config, dict(mesh.shape))
+        config = rules.settled(config, dict(mesh.shape))
         rules.check(config, dict(mesh.shape))
         calibration.check(config)
         check_outputs(config)
@@ -411,6 +413,8 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
+        for note in notes:
+            log.say(f"note       {note}")
         if first_step >= config.steps:
             log.say(f"done       before: all of --steps={config.steps}")
             return {}
@@ -484,7 +488,9 @@ def check_backend(config: Config, backend: str) -> None:
     if backend == "tpu":
         return
     if compiler_flags.of(config):
-        raise ValueError(f"xla_flags={config.xla_flags!r} are the TPU compiler's, and these devices are of {backend!r}")
+        raise ValueError(
+            f"xla_flags={config.xla_flags!r} are for a TPU's compiler, and here is {backend!r}: --xla_flags=none"
+        )
     if config.attention == "flash" and (config.remat != "none" or config.remat_stage):
         raise ValueError(
             f"attention=flash is simulated on {backend!r}, where jax.checkpoint cannot run it again for "

@@ -40,7 +40,7 @@ from hardware import Axis, Chip
 from interconnect import collective_s
 from matmul import DTYPE_BYTES
 from placement import BATCH_AXES, fill_mesh, links_of, parse_mesh
-from rules import in_zigzag, ring_size
+from rules import in_zigzag, ring_size, settled
 
 # -- what programs reach
 
@@ -245,7 +245,7 @@ def run_of(
         raise ValueError("remat=auto is a choice still to be made: remat.py --remat=auto with these flags makes it")
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * max(num_slices, 1))
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
-    return Run(config, chip, tuple(topology), num_slices, sizes, links, efficiency)
+    return Run(settled(config, sizes), chip, tuple(topology), num_slices, sizes, links, efficiency)
 
 
 # -- a layer

@@ -15,7 +15,6 @@ What the machine does not allow (mounts need root) counts as not possible here, 
 code that it is of, and run again when that changes. Linux only. trials.py has the parts, drills.py the drills.
 """
 
-import argparse
 import collections
 import contextlib
 import difflib
@@ -40,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import command
 import outputs
 from benchmarks.drills import DRILLS
 from benchmarks.trials import (
@@ -219,26 +219,21 @@ def choose(names: list[str], every: list[Trial]) -> list[Trial]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="faults.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__file__)
     parser.add_argument("names", nargs="*", metavar="TRIAL", help="kinds or numbers of trials, or flips; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and damages [%(default)s]")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time [%(default)s]")
-    parser.add_argument("--results", default="benchmarks/faults.json", help="file of what is kept [%(default)s]")
+    parser.add_argument("--jobs", type=command.at_least(1), default=1, help="trials at a time [%(default)s]")
+    parser.add_argument(
+        "--results", type=command.path, default="benchmarks/faults.json", help="file of what is kept [%(default)s]"
+    )
     parser.add_argument("--json", action="store_true", help="print what came out as JSON, not as a table")
     parser.add_argument("--list", action="store_true", help="say what is done in each trial, and end")
     parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
-    args = parser.parse_args()
-    if args.jobs < 1:
-        parser.error(f"--jobs={args.jobs} must be at least 1")
+    args = command.arguments(parser)
     path = ROOT / args.results
     with_flips = not args.names or "flips" in args.names
     names = [name for name in args.names if name != "flips"]
-    try:
-        chosen = [] if args.names == ["flips"] else choose(names, trials_of(args.seed))
-    except ValueError as error:
-        parser.error(str(error))
+    chosen = [] if args.names == ["flips"] else choose(names, trials_of(args.seed))
     if args.list:
         return show_list(chosen)
     kept = load(path)
@@ -295,4 +290,4 @@ def simulated_devices() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -34,6 +34,7 @@ def main() -> None:
     config = config_lib.parse_flags(__file__)
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
+    config = rules.settled(config, dict(mesh.shape))
     rules.check(config, dict(mesh.shape))
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)

@@ -30,39 +30,26 @@ EXAMPLES = {
         "--global_every=2",
         "--rope_original_len=4096",
         "--expert_dim=256",
-        f"{MOE} --router_groups=4 --router_groups_kept=4",
         f"{MOE} --selection_bias_rate=0.01",
         f"{MOE} --moe_impl=capacity --buffer_factor=4",
         f"{MOE} --capacity_factor=2",
         "--rope_head_dim=8",
         "--window=64 --context_impl=all_gather --mesh=context:8",
-        "--window=64 --no-context_balance --mesh=context:8",
-        "--context_impl=all_to_all --no-context_balance --mesh=context:8",
         "--remat_tensors=context:device",
         "--fp8_rounding=stochastic",
-        "--fp8=dynamic --fp8_block=64",
+        "--fp8=dynamic --fp8_block=8",
         "--fp8=dynamic --fp8_scales=scales.json",
         "--optimizer=adafactor --beta1=0.5",
         "--optimizer=sgd --mu_dtype=bfloat16",
         "--optimizer=sgd --weight_decay=0.01",
         "--eval_batches=0 --eval_every=10",
-        "--profile_steps=3:9",
-        "--save_every=10",
-        "--mesh=fsdp:1 --collectives=ring",
-        "--collective_matmul",
-        "--mesh=data:8 --no-prefetch",
         "--no-prefetch --unroll=2",
-        "--shard_update",
-        "--context_impl=all_gather",
-        "--mesh=context:8 --context_heads=8 --no-context_balance",
-        "--pipeline_schedule=gpipe",
-        f"{MOE} --buffer_factor=4",
     ],
     "Choices that do not go together": [
         "--offload_optimizer --optimizer=adafactor",
         "--mesh=context:8 --context_heads=2 --collectives=ring",
-        "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular",
-        f"{MOE} --mesh=pipe:2,fsdp:* --num_dense_layers=1",
+        "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular --num_layers=4 --microbatches=2",
+        f"{MOE} --mesh=pipe:2,fsdp:* --num_layers=4 --num_dense_layers=1",
         "--mesh=pipe:2,fsdp:* --num_layers=4 --microbatches=2 --remat=qkv_proj_offloaded",
         "--num_layers=4 --unroll=8",
         "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",
@@ -121,6 +108,8 @@ EXAMPLES = {
         "--remat=custom --remat_tensors=context:hbm",
         "--profile_steps=5",
         "--profile_dir=gs://bucket/trace",
+        "--checkpoint_dir=s3://bucket/run",
+        "--metrics_file=~nobody-here/metrics.jsonl",
         "--num_experts=4 --expert_dim=64",
         "--num_experts=4 --experts_per_token=1",
         "--num_experts=4 --experts_per_token=1 --expert_dim=64 --num_dense_layers=3",
@@ -139,14 +128,14 @@ EXAMPLES = {
 
 def check(flags: str) -> None:
     """All that a run of these flags asks before it compiles. Raises ValueError."""
-    parser = ArgumentParser(allow_abbrev=False)
+    parser = ArgumentParser(allow_abbrev=False, usage="[--flag=value ...]")
     config_lib.add_flags(parser)
     args = command.arguments(parser, shlex.split(flags))
     config = config_lib.from_args(args)
-    sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), 1 if config.mesh == "fsdp:1" else DEVICES)
+    sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), DEVICES)
     placement.core_axis_of(sizes, config.core_axis)
     rules.check(config, sizes)
-    train.check_backend(config, "cpu")
+    train.check_backend(rules.settled(config, sizes), "cpu")
 
 
 def refusal(flags: str) -> ValueError:
@@ -157,10 +146,30 @@ def refusal(flags: str) -> ValueError:
     raise AssertionError(f"{flags} is not refused")
 
 
+def ways_out(flags: str, sentence: str) -> list[str]:
+    """The flags as each way out of a refusal that its sentence names would have them."""
+    name = lambda flag: flag.removeprefix("--no-").removeprefix("--").partition("=")[0]
+    if "did you mean --" in sentence:
+        wrong = re.search(r"there is no flag '--([^'=]+)", sentence)[1]
+        return [flags.replace(f"--{wrong}", flag) for flag in re.findall(r"--[\w-]+", sentence.partition("mean")[2])]
+    one = r"--[\w-]+(?:=[^\s;]*[^\s;,.?])?"
+    advised = re.findall(rf"{one}(?: {one})*", re.sub(r"'[^']*'", "", sentence))
+    ways = []
+    for way in advised:
+        changed = [name(flag) for flag in way.split()]
+        ways.append(shlex.join([*(flag for flag in shlex.split(flags) if name(flag) not in changed), *way.split()]))
+    if near := re.match(r"(\w+)=\d+ must be a multiple of .*; nearest (?:is|are) (\d+)(?: and (\d+))?", sentence):
+        kept = [flag for flag in shlex.split(flags) if name(flag) != near[1]]
+        ways += [shlex.join([*kept, f"--{near[1]}={value}"]) for value in filter(None, near.groups()[1:])]
+    if left := re.search(r"leave (\w+) at its default", sentence):
+        ways.append(shlex.join(flag for flag in shlex.split(flags) if name(flag) != left[1]))
+    return ways
+
+
 def rule_of(sentence: str) -> tuple[str, str] | None:
     """(flags, why) of NEEDS, where a sentence is of these."""
     flag, found, reason = sentence.partition(" has no effect: ")
-    for names, _, why, way in (*config_lib.NEEDS, *rules.NEEDS):
+    for names, _, why, way in config_lib.NEEDS:
         pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + rf"\. Use {re.escape(way)}, or leave .*"
         if found and flag.partition("=")[0] in names.split() and re.fullmatch(pattern, reason):
             return names, why

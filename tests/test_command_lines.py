@@ -194,3 +194,14 @@ def test_numbers_that_are_too_small_or_none(text):
     with pytest.raises(command.argparse.ArgumentTypeError, match=r"must be a whole number of at least 1$"):
         command.at_least(1)(text)
     assert command.at_least(1)("12") == 12 and command.at_least(0, float)("1.5") == 1.5
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, "bounds.py", "planner.py", "serving.py", "interconnect.py"])
+def test_every_path_is_expanded(program):
+    """An argument that is named as a file or a folder is read by command.path; fields of Config are in config.PATHS."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / program).read_text())) if isinstance(node, ast.Call)]
+    for call in (call for call in calls if ast.unparse(call.func).endswith("add_argument")):
+        options = {option.arg: ast.unparse(option.value) for option in call.keywords}
+        words = f"{ast.unparse(call.args[0])} {options.get('metavar', '')}"
+        if re.search(r"FILE|PATH|PYTHON|'(--)?(out|folder|path|file)s?'", words):
+            assert options.get("type") == "command.path", ast.unparse(call)

@@ -173,17 +173,17 @@ AT_LEAST_1 = (
         (dict(rope_scaling=0.0), "rope_scaling=0.0 must be at least 1"),
         (dict(beta2=1.0), "beta2=1.0 must be under 1"),
         (dict(warmup_ratio=1.0), "warmup_ratio=1.0 must be under 1"),
-        (dict(num_processes=2), "num_processes and process_id need a --coordinator"),
-        (dict(process_id=0), "num_processes and process_id need a --coordinator"),
+        (dict(num_processes=2), "num_processes and process_id need the address"),
+        (dict(process_id=0), "num_processes and process_id need the address"),
         (dict(coordinator="localhost"), "coordinator='localhost' has no port: it must be HOST:PORT"),
         (dict(coordinator="localhost:x"), "coordinator='localhost:x' has no port"),
         (dict(coordinator=":9911"), "coordinator=':9911' has no port"),
         (dict(coordinator="a:70000"), "coordinator='a:70000' has no port"),
-        (dict(coordinator="a:1", num_processes=2), "coordinator='a:1' needs --num_processes and a --process_id below"),
+        (dict(coordinator="a:1", num_processes=2), "process_id=-1 must be from 0 to under num_processes="),
         (dict(profile_steps="0:3"), "profile_steps='0:3' must be FIRST:LAST with 1 <= FIRST"),
         (
             dict(profile_dir="d", steps=40, profile_steps="41:42"),
-            "profile_steps='41:42' is past the last step: steps=40",
+            "profile_steps='41:42' is past the last step: --profile_steps=1:40",
         ),
         (dict(num_heads=6, num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
         (dict(num_heads=2, num_kv_heads=4), "num_heads=2 must be a multiple of num_kv_heads=4"),
@@ -235,7 +235,7 @@ AT_LEAST_1 = (
         (dict(kv_lora_rank=8, rope_head_dim=4, qkv_bias=True), "qkv_bias goes with kv_lora_rank=0 only"),
         (
             dict(global_every=2),
-            "global_every=2 has no effect: window=0 lets every layer see all. Use --window=N, or leave",
+            "global_every=2 has no effect: window=0 lets every layer see all. Use --window=64, or leave",
         ),
         (dict(dtype="float16"), "dtype='float16' is not one of float32, bfloat16"),
         (dict(mu_dtype="int8"), "mu_dtype='int8' is not one of float32, bfloat16"),
@@ -370,3 +370,13 @@ def test_from_preset_overrides():
 def test_presets_have_the_published_size(preset, num_params):
     """The counts of the released weights, as their safetensors indices give them."""
     assert parameters.num_params(from_preset(preset)) == num_params
+
+
+def test_paths_are_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in config_lib.PATHS:
+        needs = dict(fp8="static", dtype="bfloat16") if name == "fp8_scales" else {}
+        assert getattr(Config(**{name: "~/x"}, **needs), name) == "/home/me/x"
+    named = {field.name for field in FIELDS if re.search("_(dir|file|cache)$", field.name)}
+    assert named | {"corpus", "fp8_scales"} == set(config_lib.PATHS)
+    assert Config(checkpoint_dir="gs://bucket/run").checkpoint_dir == "gs://bucket/run"

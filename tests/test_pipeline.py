@@ -384,12 +384,10 @@ def test_evaluation_and_sampling_are_as_on_one_device(schedule):
             "num_layers=8 must be a multiple of pipe \\* pipeline_rounds = 3 .* pipe can be 1, 2, 4, 8",
         ),
         (dict(mesh="pipe:2", microbatches=3, **CIRCULAR), "microbatches=3 must be a multiple of pipe=2"),
-        (dict(mesh="fsdp:2", **GPIPE), "pipeline_schedule=gpipe has no effect: the mesh axis pipe has size 1"),
         (
             EXPERTS | dict(mesh="pipe:2,fsdp:2", num_dense_layers=2, buffer_factor=Config.buffer_factor),
             "num_dense_layers=2: the stages of mesh axis pipe:2",
         ),
-        (dict(mesh="fsdp:2", remat_stage=True), "remat_stage=True has no effect: the mesh axis pipe has size 1"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(flags, words):

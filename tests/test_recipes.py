@@ -215,7 +215,7 @@ def test_train_runs_what_a_recipe_says(tmp_path):
     done = run("--xla_flags=none")
     assert done.returncode == 0 and "step 2/2  held-out loss" in done.stdout and "fsdp 8" in done.stdout, done.stderr
     done = run()
-    assert done.returncode and "xla_flags='recommended' are the TPU compiler's" in done.stderr
+    assert done.returncode and "xla_flags='recommended' are for a TPU's compiler" in done.stderr
 
 
 # -- what is printed

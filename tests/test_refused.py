@@ -10,6 +10,7 @@ import config as config_lib
 import placement
 import rules
 from benchmarks import refused
+from config import Config
 
 ROOT = Path(refused.ROOT)
 ERRORS = {flags: refused.refusal(flags) for examples in refused.EXAMPLES.values() for flags in examples}
@@ -42,7 +43,7 @@ def places_of(error: BaseException | None) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     "file, first, last",
     [
-        *raises_of(config_lib, ("Config", "check_effect")),
+        *raises_of(config_lib, ("Config",)),
         *raises_of(rules),
         *raises_of(command, ("check_known",)),
         *raises_of(placement, ("parse_mesh", "fill_mesh", "check_multiple", "check_batch", "core_axis_of")),
@@ -54,9 +55,11 @@ def test_every_refusal_has_an_example(file, first, last):
     assert any((file, line) in reached for line in range(first, last + 1))
 
 
-@pytest.mark.parametrize("names, why", [(names, why) for names, _, why, _ in (*config_lib.NEEDS, *rules.NEEDS)])
+@pytest.mark.parametrize("names, why", [(names, why) for names, _, why, _ in config_lib.NEEDS])
 def test_every_flag_without_effect_has_an_example(names, why):
-    assert (names, why) in [refused.rule_of(str(error)) for error in ERRORS.values()]
+    switches = {name for name in names.split() if getattr(Config, name) is True}  # off says what happens anyway
+    found = [refused.rule_of(str(error)) for error in ERRORS.values()]
+    assert (names, why) in found or switches == set(names.split())
 
 
 @pytest.mark.parametrize("flags", ERRORS)
@@ -65,3 +68,45 @@ def test_each_is_a_sentence_or_two(flags):
     assert (
         sentence.count(". ") <= 1 and 20 < len(sentence) < 400 and "\n" not in sentence and not sentence.endswith(".")
     )
+
+
+# -- the way out
+
+
+@pytest.mark.parametrize("flags", ERRORS)
+def test_each_way_out_that_is_named_leads_out(flags):
+    """Flags in a sentence, one after the other without a word between them, are a way out of their own."""
+    for advised in refused.ways_out(flags, str(ERRORS[flags])):
+        refused.check(advised)
+
+
+def test_ways_out_are_there_to_be_followed():
+    ways = {flags: refused.ways_out(flags, str(error)) for flags, error in ERRORS.items()}
+    assert sum(map(bool, ways.values())) > 45
+    assert all(ways[flags] for flags in refused.EXAMPLES["Flags that would have no effect"])
+    assert ways["--batch=12"] == ["--batch=8", "--batch=16"]
+    assert ways["--batch_size=8"] == ["--batch=8", "--vocab_size=8"]
+    assert ways["--fp8=dynamic --fp8_block=8"] == [
+        "--fp8=dynamic --fp8_block=8 --fp8_granularity=block",
+        "--fp8=dynamic",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--eval_batches=0 --eval_every=0",
+        "--optimizer=sgd --weight_decay=0",
+        "--optimizer=adafactor --beta1=0",
+        "--mesh=data:8 --no-prefetch",
+        "--mesh=fsdp:8 --context_heads=2 --context_impl=ring",
+        "--mesh=fsdp:8 --collective_matmul --shard_update --pipeline_schedule=circular --pipeline_rounds=2",
+        "--mesh=fsdp:8 --remat_stage --no-context_balance --context_impl=all_to_all",
+        "--mesh=fsdp:8 --preset=tiny-moe --buffer_factor=4 --moe_parts=2",
+        "--save_every=10 --keep_checkpoints=3 --profile_steps=3:9",
+        "--fp8=none --fp8_skip_layers=0 --no-expert_bias --num_experts=0 --window=0 --global_every=0",
+    ],
+)
+def test_what_says_that_something_is_off_is_accepted(flags):
+    """So that a sweep over meshes, or over switches, needs no flags that come and go."""
+    refused.check(flags)

@@ -631,10 +631,9 @@ def test_heads_fill_tiles_of_memory():
         (dict(batch=128, mesh="pipe:3,fsdp:*"), "128 devices are not a multiple of 3"),
         (dict(batch=128, mesh="pipe:128"), "num_layers=80 must be a multiple of pipe * pipeline_rounds = 128"),
         (dict(batch=128, mesh="fsdp:64,expert:2"), "mesh axis expert:2 is for mixtures of experts"),
-        (dict(batch=128, seq_len=8190, mesh="fsdp:32,context:4"), "seq_len=8190 must be a multiple of context=4"),
         (
-            dict(batch=128, collective_matmul=True),
-            "collective_matmul=True has no effect: the mesh axis tensor",
+            dict(batch=128, seq_len=8190, mesh="fsdp:32,context:4"),
+            "seq_len=8190 must be a multiple of context*2 (context_balance)=8",
         ),
     ],
 )

@@ -446,14 +446,14 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         (["--vocab_size=100000000000"], r"on 8 simulated devices needs "),
         (
             ["--xla_flags=recommended"],
-            r"xla_flags='recommended' are the TPU compiler's, and these devices are of 'cpu'",
+            r"xla_flags='recommended' are for a TPU's compiler, and here is 'cpu': --xla_flags=none",
         ),
         (["--xla_flags=recomended"], r"--xla_flags: there is no 'recomended'; did you mean recommended?"),
         (["--remat=auto"], r"remat=auto chooses by the memory of a chip, and hardware.py has no 'cpu'"),
         (["--attention=flash", "--remat=full"], r"attention=flash is simulated on 'cpu', where jax.checkpoint cannot"),
         (
             ["--mesh=context:8", "--seq_len=40"],
-            r"seq_len=40 must be a multiple of context/context_heads*2 (context_balance)=16",
+            r"seq_len=40 must be a multiple of context*2 (context_balance)=16",
         ),
         (
             ["--mesh=pipe:2,fsdp:4", "--num_layers=3"],
