@@ -171,6 +171,15 @@ def run(main: Callable, *args):
     return result
 
 
+def end_at_once_when_interrupted() -> None:
+    """From here on Ctrl-C ends the program with 130 and not a word, until another handler is set.
+
+    While jax is imported and traces, a KeyboardInterrupt is lost in its garbage collector's callback, or aborts C++.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+
 def demonstrate(main: Callable, file: str, *, devices: int = 1) -> None:
     """Runs the demonstration of a file, which takes no flags, on so many simulated devices."""
 

@@ -296,8 +296,6 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
         `out` is one of the files.
       OSError: a file or folder cannot be read.
     """
-    if not all((*paths, out)):  # "" would be the folder that the program is started in
-        raise ValueError("a PATH or --out is empty, as of a variable that is not set: name it")
     outputs.check_apart({"--out": out}, {f"the text {path}": path for path in paths})
     outputs.check_writable(f"--out={out}", out)
     texts, skipped = [], []

@@ -10,15 +10,12 @@ that is an input and would replace what it is made from.
 """
 
 import contextlib
-import errno
 import os
 import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what a write fails by: disk, quota, the largest size of a file
 
 
 @contextlib.contextmanager
@@ -38,10 +35,8 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         with file:
             yield file
         os.replace(unfinished, path)
-    except BaseException as error:
+    except BaseException:
         Path(unfinished).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in FULL and not error.filename:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # a write does not tell of what file
         raise
 
 

@@ -185,6 +185,8 @@ def notice_of_termination() -> Iterator[Callable[[int], int]]:
     def of_all(step):  # jax.distributed takes SIGTERM of any process, and agrees with the others on a step
         return (notices or [signal.SIGTERM])[0] if multihost_utils.reached_preemption_sync_point(step) else 0
 
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here it ended the program at once: train.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # and now what is open is closed
     numbers = [signal.SIGHUP] if several else [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     before = {number: signal.getsignal(number) for number in numbers}
     if before[signal.SIGHUP] == signal.SIG_IGN:  # by nohup

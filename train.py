@@ -26,6 +26,7 @@ from config import Config
 
 if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
     BEGUN = time.perf_counter()
+    command.end_at_once_when_interrupted()
     CONFIG = command.run(config_lib.parse_flags, __file__)
     command.run(lambda: compiler_flags.set_init_args(compiler_flags.of(CONFIG)))
 

@@ -17,7 +17,6 @@ code that it is of, and run again when that changes. Linux only. trials.py has t
 
 import collections
 import contextlib
-import difflib
 import hashlib
 import inspect
 import io
@@ -146,7 +145,7 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
             finally:
                 checkpoint.close(manager)
     except Exception as error:
-        if not train._is_for_the_user(error):
+        if not command.is_for_the_user(error):
             return "traceback", f"{type(error).__name__}: {error}"
         return "named", str(error)
     said = f"{note or ''} {said.getvalue()}"
@@ -210,32 +209,27 @@ def show_list(chosen: list[Trial]) -> None:
 
 def choose(names: list[str], every: list[Trial]) -> list[Trial]:
     """Raises ValueError for a name or number that there is not."""
-    kinds = {trial.kind for trial in every}
-    for name in names:
-        if name not in kinds and not (name.isdecimal() and 1 <= int(name) <= len(every)):
-            near = difflib.get_close_matches(name, kinds, 3)
-            raise ValueError(f"there is no trial {name!r}; {', '.join(near) or 'see --list'}")
+    command.check_names(names, {*(trial.kind for trial in every), *(str(trial.number) for trial in every)})
     return [trial for trial in every if not names or {trial.kind, str(trial.number)} & set(names)]
 
 
-def main() -> None:
+def main() -> int:
     parser = command.parser(__file__)
     parser.add_argument("names", nargs="*", metavar="TRIAL", help="kinds or numbers of trials, or flips; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and damages [%(default)s]")
+    parser.add_argument("--seed", type=command.at_least(0), default=0, help="of moments and damages [%(default)s]")
     parser.add_argument("--jobs", type=command.at_least(1), default=1, help="trials at a time [%(default)s]")
-    parser.add_argument(
-        "--results", type=command.path, default="benchmarks/faults.json", help="file of what is kept [%(default)s]"
-    )
+    about = "file of what is kept [%(default)s]"
+    parser.add_argument("--results", type=command.path, default="benchmarks/faults.json", help=about)
     parser.add_argument("--json", action="store_true", help="print what came out as JSON, not as a table")
     parser.add_argument("--list", action="store_true", help="say what is done in each trial, and end")
     parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
     args = command.arguments(parser)
-    path = ROOT / args.results
-    with_flips = not args.names or "flips" in args.names
+    path, with_flips = ROOT / args.results, not args.names or "flips" in args.names
     names = [name for name in args.names if name != "flips"]
     chosen = [] if args.names == ["flips"] else choose(names, trials_of(args.seed))
     if args.list:
-        return show_list(chosen)
+        show_list(chosen)
+        return 0
     kept = load(path)
     if not args.table:
         if (kept["code"], kept["seed"]) != (code(), args.seed):
@@ -245,7 +239,7 @@ def main() -> None:
     bad = [one for one in kept["trials"] + kept["flips"] if one["outcome"] in ("broken", "silent", "traceback")]
     for one in bad:
         print(f"{one.get('title', 'flip')}, seed {one['seed']}: {one.get('why') or one.get('says')}", file=sys.stderr)
-    sys.exit(bool(bad))
+    return int(bool(bad))
 
 
 def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: bool, anew: bool) -> None:
@@ -290,4 +284,4 @@ def simulated_devices() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    sys.exit(command.run(main))

@@ -32,6 +32,7 @@ UNSAVED = dict(checkpoint_dir=None, save_every=None, keep_checkpoints=None)
 SAVED = (3, 6, 9, 12)  # steps
 LIMIT_S = 100  # for a run to end: it takes 3 s on a quiet machine
 REFUSED_S = 40  # for what is refused before it begins
+FAILED = (1, 2)  # what failed, or was refused: with a sentence, as command.py says
 CHANGES = "os.mkdir os.rename os.remove os.rmdir os.link shutil.rmtree".split()  # of the file system: sys.audit's names
 
 
@@ -174,7 +175,7 @@ SENTENCE = re.compile(r"\w+\.py( \w+)?: error: ")
 def expect(ended: End, status, says: str = "", runtime_speaks: bool = False) -> End:
     """Raises BrokenError unless it ended with a status, or one of several, and as is fit for it.
 
-    With 1 and 2 that is one sentence, `PROGRAM.py: error: ...`, in which `says` is found; else no word of an error.
+    With FAILED that is one sentence, `PROGRAM.py: error: ...`, in which `says` is found; else no word of an error.
 
     Args:
       runtime_speaks: whether jax's runtime in C++ may say at length what it saw, beside the one sentence.
@@ -186,7 +187,7 @@ def expect(ended: End, status, says: str = "", runtime_speaks: bool = False) -> 
         lines = [line for line in lines if SENTENCE.match(line)]
     if ended.status not in statuses:
         raise BrokenError(f"ended with {ended.status}, not {status}: {lines[-1:] or ended.said[-200:]}")
-    if ended.status in (1, 2):
+    if ended.status in FAILED:
         if len(lines) != 1 or not SENTENCE.match(lines[0]):
             raise BrokenError(f"{len(lines)} lines on stderr in place of one sentence: {' | '.join(lines)[:400]}")
         if not re.search(says, lines[0]):

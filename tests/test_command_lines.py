@@ -173,6 +173,13 @@ def test_a_closed_stdout_is_not_the_next_file(tmp_path):
     assert shell(code, ">&-").stderr == "3\n"
 
 
+def test_an_interrupt_that_a_callback_would_swallow_ends_the_program():
+    """As jax's callback of the garbage collector, of which Python says `Exception ignored`."""
+    loses = "import gc, os; gc.callbacks.append(lambda *_: os.kill(os.getpid(), 2)); gc.collect(); print('lost')"
+    done = shell(f"import command; command.end_at_once_when_interrupted(); {loses}", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # -- values
 
 

@@ -619,15 +619,6 @@ def test_what_is_no_ordinary_file_is_named_and_nobody_waits_for_it(tmp_path):
             data.prepare([str(path)], str(tmp_path / "corpus.bin"))
 
 
-def test_an_empty_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "fox.txt").write_text("The quick brown fox. " * 20)
-    for paths, out in ((["fox.txt", ""], "corpus.bin"), (["fox.txt"], "")):
-        with pytest.raises(ValueError, match="a PATH or --out is empty"):
-            data.prepare(paths, out)
-    assert os.listdir() == ["fox.txt"]
-
-
 def test_what_is_named_twice_counts_once(tmp_path):
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)

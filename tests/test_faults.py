@@ -86,11 +86,11 @@ def test_there_are_100_trials_with_seeds_of_their_own():
     assert [trial.number for trial in every] == list(range(1, 101))
     assert [trial.seed for trial in every] == list(range(7001, 7101))
     assert faults.choose(["damaged", "1"], every)[0].number == 1
-    with pytest.raises(ValueError, match="no trial 'damage'; damaged"):
+    with pytest.raises(ValueError, match="there is no 'damage'; did you mean damaged"):
         faults.choose(["damage"], every)
 
 
-@pytest.mark.parametrize("kind", ["planted_link"])
+@pytest.mark.parametrize("kind", ["output_is_input", "planted_link", "cut_off"])
 def test_the_cheapest_trials_hold(kind, shared):
     trial = next(trial for trial in faults.trials_of(0) if trial.kind == kind)
     told = faults.run_trial(trial, shared)
@@ -98,7 +98,7 @@ def test_the_cheapest_trials_hold(kind, shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["killed_in_a_save", "suspended", "damaged", "signalled", "corpus_during_a_run"])
+@pytest.mark.parametrize("kind", ["killed_in_a_save", "suspended", "damaged", "signalled", "interrupted_early"])
 def test_trials_hold(kind, shared):
     trial = next(trial for trial in faults.trials_of(1) if trial.kind == kind)
     told = faults.run_trial(trial, shared)

@@ -36,15 +36,6 @@ def test_an_error_leaves_the_file_before_and_nothing_else(tmp_path, error):
     assert path.read_text() == "before" and files_of(tmp_path) == ["file"]
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path):
-    path = tmp_path / "file"
-    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")), outputs.replacing(path) as file:
-        with open("/dev/full", "w") as full:
-            os.dup2(full.fileno(), file.fileno())
-        file.write("more than fits")
-    assert files_of(tmp_path) == []
-
-
 def test_permissions_are_those_of_an_ordinary_file(tmp_path):
     (tmp_path / "ordinary").write_text("")
     with outputs.replacing(tmp_path / "file"):
