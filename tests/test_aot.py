@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import libtpu
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
@@ -123,6 +124,10 @@ def test_cycles_of_a_kernel_are_kept_until_its_code_changes(monkeypatch, tmp_pat
     assert ask(0.5) == ask(0.5) == [200.0]
     monkeypatch.setattr(kernels, "version", lambda: "another")
     assert ask(1.0) == ask(1.0) == [300.0] and counted == [(said, 1.0), (said, 0.5), (said, 1.0)]
+    for package in (jax, libtpu):
+        monkeypatch.setattr(package, "__version__", "another")
+        assert ask(1.0) == ask(1.0) == [100.0 * len(counted)]
+    assert len(counted) == 5
 
 
 @pytest.mark.slow
@@ -222,7 +227,7 @@ def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, 
         assert message.seconds < predicted < 2 * message.seconds
 
 
-def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order():
+def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order_and_of_the_versions(monkeypatch):
     """Its text knows the mesh, and not which chips and cores that is made of."""
     program = SimpleNamespace(as_text=lambda: "module")
     of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
@@ -234,6 +239,11 @@ def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order():
     keys = [it.key({}) for it in lowered]
     assert keys[0] == keys[1] and len({*keys}) == len(keys) - 1
     assert lowered[0].key({"xla_flag": "true"}) not in keys
+    assert aot.Lowered(SimpleNamespace(as_text=lambda: "another"), lowered[0].devices).key({}) not in keys
+    for package in (jax, libtpu):
+        with monkeypatch.context() as patch:
+            patch.setattr(package, "__version__", "another")
+            assert lowered[0].key({}) not in keys
     pairs = lambda chips: [[i for i, chip in enumerate(chips) if chip == each] for each in dict.fromkeys(chips)]
     assert pairs(lowered[1].chips) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # tensor, the inner axis
     assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, around it
