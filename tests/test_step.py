@@ -14,7 +14,7 @@ import step
 import transformer
 import workload
 from config import PRESETS, Config, from_preset
-from hardware import CHIPS, parse_topology
+from hardware import CHIPS, Axis, parse_topology
 from interconnect import all_gather
 from published import RECIPES
 from step import predict
@@ -406,6 +406,20 @@ def test_context_parallelism_passes_keys_and_values_on():
     assert seconds(found, "attention") == pytest.approx(seconds(alone, "attention") / 8)
 
 
+def test_groups_that_exchange_heads_share_the_links_between_them():
+    """Four of 8 exchange over a die and half an axis of 4 chips; the ring of 2 jumps over a chip, two to a link."""
+    flags = SMALL | dict(mesh="data:16,context:8", seq_len=8192, batch=16, num_kv_heads=2, num_heads=8)
+    found = predicted(efficiency=EXACT, **flags, context_heads=4)
+    a_head = 1024 * (128 + 128) * 2  # bytes of a device's tokens; two heads of keys go to four devices
+    ring = 2e-6 + 4 * a_head / (50e9 / 2)
+    exchange = (8 + 4) * a_head / 2 * (1 / 600e9 + 1 / 50e9)
+    expected = 4 * ((1 + 1 + 2) * ring + 2 * exchange)
+    assert seconds(found, "context communication", False) == pytest.approx(expected)
+    # Half of a ring is a line; across such halves it is still one.
+    (inner,), (outer,) = step.split([Axis(8, 50e9, 1e-6, wrap=True)], 4)
+    assert inner == Axis(4, 50e9, 1e-6, wrap=False) and outer == Axis(2, 12.5e9, 4e-6, wrap=True)
+
+
 def test_neighbours_exchange_heads_and_the_ring_goes_across_them():
     """Two dies exchange over their own link; in a ring of 4 each device has half of a wire."""
     flags = SMALL | dict(mesh="data:16,context:8", seq_len=8192, batch=16, num_kv_heads=2, num_heads=8)
@@ -472,6 +486,24 @@ def test_a_pipeline_is_idle_at_both_ends():
     # Every stage has embedding and unembedding.
     table, params = 1024 * 512, transformer.num_params(found.of.config)
     assert found.memory["weights"] == pytest.approx(4 * ((params - 2 * table) / 4 + 2 * table) / 32)
+
+
+@pytest.mark.parametrize(
+    "flags, ticks, alone",
+    [
+        (dict(), 8 + 3, 3),  # before the first backward pass, all of them, or those of two rounds but one
+        (dict(pipeline_schedule="gpipe"), 8 + 3, 8 + 3),
+        (dict(pipeline_schedule="circular", pipeline_rounds=2, num_layers=8), 16 + 3, 7),
+    ],
+    ids=["1f1b", "gpipe", "circular"],
+)
+def test_messages_of_ticks_with_passes_of_one_kind_are_exposed(flags, ticks, alone):
+    """In the others passes compute for longer than two messages take: 1 MiB each, over a wire of 50 GB/s."""
+    flags = SMALL | dict(mesh="pipe:4,fsdp:32", microbatches=8, ff_dim=32_768) | flags
+    found = predicted(efficiency=EXACT, **flags)
+    message = 1e-6 + 1024 * 512 * 2 / 50e9
+    assert seconds(found, "pipe communication", False) == pytest.approx(2 * ticks * message)
+    assert seconds(found, "pipe communication") == pytest.approx(2 * alone * message)
 
 
 def test_more_rounds_are_less_idle_and_send_more():
