@@ -243,6 +243,7 @@ FP8 = dict(fp8="dynamic")
             for mesh, stages in (("pipe:3,context:2", "3 * 1 leaves 4"), ("pipe:2,context:3", "2 * 1 leaves 6"))
             for taken in ((2, 4) if "pipe:3" in mesh else (2, 3, 6))
         ),
+        ("pipe:3", dict(window=5), dict(global_every=5), dict(num_layers=10), "num_layers=10 must be"),
         # Dims of the model.
         (
             "tensor:2,fsdp:3",
@@ -295,6 +296,7 @@ FP8 = dict(fp8="dynamic")
         ),
         ("context:3", dict(context_balance=False), dict(seq_len=27), dict(seq_len=28), "seq_len=28 must be"),
         ("context:3", dict(window=5), dict(seq_len=27), dict(seq_len=28), "seq_len=28 must be a multiple of context=3"),
+        ("context:3", dict(window=5, global_every=2), dict(seq_len=27), dict(seq_len=28), "seq_len=28 must be"),
         ("context:6", {}, dict(context_heads=3), dict(context_heads=4), "context_heads=4 must divide"),
         ("context:3", dict(context_impl="all_to_all"), {}, dict(num_heads=10, num_kv_heads=5), "num_heads=10 must be"),
         (
