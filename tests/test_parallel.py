@@ -159,6 +159,27 @@ def test_collective_matmuls_equal_the_reference(mesh, collectives):
     check_gradients(Config(**SMALL, mesh=mesh, collectives=collectives, collective_matmul=True, **option))
 
 
+SIX = dict(model_dim=48, ff_dim=36, num_heads=12, num_kv_heads=6, vocab_size=252, batch=12, seq_len=36, loss_chunk=12)
+THREES = [
+    ("fsdp:3,tensor:2", dict(microbatches=2)),
+    ("data:3,tensor:2", dict(collectives="ring_bidirectional", collective_matmul=True)),
+    ("data:3,fsdp:2", dict(shard_update=True, remat="full")),
+    ("fsdp:2,tensor:3", dict(collectives="ring", unroll=2)),
+    ("fsdp:2,context:3", dict()),
+    ("context:3,tensor:2", dict(context_impl="all_to_all")),
+    ("context:6", dict(context_heads=3, window=5, global_every=2)),
+    ("expert:3,tensor:2", dict(num_experts=6, experts_per_token=2, expert_dim=12, buffer_factor=6.0)),
+    ("pipe:3,fsdp:2", dict(microbatches=2)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "option"), THREES, ids=str)
+def test_axes_of_three_equal_the_reference(mesh, option):
+    """Of no power of two, so that nothing fits because it fits 8 devices, and the middle device has two sides."""
+    check_gradients(Config(**SMALL | SIX | option, mesh=mesh), devices=jax.devices()[:6])
+
+
 @functools.cache
 def reference_after_steps(config: Config, steps: int):
     params, state, losses = init(config), None, []
