@@ -514,6 +514,14 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
         fp8.dot(jnp.zeros((4, 8)), jnp.zeros((8, 4), jnp.bfloat16), Recipe())
 
 
+@pytest.mark.parametrize("scaling", ["static", "delayed"])
+def test_elements_that_are_expected_make_the_scale_and_larger_ones_saturate(scaling):
+    """7 / 448 is a power of two, so it is the scale itself."""
+    q = fp8.quantize(jnp.array([0.5, 100.0]), Recipe(scaling), (0,), amax=jnp.float32(7.0))
+    np.testing.assert_array_equal(q.values.astype(jnp.float32) * q.scale, [0.5, 7.0])
+    assert q.scale == 2.0**-6
+
+
 # -- grouped
 
 
@@ -525,6 +533,7 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients, transpose):
     recipe = Recipe(gradients=gradients)
     keys = jax.random.split(jax.random.key(1), 3)
     x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((96, 32), (4, 32, 16), (96, 16)), strict=True))
+    x, dy = 8 * x, dy / 8  # so that no two scales are alike
     rows = np.repeat([0, 1, 2, 3, 0], [*sizes, 96 - sum(sizes)])
     own = (np.arange(96) < sum(sizes))[:, None]
 

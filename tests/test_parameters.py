@@ -63,6 +63,12 @@ def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
         check()
 
 
+def test_a_scale_is_of_all_devices_that_have_a_part():
+    """Of an activation all axes have one but the stages, which have activations of their own."""
+    recipe = parameters.fp8_recipe(Config(fp8="dynamic"))
+    assert {*recipe.axes} == {*placement.MESH_AXES} - {"pipe"} and recipe.feature_axes == ("tensor",)
+
+
 def test_the_router_is_float32_in_a_step_of_any_dtype_and_nothing_else_is():
     config = Config(**EXPERTS, selection_bias=True, expert_bias=True, num_dense_layers=1, dtype="bfloat16")
     dtypes = jax.tree.leaves_with_path(parameters.compute_dtypes(config))

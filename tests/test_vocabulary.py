@@ -60,6 +60,17 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
     np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
 
 
+def test_every_token_is_found_on_one_device():
+    """Those at either end of a device's part, too: two rows would add up, or none be there."""
+    w = jnp.arange(1.0, 9)[:, None]
+    found = on_tensor_mesh(
+        lambda w: jax.lax.psum(vocabulary.embed(*vary(w, jnp.arange(8)[None])), placement.MESH_AXES),
+        (P("tensor"),),
+        P(),
+    )
+    np.testing.assert_array_equal(found(w)[0], w)
+
+
 def test_embedding_gradient_counts_a_frequent_token_in_full():
     """4096 summands of 1: in bfloat16, which counts to 256, they would stop there."""
     tokens = jnp.zeros((1, 4096), jnp.int32)
