@@ -610,6 +610,11 @@ def main() -> None:
             raise
         print(error, f"train.py: error: {processes.LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
         os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit
+    except data.DamagedError as error:  # only this process may see it, and an ordinary exit would wait for the others
+        if jax.process_count() == 1:
+            raise
+        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 if __name__ == "__main__":
