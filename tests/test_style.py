@@ -18,7 +18,7 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 FLOORS = [
     {"presets", "published", "outputs", "command"},
     {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
-    | {"pipeline", "groups", "checksums"},
+    | {"pipeline", "groups", "checksums", "lock"},
     {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer", "checkpoint"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
@@ -34,7 +34,7 @@ FLOORS = [
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
 LEAVES |= {"dense", "kernels", "remote_dma", "interconnect", "matmul", "placement", "spatial", "hlo", "schedule"}
 LEAVES |= {"groups", "timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
-LEAVES |= {"checksums"}
+LEAVES |= {"checksums", "lock"}
 
 
 # -- names that are shapes
