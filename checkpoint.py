@@ -5,18 +5,31 @@ of it is there; so a run that is killed in the middle of a save finds the one be
 the shards that the new run asks for, whatever mesh it was saved from. What stands beside it is the configuration that
 made it: the batches are a pure function of the step, so there is no iterator to save.
 
-All processes must see the same `--checkpoint_dir`: a shared file system, or a bucket (gs://...).
+A step folder holds the state, the configuration, and the checksums of both (checksums.py), which the state must have
+again once it is restored. Where it has not, or cannot be read, the step is damaged: the run ends and offers the newest
+intact one. With `--skip_damaged_checkpoints` it takes that, and renames the damaged folder to STEP.damaged.
+
+All processes must see the same `--checkpoint_dir`: a shared file system, or a bucket (gs://...). One run at a time may
+save there (lock.py).
 """
 
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
+import agreement
+import checksums
+import lock
+import processes
 from config import Config
 
 # What decides the shapes in a checkpoint. A run with another value cannot read it.
@@ -54,78 +67,203 @@ def _let_one_error_speak() -> None:
     Orbax logs it with its traceback on every thread that it passes, and closes its event loop on the arrays that are
     still under way, of which asyncio and tensorstore then report each one.
     """
-
-    def without_traceback(record: logging.LogRecord) -> bool:
-        record.exc_info = None
-        return True
-
-    logging.getLogger("absl").addFilter(without_traceback)
+    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
     report = sys.unraisablehook
     sys.unraisablehook = lambda event: str(event.exc_value) == "Event loop is closed" or report(event)
 
 
-def open_manager(config: Config):
-    """The orbax CheckpointManager of `config.checkpoint_dir`, made where there is none.
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run, from `opened`."""
 
-    What a killed run left half written is removed, so only one run at a time may save there.
+    manager: object  # orbax's CheckpointManager
+    folder: object  # pathlib.Path, or etils.epath.Path of a bucket
+    lock: lock.Lock | None  # of process 0
 
-    Raises:
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[Checkpoints | None]:
+    """The checkpoints in `config.checkpoint_dir`, locked to this run until the end; None where it is empty.
+
+    What a killed run left half written is removed. At the end it waits until what was saved is there.
+
+    Raises, the same on all processes:
       ValueError: orbax is missing.
-      OSError: the folder cannot be made.
+      OSError: another run saves there, or the folder cannot be made or written; at the end: the last save failed.
     """
+    if not config.checkpoint_dir:
+        yield None
+        return
     ocp = _orbax()
     _let_one_error_speak()
-    path = config.checkpoint_dir
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints), cleanup_tmp_directories=True
-    )
-    manager = ocp.CheckpointManager(path if "://" in path else Path(path).absolute(), options=options)
-    if not manager.directory.is_dir():
-        raise NotADirectoryError(f"--checkpoint_dir={path} is a file")
-    # It would ask jax.distributed about termination with the step of a save that ends, on a thread; the answer depends
-    # on every process asking with the step it is at, as the training loop does.
-    manager.reached_preemption = lambda step: False
-    return manager
+    with contextlib.ExitStack() as stack:
+        folder, held, error = _folder(config.checkpoint_dir), None, None
+        try:
+            held = _claimed(folder, config.checkpoint_dir)
+        except OSError as caught:
+            error = caught
+        if held:
+            stack.callback(held.release)
+        _raise_together(error)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints),
+            cleanup_tmp_directories=True,
+            # A folder that cannot be made is told by `save`. Made on a thread, it keeps others waiting for 300 s.
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            lightweight_initialize=True,  # a step whose metadata is damaged is met when it is restored
+        )
+        manager = ocp.CheckpointManager(folder, options=options)
+        # It would ask jax.distributed about termination with the step of a save that ends, on a thread; the answer
+        # depends on every process asking with the step it is at, as the training loop does.
+        manager.reached_preemption = lambda step: False
+        stack.callback(_close, manager)
+        yield Checkpoints(manager, folder, held)
 
 
-def save(manager, step: int, state, config: Config, contents: dict[str, str] | None = None) -> None:
+def _folder(path: str):
+    if "://" not in path:
+        return Path(path).absolute()
+    from etils import epath  # comes with orbax
+
+    return epath.Path(path)
+
+
+def _claimed(folder, flag: str) -> lock.Lock | None:
+    """Makes the folder and writes to it: on process 0 the lock, which is returned.
+
+    Raises OSError where another run holds the lock, or it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            return lock.acquire(folder / "lock")
+        if isinstance(folder, Path):
+            tempfile.TemporaryFile(dir=folder).close()
+    except lock.HeldError:
+        raise
+    except FileExistsError:
+        raise NotADirectoryError(f"--checkpoint_dir={flag} is a file") from None
+    except OSError as error:
+        raise OSError(f"--checkpoint_dir={flag} cannot be written: {error}") from None
+    return None
+
+
+def _raise_together(error: Exception | None, kind: type[OSError] = OSError) -> None:
+    """Raises the error of this process, or where it has none another's, as a `kind`: no process goes on alone."""
+    if jax.process_count() == 1:
+        if error:
+            raise error
+        return
+    processes.wait_for_all()
+    texts = agreement.exchanged(str(error or ""))
+    if error:
+        raise error
+    for number, text in enumerate(texts):
+        if text:
+            raise kind(f"process {number}: {text}")
+
+
+def save(checkpoints: Checkpoints, step: int, state, config: Config, contents: dict[str, str] | None = None) -> None:
     """Starts to save the state reached after `step` steps; returns when it is copied from the devices.
 
     `contents` has an identity of the content of each file that the run reads, by its flag.
 
-    Raises OSError where the save before this one could not be finished.
+    Raises OSError where another run has taken the folder over, or this save, or the one before it, failed.
     """
-    ocp = _orbax()
-    made_by = dataclasses.asdict(config) | {"contents": contents or {}}
-    parts = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(made_by))
-    with _writable(manager):
-        manager.save(step, args=parts, force=True)
+    ocp, made_by = _orbax(), dataclasses.asdict(config) | {"contents": contents or {}}
+    if checkpoints.lock:
+        checkpoints.lock.check()
+    sums = {"step": step, "config": _checksum_of(made_by), "state": checksums.checksums(state)}
+    parts = ocp.args.Composite(
+        state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(made_by), checksums=ocp.args.JsonSave(sums)
+    )
+    with _writable(checkpoints.manager):
+        checkpoints.manager.save(step, args=parts, force=True)
 
 
-def restore(manager, shapes, shardings, config: Config, contents: dict[str, str] | None = None):
+def check(checkpoints: Checkpoints | None) -> None:
+    """Raises OSError where a save has failed meanwhile. Waits for none."""
+    if checkpoints and not checkpoints.manager.is_saving_in_progress():
+        with _writable(checkpoints.manager):
+            checkpoints.manager.wait_until_finished()
+
+
+def has_any(checkpoints: Checkpoints | None) -> bool:
+    return bool(checkpoints and checkpoints.manager.all_steps())
+
+
+def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: dict[str, str] | None = None):
     """(state, note) of the newest checkpoint, of which there must be one, in the given shards.
 
-    `note` names the fields that do not keep the state from loading and yet make the run go on otherwise.
+    With `config.skip_damaged_checkpoints` it is that of the newest intact one, and what is newer is moved aside. `note`
+    says so, says what could not be verified, and names the fields that make the run go on otherwise.
 
-    Raises:
-      ValueError: the checkpoint is of another model (with the fields that differ), damaged, or not of this program; a
-        file that the run reads had another content when it was saved.
+    Raises, the same on all processes:
+      ValueError: the checkpoint is of another model (with the fields that differ); a file that the run reads had
+        another content when it was saved.
+      OSError: the checkpoint is damaged, or not of this program; a damaged one cannot be moved aside.
     """
-    ocp, step = _orbax(), manager.latest_step()
-    with _readable(manager, step):
-        saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
+    steps, damaged = sorted(checkpoints.manager.all_steps(), reverse=True), {}
+    for step in steps:
+        try:
+            state, notes = _restored(checkpoints.folder / str(step), step, shapes, shardings, config, contents or {})
+            break
+        except _DamagedError as error:
+            if not config.skip_damaged_checkpoints:
+                raise OSError(f"{error}; {_way_out(steps)}") from error
+            damaged[step] = error
+    else:
+        raise OSError(
+            f"none of the checkpoints {', '.join(map(str, steps))} in {checkpoints.folder} is intact: "
+            f"{damaged[steps[0]]}; give another --checkpoint_dir to begin anew"
+        )
+    moved = _move_aside(checkpoints, damaged)
+    return state, ", ".join([*notes, *moved])
+
+
+class _DamagedError(OSError):
+    """A checkpoint that cannot be read, or is not what was saved."""
+
+
+def _way_out(steps: list[int]) -> str:
+    if len(steps) == 1:
+        return "there is none before it: give another --checkpoint_dir to begin anew"
+    return f"--skip_damaged_checkpoints moves it aside and goes on from step {steps[1]}"
+
+
+def _restored(path, step: int, shapes, shardings, config: Config, contents: dict[str, str]):
+    """(state, notes) of one step folder. Raises ValueError for another model or corpus, and _DamagedError."""
+    ocp = _orbax()
+    read_json = lambda name: ocp.JsonCheckpointHandler().restore(path / name, args=ocp.args.JsonRestore())
+    # Not by the manager's own restore: where one process fails in it, the others wait for that one.
+    with _readable(path):
+        saved = read_json("config")
+        _check_values(saved)
+        sums = read_json("checksums") if (path / "checksums").exists() else None
+        if sums is not None:
+            _check_sums(sums, step, saved)
     remembers = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
     if differing := _differing(saved, config, SHAPE_FIELDS + ["fp8", "fp8_modules"] * bool(remembers)):
         raise ValueError(
-            f"the checkpoint {manager.directory / str(step)} is of another model: {differing}; "
+            f"the checkpoint {path} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
         )
-    same = _same_contents(saved, config, contents or {}, manager.directory / str(step))
+    same = _same_contents(saved, config, contents, path)
     target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    with _readable(manager, step):
-        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-    return state, _differing(saved, config, [name for name in COURSE_FIELDS if name not in same])
+    with _readable(path):
+        state = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
+    differing = _differing(saved, config, [name for name in COURSE_FIELDS if name not in same])
+    notes = [differing] if differing else []
+    if sums is None:
+        return state, ["it has no checksums, so nothing could be verified", *notes]
+    found = checksums.checksums(state)
+    if wrong := sorted(name for name in sums["state"].keys() | found if sums["state"].get(name) != found.get(name)):
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        raise _DamagedError(
+            f"the checkpoint {path} is damaged: {wrong[0]}{more} is not what was saved, by its checksum"
+        )
+    return state, notes
 
 
 def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkpoint) -> set[str]:
@@ -146,11 +284,33 @@ def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkp
     return {flag for flag in before.keys() & contents.keys() if before[flag] == contents[flag]}
 
 
-def close(manager) -> None:
-    """Waits until what was saved is there. Raises OSError where that could not be finished."""
-    if manager:
-        with _writable(manager):
-            manager.close()
+def _move_aside(checkpoints: Checkpoints, damaged: dict[int, Exception]) -> list[str]:
+    """Renames the folders of these steps, so that they can be saved again. Returns what to say of them."""
+    error, notes = None, []
+    for step, reason in damaged.items():
+        old = checkpoints.folder / str(step)
+        names = (f"{step}.damaged{f'-{i}' if i else ''}" for i in range(1000))
+        try:
+            if jax.process_index() == 0:
+                new = next(path for path in map(checkpoints.folder.joinpath, names) if not path.exists())
+                old.rename(new)
+                notes.append(f"{reason}, and is now {new.name}")
+        except OSError as caught:
+            error = OSError(f"the damaged checkpoint {old} cannot be moved aside: {caught}")
+            break
+    _raise_together(error)
+    if damaged:
+        checkpoints.manager.reload()
+    return notes
+
+
+def _checksum_of(values: dict) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def _close(manager) -> None:
+    with _writable(manager):
+        manager.close()
 
 
 @contextlib.contextmanager
@@ -158,27 +318,51 @@ def _writable(manager):
     """Says in one line that a checkpoint could not be written."""
     try:
         yield
-    except (ValueError, OSError) as error:  # tensorstore's errors are ValueErrors
+    except jax.errors.JaxRuntimeError:  # another process is lost
+        raise
+    except Exception as error:  # tensorstore's errors are ValueErrors, and orbax raises bare ones, too
         raise OSError(f"a checkpoint could not be written to {manager.directory}: {_short(error)}") from error
 
 
 @contextlib.contextmanager
-def _readable(manager, step: int):
-    """Says which checkpoint could not be read, and the way out."""
+def _readable(path):
+    """Says which checkpoint could not be read; on all processes, where it was one of them."""
+    error = None
     try:
         yield
-    except (ValueError, LookupError, TypeError, OSError) as error:
-        before = max((other for other in manager.all_steps() if other != step), default=0)
-        raise ValueError(
-            f"the checkpoint {manager.directory / str(step)} is damaged, or not of this program "
-            f"({_short(error)}); "
-            f"give another --checkpoint_dir, or remove it to go on from step {before}"
-        ) from error
+    except (jax.errors.JaxRuntimeError, MemoryError):  # there is no room for it
+        raise
+    except Exception as caught:  # orbax raises bare ones, too
+        error = _DamagedError(f"the checkpoint {path} is damaged, or not of this program ({_short(caught)})")
+        error.__cause__ = caught
+    _raise_together(error, _DamagedError)
 
 
 def _short(error: Exception) -> str:
     line = str(error).partition("\n")[0].partition(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {line if len(line) <= 200 else f'{line[:100]} ... {line[-100:]}'}"
+
+
+def _check_values(saved) -> None:
+    """Raises TypeError where what was read as a configuration is none."""
+    if not isinstance(saved, dict):
+        raise TypeError(f"its configuration is no object, but a {type(saved).__name__}")
+    for name, default in dataclasses.asdict(Config()).items():
+        kind = type(default)
+        if name in saved and not isinstance(saved[name], (int, float) if kind is float else kind):
+            raise TypeError(f"its configuration has {name}={saved[name]!r}, which is no {kind.__name__}")
+    if not isinstance(saved.get("contents", {}), dict) or not saved.keys() & set(SHAPE_FIELDS):
+        raise TypeError("its configuration is not that of a run")
+
+
+def _check_sums(sums, step: int, saved: dict) -> None:
+    """Raises ValueError where the checksums are none, or not those of the step and the configuration."""
+    if not isinstance(sums, dict) or sums.keys() != {"step", "config", "state"} or not isinstance(sums["state"], dict):
+        raise ValueError("its checksums are not readable")
+    if sums["step"] != step:
+        raise ValueError(f"it was saved as step {sums['step']}")
+    if sums["config"] != _checksum_of(saved):
+        raise ValueError("its configuration is not what was saved, by its checksum")
 
 
 def _differing(saved: dict, config: Config, fields) -> str:

@@ -34,7 +34,8 @@ KEPT = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s xla_f
 # Flags on which neither the time nor the memory of a step depends.
 _OF_THE_RUN = "steps seed learning_rate warmup_ratio final_lr_ratio weight_decay beta1 beta2 corpus eval_every "
 _OF_THE_RUN += "eval_batches log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every "
-_OF_THE_RUN += "keep_checkpoints num_processes process_id coordinator peer_timeout compilation_cache max_skipped"
+_OF_THE_RUN += "keep_checkpoints skip_damaged_checkpoints num_processes process_id coordinator peer_timeout "
+_OF_THE_RUN += "compilation_cache max_skipped"
 
 
 def key_of(of: Prediction) -> str:

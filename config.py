@@ -146,7 +146,12 @@ NEEDS = (
 # As NEEDS, of what a run would write: it runs as well without, and says so (train.introduce).
 NOTED = (
     ("profile_steps", lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace"),
-    ("save_every keep_checkpoints", lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=runs/1"),
+    (
+        "save_every keep_checkpoints skip_damaged_checkpoints",
+        lambda c: c.checkpoint_dir,
+        "nothing is saved",
+        "--checkpoint_dir=runs/1",
+    ),
 )
 
 
@@ -269,6 +274,7 @@ class Config:
     checkpoint_dir: str = ""  # save here, and resume from the newest checkpoint in here; needs the [checkpoint] extra
     save_every: int = 100  # steps between checkpoints
     keep_checkpoints: int = 2  # newest checkpoints to keep
+    skip_damaged_checkpoints: bool = False  # resume from the newest intact one; damaged ones are renamed STEP.damaged
 
     # machines
     num_processes: int = 0  # processes of the run, where the environment does not tell; 0 is to ask the environment

@@ -405,11 +405,10 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
         restore_begun = time.perf_counter()
-        manager = checkpoint.open_manager(config) if config.checkpoint_dir else None
-        stack.callback(checkpoint.close, manager)
-        state, resumed = restored_state(config, mesh, manager, contents)
+        checkpoints = stack.enter_context(checkpoint.opened(config))
+        state, resumed = restored_state(config, mesh, checkpoints, contents)
         last_step = first_step = 0 if state is None else int(state.step)
-        if manager:
+        if checkpoints:
             spent["restore"] = time.perf_counter() - restore_begun
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
         prediction = predict_step(config, mesh)
@@ -439,10 +438,10 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
         def save_what_is_trained(_, error, trace) -> None:
             # Not with several processes: the others do not know of the error, and wait for the next step.
-            if isinstance(error, data.DamagedError) and manager and jax.process_count() == 1:
+            if isinstance(error, data.DamagedError) and checkpoints and jax.process_count() == 1:
                 log.finish_step()
-                if last_step > first_step and manager.latest_step() != last_step:
-                    checkpoint.save(manager, last_step, state, config, contents)
+                if last_step > first_step and checkpoints.manager.latest_step() != last_step:
+                    checkpoint.save(checkpoints, last_step, state, config, contents)
                     log.say(f"saved      after step {last_step}, as the corpus cannot be read: mended, it goes on")
 
         stack.push(save_what_is_trained)
@@ -456,16 +455,17 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             at_end = bool(stopped) or last_step == config.steps
             profile.after(last_step, at_end, state)
             evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
-            saves = manager and (at_end or _is_due(last_step, config.save_every))
+            saves = checkpoints and (at_end or _is_due(last_step, config.save_every))
             if evaluates or saves or at_end:
                 log.finish_step()
+            checkpoint.check(checkpoints)
+            if saves:  # before the evaluation, which may fail
+                checkpoint.save(checkpoints, last_step, state, config, contents)
             if evaluates:
                 eval_loss = evaluate(
                     eval_step, state.params, corpus, config, mesh, calibration.expected(state.amax, config)
                 )
                 log.evaluation(last_step, eval_loss)
-            if saves:
-                checkpoint.save(manager, last_step, state, config, contents)
             if evaluates or saves:
                 log.start_clock()
             if stopped:
@@ -476,7 +476,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     if stopped:
         saved = (
             f"saved in {config.checkpoint_dir}: the same command resumes"
-            if manager
+            if checkpoints
             else "not saved: no --checkpoint_dir"
         )
         log.say(f"terminated after step {last_step}, {saved}")
@@ -501,13 +501,13 @@ def check_backend(config: Config, backend: str) -> None:
 
 
 def restored_state(
-    config: Config, mesh: Mesh, manager, contents: dict | None = None
+    config: Config, mesh: Mesh, checkpoints, contents: dict | None = None
 ) -> tuple[State | None, str | None]:
     """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
-    if manager is None or manager.latest_step() is None:
+    if not checkpoint.has_any(checkpoints):
         return None, None
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
-    restored, differs = checkpoint.restore(manager, shapes, state_shardings(config, mesh), config, contents)
+    restored, differs = checkpoint.restore(checkpoints, shapes, state_shardings(config, mesh), config, contents)
     return jax.block_until_ready(restored), differs
 
 

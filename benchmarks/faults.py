@@ -129,6 +129,7 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
     import numpy as np
 
     import checkpoint
+    import command
     import placement
     import sharding
     import train
@@ -139,11 +140,8 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            manager = checkpoint.open_manager(config)
-            try:
-                state, note = train.restored_state(config, mesh, manager)
-            finally:
-                checkpoint.close(manager)
+            with checkpoint.opened(config) as checkpoints:
+                state, note = train.restored_state(config, mesh, checkpoints)
     except Exception as error:
         if not command.is_for_the_user(error):
             return "traceback", f"{type(error).__name__}: {error}"

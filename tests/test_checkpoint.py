@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoint
 import data
+import lock
 import placement
 import processes
 import sharding
@@ -83,10 +85,8 @@ def load(config: Config):
     """The state of the newest checkpoint, in the shards of the configuration."""
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
-    manager = checkpoint.open_manager(config)
-    state, note = checkpoint.restore(manager, shapes, train.state_shardings(config, mesh), config)
-    checkpoint.close(manager)
-    return state, note
+    with checkpoint.opened(config) as checkpoints:
+        return checkpoint.restore(checkpoints, shapes, train.state_shardings(config, mesh), config)
 
 
 def assert_same_bits(ours, theirs):
@@ -224,7 +224,7 @@ def test_a_run_that_is_done_says_so(steps, copy, capsys):
 
 
 def half_written(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if not path.name.isdecimal()]
+    return [path.name for path in directory.iterdir() if "tmp" in path.name]
 
 
 def kill_while_it_saves(process: subprocess.Popen, directory: Path, delay_s: float) -> None:
@@ -307,14 +307,16 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values, copy, tmp_path):
+    """At once, not when it would save the next time."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     before, _ = load(copy)
-    values = values | dict(steps=20, save_every=2, checkpoint_dir=copy.checkpoint_dir)
+    values = values | dict(steps=2000, save_every=20, checkpoint_dir=copy.checkpoint_dir, learning_rate=0.001)
     assert start(values, tmp_path / "out", program=("-c", ON_A_FULL_DISK)).wait() == 1
     lines = (tmp_path / "out.err").read_text().splitlines()
     said = [line for line in lines if line.startswith("train.py: error: a checkpoint could not be written to ")]
     assert len(said) == 1 and "File too large" in said[0] and len(said[0]) < 500
-    assert len(lines) < 20
+    assert len(lines) < 5
+    assert "\nstep   20/2000" in (out := (tmp_path / "out").read_text()) and "\nstep   40/2000" not in out
     assert steps_in(copy.checkpoint_dir) == [15]
     assert_same_bits(load(copy)[0], before)
 
@@ -342,17 +344,65 @@ def test_a_recipe_that_remembers_is_part_of_the_model(copy):
         train.run(dataclasses.replace(copy, fp8="delayed"))
 
 
+def config_of(step: Path) -> Path:
+    return step / "config" / "metadata"
+
+
 def remove_config(step: Path):
     shutil.rmtree(step / "config")
 
 
 def cut_config(step: Path):
-    (step / "config" / "metadata").write_text("{")
+    config_of(step).write_text("{")
+
+
+def config_of_no_object(step: Path):
+    config_of(step).write_text("[1, 2]")
+
+
+def config_of_nesting(step: Path):
+    config_of(step).write_text("[" * 100_000)
+
+
+def config_of_strings(step: Path):
+    values = json.loads(config_of(step).read_text())
+    config_of(step).write_text(json.dumps({name: str(value) for name, value in values.items()}))
+
+
+def config_of_another_run(step: Path):
+    config_of(step).write_text(config_of(step).read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def remove_state(step: Path):
+    shutil.rmtree(step / "state")
+
+
+def remove_arrays(step: Path):
+    for file in step.glob("state/*/d/*"):
+        file.unlink()
 
 
 def cut_arrays(step: Path):
     for file in [*step.glob("state/d/*"), *step.glob("state/*/d/*")]:
         os.truncate(file, 30)
+
+
+def cut_the_largest_file(step: Path):
+    largest = max(step.glob("state/**/d/*"), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def cut_metadata_of_arrays(step: Path):
+    os.truncate(step / "state" / "_METADATA", 100)
+
+
+def cut_checksums(step: Path):
+    (step / "checksums" / "metadata").write_text('{"step": 20}')
+
+
+def of_another_step(step: Path):
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "15", step)
 
 
 def of_another_program(step: Path):
@@ -361,20 +411,114 @@ def of_another_program(step: Path):
     (step / "model.pt").write_bytes(b"PK")
 
 
-@pytest.mark.slow
+QUICK = [config_of_strings, cut_arrays, cut_checksums]
+SLOW = [remove_config, cut_config, config_of_no_object, config_of_nesting, config_of_another_run, remove_state]
+SLOW += [remove_arrays, cut_the_largest_file, cut_metadata_of_arrays, of_another_step, of_another_program]
 # Where one of orbax's parallel reads fails, it may leave others that it has not begun.
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.parametrize("damage", [remove_config, cut_config, cut_arrays, of_another_program])
-def test_a_checkpoint_that_cannot_be_read_is_named(damage, copy):
-    damage(Path(copy.checkpoint_dir) / "20")
-    with pytest.raises(
-        ValueError, match=r"checkpoint .*/copy/20 is damaged, or not of this program .* from step 15"
-    ) as e:
+leaves_reads = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+
+@leaves_reads
+@pytest.mark.parametrize("damage", [*QUICK, *(pytest.param(damage, marks=pytest.mark.slow) for damage in SLOW)])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered_and_taken(damage, copy):
+    folder = Path(copy.checkpoint_dir)
+    damage(folder / "20")
+    message = (
+        r"^the checkpoint .*/copy/20 is damaged.*; --skip_damaged_checkpoints moves it aside and goes on from step 15$"
+    )
+    with pytest.raises(OSError, match=message) as e:
         load(copy)
-    assert "\n" not in str(e.value) and len(str(e.value)) < 500
-    shutil.rmtree(Path(copy.checkpoint_dir) / "20")  # the way out that it names
-    assert int(load(copy)[0].step) == 15
+    assert "\n" not in str(e.value) and len(str(e.value)) < 600
+    assert steps_in(folder) == [15, 20]
+    state, note = load(dataclasses.replace(copy, skip_damaged_checkpoints=True))
+    assert int(state.step) == 15 and "/copy/20 is damaged" in note and note.endswith(", and is now 20.damaged")
+    assert sorted(path.name for path in folder.iterdir()) == ["15", "20.damaged"]
     gc.collect()  # what was left is noticed in here
+
+
+@leaves_reads
+def test_where_no_checkpoint_is_intact_none_is_moved(copy):
+    for step in ("15", "20"):
+        cut_config(Path(copy.checkpoint_dir) / step)
+    with pytest.raises(OSError, match=r"^none of the checkpoints 20, 15 in .*/copy is intact: .*; give another"):
+        load(dataclasses.replace(copy, skip_damaged_checkpoints=True))
+    assert steps_in(copy.checkpoint_dir) == [15, 20]
+    shutil.rmtree(Path(copy.checkpoint_dir) / "15")
+    with pytest.raises(OSError, match=r"/copy/20 is damaged.*; there is none before it: give another"):
+        load(copy)
+
+
+def flip_bits(folder: Path, copy: Config, saved: Config, num_flips: int) -> list[str]:
+    """Flips a bit of the newest step, restores it, and flips it back, again and again: what came of each flip.
+
+    Every other flip is in any file, however small, the others are where the bytes are.
+    """
+    rng, (expected, _) = random.Random(0), load(saved)
+    files = sorted(file for file in (folder / "20").rglob("*") if file.is_file())
+    outcomes = []
+    for number in range(num_flips):
+        (file,) = rng.choices(files, [file.stat().st_size if number % 2 else 1 for file in files])
+        intact = file.read_bytes()
+        bit = rng.randrange(8 * len(intact))
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            state, note = load(copy)
+            assert_same_bits(state, expected)
+            outcomes.append("restored bit by bit" if note == "" else note)
+        except OSError as error:
+            outcomes.append("found" if "/copy/20 is damaged" in str(error) else str(error))
+        except AssertionError:
+            outcomes.append(f"restored otherwise: bit {bit} of {file}")
+        file.write_bytes(intact)
+    return outcomes
+
+
+@pytest.mark.slow
+@leaves_reads
+def test_a_flipped_bit_is_found_or_changes_nothing(saved, copy):
+    """With `pytest -s` it says how many of each there were."""
+    outcomes = flip_bits(Path(copy.checkpoint_dir), copy, saved, num_flips=60)
+    print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
+    assert set(outcomes) == {"found", "restored bit by bit"} and outcomes.count("found") > 20
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_intact_checkpoint_and_saves_the_damaged_step_again(saved, copy, values, tmp_path):
+    """What it prints is a sentence, also where orbax would print hundreds of lines."""
+    cut_arrays(Path(copy.checkpoint_dir) / "20")
+    files = dict(checkpoint_dir=copy.checkpoint_dir, steps=20)
+    assert start(values | files, tmp_path / "first.out").wait() == 1
+    error = (tmp_path / "first.err").read_text()
+    assert error.startswith("train.py: error: the checkpoint ") and error.count("\n") == 1
+    assert start(values | files, tmp_path / "second.out", "--skip_damaged_checkpoints").wait() == 0
+    assert "resumed    from step 15 in " in (tmp_path / "second.out").read_text()
+    assert (tmp_path / "second.err").read_text() == ""
+    assert steps_in(copy.checkpoint_dir) == [15, 20] and (Path(copy.checkpoint_dir) / "20.damaged").is_dir()
+    assert_same_bits(load(copy)[0], load(saved)[0])
+
+
+def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
+    """It has no checksums, and fields that came later are missing; it says that nothing could be verified."""
+    import orbax.checkpoint as ocp
+
+    state, _ = load(saved)
+    values = dataclasses.asdict(saved)
+    for younger in ("skip_damaged_checkpoints", "moe_parts", "context_heads", "swiglu_limit"):
+        del values[younger]
+    with ocp.CheckpointManager(tmp_path / "old") as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(values))
+        manager.save(20, args=args, force=True)
+    old = dataclasses.replace(saved, checkpoint_dir=str(tmp_path / "old"))
+    restored, note = load(old)
+    assert note == "it has no checksums, so nothing could be verified"
+    assert_same_bits(restored, state)
+    for damage in (config_of_strings, config_of_no_object):  # seen without a checksum, too
+        damage(tmp_path / "old" / "20")
+        with pytest.raises(OSError, match=r"is damaged, or not of this program \(TypeError: its configuration"):
+            load(old)
 
 
 # -- files with another content
@@ -448,6 +592,76 @@ def test_contents_are_compared_where_both_are_known(flag, path):
         same({flag: "1"})
 
 
+# -- what cannot be saved
+
+
+def test_a_second_run_is_refused_while_the_first_one_lasts(copy):
+    with checkpoint.opened(copy), pytest.raises(OSError, match=rf"copy is in use by process {os.getpid()} on .*"):
+        train.run(copy)
+    assert int(load(copy)[0].step) == 20
+
+
+def test_a_run_whose_folder_was_taken_over_does_not_save(copy):
+    with checkpoint.opened(copy) as checkpoints:
+        file = Path(copy.checkpoint_dir) / "lock"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"run": "another"}))
+        with pytest.raises(OSError, match="was taken over by process"):
+            checkpoint.save(checkpoints, 25, None, copy)
+    assert steps_in(copy.checkpoint_dir) == [15, 20]
+
+
+@pytest.mark.parametrize("way", ["lock", "folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(way, copy, monkeypatch, tmp_path):
+    def refuse(*args, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(train, "compile_step", None)
+    if way == "lock":
+        monkeypatch.setattr(lock, "_create", refuse)
+        path = copy.checkpoint_dir
+    else:
+        (tmp_path / "file").write_text("")
+        path = str(tmp_path / "file" / "folder")
+    with pytest.raises(OSError, match=rf"^--checkpoint_dir={path} cannot be written: "):
+        train.run(dataclasses.replace(copy, checkpoint_dir=path))
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_any_more_ends_the_run_at_once(values, tmp_path):
+    """Where orbax, left alone, would wait for 300 s."""
+    program = """
+import os, runpy
+import checkpoint
+begin = checkpoint.save
+def save(checkpoints, step, *rest):
+    if step == 4:
+        def refuse(path, *args, **keywords):
+            raise OSError(30, "Read-only file system", str(path))
+        os.mkdir = refuse
+    return begin(checkpoints, step, *rest)
+checkpoint.save = save
+runpy.run_path("train.py", run_name="__main__")
+"""
+    values = values | dict(steps=20, save_every=2, checkpoint_dir=tmp_path / "checkpoints")
+    begun = time.monotonic()
+    assert start(values, tmp_path / "out", program=("-c", program)).wait() == 1
+    assert time.monotonic() - begun < 120
+    said = (tmp_path / "out.err").read_text()
+    assert said.startswith("train.py: error: a checkpoint could not be written to ") and "Read-only" in said
+    assert said.count("\n") == 1 and "\nstep  5/20" not in (tmp_path / "out").read_text()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+
+
+def test_a_step_is_saved_before_it_is_evaluated(values, tmp_path, monkeypatch):
+    def fail(*args):
+        raise FloatingPointError("an evaluation that fails")
+
+    monkeypatch.setattr(train, "evaluate", fail)
+    with pytest.raises(FloatingPointError, match="an evaluation that fails"):
+        train_in(Config(**values | dict(eval_batches=1), steps=2), tmp_path)
+    assert steps_in(tmp_path / "checkpoints") == [2]
+
+
 def test_a_file_is_no_folder(copy, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"--checkpoint_dir=.*file is a file"):
@@ -460,21 +674,12 @@ def test_without_orbax_the_extra_is_named(copy, monkeypatch):
         train.run(copy)
 
 
-def test_a_bucket_is_no_path(monkeypatch):
+def test_a_bucket_is_no_path():
     """gs://bucket/run is left as it is, ~ and relative paths are not."""
-    import orbax.checkpoint
-
-    asked = []
-
-    def manager(directory, options):
-        asked.append(str(directory))
-        raise NotImplementedError
-
-    monkeypatch.setattr(orbax.checkpoint, "CheckpointManager", manager)
-    for path in ("gs://bucket/run", "~/run", "run"):
-        with pytest.raises(NotImplementedError):
-            checkpoint.open_manager(Config(checkpoint_dir=path))
-    assert asked == ["gs://bucket/run", str(Path.home() / "run"), str(Path.cwd() / "run")]
+    paths = [Config(checkpoint_dir=path).checkpoint_dir for path in ("gs://bucket/run", "~/run", "run")]
+    folders = list(map(checkpoint._folder, paths))
+    assert list(map(str, folders)) == ["gs://bucket/run", str(Path.home() / "run"), str(Path.cwd() / "run")]
+    assert not isinstance(folders[0], Path)  # lock.py asks
 
 
 # What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
@@ -486,6 +691,7 @@ FREE_FIELDS = (
     "offload_optimizer "
     "context_impl context_heads context_balance "
     "log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every keep_checkpoints "
+    "skip_damaged_checkpoints "
     "num_processes process_id coordinator peer_timeout xla_flags compilation_cache"
 ).split()
 

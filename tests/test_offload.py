@@ -76,12 +76,10 @@ def test_gradients_that_are_not_finite_change_nothing():
 def test_a_checkpoint_comes_back_to_the_host(tmp_path):
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True, checkpoint_dir=str(tmp_path))
     _, state = first_step(config)
-    manager = checkpoint.open_manager(config)
-    checkpoint.save(manager, 1, state, config)
-    checkpoint.close(manager)
-    manager = checkpoint.open_manager(config)
-    restored, _ = train.restored_state(config, on_mesh(config)[0], manager)
-    checkpoint.close(manager)
+    with checkpoint.opened(config) as checkpoints:
+        checkpoint.save(checkpoints, 1, state, config)
+    with checkpoint.opened(config) as checkpoints:
+        restored, _ = train.restored_state(config, on_mesh(config)[0], checkpoints)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
         assert a.sharding.memory_kind == b.sharding.memory_kind

@@ -19,11 +19,11 @@ FLOORS = [
     {"presets", "published", "outputs", "command"},
     {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "groups", "checksums", "lock"},
-    {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer", "checkpoint"}
+    {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
-    {"kernels", "log", "step", "parameters"},
+    {"kernels", "log", "step", "parameters", "checkpoint"},
     {"planner", "cost", "calibration", "machine"},
     {"remat", "compiled"},
     {"decoder", "roofline", "recipes"},
