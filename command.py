@@ -110,12 +110,25 @@ def at_least(low: int, number: type = int) -> Callable[[str], float]:
             value = number(text)
         except ValueError:
             value = math.nan
-        if not low <= value < math.inf:
+        if not low <= value < (2**63 if number is int else math.inf):
             kind = "a whole number" if number is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} must be {kind} of at least {low}")
         return value
 
     return read
+
+
+def size(text: str) -> int:
+    """A whole number of at least 1, 1e6 too, as a flag's type."""
+    value = at_least(1, float)(text)
+    if value != int(value) or value >= 2**53:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, and under 2^53")
+    return int(value)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Numbers from 0 on with commas between them, as a flag's type."""
+    return [at_least(0)(part) for part in text.split(",")]
 
 
 def regex(text: str) -> re.Pattern:

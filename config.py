@@ -325,10 +325,12 @@ class Config:
             for name in names.split():
                 if not low <= getattr(self, name) < float("inf"):  # NaN is not, either
                     raise ValueError(f"{name}={getattr(self, name)} must be at least {low}, and finite")
-        for bits, names in ((31, "steps sample peer_timeout"), (62, "seed")):
-            for name in names.split():
-                if getattr(self, name) >= 2**bits:
-                    raise ValueError(f"{name}={getattr(self, name)} must be under 2^{bits}")
+        if self.process_id < -1:
+            raise ValueError(f"process_id={self.process_id} must be at least 0; -1 is to ask the environment")
+        for field in dataclasses.fields(self):  # no dim, count or time of a run is larger
+            value, bits = getattr(self, field.name), 62 if field.name == "seed" else 31
+            if field.type is int and value >= 2**bits:
+                raise ValueError(f"{field.name}={value} must be under 2^{bits}")
         for name in ("beta1", "beta2", "warmup_ratio"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be under 1")

@@ -541,10 +541,10 @@ def main() -> None:
     show_parser.add_argument(
         "path", type=command.path, nargs="?", default="", help="default: Python's standard library"
     )
-    show_parser.add_argument("--seq_len", type=int, default=256, help="tokens of the sequence shown [%(default)s]")
+    show_parser.add_argument(
+        "--seq_len", type=command.at_least(1), default=256, help="tokens of the sequence shown [%(default)s]"
+    )
     args = command.arguments(parser)
-    if args.command == "show" and args.seq_len < 1:
-        raise ValueError(f"--seq_len={args.seq_len} must be at least 1")
     batch = None
     if args.command == "prepare":
         corpus, skipped = prepare(args.paths, args.out)

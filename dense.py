@@ -221,7 +221,7 @@ def small_case() -> str:
 
 
 def _three(text: str) -> tuple[int, int, int]:
-    sizes = tuple(map(int, text.split(",")))
+    sizes = tuple(map(command.at_least(1), text.split(",")))
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{text} is not three numbers")
     return sizes

@@ -423,7 +423,7 @@ def print_search(args: argparse.Namespace) -> None:
     for kernel, shape in shapes_of(args):
         key = tuned.key_of(kernel, **shape)
         ranked, entry = tune(kernel, shape, vmem_kib=args.scoped_vmem_kib, workers=args.workers, most=args.most)
-        tuned.keep(key, entry, args.out)
+        tuned.keep(key, entry, Path(args.out))
         if args.json:
             rows = [dataclasses.asdict(each) | {"blocks": tuned.fields_of(each.blocks)} for each in ranked]
             print(json.dumps({"key": key, "entry": entry, "candidates": rows}))
@@ -469,26 +469,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=("attention", "gmm"),
         help="attention's kernels, or those of a mixture of experts (grouped matmuls): forward, and of the gradients",
     )
-    search.add_argument("--dtype", default="bfloat16", help="of the operands [%(default)s]")
-    search.add_argument("--scoped_vmem_kib", type=int, default=VMEM_KIB, help="what a choice may take [%(default)s]")
-    search.add_argument("--workers", type=int, default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]")
-    search.add_argument("--most", type=int, default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]")
+    dtypes = ("bfloat16", "float32", "float8_e4m3fn")
+    search.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the operands [%(default)s]")
+    search.add_argument(
+        "--scoped_vmem_kib", type=command.at_least(1), default=VMEM_KIB, help="what a choice may take [%(default)s]"
+    )
+    search.add_argument(
+        "--workers", type=command.at_least(1), default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]"
+    )
+    search.add_argument(
+        "--most", type=command.at_least(0), default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]"
+    )
     search.add_argument("--out", type=command.path, default=tuned.OWN, help="where the best is kept [%(default)s]")
     search.add_argument("--json", action="store_true", help="a JSON object a call, with all candidates")
     of_attention = search.add_argument_group("attention")
-    of_attention.add_argument("--T", type=int, default=8192, help="queries of a sequence [%(default)s]")
-    of_attention.add_argument("--S", type=int, default=0, help="its keys; 0 is as many as queries [%(default)s]")
-    of_attention.add_argument("--head_dim", type=int, default=128, help="of queries and keys [%(default)s]")
-    of_attention.add_argument("--value_dim", type=int, default=0, help="of values; 0 is as wide [%(default)s]")
+    of_attention.add_argument("--T", type=command.at_least(1), default=8192, help="queries of a sequence [%(default)s]")
+    of_attention.add_argument(
+        "--S", type=command.at_least(0), default=0, help="its keys; 0 is as many as queries [%(default)s]"
+    )
+    of_attention.add_argument(
+        "--head_dim", type=command.at_least(1), default=128, help="of queries and keys [%(default)s]"
+    )
+    of_attention.add_argument(
+        "--value_dim", type=command.at_least(0), default=0, help="of values; 0 is as wide [%(default)s]"
+    )
     of_attention.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="[%(default)s]")
-    of_attention.add_argument("--window", type=int, default=0, help="keys that a query sees; 0 is all [%(default)s]")
+    of_attention.add_argument(
+        "--window", type=command.at_least(0), default=0, help="keys that a query sees; 0 is all [%(default)s]"
+    )
     of_attention.add_argument("--packed", action=argparse.BooleanOptionalAction, default=True, help="documents")
     of_attention.add_argument("--max_logit", action="store_true", help="a constant in place of the running maximum")
     of_experts = search.add_argument_group("gmm")
-    of_experts.add_argument("--M", type=int, default=8192, help="rows of all groups [%(default)s]")
-    of_experts.add_argument("--K", type=int, default=4096, help="that the matmul sums over: model dim [%(default)s]")
-    of_experts.add_argument("--N", type=int, default=1536, help="columns: expert dim [%(default)s]")
-    of_experts.add_argument("--E", type=int, default=8, help="groups: experts of the device [%(default)s]")
+    of_experts.add_argument("--M", type=command.at_least(1), default=8192, help="rows of all groups [%(default)s]")
+    of_experts.add_argument(
+        "--K", type=command.at_least(1), default=4096, help="that the matmul sums over: model dim [%(default)s]"
+    )
+    of_experts.add_argument("--N", type=command.at_least(1), default=1536, help="columns: expert dim [%(default)s]")
+    of_experts.add_argument(
+        "--E", type=command.at_least(1), default=8, help="groups: experts of the device [%(default)s]"
+    )
     search.set_defaults(run=print_search)
     args = command.arguments(parser, argv)
     if not compiler_flags.has_tpu():

@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from operator import attrgetter
 
+import command
 from hardware import CHIPS, Axis, Chip, check_size, chip_of, si
 from interconnect import Phase, explain, rounds_of, summary
 
@@ -535,7 +536,7 @@ def add_matmul_command(commands) -> None:
     about = "of a sharded matmul: A[I, J_X] . B[J_X, K_Y] -> C[I, K_Y]{U_X}"
     parser.add_argument("notation", nargs="?", metavar="NOTATION", help=about)
     for name, what in dict(m="rows of A, tokens", k="columns of A, summed over", n="columns of B").items():
-        parser.add_argument(f"--{name}", type=float, help=f"{what}, of A[m, k] . B[k, n]")
+        parser.add_argument(f"--{name}", type=command.size, help=f"{what}, of A[m, k] . B[k, n]")
     parser.add_argument("--sizes", metavar="I:8192,J:...", help="of the dims of a sharded matmul")
     parser.add_argument("--mesh", metavar="X:4,Y:8", help="chips along each mesh axis, an axis of the torus each")
     parser.add_argument("--dtype", default="bf16", help=f"of all arrays: {', '.join(DTYPE_BYTES)} [%(default)s]")

@@ -845,7 +845,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
     parser.add_argument("file", type=command.path, metavar="FILE", help="what compiled.as_text() returned")
     parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
-    parser.add_argument("--top", type=int, default=20, help="rows of the table of operations; default: %(default)s")
+    parser.add_argument(
+        "--top", type=command.at_least(0), default=20, help="rows of the table of operations; default: %(default)s"
+    )
     for rate in dataclasses.fields(Rates):
         parser.add_argument(
             f"--{rate.name}", type=float, default=getattr(TPU7X, rate.name), help="default: %(default).4g"

@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--predicted", type=command.path, metavar="FILE", help="what aot.py --json printed for the same step"
     )
-    parser.add_argument("--top", type=int, default=8, help="so many lines and operations [%(default)s]")
+    parser.add_argument("--top", type=command.at_least(0), default=8, help="so many lines and operations [%(default)s]")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
     args = command.arguments(parser, argv)
     compiler_flags.without_tpu()

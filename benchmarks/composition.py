@@ -20,12 +20,16 @@ import command
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("first", nargs="?", type=int, default=1, metavar="FIRST", help="the first one [%(default)s]")
-    parser.add_argument("last", nargs="?", type=int, metavar="LAST", help="the last one [of all]")
+    parser.add_argument(
+        "first", nargs="?", type=command.at_least(1), default=1, metavar="FIRST", help="the first one [%(default)s]"
+    )
+    parser.add_argument("last", nargs="?", type=command.at_least(1), metavar="LAST", help="the last one [of all]")
     args = command.arguments(parser)
-    wrong = 0
+    chosen, wrong = covering()[args.first - 1 : args.last], 0
+    if not chosen:
+        raise ValueError(f"there are {len(covering())} configurations, and none from {args.first} to {args.last}")
     print("| | configuration | equals the reference | s |\n|---|---|---|---|")
-    for number, settings in enumerate(covering()[args.first - 1 : args.last], args.first):
+    for number, settings in enumerate(chosen, args.first):
         begun = time.perf_counter()
         try:
             check(settings)

@@ -173,7 +173,9 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets to run [%(default)s]")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help="ways to run each in [%(default)s]")
-    parser.add_argument("--steps", type=int, default=1000, help="length of a run; others are not shown [%(default)s]")
+    parser.add_argument(
+        "--steps", type=command.at_least(1), default=1000, help="length of a run; others are not shown [%(default)s]"
+    )
     args = command.arguments(parser)
     folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
     command.check_names(models, MODELS)

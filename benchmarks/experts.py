@@ -102,23 +102,23 @@ def plot(found: dict[str, list[dict]], path: str) -> None:
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("--steps", type=int, default=300, help="length of each run [%(default)s]")
+    parser.add_argument("--steps", type=command.at_least(1), default=300, help="length of each run [%(default)s]")
     parser.add_argument(
-        "--seeds", default="0", metavar="A,B", help="each model is trained once with each [%(default)s]"
+        "--seeds",
+        type=command.whole_numbers,
+        default="0",
+        metavar="A,B",
+        help="each model is trained once with each [%(default)s]",
     )
     parser.add_argument("--json", action="store_true", help="a JSON object: losses and loads of each run")
     parser.add_argument("--plot", type=command.path, metavar="FILE.png", help="draw the curves; [plot] extra")
     args = command.arguments(parser)
-    try:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
-    except ValueError:
-        raise ValueError(f"--seeds={args.seeds}: numbers with commas between them, such as 0,1,2") from None
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     common = dict(steps=args.steps, sample=0, eval_every=100)
     found = {}
     for name, flags in RUNS.items():
-        found[name] = [run(flags | common | dict(seed=seed)) for seed in seeds]
+        found[name] = [run(flags | common | dict(seed=seed)) for seed in args.seeds]
         if not args.json:
             print(describe(name, found[name]), flush=True)
     if args.plot:

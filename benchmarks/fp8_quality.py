@@ -148,21 +148,31 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="models to run [%(default)s]")
     about = "recipes to run each in [%(default)s]"
     parser.add_argument("--recipes", default=",".join(RECIPES), metavar="A,B", help=about)
-    parser.add_argument("--seeds", default="0,1,2", metavar="A,B", help="seeds to run each with [%(default)s]")
-    parser.add_argument("--steps", type=int, default=400, help="length of a run; others are not shown [%(default)s]")
+    parser.add_argument(
+        "--seeds",
+        type=command.whole_numbers,
+        default="0,1,2",
+        metavar="A,B",
+        help="seeds to run each with [%(default)s]",
+    )
+    parser.add_argument(
+        "--steps", type=command.at_least(1), default=400, help="length of a run; others are not shown [%(default)s]"
+    )
     args = command.arguments(parser)
     folder = Path(args.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     models, recipes = args.models.split(","), args.recipes.split(",")
     command.check_names(models, MODELS)
     command.check_names(recipes, RECIPES)
     if args.command == "run":
+        folder.mkdir(parents=True, exist_ok=True)
         corpus = data.standard_library()
-        for seed in map(int, args.seeds.split(",")):  # seed by seed: what is broken off can be compared
+        for seed in args.seeds:  # seed by seed: what is broken off can be compared
             for model in models:
                 for recipe in recipes:
                     run(model, recipe, seed, args.steps, folder, corpus)
     runs = found(folder, args.steps)
+    if not runs:
+        raise ValueError(f"{folder} has no run of {args.steps} steps: python benchmarks/fp8_quality.py run")
     if args.command == "plot":
         plot(runs, args.path)
     print(table(runs))

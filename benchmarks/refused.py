@@ -103,6 +103,7 @@ EXAMPLES = {
         "--batch=0",
         "--beta2=1",
         "--seed=9223372036854775808",
+        "--process_id=-7",
         "--fp8=dynamic --fp8_modules=attention",
         "--remat=custom --remat_tensors=contxt:device",
         "--remat=custom --remat_tensors=context:hbm",

@@ -21,6 +21,7 @@ import compiled
 from config import from_preset
 from hardware import by, parse_topology
 from planner import flags_of, plan
+from presets import PRESETS
 from step import GiB
 
 SLICES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16 16x16x24 16x24x24".split()
@@ -115,6 +116,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, a row each")
     args = command.arguments(parser)
     models, slices = args.models.split(","), args.slices.split(",")
+    command.check_names(models, PRESETS)
+    command.check_names(slices, SLICES)
     found = []
     for kind in ("strong", "weak"):
         its = [row for model in models for row in rows(model, kind, slices)]

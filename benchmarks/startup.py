@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -83,9 +84,13 @@ def main() -> None:
         metavar="PYTHON",
         help="the Python that MaxText is installed for; run it as well",
     )
-    parser.add_argument("--times", type=int, default=1, help="measure so often, one after the other, and print medians")
+    parser.add_argument(
+        "--times", type=command.at_least(1), default=1, help="measure so often, one after the other, and print medians"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
     args = command.arguments(parser)
+    if args.maxtext and not shutil.which(args.maxtext):
+        raise ValueError(f"--maxtext={args.maxtext} is no Python that can be run")
     found_here, found_there = [], []
     for _ in range(args.times):
         found_here.append(measure(ours, r"^\s*step .*loss", {}))
