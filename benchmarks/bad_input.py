@@ -1,0 +1,353 @@
+"""Bad command lines over every program: each ends within 10 s with a sentence and a status, before any work begins.
+
+    python benchmarks/bad_input.py                  all of them, minutes
+    python benchmarks/bad_input.py train.py data    those of programs with these words in their command
+
+They are generated from the flags that each program's parser has (wrong types, empty, negative and huge values, nan,
+URLs, values for switches, typos), and some are written by hand. Each runs in a fork of this process, which has imported
+everything once. What it would work with, a compile or another program, ends it: the line was accepted. That is a fault,
+as a traceback is, or silence, but for the lines of RIGHT.
+"""
+
+import argparse
+import importlib
+import math
+import os
+import random
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import command
+
+LIMIT_S = 10
+BEGAN = 99  # status of a fork that would have begun its work
+OF_EACH_PROGRAM = 24  # generated lines, at most; of train.py all
+PROGRAMS = [
+    path.relative_to(ROOT).as_posix()
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")])
+    if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8") and path.name != Path(__file__).name
+]
+WRONG = {
+    "int": ["", "x", "1.5", "nan", "1e3", "-7", "0x10", "9" * 40],
+    "float": ["", "x", "nan", "inf", "-inf", "1e999", "1,5", "-7.5"],
+    "path": ["s3://bucket/x", "file:///x", "~nobody-here/x"],
+    "str": ["no such value"],
+    "switch": ["1", "true", ""],
+    "choice": ["", "no_such_choice"],
+}
+# Lines that are accepted because they are right: a pattern, and why.
+RIGHT = {
+    r"^bundles.py (flash:no_such|no_such_module:f)": "its child tells, with its compiler's words",
+    r"^kernels.py tune gmm --K=1$": "a sum of one",
+    r"^data.py show --seq_len=9{11}$": "",
+    r"^benchmarks/faults.py --jobs=9": "",
+    r"^train.py --mesh=$": "all axes of size 1: one device",
+}
+BY_HAND = """
+kernels.py tune attention --T=0
+kernels.py tune attention --dtype=int3
+kernels.py tune attention --head_dim=0
+kernels.py tune gmm --E=0
+kernels.py tune gmm --K=1
+kernels.py tune
+kernels.py tune conv
+roofline.py
+roofline.py stp
+roofline.py matmul --m=1.5 --k=8 --n=8
+roofline.py matmul --m=1e300 --k=8 --n=8
+roofline.py matmul --m=0 --k=8 --n=8
+roofline.py collective all_reduce --bytes=nan
+roofline.py collective all_reduce --bytes=1e999
+roofline.py collective
+roofline.py step --topology=tpu7x:0x0x0
+roofline.py step --topology=tpu7x
+roofline.py step --topology=
+roofline.py step --num_slices=0
+roofline.py plan --chips=0
+roofline.py plan --chips=-4
+roofline.py cost --goodput=0
+data.py
+data.py prepare
+data.py prepare /nowhere --out=/tmp/bad_input.bin
+data.py prepare /dev/null --out=/tmp/bad_input.bin
+data.py prepare README.md --out=/dev/null/x.bin
+data.py prepare README.md --out=/dev/null
+data.py prepare README.md --out=/
+data.py prepare README.md --out=README.md
+data.py show /nowhere
+data.py show README.md
+data.py show /
+data.py show /dev/null
+data.py show --seq_len=0
+data.py show --seq_len=99999999999
+hardware.py v9
+hardware.py tpu7
+recipes.py no-such-recipe
+recipes.py --better --what_if
+compiled.py (
+compiler_flags.py --workload=
+schedule.py
+schedule.py /nowhere
+schedule.py /dev/null
+schedule.py README.md
+timeline.py
+timeline.py /nowhere
+timeline.py /dev/null
+bundles.py
+bundles.py flash
+bundles.py flash:no_such
+bundles.py no_such_module:f
+bundles.py flash:build_forward x
+dense.py --size=1,2
+dense.py --size=0,0,0
+dense.py --tiles=x
+aot.py --topology=v2:4x4
+aot.py --kernel=x
+aot.py --compare=all
+aot.py --topology=tpu7x:1x1x1 --mesh=fsdp:7
+remat.py --remat=most
+remat.py --topology=tpu9:2x2x1
+train.py --corpus=/nowhere
+train.py --corpus=/
+train.py --corpus=/dev/null
+train.py --corpus=README.md
+train.py --metrics_file=/
+train.py --metrics_file=/dev/null/x
+train.py --profile_dir=/dev/null
+train.py --profile_dir=README.md
+train.py --checkpoint_dir=README.md
+train.py --checkpoint_dir=/dev/null/x
+train.py --mesh=
+train.py --mesh=fsdp
+train.py --mesh=fsdp:0
+train.py --mesh=fsdp:-8
+train.py --mesh=fsdp:8,fsdp:8
+train.py --mesh=fsdp:3
+train.py --mesh=pipe:8
+train.py --mesh=banana:8
+train.py --preset=
+train.py --preset=gpt-5
+train.py --recipe=x
+train.py --vocab_size=2
+train.py --seq_len=1000000000000
+train.py --batch=7
+train.py --num_heads=7
+train.py --model_dim=7
+train.py --dtype=float16
+train.py --remat=auto
+train.py --remat=custom --remat_tensors=x
+train.py --fp8=static
+train.py --fp8=static --fp8_scales=/nowhere
+train.py --coordinator=x
+train.py --coordinator=localhost:0
+train.py --num_processes=2
+train.py --xla_flags=nonsense
+train.py --xla_flags=xla_no_such=1
+train.py --profile_steps=5:3
+train.py --steps
+train.py steps=5
+train.py -steps=5
+train.py --steps 5 6
+train.py \u2014\u2014steps=5
+benchmarks/cases.py no-such
+benchmarks/memory.py no-such
+benchmarks/readme.py no-such
+benchmarks/collectives.py --topology=x
+benchmarks/composition.py 0
+benchmarks/composition.py 9999
+benchmarks/composition.py 5 4
+benchmarks/endurance.py --models=
+benchmarks/endurance.py --models=x
+benchmarks/endurance.py --ways=x
+benchmarks/endurance.py --steps=3
+benchmarks/endurance.py --folder=/nowhere
+benchmarks/experts.py --seeds=
+benchmarks/experts.py --seeds=a
+benchmarks/experts.py --seeds=-1
+benchmarks/experts.py --steps=0
+benchmarks/fp8_quality.py --models=
+benchmarks/fp8_quality.py --recipes=x
+benchmarks/fp8_quality.py --steps=3
+benchmarks/fp8_quality.py --folder=/nowhere
+benchmarks/fp8_quality.py run --seeds=x
+benchmarks/kernels.py --only=(
+benchmarks/kernels.py --only=nothing_of_the_kind
+benchmarks/scaling.py --models=
+benchmarks/scaling.py --models=x
+benchmarks/scaling.py --slices=x
+benchmarks/startup.py --times=0
+benchmarks/startup.py --maxtext=/nowhere/python
+benchmarks/faults.py no-such
+""".strip().splitlines()
+
+
+class _FoundError(Exception):
+    pass
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """{command: its parser} of every program, and of the commands that it has."""
+    found = {}
+
+    def add(line: str, parser: argparse.ArgumentParser) -> None:
+        found[line] = parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, its in action.choices.items():
+                    add(f"{line} {name}", its)
+
+    def keep(parser, argv=None):
+        raise _FoundError(parser)
+
+    arguments, argv = command.arguments, sys.argv
+    command.arguments = keep
+    try:
+        for program in PROGRAMS:
+            sys.argv = [program]
+            try:
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            except _FoundError as error:
+                add(program, error.args[0])
+    finally:
+        command.arguments, sys.argv = arguments, argv
+    return found
+
+
+def kind_of(action: argparse.Action) -> str:
+    if action.choices:
+        return "choice"
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return "switch"
+    if action.type is command.path:
+        return "path"
+    number = action.type if action.type in (int, float) else type(action.default)
+    return number.__name__ if number in (int, float) else "str"
+
+
+def generated(line: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Bad command lines for the flags of a parser."""
+    flags = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    lines = [f"{line} --no_such_flag_at_all", f"{line} --zzz=3"]
+    for action in flags:
+        name = action.option_strings[-1] if "--no-" not in action.option_strings[-1] else action.option_strings[0]
+        lines += [f"{line} {name}={value}" for value in WRONG[kind_of(action)]]
+        lines.append(f"{line} {name}x=1")
+        if kind_of(action) != "switch":
+            lines.append(f"{line} {name}")
+    if line != "train.py" and len(lines) > OF_EACH_PROGRAM:
+        lines = lines[:2] + random.Random(line).sample(lines[2:], OF_EACH_PROGRAM - 2)
+    return lines
+
+
+def lines(words: list[str], sample: int = 0) -> list[str]:
+    """All command lines, of commands with one of some words in them; or so many of them, evenly chosen."""
+    found = BY_HAND + [one for line, parser in parsers().items() for one in generated(line, parser)]
+    found = [line for line in dict.fromkeys(found) if not words or any(word in line.split("--")[0] for word in words)]
+    return found[:: max(1, math.ceil(len(found) / sample))] if sample else found
+
+
+def outcome(line: str) -> tuple[str, str]:
+    """(verdict, last line of stderr) of a command line in a fork: refused, accepted, silent, traceback or hung."""
+    program, *rest = line.split(" ", 1)
+    given = re.split(r" (?=-)| (?![^-]*such value)", rest[0]) if rest else []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if not child:
+            _child(program, given, out.fileno(), err.fileno())
+        status, ends = None, time.monotonic() + LIMIT_S
+        while status is None and time.monotonic() < ends:
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if pid else time.sleep(0.01)
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        err.seek(0)
+        said = err.read().decode(errors="replace")
+    last = (said.strip().splitlines() or [""])[-1]
+    if status is None:
+        return "hung", last
+    if "Traceback (most recent" in said or status < 0:
+        return "traceback", last
+    if status in (0, BEGAN):
+        return "accepted", last
+    return "refused" if re.search(r"\w: \S", last) else "silent", last
+
+
+def _child(program: str, given: list[str], out: int, err: int) -> None:
+    def began(*_, **__):
+        os._exit(BEGAN)
+
+    os.setsid()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, errors="backslashreplace") for number in (1, 2))
+    sys.argv = [str(ROOT / program), *given]
+    import subprocess
+
+    import jax
+
+    subprocess.Popen.__init__ = jax.stages.Lowered.compile = began
+    status = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def reason(line: str) -> str | None:
+    """Why a line is right, if it is."""
+    return next((why for pattern, why in RIGHT.items() if re.search(pattern, line)), None)
+
+
+def prepared() -> None:
+    """All modules imported, on simulated devices, once for all forks."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    for path in ROOT.glob("*.py"):
+        if path.stem != "train" or "train" not in sys.modules:
+            importlib.import_module(path.stem)
+
+
+def main() -> None:
+    parser = command.parser(__file__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="of the commands to try; default: all")
+    parser.add_argument("--sample", type=command.at_least(0), default=0, help="try so many, evenly chosen; 0 is all")
+    args = command.arguments(parser)
+    prepared()
+    chosen = lines(args.words, args.sample)
+    if not chosen:
+        raise ValueError(f"no program has {' or '.join(args.words)} in its command")
+    counts, faults = Counter(), []
+    for line in chosen:
+        verdict, last = outcome(line)
+        right = verdict == "accepted" and reason(line)
+        counts[line.split()[0], "right" if right else verdict] += 1
+        if verdict != "refused" and not right:
+            faults.append(line)
+            print(f"{verdict:10} {line}\n           {last[:200]}", flush=True)
+    verdicts = ("refused", "right", "accepted", "silent", "traceback", "hung")
+    print(f"\n{'':28}" + "".join(f"{verdict:>11}" for verdict in verdicts))
+    for program in sorted({program for program, _ in counts}):
+        print(f"{program:28}" + "".join(f"{counts[program, verdict]:11}" for verdict in verdicts))
+    print(f"{len(chosen)} command lines, {len(faults)} faults")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    command.run(main)
