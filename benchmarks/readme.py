@@ -112,6 +112,10 @@ def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
 
+def cliffs() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/cliffs.py"))
+
+
 def recipes() -> str:
     return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=figures/recipes.png"))
 
@@ -137,6 +141,7 @@ BLOCKS = {
     "fp8 quality": fp8_quality,
     "endurance": endurance,
     "memory of 70B": memory_of_70b,
+    "cliffs": cliffs,
     "recipes": recipes,
     "better recipes": better_recipes,
     "what if": what_if,

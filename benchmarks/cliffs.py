@@ -1,0 +1,148 @@
+"""Sizes around each round one: which of them cost much more than their neighbours, counted.
+
+    python benchmarks/cliffs.py            the table; compiles nothing
+
+Of steps: seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence a device. Of
+kernels: what their blocks add, scores past the end of a sequence (flash.py), or experts' tiles so narrow that HBM
+cannot feed the matrix units (groups.py): with r rows and c columns a tile multiplies r c / (r + c) FLOPs for each byte,
+and C/W = 313 of them hide the reading. A size above 1.3 times the cheapest, or one that is refused, has its reason.
+
+Compiled, Llama 3.1 8B in one layer on fsdp:8, a sequence a device: 90.0 ms of 8,192 tokens, 87.0 of 8,191, a prime.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax.numpy as jnp
+
+import command
+import flash
+import groups
+from config import from_preset
+from hardware import CHIPS, parse_topology
+from step import predict
+from workload import run_of
+
+LIMIT = 1.3
+DENSE = dict(preset="llama3.1-8b", num_layers=2, mesh="data:8", batch=8, remat="none")
+MIXTURE = dict(preset="qwen3-30b-a3b", num_layers=2, mesh="data:8", batch=8, remat="none")
+
+
+def step_s(**flags) -> float:
+    """Predicted seconds for each FLOP of the model."""
+    found = predict(run_of(from_preset(**flags), *parse_topology("tpu7x:2x2x1")))
+    return found.step_s / found.flops_per_step
+
+
+def scores(T: int) -> float:
+    """Rows of queries times rows of keys that the blocks of flash.py have, over T^2."""
+    blocks = flash.default_blocks(T, T, 128, 128)
+    padded = lambda rows: -(-T // rows) * rows
+    return padded(blocks.queries) * padded(blocks.keys) / T**2
+
+
+def expert_s(K: int, N: int) -> float | None:
+    """Of x [rows, K] times a matrix [K, N] of each expert: time over that of the matrix units alone, by its tiles."""
+    try:
+        tiles = groups.default_tiles(65_536, K, N, 16, jnp.bfloat16)
+    except ValueError:
+        return None
+    chip = CHIPS["tpu7x"]
+    ridge = chip.flops_per_s("bf16") / chip.hbm_bytes_per_s
+    return max(1.0, ridge * (tiles.rows + tiles.cols) / (tiles.rows * tiles.cols))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Sizes that are neighbours, and what one costs; `why` of those that cost more than LIMIT times the cheapest."""
+
+    name: str
+    sizes: tuple[int, ...]
+    cost: Callable[[int], float | None]
+    why: str = ""
+
+
+def around(size: int, step: int = 1) -> tuple[int, ...]:
+    return size - step, size, size + step
+
+
+def _of(model: dict, name: str, **more) -> Callable[[int], float]:
+    return lambda size: step_s(**model | more | {name: size})
+
+
+SWEEPS = [
+    *(Sweep("seq_len", around(T), _of(DENSE, "seq_len")) for T in (1024, 8192, 131_072)),
+    Sweep("batch", around(64, 8), _of(DENSE, "batch")),
+    *(Sweep("vocab_size", around(V), _of(DENSE, "vocab_size")) for V in (50_257, 128_256)),
+    *(Sweep("loss_chunk", around(c), _of(DENSE, "loss_chunk")) for c in (1024, 4096)),
+    *(Sweep("model_dim", around(D), _of(DENSE, "model_dim")) for D in (2048, 4096)),
+    Sweep("model_dim, fsdp:8", around(4096, 8), _of(DENSE, "model_dim", mesh="fsdp:8")),
+    Sweep("model_dim, fsdp:2,expert:4", around(2048, 8), _of(MIXTURE, "model_dim", mesh="fsdp:2,expert:4")),
+    *(Sweep("ff_dim", around(F), _of(DENSE, "ff_dim")) for F in (4096, 14_336)),
+    *(Sweep("num_heads", around(N), _of(DENSE, "num_heads", num_kv_heads=1)) for N in (16, 32)),
+    *(Sweep("head_dim", around(H, 2), _of(DENSE, "head_dim")) for H in (128, 256)),
+    Sweep("window", around(1024), _of(DENSE, "window")),
+    *(Sweep("num_experts", around(E), _of(MIXTURE, "num_experts")) for E in (64, 128)),
+    Sweep("expert_dim", around(768), _of(MIXTURE, "expert_dim")),
+    *(Sweep("scores of flash.py, T", around(T), scores) for T in (8192, 131_072)),
+    Sweep(
+        "scores of flash.py, T",
+        around(1024),
+        scores,
+        "a tile of 256 queries and one of 512 keys more, almost empty; of longer sequences that is a smaller part",
+    ),
+    *(Sweep("columns of experts, K 2048", around(M, 128), lambda M: expert_s(2048, M)) for M in (768, 1408)),
+    Sweep("columns of experts, K 4096", around(1536, 128), lambda M: expert_s(4096, M)),
+    Sweep(
+        "columns of experts, K 4096",
+        around(14_336, 128),
+        lambda M: expert_s(4096, M),
+        "tiles are as wide as a multiple of 128 that divides the columns: 14,464 is 113 times 128, and 113 a prime",
+    ),
+    Sweep(
+        "columns of experts, K 7168",
+        around(2048, 128),
+        lambda M: expert_s(7168, M),
+        "2,176 columns are 17 times 128, and all at once too many for VMEM beside rows of 7,168",
+    ),
+    Sweep(
+        "columns of experts, K 4096",
+        around(14_336),
+        lambda M: expert_s(4096, M),
+        "no multiple of 128 divides them, and all at once are too many for VMEM: refused, with the bytes",
+    ),
+]
+
+
+def ratios(sweep: Sweep) -> dict[int, float | None]:
+    """Of each size its cost over that of the cheapest."""
+    costs = {size: sweep.cost(size) for size in sweep.sizes}
+    least = min(cost for cost in costs.values() if cost is not None)
+    return {size: None if cost is None else cost / least for size, cost in costs.items()}
+
+
+def table() -> str:
+    lines = ["| what | sizes: cost over that of the cheapest | why |", "|---|---|---|"]
+    for sweep in SWEEPS:
+        found = ratios(sweep)
+        shown = ", ".join(f"{size:,}: " + ("refused" if x is None else f"{x:.2f}") for size, x in found.items())
+        above = any(x is None or x > LIMIT for x in found.values())
+        lines.append(f"| {sweep.name} | {shown} | {sweep.why if above else ''} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    command.arguments(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
+    print(table())
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,31 @@
+"""No size costs much more than its neighbours without a word: what benchmarks/cliffs.py counts."""
+
+import re
+
+import pytest
+
+import transformer
+from benchmarks import cliffs
+
+
+@pytest.mark.parametrize("sweep", cliffs.SWEEPS, ids=lambda sweep: f"{sweep.name} {sweep.sizes[1]}")
+def test_a_size_above_its_neighbours_says_why(sweep):
+    """And no reason outlives its cliff."""
+    found = cliffs.ratios(sweep)
+    above = any(ratio is None or ratio > 1.3 for ratio in found.values())
+    assert above == bool(sweep.why), found
+
+
+def test_a_length_whose_chunks_must_divide_it_would_be_seen(monkeypatch):
+    """8,191 is a prime: one position at a time, the sum of the unembedding's gradients 8,191 times."""
+    dividing = lambda config, sequences, positions, vocabulary: max(c for c in range(1, 1025) if positions % c == 0)
+    monkeypatch.setattr(transformer, "loss_chunk", dividing)
+    (sweep,) = (sweep for sweep in cliffs.SWEEPS if sweep.name == "seq_len" and sweep.sizes[1] == 8192)
+    assert cliffs.ratios(sweep)[8191] > 50
+
+
+def test_the_table_is_the_one_of_today():
+    written = re.search(
+        r"<!-- predicted: cliffs -->\n(.*?)\n<!-- end -->", (cliffs.ROOT / "RESULTS.md").read_text(), re.DOTALL
+    )
+    assert written[1] == cliffs.table()
