@@ -112,7 +112,7 @@ MESHES = [
     if np.prod(sizes) == 8
 ]
 OPTIONS = [
-    dict(),
+    dict(norm_eps=0.1, rope_theta=50.0),  # other than those that might stand in the code
     dict(prefetch=False),
     dict(microbatches=2),
     dict(shard_update=True),
@@ -275,7 +275,7 @@ def test_optimizers_equal_the_reference(optimizer):
 
 
 VARIANTS = [  # two in a model where they are of different parts of it
-    dict(qk_norm=True, z_loss=0.01),
+    dict(qk_norm=True, z_loss=0.01, norm_eps=0.1),
     dict(qkv_bias=True, tied_embeddings=True),
     dict(window=5),
     dict(window=5, global_every=2),
@@ -286,7 +286,7 @@ VARIANTS = [  # two in a model where they are of different parts of it
     dict(model_dim=40),  # shards of no whole registers, which travel as blocks
 ]
 EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
-LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6)
+LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6, norm_eps=0.1)
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
 
 
@@ -329,7 +329,7 @@ MIXTURES = {
     "deepseek": EXPERTS
     | dict(num_shared_experts=2, num_dense_layers=1, router_scores="sigmoid", router_groups=4, router_groups_kept=2)
     | dict(router_scale=2.5, selection_bias=True, load_balance_loss=0.0, kv_lora_rank=16, q_lora_rank=8)
-    | dict(rope_head_dim=4, num_kv_heads=16),
+    | dict(rope_head_dim=4, num_kv_heads=16, rope_theta=50.0),
     "gpt-oss": EXPERTS
     | dict(expert_bias=True, swiglu_limit=0.5, window=5, global_every=2, attention_sinks=True, output_bias=True)
     | dict(num_dense_layers=1, experts_per_token=3),
