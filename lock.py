@@ -21,10 +21,11 @@ import os
 import pathlib
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
+
+import outputs
 
 BEAT_S, SILENCE_S, SETTLES_S = 10, 35, 2
 
@@ -138,9 +139,8 @@ def _create(file, text: str) -> bool:
 def _replace(file, text: str) -> None:
     """Writes a file; a reader finds all of the old or all of the new text, as he always does in a bucket."""
     if isinstance(file, pathlib.Path):
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix="lock", delete=False) as unfinished:
+        with outputs.replacing(file) as unfinished:
             unfinished.write(text)
-        os.replace(unfinished.name, file)
     else:
         file.write_text(text)
 

@@ -720,7 +720,7 @@ def test_command_line_errors_are_one_line(tmp_path):
         (("prepare", bad, *out), f"{bad} is no UTF-8 text: invalid start byte at byte 3"),
         (("prepare", tmp_path / "none", *out), f"No such file or directory: '{tmp_path / 'none'}'"),
         (("prepare", tmp_path / "folder", *out), f"no UTF-8 text in {tmp_path / 'folder'}; 1 files"),
-        (("show", "--seq_len=0"), "--seq_len=0 must be at least 1"),
+        (("show", "--seq_len=0"), "'0' must be a whole number of at least 1"),
         (("show", bad), f"{bad} has 4 bytes: too short"),
         (("show", tmp_path / "corpus.bin"), "use --seq_len="),
     ):
