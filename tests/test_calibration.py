@@ -103,10 +103,14 @@ def test_files_that_cannot_be_used(tmp_path):
     check("is no profile", text="[]")
     check("is no profile", text='{"of": {}}')
     check("of another run: ff_dim is 32 there and 64 here; ", ff_dim=64)
+    check("of another run: batch is 16 there and 32 here; ", batch=32)
     check("of another run: fp8_modules is 'qkv,out,mlp,moe' there and 'mlp' here", fp8_modules="mlp")
     less = json.loads(good)
     del less["largest"]["w_o"]
     check("a number for each operand of each layer", text=json.dumps(less))
+    negative = json.loads(good)
+    negative["largest"]["w_o"]["dy"][1] = -1.0
+    check("a number for each operand of each layer", text=json.dumps(negative))
     check("fp8=calibrate needs --fp8_scales=FILE", fp8="calibrate", fp8_scales="")
     check("has no effect: fp8=dynamic finds its scales without a file", fp8="dynamic")
 
