@@ -108,6 +108,10 @@ def endurance() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/endurance.py", "plot"))
 
 
+def planted_errors() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/mutants.py", "--by=kind"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -140,6 +144,7 @@ BLOCKS = {
     "tuned sizes": tuned_sizes,
     "fp8 quality": fp8_quality,
     "endurance": endurance,
+    "planted errors": planted_errors,
     "memory of 70B": memory_of_70b,
     "cliffs": cliffs,
     "recipes": recipes,
