@@ -730,6 +730,8 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
 
 def print_step(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
+    if not hasattr(args, "preset"):  # tiny is for the 8 devices of a host
+        args.default_topology = "tpu7x:2x2x1"
     topology, num_slices = config_lib.slice_of(args)
     found = predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
     if args.plot:

@@ -6,7 +6,6 @@ The state is the weights of some layers and both of Adam's moments, float32, dra
 simulated devices. A save ends when its last byte is written. Saves and checksums take turns, thrice; the medians count.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import checksums
+import command
 import parameters
 import placement
 import sharding
@@ -36,12 +36,13 @@ def seconds(function) -> float:
 
 def main(argv: list[str] | None = None) -> float:
     """Prints the times, and returns the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser = command.parser(__file__)
+    parser.add_argument("--layers", type=command.at_least(1), default=2, help="layers of the model")
     parser.add_argument("--mesh", default="fsdp:8", help="of eight devices")
     parser.add_argument("--preset", default="llama3.1-8b", help="the model")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the state is saved, and removed")
-    args = parser.parse_args(argv)
+    about = "where the state is saved, and removed"
+    parser.add_argument("--folder", type=command.path, default=tempfile.gettempdir(), help=about)
+    args = command.arguments(parser, argv)
     import orbax.checkpoint as ocp
 
     jax.config.update("jax_platforms", "cpu")
@@ -87,4 +88,4 @@ def main(argv: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -270,3 +270,9 @@ def test_help_is_quick_and_helps():
     assert own < 8 * bare
     assert "collective" in run.stdout and "python roofline.py collective all_reduce --bytes=1e9" in run.stdout
     assert "matmul" in run.stdout
+
+
+def test_a_step_of_the_defaults(capsys):
+    """The default model is for a host's 8 devices, and not for the slice that other models are predicted on."""
+    assert ran(capsys, "step").startswith("tiny on tpu7x:2x2x1, 4 chips, predicted")
+    assert "128 chips" not in ran(capsys, "step --preset=llama3.1-8b --batch=128").splitlines()[0]
