@@ -10,7 +10,6 @@ and C/W = 313 of them hide the reading. A size above 1.3 times the cheapest, or 
 Compiled, Llama 3.1 8B in one layer on fsdp:8, a sequence a device: 90.0 ms of 8,192 tokens, 87.0 of 8,191, a prime.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,9 +137,7 @@ def table() -> str:
 
 
 def main() -> None:
-    command.arguments(
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    )
+    command.arguments(command.parser(__file__))
     print(table())
 
 
