@@ -189,7 +189,7 @@ def test_sharded_matmul_json(capsys):
     [
         ([], "--m, --k and --n"),
         (["--m=1", "--k=1"], "--m, --k and --n"),
-        (["--m=1", "--k=1", "--n=0"], "over 0"),
+        (["--m=1", "--k=1", "--n=0"], "must be a number of at least 1"),
         (["--m=1", "--k=1", "--n=1", "--mesh=X:4"], "or a notation with --sizes"),
         (["--m=1", "--k=1", "--n=1", "--chip=v9"], "'v9'; there are v2"),
         (["--m=1", "--k=1", "--n=1", "--dtype=fp4"], "'fp4' is not one of"),
