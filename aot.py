@@ -102,8 +102,9 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     """The step of train.py for the devices of a topology, as jax lowers it: nothing is compiled yet, or made.
 
     Raises:
-      ValueError: the mesh does not make up the devices, or cannot cut the model or the batch.
+      ValueError: there is no such slice, the mesh does not make up its devices, or cannot cut the model or the batch.
     """
+    import jax
     from jax.experimental import topologies
 
     import sharding
@@ -114,7 +115,15 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
         raise ValueError(f"{topology}: there is no compiler for a chip that is not there; roofline.py predicts it")
     options = {"wrap": tuple(axis.wrap for axis in chip.axes(chips))} if chip.torus_axes == 3 else {}
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        if "opology" not in str(error):
+            raise
+        raise ValueError(
+            f"topology={topology}: libtpu has no such slice ({error}); a slice is of whole hosts, {by(chip.host)} "
+            "chips each; roofline.py predicts a part of one"
+        ) from None
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
     config = rules.settled(config, dict(mesh.shape))
     rules.check(config, dict(mesh.shape))

@@ -163,6 +163,11 @@ def test_a_program_grows_neither_with_its_layers_nor_with_its_devices():
 # -- refusals
 
 
+def test_a_part_of_a_host_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match=r"topology=tpu7x:1x1x1: libtpu has no such slice .* 2x2x1 chips each"):
+        aot.lower_step(Config(mesh="fsdp:2"), "tpu7x:1x1x1")
+
+
 BETWEEN = dict(batch=32, seq_len=512, vocab_size=2048, num_layers=2, model_dim=1024, ff_dim=1024, num_heads=4) | dict(
     num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full"
 )
