@@ -55,7 +55,7 @@ def reached(config: Config) -> Iterator[dict]:
 
     Leaves when all processes have done it and agree. With one process it does nothing.
 
-    Raises ValueError, on all processes, with the first differences, or with what keeps one of them from starting.
+    Raises OSError, on all processes, with the first differences, or with what keeps one of them from starting.
     """
     more, problem = {}, None
     try:
@@ -86,7 +86,7 @@ def reached(config: Config) -> Iterator[dict]:
         (folder / _MARK_FILE).unlink(missing_ok=True)
     if differing := differences([facts for facts, _ in everyone]):
         more = f", and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-        raise ValueError(
+        raise OSError(
             f"the processes of this run disagree: {'; '.join(differing[:SHOWN])}{more}: start all of them with the "
             "same command, code and files"
         )
@@ -94,7 +94,7 @@ def reached(config: Config) -> Iterator[dict]:
         raise problem
     for index, (_, problem) in enumerate(everyone):
         if problem:
-            raise ValueError(f"process {index} cannot start: {problem}")
+            raise OSError(f"process {index} cannot start: {problem}")
 
 
 def decided_by(config: Config) -> dict[str, str]:

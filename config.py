@@ -328,7 +328,7 @@ class Config:
         if self.process_id < -1:
             raise ValueError(f"process_id={self.process_id} must be at least 0; -1 is to ask the environment")
         for field in dataclasses.fields(self):  # no dim, count or time of a run is larger
-            value, bits = getattr(self, field.name), 62 if field.name == "seed" else 31
+            value, bits = getattr(self, field.name), 32 if field.name == "seed" else 31
             if field.type is int and value >= 2**bits:
                 raise ValueError(f"{field.name}={value} must be under 2^{bits}")
         for name in ("beta1", "beta2", "warmup_ratio"):

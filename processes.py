@@ -37,8 +37,9 @@ def start(config: Config) -> list[jax.Device]:
     Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
     0.10 takes a thread of a device for copies, and with none to spare waits for ever.
 
-    Raises ValueError where process 0 cannot listen, the others cannot be found, or JAX_PLATFORMS names no device that
-    is here; and on Windows.
+    Raises:
+      ValueError: the others cannot be found, JAX_PLATFORMS names no device that is here, or this is Windows.
+      OSError: process 0 cannot listen.
     """
     if sys.platform == "win32":
         raise ValueError("this runs on Linux, on macOS, and on Windows in WSL: https://learn.microsoft.com/windows/wsl")
@@ -101,7 +102,7 @@ def _devices() -> list[jax.Device]:
 
 
 def check_port(address: str) -> None:
-    """Raises ValueError where process 0 cannot listen: jax would end in C++, and the others wait five minutes."""
+    """Raises OSError where process 0 cannot listen: jax would end in C++, and the others wait five minutes."""
     host, _, port = address.rpartition(":")
     refused, listened = None, False
     try:
@@ -116,7 +117,7 @@ def check_port(address: str) -> None:
         if not listened:
             raise refused
     except OSError as error:
-        raise ValueError(
+        raise OSError(
             f"process 0 cannot listen at {address} ({error}): if a run before this one is still there, end it, or name "
             "another port to all processes; if process 0 has another address than the one by which the others reach "
             "it, set JAX_COORDINATOR_BIND_ADDRESS"

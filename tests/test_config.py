@@ -166,7 +166,7 @@ AT_LEAST_1 = (
     + [
         (dict(learning_rate=float("nan")), "learning_rate=nan must be at least 0"),
         (dict(learning_rate=float("inf")), "learning_rate=inf must be at least 0, and finite"),
-        (dict(seed=2**62), "seed=4611686018427387904 must be under 2^62"),
+        (dict(seed=2**32), "seed=4294967296 must be under 2^32"),
         (dict(steps=2**31), "steps=2147483648 must be under 2^31"),
         (dict(clip_norm=-1.0), "clip_norm=-1.0 must be at least 0"),
         (dict(seed=-1), "seed=-1 must be at least 0"),

@@ -159,7 +159,7 @@ def test_an_address_that_is_not_here_is_refused_at_once(values, tmp_path):
 def test_an_address_in_the_environment_alone_is_no_run(address, values, tmp_path, monkeypatch):
     program = f"import os, runpy; os.environ['JAX_COORDINATOR_ADDRESS'] = '{address}'; "
     program += "runpy.run_path('train.py', run_name='__main__')"
-    assert start(values, tmp_path / "0.out", program=("-c", program)).wait(20) == 1
+    assert start(values, tmp_path / "0.out", program=("-c", program)).wait(20) == 2
     said = (tmp_path / "0.err").read_text()
     assert said.startswith(f"train.py: error: JAX_COORDINATOR_ADDRESS={address} is not all: ")
     assert "--coordinator=HOST:PORT, --num_processes=N and --process_id=I" in said and said.count("\n") == 1
