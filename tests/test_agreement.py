@@ -65,7 +65,7 @@ OWN_FOLDER = """
 import dataclasses, os, sys
 import config, data, train
 
-run = config.parse_flags(sys.argv[1:], prog="", description="")
+run = config.parse_flags(config.__file__, sys.argv[1:])
 os.chdir(f"{folder}/{{run.process_id}}")
 try:
     train.run(dataclasses.replace(run, {flag}="{path}"))
