@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import signal
 
 import compiler_flags
 
@@ -12,6 +13,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # takes twice as l
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
 compiler_flags.without_tpu()
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup pytest: a program that a test starts would ignore it, too
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 import jax  # noqa: E402
 
