@@ -190,6 +190,30 @@ def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
     assert int(state.step) in (2, 4, 6)
 
 
+DAMAGED_FOR_THE_SECOND = """
+import sys
+import command, config, data, train
+
+def damaged(*args, read=data.train_batch, **options):
+    if args[1] == 12 and "--process_id=1" in sys.argv:
+        raise data.DamagedError("squares.bin is damaged")
+    return read(*args, **options)
+
+data.train_batch = damaged
+train.CONFIG, train.BEGUN = config.parse_flags(config.__file__, sys.argv[1:]), None
+command.run(train.main)
+"""
+
+
+def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_sentence(values, tmp_path):
+    """And neither waits for the other."""
+    ends = start_two(values | dict(save_every=5, peer_timeout=300), tmp_path, program=("-c", DAMAGED_FOR_THE_SECOND))
+    assert [process.wait(120) for process in ends] == [1, 1]
+    assert (tmp_path / "1.err").read_text() == "train.py: error: squares.bin is damaged\n"
+    assert (tmp_path / "0.err").read_text().splitlines()[-1] == f"train.py: error: {LOST_PEER}"
+    assert max(steps_in(tmp_path / "checkpoints")) == 10
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_termination_of_one_process_ends_both_behind_the_same_step(number, values, one, tmp_path):
     processes = start_two(values, tmp_path)
