@@ -180,7 +180,8 @@ def machine() -> str:
 
 def table(kept: dict) -> str:
     """By kind, and the flips."""
-    rows = [
+    rows = [f"On {kept['machine']}, seeds {1000 * kept['seed']} and up, measured:", ""]
+    rows += [
         "| drill | trials | held | broken | not possible here | starts | seconds |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -112,6 +112,10 @@ def planted_errors() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/mutants.py", "--by=kind"))
 
 
+def faults() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/faults.py", "--table"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -145,6 +149,7 @@ BLOCKS = {
     "fp8 quality": fp8_quality,
     "endurance": endurance,
     "planted errors": planted_errors,
+    "faults": faults,
     "memory of 70B": memory_of_70b,
     "cliffs": cliffs,
     "recipes": recipes,
