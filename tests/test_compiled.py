@@ -136,7 +136,15 @@ OF_THE_PROGRAM = {  # another value of each, with what it needs to have an effec
 }
 OF_THE_RUN = dict(  # the program does not know of these
     corpus="c.bin", eval_every=7, eval_batches=3, log_every=3, metrics_file="m", sample=5, profile_dir="p"
-) | dict(profile_steps="1:2", checkpoint_dir="c", save_every=3, keep_checkpoints=4, num_processes=2, process_id=1)
+) | dict(
+    profile_steps="1:2",
+    checkpoint_dir="c",
+    save_every=3,
+    keep_checkpoints=4,
+    skip_damaged_checkpoints=True,
+    num_processes=2,
+    process_id=1,
+)
 OF_THE_RUN |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
 NUMBERS = dict(  # constants in it, and nothing else
     steps=70, seed=3, learning_rate=0.1, warmup_ratio=0.2, final_lr_ratio=0.3, weight_decay=0.4, beta1=0.5, beta2=0.6
