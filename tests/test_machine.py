@@ -60,6 +60,18 @@ def test_a_model_that_cannot_be_here_is_refused_before_there_are_devices(monkeyp
         train.run(Config(mesh="fsdp:999999"))
 
 
+def test_a_star_takes_about_eight_simulated_devices():
+    numbers = {mesh: processes.num_simulated(mesh) for mesh in ("fsdp:*", "data:3,fsdp:*", "data:16,fsdp:*", "fsdp:2")}
+    assert [*numbers.values()] == [8, 6, 16, 2]
+
+
+def test_memory_is_what_is_available_and_not_what_there_is(monkeypatch, tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\nSwapTotal: 32 kB\nSwapFree: 2 kB\n")
+    monkeypatch.setattr(machine, "Path", {"/proc/meminfo": meminfo}.get)
+    assert machine._of_meminfo() == (8 + 2) * 1024
+
+
 def test_memory_is_what_the_system_or_its_container_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "_CGROUPS", (str(tmp_path / "memory.max"),))
     everything = machine.available_bytes()

@@ -284,6 +284,8 @@ def test_what_does_not_fit_is_told_with_what_is_short():
     )
     assert needs > state and has == 87.2 and short == pytest.approx(needs - has, abs=0.11)
     assert text.startswith("nothing fits: llama3.1-405b on 4 chips of tpu7x") and "optimizer" in text
+    least = math.ceil(8 * state / (2 * has / 0.92))  # two devices a chip
+    assert f" {least} chips hold the state alone; " in text
 
 
 def test_a_batch_that_does_not_feed_all_devices():
