@@ -126,3 +126,22 @@ def test_all_flags_decide_but_those_of_a_process():
         "--seed is 0 on process 0 and 1 on process 1",
         f"numpy is {np.__version__} on process 0 and 1.0 on process 1",
     ]
+
+
+def test_of_many_processes_three_are_named():
+    facts = [{"--checkpoint_dir": "c", "--seed": seed} for seed in "01111"]
+    assert agreement.differences(facts[:4]) == ["--seed is 0 on process 0 and 1 on processes 1, 2, 3"]
+    assert agreement.differences(facts) == ["--seed is 0 on process 0 and 1 on processes 1, 2, 3 and 1 more"]
+
+
+def test_a_process_sees_the_newest_checkpoint_and_of_other_folders_that_is_no_difference(tmp_path):
+    for name in ("4", "12", "8", "12.unfinished"):
+        (tmp_path / name).mkdir()
+    (tmp_path / agreement._MARK_FILE).write_text("of this run")
+    here, elsewhere = agreement.seen_in(tmp_path), agreement.seen_in(tmp_path / "4")
+    assert [*here.values()] == ["of this run", "12"] and [*elsewhere.values()] == ["missing", "none"]
+    differences = lambda *folders: agreement.differences(
+        [{"--checkpoint_dir": folder} | seen for folder, seen in zip(folders, (here, elsewhere), strict=True)]
+    )
+    assert len(differences("c", "c")) == 2
+    assert differences("c", "d") == ["--checkpoint_dir is c on process 0 and d on process 1"]

@@ -67,6 +67,32 @@ def test_delayed_scales_follow():
     np.testing.assert_allclose(losses, dynamic, rtol=0.01)
 
 
+def test_a_history_forgets_its_guess_then_keeps_the_largest_of_the_last_steps():
+    config = Config(**SMALL, fp8="delayed")
+    history, layers = calibration.initial(config), np.ones(SMALL["num_layers"], np.float32)
+    assert (history["w_q"]["dy"][0] == 8 / (16 * 24)).all()  # tokens
+    for step, largest in enumerate((3.0, 1.0, 2.0)):
+        found = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
+        history = calibration.updated(history, found, jnp.int32(step), config)
+    for amax_SL in jax.tree.leaves(history):
+        np.testing.assert_array_equal(amax_SL, np.outer([2, 1, 3] + [0] * (calibration.HISTORY - 3), layers))
+    jax.tree.map(
+        lambda amax_L: np.testing.assert_array_equal(amax_L, 3 * layers), calibration.expected(history, config)
+    )
+
+
+def test_a_profile_keeps_the_largest_of_all_steps_and_a_static_scale_has_twice_that(tmp_path):
+    config = Config(**SMALL, fp8="calibrate", fp8_scales=str(tmp_path / "scales.json"))
+    history, layers = calibration.initial(config), np.ones(SMALL["num_layers"], np.float32)
+    for step, largest in enumerate((3.0, 1.0)):
+        found = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
+        history = calibration.updated(history, found, jnp.int32(step), config)
+    calibration.save(history, config)
+    expected = calibration.expected({}, dataclasses.replace(config, fp8="static"))
+    assert {name: {*kinds} for name, kinds in expected.items()} == OPERANDS
+    jax.tree.map(lambda amax_L: np.testing.assert_array_equal(amax_L, 6 * layers), expected)
+
+
 @pytest.mark.slow
 def test_a_profile_is_written_read_and_used(tmp_path):
     path = str(tmp_path / "scales.json")

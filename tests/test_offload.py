@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from test_aot import ON_TENSOR_CORES
@@ -39,6 +40,35 @@ SLOTS = ("mu", "nu")
 )
 def test_training_equals_the_reference(option):
     check_steps(Config(**SMALL | option, mesh=MESH, offload_optimizer=True), steps=3)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Stacked:
+    """A tree as offload.py takes them: an array, and a stack of three layers."""
+
+    embed: jax.Array
+    layers: dict[str, jax.Array]
+
+
+def drawn(seed: int) -> Stacked:
+    values = np.random.default_rng(seed).standard_normal(20).astype(np.float32)
+    return Stacked(jnp.asarray(values[:2]), {"w": jnp.asarray(values[2:].reshape(3, 6))})
+
+
+def test_an_update_layer_by_layer_is_the_one_of_all_at_once():
+    transform = optax.adamw(0.1)
+    params, plain = drawn(0), drawn(0)
+    expected, is_slots = transform.init(params), lambda x: isinstance(x, Stacked)
+    state = jax.tree.map(lambda x: offload._to_host(x) if is_slots(x) else x, expected, is_leaf=is_slots)
+    on_device = jax.jit(lambda *args: offload.update(transform, *args))
+    for seed, accept in enumerate((True, True, False), start=1):
+        grads = drawn(seed)
+        params, state = on_device(grads, state, params, jnp.bool_(accept))
+        if accept:
+            updates, expected = transform.update(grads, expected, plain)
+            plain = optax.apply_updates(plain, updates)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), (params, state), (plain, expected))
 
 
 def first_step(config: Config, params=None):
