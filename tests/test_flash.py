@@ -73,6 +73,10 @@ def check(args, error=3e-6, blocks=SMALL, max_logit=None, **options):
 # -- equal to the definition
 
 
+def test_a_window_that_begins_in_one_tile_and_ends_in_another():
+    check(inputs(20, 300), window=150, q_offset=285)  # the last queries are beyond the last key
+
+
 @pytest.mark.slow
 def test_all_masks_at_once_in_grouped_heads_of_ragged_lengths():
     B, T, S = 2, 100, 300
@@ -318,8 +322,12 @@ def test_one_of_several_windows(which):
 # -- the list of tiles
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
+QUICK = ("causal", "documents")  # of the masks
+
+
+@pytest.mark.parametrize(
+    "mask", [mask if mask in QUICK else pytest.param(mask, marks=pytest.mark.slow) for mask in MASKS]
+)
 def test_the_list_has_every_tile_that_is_seen_once(mask):
     masks = {name: value for name, value in MASKS[mask].items() if name not in ("soft_cap", "scale")}
     masks = dict(causal=True) | masks
@@ -362,6 +370,13 @@ def test_default_blocks_fit(T, S, H, V, dtype):
     for length, rows, tile in ((T, blocks.q_rows, 256), (S, blocks.k_rows, 512)):
         superblocks = -(-length // rows)
         assert superblocks * rows - length < tile * superblocks
+
+
+def test_vmem_holds_keys_and_values_twice_and_the_values_once_more():
+    """Twice, as one superblock is fetched while another is used, with 8 rows of ids; turned, once."""
+    of_keys = lambda rows, H, V: vmem_bytes(Blocks(256, rows), H, V) - vmem_bytes(Blocks(256, 0), H, V)
+    assert of_keys(512, 128, 128) == 512 * (2 * ((128 + 128) * 2 + 8 * 4) + 128 * 2)
+    assert of_keys(512, 192, 64) == 512 * (2 * ((256 + 128) * 2 + 8 * 4) + 64 * 2)  # registers are of 128 lanes
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,16 @@ def test_counts_of_tiles():
     assert counts["add"] == 2
 
 
+def test_each_group_may_have_a_tile_of_its_own():
+    assert groups.most_tiles(64, num_groups=4, unit=8, rows=64) >= 4
+    assert groups.most_tiles(512, num_groups=4, unit=8, rows=64) >= 8 + 3  # three of 8 rows
+
+
+def test_bytes_in_vmem_are_those_of_whole_registers():
+    assert groups._padded_bytes((3, 5, 100), BF16) == 3 * 16 * 128 * 2
+    assert groups._padded_bytes((1, 100), F32) == 128 * 4
+
+
 @pytest.mark.parametrize(("K", "N"), [(4096, 14336), (14336, 4096), (7168, 2048), (2880, 2880), (128, 128), (100, 90)])
 @pytest.mark.parametrize("dtype", [F32, BF16, E4M3])
 def test_default_tiles_fit(K, N, dtype):
