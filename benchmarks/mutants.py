@@ -46,7 +46,8 @@ LEAST = {"quick": 0.75, "all": 0.95}  # shares that must be found
 SLOW = "pytest.mark.slow"
 LIMIT_S = 600  # of the tests of a mutant, quick or slow
 PYTEST = "-m pytest -x -q -n 0 --no-header -p no:cacheprovider".split()
-FELL, NONE_SELECTED, HUNG = (1, 2, 3), 5, 124  # exit statuses: of pytest, and of a run that was stopped
+# Exit statuses of pytest, and of a run that was stopped. 4: a file does not import, as all tests were found before.
+FELL, NONE_SELECTED, HUNG = (1, 2, 3, 4), 5, 124
 
 
 @dataclass(frozen=True)
