@@ -136,9 +136,11 @@ def test_a_damaged_lock_is_watched_and_taken(text, file):
     lock.acquire(file).release()
 
 
-def test_a_run_that_lost_its_lock_ends_before_it_saves_and_leaves_the_lock(file):
+@pytest.mark.parametrize("changes", [{}, dict(process=os.getpid(), machine="another")], ids=["here", "elsewhere"])
+def test_a_run_that_lost_its_lock_ends_before_it_saves_and_leaves_the_lock(changes, file):
+    """To any other run, and be its process of the same number: on another machine it may."""
     held = lock.acquire(file)
-    theirs = written(file)
+    theirs = written(file, **changes)
     with pytest.raises(OSError, match=r"taken over by process .* on h, which started then, .* without another save"):
         held.check()
     held.release()
