@@ -331,7 +331,7 @@ def test_another_model_is_refused(copy, values, tmp_path):
     with pytest.raises(ValueError, match=message):
         train.run(dataclasses.replace(copy, **other))
     other = values | dict(num_layers=3, ff_dim=128, checkpoint_dir=copy.checkpoint_dir)
-    assert start(other, tmp_path / "out", "--qk_norm").wait() == 1
+    assert start(other, tmp_path / "out", "--qk_norm").wait() == 2
     error = (tmp_path / "out.err").read_text()
     assert error.startswith("train.py: error: the checkpoint ") and message in error and error.count("\n") == 1
     assert steps_in(copy.checkpoint_dir) == [15, 20]
@@ -387,9 +387,10 @@ def cut_arrays(step: Path):
         os.truncate(file, 30)
 
 
-def cut_the_largest_file(step: Path):
-    largest = max(step.glob("state/**/d/*"), key=lambda file: file.stat().st_size)
-    os.truncate(largest, largest.stat().st_size // 2)
+def cut_the_index_of_arrays(step: Path):
+    """Not the largest file: what OCDBT has written anew since is still in there, and is not read."""
+    for file in step.glob("state/d/*"):
+        os.truncate(file, file.stat().st_size // 2)
 
 
 def cut_metadata_of_arrays(step: Path):
@@ -413,9 +414,11 @@ def of_another_program(step: Path):
 
 QUICK = [config_of_strings, cut_arrays, cut_checksums]
 SLOW = [remove_config, cut_config, config_of_no_object, config_of_nesting, config_of_another_run, remove_state]
-SLOW += [remove_arrays, cut_the_largest_file, cut_metadata_of_arrays, of_another_step, of_another_program]
-# Where one of orbax's parallel reads fails, it may leave others that it has not begun.
-leaves_reads = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+SLOW += [remove_arrays, cut_the_index_of_arrays, cut_metadata_of_arrays, of_another_step, of_another_program]
+# Where one of orbax's parallel reads fails, it may leave others that it has not begun, or whose error nobody takes.
+leaves_reads = pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 @leaves_reads
