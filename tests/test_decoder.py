@@ -44,7 +44,8 @@ def elsewhere(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
         w_router = fsdp.gather(layer.w_router, P(*specs.layers.w_router[1:]), "fsdp")
         routing = decoder.router(dataclasses.replace(layer, w_router=w_router), h_td, config)[1]
         others = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
-        return jax.lax.pmax(routing.experts_tX, others)  # the same on all of them
+        chosen_tX = jax.lax.pcast(routing.experts_tX, "tensor", to="varying")
+        return jax.lax.pmax(chosen_tX, others)  # the same on all of them
 
     rows = P(placement.BATCH_AXES)
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, P(placement.BATCH_AXES, "tensor")), out_specs=rows)
