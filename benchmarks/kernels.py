@@ -131,20 +131,26 @@ class Call:
 def forward(column: str, T: int = 8192, H: int = 128, causal=True, window=0, documents=1, max_logit=None) -> Call:
     """Cycles of a head; `documents` of T/documents each."""
     mask, packed = dict(causal=causal, window=window), documents > 1
-    ids = jnp.arange(T, dtype=jnp.int32)[None] // (T // documents)
+    ids = np.arange(T, dtype=np.int32)[None] // (T // documents)
     segments = dict(segments=(ids, ids)) if packed else {}
     limit = {} if max_logit is None else dict(max_logit=max_logit)
     if column == "ironwood":
         options = dict(seq=T, heads=HEADS, head_dim=H, packed=packed) | mask | limit
         return Call("flash:build_forward", options, partial(read_forward, T, H, mask | segments))
-    skipped = segments if column == "tokamax" else {}  # of jax, documents are masked, but no block is left out
-    blocks = masks.block_ranges((T, T), (BLOCK, BLOCK), **mask | skipped)[0][0]
-    rows, seen, full = len(blocks), int((blocks[:, 3] - blocks[:, 0]).sum()), int((blocks[:, 2] - blocks[:, 1]).sum())
+    skipped = segments if column == "tokamax" else {}  # jax masks documents, but leaves no block out
+    builder = "build_splash" if column == "jax" else "build_tokamax"
     options = dict(T=T, H=H, packed=packed) | mask | limit
+    return Call(f"{__file__}:{builder}", options, partial(read_splash, column, T, mask | skipped))
+
+
+def read_splash(column: str, T: int, mask: dict, report: bundles.Report) -> float:
+    """Cycles that an anchor's forward pass takes for a head."""
+    blocks = masks.block_ranges((T, T), (BLOCK, BLOCK), **mask)[0][0]
+    rows, seen, full = len(blocks), int((blocks[:, 3] - blocks[:, 0]).sum()), int((blocks[:, 2] - blocks[:, 1]).sum())
     if column == "jax":
-        return Call(f"{__file__}:build_splash", options, partial(read_anchor, seen, [rows, seen, rows]))
-    branches = [rows, full, seen - full, rows] if causal or window or packed else [rows, rows]
-    return Call(f"{__file__}:build_tokamax", options, partial(read_anchor, seen, branches))
+        return read_anchor(seen, [rows, seen, rows], report)
+    masked = mask["causal"] or mask["window"] or "segments" in mask
+    return read_anchor(seen, [rows, full, seen - full, rows] if masked else [rows, rows], report)
 
 
 def read_forward(T: int, H: int, mask: dict, report: bundles.Report) -> float:
