@@ -560,5 +560,5 @@ def add_bounds_command(commands) -> None:
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_bounds, parser=parser)

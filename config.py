@@ -614,24 +614,32 @@ def from_args(args: argparse.Namespace, **defaults) -> Config:
     return _built(below, flags)
 
 
-def add_run_flags(parser: argparse.ArgumentParser, topology: str) -> None:
-    """Gives a parser all flags of a run, and the slices to predict or compile it for; `slice_of` reads these."""
+def add_run_flags(parser: argparse.ArgumentParser, topology: str, *, without_preset: str = "") -> None:
+    """Gives a parser all flags of a run, and the slices to predict or compile it for; `slice_of` reads these.
+
+    Args:
+      topology: the default.
+      without_preset: another default, for the default model.
+    """
     group = parser.add_argument_group("machine")
-    group.add_argument("--topology", help=f"chips along each axis of a slice [the recipe's, else {topology}]")
+    default = f"{without_preset} without --preset, else {topology}" if without_preset else topology
+    group.add_argument("--topology", help=f"chips along each axis of a slice [the recipe's, else {default}]")
     group.add_argument("--num_slices", type=int, help="slices, joined by the network [the recipe's, else 1]")
-    parser.set_defaults(default_topology=topology)
+    parser.set_defaults(default_topology=topology, topology_without_preset=without_preset)
     add_flags(parser)
 
 
 def slice_of(args: argparse.Namespace) -> tuple[str, int]:
     """The topology and the slices of parsed flags: those given, else the recipe's, else the program's own."""
-    name = getattr(args, "recipe", "")
-    topology, num_slices = (
-        (recipe_of(name).topology, recipe_of(name).num_slices) if name else (args.default_topology, 1)
-    )
+    if name := getattr(args, "recipe", ""):
+        topology, num_slices = recipe_of(name).topology, recipe_of(name).num_slices
+    else:
+        topology, num_slices = args.default_topology, 1
+        if "preset" not in args:
+            topology = getattr(args, "topology_without_preset", "") or topology
     if args.num_slices is not None and args.num_slices < 1:
         raise ValueError(f"num_slices={args.num_slices} must be 1 or more")
-    return args.topology or topology, args.num_slices or num_slices
+    return topology if args.topology is None else args.topology, args.num_slices or num_slices
 
 
 def _documentation() -> dict[str, dict[str, str]]:

@@ -730,8 +730,6 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
 
 def print_step(args: argparse.Namespace) -> None:
     config = config_lib.from_args(args)
-    if not hasattr(args, "preset"):  # tiny is for the 8 devices of a host
-        args.default_topology = "tpu7x:2x2x1"
     topology, num_slices = config_lib.slice_of(args)
     found = predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
     if args.plot:
@@ -753,5 +751,5 @@ def add_step_command(commands) -> None:
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
+    config_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_step, parser=parser)

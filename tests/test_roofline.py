@@ -274,5 +274,12 @@ def test_help_is_quick_and_helps():
 
 def test_a_step_of_the_defaults(capsys):
     """The default model is for a host's 8 devices, and not for the slice that other models are predicted on."""
+    for name in ("step", "bounds"):
+        with pytest.raises(SystemExit):
+            ran(capsys, f"{name} --help")
+        assert "tpu7x:2x2x1 without --preset, else tpu7x:4x4x4" in " ".join(capsys.readouterr().out.split())
+    assert ran(capsys, "bounds").startswith("tiny, 2,048 tokens a step, on tpu7x:2x2x1, predicted")
+    with pytest.raises(ValueError, match="''"):
+        ran(capsys, "step --topology=")
     assert ran(capsys, "step").startswith("tiny on tpu7x:2x2x1, 4 chips, predicted")
     assert "128 chips" not in ran(capsys, "step --preset=llama3.1-8b --batch=128").splitlines()[0]
