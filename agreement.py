@@ -98,7 +98,7 @@ def reached(config: Config) -> Iterator[dict]:
 
 
 def decided_by(config: Config) -> dict[str, str]:
-    """What decides this process's run, beside its corpus and its checkpoints: what it is called, and its value."""
+    """Returns {name: value} of all that decides this process's run, but its corpus and its checkpoints."""
     facts = {f"--{name}": repr(value) for name, value in vars(config).items() if name not in MAY_DIFFER}
     facts["Python"] = platform.python_version()
     packages = [*PACKAGES, *["libtpu"] * (jax.default_backend() == "tpu")]
@@ -117,7 +117,7 @@ def decided_by(config: Config) -> dict[str, str]:
 
 
 def seen_in(folder: Path) -> dict[str, str]:
-    """What this process sees in the folder of the checkpoints."""
+    """Returns what this process sees in the folder of the checkpoints: the mark of process 0, the newest step."""
     try:
         mark = (folder / _MARK_FILE).read_text()
         steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]

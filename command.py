@@ -1,4 +1,4 @@
-"""What all programs have in common: how a command line is read, and how a program ends. No jax here.
+"""Command lines: how every program reads its own, and how it ends. No jax here.
 
     python train.py --step=5                     2, train.py: error: there is no flag '--step=5'; did you mean --steps?
     python hardware.py > /dev/full               1, hardware.py: error: standard output: No space left on device
@@ -54,7 +54,7 @@ def parser(file: str, **options) -> argparse.ArgumentParser:
 
 
 def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What a parser reads of a command line, by default the program's.
+    """Parses a command line, by default the program's.
 
     Raises ValueError for a flag that it has not, with the nearest of those that it has. A command of a parser may name
     its own parser with `set_defaults(parser=...)`.
@@ -264,7 +264,7 @@ def output(number: int) -> io.TextIOWrapper:
 
 
 def _discard_stdout() -> None:
-    """What is printed from now on, and what waits to be, goes nowhere."""
+    """Sends to nowhere all that is printed from now on, and all that waits to be."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

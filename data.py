@@ -173,7 +173,7 @@ class _TokenFile:
         return b"".join(parts)
 
     def _change(self) -> str:
-        """What happened to the file since it was opened."""
+        """Says how the file changed since it was opened."""
         now = os.fstat(self.descriptor)
         if now.st_size != self.opened.st_size:
             return f"it has {now.st_size} bytes and had {self.opened.st_size} when it was opened"

@@ -154,7 +154,7 @@ def _read(file) -> str:
 
 
 def _parsed(text: str) -> dict | None:
-    """What `acquire` writes; None where that is damaged."""
+    """Reads what `acquire` wrote; None where it is damaged."""
     with contextlib.suppress(ValueError):
         parsed = json.loads(text)
         kinds = dict(host=str, process=int, started=str, machine=str, born=int, run=str)
@@ -170,7 +170,7 @@ def _named(record: dict | None) -> str:
 
 
 def _machine() -> str:
-    """What process numbers are unique in."""
+    """Names the machine or container in which process numbers are unique."""
     try:
         return (
             f"{pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -40,7 +40,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
 
 
 def needed_bytes(config: Config, sizes: dict[str, int]) -> float:
-    """Of all devices of the mesh, at least."""
+    """Returns the bytes that all devices of the mesh need at least."""
     devices = math.prod(sizes.values())
     run = Run(config, CHIPS["tpu7x"], (devices,), 1, sizes, links={})  # of the chip nothing is asked
     cut = sizes["data"] if config.shard_update else 1
@@ -51,7 +51,7 @@ def needed_bytes(config: Config, sizes: dict[str, int]) -> float:
 
 
 def available_bytes() -> float:
-    """Of this machine's memory, swap included, or of what its container may use; all of it where that is not told."""
+    """Returns the free bytes of the machine, swap included, or of its container; all bytes where none are told free."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = _of_meminfo() or pages
     limits = [Path(path).read_text().strip() for path in _CGROUPS if os.path.exists(path)]

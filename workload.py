@@ -192,7 +192,7 @@ class Run:
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
     def flops_per_s(self, dtype: str = "bf16") -> float:
-        """Of a device's matmuls; f32 with all its bits, in `passes_of_f32`."""
+        """Returns the FLOP/s of a device's matmuls; f32 takes `passes_of_f32` passes, for all its bits."""
         passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
         return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
 
@@ -301,7 +301,7 @@ class Layer:
         return self.gradient_bytes(of, experts) - (of.element - DTYPE_BYTES["fp8"]) * in_8_bits
 
     def gradient_bytes(self, of: Run, experts: bool = True) -> float:
-        """Of their gradients, before these are summed."""
+        """Returns the bytes of their gradients, before these are summed."""
         in_float32 = _on_device(of, self.params_in_float32, experts)
         return of.element * self.whole_params(of, experts) + (4 - of.element) * in_float32
 

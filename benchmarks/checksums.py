@@ -1,4 +1,4 @@
-"""What checksums add to a save: their time over its own, on this CPU, of shards shaped as llama3.1-8b's.
+"""Measures the time of checksums over the time of a save, on this CPU, for shards shaped as llama3.1-8b's.
 
     python benchmarks/checksums.py [--layers=2] [--mesh=fsdp:8] [--folder=/tmp]
 

@@ -47,7 +47,7 @@ def scores(T: int) -> float:
 
 
 def expert_s(K: int, N: int) -> float | None:
-    """Of x [rows, K] times a matrix [K, N] of each expert: time over that of the matrix units alone, by its tiles."""
+    """Returns the time of x [rows, K] times each expert's [K, N] over the matrix units' own; None: refused."""
     try:
         tiles = groups.default_tiles(65_536, K, N, 16, jnp.bfloat16)
     except ValueError:
@@ -120,7 +120,7 @@ SWEEPS = [
 
 
 def ratios(sweep: Sweep) -> dict[int, float | None]:
-    """Of each size its cost over that of the cheapest."""
+    """Returns {size: its cost over that of the cheapest size}; None where it is refused."""
     costs = {size: sweep.cost(size) for size in sweep.sizes}
     least = min(cost for cost in costs.values() if cost is not None)
     return {size: None if cost is None else cost / least for size, cost in costs.items()}

@@ -76,7 +76,7 @@ def trials_of(seed: int) -> list[Trial]:
 
 
 def run_trial(trial: Trial, shared: Path) -> dict:
-    """What came of it: held, broken or impossible, and why."""
+    """Runs a trial and returns its verdict: held, broken or impossible, and why."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(dir=shared, prefix=f"{trial.number}-") as folder:
         scene = Scene(Path(folder), shared, random.Random(trial.seed))

@@ -1,4 +1,4 @@
-"""What the drills of faults.py are made of: runs that stop at a moment, how they must end, what is compared.
+"""The parts of a drill (faults.py): runs that stop at a moment, how they must end, what is compared.
 
 **A moment** is chosen by a function and its calls, and from there by changes of the file system: the run stops itself
 there (SIGSTOP), and the trial kills it, takes the disk away, overwrites the corpus, and lets it go on. So the moments
@@ -37,7 +37,7 @@ CHANGES = "os.mkdir os.rename os.remove os.rmdir os.link shutil.rmtree".split() 
 
 
 class BrokenError(Exception):
-    """What must hold in a trial does not."""
+    """A trial found something that does not hold."""
 
 
 class ImpossibleError(Exception):
@@ -46,7 +46,7 @@ class ImpossibleError(Exception):
 
 @dataclass
 class Scene:
-    """What a trial has: a folder of its own, one that all share, and its random numbers."""
+    """The setting of a trial: a folder of its own, one that all share, and its random numbers."""
 
     folder: Path
     shared: Path
