@@ -934,10 +934,11 @@ def test_command_line_of_a_pipeline_and_slices(capsys):
 def test_command_line_takes_the_models_flags(capsys):
     """All groups of fields that describe a model; had one another name, its flags were gone."""
     mixture = "--num_experts=8 --experts_per_token=2 --expert_dim=512 --seq_len=1024 --batch=256 --num_layers=4"
-    out = ran(capsys, f"{mixture} --dtype=bfloat16 --fp8=dynamic --mesh=fsdp:*")
+    on = "--topology=tpu7x:4x4x4"  # without a preset the default is one host
+    out = ran(capsys, f"{mixture} --dtype=bfloat16 --fp8=dynamic --mesh=fsdp:* {on}")
     assert "fsdp 128" in out and "23,070 tokens" in out  # 3,845 * 2 * 8/2 * 3/4
     latent = "--kv_lora_rank=64 --rope_head_dim=32 --mesh=fsdp:64,context:2 --batch=64 --dtype=float32 --core_axis=fsdp"
-    assert "context" in ran(capsys, latent)
+    assert "context" in ran(capsys, f"{latent} {on}")
 
 
 def test_json(capsys):
