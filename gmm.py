@@ -521,7 +521,12 @@ def _block(block, unit):
 
 
 def _part(i, width, size):
-    return slice(None) if width == size else pl.ds(pl.multiple_of(i * width, 128), width)
+    """Returns the i-th part of a dim. The last one ends with it, and may overlap the one before: both compute the same
+    there, so that their writes need no order."""
+    if width == size:
+        return slice(None)
+    start = i * width if size % width == 0 else jnp.minimum(i * width, size - width)
+    return pl.ds(pl.multiple_of(start, 128), width)
 
 
 def _neighbours(plan, t):
@@ -546,7 +551,7 @@ def _gmm_kernel(
     """
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
-    passes = N // tiles.cols
+    passes = pl.cdiv(N, tiles.cols)
     total = num_tiles * passes
 
     def fetch_tile(t, slot):
@@ -675,9 +680,10 @@ def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, 
     """Tile by tile in the first [k, n] of all groups, then in the next ones."""
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     (K, N), num_experts = out.shape[1:], out.shape[0]
-    passes = (K // tiles.k) * (N // tiles.n)
+    across = pl.cdiv(N, tiles.n)
+    passes = pl.cdiv(K, tiles.k) * across
     total, last_out = num_tiles * passes, tiles.outs - 1
-    place = lambda c: (_part(c // (N // tiles.n), tiles.k, K), _part(c % (N // tiles.n), tiles.n, N))
+    place = lambda c: (_part(c // across, tiles.k, K), _part(c % across, tiles.n, N))
 
     def fetch_tile(t, c, slot):
         there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)

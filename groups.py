@@ -18,6 +18,10 @@ that walk through it; it is as long as there can be tiles (`most_tiles`), and sa
 that what they take is counted from what they are. The rules (`default_tiles`, `default_tgmm_tiles`) were found by
 compiled cycles; tuned.py has what a search found for a shape.
 
+A dim that is a multiple of 128 is cut into parts that divide it. Where these would be so narrow that reading takes
+longer than multiplying (`slowdown`), its parts overlap: 14,464 columns, 113 times 128, are 6 of 2,560, 6% more, and not
+113 of 128, which HBM would feed in 2.9 times the time. What two parts share both compute, and both write, alike.
+
 **Cost.** For group sizes that are given, as to rank tiles: how often each part of a compiled kernel is executed
 (`executions`, for bundles.py), and what passes between HBM and VMEM (`moved_bytes`).
 """
@@ -32,10 +36,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hardware import CHIPS
+
 MXU = 256  # rows and columns of a matrix unit, of which a core has two
 VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of a core; the rest is left to the compiler
 LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
 SPILL_BYTES = 2 * 2**20  # at most 0.5 MiB in the kernels compiled so far
+WORTH_AN_OVERLAP = 1.2  # of `slowdown`: parts that divide a dim and cost less are as good as any
 LEAST_ROWS = MXU // 2  # below, a matmul takes as long as bringing its stationary operand into the matrix units
 
 
@@ -43,7 +50,7 @@ class Tiles(NamedTuple):
     """Of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never cut."""
 
     rows: int  # of a tile at most; a multiple of step
-    cols: int  # N, or a multiple of 128 that divides N
+    cols: int  # one of widths(N)
     step: int = 32  # there is code for heights that are multiples of it; a multiple of a register's rows
 
 
@@ -51,8 +58,8 @@ class TgmmTiles(NamedTuple):
     """Of tgmm: out[k, n] += lhs[rows, k]^T . dout[rows, n]."""
 
     rows: int  # of a tile at most; a multiple of 256, in which the sum runs through the matrix units
-    k: int  # K, or a multiple of 128 that divides K
-    n: int  # N, likewise
+    k: int  # one of widths(K)
+    n: int  # one of widths(N)
     outs: int = 2  # results in VMEM: 2, or 1, which waits for the last one to be written
 
 
@@ -149,12 +156,38 @@ def _bytes_of(buffers):
 
 
 def widths(size: int) -> list[int]:
-    """In how wide pieces a dim can be cut: all of it, or a multiple of 128 that divides it."""
-    return [size] + [width for width in range((size - 1) // 128 * 128, 0, -128) if size % width == 0]
+    """Returns how wide the parts of a dim can be: all of it, or multiples of 128 that divide it, or of MXU that do not.
+
+    Of the latter one for each number of parts, of which the last overlaps the one before. A dim that is no multiple of
+    128 is not cut.
+    """
+    if size % 128:
+        return [size]
+    dividing = {width for width in range(128, size + 1, 128) if size % width == 0}
+    overlapping = {MXU * pl.cdiv(size, MXU * count) for count in range(2, size // MXU + 1)}
+    return sorted(dividing | overlapping, reverse=True)
+
+
+def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
+    """Returns the time of a call over that of the matrix units alone, if the dims were whole.
+
+    A tile of r rows and c columns multiplies r c / (r + c) FLOPs for each byte that HBM brings it, of any type.
+    """
+    chip = CHIPS["tpu7x"]
+    full = lambda width: pl.cdiv(width, MXU) * MXU
+    overlap = lambda width, size: pl.cdiv(size, width) * full(width) / full(size)
+    if isinstance(tiles, TgmmTiles):
+        height, width, computed = tiles.k, tiles.n, overlap(tiles.k, K) * overlap(tiles.n, N)
+    else:
+        height, width, computed = tiles.rows, tiles.cols, overlap(tiles.cols, N)
+    return max(1.0, chip.flops_per_s("bf16") / chip.hbm_bytes_per_s * (1 / height + 1 / width)) * computed
 
 
 def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:
-    """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest."""
+    """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest.
+
+    Parts of N overlap only where those that divide it are so narrow that HBM keeps the matrix units waiting.
+    """
     out_dtype = out_dtype or result_dtype(dtype)
     step = max(32, register_rows(dtype, out_dtype))
     most = min(640, pl.cdiv(M, step) * step)
@@ -166,16 +199,22 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds
     ]
     if not fitting:
         check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, **kinds)  # says why
-    return max(fitting, key=lambda t: (t.rows * t.cols, t.cols))
+    return max(
+        fitting, key=lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), N % t.cols == 0, t.rows * t.cols, t.cols)
+    )
 
 
 def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> TgmmTiles:
-    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least."""
+    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least.
+
+    Parts of K and N overlap as those of `default_tiles`.
+    """
     out_dtype = out_dtype or result_dtype(dtype)
     rows = range(MXU, min(1024, pl.cdiv(M, MXU) * MXU) + 1, MXU)
     sizes = [(k, n) for k in widths(K) for n in widths(N)]
     tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
-    size = lambda t: (t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
+    worth = lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), K % t.k == N % t.n == 0)
+    size = lambda t: (*worth(t), t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
     fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES]
     if not fitting:
         check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, **kinds)
@@ -186,26 +225,33 @@ def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, **kinds):
     """Raises ValueError: tiles do not divide what they must, or take more VMEM than there is."""
     unit = register_rows(dtype, out_dtype)
     if tiles.cols not in widths(N):
-        raise ValueError(f"{tiles}: cols must be N or a multiple of 128 that divides it, of {N} one of {widths(N)}")
+        raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {widths(N)}")
     if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
     if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_LIMIT_BYTES:,}: "
-            "take fewer rows or cols, or cut K into parts and add their results"
+            f"take fewer rows or cols, or cut K into parts and add their results{_not_cut(N=N)}"
         )
 
 
 def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
     for name, width, size in (("k", tiles.k, K), ("n", tiles.n, N)):
         if width not in widths(size):
-            raise ValueError(f"{tiles}: {name} must be {size} or a multiple of 128 that divides it: {widths(size)}")
+            raise ValueError(f"{tiles}: {name} must be {size} or, in parts of multiples of 128, one of {widths(size)}")
     if tiles.rows % MXU or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
     if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_LIMIT_BYTES:,}: take less of any"
+            f"{_not_cut(K=K, N=N)}"
         )
+
+
+def _not_cut(**dims: int) -> str:
+    """Returns the way out for dims that have but one width."""
+    odd = [f"{name}={size:,} to {pl.cdiv(size, 128) * 128:,}" for name, size in dims.items() if size % 128]
+    return f"; only multiples of 128 are cut: pad {' and '.join(odd)}" if odd else ""
 
 
 # -- which tile belongs to which group
@@ -296,7 +342,7 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     Of a named region as counted; of a branch that leads to such, the sum of theirs; of any other one in the loop over
     tiles, the number of tiles.
     """
-    passes = K // tiles.k * (N // tiles.n) if isinstance(tiles, TgmmTiles) else N // tiles.cols
+    passes = pl.cdiv(K, tiles.k) * pl.cdiv(N, tiles.n) if isinstance(tiles, TgmmTiles) else pl.cdiv(N, tiles.cols)
     counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
     loop = kernel.region("tile")
 
@@ -327,7 +373,10 @@ def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dt
     starts = ends - sizes
     rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
     if isinstance(tiles, TgmmTiles):
-        return rows * (K * (N // tiles.n) + N * (K // tiles.k)) * of_in + len(sizes) * K * N * of_out
-    experts = int(np.sum(sizes > 0))
-    read = inputs * rows * K * (N // tiles.cols) + matrices * experts * K * N
-    return read * of_in + results * num_rows * N * of_out
+        across, down = pl.cdiv(N, tiles.n), pl.cdiv(K, tiles.k)
+        computed_K, computed_N = down * tiles.k, across * tiles.n
+        return rows * (computed_K * across + computed_N * down) * of_in + len(sizes) * computed_K * computed_N * of_out
+    experts, passes = int(np.sum(sizes > 0)), pl.cdiv(N, tiles.cols)
+    computed_N = passes * tiles.cols
+    read = inputs * rows * K * passes + matrices * experts * K * computed_N
+    return read * of_in + results * num_rows * computed_N * of_out

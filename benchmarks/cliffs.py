@@ -3,9 +3,9 @@
     python benchmarks/cliffs.py            the table; compiles nothing
 
 Of steps: seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence a device. Of
-kernels: what their blocks add, scores past the end of a sequence (flash.py), or experts' tiles so narrow that HBM
-cannot feed the matrix units (groups.py): with r rows and c columns a tile multiplies r c / (r + c) FLOPs for each byte,
-and C/W = 313 of them hide the reading. A size above 1.3 times the cheapest, or one that is refused, has its reason.
+kernels: what their blocks add, scores past the end of a sequence (flash.py), or what experts' tiles cost (slowdown,
+groups.py): so narrow that HBM cannot feed the matrix units, or overlapping. A size above 1.3 times the cheapest, or one
+that is refused, has its reason.
 
 Compiled, Llama 3.1 8B in one layer on fsdp:8, a sequence a device: 90.0 ms of 8,192 tokens, 87.0 of 8,191, a prime.
 """
@@ -24,7 +24,7 @@ import command
 import flash
 import groups
 from config import from_preset
-from hardware import CHIPS, parse_topology
+from hardware import parse_topology
 from step import predict
 from workload import run_of
 
@@ -47,14 +47,16 @@ def scores(T: int) -> float:
 
 
 def expert_s(K: int, N: int) -> float | None:
-    """Returns the time of x [rows, K] times each expert's [K, N] over the matrix units' own; None: refused."""
+    """Returns the time of x [rows, K] times each expert's [K, N], and of its gradients; 1 is the matrix units' alone.
+
+    None: refused.
+    """
+    shape = (65_536, K, N, 16, jnp.bfloat16)
     try:
-        tiles = groups.default_tiles(65_536, K, N, 16, jnp.bfloat16)
+        tiles = [groups.default_tiles(*shape), groups.default_tgmm_tiles(*shape)]
     except ValueError:
         return None
-    chip = CHIPS["tpu7x"]
-    ridge = chip.flops_per_s("bf16") / chip.hbm_bytes_per_s
-    return max(1.0, ridge * (tiles.rows + tiles.cols) / (tiles.rows * tiles.cols))
+    return max(groups.slowdown(each, K, N) for each in tiles)
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,8 @@ SWEEPS = [
     ),
     *(Sweep("columns of experts, K 2048", around(M, 128), lambda M: expert_s(2048, M)) for M in (768, 1408)),
     Sweep("columns of experts, K 4096", around(1536, 128), lambda M: expert_s(4096, M)),
-    Sweep(
-        "columns of experts, K 4096",
-        around(14_336, 128),
-        lambda M: expert_s(4096, M),
-        "tiles are as wide as a multiple of 128 that divides the columns: 14,464 is 113 times 128, and 113 a prime",
-    ),
-    Sweep(
-        "columns of experts, K 7168",
-        around(2048, 128),
-        lambda M: expert_s(7168, M),
-        "2,176 columns are 17 times 128, and all at once too many for VMEM beside rows of 7,168",
-    ),
+    Sweep("columns of experts, K 4096", around(14_336, 128), lambda M: expert_s(4096, M)),
+    Sweep("columns of experts, K 7168", around(2048, 128), lambda M: expert_s(7168, M)),
     Sweep(
         "columns of experts, K 4096",
         around(14_336),

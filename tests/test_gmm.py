@@ -124,6 +124,35 @@ def test_ragged_shapes(M, K, N):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_parts_that_overlap_change_no_value_and_no_gradient(monkeypatch, transpose_rhs):
+    """896 columns in two parts of 512."""
+    monkeypatch.setattr(groups, "VMEM_LIMIT_BYTES", 8 * 2**20)
+    lhs, rhs, dout, sizes = case([0, 50, 7, 0, 60, 30], 160, 896, 896)
+    assert groups.default_tiles(160, 896, 896, 6, F32).cols == 512
+    assert groups.default_tgmm_tiles(160, 896, 896, 6, F32)[1:3] == (512, 512)
+    weights = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    run = partial(gmm, group_sizes_E=sizes, transpose_rhs=transpose_rhs, interpret=SIMULATED)
+    value_and_gradients = lambda x, w, dy: (run(x, w), jax.vjp(run, x, w)[1](dy))
+    out, (dlhs, drhs) = jax.jit(value_and_gradients)(lhs, weights, dout)
+    check(out, expected_gmm(lhs, rhs, sizes), 896)
+    check(dlhs, expected_gmm(dout, rhs.swapaxes(1, 2), sizes), 896)
+    check(drhs.swapaxes(1, 2) if transpose_rhs else drhs, expected_tgmm(lhs, dout, sizes), 160)
+
+
+@pytest.mark.slow
+def test_parts_that_overlap_of_gate_and_up_and_of_both_dims():
+    lhs, gate, dout, sizes = case([100, 0, 60], 160, 896, 896)
+    _, up, _, _ = case([100, 0, 60], 160, 896, 896, seed=1)
+    products = gated_products(lhs, gate, up, sizes, jnp.multiply, tiles=Tiles(64, 512), interpret=SIMULATED)
+    expected = expected_gmm(lhs, gate, sizes), expected_gmm(lhs, up, sizes)
+    jax.tree.map(lambda found, product: check(found, product, 896), products[:2], expected)
+    for outs in (1, 2):
+        found = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 512, 512, outs), interpret=SIMULATED)
+        check(found, expected_tgmm(lhs, dout, sizes), 160)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(BF16, BF16), (E4M3, E4M3), (E5M2, E4M3)], ids=str)
 def test_types(types):
     lhs, rhs, dout, sizes = case([33, 60, 0, 20], 128, 128, 128, *types)

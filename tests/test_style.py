@@ -18,10 +18,11 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 FLOORS = [
     {"presets", "published", "outputs", "command"},
     {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
-    | {"pipeline", "groups", "checksums", "lock"},
-    {"attention", "flash_backward", "gmm", "remote_dma", "interconnect", "placement", "transformer"}
+    | {"pipeline", "checksums", "lock"},
+    {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "placement", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},
-    {"bundles", "flash", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial", "timeline"},
+    {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
+    | {"timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters", "checkpoint"},
     {"planner", "cost", "calibration", "machine"},
