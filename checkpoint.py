@@ -13,13 +13,16 @@ All processes must see the same `--checkpoint_dir`: a shared file system, or a b
 save there (lock.py).
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import json
 import logging
+import os
 import sys
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,12 +68,24 @@ def _let_one_error_speak() -> None:
     """Keeps the error that is raised when an array cannot be read or written from drowning in hundreds of lines.
 
     Orbax logs it with its traceback on every thread that it passes, and closes its event loop on the arrays that are
-    still under way, of which asyncio and tensorstore then report each one.
+    still under way, of which asyncio, tensorstore and the interpreter then report each one, some as late as at its end.
+    What matters of it is raised, too: what they report beside that is dropped.
     """
-    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)
-    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
-    report = sys.unraisablehook
-    sys.unraisablehook = lambda event: str(event.exc_value) == "Event loop is closed" or report(event)
+    logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR and not record.exc_info)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report, theirs = sys.unraisablehook, tuple(os.path.dirname(package.__file__) for package in (_orbax(), asyncio))
+
+    def report_ours(event) -> None:  # without a global name: at the end of the interpreter they are gone
+        files = [code.co_filename] if (code := getattr(event.object, "cr_code", None)) else []
+        trace = event.exc_traceback
+        while trace:
+            files.append(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        if not any(file.startswith(theirs) for file in files):
+            report(event)
+
+    sys.unraisablehook = report_ours
 
 
 @dataclasses.dataclass(frozen=True)

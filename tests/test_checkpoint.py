@@ -503,6 +503,55 @@ def test_a_run_goes_on_from_the_intact_checkpoint_and_saves_the_damaged_step_aga
     assert_same_bits(load(copy)[0], load(saved)[0])
 
 
+NOISE = """
+import asyncio, logging, sys
+import orbax.checkpoint
+import checkpoint
+
+checkpoint._let_one_error_speak()
+source = '''
+async def read(future):
+    try:
+        await future
+    except BaseException:
+        raise Exception("details") from None
+'''
+exec(compile(source, orbax.checkpoint.__file__, "exec"))
+loop = asyncio.new_event_loop()
+begun = read(loop.create_future())
+begun.send(None)
+del begun  # closed, it raises
+read(None)  # never begun
+loop.create_task(read(loop.create_future()))
+loop.run_until_complete(asyncio.sleep(0))
+loop.create_future().set_exception(ValueError("never retrieved"))
+at_the_end = read(loop.create_future())
+at_the_end.send(None)
+try:
+    raise ValueError("of tensorstore")
+except ValueError:
+    logging.getLogger("absl").exception("a thread failed")
+logging.getLogger("absl").error("a file cannot be read")
+sys.stderr.write("held back\\n")
+
+class Ours:
+    def __del__(self):
+        raise ValueError("a defect")
+
+Ours()
+print("train.py: error: a sentence", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_orbax_reports_nothing_beside_the_error_that_it_raises():
+    """Coroutines that are closed, also at the end of the interpreter, or never begun, tasks, futures, and loggers."""
+    ended = subprocess.run([sys.executable, "-c", NOISE], cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith(("Traceback", " "))]
+    assert lines[0] == "held back" and lines[-2:] == ["ValueError: a defect", "train.py: error: a sentence"]
+    assert len(lines) == 4 and "Ours.__del__" in lines[1]
+
+
 def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
     """It has no checksums, and fields that came later are missing; it says that nothing could be verified."""
     import orbax.checkpoint as ocp
