@@ -344,8 +344,13 @@ def two_runs(scene: Scene, when: str) -> None:
 
 
 def two_at_once(scene: Scene) -> None:
-    """Two runs are started in one checkpoint_dir at the same time: one goes to its end, the other is refused."""
-    ends = [end(run) for run in [start(scene), start(scene)]]
+    """Two runs want the lock of one checkpoint_dir at the same time: one goes to its end, the other is refused."""
+    runs = [start(scene, at=("lock.acquire", 1)) for _ in range(2)]
+    for run in runs:
+        wait_for_stop(run)
+    for run in runs:
+        go_on(run)
+    ends = [end(run) for run in runs]
     statuses = sorted(ended.status for ended in ends)
     if statuses[0] or not statuses[1]:
         raise BrokenError(f"they ended with {statuses}")

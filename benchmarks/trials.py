@@ -66,12 +66,22 @@ class Scene:
 # -- runs
 
 
-def stop_at(target: str, call: int, change: int = 0) -> None:
-    """Runs train.py on sys.argv, which stops itself in a call of a function, by number from 1.
+def signalled(
+    target: str, call: int, change: int = 0, number: int = signal.SIGSTOP, then_s: int = 0
+) -> tuple[str, str]:
+    """The arguments with which Python runs train.py so that it sends itself a signal at a moment."""
+    moment = f"{target!r}, {call}, {change}, {int(number)}, {then_s}"
+    return "-c", f"from benchmarks import trials; trials.signal_at({moment})"
+
+
+def signal_at(target: str, call: int, change: int, number: int, then_s: int) -> None:
+    """Runs train.py on sys.argv, which sends itself a signal in a call of a function, by number from 1.
 
     Args:
       target: "module.function" or "module.Class.method".
-      change: 0 stops before the call; n stops before the n-th change of the file system after the call began.
+      change: 0 is before the call; n is before the n-th change of the file system after the call began.
+      number: of the signal; SIGSTOP makes it stand still.
+      then_s: seconds that each later call takes longer, where what follows may be long in coming.
     """
     module, *owners, name = target.split(".")
     owner = __import__(module)
@@ -79,10 +89,12 @@ def stop_at(target: str, call: int, change: int = 0) -> None:
         owner = getattr(owner, part)
     real, calls, changes = getattr(owner, name), [], []
 
-    def stopping(*args, **kwargs):
+    def signalling(*args, **kwargs):
         calls.append(name)
         if len(calls) == call and not change:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), number)
+        if len(calls) > call:
+            time.sleep(then_s)
         return real(*args, **kwargs)
 
     def watch(event, args):
@@ -90,9 +102,9 @@ def stop_at(target: str, call: int, change: int = 0) -> None:
         if len(calls) >= call and (writes or event in CHANGES):
             changes.append(event)
             if len(changes) == change:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(os.getpid(), number)
 
-    setattr(owner, name, stopping)
+    setattr(owner, name, signalling)
     if change:
         sys.addaudithook(watch)
     runpy.run_path("train.py", run_name="__main__")
@@ -102,7 +114,7 @@ def start(scene: Scene, *, program=("train.py",), at=None, shell="", env=None, f
     """A run with FLAGS and `values`, of which None leaves a flag out; or a program with `flags` alone.
 
     Args:
-      at: the arguments of `stop_at`.
+      at: the arguments of `signalled`.
       shell: what a shell does with "$@", the command.
     """
     if program == ("train.py",):
@@ -110,7 +122,7 @@ def start(scene: Scene, *, program=("train.py",), at=None, shell="", env=None, f
         all_values = FLAGS | own | values
         flags = [f"--{name}={value}" for name, value in all_values.items() if value is not None] + list(flags)
     if at:
-        program = ("-c", f"from benchmarks import trials; trials.stop_at{tuple(at)!r}")
+        program = signalled(*at)
     command = [sys.executable, *program, *map(str, flags)]
     command = ["sh", "-c", shell, "sh", *command] if shell else command
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_", "XLA_", "PYTHON")  # of who runs the drills: a test, the hook above

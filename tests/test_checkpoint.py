@@ -27,6 +27,7 @@ import placement
 import processes
 import sharding
 import train
+from benchmarks import trials
 from config import Config, changed
 
 ROOT = Path(__file__).parents[1]
@@ -227,34 +228,19 @@ def half_written(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if "tmp" in path.name]
 
 
-def kill_while_it_saves(process: subprocess.Popen, directory: Path, delay_s: float) -> None:
-    """kill -9 at a moment when a folder is there that has not got its final name."""
-    while True:
-        wait_until(lambda: half_written(directory), process)
-        time.sleep(delay_s)
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)  # until it stands still
-        if half_written(directory):
-            process.kill()
-            process.wait()
-            return
-        process.send_signal(signal.SIGCONT)
-
-
 @pytest.mark.slow
 def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_path):
     killed, metrics = tmp_path / "killed", tmp_path / "metrics.jsonl"
     values = values | dict(steps=20, save_every=1, keep_checkpoints=1, checkpoint_dir=killed, metrics_file=metrics)
     complete = 0
-    for kill in range(3):
+    for kill, call in enumerate((13, 14, 16)):  # a save renames the folders of three items, and then its own
         out = tmp_path / f"{kill}.out"
-        process = start(values, out)
-        is_further = lambda by=complete + 3: killed.is_dir() and max(steps_in(killed), default=0) >= by
-        wait_until(is_further, process)
-        kill_while_it_saves(process, killed, delay_s=0.02 * kill)
+        program = trials.signalled("os.rename", call, number=signal.SIGKILL)
+        assert start(values, out, program=program).wait(120) == -signal.SIGKILL
         assert kill == 0 or f"resumed    from step {complete} in {killed}\n" in out.read_text()
         assert half_written(killed)
         complete = max(steps_in(killed))
+        assert complete == 3 * (kill + 1)
     assert start(values, tmp_path / "last.out").wait() == 0
     assert f"resumed    from step {complete} in {killed}\n" in (tmp_path / "last.out").read_text()
     assert read_metrics(metrics) == read_metrics(saved.metrics_file)
@@ -269,12 +255,10 @@ def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
     directory = tmp_path / "checkpoints"
     values = values | dict(steps=60, checkpoint_dir=directory)
     out = tmp_path / "first.out"
-    process = start(values, out)
-    wait_until(lambda: "\nstep  4/60" in out.read_text(), process)
-    process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    process = start(values, out, program=trials.signalled("log.Log.step", 4, number=number))
+    assert process.wait(120) == 128 + number
     (step,) = steps_in(directory)
-    assert 4 <= step < 60
+    assert step == 4
     assert out.read_text().endswith(f"terminated after step {step}, saved in {directory}: the same command resumes\n")
     assert start(values, tmp_path / "second.out").wait() == 0
     second = (tmp_path / "second.out").read_text()
@@ -310,13 +294,13 @@ def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values
     """At once, not when it would save the next time."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     before, _ = load(copy)
-    values = values | dict(steps=2000, save_every=20, checkpoint_dir=copy.checkpoint_dir, learning_rate=0.001)
+    values = values | dict(steps=2000, save_every=100, checkpoint_dir=copy.checkpoint_dir, learning_rate=0.001)
     assert start(values, tmp_path / "out", program=("-c", ON_A_FULL_DISK)).wait() == 1
     lines = (tmp_path / "out.err").read_text().splitlines()
     said = [line for line in lines if line.startswith("train.py: error: a checkpoint could not be written to ")]
     assert len(said) == 1 and "File too large" in said[0] and len(said[0]) < 500
     assert len(lines) < 5
-    assert "\nstep   20/2000" in (out := (tmp_path / "out").read_text()) and "\nstep   40/2000" not in out
+    assert "\nstep  100/2000" in (out := (tmp_path / "out").read_text()) and "\nstep  200/2000" not in out
     assert steps_in(copy.checkpoint_dir) == [15]
     assert_same_bits(load(copy)[0], before)
 
