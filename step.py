@@ -1,4 +1,5 @@
-"""How long a training step takes and whether it fits, predicted: every part with its formula. No jax here.
+"""How long a training step takes and whether it fits, predicted: every part with its formula. No jax here,
+but for the tiles of experts whose dims are no multiples of 128.
 
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --explain
     python roofline.py step --preset=qwen3-235b-a22b --topology=tpu7x:4x8x8 --batch=2048 --json
@@ -38,6 +39,9 @@ and its gradient. So are the rows that go over `expert`, before and after, if th
 **MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
 
+**Cliffs.** A size with which a kernel takes over CLIFF times as long as with its neighbour is named, here and where
+train.py starts: a sequence whose last blocks of attention are almost empty, experts whose dims no tiles fit.
+
 **Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
 and the compute down. Attention is taken to be a fused kernel.
 """
@@ -75,6 +79,7 @@ from workload import (
 )
 
 GiB = 2**30
+CLIFF = 1.3  # times as long as a kernel takes with the neighbour of a size: above, the size is named
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,8 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
         f"{e.matmul}{slower}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
-        "diagonal are whole, backward has one more matmul",
+        f"diagonal are whole, of a sequence filled up to {e.attention_tile} and {e.attention_block}, backward has one "
+        "more matmul",
         "elementwise": f"{tokens} * 4 * {si(moved, 'B')} of all layers / "
         f"({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
@@ -612,6 +618,70 @@ def as_json(found: Prediction) -> dict:
     }
 
 
+def cliffs(of: Run) -> list[str]:
+    """Returns a sentence for each size with which a kernel takes over CLIFF times as long as with its neighbour."""
+    return [*_cliff_of_attention(of), *_cliff_of_experts(of)]
+
+
+def _cliff_of_attention(of: Run) -> list[str]:
+    """Attention's kernel computes whole blocks: the last ones of a sequence may be almost empty."""
+    config, T, ring = of.config, of.config.seq_len, rules.ring_size(of.config, of.sizes)
+    block = ring * (of.efficiency.attention_block if T >= ring * of.efficiency.attention_block else 256)
+    less, more = T // block * block, math.ceil(T / block) * block
+    if config.attention == "reference" or not less:
+        return []
+
+    def seconds_per_flop(seq_len: int) -> float:
+        run = replace(of, config=replace(config, seq_len=seq_len))
+        flops = transformer.forward_flops_per_token(run.config)
+        seconds = sum(layer.num_layers * sum(compute_s(run, layer)["attention"]) for layer in layers_of(run))
+        return seconds / run.tokens / (flops["scores"] + flops["mix"])
+
+    factor, nearest = seconds_per_flop(T) / seconds_per_flop(less), min(less, more, key=lambda size: abs(size - T))
+    why = f"as with {less:,}: its last blocks are almost empty; the nearest size that fills them is {nearest:,}"
+    return [f"seq_len={T:,}: attention takes {factor:.2f} times as long a FLOP {why}"] if factor > CLIFF else []
+
+
+def _cliff_of_experts(of: Run) -> list[str]:
+    """The experts' kernels cut dims that are multiples of 128. Others have to fit VMEM whole, or they are refused."""
+    config, tensor = of.config, of.tensor
+    dims = {"model_dim": (config.model_dim, 1), "expert_dim": (config.expert_dim, tensor)}
+    odd = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
+    if not config.num_experts or config.moe_impl != "dropless" or not odd:
+        return []
+    import groups  # here, for it needs jax, and what has no such dim needs none
+
+    rows, experts = round(of.tokens * config.experts_per_token), config.num_experts // of.sizes["expert"]
+    dtype = "float8_e4m3fn" if "expert_up" in transformer.in_8_bits(config) else config.dtype
+    gated = transformer.swiglu_in_kernel(config)
+
+    def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
+        """Returns how many times as long as the matrix units a kernel takes at most; infinite: one is refused."""
+        D, M = model_dim, expert_dim // tensor
+        kinds = (
+            (D, M, dict(gated=gated)),
+            (M, D, {}),
+            (M, D, dict(transpose_rhs=True)),
+            (D, M, dict(transpose_rhs=True)),
+        )
+        try:
+            found = [(groups.default_tiles(rows, K, N, experts, dtype, **kind), K, N) for K, N, kind in kinds]
+            found += [(groups.default_tgmm_tiles(rows, K, N, experts, dtype), K, N) for K, N in ((D, M), (M, D))]
+        except ValueError:
+            return math.inf
+        return max(groups.slowdown(*each) for each in found)
+
+    factor, least = slowdown(), slowdown(**odd)
+    if factor <= CLIFF * least and factor < math.inf:
+        return []
+    sizes = " and ".join(f"{name}={dims[name][0]:,}" for name in odd)
+    nearest = " and ".join(f"{size:,}" for size in odd.values())
+    takes = (
+        "are refused, which" if factor == math.inf else f"take {factor / least:.2f} times as long as with {nearest}:"
+    )
+    return [f"{sizes}: the experts' kernels {takes} cut only multiples of 128; the nearest is {nearest}"]
+
+
 def describe(found: Prediction, *, explain: bool = False) -> str:
     """The prediction as a person reads it."""
     of, config, chip = found.of, found.of.config, found.of.chip
@@ -654,6 +724,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     lines += [f"           {name:{width}} {nbytes / GiB:8.2f} GiB" for name, nbytes in held.items()]
     if found.host_bytes and math.isfinite(of.host_limit):
         lines[-1] += f" of {of.host_limit / GiB:.1f}"
+    lines += [f"  cliff    {sentence}" for sentence in cliffs(of)]
     if explain:
         peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
         lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")

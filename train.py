@@ -56,7 +56,7 @@ import rules
 import sharding
 from log import Log, Profile, check_outputs
 from sharding import BATCH_SPEC, LOSS_AXES
-from step import GiB, Prediction, predict, short_of
+from step import GiB, Prediction, cliffs, predict, short_of
 from workload import run_of
 
 
@@ -565,6 +565,8 @@ def introduce(
             f"{prediction.hbm_bytes / GiB:.1f} of {prediction.of.hbm_limit / GiB:.1f} GiB a device"
             + ("" if prediction.fits else f", {short_of(prediction.lacks())}; roofline.py plan finds what fits")
         )
+        for sentence in cliffs(prediction.of):
+            log.say(f"cliff      {sentence}")
     if resumed is not None:
         log.say(
             f"resumed    from step {log.first_step} in {config.checkpoint_dir}" + (f"; {resumed}" if resumed else "")

@@ -2,10 +2,10 @@
 
     python benchmarks/cliffs.py            the table; compiles nothing
 
-Of steps: seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence a device. Of
-kernels: what their blocks add, scores past the end of a sequence (flash.py), or what experts' tiles cost (slowdown,
-groups.py): so narrow that HBM cannot feed the matrix units, or overlapping. A size above 1.3 times the cheapest, or one
-that is refused, has its reason.
+Of steps: seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence a device; of
+attention, for each of its own. Of experts: what tiles cost (groups.slowdown) that are so narrow that HBM cannot feed
+the matrix units, or that overlap. A size above 1.3 times the cheapest, or one that is refused, has its reason here, and
+is named by `roofline.py step` and by train.py as it starts (step.cliffs).
 
 Compiled, Llama 3.1 8B in one layer on fsdp:8, a sequence a device: 90.0 ms of 8,192 tokens, 87.0 of 8,191, a prime.
 """
@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 import jax.numpy as jnp
 
 import command
-import flash
 import groups
+import transformer
 from config import from_preset
 from hardware import parse_topology
 from step import predict
@@ -39,11 +39,11 @@ def step_s(**flags) -> float:
     return found.step_s / found.flops_per_step
 
 
-def scores(T: int) -> float:
-    """Rows of queries times rows of keys that the blocks of flash.py have, over T^2."""
-    blocks = flash.default_blocks(T, T, 128, 128)
-    padded = lambda rows: -(-T // rows) * rows
-    return padded(blocks.queries) * padded(blocks.keys) / T**2
+def attention_s(T: int) -> float:
+    """Predicted seconds of attention for each FLOP of it."""
+    found = predict(run_of(from_preset(**DENSE, seq_len=T), *parse_topology("tpu7x:2x2x1")))
+    (part,) = (part for part in found.parts if part.name == "attention")
+    return part.seconds / T / transformer.mean_keys(T)
 
 
 def expert_s(K: int, N: int) -> float | None:
@@ -91,13 +91,11 @@ SWEEPS = [
     Sweep("window", around(1024), _of(DENSE, "window")),
     *(Sweep("num_experts", around(E), _of(MIXTURE, "num_experts")) for E in (64, 128)),
     Sweep("expert_dim", around(768), _of(MIXTURE, "expert_dim")),
-    *(Sweep("scores of flash.py, T", around(T), scores) for T in (8192, 131_072)),
-    Sweep(
-        "scores of flash.py, T",
-        around(1024),
-        scores,
-        "a tile of 256 queries and one of 512 keys more, almost empty; of longer sequences that is a smaller part",
+    *(
+        Sweep("attention, seq_len", around(T), attention_s, "blocks of 512 keys forward, 1,024 backward, almost empty")
+        for T in (1024, 2048, 4096)
     ),
+    *(Sweep("attention, seq_len", around(T), attention_s) for T in (8192, 131_072)),
     *(Sweep("columns of experts, K 2048", around(M, 128), lambda M: expert_s(2048, M)) for M in (768, 1408)),
     Sweep("columns of experts, K 4096", around(1536, 128), lambda M: expert_s(4096, M)),
     Sweep("columns of experts, K 4096", around(14_336, 128), lambda M: expert_s(4096, M)),
@@ -106,7 +104,7 @@ SWEEPS = [
         "columns of experts, K 4096",
         around(14_336),
         lambda M: expert_s(4096, M),
-        "no multiple of 128 divides them, and all at once are too many for VMEM: refused, with the bytes",
+        "only multiples of 128 are cut, and all at once are too many for VMEM: refused, with the bytes",
     ),
 ]
 

@@ -446,7 +446,7 @@ def test_the_numbers_of_the_docstring():
         assert tokens == pytest.approx(float(words.replace(",", "")), rel=0.01)
         assert words in remat.__doc__
         for seq_len, hides in ((0.9 * tokens, False), (1.1 * tokens, True)):
-            flags = dict(mesh="fsdp:16,context:8", batch=16, seq_len=round(seq_len / 1024) * 1024)
+            flags = dict(mesh="fsdp:16,context:8", batch=16, seq_len=round(seq_len / 8192) * 8192)
             found = step.predict(run_of(dataclasses.replace(config, **flags), TPU7X, (4, 4, 4)))
             (part,) = (part for part in found.parts if part.name == "host offload")
             assert (part.exposed_s < 0.01 * part.seconds) == hides, (policy, seq_len)

@@ -28,6 +28,7 @@ EXACT = Efficiency(
     attention_forward=1,
     attention_backward=1,
     attention_block=1,
+    attention_tile=1,
     hbm=math.inf,
     elementwise=math.inf,
     links=1,
@@ -135,6 +136,53 @@ def test_at_the_chips_figures_it_is_flops_over_peak():
     half = 2 * 4 * 4 * 128 * (1024 / 2 + 1 / 2) * 4 / 4  # 2 matmuls * 4 heads * 128 * keys, 4 layers, forward
     assert seconds(found, "attention") == pytest.approx((1 + 5 / 2) * 4 * half / 2 * tokens / 64 / 2307e12, rel=1e-6)
     assert seconds(found, "loss") == pytest.approx(3 * flops["unembedding"] * tokens / 64 / 2307e12)
+
+
+# Cycles of a causal head of 128, forward and backward, compiled: benchmarks/cliffs.py has the sizes.
+HEAD_CYCLES = {1024: 4110 + 5212, 1025: 8270 + 15_500}
+
+
+def cliffs_of(preset: str = "llama3.1-8b", **flags) -> list[str]:
+    chip, chips = parse_topology("tpu7x:2x2x1")
+    return step.cliffs(run_of(from_preset(preset, **dict(mesh="fsdp:8", batch=8, remat="none") | flags), chip, chips))
+
+
+def test_a_length_whose_last_blocks_are_almost_empty_is_named():
+    (sentence,) = cliffs_of(seq_len=1025)
+    factor = float(re.search(r"^seq_len=1,025: attention takes (\S+) times as long a FLOP as with 1,024", sentence)[1])
+    assert sentence.endswith("the nearest size that fills them is 1,024")
+    assert factor == pytest.approx(HEAD_CYCLES[1025] / HEAD_CYCLES[1024], rel=0.1)
+    assert cliffs_of(seq_len=1025, attention="reference") == []
+    assert cliffs_of(seq_len=400)[0].endswith("is 512")
+    assert "seq_len=8,200" in cliffs_of(seq_len=8200, mesh="context:8")[0]  # 1,025 on each device
+
+
+@pytest.mark.parametrize("seq_len", [64, 256, 512, 1000, 1024, 2000, 2048, 3072, 4095, 4096, 5000, 8193, 131_072])
+def test_a_length_that_fills_its_blocks_is_not_named(seq_len):
+    assert cliffs_of(seq_len=seq_len) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(expert_dim=14_335), "expert_dim=14,335: the experts' kernels are refused, .*; the nearest is 14,336$"),
+        (dict(expert_dim=28_670, mesh="fsdp:4,tensor:2"), "expert_dim=28,670: .*refused.*; the nearest is 28,672$"),
+        (dict(model_dim=4000), "model_dim=4,000: .*refused.*; the nearest is 4,096$"),
+        (dict(model_dim=4000, expert_dim=14_335), "model_dim=4,000 and expert_dim=14,335: .* 4,096 and 14,336$"),
+        (dict(expert_dim=14_464), ""),
+        (dict(expert_dim=14_335, moe_impl="capacity"), ""),
+        (dict(expert_dim=1000), ""),  # whole in VMEM
+        (dict(), ""),
+    ],
+)
+def test_experts_that_no_tiles_fit_are_named(flags, words):
+    found = cliffs_of("mixtral-8x7b", **flags)
+    assert len(found) == bool(words) and all(re.match(words, sentence) for sentence in found), found
+
+
+def test_what_is_printed_of_a_step_names_its_cliffs():
+    shown = step.describe(predicted("tpu7x:2x2x1", preset="llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=1025))
+    assert "  cliff    seq_len=1,025: " in shown
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "save_qkv_proj", "minimal", "save_out_proj"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ import placement
 import sharding
 import train
 from config import Config, from_preset
-from hardware import CHIPS
+from hardware import CHIPS, parse_topology
 from step import predict
 from workload import run_of
 
@@ -354,6 +355,17 @@ def test_an_evaluation_has_two_batches_in_flight_at_most():
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
     assert train.evaluate(eval_step, None, corpus, config, mesh) == 3 * (1 + 2 + 3 + 4 + 5) / 5
     assert len(asked) == 5 and len(fetched) == 10
+
+
+def test_what_is_about_to_run_names_its_cliffs():
+    flags = dict(preset="llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=1025)
+    prediction = predict(run_of(from_preset(**flags), *parse_topology("tpu7x:2x2x1")))
+    corpus = data.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
+    lines = []
+    log = SimpleNamespace(say=lines.append, flops_per_token=1e9)
+    mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
+    train.introduce(log, prediction.of.config, mesh, corpus, None, prediction)
+    assert [line for line in lines if line.startswith("cliff      seq_len=1,025: attention takes")]
 
 
 @pytest.mark.slow
