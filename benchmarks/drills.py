@@ -4,6 +4,7 @@ A drill returns where everything holds; BrokenError says what does not, Impossib
 it. DRILLS has what each is called with.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import time
 import zlib
 from pathlib import Path
 
+import outputs
 from benchmarks.trials import (
     FAILED,
     REFUSED_S,
@@ -175,6 +177,20 @@ def damaged(scene: Scene, files: str, how: str) -> None:
             raise BrokenError(f"went on from another step without a word on 9: {ended.said[:300]}")
 
 
+def damaged_and_skipped(scene: Scene, files: str, how: str, *steps: int) -> None:
+    """The newest steps have a damaged file: the flag that the refusal offers takes the one before, and loses none."""
+    copy_reference(scene, (3, 6, 9))
+    for step in steps:
+        damage(scene, scene.checkpoints / str(step), files, how)
+    expect(end(start(scene)), FAILED, r"checkpoints/9 .*--skip_damaged_checkpoints .*from step 6")
+    ended = again(scene, flags=("--skip_damaged_checkpoints",))
+    if f"from step {min(steps) - 3} " not in ended.said:
+        raise BrokenError(f"went on from another step: {ended.said[:300]}")
+    aside = sorted(path.name for path in scene.checkpoints.iterdir() if not path.name.isdecimal())
+    if aside != [f"{step}.damaged" for step in steps]:
+        raise BrokenError(f"beside the steps there are {aside}")
+
+
 def copy_reference(scene: Scene, steps) -> None:
     for step in steps:
         shutil.copytree(reference(scene.shared) / str(step), scene.checkpoints / str(step))
@@ -290,11 +306,27 @@ def hosts_disagree(scene: Scene, flag: str, value: object) -> None:
     """Two processes of a run differ in a flag: both end before the first step, and each names it."""
     if flag in ("corpus", "checkpoint_dir"):
         value = scene.shared / value if flag == "corpus" else scene.folder / value
-    ends = [end(run) for run in start_hosts(scene, {}, {flag: value})]
+    check_disagreement(scene, {flag: value}, flag)
+
+
+def hosts_with_other_code(scene: Scene) -> None:
+    """One of two processes has another version of a module: both end before the first step, and each names it."""
+    other = scene.folder / "code"
+    other.mkdir()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*.json")):
+        shutil.copy(path, other)
+    with (other / "model.py").open("a") as file:
+        file.write("# of another version\n")
+    check_disagreement(scene, dict(code=other), "checksum of model.py")
+
+
+def check_disagreement(scene: Scene, other: dict, says: str) -> None:
+    """Starts two processes, the second with `other`. Raises BrokenError unless both end at once, and say of what."""
+    ends = [end(run) for run in start_hosts(scene, {}, other)]
     if steps_in(scene.checkpoints) or any("step  1/" in ended.said for ended in ends):
         raise BrokenError(f"they trained: statuses {[ended.status for ended in ends]}")
     for ended in ends:
-        expect(ended, FAILED, flag)
+        expect(ended, FAILED, says)
 
 
 def host_lost(scene: Scene, how: str) -> None:
@@ -357,6 +389,47 @@ def two_at_once(scene: Scene) -> None:
     for ended in ends:
         expect(ended, (0, *FAILED), "checkpoint_dir|checkpoints")
     check_same(scene)
+
+
+def left_behind(scene: Scene) -> dict:
+    """The lock of a run that was killed at a step."""
+    run = start(scene, at=at_a_step(scene))
+    wait_for_stop(run)
+    run.kill()
+    expect(end(run), -signal.SIGKILL)
+    return json.loads((scene.checkpoints / "lock").read_text())
+
+
+def stale_lock(scene: Scene, whose: str) -> None:
+    """The lock of a process that is gone, whose number another has by now, or of a machine that is: it is taken."""
+    changes = {"a dead process": {}, "a number in use": dict(process=os.getpid()), "a machine": dict(machine="gone")}
+    (scene.checkpoints / "lock").write_text(json.dumps(left_behind(scene) | changes[whose]))
+    ended = again(scene)
+    if ("watching for" in ended.complained) != (whose == "a machine"):
+        raise BrokenError(f"it said {ended.complained[-300:]!r}")
+    if (scene.checkpoints / "lock").exists():
+        raise BrokenError("its lock is left behind")
+
+
+def lock_of_another_machine(scene: Scene) -> None:
+    """The lock of a run on another machine beats: refused, naming it; removed, the command goes on."""
+    theirs, path = left_behind(scene) | dict(machine="another", host="elsewhere"), scene.checkpoints / "lock"
+    path.write_text(json.dumps(theirs))
+    there, run = steps_in(scene.checkpoints), start(scene)
+    while run.poll() is None and time.monotonic() < run.begun + REFUSED_S:
+        theirs["beats"] += 1
+        with outputs.replacing(path) as file:
+            file.write(json.dumps(theirs))
+        time.sleep(1)
+    ended = end(run, REFUSED_S)
+    watched = ended.complained.partition("\n")
+    if "watching for" not in watched[0]:
+        raise BrokenError(f"it said {ended.complained[-300:]!r}")
+    expect(dataclasses.replace(ended, complained=watched[2]), FAILED, f"process {theirs['process']} on elsewhere")
+    if json.loads(path.read_text()) != theirs or steps_in(scene.checkpoints) != there:
+        raise BrokenError("it wrote into the folder of the other")
+    path.unlink()
+    again(scene)
 
 
 def unwritable(scene: Scene, flag: str) -> None:
@@ -544,16 +617,27 @@ def output_is_input(scene: Scene, how: str) -> None:
     expect(ended, FAILED, "out|metrics_file")
 
 
-def planted_link(scene: Scene) -> None:
-    """A link to a file of somebody else stands where an output is written first: that file is what it was."""
+GUESSED = (
+    "import runpy, secrets, sys; secrets.token_hex = lambda size: '00' * size; sys.argv[0] = 'data.py'; "
+    "runpy.run_path('data.py', run_name='__main__')"
+)
+
+
+def planted_link(scene: Scene, name: str) -> None:
+    """A link to somebody else's file stands at the name of an output, or at the guessed one of its first writing.
+
+    That file is what it was; the link is replaced, or refused.
+    """
     victim, out = scene.folder / "victim", scene.folder / "out.bin"
     victim.write_text("precious")
-    Path(f"{out}.unfinished").symlink_to(victim)
+    (scene.folder / name).symlink_to(victim)
     flags = ("prepare", scene.shared / "corpus.txt", "--out", out)
-    ended = end(start(scene, program=("data.py",), flags=flags), REFUSED_S)
+    ended = end(start(scene, program=("-c", GUESSED), flags=flags), REFUSED_S)
     if victim.read_bytes() != b"precious":
         raise BrokenError(f"the link was followed, status {ended.status}")
-    expect(ended, (0, *FAILED), "unfinished")
+    expect(ended, 0 if name == out.name else FAILED, "unfinished")
+    if out.is_symlink() or out.exists() != (name == out.name):
+        raise BrokenError(f"status {ended.status}, and {out.name} is {'a link' if out.is_symlink() else 'not so'}")
 
 
 def not_finite(scene: Scene) -> None:
@@ -561,7 +645,7 @@ def not_finite(scene: Scene) -> None:
     expect(end(start(scene, learning_rate=1e38, max_skipped=3, clip_norm=0)), FAILED, "not finite")
 
 
-# Each drill, and what it is called with: 100 trials in all.
+# Each drill, and what it is called with: 109 trials in all.
 DRILLS = [
     (killed_in_a_step, [()] * 5),
     (killed_in_a_save, [(100,)] * 7 + [(1,)] * 3),
@@ -593,6 +677,14 @@ DRILLS = [
         ],
     ),
     (
+        damaged_and_skipped,
+        [
+            ("state/ocdbt.process_0/d/*", "truncated", 9),
+            ("config/metadata", "nested", 9),
+            ("state/_METADATA", "missing", 6, 9),
+        ],
+    ),
+    (
         corpus_at_a_resume,
         [("same_size",), ("other_size",), ("gone",), ("a separator outside the vocabulary",), ("one token",)],
     ),
@@ -610,11 +702,14 @@ DRILLS = [
             ("eval_every", 5),
         ],
     ),
+    (hosts_with_other_code, [()]),
     (host_lost, [("killed in a step",), ("killed in a save",), ("silent",)]),
     (host_suspended, [()]),
     (host_terminated, [()]),
     (two_runs, [("at a step",), ("with other flags",)]),
     (two_at_once, [()]),
+    (stale_lock, [("a dead process",), ("a number in use",), ("a machine",)]),
+    (lock_of_another_machine, [()]),
     (
         unwritable,
         [("checkpoint_dir",), ("metrics_file",), ("profile_dir",), ("fp8_scales",), ("a file in the way",)],
@@ -643,6 +738,6 @@ DRILLS = [
     (metrics_spoilt, [("half a line",), ("binary",), ("nested",)]),
     (home, [()]),
     (output_is_input, [("prepare",), ("metrics_file",)]),
-    (planted_link, [()]),
+    (planted_link, [("out.bin",), ("out.bin.00000000.unfinished",)]),
     (not_finite, [()]),
 ]

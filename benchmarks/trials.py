@@ -110,10 +110,13 @@ def signal_at(target: str, call: int, change: int, number: int, then_s: int) -> 
     runpy.run_path("train.py", run_name="__main__")
 
 
-def start(scene: Scene, *, program=("train.py",), at=None, shell="", env=None, flags=(), **values) -> subprocess.Popen:
+def start(
+    scene: Scene, *, program=("train.py",), code=ROOT, at=None, shell="", env=None, flags=(), **values
+) -> subprocess.Popen:
     """A run with FLAGS and `values`, of which None leaves a flag out; or a program with `flags` alone.
 
     Args:
+      code: the folder of the programs.
       at: the arguments of `signalled`.
       shell: what a shell does with "$@", the command.
     """
@@ -128,7 +131,7 @@ def start(scene: Scene, *, program=("train.py",), at=None, shell="", env=None, f
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_", "XLA_", "PYTHON")  # of who runs the drills: a test, the hook above
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (env or {})
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=code, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.begun = time.monotonic()
     scene.runs.append(process)
