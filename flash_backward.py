@@ -51,9 +51,11 @@ high that P is 0: with the UNSEEN of its own, exp(UNSEEN - UNSEEN) would be 1. B
 
 and about 1500 for each block of queries, before and after its loop (the XLUs transpose q, dout and dq, and spread lse
 and di along the lanes), and 750 for each block of keys of a kv head. A causal head of 8192 is 28 full blocks, 8 on the
-diagonal and 8 of each of these: 159,000 in all. What limits a full block for H <= 128 are waits for results of matmuls,
-which take 211 cycles, most at the end of an iteration, as iterations do not overlap. (Under libtpu's LP scheduler it
-takes 3965 cycles if an MXU lets matmuls queue and 4448 if not, which only a TPU can tell; by default, 4370 either way.)
+diagonal and 8 of each of these: 159,000 in all. Of a last block of queries only the pieces that hold any are computed:
+2049 queries take 20,630 cycles, 2048 take 14,212, and in whole blocks they would be 29,180. What limits a full block
+for H <= 128 are waits for results of matmuls, which take 211 cycles, most at the end of an iteration, as iterations do
+not overlap. (Under libtpu's LP scheduler it takes 3965 cycles if an MXU lets matmuls queue and 4448 if not, which only
+a TPU can tell; by default, 4370 either way.)
 
 A key takes 6*(H+V) bytes of VMEM transposed, and 8*(H+V), or half of that without double buffering, for what is read
 and written: 16k keys at a time for H = V = 128. More of them take turns (`lax.scan`): for each part all queries pass by
@@ -373,34 +375,49 @@ def _kernel(r, static):
     before = full_first - first
     edges = _edges(bq, bk, **static.mask) if r.prefix is None else []
 
-    def full(j, _):
-        with jax.named_scope("full block"):
-            _block(r, static, j)
+    def attend(height, scope):
+        """The first `height` queries of the block."""
 
-    def masked(n, _):
-        j = jnp.where(n < before, first + n, full_end + n - before)
-        distance = block * bq + r.offset[0] - j * bk
-        other = True
-        for edge in edges:
-            pl.when(distance == edge)(partial(edge_block, j, edge))
-            other &= distance != edge
-        pl.when(other)(partial(masked_block, j))
+        def full(j, _):
+            with jax.named_scope(scope + "full block"):
+                _block(r, static, height, j)
 
-    def edge_block(j, edge):
-        with jax.named_scope("edge block"):
-            _block(r, static, j, partial(_seen, r, static, j, block, edge), edge)
+        def masked(n, _):
+            j = jnp.where(n < before, first + n, full_end + n - before)
+            distance = block * bq + r.offset[0] - j * bk
+            other = True
+            for edge in edges:
+                pl.when(distance == edge)(partial(edge_block, j, edge))
+                other &= distance != edge
+            pl.when(other)(partial(masked_block, j))
 
-    def masked_block(j):
-        with jax.named_scope("masked block"):
-            _block(r, static, j, partial(_seen, r, static, j, block, None))
+        def edge_block(j, edge):
+            with jax.named_scope(scope + "edge block"):
+                _block(r, static, height, j, partial(_seen, r, static, j, block, edge), edge)
 
-    lax.fori_loop(full_first, full_end, full, None)
-    if any(static.mask.values()) or r.ids is not None or static.lengths[1] % bk:
-        lax.fori_loop(0, before + end - full_end, masked, None)
+        def masked_block(j):
+            with jax.named_scope(scope + "masked block"):
+                _block(r, static, height, j, partial(_seen, r, static, j, block, None))
+
+        lax.fori_loop(full_first, full_end, full, None)
+        if any(static.mask.values()) or r.ids is not None or static.lengths[1] % bk:
+            lax.fori_loop(0, before + end - full_end, masked, None)
+
+    last_height, is_last = _last_height(static.lengths[0], static.blocks), block == static.lengths[0] // bq
+    if last_height == bq:
+        attend(bq, "")
+    else:
+        pl.when(~is_last)(partial(attend, bq, ""))
+        pl.when(is_last)(partial(attend, last_height, "last "))
 
     dq = (r.dqT[...] * static.scale).astype(r.dq.dtype).T
     r.dq[...] = dq if r.dq_so_far is None else r.dq_so_far[...] + dq
     pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))(partial(_store_keys, r, static))
+
+
+def _last_height(T, blocks):
+    """Queries that are computed of the last block: whole pieces, which hold all that are there."""
+    return _up(T % blocks.queries, min(blocks.chunk, blocks.queries)) or blocks.queries
 
 
 def _load_keys(r, static):
@@ -446,13 +463,14 @@ def _cleared(x, dim, length, start):
     return jnp.where(_iota(x.shape, dim) < length - start, x, jnp.zeros_like(x))
 
 
-def _block(r, static, j, seen=None, distance=None):
-    """A block of queries and block j of keys; `seen` gives the mask of a piece, `distance` is known on an edge."""
-    bq, bk, chunk = static.blocks.queries, static.blocks.keys, static.blocks.chunk
-    height, pieces = min(chunk, bq), []
+def _block(r, static, queries, j, seen=None, distance=None):
+    """The first `queries` of a block and block j of keys; `seen` gives the mask of a piece, `distance` is known on an
+    edge."""
+    bk, chunk = static.blocks.keys, static.blocks.chunk
+    height, pieces = min(chunk, static.blocks.queries), []
     for c in range(0, bk, chunk):
         some_seen = lambda q, c=c: distance is None or _tile(distance + q - c, height, chunk, **static.mask)[0]
-        if live := [q for q in range(0, bq, height) if some_seen(q)]:
+        if live := [q for q in range(0, queries, height) if some_seen(q)]:
             pieces.append((slice(live[0], live[-1] + height), slice(c, c + chunk)))
     ahead = [_scores(r, j, *piece) for piece in pieces[:2]]
     for n, piece in enumerate(pieces):
@@ -575,30 +593,39 @@ def executions(
     """
     num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
     of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), q_offset=q_offset, **mask)
-    at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, **mask), 0), 0, 0
-    for i, (first, full_first, full_end, end) in enumerate(of_q[0].tolist()):
-        full += full_end - full_first
-        for j in [*range(first, full_first), *range(full_end, end)]:
-            distance = i * blocks.queries + q_offset - j * blocks.keys
-            if distance in at_edge:
-                at_edge[distance] += 1
-            else:
-                elsewhere += 1
-    parts = pl.cdiv(S, blocks.resident)
-    steps, masked, edges = heads * num_q * parts, heads * (elsewhere + sum(at_edge.values())), iter(at_edge.values())
+    split = _last_height(T, blocks) < blocks.queries  # the last block of queries has code of its own
+    of_scope = {"": of_q[0].tolist()[: num_q - split]} | ({"last ": of_q[0].tolist()[num_q - 1 :]} if split else {})
+    parts, counts, edges = pl.cdiv(S, blocks.resident), {}, {}
+    for scope, ranges in of_scope.items():
+        at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, **mask), 0), 0, 0
+        for i, (first, full_first, full_end, end) in enumerate(ranges, num_q - 1 if scope else 0):
+            full += full_end - full_first
+            for j in [*range(first, full_first), *range(full_end, end)]:
+                distance = i * blocks.queries + q_offset - j * blocks.keys
+                if distance in at_edge:
+                    at_edge[distance] += 1
+                else:
+                    elsewhere += 1
+        masked, edges[scope + "edge block"] = elsewhere + sum(at_edge.values()), iter(at_edge.values())
+        counts[scope] = len(ranges) * parts, full, elsewhere, masked
 
     def inside(region):
         return {*region.names}.union(*(inside(child) for child in region.children))
 
     def of(region):
-        if {"full block", "edge block", "masked block"} & {*region.names}:
-            if "edge block" in region.names:
-                return heads * next(edges)
-            return heads * (full if "full block" in region.names else elsewhere)
-        if region.kind in ("grid", "step") or "full block" in inside(region):
-            return steps
-        if "masked block" in inside(region):
-            return masked if region.kind == "loop" else steps
+        for scope, (steps, full, elsewhere, masked) in counts.items():
+            named = {scope + "full block": full, scope + "masked block": elsewhere}
+            for name in region.names:
+                if name in edges and name.startswith(scope + "edge"):
+                    return heads * next(edges[name])
+                if name in named:
+                    return heads * named[name]
+            if region.kind not in ("grid", "step") and scope + "full block" in inside(region):
+                return heads * steps
+            if scope + "masked block" in inside(region):
+                return heads * (masked if region.kind == "loop" else steps)
+        if region.kind in ("grid", "step"):
+            return heads * num_q * parts
         return kv_heads * (num_k if region.kind == "loop" else parts)  # the keys' way in, transposed, and out
 
     return [of(region) for region in kernel.unknown()]

@@ -1,6 +1,7 @@
 """Gradients against float64, in the simulator of Pallas; the kernel as TPU7x' compiler makes it."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -134,6 +135,22 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     assert max(errors(inputs(300, B=2, H=16), **MASKS[name])) < 3e-6
+
+
+LAST_OF_A_HALF = Blocks(queries=256, keys=256, resident=512, chunk=128)  # of 300 queries, 128 in the last block
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MASKS] + ["causal"])
+def test_of_the_last_block_only_the_pieces_with_queries_are_computed(name):
+    mask = MASKS.get(name, dict(causal=True))
+    assert max(errors(inputs(300, B=2, H=16), LAST_OF_A_HALF, **mask)) < 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "q_offset"), [(300, 300), (70, 530), (130, 470)])
+def test_the_last_block_of_keys_that_take_turns(T, q_offset):
+    blocks = replace(LAST_OF_A_HALF, resident=256)
+    assert max(errors(inputs(T, 600, H=16), blocks, causal=True, q_offset=q_offset)) < 3e-6
 
 
 @pytest.mark.slow
@@ -298,3 +315,14 @@ def test_cycles():
     assert (by_name["full block"], by_name["edge block"], by_name["masked block"]) == (8 * 28, 8 * 8, 0)
     head = kernel.cycles(counts, moved_bytes=0).compute / 8
     assert 28 * full + 8 * edge < head < 165_000
+
+
+@pytest.mark.slow
+def test_a_query_more_than_a_block_takes_a_quarter_of_one():
+    """1,025 queries: compiled, 1,024 take 5,212 cycles, and two whole blocks of queries took 15,500."""
+    kernel = bundles.measure("flash_backward:build_backward", seq=1025, heads=2).kernel()
+    counts = executions(kernel, 1025, 1025, 2, 2, default_blocks(1025, 1025, 128, 128), causal=True, window=0)
+    by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
+    assert (by_name["full block"], by_name["edge block"]) == (0, 2)
+    assert (by_name["last full block"], by_name["last edge block"], by_name["last masked block"]) == (2, 2, 0)
+    assert 5212 < kernel.cycles(counts, moved_bytes=0).compute / 2 < 10_200
