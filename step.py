@@ -40,7 +40,7 @@ and its gradient. So are the rows that go over `expert`, before and after, if th
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
 
 **Cliffs.** A size with which a kernel takes over CLIFF times as long as with its neighbour is named, here and where
-train.py starts: a sequence whose last blocks of attention are almost empty, experts whose dims no tiles fit.
+train.py starts: a sequence whose last tiles of attention are almost empty, experts whose dims no tiles fit.
 
 **Left out**: reading the input, checkpoints, stragglers, the first step's compilation; that transfers slow each other
 and the compute down. Attention is taken to be a fused kernel.
@@ -212,8 +212,7 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
         f"{e.matmul}{slower}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
-        f"diagonal are whole, of a sequence filled up to {e.attention_tile} and {e.attention_block}, backward has one "
-        "more matmul",
+        f"diagonal are whole, of a sequence filled up to tiles of {e.attention_tile}, backward has one more matmul",
         "elementwise": f"{tokens} * 4 * {si(moved, 'B')} of all layers / "
         f"({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
@@ -624,10 +623,11 @@ def cliffs(of: Run) -> list[str]:
 
 
 def _cliff_of_attention(of: Run) -> list[str]:
-    """Attention's kernel computes whole blocks: the last ones of a sequence may be almost empty."""
+    """Attention's kernel computes whole tiles: the last ones of a sequence may be almost empty."""
     config, T, ring = of.config, of.config.seq_len, rules.ring_size(of.config, of.sizes)
-    block = ring * (of.efficiency.attention_block if T >= ring * of.efficiency.attention_block else 256)
-    less, more = T // block * block, math.ceil(T / block) * block
+    unit = lambda size: ring * (size if T >= ring * size else 256)
+    block, tile = unit(of.efficiency.attention_block), unit(of.efficiency.attention_tile)
+    less = T // block * block
     if config.attention == "reference" or not less:
         return []
 
@@ -637,8 +637,8 @@ def _cliff_of_attention(of: Run) -> list[str]:
         seconds = sum(layer.num_layers * sum(compute_s(run, layer)["attention"]) for layer in layers_of(run))
         return seconds / run.tokens / (flops["scores"] + flops["mix"])
 
-    factor, nearest = seconds_per_flop(T) / seconds_per_flop(less), min(less, more, key=lambda size: abs(size - T))
-    why = f"as with {less:,}: its last blocks are almost empty; the nearest size that fills them is {nearest:,}"
+    factor, nearest = seconds_per_flop(T) / seconds_per_flop(less), round(T / tile) * tile
+    why = f"as with {less:,}: its last tiles are almost empty; the nearest size that fills them is {nearest:,}"
     return [f"seq_len={T:,}: attention takes {factor:.2f} times as long a FLOP {why}"] if factor > CLIFF else []
 
 

@@ -62,8 +62,10 @@ class Efficiency:
     expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
     attention_forward: float = 0.8 * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = 0.8 * 2560 / 4405  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
-    attention_block: int = 1024  # scores; a block that the mask cuts is computed whole, and the last one of a sequence
-    attention_tile: int = 512  # keys; forward the last block of a sequence is as long as it takes whole tiles of them
+    attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
+    # Positions; whole tiles of a sequence are computed. Compiled: of 1,025 tokens forward 2.01, backward 1.93 times the
+    # cycles of 1,024, where this makes 1.87.
+    attention_tile: int = 512
     # A block of heads of 64 or 192 takes as long as of 128: the softmax does not see it, and 128 half fills the matrix
     # unit. Of 256 it takes so many times as long; compiled: 86.0k / 69.5k for 8192 forward, 201.5k / 166.3k backward.
     attention_of_256: float = 1.22
@@ -280,8 +282,8 @@ class Layer:
     params_in_float32: dict[bool, int]  # and those that do in float32, as their gradients
     params_in_thirds: dict[bool, int]  # of matrices with a factor of 3, which their parts are taken to have as well
     attention_lost: bool  # the backward pass needs the kernel's forward again
-    keys: tuple[float, float]  # that the kernel computes for a query, on average over the layers: forward, backward
-    global_keys: tuple[float, float]  # of them, those of layers without a window
+    keys: float  # keys that the kernel computes for a query, on average over the layers
+    global_keys: float  # of them, those of layers without a window
     elementwise: tuple[float, float]  # elements a token, forward: of attention, and of all else
     saved: float  # bytes a token, on the device
     offloaded: float  # on the host
@@ -315,33 +317,25 @@ def layers_of(of: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
     uncut = of.tensor if of.sizes["expert"] == 1 else 1
     gated = of.efficiency.gated_experts and transformer.swiglu_in_kernel(of.config)
-    blocks = of.efficiency.attention_block, min(of.efficiency.attention_tile, of.efficiency.attention_block)
-    return _layers(of.config, *blocks, ring_size(of.config, of.sizes), of.expert_room, uncut, gated)
+    part = of.config.seq_len / ring_size(of.config, of.sizes)
+    added = filled(part, of.efficiency.attention_tile) / part
+    return _layers(of.config, of.efficiency.attention_block, added, of.expert_room, uncut, gated)
 
 
 @cache
-def _layers(
-    config: Config, block: int, tile: int, ring: int, expert_room: float, uncut: int, gated: bool
-) -> list[Layer]:
-    """`block`, `tile`: `Efficiency.attention_block` and `attention_tile`; `ring`: parts of a sequence; `gated`: as for
-    elementwise_elements; else as for transformer.activations."""
+def _layers(config: Config, block: int, added: float, expert_room: float, uncut: int, gated: bool) -> list[Layer]:
+    """`block`: scores along an edge of the attention kernel's block; `added`: positions that it computes over those of
+    the sequence; `gated`: as for elementwise_elements; else as for transformer.activations."""
     saved = transformer.read_names(transformer.saved_names(config))
     offloaded = saved & transformer.offloaded_names(config)
     every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     num_experts = transformer.num_expert_layers(config)
     in_8_bits = transformer.in_8_bits(config)
+    T = added * config.seq_len
+    whole = added * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed whole
+    local = min(whole, added * (config.window + block)) if config.window else whole
     num_global = transformer.num_global_layers(config)
-
-    def keys(least: int) -> tuple[float, float]:
-        """Returns those of a query in a mean layer, and of them those of global layers, for blocks of `least` keys."""
-        added = filled(config.seq_len / ring, least) / (config.seq_len / ring)
-        T = added * config.seq_len
-        whole = added * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed whole
-        local = min(whole, added * (config.window + block)) if config.window else whole
-        in_global = num_global * whole / config.num_layers
-        return in_global + (1 - num_global / config.num_layers) * local, in_global
-
-    all_keys, global_keys = zip(keys(tile), keys(block), strict=True)
+    keys = (num_global * whole + (config.num_layers - num_global) * local) / config.num_layers
 
     found = []
     for experts, num_layers in ((False, config.num_layers - num_experts), (True, num_experts)):
@@ -385,8 +379,8 @@ def _layers(
                 params_in_float32,
                 params_in_thirds,
                 "context" not in saved or "log_sum_exp" not in saved,
-                all_keys,
-                global_keys,
+                keys,
+                num_global * whole / config.num_layers,
                 elementwise_elements(config, experts, expert_room, uncut, gated),
                 saved_bytes(saved - offloaded),
                 saved_bytes(offloaded),
@@ -397,10 +391,10 @@ def _layers(
     return found
 
 
-def filled(length: float, block: int) -> float:
-    """Returns the positions that attention's kernel computes of a sequence: whole blocks, shorter in a short one."""
-    block = min(block, 256 * math.ceil(length / 256))
-    return block * math.ceil(length / block)
+def filled(length: float, tile: int) -> float:
+    """Returns the positions that attention's kernel computes of a sequence: whole tiles, shorter in a short one."""
+    tile = min(tile, 256 * math.ceil(length / 256))
+    return tile * math.ceil(length / tile)
 
 
 def elementwise_elements(
@@ -471,14 +465,13 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
     config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
     # The last part of a sequence in its own order has more to do than the mean.
-    more = (1 - 1 / ring_size(config, of.sizes)) * (not in_zigzag(config))
-    keys = [all_keys + more * global_keys for all_keys, global_keys in zip(layer.keys, layer.global_keys, strict=True)]
-    scores, scores_backward = (b * each * config.num_heads / tensor for each in keys)
+    keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not in_zigzag(config))
+    scores = b * keys * config.num_heads / tensor
     dim = max(transformer.key_dim(config), transformer.value_dim(config))
     of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
     peak = of.chip.bf16_flops_per_s / of.chip.devices
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
-    attention_backward = scores_backward * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
+    attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
     attention_backward += layer.attention_lost * attention
     elementwise = elementwise_s(of, sum(layer.elementwise))
     return {

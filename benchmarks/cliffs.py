@@ -92,10 +92,10 @@ SWEEPS = [
     *(Sweep("num_experts", around(E), _of(MIXTURE, "num_experts")) for E in (64, 128)),
     Sweep("expert_dim", around(768), _of(MIXTURE, "expert_dim")),
     *(
-        Sweep("attention, seq_len", around(T), attention_s, "blocks of 512 keys forward, 1,024 backward, almost empty")
-        for T in (1024, 2048, 4096)
+        Sweep("attention, seq_len", around(T), attention_s, "a tile of 512 queries and keys more, almost empty")
+        for T in (1024, 2048)
     ),
-    *(Sweep("attention, seq_len", around(T), attention_s) for T in (8192, 131_072)),
+    *(Sweep("attention, seq_len", around(T), attention_s) for T in (4096, 8192, 131_072)),
     *(Sweep("columns of experts, K 2048", around(M, 128), lambda M: expert_s(2048, M)) for M in (768, 1408)),
     Sweep("columns of experts, K 4096", around(1536, 128), lambda M: expert_s(4096, M)),
     Sweep("columns of experts, K 4096", around(14_336, 128), lambda M: expert_s(4096, M)),
