@@ -25,11 +25,11 @@ they come out of loops over layers and recomputation by themselves, and of micro
 import functools
 import hashlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+import command
 import outputs
 import transformer
 from config import Config
@@ -110,7 +110,7 @@ def load(config: Config) -> dict:
     path = config.fp8_scales
     way_out = f"--fp8=calibrate --fp8_scales={path or 'FILE'} makes one"
     try:
-        found = json.loads(Path(path).read_text()) if path else None
+        found = json.loads(command.read_text(path)) if path else None
     except (OSError, ValueError) as error:
         raise ValueError(f"fp8_scales={path!r} cannot be read as a profile ({error}); {way_out}") from None
     if found is None:

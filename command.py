@@ -102,6 +102,19 @@ def expanded(path: str, schemes: Collection[str] = ()) -> str:
     return found
 
 
+def read_text(path: str) -> str:
+    """The text of a file that a user named.
+
+    Raises:
+      ValueError: it is a pipe or a device, which may never end, or is no UTF-8.
+      OSError: it cannot be read.
+    """
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ValueError(f"{path} is no ordinary file: save its text to one")
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
 def at_least(low: int, number: type = int) -> Callable[[str], float]:
     """The type of a flag whose values are numbers from `low` on."""
 

@@ -85,7 +85,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import command
 from hardware import CHIPS, Chip
@@ -857,7 +856,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")
     args = command.arguments(parser, argv)
     timeline = walk(
-        parse(Path(args.file).read_text()),
+        parse(command.read_text(args.file)),
         rates=Rates(**{rate.name: getattr(args, rate.name) for rate in dataclasses.fields(Rates)}),
         kernels=pairs_of(args.kernel, "--kernel"),
         trips={pattern: int(trips) for pattern, trips in pairs_of(args.trips, "--trips").items()},

@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     trace = newest(args.folder)
     program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
-    predicted = json.loads(Path(args.predicted).read_text()) if args.predicted else None
+    predicted = json.loads(command.read_text(args.predicted)) if args.predicted else None
     if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
         raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
     try:

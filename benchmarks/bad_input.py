@@ -1,16 +1,20 @@
 """Bad command lines over every program: each ends within 10 s with a sentence and a status, before any work begins.
 
-    python benchmarks/bad_input.py                  all of them, minutes
-    python benchmarks/bad_input.py train.py data    those of programs with these words in their command
+    python benchmarks/bad_input.py                  all that benchmarks/bad_input.json does not hold yet (10 minutes)
+    python benchmarks/bad_input.py train.py data    those of programs with these words in their command, anew
+    python benchmarks/bad_input.py --table          what is kept, without running anything
 
 They are generated from the flags that each program's parser has (wrong types, empty, negative and huge values, nan,
-URLs, values for switches, typos), and some are written by hand. Each runs in a fork of this process, which has imported
-everything once. What it would work with, a compile or another program, ends it: the line was accepted. That is a fault,
-as a traceback is, or silence, but for the lines of RIGHT.
+URLs, values for switches, typos); flags that contradict each other are from refused.py; some are written by hand. Each
+runs in a fork of this process, which has imported everything once. What it would work with, a compile or another
+program, ends it: the line was accepted. That is a fault, as a traceback is, or silence, but for the lines of RIGHT.
+Verdicts are kept with the code that they belong to.
 """
 
 import argparse
+import contextlib
 import importlib
+import json
 import math
 import os
 import random
@@ -27,7 +31,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import command
+from benchmarks import faults
 
+KEPT = ROOT / "benchmarks/bad_input.json"
 LIMIT_S = 10
 BEGAN = 99  # status of a fork that would have begun its work
 OF_EACH_PROGRAM = 24  # generated lines, at most; of train.py all
@@ -51,6 +57,7 @@ RIGHT = {
     r"^data.py show --seq_len=9{11}$": "",
     r"^benchmarks/faults.py --jobs=9": "",
     r"^train.py --mesh=$": "all axes of size 1: one device",
+    r"^train.py --mesh=fsdp:4$": "as many devices are simulated",
 }
 BY_HAND = """
 kernels.py tune attention --T=0
@@ -189,6 +196,16 @@ benchmarks/startup.py --maxtext=/nowhere/python
 benchmarks/faults.py no-such
 """.strip().splitlines()
 
+# Files that cannot be read, by root neither: a folder, a path through a file, a name that is too long, and in {odd}, a
+# folder that is made for them, a link to nothing and a pipe that nobody writes to.
+ODD = ["/", "README.md/x", "/tmp/" + "x" * 300, "{odd}/dangling", "{odd}/pipe"]
+READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py show ", "schedule.py ", "timeline.py "]
+BY_HAND += [line + file for line in READ for file in ODD]
+BY_HAND += [f"data.py prepare {file} --out=/tmp/bad_input.bin" for file in ODD[:4]]
+WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir")]
+BY_HAND += [line + file for line in WRITTEN for file in ODD[1:3]]
+TAKE_A_RUN = ["train.py", "config.py", "aot.py", "remat.py", "roofline.py step", "roofline.py bounds"]
+
 
 class _FoundError(Exception):
     pass
@@ -248,9 +265,18 @@ def generated(line: str, parser: argparse.ArgumentParser) -> list[str]:
     return lines
 
 
+def contradicting() -> list[str]:
+    """Flags without effect, for the programs that take a run's; where the mesh decides, or a device, for train.py."""
+    from benchmarks import refused
+
+    without_effect, *others = refused.EXAMPLES.values()
+    found = [f"{program} {flags}" for program in TAKE_A_RUN for flags in without_effect if "--mesh" not in flags]
+    return found + [f"train.py {flags}" for group in [without_effect, *others] for flags in group]
+
+
 def lines(words: list[str], sample: int = 0) -> list[str]:
     """All command lines, of commands with one of some words in them; or so many of them, evenly chosen."""
-    found = BY_HAND + [one for line, parser in parsers().items() for one in generated(line, parser)]
+    found = BY_HAND + contradicting() + [one for line, parser in parsers().items() for one in generated(line, parser)]
     found = [line for line in dict.fromkeys(found) if not words or any(word in line.split("--")[0] for word in words)]
     return found[:: max(1, math.ceil(len(found) / sample))] if sample else found
 
@@ -290,7 +316,7 @@ def _child(program: str, given: list[str], out: int, err: int) -> None:
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False, errors="backslashreplace") for number in (1, 2))
-    sys.argv = [str(ROOT / program), *given]
+    sys.argv = [str(ROOT / program), *(word.replace("{odd}", os.environ.get("ODD", "")) for word in given)]
     import subprocess
 
     import jax
@@ -324,29 +350,59 @@ def prepared() -> None:
             importlib.import_module(path.stem)
 
 
+@contextlib.contextmanager
+def odd_files():
+    """The folder that {odd} stands for, in the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink("nowhere", f"{folder}/dangling")
+        os.mkfifo(f"{folder}/pipe")
+        os.environ["ODD"] = folder
+        yield
+
+
+def table(kept: dict) -> str:
+    """How many lines each program refused, and what else came of them."""
+    programs = Counter(line.split()[0] for line in kept["lines"])
+    verdicts = Counter(kept["lines"].values())
+    each = ", ".join(f"{program} {count}" for program, count in programs.most_common())
+    said = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name] or name in ("refused", "right"))
+    return f"On {kept['machine']}, measured: {len(kept['lines']):,} command lines, {said}.\nBy program: {each}."
+
+
+VERDICTS = ("refused", "right", "accepted", "silent", "traceback", "hung")  # the last four are faults
+
+
 def main() -> None:
     parser = command.parser(__file__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="of the commands to try; default: all")
     parser.add_argument("--sample", type=command.at_least(0), default=0, help="try so many, evenly chosen; 0 is all")
+    parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
     args = command.arguments(parser)
+    now = dict(code=faults.code(*sorted(ROOT.glob("benchmarks/*.py"))), machine=faults.machine(), lines={})
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else now
+    if args.table:
+        return print(table(kept))
     prepared()
-    chosen = lines(args.words, args.sample)
+    chosen, keeps = lines(args.words, args.sample), not args.words and not args.sample
     if not chosen:
         raise ValueError(f"no program has {' or '.join(args.words)} in its command")
-    counts, faults = Counter(), []
-    for line in chosen:
-        verdict, last = outcome(line)
-        right = verdict == "accepted" and reason(line)
-        counts[line.split()[0], "right" if right else verdict] += 1
-        if verdict != "refused" and not right:
-            faults.append(line)
-            print(f"{verdict:10} {line}\n           {last[:200]}", flush=True)
-    verdicts = ("refused", "right", "accepted", "silent", "traceback", "hung")
-    print(f"\n{'':28}" + "".join(f"{verdict:>11}" for verdict in verdicts))
-    for program in sorted({program for program, _ in counts}):
-        print(f"{program:28}" + "".join(f"{counts[program, verdict]:11}" for verdict in verdicts))
-    print(f"{len(chosen)} command lines, {len(faults)} faults")
-    sys.exit(bool(faults))
+    done = kept["lines"] if keeps and kept["code"] == now["code"] else {}
+    now["lines"] = {line: done[line] for line in chosen if done.get(line) in ("refused", "right")}
+    with odd_files():
+        for number, line in enumerate(line for line in chosen if line not in now["lines"]):
+            verdict, last = outcome(line)
+            if verdict == "accepted" and reason(line) is not None:
+                verdict = "right"
+            now["lines"][line] = verdict
+            if verdict not in ("refused", "right"):
+                print(f"{verdict:10} {line}\n           {last[:200]}", flush=True)
+            if keeps and number % 50 == 0:
+                faults.store(KEPT, now)
+    if keeps:
+        faults.store(KEPT, now)
+    bad = sum(verdict not in ("refused", "right") for verdict in now["lines"].values())
+    print(f"{table(now)}\n{len(chosen)} command lines, {bad} faults")
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":

@@ -212,3 +212,23 @@ def test_every_path_is_expanded(program):
         words = f"{ast.unparse(call.args[0])} {options.get('metavar', '')}"
         if re.search(r"FILE|PATH|PYTHON|'(--)?(out|folder|path|file)s?'", words):
             assert options.get("type") == "command.path", ast.unparse(call)
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused_not_waited_for(tmp_path):
+    """And a device, which never ends; a file is read as it is."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"^{path} is no ordinary file: save its text to one$"):
+            command.read_text(str(path))
+    (tmp_path / "text").write_text("caf\u00e9", encoding="utf-8")
+    assert command.read_text(str(tmp_path / "text")) == "caf\u00e9"
+    with pytest.raises(OSError, match="Is a directory"):
+        command.read_text(str(tmp_path))
+
+
+def test_programs_read_what_a_user_names_in_this_way(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for line in ("schedule.py {}", "train.py --fp8=static --fp8_scales={}"):
+        program, *flags = line.format(tmp_path / "pipe").split()
+        ended = subprocess.run([sys.executable, ROOT / program, *flags], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2 and "is no ordinary file" in ended.stderr.splitlines()[-1]
