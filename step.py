@@ -79,7 +79,9 @@ from workload import (
 )
 
 GiB = 2**30
-CLIFF = 1.3  # times as long as a kernel takes with the neighbour of a size: above, the size is named
+# Times as long as a kernel takes with the neighbour of a size: above, the size is named. Below 1.3 by what is predicted
+# too low: of 4,097 tokens compiled 1.30, predicted 1.24.
+CLIFF = 1.2
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ def test_at_the_chips_figures_it_is_flops_over_peak():
 
 
 # Cycles of a causal head of 128, forward and backward, compiled: benchmarks/cliffs.py has the sizes.
-HEAD_CYCLES = {1024: 4110 + 5212, 1025: 8270 + 10_066}
+HEAD_CYCLES = {1024: 4110 + 5212, 1025: 8270 + 10_066, 2048: 8936 + 14_212, 2049: 14_598 + 20_630}
+HEAD_CYCLES |= {4096: 21_394 + 44_890, 4097: 31_562 + 54_866}
 
 
 def cliffs_of(preset: str = "llama3.1-8b", **flags) -> list[str]:
@@ -147,11 +148,15 @@ def cliffs_of(preset: str = "llama3.1-8b", **flags) -> list[str]:
     return step.cliffs(run_of(from_preset(preset, **dict(mesh="fsdp:8", batch=8, remat="none") | flags), chip, chips))
 
 
-def test_a_length_whose_last_tiles_are_almost_empty_is_named():
-    (sentence,) = cliffs_of(seq_len=1025)
-    factor = float(re.search(r"^seq_len=1,025: attention takes (\S+) times as long a FLOP as with 1,024", sentence)[1])
-    assert sentence.endswith("the nearest size that fills them is 1,024")
-    assert factor == pytest.approx(HEAD_CYCLES[1025] / HEAD_CYCLES[1024], rel=0.1)
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+def test_a_length_whose_last_tiles_are_almost_empty_is_named(length):
+    (sentence,) = cliffs_of(seq_len=length + 1)
+    words = rf"^seq_len={length + 1:,}: attention takes (\S+) times as long a FLOP as with {length:,}: .* {length:,}$"
+    factor = float(re.search(words, sentence)[1])
+    assert factor == pytest.approx(HEAD_CYCLES[length + 1] / HEAD_CYCLES[length], rel=0.1)
+
+
+def test_the_nearest_length_fills_the_tiles_of_each_device():
     assert cliffs_of(seq_len=1025, attention="reference") == []
     assert cliffs_of(seq_len=400)[0].endswith("is 512")
     assert cliffs_of(seq_len=1540)[0].endswith("is 1,536")
