@@ -331,7 +331,7 @@ def check_disagreement(scene: Scene, other: dict, says: str) -> None:
 
 def host_lost(scene: Scene, how: str) -> None:
     """One of two processes is killed, or silent for too long: the other ends; both are started again."""
-    moment = in_a_save(scene) if how == "killed in a save" else at_a_step(scene)
+    moment = in_a_save(scene, 2) if how == "killed in a save" else at_a_step(scene)  # process 0 makes the others
     runs = start_hosts(scene, {}, dict(at=moment), peer_timeout=10)
     wait_for_stop(runs[1])
     if how == "silent":
