@@ -9,6 +9,7 @@ flag, its default and its documentation have one source.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Collection, Sequence
@@ -642,6 +643,7 @@ def slice_of(args: argparse.Namespace) -> tuple[str, int]:
     return topology if args.topology is None else args.topology, args.num_slices or num_slices
 
 
+@functools.cache
 def _documentation() -> dict[str, dict[str, str]]:
     """{group: {field: comment}}, read from the source of Config."""
     groups: dict[str, dict[str, str]] = {}
