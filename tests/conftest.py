@@ -1,5 +1,6 @@
 """Eight simulated devices for every test, the TPU7x compiler at hand, and none of the noise of a missing TPU."""
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -19,3 +20,11 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup pytest: a program
 import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+gc.disable()  # while tests are collected: almost nothing of it is garbage
+
+
+def pytest_collection_finish():
+    """Keeps what was imported and collected out of later garbage collections: a full one takes half of 0.6 s."""
+    gc.freeze()
+    gc.enable()
