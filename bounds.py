@@ -93,11 +93,12 @@ from itertools import groupby
 
 import command
 import config as config_lib
+from anatomy import BYTES, fp8_weights, key_dim, value_dim
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
 from interconnect import all_to_all, ring_hops
 from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
-from transformer import BYTES, in_8_bits, key_dim, kv_elements_per_layer, num_params, train_flops_per_token, value_dim
+from transformer import kv_elements_per_layer, num_params, train_flops_per_token
 
 # -- what messages go over
 
@@ -378,7 +379,7 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
 
 def matmul_dtype(config: Config) -> str:
     """In what most FLOPs are: those of the MLP, or of the routed experts."""
-    return "fp8" if in_8_bits(config) & {"expert_up" if config.num_experts else "w_up"} else "bf16"
+    return "fp8" if fp8_weights(config) & {"expert_up" if config.num_experts else "w_up"} else "bf16"
 
 
 def _level(piece: Axis) -> str:

@@ -29,9 +29,9 @@ import json
 import jax
 import jax.numpy as jnp
 
+import anatomy
 import command
 import outputs
-import transformer
 from config import Config
 
 HISTORY = 16  # steps
@@ -60,7 +60,7 @@ def initial(config: Config) -> dict:
 
 def _operands(config: Config):
     """(weight, its operands to be known) for each weight; what several multiply is known by the first of them."""
-    for first, *others in transformer.fp8_groups(config):
+    for first, *others in anatomy.fp8_groups(config):
         yield first, ("x", "dy")
         yield from ((name, ("dy",)) for name in others)
 

@@ -19,7 +19,7 @@ import command
 from presets import PRESETS
 from published import RECIPES, Recipe
 
-# What the backward pass finds saved, with MaxText's names and meanings; transformer.py has the tensors of each.
+# What the backward pass finds saved, with MaxText's names and meanings; anatomy.py has the tensors of each.
 REMAT_POLICIES = (
     "none",
     "full",
@@ -33,7 +33,7 @@ REMAT_POLICIES = (
     "minimal_offloaded",
     "custom",
 )
-# What a policy may name, of a layer, in the order in which they are made (transformer.activations has the sizes).
+# What a policy may name, of a layer, in the order in which they are made (anatomy.activations has the sizes).
 ACTIVATIONS = (
     "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
     "key_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj mlp_input norm_mlp "

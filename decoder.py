@@ -39,6 +39,7 @@ import fp8
 import moe
 import remat
 import sharding
+from anatomy import expert_capacity, expert_rows, swiglu_in_kernel
 from attention import attention, causal_attention
 from collectives import all_gather, all_gather_matmul, all_reduce, matmul_reduce_scatter, reduce_scatter
 from config import Config
@@ -46,7 +47,6 @@ from context import context_attention
 from flash import flash_attention
 from parameters import Layers, Params, fp8_recipe
 from rules import in_zigzag
-from transformer import expert_capacity, expert_rows, swiglu_in_kernel
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:

@@ -17,12 +17,12 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+import anatomy
 import fp8
 import fsdp
 import pipeline
 import placement
 import remat
-import transformer
 from collectives import all_gather, reduce_scatter
 from config import Config, changed
 from data import Batch
@@ -151,7 +151,7 @@ def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[
     x_btd, metrics = x
     x_btD = all_gather(last_norm(params, x_btd, config), "tensor", dim=2, algorithm=config.collectives)
     labels = batch.targets, batch.loss_weights
-    chunk = transformer.loss_chunk(config, *batch.tokens.shape, config.vocab_size // lax.axis_size("tensor"))
+    chunk = anatomy.loss_chunk(config, *batch.tokens.shape, config.vocab_size // lax.axis_size("tensor"))
     options = (chunk, config.logit_soft_cap, config.z_loss)
     if recipe := unembedding_recipe(config):
         w_dv = (params.embed if config.tied_embeddings else params.unembed).T

@@ -47,6 +47,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import anatomy
 import command
 import config as config_lib
 import rules
@@ -148,7 +149,7 @@ def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Predicti
     """
     found, least = {}, None
     for config in by_remat:
-        offloads = bool(transformer.offloaded_names(config))
+        offloads = bool(anatomy.offloaded_names(config))
         if offloads in found and not offloads:
             continue
         one = dataclasses.replace(of, config=config)
@@ -217,7 +218,7 @@ def _configs(config: Config) -> dict[int, list[Config]]:
     found = [dataclasses.replace(once, remat=policy, remat_tensors="") for policy in policies]
     found += [once] if config.remat == "custom" else []
     # Of those that recompute alike, what stays on the device comes first.
-    found.sort(key=lambda one: (_again(one), len(transformer.offloaded_names(one))))
+    found.sort(key=lambda one: (_again(one), len(anatomy.offloaded_names(one))))
     return {2**i: [dataclasses.replace(one, microbatches=2**i) for one in found] for i in range(6)}
 
 
@@ -247,7 +248,7 @@ def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
     """With the set of what matmuls and attention make that leaves least to be computed again, of those that fit."""
     config = one.of.config
     layers = {False, config.num_experts > 0}
-    made = {"qkv_proj"}.union(*(transformer.activations(config, experts=experts) for experts in layers))
+    made = {"qkv_proj"}.union(*(anatomy.activations(config, experts=experts) for experts in layers))
     sets = {}
     for kept in itertools.product((True, False), repeat=len(KEPT)):
         names = [name for names in itertools.compress(KEPT, kept) for name in names.split() if name in made]

@@ -12,7 +12,7 @@ is that of L inputs and one whole layer; the price is another forward pass, a th
 **Selective** (Korthikanti et al. 2022, arXiv:2205.05198, section 5): activations differ in what a byte of them costs.
 Attention's scores are the most bytes for the fewest FLOPs, and a fused kernel recomputes them anyway, from the
 log-sum-exp that it keeps. Of the rest, a policy is a set of names. `named` tags a tensor of the layer, `policy` tells
-`jax.checkpoint` which of the names to keep. The tables are in transformer.py: `activations` has the elements a token of
+`jax.checkpoint` which of the names to keep. The tables are in anatomy.py: `activations` has the elements a token of
 each name, `POLICIES` the sets. For D = NH, elements a token and layer, with MaxText's names:
 
     full                                D                     multiplied again: all, but what ends a layer
@@ -74,11 +74,11 @@ import config as config_lib
 import placement
 import rules
 import transformer
+from anatomy import offloaded_names, saved_names
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, parse_topology, si
 from planner import ROOM
 from step import GiB, Prediction, plot, predict, short_of
-from transformer import offloaded_names, saved_names
 from workload import TODAY, Efficiency, run_of
 
 # jax is imported where it is used: the predictions answer without it.

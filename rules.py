@@ -12,7 +12,7 @@ A flag of a mesh axis of size 1 is no reason: it is taken for its default, with 
 (`NEEDS`). What needs no mesh is config.py's, and is told before jax is there. train.py and aot.py ask `check` before
 they compile, step.py and planner.py before they predict: what is proposed can be run.
 
-**What is cut** (the layouts are in parameters.py, and tests hold them against this table):
+**What is cut** (the layouts are in anatomy.py, and tests hold them against this table):
 
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
@@ -26,8 +26,8 @@ weight and of dy; and of the gradient of the weight, which contracts them, the r
 import dataclasses
 import math
 
+import anatomy
 import config as config_lib
-import transformer
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
 
@@ -168,7 +168,7 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
 def offloaded_by_a_stage(config: Config, sizes: dict[str, int]) -> frozenset[str]:
     """What a policy would have wait on the host where a pipeline has no place for it but the device."""
     in_stages = sizes["pipe"] != 1 and not config.remat_stage
-    return transformer.offloaded_names(config) if in_stages else frozenset()
+    return anatomy.offloaded_names(config) if in_stages else frozenset()
 
 
 # -- a sequence over devices
@@ -216,7 +216,7 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
             f"{config.fp8}, {config.fp8_rounding}, and skips {config.fp8_skip_layers}: --fp8=dynamic "
             "--fp8_rounding=nearest --fp8_skip_layers=0"
         )
-    if not transformer.in_8_bits(config):
+    if not anatomy.fp8_weights(config):
         raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8_modules=out,mlp")
     if config.fp8_granularity == "block":
         for name, size, axes in blocks(config, sizes):
@@ -227,7 +227,7 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
     """(dim, size, the axes that cut it) of the matmuls in 8 bits; a device's part is to be whole blocks."""
     of = lambda *axes: {axis: sizes[axis] for axis in axes}
     modules, tensor, fsdp = config.fp8_modules.split(","), of("tensor"), of("fsdp")
-    keys, values = transformer.key_dim(config), transformer.value_dim(config)
+    keys, values = anatomy.key_dim(config), anatomy.value_dim(config)
     rows = of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
     found = [
         ("batch*seq_len", config.batch * config.seq_len, rows),
@@ -240,7 +240,7 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
         found.append(("num_kv_heads*head_dim", config.num_kv_heads * keys, tensor))
     if "out" in modules:
         found.append(("num_heads*value_head_dim", config.num_heads * values, tensor))
-    if "mlp" in modules and transformer.weights(config).keys() >= {"w_gate"}:
+    if "mlp" in modules and anatomy.weight_names(config) >= {"w_gate"}:
         found.append(("ff_dim", config.ff_dim, tensor))
     if "unembed" in modules:
         found.append(("vocab_size", config.vocab_size, tensor))

@@ -62,6 +62,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anatomy
 import command
 import config as config_lib
 import transformer
@@ -125,7 +126,7 @@ def load_of(config: Config, context: int, *, weight_dtype: str = "bf16", cache_d
     forward = transformer.forward_flops_per_token(config)
     routed = sum(w.params for w in transformer.weights(config).values() if w.share[1] > 1)
     keys = transformer.kv_cache_bytes(config, context, element_bytes=1) / transformer.kv_elements_per_layer(config)
-    dims = transformer.key_dim(config) + transformer.value_dim(config)
+    dims = anatomy.key_dim(config) + anatomy.value_dim(config)
     if config.kv_lora_rank:  # absorbed
         dims = 2 * config.kv_lora_rank + config.rope_head_dim
     return Load(

@@ -51,6 +51,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 
+import anatomy
 import config as config_lib
 import rules
 import transformer
@@ -230,7 +231,7 @@ def _loss(of: Run) -> Part:
     D, V = of.config.model_dim, of.config.vocab_size / of.tensor
     sequences, chunk = loss_chunk(of)
     chunks = math.ceil(of.config.seq_len / of.sizes["context"] / chunk)
-    rows, in_8_bits = sequences * chunk, "unembed" in transformer.in_8_bits(of.config)
+    rows, in_8_bits = sequences * chunk, "unembed" in anatomy.fp8_weights(of.config)
     speed, bandwidth = of.flops_per_s("fp8" if in_8_bits else "bf16"), of.hbm_bytes_per_s * of.efficiency.hbm
     elementwise = of.hbm_bytes_per_s * of.efficiency.elementwise
     matmul, element = 2 * rows * D * V / speed, 1 if in_8_bits else of.element
@@ -247,7 +248,7 @@ def _loss(of: Run) -> Part:
 def _update(of: Run) -> Part:
     config = of.config
     params = sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
-    slots = {"adamw": transformer.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
+    slots = {"adamw": anatomy.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
     each = 4 + 4 + 4 + 2 * slots  # the gradient in; weight and slots in and out
     bandwidth = of.hbm_bytes_per_s * of.efficiency.hbm
     seconds = params * each / bandwidth
@@ -281,7 +282,7 @@ def _fsdp(of: Run, kinds: list[Kind]) -> Part:
     table = config.vocab_size * config.model_dim / of.tensor
     tables = of.element * table * (1 if config.tied_embeddings else 2)
     # A tied table that is multiplied in 8 bits travels as such beside the one that rows are taken from.
-    in_8_bits = "unembed" in transformer.in_8_bits(config)
+    in_8_bits = "unembed" in anatomy.fp8_weights(config)
     saved = (of.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
     tables_s = of.collective_s("all_gather", tables - saved, "fsdp")
     tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
@@ -352,7 +353,7 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     ways, config = of.sizes["context"], of.config
     if ways == 1:
         return _communication("context", 0, 0)
-    dims = (transformer.key_dim(config) + transformer.value_dim(config)) / of.tensor * of.element
+    dims = (anatomy.key_dim(config) + anatomy.value_dim(config)) / of.tensor * of.element
     # Of `exchanging` neighbours each gets a part of the heads, and the ring, if there is one, goes across such groups.
     ring = rules.ring_size(config, of.sizes)
     exchanging = ways // ring
@@ -406,7 +407,7 @@ def _times_forward(of: Run, kind: Kind) -> int:
 def _merging(of: Run, kinds: list[Kind]) -> Part:
     """What context.py adds up after each hop of a ring: the sum so far and a part are read, the sum is written."""
     config, hops = of.config, rules.ring_size(of.config, of.sizes) - 1
-    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     results = (4 + of.element + 4) * config.num_heads * Hv  # bytes a token; the kernel gives results as activations are
     gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + of.element + 4) * config.num_kv_heads * (Hk + Hv)
     share = transformer.num_global_layers(config) / config.num_layers * (config.context_impl == "ring")
@@ -465,7 +466,7 @@ def _expert(of: Run, kinds: list[Kind]) -> Part:
 
 def _exchanges(of: Run) -> int:
     """Of rows over the expert axis, in a layer: there and back, both ways, and once more what is recomputed."""
-    kept = transformer.saved_names(of.config)
+    kept = anatomy.saved_names(of.config)
     return 4 + ("expert_input" not in kept) + ("expert_down" not in kept)
 
 

@@ -54,6 +54,7 @@ import processes
 import remat
 import rules
 import sharding
+import transformer
 from log import Log, Profile, check_outputs
 from sharding import BATCH_SPEC, LOSS_AXES
 from step import GiB, Prediction, cliffs, predict, short_of
@@ -555,7 +556,7 @@ def introduce(
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
     log.say(
-        f"model      {config.preset}: {parameters.num_params(config):,} parameters, {config.dtype}, "
+        f"model      {config.preset}: {transformer.num_params(config):,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")

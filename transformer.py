@@ -63,11 +63,21 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+import anatomy
 import config as config_lib
+from anatomy import (
+    BYTES,
+    FLOAT32_ACTIVATIONS,
+    PARTS,
+    POLICIES,
+    activations,
+    key_dim,
+    num_expert_layers,
+    read_names,
+    saved_names,
+    value_dim,
+)
 from config import REMAT_POLICIES, Config
-
-BYTES = {"float32": 4, "bfloat16": 2}
-
 
 # -- parameters
 
@@ -78,7 +88,7 @@ class Weight:
 
     part: str  # a row of the table
     shape: tuple[int, ...]
-    makes: tuple[str, ...] = ()  # matrices: the activations that its matmul gives
+    makes: str = ""  # the activation that its matmul makes; none for what no matmul multiplies
     share: tuple[int, int] = (1, 1)  # (X, E): of E equal pieces a token meets X
 
     @property
@@ -91,90 +101,17 @@ class Weight:
         return self.params // pieces * met
 
 
-def key_dim(config: Config) -> int:
-    """Hk: dims of a head's query and key."""
-    return config.head_dim + config.rope_head_dim
-
-
-def value_dim(config: Config) -> int:
-    """Hv: dims of a head's value."""
-    return config.value_head_dim or config.head_dim
-
-
-def num_expert_layers(config: Config) -> int:
-    return config.num_layers - config.num_dense_layers if config.num_experts else 0
-
-
 @cache
 def weights(config: Config) -> Mapping[str, Weight]:
-    """Every parameter by its name: the whole model, and the one place where it is written down."""
-    L, D, F, V = config.num_layers, config.model_dim, config.ff_dim, config.vocab_size
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    E, X, M = config.num_experts, config.experts_per_token, config.expert_dim
-    C, Q, R = config.kv_lora_rank, config.q_lora_rank, config.rope_head_dim
-    Hk, Hv = key_dim(config), value_dim(config)
-    L_experts = num_expert_layers(config)
-    L_dense = L - L_experts
-
-    found = {"embed": Weight("embedding", (V, D)), "norm_attention": Weight("norms", (L, D))}
-    if C and Q:
-        found["w_q_down"] = Weight("attention", (L, D, Q), ("query_latent",))
-        found["norm_q_latent"] = Weight("norms", (L, Q))
-        found["w_q_up"] = Weight("attention", (L, Q, N, Hk), ("query_proj",))
-    else:
-        found["w_q"] = Weight("attention", (L, D, N, Hk), ("query_proj",))
-    if C:
-        found["w_kv_down"] = Weight("attention", (L, D, C), ("kv_latent",))
-        found["w_k_rope"] = Weight("attention", (L, D, R), ("key_proj",))
-        found["norm_kv_latent"] = Weight("norms", (L, C))
-        found["w_k_up"] = Weight("attention", (L, C, N, H), ("key_proj",))
-        found["w_v_up"] = Weight("attention", (L, C, N, Hv), ("value_proj",))
-    else:
-        found["w_k"] = Weight("attention", (L, D, K, H), ("key_proj",))
-        found["w_v"] = Weight("attention", (L, D, K, H), ("value_proj",))
-    found["w_o"] = Weight("attention", (L, N, Hv, D), ("out_proj",))
-    if config.qk_norm:
-        found |= {"norm_q": Weight("norms", (L, H)), "norm_k": Weight("norms", (L, H))}
-    if config.qkv_bias:
-        found["bias_q"] = Weight("biases", (L, N, H))
-        found |= {"bias_k": Weight("biases", (L, K, H)), "bias_v": Weight("biases", (L, K, H))}
-    if config.output_bias:
-        found["bias_o"] = Weight("biases", (L, D))
-    if config.attention_sinks:
-        found["sinks"] = Weight("biases", (L, N))
-
-    found["norm_mlp"] = Weight("norms", (L, D))
-    if L_dense:
-        found["w_gate"] = Weight("mlp", (L_dense, D, F), ("mlp_gate",))
-        found["w_up"] = Weight("mlp", (L_dense, D, F), ("mlp_up",))
-        found["w_down"] = Weight("mlp", (L_dense, F, D), ("mlp_down",))
-    if L_experts:
-        found["w_router"] = Weight("router", (L_experts, D, E), ("router_logits",))
-        found["expert_gate"] = Weight("experts", (L_experts, E * D, M), ("expert_gate",), (X, E))
-        found["expert_up"] = Weight("experts", (L_experts, E * D, M), ("expert_up",), (X, E))
-        found["expert_down"] = Weight("experts", (L_experts, E * D, M), ("expert_down",), (X, E))
-        if config.selection_bias:
-            found["selection_bias"] = Weight("biases", (L_experts, E))  # no gradient, as large as any
-        if config.expert_bias:
-            found["bias_router"] = Weight("biases", (L_experts, E))
-            found["bias_expert_gate"] = Weight("biases", (L_experts, E, M), share=(X, E))
-            found["bias_expert_up"] = Weight("biases", (L_experts, E, M), share=(X, E))
-            found["bias_expert_down"] = Weight("biases", (L_experts, E, D), share=(X, E))
-    if config.num_shared_experts:
-        shared = config.num_shared_experts * M  # side by side they are one MLP
-        found["shared_gate"] = Weight("shared experts", (L_experts, D, shared), ("shared_gate",))
-        found["shared_up"] = Weight("shared experts", (L_experts, D, shared), ("shared_up",))
-        found["shared_down"] = Weight("shared experts", (L_experts, shared, D), ("shared_down",))
-    found["norm"] = Weight("norms", (D,))
-    if not config.tied_embeddings:
-        found["unembed"] = Weight("unembedding", (V, D), ("logits",))
+    """Every parameter of the model by its name, counted over all layers."""
+    found = {}
+    for name in sorted(anatomy.weight_names(config), key=list(anatomy.WEIGHTS).index):
+        weight, stacks = anatomy.WEIGHTS[name], anatomy.layer_stacks(config).values()
+        layers = sum(layers for layers, experts in stacks if weight.present(config, experts))
+        size = anatomy.sizes(config) | {"L": layers}
+        share = (config.experts_per_token, config.num_experts) if weight.by_expert else (1, 1)
+        found[name] = Weight(weight.part, tuple(size[dim] for dim in weight.dims), weight.makes, share)
     return found
-
-
-# Of the router, which are not rounded to the dtype of the computation: rounded logits choose other experts, and a bias
-# that only chooses grows by steps too small for bfloat16.
-FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias"})
-PARTS = ("embedding", "attention", "mlp", "experts", "router", "shared experts", "norms", "biases", "unembedding")
 
 
 @dataclass(frozen=True)
@@ -200,49 +137,6 @@ def parts(config: Config) -> Mapping[str, Part]:
             active = sum(weight.active_params for weight in mine)
             found[part] = Part(sum(weight.params for weight in mine), active, matmul)
     return found
-
-
-# The matmuls of a layer that --fp8_modules names, by weight; those whose weights multiply the same x stand together.
-FP8_MODULES = {
-    "qkv": (("w_q", "w_k", "w_v"),),
-    "out": (("w_o",),),
-    "mlp": (("w_gate", "w_up"), ("w_down",), ("shared_gate", "shared_up"), ("shared_down",)),
-    "moe": (("expert_gate", "expert_up"), ("expert_down",)),
-}
-
-
-def fp8_groups(config: Config) -> list[tuple[str, ...]]:
-    """The weights of a layer that are multiplied in 8 bits; those of a group by the same x."""
-    modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
-    of_modules = [group for module in modules for group in FP8_MODULES.get(module, ())]
-    return [group for group in of_modules if weights(config).keys() >= {*group}]
-
-
-def in_8_bits(config: Config) -> frozenset[str]:
-    """The weights that are multiplied, and travel, in 8 bits. (Those of `fp8_skip_layers` are counted as well.)"""
-    logits = config.fp8 != "none" and "unembed" in config.fp8_modules.split(",")
-    return frozenset(name for group in fp8_groups(config) for name in group) | ({"unembed"} if logits else set())
-
-
-LOGITS_BYTES = 2**28  # of a chunk on a device, where the run does not say how many positions it has
-
-
-def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: float) -> int:
-    """Positions of each sequence whose logits a device has at once: `loss_chunk` at most, of chunks about equal.
-
-    With loss_chunk=0 as many as have LOGITS_BYTES of logits, in float32. Logits in blocks of 8 bits: whole blocks.
-
-    Args:
-      sequences: of a microbatch, on a device.
-      positions: of each of them, on a device.
-      vocabulary: a device's part of it.
-    """
-    most = config.loss_chunk or max(1, int(LOGITS_BYTES / (4 * sequences * vocabulary)))
-    chunks = math.ceil(positions / most)
-    chunk = math.ceil(positions / chunks)
-    if "unembed" in in_8_bits(config) and config.fp8_granularity == "block":
-        chunk += -chunk % (config.fp8_block // math.gcd(config.fp8_block, round(sequences)))
-    return chunk
 
 
 def num_params(config: Config) -> int:
@@ -338,136 +232,6 @@ def attention_intensity(
     return 2 * T * S * N * (Hk + Hv) / (element_bytes * (T * N * (Hk + Hv) + keys_and_values))
 
 
-# -- activations
-
-
-# In float32 whatever the dtype of the computation.
-FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
-# They end a sub-layer and are added to the stream: the backward pass reads the sum, not the summand.
-UNREAD_ACTIVATIONS = {"out_proj", "mlp_down", "shared_down"}
-
-
-def expert_capacity(config: Config, tokens: int) -> int:
-    """Rows that an expert has room for, of a device's tokens, with --moe_impl=capacity."""
-    return min(tokens, math.ceil(config.capacity_factor * tokens * config.experts_per_token / config.num_experts))
-
-
-def expert_rows(config: Config, tokens: int, devices: int) -> int:
-    """Rows of the buffer of a device's experts, of whose `devices` along `expert` each has so many tokens (moe.py).
-
-    Dropless, one device has as many as the router makes of its tokens; of several, each has room for more, as none
-    knows before what comes. With a capacity each expert has as much; in the plain way it has all tokens. The experts'
-    activations are of all these rows, whether they are filled or not.
-    """
-    E, X = config.num_experts, config.experts_per_token
-    if config.moe_impl != "dropless":
-        return E * (tokens if config.moe_impl == "reference" else expert_capacity(config, tokens))
-    most = devices * tokens * min(X, E // devices)  # all tokens send all that they can
-    wanted = -int(-config.buffer_factor * tokens * X // 32) * 32  # whole registers, of any type
-    return tokens * X if devices == 1 else min(most, wanted)
-
-
-def activations(
-    config: Config, *, experts: bool = False, fused: bool = True, expert_room: float = 1, uncut: int = 1
-) -> dict[str, float]:
-    """Elements a token of every tensor of one layer that a policy may save, in the order in which they are made.
-
-    Args:
-      experts: of a layer with experts; else of one with a dense MLP.
-      fused: attention by a kernel that keeps its result and the log-sum-exp of the scores; else it keeps all scores.
-      expert_room: the ratio of `expert_rows` to the rows that the router makes of the tokens.
-      uncut: devices along `tensor`, if they hold what goes into experts and comes out of them whole, each (decoder.py).
-    """
-    D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
-    X, M = config.experts_per_token, config.expert_dim
-    Hk, Hv = key_dim(config), value_dim(config)
-    found = {"decoder_layer_input": D, "norm_attention": D}
-    if config.kv_lora_rank:
-        # Before their norms; the normed ones are the operands of the matmuls that follow.
-        if config.q_lora_rank:
-            found |= {"query_latent": config.q_lora_rank, "query_latent_norm": config.q_lora_rank}
-        found |= {"kv_latent": config.kv_lora_rank, "kv_latent_norm": config.kv_lora_rank}
-    if config.qk_norm:
-        found |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
-    found |= {
-        "query_proj": N * Hk,
-        "key_proj": K * Hk,
-        "value_proj": K * Hv,
-    }  # with their rotation, which needs nothing saved
-    found |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
-    found |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
-    if not experts:
-        F = config.ff_dim
-        return found | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
-    rows = X * expert_room
-    found |= {"router_logits": config.num_experts, "expert_input": rows * D * uncut}
-    found |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
-    found |= {"expert_down": rows * D * uncut}
-    if config.num_shared_experts:
-        shared = config.num_shared_experts * M
-        found |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
-    return found
-
-
-_QKV = frozenset({"query_proj", "key_proj", "value_proj"})
-_DOTS = _QKV | {"out_proj"}
-_MLP = frozenset(f"{part}_{name}" for part in ("mlp", "expert", "shared") for name in ("gate", "up", "down"))
-_KERNEL = frozenset({"context", "log_sum_exp"})
-# What each policy of config.REMAT_POLICIES keeps beside the layer's input: on the device, and on the host.
-POLICIES = {
-    "full": (frozenset(), frozenset()),
-    "save_out_proj": (frozenset({"out_proj"}), frozenset()),
-    "save_qkv_proj": (_QKV, frozenset()),
-    "save_dot_except_mlp": (_DOTS, frozenset()),
-    "save_dot_with_context_except_mlp": (_DOTS | _KERNEL, frozenset()),
-    "minimal": (_DOTS | _MLP, frozenset()),
-    "minimal_with_context": (_DOTS | _MLP | _KERNEL, frozenset()),
-    "qkv_proj_offloaded": (frozenset(), _QKV),
-    "minimal_offloaded": (frozenset(), _DOTS | _MLP),
-}
-
-
-def saved_names(config: Config) -> frozenset[str]:
-    """What `config.remat` saves, wherever: none (is recomputed) all that the backward pass reads.
-
-    The MLP's outputs are those of experts and shared experts as well.
-    """
-    if config.remat == "none":
-        every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
-        return frozenset(every - UNREAD_ACTIVATIONS)
-    if config.remat == "custom":
-        return frozenset(name for name, place in config.remat_places.items() if place != "remat")
-    on_device, on_host = POLICIES[config.remat]
-    return frozenset({"decoder_layer_input"}) | on_device | on_host
-
-
-def offloaded_names(config: Config) -> frozenset[str]:
-    """Those of `saved_names` that wait on the host."""
-    if config.remat == "custom":
-        return frozenset(name for name, place in config.remat_places.items() if place == "offload")
-    return POLICIES[config.remat][1] if config.remat in POLICIES else frozenset()
-
-
-def swiglu_in_kernel(config: Config) -> bool:
-    """Whether the kernel that multiplies experts' rows by gate and up computes their SwiGLU, too (gmm.gated_gmm).
-
-    Rematerialisation runs a kernel whole or not at all. Where a policy saves gate or up, but not all that the backward
-    pass wants, the gradient of down the product, too, the kernel would multiply again what is there. So XLA's SwiGLU
-    then follows two matmuls, and is repeated alone.
-    """
-    saved, products = saved_names(config), {"expert_gate", "expert_up"}
-    saves_a_part = bool(saved & products) and not saved >= products | {"expert_product"}
-    return config.moe_impl == "dropless" and not config.expert_bias and not saves_a_part
-
-
-def read_names(saved: Collection[str]) -> frozenset[str]:
-    """Those of the `saved` names that the backward pass reads: no other is kept, whatever the policy says.
-
-    Not read is what is only added to the stream: a layer's result, and attention's projection where the sum is saved.
-    """
-    return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())
-
-
 def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *, columns: int = 1, **of_layer) -> float:
     """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s.
 
@@ -500,8 +264,7 @@ def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
     Nor again what it does not read (`read_names`), nor the logits: vocabulary.cross_entropy takes the gradient while
     it has them.
     """
-    wanted = read_names({*saved, *weight.makes}) - {*saved, "logits"}
-    return not wanted.isdisjoint(weight.makes)
+    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}) - {*saved, "logits"}
 
 
 def recomputed_flops_per_token(

@@ -13,7 +13,7 @@ for a chunk of c positions of its sequences at once.
 logits would be 31 GiB, a chunk of 1,024 positions of one sequence is 0.5 GiB. **FLOPs**: 6*b*t*D*v, forward and
 backward: the gradient of a chunk is taken while its logits are there, and not computed again.
 
-**Chunks** are as many as the size that is asked makes necessary, and about equal (`transformer.loss_chunk`): 8,193
+**Chunks** are as many as the size that is asked makes necessary, and about equal (`anatomy.loss_chunk`): 8,193
 positions by 1,024 are 9 chunks of 911, of which the last has 6 positions that count for nothing. So a length without
 divisors costs what its neighbours do. Each chunk adds to dw_vD, in float32: 8 bytes of memory an element, which take as
 long on TPU7x as the matmuls of 4/3 C/W = 400 rows b*c.

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import anatomy
 import compiler_flags
 import transformer
 from bounds import in_flight, matmul_dtype
@@ -163,7 +164,7 @@ class Run:
         if not self.config.num_experts:
             return 1.0
         tokens = max(1, round(self.tokens / self.config.moe_parts))
-        rows = transformer.expert_rows(self.config, tokens, self.sizes["expert"])
+        rows = anatomy.expert_rows(self.config, tokens, self.sizes["expert"])
         return rows / (tokens * self.config.experts_per_token)
 
     @property
@@ -179,7 +180,7 @@ class Run:
     @property
     def element(self) -> int:
         """Bytes of an activation's element."""
-        return transformer.BYTES[self.config.dtype]
+        return anatomy.BYTES[self.config.dtype]
 
     @property
     def dtype(self) -> str:
@@ -316,7 +317,7 @@ def _on_device(of: Run, params: dict[bool, int], experts: bool) -> float:
 def layers_of(of: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
     uncut = of.tensor if of.sizes["expert"] == 1 else 1
-    gated = of.efficiency.gated_experts and transformer.swiglu_in_kernel(of.config)
+    gated = of.efficiency.gated_experts and anatomy.swiglu_in_kernel(of.config)
     part = of.config.seq_len / ring_size(of.config, of.sizes)
     added = filled(part, of.efficiency.attention_tile) / part
     return _layers(of.config, of.efficiency.attention_block, added, of.expert_room, uncut, gated)
@@ -325,12 +326,12 @@ def layers_of(of: Run) -> list[Layer]:
 @cache
 def _layers(config: Config, block: int, added: float, expert_room: float, uncut: int, gated: bool) -> list[Layer]:
     """`block`: scores along an edge of the attention kernel's block; `added`: positions that it computes over those of
-    the sequence; `gated`: as for elementwise_elements; else as for transformer.activations."""
-    saved = transformer.read_names(transformer.saved_names(config))
-    offloaded = saved & transformer.offloaded_names(config)
-    every = transformer.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
-    num_experts = transformer.num_expert_layers(config)
-    in_8_bits = transformer.in_8_bits(config)
+    the sequence; `gated`: as for elementwise_elements; else as for anatomy.activations."""
+    saved = anatomy.read_names(anatomy.saved_names(config))
+    offloaded = saved & anatomy.offloaded_names(config)
+    every = anatomy.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
+    num_experts = anatomy.num_expert_layers(config)
+    in_8_bits = anatomy.fp8_weights(config)
     T = added * config.seq_len
     whole = added * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed whole
     local = min(whole, added * (config.window + block)) if config.window else whole
@@ -354,7 +355,7 @@ def _layers(config: Config, block: int, added: float, expert_room: float, uncut:
             dims = weight.shape[1:]
             params[weight.part == "experts"] += math.prod(dims)
             params_in_8_bits[weight.part == "experts"] += math.prod(dims) * (name in in_8_bits)
-            params_in_float32[weight.part == "experts"] += math.prod(dims) * (name in transformer.FLOAT32_WEIGHTS)
+            params_in_float32[weight.part == "experts"] += math.prod(dims) * (name in anatomy.FLOAT32_WEIGHTS)
             params_in_thirds[weight.part == "experts"] += math.prod(dims) * (math.prod(dims) % 3 == 0)
             if weight.makes:
                 copies = 1
@@ -363,13 +364,13 @@ def _layers(config: Config, block: int, added: float, expert_room: float, uncut:
                     dims = dims[::-1] if name == "expert_down" else dims
                 k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
                 again = transformer.multiplied_again(weight, saved)
-                dtype = "fp8" if name in in_8_bits else "f32" if name in transformer.FLOAT32_WEIGHTS else "bf16"
+                dtype = "fp8" if name in in_8_bits else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
                 products.append(Product(name, weight.part, k, n, copies, again, dtype))
         of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
         saved_bytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, **of_layer)
         # Experts' rows, the largest of all, wait as they were multiplied for their weights' gradients. Compiled: Qwen3.
         narrow = experts and "expert_up" in in_8_bits and "expert_input" not in saved
-        narrow *= (1 - 1 / transformer.BYTES[config.dtype]) * saved_bytes({"expert_input"})
+        narrow *= (1 - 1 / anatomy.BYTES[config.dtype]) * saved_bytes({"expert_input"})
         found.append(
             Layer(
                 num_layers,
@@ -410,7 +411,7 @@ def elementwise_elements(
     rows, X*D and X*M, are scaled in passes of their own (fp8.py); ahead of XLA's matmuls that is fused with other work.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
-    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     attention = 5 * D + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
     attention += 2 * (config.q_lora_rank + config.kv_lora_rank)
     if not experts:
@@ -418,9 +419,9 @@ def elementwise_elements(
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
     of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
-    if "expert_gate" in transformer.in_8_bits(config):
+    if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
-        of_experts += X * expert_room * (D + M) * nbytes / transformer.BYTES[config.dtype]
+        of_experts += X * expert_room * (D + M) * nbytes / anatomy.BYTES[config.dtype]
     return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 
@@ -467,7 +468,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     # The last part of a sequence in its own order has more to do than the mean.
     keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not in_zigzag(config))
     scores = b * keys * config.num_heads / tensor
-    dim = max(transformer.key_dim(config), transformer.value_dim(config))
+    dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
     of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
     peak = of.chip.bf16_flops_per_s / of.chip.devices
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
@@ -514,7 +515,7 @@ def tables_of_device(of: Run) -> float:
 
 # -- memory
 
-# Bytes that remat=none keeps, over those of transformer.activations: it is plain differentiation, which keeps what has
+# Bytes that remat=none keeps, over those of anatomy.activations: it is plain differentiation, which keeps what has
 # no name too, in float32 where it is. Compiled: 4.57 for 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
 PLAIN = 2.0
 
@@ -539,7 +540,7 @@ def attention_over_context(of: Run) -> float:
     only_windows = config.window and not config.global_every  # for which a halo is enough
     if only_windows or ring_size(config, of.sizes) == 1:
         return 0
-    Hk, Hv = transformer.key_dim(config), transformer.value_dim(config)
+    Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     keys = config.num_kv_heads * (Hk + Hv)
     if config.context_impl == "all_gather":
         return c * keys * (of.element + 4) / 2
@@ -568,7 +569,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     if inputs_in_two_layouts(of):
         waiting += held(lambda layer: config.model_dim * of.element)
     if context_in_two_layouts(of):
-        waiting += held(lambda layer: config.num_heads * transformer.value_dim(config) * of.element)
+        waiting += held(lambda layer: config.num_heads * anatomy.value_dim(config) * of.element)
     largest = max(layers, key=lambda layer: layer.every)
     gathered = max(layer.whole_bytes(of) for layer in layers)
     grads = max(layer.gradient_bytes(of) for layer in layers)
@@ -603,7 +604,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     if over_context := attention_over_context(of):
         in_layer["attention over context"] = over_context * b / of.tensor
     in_loss = {
-        "unembedding": ((1 if "unembed" in transformer.in_8_bits(config) else of.element) + 4) * table if whole else 0,
+        "unembedding": ((1 if "unembed" in anatomy.fp8_weights(config) else of.element) + 4) * table if whole else 0,
         "logits": 2 * 4 * math.prod(loss_chunk(of)) * config.vocab_size / of.tensor,
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
@@ -614,7 +615,7 @@ def loss_chunk(of: Run) -> tuple[float, int]:
     """Sequences of a microbatch on a device, and the positions of each whose logits are there at once."""
     positions = of.config.seq_len / of.sizes["context"]
     sequences = of.tokens / positions
-    chunk = transformer.loss_chunk(of.config, sequences, math.ceil(positions), of.config.vocab_size / of.tensor)
+    chunk = anatomy.loss_chunk(of.config, sequences, math.ceil(positions), of.config.vocab_size / of.tensor)
     return sequences, chunk
 
 
@@ -635,7 +636,7 @@ def inputs_in_two_layouts(of: Run) -> bool:
     8k and of 8B at 128k; with two sequences, with `tensor`, and with the MLP on the host as well, it does not.
     """
     config = of.config
-    alone = transformer.offloaded_names(config) == transformer.POLICIES["qkv_proj_offloaded"][1]
+    alone = anatomy.offloaded_names(config) == anatomy.POLICIES["qkv_proj_offloaded"][1]
     pipelined = "xla_tpu_pipeline_memory_host_transfers=false" not in config.xla_flags
     return alone and pipelined and of.tensor == 1 and of.tokens * of.sizes["context"] == config.seq_len
 
@@ -646,9 +647,9 @@ def context_in_two_layouts(of: Run) -> bool:
     Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether `context` is saved with heads or with positions
     first), and does not for heads of 128 (70B at 128k); nor without a ring.
     """
-    saved = transformer.saved_names(of.config) - transformer.offloaded_names(of.config)
+    saved = anatomy.saved_names(of.config) - anatomy.offloaded_names(of.config)
     ring = of.config.context_impl == "ring" and ring_size(of.config, of.sizes) > 1
-    return ring and "context" in saved and transformer.value_dim(of.config) > 128
+    return ring and "context" in saved and anatomy.value_dim(of.config) > 128
 
 
 def on_host(of: Run, offloaded: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 import command
 import config as config_lib
-import parameters
+import transformer
 from config import PRESETS, Config, from_preset, parse_flags
 
 ROOT = Path(config_lib.__file__).parent
@@ -369,7 +369,7 @@ def test_from_preset_overrides():
 )
 def test_presets_have_the_published_size(preset, num_params):
     """The counts of the released weights, as their safetensors indices give them."""
-    assert parameters.num_params(from_preset(preset)) == num_params
+    assert transformer.num_params(from_preset(preset)) == num_params
 
 
 def test_paths_are_expanded(monkeypatch):

@@ -24,6 +24,7 @@ import parameters
 import placement
 import sharding
 import train
+import transformer
 from config import Config, from_preset
 
 
@@ -368,6 +369,6 @@ def test_tpu7x_initialises_straight_into_the_shards():
     """The program that makes the state needs little beside the shards that it makes."""
     config = Config(**TPU | dict(num_layers=64))
     memory = compiled_for_tpu7x(config, "init").memory_analysis()
-    state_bytes = 12 * parameters.num_params(config) / 8  # weights and two moments, in float32
+    state_bytes = 12 * transformer.num_params(config) / 8  # weights and two moments, in float32
     assert memory.output_size_in_bytes < 1.01 * state_bytes
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes

@@ -23,12 +23,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_presets_have_the_published_number_of_parameters(preset):
-    assert parameters.num_params(from_preset(preset)) == PUBLISHED[preset]
+    assert transformer.num_params(from_preset(preset)) == PUBLISHED[preset]
 
 
 def test_gemma_like_is_about_as_large_as_gemma():
     """30.7e9 parameters are published; here the global layers have the heads of the local ones."""
-    assert parameters.num_params(from_preset("gemma-31b-like")) == pytest.approx(30.7e9, rel=0.02)
+    assert transformer.num_params(from_preset("gemma-31b-like")) == pytest.approx(30.7e9, rel=0.02)
 
 
 POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,tensor:2"), 128)
@@ -83,7 +83,7 @@ def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
     norms = (2 * config.num_layers + 1) * config.model_dim
     look_up = config.vocab_size * config.model_dim
     attention = 6 * config.num_layers * config.seq_len * config.num_heads * config.head_dim
-    assert flops == 6 * (parameters.num_params(config) - norms - look_up) + attention
+    assert flops == 6 * (transformer.num_params(config) - norms - look_up) + attention
 
 
 # -- how they start

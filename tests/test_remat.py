@@ -17,6 +17,7 @@ from test_aot import ON_TENSOR_CORES
 from test_fsdp import equations, trace
 from test_parallel import MIXTURES, SMALL, assert_close, init, make_batch, on_mesh
 
+import anatomy
 import aot
 import command
 import hardware
@@ -131,7 +132,7 @@ def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels
     of_weights = [s for name, s in keys if name == "gmm" and (s["K"], s["N"]) == shape and "transpose_rhs" not in s]
     gated = ["gated" in s for s in of_weights]
     assert gated.count(True) == kernels
-    weights, saved = transformer.weights(config), transformer.saved_names(config)
+    weights, saved = transformer.weights(config), anatomy.saved_names(config)
     again = sum(transformer.multiplied_again(weights[name], saved) for name in ("expert_gate", "expert_up"))
     of_down = 1  # its gradient on the way back, by matrices that lie as those of gate and up do
     assert 2 * gated.count(True) + gated.count(False) - of_down == 2 + again
@@ -145,17 +146,17 @@ def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels
 def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
     config = Config(**SMALL | MODELS[model] | flags, mesh=MESH)
     found, nameless = stacked(config)
-    offloaded = transformer.offloaded_names(config)
-    sizes = transformer.activations(config, fused=False)
+    offloaded = anatomy.offloaded_names(config)
+    sizes = anatomy.activations(config, fused=False)
     tokens = config.batch * config.seq_len // 4  # of a device; tensor:2 cuts everything that has a name
     assert found == {
         (name, "Host" if name in offloaded else "Device"): sizes[name] * tokens // 2
-        for name in transformer.read_names(transformer.saved_names(config))
+        for name in anatomy.read_names(anatomy.saved_names(config))
         if name in sizes
     }
     assert not nameless  # neither segments nor the rotary tables, which are the same for all layers
     # And so the bytes are those that are predicted, but for the log-sum-exp that only a kernel has.
-    nbytes = transformer.saved_bytes_per_layer(config, transformer.saved_names(config) - {"log_sum_exp"})
+    nbytes = transformer.saved_bytes_per_layer(config, anatomy.saved_names(config) - {"log_sum_exp"})
     assert 4 * sum(found.values()) == nbytes * tokens / 2
 
 
@@ -181,7 +182,7 @@ def test_experts_save_the_rows_that_they_have_room_for(flags, room):
     found, _ = stacked(config)
     of_experts = {name: size for (name, _), size in found.items() if name.startswith("expert_")}
     uncut = 1 if "expert:" in config.mesh else 2
-    sizes = transformer.activations(config, experts=True, expert_room=room, uncut=uncut)
+    sizes = anatomy.activations(config, experts=True, expert_room=room, uncut=uncut)
     assert {"expert_gate", "expert_up"} < of_experts.keys()
     assert of_experts == {name: sizes[name] * run.tokens / run.tensor for name in of_experts}
     saved = workload.memory_of(run, workload.layers_of(run))[0]["saved activations"]
@@ -195,7 +196,7 @@ def test_every_activation_of_a_dense_layer_has_its_name():
     for eqn in equations(trace(config)):
         if eqn.primitive.name == "name":
             names[eqn.params["name"]] = math.prod(eqn.outvars[0].aval.shape)
-    sizes = transformer.activations(config, fused=False)
+    sizes = anatomy.activations(config, fused=False)
     del sizes["scores"]  # plain attention's are never kept; a kernel has none
     assert names == {name: size * config.batch * config.seq_len // 8 for name, size in sizes.items()}
 
@@ -221,7 +222,7 @@ def test_the_backward_pass_repeats_the_matmuls_that_are_predicted(mesh, flags):
     config = Config(**SMALL | flags, mesh=mesh)
     once = dataclasses.replace(config, remat="none", remat_tensors="")
     found = 8 * (matmul_flops(trace(config)) - matmul_flops(trace(once)))
-    saved = transformer.saved_names(config)
+    saved = anatomy.saved_names(config)
     # Plain attention needs its scores again even where its result is there; as a kernel that has their log-sum-exp.
     again = transformer.recomputed_flops_per_token(config, saved, kernel_scores={"context", "log_sum_exp"} <= saved)
     whole_square = again.get("scores", 0) + again.get("mix", 0)
@@ -353,7 +354,7 @@ def test_inputs_in_two_layouts_are_there_twice(flags, twice):
     config, saved = found.of.config, found.memory["saved activations"]
     stack = 2 * config.num_layers * config.model_dim * found.of.tokens / found.of.tensor
     policy_alone = transformer.saved_bytes_per_layer(
-        config, transformer.saved_names(config) - transformer.offloaded_names(config)
+        config, anatomy.saved_names(config) - anatomy.offloaded_names(config)
     )
     once = policy_alone * config.num_layers * found.of.tokens / found.of.tensor
     assert workload.inputs_in_two_layouts(found.of) == twice
@@ -441,7 +442,7 @@ def test_the_numbers_of_the_docstring():
         ("minimal_offloaded", "", "288,000"),
     ):
         config = from_preset("llama3.1-70b", remat=policy, remat_tensors=tensors)
-        elements = transformer.saved_bytes_per_layer(config, transformer.offloaded_names(config)) / 2
+        elements = transformer.saved_bytes_per_layer(config, anatomy.offloaded_names(config)) / 2
         tokens = of_attention / host * elements / config.model_dim
         assert tokens == pytest.approx(float(words.replace(",", "")), rel=0.01)
         assert words in remat.__doc__

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import anatomy
 import compiler_flags
 import recipes
 import roofline
@@ -607,7 +608,7 @@ def test_gradients_of_replicas_are_summed_across_slices():
 def test_what_is_offloaded_waits_for_the_host():
     flags = dict(preset="llama3.1-8b", mesh="fsdp:128", batch=128)
     kept, offloaded = predicted(**flags, remat="minimal"), predicted(**flags, remat="minimal_offloaded")
-    moved = transformer.saved_bytes_per_token(kept.of.config, transformer.offloaded_names(offloaded.of.config)) * 8192
+    moved = transformer.saved_bytes_per_token(kept.of.config, anatomy.offloaded_names(offloaded.of.config)) * 8192
     assert offloaded.host_bytes == pytest.approx(moved)
     assert kept.hbm_bytes - offloaded.hbm_bytes == pytest.approx(moved)
     assert seconds(offloaded, "host offload", False) == pytest.approx(2 * moved / 16e9)

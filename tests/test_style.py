@@ -2,12 +2,11 @@
 
 import ast
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
+import anatomy
 import decoder
-import parameters
 
 ROOT = Path(decoder.__file__).parent
 MODULES = sorted(ROOT.glob("*.py"))
@@ -19,6 +18,7 @@ FLOORS = [
     {"presets", "published", "outputs", "command"},
     {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
+    {"anatomy"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "placement", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
@@ -41,14 +41,9 @@ LEAVES |= {"checksums", "lock"}
 # -- names that are shapes
 
 
-def annotated_dims() -> dict[str, str]:
-    """{parameter: its dims} from the annotations of the model: w_q: DNH, the dim L of a stack being gone in use."""
-    dims = {}
-    for cls in (parameters.Params, parameters.Layers):
-        for name, hint in get_type_hints(cls, include_extras=True).items():
-            if hasattr(hint, "__metadata__"):  # not a stack of layers
-                dims[name] = hint.__metadata__[0].removeprefix("L" if cls is parameters.Layers else "")
-    return dims
+def dims_of_weights() -> dict[str, str]:
+    """{weight: its dims} by the table of weights: w_q: DNH, as the dim L of a stack is gone in use."""
+    return {name: weight.dims.removeprefix("L") for name, weight in anatomy.WEIGHTS.items()}
 
 
 def dims_of(node: ast.expr, parameters: dict[str, str]) -> str | None:
@@ -129,11 +124,11 @@ def tensor_parallel_errors(source: str, parameters: dict[str, str]) -> tuple[lis
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_tensor_parallel_matmuls_repeat_the_names(path):
-    assert tensor_parallel_errors(path.read_text(), annotated_dims())[0] == []
+    assert tensor_parallel_errors(path.read_text(), dims_of_weights())[0] == []
 
 
 def test_there_are_tensor_parallel_matmuls_to_look_at():
-    assert tensor_parallel_errors(Path(decoder.__file__).read_text(), annotated_dims())[1] == 8
+    assert tensor_parallel_errors(Path(decoder.__file__).read_text(), dims_of_weights())[1] == 8
 
 
 @pytest.mark.parametrize(
@@ -156,11 +151,11 @@ def test_the_check_of_tensor_parallel_matmuls_can_fail(line, num_wrong):
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_einsums_repeat_the_names(path):
-    assert shape_errors(path.read_text(), annotated_dims())[0] == []
+    assert shape_errors(path.read_text(), dims_of_weights())[0] == []
 
 
 def test_there_are_einsums_to_look_at():
-    counts = {path.stem: shape_errors(path.read_text(), annotated_dims())[1] for path in MODULES}
+    counts = {path.stem: shape_errors(path.read_text(), dims_of_weights())[1] for path in MODULES}
     assert counts["vocabulary"] >= 7 and counts["model"] >= 1 and counts["attention"] >= 4
 
 
@@ -196,7 +191,7 @@ def test_the_check_of_names_can_fail(line, wrong):
 
 
 def test_annotations_are_read():
-    dims = annotated_dims()
+    dims = dims_of_weights()
     assert (dims["w_q"], dims["w_o"], dims["embed"], dims["norm_mlp"], dims["norm"]) == ("DNH", "NUD", "VD", "D", "D")
 
 

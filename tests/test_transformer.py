@@ -16,6 +16,7 @@ import reference
 from jax.ad_checkpoint import checkpoint_name as named
 from test_fsdp import equations
 
+import anatomy
 import config as config_lib
 import parameters
 import train
@@ -65,7 +66,7 @@ def test_weights_are_those_of_the_model(preset):
         matrices |= {name} if is_one else set()
     weights = transformer.weights(config)
     assert {name: weight.shape for name, weight in weights.items()} == of_model
-    assert transformer.num_params(config) == parameters.num_params(config)
+    assert transformer.num_params(config) == sum(map(math.prod, of_model.values()))
     assert transformer.active_params(config) == transformer.num_params(config) or config.num_experts
     assert {name for name, w in weights.items() if w.makes} == matrices - {"embed"}
 
@@ -91,7 +92,7 @@ def test_six_flops_a_matmul_parameter_and_a_dim_of_keys_and_values(preset):
     of = lambda path, leaf: math.prod(leaf.shape) // met(path)[1] * met(path)[0]
     in_matmuls = sum(of(path, leaf) for (path, leaf), matrix in pairs if matrix)
     in_matmuls -= 0 if config.tied_embeddings else math.prod(shapes.embed.shape)  # looked up, not multiplied
-    dims = transformer.key_dim(config) + transformer.value_dim(config)
+    dims = anatomy.key_dim(config) + anatomy.value_dim(config)
     attention = 6 * config.num_layers * config.num_heads * dims * config.seq_len / 2
     assert transformer.train_flops_per_token(config) == 6 * in_matmuls + attention
 
@@ -436,7 +437,7 @@ def test_recomputation_is_counted_exactly(config, saved):
 def test_attention_is_recomputed_unless_all_that_it_keeps_is_saved():
     forward = transformer.forward_flops_per_token(SMALL)
     again = partial(transformer.recomputed_flops_per_token, SMALL)
-    everything = transformer.saved_names(SMALL)
+    everything = anatomy.saved_names(SMALL)
     assert again(everything) == {}
     assert again(everything - {"context"}) == {kind: forward[kind] for kind in ("scores", "mix")}
     assert again(everything - {"log_sum_exp", "scores"}) == {kind: forward[kind] for kind in ("scores", "mix")}
@@ -485,7 +486,7 @@ def test_activations_have_the_sizes_of_what_a_plain_layer_makes(config):
         for eqn in equations(jax.make_jaxpr(layer)(x, w, batch_shapes(config)).jaxpr):
             if eqn.primitive.name == "name":
                 made[eqn.params["name"]] = math.prod(eqn.outvars[0].aval.shape) / (config.batch * config.seq_len)
-        table = transformer.activations(config, experts=i >= config.num_layers - transformer.num_expert_layers(config))
+        table = anatomy.activations(config, experts=i >= config.num_layers - anatomy.num_expert_layers(config))
         assert made == {kind: size for kind, size in table.items() if kind != "log_sum_exp"}
 
 
@@ -505,26 +506,26 @@ def test_remat_policies_are_maxtexts():
         "minimal_offloaded": f"{dots} {mlp}",
     }.items():
         config = dataclasses.replace(SMALL, remat=remat)
-        saved = transformer.saved_names(config) & transformer.activations(SMALL).keys()
+        saved = anatomy.saved_names(config) & anatomy.activations(SMALL).keys()
         assert saved == {"decoder_layer_input", *kept.split()}, remat
-        offloaded = transformer.offloaded_names(config) & transformer.activations(SMALL).keys()
+        offloaded = anatomy.offloaded_names(config) & anatomy.activations(SMALL).keys()
         assert offloaded == ({*kept.split()} if remat.endswith("_offloaded") else set()), remat
     policies = [remat for remat in REMAT_POLICIES if remat not in ("none", "custom")]
-    assert list(transformer.POLICIES) == policies
-    assert transformer.offloaded_names(SMALL) == set() and SMALL.remat == "none"
+    assert list(anatomy.POLICIES) == policies
+    assert anatomy.offloaded_names(SMALL) == set() and SMALL.remat == "none"
     custom = "context:offload,mlp_up:device,mlp_gate:remat,decoder_layer_input:offload"
     custom = dataclasses.replace(SMALL, remat="custom", remat_tensors=custom)
-    assert transformer.saved_names(custom) == {"context", "log_sum_exp", "mlp_up", "decoder_layer_input"}
-    assert transformer.offloaded_names(custom) == {"context", "log_sum_exp", "decoder_layer_input"}
+    assert anatomy.saved_names(custom) == {"context", "log_sum_exp", "mlp_up", "decoder_layer_input"}
+    assert anatomy.offloaded_names(custom) == {"context", "log_sum_exp", "decoder_layer_input"}
     custom = dataclasses.replace(
         SMALL, remat="custom", remat_tensors="qkv_proj:device,context:device,log_sum_exp:remat"
     )
-    assert transformer.saved_names(custom) == {"decoder_layer_input", "context", *qkv.split()}
+    assert anatomy.saved_names(custom) == {"decoder_layer_input", "context", *qkv.split()}
 
 
 def test_every_activation_has_a_name_that_a_flag_can_say():
     tables = [
-        transformer.activations(config, experts=experts, fused=fused)
+        anatomy.activations(config, experts=experts, fused=fused)
         for config in (dataclasses.replace(SMALL, qk_norm=True), LATENT_EXPERTS)
         for experts in (False, True)[: 1 + (config is LATENT_EXPERTS)]
         for fused in (False, True)
@@ -535,14 +536,14 @@ def test_every_activation_has_a_name_that_a_flag_can_say():
 
 
 def test_what_a_layer_with_experts_saves():
-    found = transformer.activations(LATENT_EXPERTS, experts=True)
+    found = anatomy.activations(LATENT_EXPERTS, experts=True)
     assert (found["query_proj"], found["key_proj"]) == (4 * 14, 4 * 14)
     assert (found["value_proj"], found["context"]) == (4 * 10, 4 * 10)
     assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12, 12)
     assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
     assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
     assert all(type(elements) is int for elements in found.values())
-    assert "mlp_gate" not in found and "expert_gate" not in transformer.activations(LATENT_EXPERTS)
+    assert "mlp_gate" not in found and "expert_gate" not in anatomy.activations(LATENT_EXPERTS)
     dense, experts = (transformer.saved_bytes_per_layer(LATENT_EXPERTS, experts=e) for e in (False, True))
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
 
@@ -550,7 +551,7 @@ def test_what_a_layer_with_experts_saves():
 def test_rows_that_experts_have_room_for():
     """96 tokens, each to 2 of 8 experts: so many times the mean, whole registers of 32, and no more than can come."""
     mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16)
-    rows = lambda devices, **flags: transformer.expert_rows(Config(**mixture | flags), 96, devices)
+    rows = lambda devices, **flags: anatomy.expert_rows(Config(**mixture | flags), 96, devices)
     assert [rows(4, buffer_factor=factor) for factor in (1.0, 2.0, 2.1, 8.0)] == [192, 384, 416, 4 * 96 * 2]
     assert rows(8, buffer_factor=8.0) == 8 * 96  # each device sends an expert every token at most
     assert rows(1) == 2 * 96 and rows(4, moe_impl="reference") == 8 * 96
@@ -561,10 +562,10 @@ def test_rows_that_experts_have_room_for():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
     config = from_preset(preset)
-    made = {name for weight in transformer.weights(config).values() for name in weight.makes} - {"logits"}
+    made = {weight.makes for weight in transformer.weights(config).values()} - {"logits", ""}
     kinds = {weight.part for weight in transformer.weights(config).values()}
-    there = transformer.activations(config) if "mlp" in kinds else {}
-    there = {**there, **(transformer.activations(config, experts=True) if "experts" in kinds else {})}
+    there = anatomy.activations(config) if "mlp" in kinds else {}
+    there = {**there, **(anatomy.activations(config, experts=True) if "experts" in kinds else {})}
     assert made <= there.keys() and made | {"decoder_layer_input"} <= MATMUL_OUTPUTS | made
     assert made <= MATMUL_OUTPUTS
     assert not transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="none"))
@@ -595,8 +596,8 @@ def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]  # the rest are counts of steps
     found = transformer.state_bytes(config)
     assert found["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
-    assert found["weights"] == found["gradients"] == 4 * parameters.num_params(config)
-    assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * parameters.num_params(config)
+    assert found["weights"] == found["gradients"] == 4 * transformer.num_params(config)
+    assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * transformer.num_params(config)
 
 
 def test_kv_cache():
@@ -713,13 +714,13 @@ def test_book_gradient_checkpointing():
     layer" for the outputs of big matmuls counts tensors; in units of D, as the 20, they are 13.
     """
     config = book(model_dim=8192, ff_dim=4 * 8192, num_heads=64, num_kv_heads=64, dtype="bfloat16")
-    names = transformer.saved_names(config) - {"log_sum_exp"}
+    names = anatomy.saved_names(config) - {"log_sum_exp"}
     assert transformer.saved_bytes_per_layer(config, names) == 2 * 20 * 8192
     assert round(4e6 * transformer.saved_bytes_per_token(config, names) / 1e12) == 84
     assert round(4e6 * transformer.saved_bytes_per_token(dataclasses.replace(config, remat="full")) / 1e12, 1) == 4.2
     outputs = MATMUL_OUTPUTS - {"decoder_layer_input"}
-    assert sum(name in outputs for name in transformer.activations(config)) == 7
-    assert sum(size for name, size in transformer.activations(config).items() if name in outputs) == 13 * 8192
+    assert sum(name in outputs for name in anatomy.activations(config)) == 7
+    assert sum(size for name, size in anatomy.activations(config).items() if name in outputs) == 13 * 8192
 
 
 def test_book_kv_cache():
@@ -800,7 +801,7 @@ def test_a_policy_of_ones_own_stands_among_the_others():
 )
 def test_chunks_of_the_loss_are_about_equal(asked, positions, chunk):
     config = Config(loss_chunk=asked)
-    assert transformer.loss_chunk(config, 4, positions, 256) == chunk <= asked
+    assert anatomy.loss_chunk(config, 4, positions, 256) == chunk <= asked
     chunks = -(-positions // chunk)
     assert chunks == -(-positions // asked) and 0 <= chunks * chunk - positions < chunks
 
@@ -811,7 +812,7 @@ def test_chunks_of_the_loss_are_about_equal(asked, positions, chunk):
 )
 def test_chunks_of_the_loss_follow_vocabulary_and_batch(positions, sequences, vocabulary):
     """By default 256 MiB of logits in float32 on a device at most, and more than half of it where there are as many."""
-    chunk = transformer.loss_chunk(Config(), sequences, positions, vocabulary)
+    chunk = anatomy.loss_chunk(Config(), sequences, positions, vocabulary)
     logits = lambda positions: 4 * sequences * positions * vocabulary
     assert chunk == 1 or logits(chunk) <= 2**28
     assert chunk == positions or logits(chunk) > 2**27 or logits(chunk + 1) > 2**28
@@ -820,6 +821,6 @@ def test_chunks_of_the_loss_follow_vocabulary_and_batch(positions, sequences, vo
 def test_chunks_of_the_loss_in_blocks_of_8_bits_are_whole_blocks():
     """6 sequences of 128 rows' blocks: 64 positions are 3 of them."""
     blocks = dict(fp8="dynamic", fp8_granularity="block", fp8_block=128, fp8_modules="unembed", loss_chunk=100)
-    assert transformer.loss_chunk(Config(**blocks), 6, 1000, 256) == 128
-    assert transformer.loss_chunk(Config(**blocks), 128, 1000, 256) == 100
-    assert transformer.loss_chunk(Config(**blocks | dict(fp8_modules="mlp")), 6, 1000, 256) == 100
+    assert anatomy.loss_chunk(Config(**blocks), 6, 1000, 256) == 128
+    assert anatomy.loss_chunk(Config(**blocks), 128, 1000, 256) == 100
+    assert anatomy.loss_chunk(Config(**blocks | dict(fp8_modules="mlp")), 6, 1000, 256) == 100
