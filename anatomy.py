@@ -265,7 +265,7 @@ def activations(
       experts: the layer is one with experts, not a dense one.
       fused: attention is a kernel, which saves its result and the log-sum-exp of the scores, not all scores.
       expert_room: the ratio of `expert_rows` to the rows that the router makes of the tokens.
-      uncut: devices along `tensor` that each hold the rows of experts unsharded (decoder.py), else 1.
+      uncut: devices along `tensor` that each hold the rows of experts unsharded (mixture.py), else 1.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     X, M = config.experts_per_token, config.expert_dim

@@ -61,7 +61,7 @@ def attention(
     b, t, n, H = q_btnH.shape
     s, k, V = v_bskV.shape[1:]
     scale = H**-0.5 if scale is None else scale
-    # The G*t queries of a kv head as rows r, so that gradients sum over one dim (decoder.matmul has why).
+    # The G*t queries of a kv head as rows r, so that gradients sum over one dim (tensor.matmul has why).
     q_bkrH = q_btnH.reshape(b, t, k, n // k, H).transpose(0, 2, 3, 1, 4).reshape(b, k, -1, H)
     scores_bkrs = jnp.einsum("bkrH,bskH->bkrs", q_bkrH, k_bskH, preferred_element_type=jnp.float32) * scale
     scores_bkGts = scores_bkrs.reshape(b, k, n // k, t, s)

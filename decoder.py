@@ -5,29 +5,9 @@
 RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped-query
 or latent attention, SwiGLU (Shazeer 2020, arXiv:2002.05202).
 
-**Tensor parallelism** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A sub-layer is two matmuls, the first cut
-by columns and the second by rows, so that nothing is communicated between them. Between sub-layers the residual
-stream is cut over `tensor` as well, so that norms, residual adds and what is saved for the backward pass are 1/tensor:
-
-    h_btd = norm(x_btd)                            its mean over D: an all-reduce of b*t numbers
-    h_btD = all_gather(h_btd, "tensor")            in
-    h_btf = h_btD @ w_Df                           columns: no communication
-    y_btD = h_btf @ w_fD                           rows: contracting a lower-case letter leaves a partial sum {U_tensor}
-    x_btd = x_btd + reduce_scatter(y_btD, "tensor")   out
-
-The norm could instead wait for the gather and be computed whole on each device: no all-reduce, and tensor times the
-vector work. The MLP, forward: gather and scatter move 2 * 2*b*t*D bytes beside 6*b*t*D*F/tensor FLOPs, so at C FLOP/s
-and W bytes/s they can hide when F > 2/3 * tensor * C/W. For a TPU7x chip and both directions of one torus axis, C/W is
-2307e12/200e9 = 11.5k: at tensor=4, F > 31k, and Llama 3.1 70B (28,672) misses it. (With two matmuls in the MLP instead
-of three it is tensor * C/W, 46k.) On the die-to-die link of a chip, six times as fast, tensor=2 hides from F > 2.6k.
-
-They *can*: but the matmul waits for its gathered operand, and the scatter for the matmul. `collective_matmul` cuts both
-into blocks, of which one is multiplied while the next one travels (collectives.py).
-
-**Experts** (`num_experts`): a mixture stands in place of the MLP. Routing and dispatch are moe.py's.
+With `num_experts` a mixture of experts takes the place of the MLP (mixture.py). The matmuls are tensor.py's.
 """
 
-import dataclasses
 import math
 from functools import partial
 
@@ -35,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import fp8
-import moe
 import remat
 import sharding
-from anatomy import expert_capacity, expert_rows, swiglu_in_kernel
 from attention import attention, causal_attention
-from collectives import all_gather, all_gather_matmul, all_reduce, matmul_reduce_scatter, reduce_scatter
+from collectives import all_reduce
 from config import Config
 from context import context_attention
 from flash import flash_attention
-from parameters import Layers, Params, fp8_recipe
+from mixture import mixture
+from parameters import Layers
 from rules import in_zigzag
+from tensor import column_parallel, matmul, row_parallel
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
@@ -86,49 +65,6 @@ def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = (jnp.concatenate([table, table], -1)[:, :, None] for table in (cos, sin))
     swapped_btnH = jnp.dot(x_btnH, swap_HH, precision="highest", preferred_element_type=jnp.float32)
     return (x_btnH * cos + swapped_btnH * sin).astype(x_btnH.dtype)
-
-
-def column_parallel(x_btd: jax.Array, weights: tuple[jax.Array | fp8.Weight, ...], config: Config) -> list[jax.Array]:
-    """x_btD @ w for each weight [D, ...], of which this device has its columns; for it x is gathered over `tensor`."""
-    if isinstance(weights[0], fp8.Weight):
-        recipe = fp8_recipe(config)
-        x_btd = fp8.quantize(x_btd, recipe, (2,), amax=weights[0].amax_x)
-        x_btD = fp8.gather(x_btd, recipe, (2,), "tensor", 2, algorithm=config.collectives)
-        return [fp8.dot(x_btD, w, recipe) for w in weights]
-    if config.collective_matmul:
-        return all_gather_matmul(x_btd, weights, "tensor", dim=2, algorithm=_ring(config))
-    x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
-    return matmul(x_btD, *weights)
-
-
-def row_parallel(x_btf: jax.Array, w_fD: jax.Array, config: Config) -> jax.Array:
-    """x_btf @ w_fD, of which this device has its rows: the partial sums are scattered over `tensor` -> y_btd.
-
-    The dim f may be several: all of w's but the last.
-    """
-    if isinstance(w_fD, fp8.Weight):
-        contracted = w_fD.quantized.values.ndim - 1
-        y_btD = fp8.dot(x_btf, w_fD, fp8_recipe(config), contracted=contracted)  # {U_tensor}
-        return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
-    if config.collective_matmul:
-        return matmul_reduce_scatter(x_btf, w_fD, "tensor", dim=2, algorithm=_ring(config))
-    (y_btD,) = matmul(x_btf, w_fD, dims=w_fD.ndim - 1)  # {U_tensor}
-    return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
-
-
-def matmul(x_bt: jax.Array, *weights: jax.Array, dims: int = 1) -> list[jax.Array]:
-    """x @ w for each weight, summed over the last `dims` of x and the first of w, with b and t as one dim.
-
-    So the gradient of w sums over one dim. Over two, XLA for CPUs has what it multiplies made in another layout, the
-    derivative of SiLU for one, in the loop that computes it, which is several times as slow for that (RESULTS.md).
-    """
-    rows = x_bt.reshape(-1, *x_bt.shape[2:])  # once: without recomputation this is what is kept for the gradients
-    return [jnp.tensordot(rows, w, dims).reshape(*x_bt.shape[:2], *w.shape[dims:]) for w in weights]
-
-
-def _ring(config: Config) -> str:
-    """The ring of the collective matmuls: the one of all collectives, both directions where those are XLA's."""
-    return "ring_bidirectional" if config.collectives == "xla" else config.collectives
 
 
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
@@ -226,149 +162,11 @@ def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str
     return remat.named(row_parallel(product_btf, w_fD, config), f"{name}_down")
 
 
-# -- mixture of experts (moe.py)
-
-
 def moe_block(w: Layers, x_btd, metrics, i, config: Config):
-    """x + mixture(norm(x)), and the metrics with what this layer, the i-th that has experts, adds to them.
-
-    With experts on several devices their rows travel cut over `tensor`, and are gathered where they are multiplied;
-    else a token is gathered once for all of its experts, and their sum scattered. What the shared experts compute
-    does not depend on the rows that travel, and could be computed meanwhile; XLA:TPU does not (compiled, DeepSeek-V3).
-    """
+    """x + mixture(norm(x)) + the shared experts, and the metrics with the share of the i-th layer that has experts."""
     h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
-    h_td = h_btd.reshape(-1, h_btd.shape[-1])
-    logits_tE, routing = router(w, h_td, config)
-    experts_travel = lax.axis_size("expert") > 1
-    gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
-    scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
-
-    def experts(x, sizes):
-        """Of sorted rows [r, D], or of [e, c, D]: {U_tensor}."""
-        x = remat.named(x, "expert_input")
-        x = gather(x, dim=x.ndim - 1) if experts_travel else x
-        product = remat.named(gated(w, x, sizes, config), "expert_product")
-        (y,) = grouped(product, (w.expert_down,), sizes, config, transpose=True)
-        if config.expert_bias:
-            y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
-        return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
-
-    x_td = h_td if experts_travel else gather(h_td, dim=1)
-    y_td, dropped = dispatch(x_td, routing, experts, config)
-    y_td = y_td if experts_travel else scatter(y_td, dim=1)
-    x_btd += y_td.reshape(x_btd.shape)
+    y_btd, metrics = mixture(w, h_btd, metrics, i, config)
+    x_btd += y_btd
     if config.num_shared_experts:
         x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
-    return x_btd, add_metrics(metrics, i, logits_tE, routing, dropped, config)
-
-
-def gated(w: Layers, x, sizes, config: Config):
-    """The experts' activation: `moe.swiglu` of x @ expert_gate and x @ expert_up."""
-    weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
-    if swiglu_in_kernel(config):
-        if isinstance(w.expert_gate, fp8.Weight):
-            activation = partial(moe.swiglu, limit=config.swiglu_limit)
-            return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names)
-        return moe.gated_matmul(x, *weights, sizes, config.swiglu_limit, names)
-    products = grouped(x, weights, sizes, config)
-    if config.expert_bias:
-        biases = (w.bias_expert_gate, w.bias_expert_up)
-        products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
-    return moe.swiglu(*map(remat.named, products, names), config.swiglu_limit)
-
-
-def grouped(
-    x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config, transpose: bool = False
-) -> tuple[jax.Array, ...]:
-    """x @ w of each expert, for each of `weights`; x and `transpose` as in `moe.grouped_matmul`."""
-    if not isinstance(weights[0], fp8.Weight):
-        return tuple(moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
-    recipe = fp8_recipe(config)
-    if sizes is not None:
-        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose)
-    x = fp8.quantize(x, recipe, (2,))
-    return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
-
-
-def in_partial_sum(bias: jax.Array) -> jax.Array:
-    """A bias that all devices of `tensor` have whole, to be added to a {U_tensor}: one summand has it."""
-    return jnp.where(lax.axis_index("tensor") == 0, bias, 0)
-
-
-def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
-    """Logits and choices, in float32, the same on all devices of `tensor`.
-
-    By default a TPU rounds float32 to bfloat16 and multiplies once. To use all bits of the weights takes three passes:
-    1.5 times the time forward, 1.8 with the backward pass (compiled; 8,192 tokens, D = 4096, E = 128). Of a layer of
-    Qwen3 235B that is 0.3%.
-    """
-    precision = lax.Precision.HIGHEST
-    logits_tE = lax.dot(h_td, w.w_router, precision=precision, preferred_element_type=jnp.float32)  # {U_tensor}
-    if config.expert_bias:
-        logits_tE += in_partial_sum(w.bias_router)
-    logits_tE = remat.named(lax.psum(logits_tE, "tensor"), "router_logits")
-    bias_E = lax.psum(in_partial_sum(w.selection_bias), "tensor") if config.selection_bias else None
-    options = dict(scores=config.router_scores, renormalise=config.renormalise, scale=config.router_scale)
-    options |= dict(groups=config.router_groups, groups_kept=config.router_groups_kept)
-    return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, **options)
-
-
-def dispatch(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:
-    """y_td and the number of dropped (token, choice) pairs, as `config.moe_impl` has it."""
-    t = x_td.shape[0]
-    if config.moe_impl == "reference":
-        return moe.reference(x_td, routing, experts, "expert"), 0 * routing.experts_tX[0, 0]
-    if config.moe_impl == "capacity":
-        return moe.with_capacity(x_td, routing, experts, "expert", expert_capacity(config, t), config.collectives)
-    parts = config.moe_parts
-    room = expert_rows(config, t // parts, lax.axis_size("expert"))
-    dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", room)
-    return dropless(x_td, routing) if parts == 1 else moe.in_parts(dropless, x_td, routing, parts)
-
-
-def no_metrics(config: Config) -> dict[str, jax.Array]:
-    """What the layers of a mixture add to. Each device has its share."""
-    if not config.num_experts:
-        return {}
-    loads_LE = jnp.zeros((config.num_layers - config.num_dense_layers, config.num_experts))
-    zeros = dict.fromkeys(("auxiliary_loss", "dropped", "router_entropy"), jnp.float32(0)) | {"expert_loads": loads_LE}
-    return jax.tree.map(lambda a: lax.pcast(a, sharding.LOSS_AXES, to="varying"), zeros)
-
-
-def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Config) -> dict[str, jax.Array]:
-    """With the shares of layer i: loads of the experts, dropped pairs, entropy, and its auxiliary losses."""
-    num_tokens = float(config.batch * config.seq_len)  # times the layers it is past what an int32 holds
-    loads_E = moe.loads(routing.experts_tX, config.num_experts).astype(jnp.float32)
-    loss = 0.0
-    if config.load_balance_loss:
-        everywhere_E = lax.psum(loads_E, sharding.axes_of(sharding.BATCH_SPEC))
-        loss += config.load_balance_loss * moe.load_balance_loss(routing.scores_tE, everywhere_E, num_tokens)
-    if config.router_z_loss:
-        loss += config.router_z_loss * moe.z_loss(logits_tE, num_tokens)
-    entropy = moe.entropy(lax.stop_gradient(routing.scores_tE), num_tokens * metrics["expert_loads"].shape[0])
-    return {
-        "auxiliary_loss": metrics["auxiliary_loss"] + loss,
-        "dropped": metrics["dropped"] + dropped,
-        "router_entropy": metrics["router_entropy"] + entropy,
-        "expert_loads": metrics["expert_loads"].at[i].add(loads_E),
-    }
-
-
-def figures(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Of the summed metrics, what is shown. Load imbalance: the largest load over the mean one, mean of the layers."""
-    if "expert_loads" not in metrics:
-        return metrics
-    loads_LE = metrics["expert_loads"]
-    shown = {name: value for name, value in metrics.items() if name not in ("expert_loads", "dropped")}
-    shown["load_imbalance"] = jnp.mean(jnp.max(loads_LE, 1) / jnp.mean(loads_LE, 1))
-    return shown | {"dropped_fraction": metrics["dropped"] / jnp.sum(loads_LE)}
-
-
-def balance(params: Params, metrics: dict[str, jax.Array], accept: jax.Array, config: Config) -> Params:
-    """The parameters after an accepted step with these loads: outside the gradient, selection biases follow them."""
-    if not config.selection_bias:
-        return params
-    old_LE = params.layers.selection_bias
-    bias_LE = moe.updated_bias(old_LE, metrics["expert_loads"], config.selection_bias_rate)
-    layers = dataclasses.replace(params.layers, selection_bias=jnp.where(accept, bias_LE, old_LE))
-    return dataclasses.replace(params, layers=layers)
+    return x_btd, metrics

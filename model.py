@@ -26,7 +26,8 @@ import remat
 from collectives import all_gather, reduce_scatter
 from config import Config, changed
 from data import Batch
-from decoder import attention_block, mlp_block, moe_block, no_metrics, rms_norm, rope_tables
+from decoder import attention_block, mlp_block, moe_block, rms_norm, rope_tables
+from mixture import no_metrics
 from parameters import (
     NOTHING_KNOWN,
     Layers,
@@ -170,7 +171,7 @@ def loss_fn(
     """This device's shares of the loss and of the metrics: summed over all mesh axes but `tensor`, they are these.
 
     Per-device code: call it under `jax.shard_map` with check_vma=True. `params` as `fsdp.whole_over_data` gives them.
-    A dense model has no metrics but, with z_loss, its `auxiliary_loss`; a mixture has `decoder.no_metrics`. With stages
+    A dense model has no metrics but, with z_loss, its `auxiliary_loss`; a mixture has `mixture.no_metrics`. With stages
     the batch goes through them in `config.microbatches`; the gradients are `pipelined_loss_and_grads`.
     """
     if lax.axis_size("pipe") > 1:

@@ -43,9 +43,9 @@ import agreement
 import calibration
 import checkpoint
 import data
-import decoder
 import fsdp
 import machine
+import mixture
 import model
 import offload
 import parameters
@@ -184,7 +184,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     params, opt_state = update(state, grads, finite, config=config, mesh=mesh)
-    params = decoder.balance(params, metrics, finite, config)
+    params = mixture.balance(params, metrics, finite, config)
     new_state = State(
         step=state.step + 1,
         params=params,
@@ -194,7 +194,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
     # Minimised is the sum; shown is the cross-entropy, as of the held-out sequences, and beside it what was added.
-    metrics = decoder.figures(metrics) | {
+    metrics = mixture.figures(metrics) | {
         "step": new_state.step,
         "loss": loss - metrics.get("auxiliary_loss", 0),
         "grad_norm": grad_norm,

@@ -64,7 +64,7 @@ def matmul(x_bcD, w_vD, _, chunk):
     def gradients(dlogits_bcv):
         dlogits_bcv = dlogits_bcv.astype(x_bcD.dtype)
         dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
-        dlogits_rv, x_rD = [a.reshape(-1, a.shape[-1]) for a in (dlogits_bcv, x_bcD)]  # decoder.matmul has why
+        dlogits_rv, x_rD = [a.reshape(-1, a.shape[-1]) for a in (dlogits_bcv, x_bcD)]  # tensor.matmul has why
         return dx_bcD, jnp.einsum("rv,rD->vD", dlogits_rv, x_rD, preferred_element_type=jnp.float32)
 
     return jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32), gradients

@@ -724,7 +724,7 @@ def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
 def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
     """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
     kept = {}
-    in_rows = lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1])  # a matmul's are [b*t, D] (decoder.matmul)
+    in_rows = lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1])  # a matmul's are [b*t, D] (tensor.matmul)
     for fp8_ in ("none", "dynamic"):
         config = Config(**SMALL, mesh="fsdp:8", dtype="bfloat16", fp8=fp8_)
         forward = next(eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan")

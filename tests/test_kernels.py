@@ -19,11 +19,12 @@ from test_fsdp import equations
 
 import bundles
 import command
-import decoder
 import flash
 import fp8
 import groups
 import kernels
+import mixture
+import parameters
 import sharding
 import tuned
 from config import Config
@@ -186,12 +187,12 @@ def asked_for(config: Config, M: int, monkeypatch) -> list[str]:
 
     def layer(x, matrices, bias_EF, sizes):
         if config.fp8 != "none":
-            options = dict(recipe=decoder.fp8_recipe(config), contracted=(1,), axes=(), is_weight=True)
+            options = dict(recipe=parameters.fp8_recipe(config), contracted=(1,), axes=(), is_weight=True)
             quantized = lambda w: fp8.Weight(fp8.quantize(w, **options))
             matrices = {name: quantized(w) for name, w in matrices.items()}
         w = SimpleNamespace(**matrices, bias_expert_gate=bias_EF, bias_expert_up=bias_EF)
-        product = decoder.gated(w, x, sizes, config)
-        (y,) = decoder.grouped(product, (w.expert_down,), sizes, config, transpose=True)
+        product = mixture.gated(w, x, sizes, config)
+        (y,) = mixture.grouped(product, (w.expert_down,), sizes, config, transpose=True)
         return y.astype(jnp.float32).sum()
 
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

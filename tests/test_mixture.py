@@ -1,0 +1,71 @@
+"""A layer's mixture of experts: its figures, and the precision of its router."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_parallel import SMALL
+
+import fsdp
+import mixture
+import parameters
+import placement
+import sharding
+from config import Config
+
+
+def test_figures_of_the_loads():
+    """Two layers: 3/2 and 1 times the mean; 3 of 16 choices dropped."""
+    sums = dict(expert_loads=jnp.array([[2.0, 6], [4, 4]]), dropped=jnp.float32(3))
+    found = mixture.figures(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
+    assert found == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
+    assert mixture.figures({}) == {}
+
+
+def elsewhere(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
+    """The share of tokens that the router of layer 0 sends to other experts than float64 says.
+
+    `h_TD` in bfloat16 is what there is of a token; weights are taken to the dtype of the computation, and gathered, as
+    a step does it.
+    """
+    specs = parameters.param_specs(config)
+    mesh = sharding.make_mesh(placement.parse_mesh(mesh), jax.devices()[:8])
+
+    def per_device(params, h_td):
+        whole = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config))
+        layer = jax.tree.map(lambda w: w[0], whole.layers)
+        w_router = fsdp.gather(layer.w_router, P(*specs.layers.w_router[1:]), "fsdp")
+        routing = mixture.router(dataclasses.replace(layer, w_router=w_router), h_td, config)[1]
+        others = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
+        chosen_tX = jax.lax.pcast(routing.experts_tX, "tensor", to="varying")
+        return jax.lax.pmax(chosen_tX, others)  # the same on all of them
+
+    rows = P(placement.BATCH_AXES)
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, P(placement.BATCH_AXES, "tensor")), out_specs=rows)
+    found = np.sort(jax.jit(sharded)(params, h_TD), 1)
+    logits = np.asarray(h_TD, np.float64) @ np.asarray(params.layers.w_router[0], np.float64)
+    if config.expert_bias:
+        logits += np.asarray(params.layers.bias_router[0], np.float64)
+    want = np.sort(np.argsort(-logits, 1, kind="stable")[:, : config.experts_per_token], 1)
+    return np.mean((found != want).any(1))
+
+
+@pytest.mark.parametrize("expert_bias", [False, True])
+def test_a_router_in_bfloat16_sends_tokens_where_float64_does(expert_bias):
+    """128 experts, 8 chosen: 1.5% of the tokens would go elsewhere if the weights were rounded, too."""
+    many = dict(num_experts=128, experts_per_token=8, expert_dim=16, model_dim=256, num_layers=1)
+    config = Config(**SMALL | many, dtype="bfloat16", expert_bias=expert_bias)
+    params = parameters.init_params(config, jax.random.key(1))
+    if expert_bias:
+        bias = jax.random.normal(jax.random.key(2), params.layers.bias_router.shape)
+        params = dataclasses.replace(params, layers=dataclasses.replace(params.layers, bias_router=bias))
+    h_TD = jax.random.normal(jax.random.key(3), (4096, 256), jnp.bfloat16)
+    assert elsewhere(config, params, h_TD) < 0.001
+    rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
+    logits = np.asarray(h_TD, np.float64) @ np.asarray(params.layers.w_router[0], np.float64)
+    of_rounded = np.asarray(h_TD, np.float64) @ np.asarray(rounded.layers.w_router[0], np.float64)
+    chosen = lambda logits: np.sort(np.argsort(-logits, 1)[:, :8], 1)
+    assert np.mean((chosen(logits) != chosen(of_rounded)).any(1)) > 0.01  # so it would be seen
