@@ -21,7 +21,6 @@ import anatomy
 import fp8
 import fsdp
 import pipeline
-import placement
 import remat
 from collectives import all_gather, reduce_scatter
 from config import Config, changed
@@ -225,7 +224,7 @@ def is_last_stage() -> jax.Array:
     return lax.axis_index("pipe") == lax.axis_size("pipe") - 1
 
 
-# -- sampling
+# -- behind the last norm
 
 
 def hidden_states(params: Params, batch: Batch, config: Config, scaling: Scaling = NOTHING_KNOWN) -> jax.Array:
@@ -236,29 +235,3 @@ def hidden_states(params: Params, batch: Batch, config: Config, scaling: Scaling
         return x_Mbtd.reshape(-1, *x_Mbtd.shape[2:])
     x_btd, _ = run_all_layers(params, embedded(params, batch, config), constants(batch, config), config, scaling)
     return last_norm(params, x_btd, config)
-
-
-def sample_next(params: Params, batch: Batch, at, key, config: Config, num_tokens: int, scaling=NOTHING_KNOWN):
-    """A token for each sequence, one of the first `num_tokens`, drawn from what the model expects after position `at`.
-
-    Gumbel-max: the largest of logits plus noise. Each device of `tensor` looks at its part of the vocabulary, and the
-    largest of all is found by two reductions of one number a sequence.
-
-    Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
-    """
-    x_btd = hidden_states(params, batch, config, scaling)
-    here_bt = batch.positions == at  # on one of the devices of `context`
-    x_bd = lax.psum(jnp.sum(jnp.where(here_bt[..., None], x_btd, 0), 1), "context")
-    x_bD = all_gather(x_bd, "tensor", dim=1, algorithm=config.collectives)
-    logits_bv = jnp.einsum("bD,vD->bv", x_bD, unembedding(params, config), preferred_element_type=jnp.float32)
-    if config.logit_soft_cap:
-        logits_bv = config.logit_soft_cap * jnp.tanh(logits_bv / config.logit_soft_cap)
-    device = lax.axis_index((*placement.BATCH_AXES, "tensor"))
-    logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
-    v = logits_bv.shape[1]
-    token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
-    # A corpus may use less than the vocabulary; and only the last stage knows.
-    logits_bv = jnp.where((token_bv < num_tokens) & is_last_stage(), logits_bv, -jnp.inf)
-    axes = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
-    best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
-    return lax.pmin(jnp.min(jnp.where(logits_bv == best_b1, token_bv, config.vocab_size), -1), axes)

@@ -16,10 +16,11 @@ The axes themselves, and the links they lie on, are placement.py's.
 """
 
 import math
+from functools import partial
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hardware import CHIPS, Chip
 from placement import BATCH_AXES, MESH_AXES, check_slices, core_axis_of, fill_mesh
@@ -81,6 +82,26 @@ def slice_of(devices: np.ndarray) -> tuple[Chip, tuple[int, ...], int] | None:
     places = np.array([device.coords for device in devices])[:, : chip.torus_axes]
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     return chip, tuple((np.ptp(places, axis=0) + 1).tolist()), num_slices
+
+
+def place(kind: type, make_rows, num_rows: int, order: np.ndarray, mesh: Mesh):
+    """A global batch on the devices: a `kind`, a named tuple of arrays [num_rows, len(order)] by BATCH_SPEC.
+
+    Args:
+      make_rows: (rows=slice) -> a `kind` of these rows; called only for those that this process's devices hold.
+      order: the positions of a sequence in the order in which `context` holds them.
+    """
+    made = {}
+
+    def part(field, index):
+        rows, columns = index
+        if (rows.start, rows.stop) not in made:
+            made[rows.start, rows.stop] = make_rows(rows=rows)
+        return made[rows.start, rows.stop][field][:, order[columns]]
+
+    layout = NamedSharding(mesh, BATCH_SPEC)
+    array = lambda field: jax.make_array_from_callback((num_rows, len(order)), layout, partial(part, field))
+    return kind(*map(array, range(len(kind._fields))))
 
 
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:

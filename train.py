@@ -11,7 +11,6 @@ sharding.py (who holds what, and when it moves), processes.py, checkpoint.py and
 
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -32,10 +31,8 @@ if __name__ == "__main__":  # before jax is imported: a wrong flag and --help an
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +40,7 @@ import agreement
 import calibration
 import checkpoint
 import data
+import evaluation
 import fsdp
 import machine
 import mixture
@@ -53,6 +51,7 @@ import placement
 import processes
 import remat
 import rules
+import sampling
 import sharding
 import transformer
 from log import Log, Profile, check_outputs
@@ -249,116 +248,7 @@ def compile_step(config: Config, mesh: Mesh, compiler_options: dict[str, str]) -
     return lower_step(config, mesh).compile(compiler_options or None), time.perf_counter() - begun
 
 
-def make_eval_step(config: Config, mesh: Mesh):
-    """jitted (params, batch, amax) -> (sum of the cross-entropies of all targets, number of targets)."""
-    specs = parameters.param_specs(config)
-    config = dataclasses.replace(config, z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
-
-    def per_device(params, batch, amax):
-        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
-        scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
-        parts = config.microbatches if lax.axis_size("pipe") == 1 else 1  # a pipeline cuts them itself
-        one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config, scaling)[0])
-        loss = jnp.sum(lax.scan(one, None, model.split(batch, parts))[1])
-        return lax.psum(loss, LOSS_AXES), lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
-
-    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, BATCH_SPEC, P()), out_specs=(P(), P()))
-    return jax.jit(lambda params, batch, amax=None: sharded(params, batch, amax or {}))
-
-
-def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
-    """jitted (params, prompt_BT, length, key, amax) -> [B, config.sample] drawn after the first `length` tokens.
-
-    Only tokens under `vocab_size`, the corpus's, are drawn. No cache of keys and values: each token is a forward pass
-    over the whole sequence, whose beginning drops out when it is full. It is there to look at.
-    """
-    config = config_lib.changed(config, moe_parts=1)  # its tokens need not be a multiple
-    specs, ways = parameters.param_specs(config), mesh.shape["context"]
-
-    def per_device(params, prompt_bT, length, key, amax):
-        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
-        scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
-        T = prompt_bT.shape[1]
-        mine_t = jnp.asarray(parameters.order_of(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]
-
-        def extend(carry, number):
-            tokens_bT, length = carry
-            tokens_bt = tokens_bT[:, mine_t]
-            positions_bt = jnp.broadcast_to(mine_t, tokens_bt.shape)
-            batch = data.Batch(tokens_bt, tokens_bt, jnp.ones_like(tokens_bt), positions_bt, None)
-            own_key = jax.random.fold_in(key, number)
-            next_b = model.sample_next(weights, batch, length - 1, own_key, config, vocab_size, scaling)
-            tokens_bT = jnp.where(length == T, jnp.roll(tokens_bT, -1, axis=1), tokens_bT)
-            length = jnp.minimum(length + 1, T)
-            return (lax.dynamic_update_index_in_dim(tokens_bT, next_b, length - 1, 1), length), next_b
-
-        return lax.scan(extend, (prompt_bT, length), jnp.arange(config.sample))[1].T
-
-    rows = P(placement.BATCH_AXES)
-    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, rows, P(), P(), P()), out_specs=rows)
-    return jax.jit(
-        lambda params, prompt_BT, length, key, amax=None: sharded(params, prompt_BT, length, key, amax or {})
-    )
-
-
 # -- the run
-
-
-def place(make_rows, batch: int, order: np.ndarray, mesh: Mesh) -> data.Batch:
-    """A global batch on the devices; make_rows(rows=slice) is asked only for rows that this process's devices hold.
-
-    `order` is that of the positions of a sequence over `context`: they are put so here, and nowhere moved again.
-    """
-    made = {}
-
-    def part(field, index):
-        rows, columns = index
-        if (rows.start, rows.stop) not in made:
-            made[rows.start, rows.stop] = make_rows(rows=rows)
-        return made[rows.start, rows.stop][field][:, order[columns]]
-
-    layout = NamedSharding(mesh, BATCH_SPEC)
-    arrays = [jax.make_array_from_callback((batch, len(order)), layout, partial(part, i)) for i in range(5)]
-    return data.Batch(*arrays)
-
-
-def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
-    """Mean cross-entropy over the held-out sequences, `eval_batches` batches of them at most."""
-    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
-
-    def make_batch(index):
-        rows = partial(data.eval_batch, corpus, index, batch=config.batch, seq_len=config.seq_len)
-        return place(rows, config.batch, order, mesh)
-
-    num_batches = -(-num_evaluated(corpus, config) // config.batch)
-    sums, previous = np.zeros(2), (0.0, 0.0)  # of (cross-entropies, targets)
-    for batch in data.ahead(make_batch, range(num_batches)):
-        running = eval_step(params, batch, amax)
-        sums += jax.device_get(previous)  # so that two batches are in flight at most: simulated devices deadlock at 128
-        previous = running
-    total, count = sums + jax.device_get(previous)
-    return total / count
-
-
-def num_evaluated(corpus: data.Corpus, config: Config) -> int:
-    """Held-out sequences in an evaluation."""
-    return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
-
-
-def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> tuple[str, str]:
-    """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
-    length = min(64, max(config.seq_len // 4, 1))
-    rows = math.prod(mesh.shape[axis] for axis in (*placement.BATCH_AXES, "pipe"))  # all the same; the first is shown
-    least = 2 * mesh.shape["context"]  # positions that can be cut over it, zigzag
-    prompt_BT = np.zeros((rows, min(config.seq_len, -(-(length + config.sample) // least) * least)), np.int32)
-    prompt_BT[:, :length] = corpus.held_out[:length]
-    layout = NamedSharding(mesh, P(placement.BATCH_AXES))
-    prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
-    sampler = make_sampler(config, mesh, corpus.vocab_size)
-    sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed), amax)
-    text = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
-    show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
-    return show(corpus.held_out[:length]), show(text)
 
 
 def run(config: Config, begun: float | None = None) -> dict[str, float]:
@@ -402,7 +292,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
-        return place(rows, config.batch, order, mesh)
+        return sharding.place(data.Batch, rows, config.batch, order, mesh)
 
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
         restore_begun = time.perf_counter()
@@ -429,7 +319,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
         step_fn, compile_s = compiling.result()
         processes.wait_for_all()
-        eval_step, eval_loss = make_eval_step(config, mesh), None
+        eval_step, eval_loss = evaluation.make_eval_step(config, mesh), None
         since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
         log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
 
@@ -463,7 +353,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             if saves:  # before the evaluation, which may fail
                 checkpoint.save(checkpoints, last_step, state, config, contents)
             if evaluates:
-                eval_loss = evaluate(
+                eval_loss = evaluation.evaluate(
                     eval_step, state.params, corpus, config, mesh, calibration.expected(state.amax, config)
                 )
                 log.evaluation(last_step, eval_loss)
@@ -587,7 +477,7 @@ def summarise(
         figures["predicted_step_s"] = prediction.step_s
         log.say(f"predicted  {prediction.step_s:.3f} s: measured is {figures['step_s'] / prediction.step_s:.2f} of it")
     if eval_loss is not None:
-        sequences = num_evaluated(corpus, config)
+        sequences = evaluation.num_evaluated(corpus, config)
         bigram = data.bigram_loss(corpus, seq_len=config.seq_len, num_eval_sequences=sequences)
         figures |= {"eval_loss": eval_loss, "bigram_loss": bigram}
         log.say(
@@ -595,7 +485,7 @@ def summarise(
             f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
         )
     if config.sample:
-        prompt, text = sample(state.params, corpus, config, mesh, calibration.expected(state.amax, config))
+        prompt, text = sampling.sample(state.params, corpus, config, mesh, calibration.expected(state.amax, config))
         log.say(
             f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal

@@ -39,7 +39,7 @@ def main() -> None:
     corpus = data.open_corpus(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
     rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
-    batch = train.place(rows, config.batch, np.arange(config.seq_len), mesh)
+    batch = sharding.place(data.Batch, rows, config.batch, np.arange(config.seq_len), mesh)
     layout = train.state_shardings(config, mesh)
     state = jax.jit(partial(train.init_state, config=config), out_shardings=layout)(jax.random.key(0))
     meshed = train.make_train_step(config, mesh).lower(state, batch).compile()

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import checkpoint
 import data
+import evaluation
 import lock
 import placement
 import processes
@@ -692,7 +693,7 @@ def test_a_step_is_saved_before_it_is_evaluated(values, tmp_path, monkeypatch):
     def fail(*args):
         raise FloatingPointError("an evaluation that fails")
 
-    monkeypatch.setattr(train, "evaluate", fail)
+    monkeypatch.setattr(evaluation, "evaluate", fail)
     with pytest.raises(FloatingPointError, match="an evaluation that fails"):
         train_in(Config(**values | dict(eval_batches=1), steps=2), tmp_path)
     assert steps_in(tmp_path / "checkpoints") == [2]

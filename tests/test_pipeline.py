@@ -15,12 +15,13 @@ from test_fsdp import collectives, equations, trace
 from test_parallel import EXPERTS, SMALL, check_gradients, check_steps, init, make_batch
 
 import bounds
+import evaluation
 import parameters
 import pipeline
 import placement
 import rules
+import sampling
 import sharding
-import train
 from config import Config
 from pipeline import Schedule, schedule_of
 
@@ -368,9 +369,9 @@ def test_evaluation_and_sampling_are_as_on_one_device(schedule):
         mesh, params, batch = placed(one)
         mesh_rows = 4 * 4 // mesh.shape["pipe"]  # of sequences: four on each device, whose noise is the same
         prompt_BT = jnp.tile(jnp.arange(6, dtype=jnp.int32), (mesh_rows, 1))
-        sampler = train.make_sampler(one, mesh, one.vocab_size)
+        sampler = sampling.make_sampler(one, mesh, one.vocab_size)
         sampled_BT = sampler(params, prompt_BT, jnp.int32(3), jax.random.key(0))
-        found.append((train.make_eval_step(one, mesh)(params, batch), sampled_BT[:4]))
+        found.append((evaluation.make_eval_step(one, mesh)(params, batch), sampled_BT[:4]))
     (ours, our_sample), (theirs, their_sample) = found
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     np.testing.assert_array_equal(our_sample, their_sample)

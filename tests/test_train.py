@@ -22,8 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_parallel import SMALL, assert_close, first_state, init, make_batch
 
 import data
+import evaluation
 import parameters
 import placement
+import sampling
 import sharding
 import train
 from config import Config, from_preset
@@ -317,7 +319,7 @@ def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     params = init(config)
     placed = jax.device_put(params, train.state_shardings(config, mesh).params)
-    eval_step = train.make_eval_step(config, mesh)
+    eval_step = evaluation.make_eval_step(config, mesh)
     plain = jax.jit(partial(reference.loss, config=dataclasses.replace(config, z_loss=0.0)))
     stream = np.random.default_rng(0).integers(1, config.vocab_size, 40 * config.seq_len + 1)
     stream[::7] = 0
@@ -331,8 +333,8 @@ def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
         batch_of = partial(data.eval_batch, corpus, batch=config.batch, seq_len=config.seq_len)
         chosen = np.concatenate([batch_of(index).tokens for index in range(-(-rows // config.batch))])[:rows]
         chosen = {place_of[tuple(row)] for row in chosen}
-        assert len(chosen) == rows == train.num_evaluated(corpus, its)
-        found = train.evaluate(eval_step, placed, corpus, its, mesh)
+        assert len(chosen) == rows == evaluation.num_evaluated(corpus, its)
+        found = evaluation.evaluate(eval_step, placed, corpus, its, mesh)
         assert found == pytest.approx(each[sorted(chosen)].mean(), rel=1e-5), (sequences, batches)
 
 
@@ -353,7 +355,7 @@ def test_an_evaluation_has_two_batches_in_flight_at_most():
     config = Config(**TINY | dict(eval_batches=5, batch=8))
     corpus = data.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
-    assert train.evaluate(eval_step, None, corpus, config, mesh) == 3 * (1 + 2 + 3 + 4 + 5) / 5
+    assert evaluation.evaluate(eval_step, None, corpus, config, mesh) == 3 * (1 + 2 + 3 + 4 + 5) / 5
     assert len(asked) == 5 and len(fetched) == 10
 
 
@@ -393,7 +395,7 @@ def test_samples_follow_the_distribution():
     )
     params = jax.device_put(params, shardings.params)
     prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
-    sampled = np.asarray(train.make_sampler(config, mesh, 7)(params, prompt, jnp.int32(1), jax.random.key(0)))
+    sampled = np.asarray(sampling.make_sampler(config, mesh, 7)(params, prompt, jnp.int32(1), jax.random.key(0)))
     assert sampled.shape == (32, 64)
     assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
     counts = np.bincount(sampled.ravel(), minlength=8) / 2048
@@ -411,7 +413,7 @@ def test_sampling_continues_the_prompt(mesh):
     params = dataclasses.replace(params, unembed=params.unembed * 1e4)  # so sure of itself that the noise is nothing
     prompt = np.tile(np.arange(8) * 7 % 64, (4, 1)).astype(np.int32)
     placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
-    sampled = np.asarray(train.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
+    sampled = np.asarray(sampling.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
 
     whole, tokens = jax.device_get(params), list(prompt[0, :5])
     for token in sampled:
