@@ -14,8 +14,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
-import remat
 import sharding
 from attention import attention, causal_attention
 from collectives import all_reduce
@@ -24,6 +24,7 @@ from context import context_attention
 from flash import flash_attention
 from mixture import mixture
 from parameters import Layers
+from remat import named
 from rules import in_zigzag
 from tensor import column_parallel, matmul, row_parallel
 
@@ -67,41 +68,43 @@ def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return (x_btnH * cos + swapped_btnH * sin).astype(x_btnH.dtype)
 
 
+def layer(w: Layers, x, constants, i, is_global, config: Config):
+    """x = (x_btd, metrics) after one layer: attention, then an MLP, or a mixture where the layer has experts.
+
+    Args:
+      w: the layer's weights, gathered over fsdp; the dim L is gone.
+      constants: (segments_bt, cos, sin), the same for all layers.
+      i: the number of the layer among those with experts.
+      is_global: whether it attends without a window; None where all layers do alike.
+    """
+    x_btd, metrics = x
+    x_btd = named(x_btd, "decoder_layer_input")
+    x_btd = named(x_btd + attention_block(w, x_btd, *constants, is_global, config), "mlp_input")
+    h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
+    if w.w_router is None:
+        x_btd += swiglu_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
+    else:
+        y_btd, metrics = mixture(w, h_btd, metrics, i, config)
+        x_btd += y_btd
+        if config.num_shared_experts:
+            x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
+    # Left to choose, XLA:TPU lays the residual stream out with T fastest and transposes it on the SparseCores, where
+    # the gathers of the next layer then wait for the end of this one.
+    return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics
+
+
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
-    """x + attention(norm(x)). `w` is one layer's weights (its dim L is gone), whole over fsdp."""
-    h_btd = remat.named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
+    """attention(norm(x)) in this device's heads, and its projection to the residual stream."""
+    h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
     project_heads = project_from_latents if config.kv_lora_rank else project
     q_btnH, k_btkH, v_btkU = project_heads(w, h_btd, cos, sin, config)
-    q_btnH, k_btkH = remat.named(q_btnH, "query_proj"), remat.named(k_btkH, "key_proj")
-    v_btkU = remat.named(v_btkU, "value_proj")
-
-    kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
-    in_parts = lax.axis_size("context") > 1
-
-    def attend(window):
-        options = dict(window=window, sinks=w.sinks, max_logit=config.max_logit or None)
-        ids = segments_bt, segments_bt
-        if in_parts:
-            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
-            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
-            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
-        if kernel:
-            options |= dict(which=is_global, interpret=interpret)
-            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
-        # On a TPU whole, there it is to be compared with: the compiler of jax 0.10 crashes over the quarters.
-        plain = attention if sharding.platform() == "tpu" else causal_attention
-        return remat.named(plain(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
-
-    if not config.global_every:
-        out_btnU = attend(config.window)
-    elif kernel and not in_parts:  # the branches are round its kernel alone: flash.py
-        out_btnU = attend((config.window, 0))
-    else:
-        out_btnU = lax.cond(is_global, partial(attend, 0), partial(attend, config.window))
-    out_btd = row_parallel(out_btnU, w.w_o, config)
+    q_btnH, k_btkH = named(q_btnH, "query_proj"), named(k_btkH, "key_proj")
+    v_btkU = named(v_btkU, "value_proj")
+    context_btnU = attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config)
+    out_btd = row_parallel(context_btnU, w.w_o, config)
     if config.output_bias:
         out_btd += w.bias_o
-    return x_btd + remat.named(out_btd, "out_proj")
+    return named(out_btd, "out_proj")
 
 
 def project(w: Layers, h_btd, cos, sin, config: Config):
@@ -110,7 +113,7 @@ def project(w: Layers, h_btd, cos, sin, config: Config):
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + w.bias_v
     if config.qk_norm:
-        q_btnH, k_btkH = remat.named(q_btnH, "query_before_norm"), remat.named(k_btkH, "key_before_norm")
+        q_btnH, k_btkH = named(q_btnH, "query_before_norm"), named(k_btkH, "key_before_norm")
         q_btnH = rms_norm(q_btnH, w.norm_q, config.norm_eps, axis=None)
         k_btkH = rms_norm(k_btkH, w.norm_k, config.norm_eps, axis=None)
     return rope(q_btnH, cos, sin), rope(k_btkH, cos, sin), v_btkU
@@ -128,18 +131,44 @@ def project_from_latents(w: Layers, h_btd, cos, sin, config: Config):
     downs = (w.w_kv_down, w.w_k_rope, w.w_q_down) if config.q_lora_rank else (w.w_kv_down, w.w_k_rope)
     latents = matmul(h_btd, *downs)  # {U_tensor}
     latents = [all_reduce(x, "tensor", algorithm=config.collectives) for x in latents]
-    kv_btC, k_rope_btR = remat.named(latents[0], "kv_latent"), latents[1]
+    kv_btC, k_rope_btR = named(latents[0], "kv_latent"), latents[1]
     if config.q_lora_rank:
-        q_btQ = remat.named(latents[2], "query_latent")
-        q_btQ = remat.named(rms_norm(q_btQ, w.norm_q_latent, eps, axis=None), "query_latent_norm")
+        q_btQ = named(latents[2], "query_latent")
+        q_btQ = named(rms_norm(q_btQ, w.norm_q_latent, eps, axis=None), "query_latent_norm")
         (q_btnH,) = matmul(q_btQ, w.w_q_up)
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
-    kv_btC = remat.named(rms_norm(kv_btC, w.norm_kv_latent, eps, axis=None), "kv_latent_norm")
+    kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, eps, axis=None), "kv_latent_norm")
     k_btnI, v_btnU = matmul(kv_btC, w.w_k_up, w.w_v_up)
     q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
     k_rope_btnR = jnp.broadcast_to(rope(k_rope_btR[:, :, None], cos, sin), (*k_btnI.shape[:3], R))
     return q_btnH, jnp.concatenate([k_btnI, k_rope_btnR], -1), v_btnU
+
+
+def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config):
+    """Causal attention, with a window but in global layers, by whichever implementation runs on this mesh."""
+    kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
+    over_context = lax.axis_size("context") > 1
+
+    def within(window):
+        options = dict(window=window, sinks=sinks, max_logit=config.max_logit or None)
+        ids = segments_bt, segments_bt
+        if over_context:
+            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
+            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
+            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
+        if kernel:
+            options |= dict(which=is_global, interpret=interpret)
+            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
+        # On a TPU the plain one is whole, to be compared with: the compiler of jax 0.10 crashes over the quarters.
+        plain = attention if sharding.platform() == "tpu" else causal_attention
+        return named(plain(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
+
+    if not config.global_every:
+        return within(config.window)
+    if kernel and not over_context:  # the branches are around its kernel alone (flash.py)
+        return within((config.window, 0))
+    return lax.cond(is_global, partial(within, 0), partial(within, config.window))
 
 
 def attends_by_kernel(config: Config) -> bool:
@@ -147,26 +176,10 @@ def attends_by_kernel(config: Config) -> bool:
     return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
 
 
-def mlp_block(w: Layers, x_btd, config: Config):
-    """x + swiglu(norm(x))."""
-    h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
-    return x_btd + swiglu_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
-
-
 def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
     """An MLP that all tokens see; `name` of its activations."""
     w_Df, v_Df, w_fD = weights
     gate_btf, up_btf = column_parallel(h_btd, (w_Df, v_Df), config)
-    gate_btf, up_btf = remat.named(gate_btf, f"{name}_gate"), remat.named(up_btf, f"{name}_up")
-    product_btf = remat.named(jax.nn.silu(gate_btf) * up_btf, f"{name}_product")
-    return remat.named(row_parallel(product_btf, w_fD, config), f"{name}_down")
-
-
-def moe_block(w: Layers, x_btd, metrics, i, config: Config):
-    """x + mixture(norm(x)) + the shared experts, and the metrics with the share of the i-th layer that has experts."""
-    h_btd = remat.named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
-    y_btd, metrics = mixture(w, h_btd, metrics, i, config)
-    x_btd += y_btd
-    if config.num_shared_experts:
-        x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
-    return x_btd, metrics
+    gate_btf, up_btf = named(gate_btf, f"{name}_gate"), named(up_btf, f"{name}_up")
+    product_btf = named(jax.nn.silu(gate_btf) * up_btf, f"{name}_product")
+    return named(row_parallel(product_btf, w_fD, config), f"{name}_down")

@@ -14,10 +14,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import anatomy
+import decoder
 import fp8
 import fsdp
 import pipeline
@@ -25,7 +25,7 @@ import remat
 from collectives import all_gather, reduce_scatter
 from config import Config, changed
 from data import Batch
-from decoder import attention_block, mlp_block, moe_block, rms_norm, rope_tables
+from decoder import rms_norm, rope_tables
 from mixture import no_metrics
 from parameters import (
     NOTHING_KNOWN,
@@ -68,56 +68,69 @@ def run_layers(
     layers: Layers, x, constants, config: Config, first_layer=0, stack: str = "layers", scaling: Scaling = NOTHING_KNOWN
 ):
     """x after these layers, all of a stack or those of a stage; `first_layer` is the number of the first of them."""
-    if skip := config.fp8_skip_layers:
-        inner = dataclasses.replace(config, fp8_skip_layers=0)
-        outer = changed(inner, fp8="none")
-        L = config.num_layers
-        for begin, end, its in ((0, skip, outer), (skip, L - skip, inner), (L - skip, L, outer)):
-            part, amax = jax.tree.map(lambda a, begin=begin, end=end: a[begin:end], (layers, scaling.amax))
-            x = run_layers(part, x, constants, its, begin, scaling=scaling._replace(amax=amax))
-        return x
-    specs, in_loop = getattr(param_specs(config), stack), getattr(is_matrix(config), stack)
-    specs_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs)  # one layer's: the dim L is gone
-
-    # The norms and biases of all layers at once: in the loop each would be a gather of a few kilobytes, all latency.
-    layers = jax.tree.map(lambda w, spec, matrix: w if matrix else _whole(w, spec, config), layers, specs, in_loop)
-
-    def gather_layer(shards):
-        def one(w, spec, matrix, contracted):
-            if contracted:
-                return fp8.gather_weight(w, spec, fp8_recipe(config), contracted, algorithm=config.collectives)
-            return _whole(w, spec, config) if matrix else w
-
-        shards, amax = shards
-        whole = jax.tree.map(one, shards, specs_layer, in_loop, getattr(fp8_contracted(config), stack))
-        return of_experts(whole, config), amax
-
+    if config.fp8_skip_layers:
+        return run_layers_in_two_precisions(layers, x, constants, config, scaling)
+    layers, gather = gathering(layers, config, stack)
     num_layers = jax.tree.leaves(layers)[0].shape[0]
-    global_in_step = config.global_every and lax.axis_size("pipe") > 1 and num_layers % config.global_every == 0
 
-    def layer(weights: tuple[Layers, dict], x, aux, i):
-        x_btd, metrics = x
-        segments_bt, cos, sin, first_layer, key = lax.stop_gradient(aux)
+    def layer(weights, x, aux, i):
+        *constants, first_layer, key = lax.stop_gradient(aux)
         w = with_scales(*weights, None if key is None else jax.random.fold_in(key, first_layer + i), config)
-        # Alike on all stages, if their layers are multiples: then collectives over context may stand in the branches.
-        number = i if global_in_step else first_layer + i
-        is_global = (number + 1) % config.global_every == 0 if config.global_every else None
-        x_btd = remat.named(x_btd, "decoder_layer_input")
-        x_btd = remat.named(attention_block(w, x_btd, segments_bt, cos, sin, is_global, config), "mlp_input")
-        if config.num_experts and stack == "layers":
-            number = first_layer + i - config.num_dense_layers
-            x_btd, metrics = moe_block(w, x_btd, metrics, number, config)
-        else:
-            x_btd = mlp_block(w, x_btd, config)
-        # Left to choose, XLA:TPU lays the residual stream out with T fastest and transposes it on the SparseCores,
-        # where the gathers of the next layer then wait for the end of this one.
-        return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics
+        is_global = attends_globally(i, first_layer, num_layers, config)
+        return decoder.layer(w, x, constants, first_layer + i - config.num_dense_layers, is_global, config)
 
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
     aux = (*constants, first_layer, _noise(scaling.key, config))
     shards = layers, scaling.amax
-    return fsdp.scan_layers(layer, gather_layer, shards, x, aux, prefetch=config.prefetch, unroll=config.unroll)
+    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=config.prefetch, unroll=config.unroll)
+
+
+def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling):
+    """x after all layers, of which the first and the last `fp8_skip_layers` are not in FP8."""
+    skip, L = config.fp8_skip_layers, config.num_layers
+    inner = dataclasses.replace(config, fp8_skip_layers=0)
+    outer = changed(inner, fp8="none")
+    for begin, end, its in ((0, skip, outer), (skip, L - skip, inner), (L - skip, L, outer)):
+        part, amax = jax.tree.map(lambda a, begin=begin, end=end: a[begin:end], (layers, scaling.amax))
+        x = run_layers(part, x, constants, its, begin, scaling=scaling._replace(amax=amax))
+    return x
+
+
+def gathering(layers: Layers, config: Config, stack: str):
+    """(layers, gather): the stack with its norms and biases gathered, and what gathers the matrices of one layer.
+
+    The norms and biases of all layers are gathered at once: in the loop each would take a message of a few kilobytes,
+    which is all latency. `gather`: ((shards of a layer, amax)) -> (weights, amax).
+    """
+    specs, matrices = getattr(param_specs(config), stack), getattr(is_matrix(config), stack)
+    contracted = getattr(fp8_contracted(config), stack)  # of those in FP8
+    layers = jax.tree.map(lambda w, spec, matrix: w if matrix else _whole(w, spec, config), layers, specs, matrices)
+    specs = jax.tree.map(lambda spec: P(*spec[1:]), specs)  # one layer's: the dim L is gone
+
+    def gather_one(w, spec, matrix, contracted):
+        if contracted:
+            return fp8.gather_weight(w, spec, fp8_recipe(config), contracted, algorithm=config.collectives)
+        return _whole(w, spec, config) if matrix else w
+
+    def gather(shards):
+        shards, amax = shards
+        return of_experts(jax.tree.map(gather_one, shards, specs, matrices, contracted), config), amax
+
+    return layers, gather
+
+
+def attends_globally(i, first_layer, num_layers: int, config: Config):
+    """Whether layer i of these attends without a window; None in a model whose layers are all alike.
+
+    Where every stage has a multiple of `global_every` layers, their numbers in the stage tell it. It is then the same
+    on all stages, so that collectives over `context` may stand in the branches.
+    """
+    if not config.global_every:
+        return None
+    same_on_all_stages = lax.axis_size("pipe") > 1 and num_layers % config.global_every == 0
+    number = i if same_on_all_stages else first_layer + i
+    return (number + 1) % config.global_every == 0
 
 
 def _noise(key: jax.Array | None, config: Config) -> jax.Array | None:
