@@ -65,7 +65,7 @@ _OF_EXPERTS = (
 # the mesh decides are in rules.py.
 NEEDS = (
     ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=64"),
-    ("unroll", lambda c: c.prefetch, "prefetch=False carries no weights from turn to turn", "--prefetch"),
+    ("double_buffer", lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch"),
     ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8"),
     (
         _OF_EXPERTS,
@@ -223,7 +223,7 @@ class Config:
     collectives: str = "xla"  # who moves weights, gradients, activations: xla, or our own ring or ring_bidirectional
     collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
     prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
-    unroll: int = 1  # layers in a turn of the loop over them; with 2 no gathered weights are copied from turn to turn
+    double_buffer: bool = False  # two layers in an iteration of their loop: gathered weights are not copied in between
     shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
     context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
     context_heads: int = 1  # with a ring: so many neighbours exchange heads, and the ring goes across these groups
@@ -314,7 +314,7 @@ class Config:
             1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
             "microbatches pipeline_rounds context_heads fp8_block log_every max_skipped save_every "
             "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept "
-            "moe_parts unroll",
+            "moe_parts",
             0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
             "loss_chunk beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
             "num_experts fp8_skip_layers "

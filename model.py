@@ -83,7 +83,7 @@ def run_layers(
         layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
     aux = (*constants, first_layer, _noise(scaling.key, config))
     shards = layers, scaling.amax
-    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=config.prefetch, unroll=config.unroll)
+    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=config.prefetch, double_buffer=config.double_buffer)
 
 
 def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling):

@@ -7,7 +7,7 @@
 recomputation the one that recomputes least and fits (with any other the step is longer or does not fit), and the best
 that uses the host. Dropped is what does not divide, and what does not fit in 92% of the memory, or of a device's share
 of its host's. The 32 fastest of all then get a policy of their own, the set of activations (`KEPT`) that leaves least
-to be computed again and fits; turns of two layers (`unroll`); and the dies of a chip another axis. The shortest step
+to be computed again and fits; double buffering of the weights; and the dies of a chip another axis. The shortest step
 wins, but for this: of those within 5% of it, that with the fewest mesh axes, as a prediction is not better than that,
 and of these the fastest with the default axis on the dies.
 
@@ -59,7 +59,7 @@ from placement import BATCH_AXES, MESH_AXES, links_of
 from step import GiB, Prediction, as_json, describe, plot, predict, short_of
 from workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
-TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul unroll".split()
+TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul double_buffer".split()
 WITHIN = 1.05  # of the best: as good as it
 # Of the memory that there is: predictions that come near it are within 6% of compiled programs, and near the limit XLA
 # gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB, and Gemma at 92, leave nearly all messages exposed).
@@ -213,7 +213,7 @@ def _widest(config: Config) -> int:
 def _configs(config: Config) -> dict[int, list[Config]]:
     """{microbatches: one for each policy, from the least recomputation to the most}."""
     once = dataclasses.replace(config, mesh="", microbatches=1, core_axis="", collective_matmul=False)
-    once = dataclasses.replace(once, unroll=1)
+    once = dataclasses.replace(once, double_buffer=False)
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     found = [dataclasses.replace(once, remat=policy, remat_tensors="") for policy in policies]
     found += [once] if config.remat == "custom" else []
@@ -233,7 +233,7 @@ WORTH_A_LONGER_COMPILE = 0.01
 
 def _varied(fitting: list[Prediction]) -> list[Prediction]:
     """And the best with a policy of their own, turns of two layers, other axes on a chip's dies."""
-    ways = _with_own_policy, _in_turns_of_two, _with_own_policy, _with_other_core_axes
+    ways = _with_own_policy, _double_buffered, _with_own_policy, _with_other_core_axes
     for variants in ways:  # turns of two need more memory, and may then save something else
         fastest = sorted(fitting, key=lambda one: one.step_s)[:32]
         fitting = fitting + [variant for one in fastest for variant in variants(one) if not variant.lacks(ROOM)]
@@ -263,9 +263,9 @@ def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
             return
 
 
-def _in_turns_of_two(one: Prediction) -> Iterator[Prediction]:
-    with contextlib.suppress(ValueError):  # one layer, or weights that are whole
-        found = predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, unroll=2)))
+def _double_buffered(one: Prediction) -> Iterator[Prediction]:
+    with contextlib.suppress(ValueError):  # without prefetch
+        found = predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, double_buffer=True)))
         if found.step_s < (1 - WORTH_A_LONGER_COMPILE) * one.step_s:
             yield found
 
@@ -443,7 +443,7 @@ def print_plan(args: argparse.Namespace) -> None:
 def _how_text(config: Config) -> str:
     """What is saved, and what else the planner has changed."""
     said = [f"{config.remat} {config.remat_tensors.replace(':device', '')}".strip()]
-    said += [f"unroll {config.unroll}"] * (config.unroll > 1)
+    said += ["double_buffer"] * config.double_buffer
     said += [f"core_axis {config.core_axis}"] * bool(config.core_axis)
     return "; ".join(said)
 

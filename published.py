@@ -49,7 +49,7 @@ _QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offlo
 _SUMS_OVER_THREE_AXES = "xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags=f"recommended,{_SUMS_OVER_THREE_AXES}")
 _GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", xla_flags="recommended")
-_MIXTRAL = dict(batch=1024, unroll=2, remat="custom", xla_flags="recommended")
+_MIXTRAL = dict(batch=1024, double_buffer=True, remat="custom", xla_flags="recommended")
 _GEMMA = dict(batch=512, mesh="fsdp:128", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
 _GEMMA |= dict(xla_flags="recommended")
 

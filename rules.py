@@ -36,7 +36,7 @@ NEEDS = (
     ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves", "a larger --mesh"),
     ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2"),
     (
-        "prefetch unroll",
+        "prefetch double_buffer",
         lambda c, s: s["fsdp"] > 1,
         "the mesh axis fsdp has size 1, and weights are whole",
         "--mesh=fsdp:2",
@@ -91,12 +91,6 @@ def check(config: Config, sizes: dict[str, int]) -> None:
         )
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
-    layers = max(config.num_dense_layers, config.num_layers - config.num_dense_layers)
-    of_loop = max(1, layers // (sizes["pipe"] * config.pipeline_rounds) - 2 * config.fp8_skip_layers)
-    if config.unroll > of_loop:
-        raise ValueError(
-            f"unroll={config.unroll} layers in a turn of a loop over {of_loop}: at most --unroll={of_loop}"
-        )
     for name, size, axes in cuts(config, sizes):
         check_multiple(name, size, axes)
     check_batch(config.batch, sizes, config.microbatches)

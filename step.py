@@ -32,9 +32,10 @@ and with communication, of which only what nothing hides (the exposed part) make
     host          what is offloaded goes out during the forward pass and comes back during the backward pass, behind
                   attention (Efficiency.hides_offload); a batch comes in while the step before computes
 
-Every microbatch gathers and reduce-scatters anew. What is gathered ahead is copied within HBM for the loop's next turn,
-forward (`unroll`, fsdp.py); with parts of a weight that are no whole tiles of rows, so is what is gathered backward,
-and its gradient. So are the rows that go over `expert`, before and after, if they are no multiple of 128 wide.
+Every microbatch gathers and reduce-scatters anew. Forward, what is gathered ahead is copied within HBM for the next
+iteration, unless with `double_buffer` (fsdp.py). With parts of a weight that are no whole tiles of rows, what is
+gathered backward is copied, too, and its gradient. So are the rows that go over `expert`, before and after, if they are
+no multiple of 128 wide.
 
 **MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would do in the
 time, whatever is multiplied. Of an fp8 run it is up to twice `own_precision_mfu`.
@@ -302,7 +303,7 @@ def _copies(of: Run, kinds: list[Kind]) -> Part:
     if of.sizes["fsdp"] == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
     rows = config.model_dim / of.sizes["fsdp"]
-    carried, tiled = config.prefetch and config.unroll == 1, bool(rows % ROWS_OF_A_TILE)
+    carried, tiled = config.prefetch and not config.double_buffer, bool(rows % ROWS_OF_A_TILE)
     nbytes = 0.0
     for kind in kinds:
         layer, of_rows, gradients = kind.layer, 0.0, 0.0

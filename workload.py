@@ -595,7 +595,7 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         "saved activations": waiting,
     }
     # In turns of two, half of another: compiled, 3.1 and 1.6 GiB more of 70B in one microbatch and in two.
-    of_layer = largest.every * (2 if config.unroll > 1 else 1.5)
+    of_layer = largest.every * (2 if config.double_buffer else 1.5)
     in_layer = {
         # On the device once more is what comes from the host ahead of its layer.
         "a layer's activations": (of_layer - largest.saved + largest.offloaded) * b / of.tensor,

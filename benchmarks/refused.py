@@ -43,7 +43,7 @@ EXAMPLES = {
         "--optimizer=sgd --mu_dtype=bfloat16",
         "--optimizer=sgd --weight_decay=0.01",
         "--eval_batches=0 --eval_every=10",
-        "--no-prefetch --unroll=2",
+        "--no-prefetch --double_buffer",
     ],
     "Choices that do not go together": [
         "--offload_optimizer --optimizer=adafactor",
@@ -51,7 +51,6 @@ EXAMPLES = {
         "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular --num_layers=4 --microbatches=2",
         f"{MOE} --mesh=pipe:2,fsdp:* --num_layers=4 --num_dense_layers=1",
         "--mesh=pipe:2,fsdp:* --num_layers=4 --microbatches=2 --remat=qkv_proj_offloaded",
-        "--num_layers=4 --unroll=8",
         "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",
         "--mesh=expert:8",
         "--mesh=context:8 --max_logit=8",

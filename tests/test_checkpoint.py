@@ -722,7 +722,7 @@ def test_a_bucket_is_no_path():
 # What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
 # lists of checkpoint.py.
 FREE_FIELDS = (
-    "preset recipe mesh core_axis collectives collective_matmul prefetch unroll shard_update "
+    "preset recipe mesh core_axis collectives collective_matmul prefetch double_buffer shard_update "
     "microbatches remat remat_tensors "
     "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped eval_every eval_batches "
     "offload_optimizer "

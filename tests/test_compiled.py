@@ -106,7 +106,7 @@ OF_THE_PROGRAM = {  # another value of each, with what it needs to have an effec
     "collectives": ({}, "ring"),
     "collective_matmul": (dict(mesh="fsdp:4,tensor:2"), True),
     "prefetch": ({}, False),
-    "unroll": ({}, 3),
+    "double_buffer": ({}, True),
     "shard_update": (dict(mesh="data:2,fsdp:4"), True),
     "context_impl": (dict(mesh="fsdp:4,context:2"), "all_gather"),
     "context_heads": (dict(mesh="fsdp:2,context:4"), 2),

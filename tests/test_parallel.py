@@ -94,7 +94,7 @@ def reference_gradients(config: Config):
 def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None):
     mesh, per_device, place = on_mesh(config, devices)
     loss, _, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
-    plain = dict(mesh="fsdp:*", prefetch=True, unroll=1, microbatches=1, shard_update=False, remat="none")
+    plain = dict(mesh="fsdp:*", prefetch=True, double_buffer=False, microbatches=1, shard_update=False, remat="none")
     plain |= dict(dtype="float32", loss_chunk=0)
     plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
     plain |= dict(moe_impl="dropless", moe_parts=1)
@@ -145,7 +145,7 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [dict(unroll=2), dict(unroll=3, remat="full")])
+@pytest.mark.parametrize("option", [dict(double_buffer=True), dict(double_buffer=True, remat="full")])
 def test_turns_of_several_layers_equal_the_reference(option):
     """And layers that are left over: five by twos and threes."""
     check_gradients(Config(**SMALL | dict(num_layers=5, microbatches=2), mesh="fsdp:4,tensor:2", **option))
@@ -164,7 +164,7 @@ THREES = [
     ("fsdp:3,tensor:2", dict(microbatches=2)),
     ("data:3,tensor:2", dict(collectives="ring_bidirectional", collective_matmul=True)),
     ("data:3,fsdp:2", dict(shard_update=True, remat="full")),
-    ("fsdp:2,tensor:3", dict(collectives="ring", unroll=2)),
+    ("fsdp:2,tensor:3", dict(collectives="ring", double_buffer=True)),
     ("fsdp:2,context:3", dict()),
     ("context:3,tensor:2", dict(context_impl="all_to_all")),
     ("context:6", dict(context_heads=3, window=5, global_every=2)),

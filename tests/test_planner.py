@@ -75,13 +75,13 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
     fastest = found.families[0]
     assert fastest.step_s <= shortest * (1 + 1e-9)
     own = dataclasses.replace(fastest.of.config, mesh=mesh_of(fastest))
-    for kept, unroll in itertools.product(itertools.product((True, False), repeat=len(planner.KEPT)), (1, 2)):
+    for kept, two in itertools.product(itertools.product((True, False), repeat=len(planner.KEPT)), (False, True)):
         names = [name for names in itertools.compress(planner.KEPT, kept) for name in names.split()]
         remat = dict(remat="custom", remat_tensors=",".join(f"{name}:device" for name in names))
-        one = predict(run_of(dataclasses.replace(own, **remat, unroll=unroll), TPU7X, (2, 2, 1)))
+        one = predict(run_of(dataclasses.replace(own, **remat, double_buffer=two), TPU7X, (2, 2, 1)))
         if not one.lacks(planner.ROOM):
-            # 1% is not worth a turn of two layers, which takes longer to compile.
-            assert fastest.step_s <= one.step_s * (1 + 1e-9 if unroll == own.unroll else 1.01)
+            # 1% is not worth an iteration of two layers, which takes longer to compile.
+            assert fastest.step_s <= one.step_s * (1 + 1e-9 if two == own.double_buffer else 1.01)
     assert found.best.step_s <= planner.WITHIN * shortest
 
 
@@ -126,7 +126,7 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
     """Llama 3.1 70B in two microbatches, as compiled: the MLP's gate is kept, for which one microbatch has no room."""
     found = planned("llama3.1-70b", "tpu7x:4x4x4", batch=256, mu_dtype="bfloat16")
     config = found.best.of.config
-    assert axes_of(found.best) == {"fsdp"} and (config.microbatches, config.unroll) == (2, 2)
+    assert axes_of(found.best) == {"fsdp"} and (config.microbatches, config.double_buffer) == (2, True)
     assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
 
 
@@ -314,7 +314,7 @@ def test_plan_command(capsys, tmp_path):
     for words in (
         "llama3.1-70b on tpu7x:4x4x4, 64 chips, predicted",
         "the best of each family",
-        "custom context,qkv_proj,mlp_gate; unroll 2",
+        "custom context,qkv_proj,mlp_gate; double_buffer",
         "With tensor parallelism the best is ",
         "in fp8:",
         "--topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=256",

@@ -216,13 +216,6 @@ FP8 = dict(fp8="dynamic")
 @pytest.mark.parametrize(
     "mesh, flags, taken, refused, message",
     [
-        # Layers of a loop: of the longer stack, of a stage and round, without those that stay out of 8 bits.
-        ("fsdp:2", {}, dict(unroll=12), dict(unroll=13), "unroll=13 layers in a turn of a loop over 12"),
-        ("fsdp:2", MIXED | dict(num_dense_layers=5), dict(unroll=7), dict(unroll=8), "unroll=8 layers"),
-        ("fsdp:2", MIXED | dict(num_dense_layers=8), dict(unroll=8), dict(unroll=9), "unroll=9 layers"),
-        ("fsdp:2,pipe:3", {}, dict(unroll=4), dict(unroll=5), "unroll=5 layers in a turn of a loop over 4"),
-        ("fsdp:2,pipe:3", CIRCULAR | dict(microbatches=3), dict(unroll=2), dict(unroll=3), "unroll=3 layers"),
-        ("fsdp:2", FP8 | dict(fp8_skip_layers=4), dict(unroll=4), dict(unroll=5), "unroll=5 layers"),
         # Tokens of a device, which every axis that cuts them and every microbatch makes fewer: 24 * 24 / 24.
         *(
             (mesh, MIXED | flags, dict(moe_parts=24), dict(moe_parts=48), "tokens of a device=24 must be a multiple")
@@ -324,7 +317,7 @@ def test_the_last_that_is_taken_and_the_first_that_is_not(mesh, flags, taken, re
         ("collectives", "data:3", "fsdp:1"),
         ("collective_matmul", "tensor:3", "fsdp:3"),
         ("prefetch", "fsdp:3", "tensor:3"),
-        ("unroll", "fsdp:3", "data:3"),
+        ("double_buffer", "fsdp:3", "data:3"),
         ("shard_update", "data:3", "fsdp:3"),
         ("context_impl", "context:3", "fsdp:3"),
         ("context_heads", "context:3", "fsdp:3"),
@@ -336,7 +329,9 @@ def test_the_last_that_is_taken_and_the_first_that_is_not(mesh, flags, taken, re
     ],
 )
 def test_a_flag_of_an_axis_is_taken_with_it_and_noted_without(flag, mesh, other):
-    value = dict(collectives="ring", unroll=2, context_impl="all_gather", context_heads=3, pipeline_schedule="gpipe")
+    value = dict(
+        collectives="ring", double_buffer=True, context_impl="all_gather", context_heads=3, pipeline_schedule="gpipe"
+    )
     value |= dict(buffer_factor=3.0, moe_parts=2, prefetch=False, context_balance=False)
     config = Config(**ROUND | (MIXED if flag in ("buffer_factor", "moe_parts") else {}) | {flag: value.get(flag, True)})
     rules.check(config, parse_mesh(mesh))

@@ -371,17 +371,17 @@ def test_copies_of_weights():
     # A stage whose forward pass is run once more copies twice.
     stages = dict(mesh="pipe:2,fsdp:64", microbatches=4)
     assert copies(**stages, remat_stage=True) == pytest.approx(2 * copies(**stages))
-    assert copies(mesh="data:128,fsdp:1") == copies(mesh="fsdp:128", unroll=2) == 0
+    assert copies(mesh="data:128,fsdp:1") == copies(mesh="fsdp:128", double_buffer=True) == 0
     assert copies(mesh="fsdp:128", prefetch=False) == copies(mesh="fsdp:128", efficiency=workload.PUBLISHED) == 0
     # 5376 / 128 = 42 rows, whatever the loop: two gathers and a gradient.
     gemma = dict(preset="gemma-31b-like", mesh="fsdp:128")
     assert (
-        copies(**gemma, unroll=2)
+        copies(**gemma, double_buffer=True)
         == pytest.approx(copies(**gemma))
         == pytest.approx(3 * copies(**gemma | dict(mesh="data:4,fsdp:32")), rel=1e-4)
     )
     # Rows of all experts as one matrix are no parts of tiles: attention's weights alone are copied oftener.
-    gpt = dict(preset="gpt-oss-120b", mesh="data:2,fsdp:64", unroll=2)
+    gpt = dict(preset="gpt-oss-120b", mesh="data:2,fsdp:64", double_buffer=True)
     assert 0 < copies(**gpt) < copies(**gpt, num_experts=0, experts_per_token=0, expert_dim=0, ff_dim=128 * 2880) / 100
 
 
@@ -638,7 +638,7 @@ def test_the_next_batch_comes_in_meanwhile(microbatches):
 def test_rows_that_are_no_whole_registers_are_copied_for_their_exchange():
     """Some 4 s of a step of gpt-oss-120b, compiled (RESULTS.md, "Faster recipes"). Rows of 4096 and 7168 are not."""
     saved = dict(remat="custom", remat_tensors="context:device,out_proj:device")
-    flags = dict(preset="gpt-oss-120b", batch=1280, unroll=2, microbatches=2, **saved)
+    flags = dict(preset="gpt-oss-120b", batch=1280, double_buffer=True, microbatches=2, **saved)
     copies = lambda **more: seconds(predicted(**flags | more), "copies of rows")
     assert copies(mesh="fsdp:64,expert:2") == pytest.approx(4, rel=0.1)
     assert copies(mesh="data:2,fsdp:64") == 0  # they do not travel
@@ -699,7 +699,7 @@ def test_heads_fill_tiles_of_memory():
     of_layer = lambda **more: transformer.saved_bytes_per_layer(from_preset("gpt-oss-120b", **saved), **more)
     heads = 2 * (64 * 64 + 8 * 64 + 8 * 64 + 64 * 64)
     assert of_layer(columns=128) == of_layer(columns=64) + heads == of_layer() + heads
-    flags = dict(preset="gpt-oss-120b", batch=1280, mesh="fsdp:64,expert:2", unroll=2, microbatches=2)
+    flags = dict(preset="gpt-oss-120b", batch=1280, mesh="fsdp:64,expert:2", double_buffer=True, microbatches=2)
     assert predicted(**flags, remat="save_dot_with_context_except_mlp").hbm_bytes > 105 * GiB
 
 
