@@ -50,7 +50,7 @@ import liveness
 import outputs
 import placement
 import planner
-import remat
+import recompute
 import rules
 import schedule
 from config import Config
@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = config_lib.from_args(args)
         args.topology, args.num_slices = config_lib.slice_of(args)
-        config = remat.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
+        config = recompute.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         if args.keep and (args.compare or args.kernel):
             raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
         scales = config.fp8_scales if config.fp8 == "static" else ""

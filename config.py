@@ -49,7 +49,7 @@ PATHS |= dict.fromkeys(("fp8_scales", "corpus", "metrics_file", "profile_dir"), 
 _MORE = {
     "preset": ", ".join(PRESETS),
     "recipe": ", ".join(RECIPES),
-    "remat": f"{', '.join(REMAT_POLICIES)}, auto (the fastest that fits; remat.py shows them all)",
+    "remat": f"{', '.join(REMAT_POLICIES)}, auto (the fastest that fits; roofline.py remat shows them all)",
     "remat_tensors": ", ".join((*ACTIVATIONS, "qkv_proj")),
     "fp8": "none, dynamic (a tensor's largest element, now), delayed (that of the last steps), static (that of a "
     "profile, in --fp8_scales), calibrate (dynamic, and makes the profile), fixed (+-224; of gradients dynamic)",

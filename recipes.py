@@ -24,7 +24,7 @@ import command
 import compiled
 import config as config_lib
 import planner
-import remat
+import recompute
 from hardware import parse_topology
 from published import RECIPES
 from step import GiB, Prediction, as_json, predict
@@ -163,8 +163,8 @@ def what_if(name: str) -> dict:
         plus = "".join(f"+{figure}=2x" for figure in figures if getattr(chip, figure))
         more, topology = parse_topology(recipe.topology.replace(":", f"{plus}:"))
         own = predict(run_of(config, more, topology, num_slices=recipe.num_slices))
-        others = remat.predictions(config, more, topology, num_slices=recipe.num_slices).values()
-        return min([own, *filter(remat.fits, others)], key=lambda found: found.step_s)
+        others = recompute.predictions(config, more, topology, num_slices=recipe.num_slices).values()
+        return min([own, *filter(recompute.fits, others)], key=lambda found: found.step_s)
 
     own = fastest()
     gain = {case: own.step_s / fastest(*of).step_s - 1 for case, of in WHAT_IF.items()}

@@ -8,7 +8,8 @@
 
 A roofline is the larger of two times: FLOPs over the peak of a chip, and bytes over the bandwidth of the memory, or of
 the links, that they go through. A file for each command: matmul.py, interconnect.py (collective), bounds.py, step.py,
-planner.py (plan), cost.py, serving.py (serve) and transformer.py (model), on the chips of hardware.py.
+planner.py (plan), recompute.py (remat), cost.py, serving.py (serve) and transformer.py (model), on the chips of
+hardware.py.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from cost import add_cost_command
 from interconnect import add_collective_command
 from matmul import add_matmul_command
 from planner import add_plan_command
+from recompute import add_remat_command
 from serving import add_serve_command
 from step import add_step_command
 from transformer import add_model_command
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_bounds_command(commands)
     add_step_command(commands)
     add_plan_command(commands)
+    add_remat_command(commands)
     add_cost_command(commands)
     add_serve_command(commands)
     add_model_command(commands)

@@ -49,6 +49,7 @@ import offload
 import parameters
 import placement
 import processes
+import recompute
 import remat
 import rules
 import sampling
@@ -419,7 +420,7 @@ def resolve_remat(config: Config, mesh: Mesh) -> Config:
             "name a policy, as in --remat=full"
         )
     chip, topology, num_slices = found
-    return remat.resolve(_with_sizes(config, mesh), chip, topology, num_slices=num_slices)
+    return recompute.resolve(_with_sizes(config, mesh), chip, topology, num_slices=num_slices)
 
 
 def _with_sizes(config: Config, mesh: Mesh) -> Config:

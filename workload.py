@@ -246,7 +246,9 @@ def run_of(
       ValueError: the mesh does not make up the devices, or cannot be laid on the torus; remat=auto, still to be chosen.
     """
     if config.remat == "auto":
-        raise ValueError("remat=auto is a choice still to be made: remat.py --remat=auto with these flags makes it")
+        raise ValueError(
+            "remat=auto is a choice still to be made: roofline.py remat --remat=auto with these flags makes it"
+        )
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * max(num_slices, 1))
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     return Run(settled(config, sizes), chip, tuple(topology), num_slices, sizes, links, efficiency)

@@ -121,8 +121,8 @@ aot.py --topology=v2:4x4
 aot.py --kernel=x
 aot.py --compare=all
 aot.py --topology=tpu7x:1x1x1 --mesh=fsdp:7
-remat.py --remat=most
-remat.py --topology=tpu9:2x2x1
+roofline.py remat --remat=most
+roofline.py remat --topology=tpu9:2x2x1
 train.py --corpus=/nowhere
 train.py --corpus=/
 train.py --corpus=/dev/null

@@ -327,7 +327,7 @@ def test_the_policy_of_auto_is_the_one_that_is_compiled(capsys, monkeypatch):
     flags = ["--preset=llama3.1-8b", "--remat=auto", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--json"]
     assert aot.main(flags) == 0
     config = from_preset("llama3.1-8b", batch=8, mesh="fsdp:8", remat="auto")
-    assert compiled == [aot.remat.auto(config, *aot.parse_topology("tpu7x:2x2x1"))]
+    assert compiled == [aot.recompute.auto(config, *aot.parse_topology("tpu7x:2x2x1"))]
 
 
 def test_the_way_out_where_there_is_no_room_at_all(capsys, monkeypatch):

@@ -23,7 +23,7 @@ PROGRAMS = [
 ]
 COMMANDS = [*PROGRAMS, "data.py prepare", "data.py show", "kernels.py tune"]
 COMMANDS += [f"roofline.py {name}" for name in "matmul collective bounds step plan cost serve model".split()]
-PREDICTIONS = ["aot.py", "remat.py", "benchmarks/fp8.py"]
+PREDICTIONS = ["aot.py", "benchmarks/fp8.py"]
 PREDICTIONS += [f"roofline.py {name}" for name in "bounds step plan cost model".split()]
 
 

@@ -23,7 +23,9 @@ import command
 import hardware
 import placement
 import planner
+import recompute
 import remat
+import roofline
 import sharding
 import step
 import transformer
@@ -257,7 +259,7 @@ LLAMA = partial(from_preset, "llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=8192
 def predictions(config: Config, gib: float = 96, **changes) -> dict:
     """The step by policy, on a chip whose devices have so much memory."""
     chip = dataclasses.replace(TPU7X, hbm_bytes=2 * gib * 2**30, **changes)
-    return remat.predictions(config, chip, CHIPS)
+    return recompute.predictions(config, chip, CHIPS)
 
 
 def test_every_policy_is_predicted_as_by_itself():
@@ -273,7 +275,7 @@ def test_every_policy_is_predicted_as_by_itself():
 def test_a_row_by_hand():
     """Llama 3.1 8B, 8192 tokens a device: D = NH = 4096, KH = 1024, F = 14336, 32 layers, 16 GB/s to the host."""
     found = predictions(LLAMA())
-    full, offloaded = remat.row(found["full"]), remat.row(found["minimal_offloaded"])
+    full, offloaded = recompute.row(found["full"]), recompute.row(found["minimal_offloaded"])
     assert full["saved_bytes"] == offloaded["saved_bytes"] == 2 * 4096 * 8192
     assert offloaded["offloaded_bytes"] == 2 * 8192 * (4096 + 2 * 1024 + 4096 + 2 * 14_336)
     assert offloaded["host_bytes"] == 32 * offloaded["offloaded_bytes"]
@@ -285,7 +287,7 @@ def test_a_row_by_hand():
     again = 2 * (layer - 4096 * 14_336) + attention
     training = 3 * (2 * layer + attention) + 6 * 4096 * 128_256 / 32
     assert full["recomputed_share"] == pytest.approx(again / training, rel=1e-9)
-    assert remat.row(found["minimal_with_context"])["recomputed_share"] == 0
+    assert recompute.row(found["minimal_with_context"])["recomputed_share"] == 0
 
 
 def test_the_best_policy_is_the_shortest_step_that_fits():
@@ -293,9 +295,9 @@ def test_the_best_policy_is_the_shortest_step_that_fits():
         found = predictions(LLAMA(), gib)
         room = planner.ROOM * 94.74 / 96 * gib * 2**30
         fitting = {name: one.step_s for name, one in found.items() if one.hbm_bytes <= room}
-        chosen = remat.best(found)
+        chosen = recompute.best(found)
         assert chosen in fitting and fitting[chosen] == min(fitting.values())
-    assert len({remat.best(predictions(LLAMA(), gib)) for gib in (96, 44, 28, 24)}) == 4
+    assert len({recompute.best(predictions(LLAMA(), gib)) for gib in (96, 44, 28, 24)}) == 4
 
 
 def test_of_equal_steps_the_one_that_recomputes_least():
@@ -303,17 +305,17 @@ def test_of_equal_steps_the_one_that_recomputes_least():
     found = predictions(LLAMA(), pcie_bytes_per_s=1e15)
     pair = {name: found[name] for name in ("minimal", "minimal_offloaded")}
     assert pair["minimal"].step_s == pair["minimal_offloaded"].step_s
-    assert remat.best(pair) == "minimal_offloaded"
+    assert recompute.best(pair) == "minimal_offloaded"
     # Two policies that take as long, whose recomputation differs: a copy of one with another's config.
     of = dataclasses.replace(found["minimal"].of, config=found["full"].of.config)
     slow = dataclasses.replace(found["minimal"], of=of, memory={"all": 1.0})
-    assert remat.best({"full": slow, "minimal": found["minimal"]}) == "minimal"
+    assert recompute.best({"full": slow, "minimal": found["minimal"]}) == "minimal"
 
 
 def test_nothing_fits():
     words = r"no policy fits: remat=full lacks least, it needs 20.9 GiB of 9.1 \(92% .*short"
     with pytest.raises(ValueError, match=words):
-        remat.best(predictions(LLAMA(), 10))
+        recompute.best(predictions(LLAMA(), 10))
 
 
 def test_a_host_whose_memory_is_not_published_has_no_end():
@@ -334,7 +336,7 @@ def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_t
     assert again.host_bytes == pytest.approx(unstaged.host_bytes / 4)  # a quarter of the layers, as many tokens
     with pytest.raises(ValueError, match="--remat_stage"):
         predicted()
-    names = {one.remat for one in remat.candidates(from_preset("llama3.1-8b", **flags))}
+    names = {one.remat for one in recompute.candidates(from_preset("llama3.1-8b", **flags))}
     assert names and not any(name.endswith("offloaded") for name in names)
 
 
@@ -386,11 +388,11 @@ def test_a_host_has_an_end_too():
     flags = dict(mesh="fsdp:16,tensor:2,context:4", batch=16, seq_len=131_072)
     config = from_preset("llama3.1-70b", **flags)
     chip = dataclasses.replace(hardware.CHIPS["tpu7x"], pcie_bytes_per_s=1e15)
-    found = remat.predictions(config, chip, (4, 4, 4))
+    found = recompute.predictions(config, chip, (4, 4, 4))
     offloaded = found["minimal_offloaded"]
     assert offloaded.of.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.of.hbm_limit
     assert offloaded.lacks() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
-    assert remat.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
+    assert recompute.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
     assert step.short_of(offloaded.lacks()) == "73.24 GiB of the host's memory short"
 
 
@@ -408,13 +410,13 @@ def test_a_host_has_an_end_too():
 )
 def test_auto_is_the_shortest_predicted_step_of_all_that_fit(preset, chips, batch, seq_len):
     config = from_preset(preset, mesh="fsdp:*", batch=batch, seq_len=seq_len, remat="auto")
-    chosen = remat.resolve(config, TPU7X, chips)
+    chosen = recompute.resolve(config, TPU7X, chips)
     assert chosen.remat != "auto" and dataclasses.replace(chosen, remat="auto") == config
     run = lambda name: run_of(dataclasses.replace(config, remat=name), TPU7X, chips)
     found = {name: step.predict(run(name)) for name in REMAT_POLICIES if name != "custom"}
     fitting = [one.step_s for one in found.values() if not one.lacks(planner.ROOM)]
     assert found[chosen.remat].step_s == min(fitting)
-    assert remat.resolve(chosen, TPU7X, chips) is chosen  # nothing is left to choose
+    assert recompute.resolve(chosen, TPU7X, chips) is chosen  # nothing is left to choose
 
 
 def test_auto_is_a_choice_to_be_made_first():
@@ -424,7 +426,7 @@ def test_auto_is_a_choice_to_be_made_first():
 
 def test_auto_does_not_look_at_the_policy_of_the_config():
     for flags in (dict(remat="full"), dict(remat="custom", remat_tensors="mlp_up:offload")):
-        assert remat.auto(LLAMA(**flags), TPU7X, CHIPS) == remat.best(predictions(LLAMA()))
+        assert recompute.auto(LLAMA(**flags), TPU7X, CHIPS) == recompute.best(predictions(LLAMA()))
 
 
 def test_the_numbers_of_the_docstring():
@@ -504,14 +506,14 @@ COMMAND = "--preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --seq_len=8192".split()
 
 
 def ran(capsys, *flags: str) -> str:
-    remat.main([*COMMAND, *flags])
+    roofline.main(["remat", *COMMAND, *flags])
     return capsys.readouterr().out
 
 
 def test_the_table_is_labelled_and_has_every_policy(capsys):
     shown = ran(capsys)
     assert "predicted" in shown and all(f" {name} " in shown for name in REMAT_POLICIES if name != "custom")
-    chosen = remat.best(predictions(LLAMA()))
+    chosen = recompute.best(predictions(LLAMA()))
     assert f"* {chosen} " in shown and f"--remat=auto: {chosen}, the shortest step" in shown
     assert max(map(len, shown.splitlines())) <= 132
 
@@ -522,7 +524,7 @@ def test_one_policy_or_the_best(capsys):
     assert (
         " mlp_up" not in ran(capsys) and len(lines(ran(capsys, "--remat=custom", "--remat_tensors=mlp_up:device"))) == 1
     )
-    chosen = remat.best(predictions(LLAMA()))
+    chosen = recompute.best(predictions(LLAMA()))
     (line,) = lines(ran(capsys, "--remat=auto"))
     assert line.startswith(f"* {chosen} ")
     found = json.loads(ran(capsys, "--remat=auto", "--json"))
@@ -531,7 +533,7 @@ def test_one_policy_or_the_best(capsys):
 
 def test_json_has_the_numbers_of_the_rows(capsys):
     found = json.loads(ran(capsys, "--json"))
-    assert found["policies"] == {name: remat.row(one) for name, one in predictions(LLAMA()).items()}
+    assert found["policies"] == {name: recompute.row(one) for name, one in predictions(LLAMA()).items()}
 
 
 @pytest.mark.parametrize(
@@ -545,7 +547,7 @@ def test_json_has_the_numbers_of_the_rows(capsys):
 )
 def test_wrong_flags(capsys, flags, words):
     with pytest.raises(SystemExit) as end:
-        command.run(remat.main, [*COMMAND, *flags])
+        command.run(roofline.main, ["remat", *COMMAND, *flags])
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -561,7 +563,9 @@ def test_a_plot(tmp_path, capsys):
 
 
 def test_the_examples_run_without_jax():
-    for line in [line.strip() for line in remat.__doc__.splitlines() if line.startswith("    python remat.py")]:
+    for line in [
+        line.strip() for line in recompute.__doc__.splitlines() if line.startswith("    python roofline.py remat")
+    ]:
         command = line.split("   ")[0].split()[1:]
         done = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0 and "--remat=auto: " in done.stdout

@@ -24,9 +24,9 @@ FLOORS = [
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
-    {"kernels", "log", "step", "parameters", "checkpoint"},
+    {"kernels", "log", "step", "parameters", "checkpoint", "remat"},
     {"planner", "cost", "calibration", "machine"},
-    {"remat", "compiled"},
+    {"recompute", "compiled"},
     {"mixture", "tensor", "roofline", "recipes"},
     {"decoder"},
     {"model"},
