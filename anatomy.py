@@ -178,6 +178,14 @@ def weight_names(config: Config) -> frozenset[str]:
     return frozenset(other_weights(config)).union(*in_layers)
 
 
+# -- the sequence
+
+
+def in_zigzag(config: Config) -> bool:
+    """Whether a sequence over `context` is laid out in zigzag order. A window needs the positions in order."""
+    return config.context_balance and not config.window
+
+
 # -- FP8
 
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import command
 import compiled
 import compiler_flags
-import config as config_lib
+import flags as flags_lib
 import hlo
 import liveness
 import outputs
@@ -412,11 +412,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "keep what is found in compiled_tpu7x.json, which compiled.py shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
-    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
+    flags_lib.add_run_flags(parser, "tpu7x:2x2x1")
     args = command.arguments(parser, argv)
     try:
-        config = config_lib.from_args(args)
-        args.topology, args.num_slices = config_lib.slice_of(args)
+        config = flags_lib.from_args(args)
+        args.topology, args.num_slices = flags_lib.slice_of(args)
         config = recompute.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
         if args.keep and (args.compare or args.kernel):
             raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")

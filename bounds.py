@@ -92,12 +92,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
 import command
-import config as config_lib
+import flags as flags_lib
 from anatomy import BYTES, fp8_weights, key_dim, value_dim
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
-from interconnect import all_to_all, ring_hops
-from placement import BATCH_AXES, check_multiple, fill_mesh, links_of, parse_mesh
+from interconnect import all_to_all, links_of, ring_hops
+from placement import BATCH_AXES, check_multiple, fill_mesh, parse_mesh
 from transformer import kv_elements_per_layer, num_params, train_flops_per_token
 
 # -- what messages go over
@@ -480,8 +480,8 @@ def batch_sweep(work: Work, chip: Chip, chips: int, *, dtype: str = "bf16") -> l
 
 
 def print_bounds(args: argparse.Namespace) -> None:
-    config = config_lib.from_args(args)
-    args.topology, args.num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args)
+    args.topology, args.num_slices = flags_lib.slice_of(args)
     chip, topology = parse_topology(args.topology)
     bounds = bounds_of(config, chip, topology, num_slices=args.num_slices)
     work, dtype = work_of(config), matmul_dtype(config)
@@ -561,5 +561,5 @@ def add_bounds_command(commands) -> None:
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
+    flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_bounds, parser=parser)

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import command
-import config as config_lib
+import flags as flags_lib
 import planner
 import tuned
 from hardware import parse_topology
@@ -52,15 +52,15 @@ def prediction_of(key: str) -> Prediction:
         args = command.arguments(parser, shlex.split(key))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    config = config_lib.from_args(args)
-    topology, num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args)
+    topology, num_slices = flags_lib.slice_of(args)
     return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
 
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
+    flags_lib.add_run_flags(parser, "tpu7x:2x2x1")
     return parser
 
 

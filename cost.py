@@ -42,7 +42,7 @@ import json
 import math
 from dataclasses import dataclass
 
-import config as config_lib
+import flags as flags_lib
 import transformer
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
 from step import predict, short_of
@@ -197,7 +197,7 @@ def least_chips(held_bytes: float, chip: Chip) -> int:
 
 
 def print_cost(args: argparse.Namespace) -> None:
-    config, chip = config_lib.from_args(args), chip_of(args.chip or "tpu7x")
+    config, chip = flags_lib.from_args(args), chip_of(args.chip or "tpu7x")
     num_chips, step_s, source, dtype = args.chips, args.step_s, "given", args.matmul_dtype
     if num_chips is not None and num_chips < 1:
         raise ValueError(f"--chips={num_chips} must be 1 or more")
@@ -205,7 +205,7 @@ def print_cost(args: argparse.Namespace) -> None:
     if args.topology and given:
         raise ValueError("--topology has its step predicted: no --chip, --chips, --mfu or --step_s beside it")
     if not given:  # nor a recipe's topology
-        args.topology, args.num_slices = config_lib.slice_of(args)
+        args.topology, args.num_slices = flags_lib.slice_of(args)
     if args.topology:
         chip, topology = parse_topology(args.topology)
         prediction = predict(run_of(config, chip, topology, num_slices=args.num_slices))
@@ -275,7 +275,7 @@ def add_cost_command(commands) -> None:
     )
     parser = commands.add_parser("cost", help=about, description=about, allow_abbrev=False, usage=usage)
     parser.set_defaults(run=print_cost, parser=parser)
-    config_lib.add_flags(parser)
+    flags_lib.add_flags(parser)
     group = parser.add_argument_group("cost")
     tokens = group.add_mutually_exclusive_group()
     tokens.add_argument("--tokens", type=float, help="tokens of the run, as in 15e12; default: steps * batch * seq_len")

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 import sharding
+from anatomy import in_zigzag
 from attention import attention, causal_attention
 from collectives import all_reduce
 from config import Config
@@ -25,7 +26,6 @@ from flash import flash_attention
 from mixture import mixture
 from parameters import Layers
 from remat import named
-from rules import in_zigzag
 from tensor import column_parallel, matmul, row_parallel
 
 

@@ -93,7 +93,6 @@ from groups import (
     tgmm_buffers,
     tile_counts,
 )
-from hardware import CHIPS
 
 # -- the function
 
@@ -412,15 +411,17 @@ def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     return sum(map(one, pair, rhs, scales))
 
 
+# bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
+FLOPS_A_BYTE = 312.6
+
+
 def room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:
     """With what is read for each tile, twice lhs and twice rhs, the matrix units would not wait (see **Cost**)."""
     try:
         cols = default_tiles(M, K, N, E, dtype, out_dtype, summed=True, **kinds).cols
     except ValueError:  # not even the smallest tiles
         return False
-    chip = CHIPS["tpu7x"]
-    flops_a_byte = chip.flops_per_s("fp8" if dtype.itemsize == 1 else "bf16") / chip.hbm_bytes_per_s
-    return cols == N or dtype.itemsize / 2 * flops_a_byte * (1 / cols + E / M + 1 / (2 * K)) < 1
+    return cols == N or FLOPS_A_BYTE * (1 / cols + E / M + 1 / (2 * K)) < 1
 
 
 def _tgmm(options, lhs, dout, group_sizes, group_offset, scale):

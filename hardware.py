@@ -39,7 +39,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import le
 
@@ -385,6 +385,17 @@ def chip_of(text: str) -> Chip:
                 "+, which separates changes"
             )
     return dataclasses.replace(chip, name=text, **changed)
+
+
+def slice_of(devices: Iterable) -> tuple[Chip, tuple[int, ...], int] | None:
+    """(chip, chips along each axis of a slice, slices) of jax devices; None for a chip that is not in CHIPS."""
+    devices = list(devices)
+    chip = next((chip for chip in CHIPS.values() if devices[0].device_kind in chip.device_kinds), None)
+    if chip is None:
+        return None
+    along = zip(*(device.coords[: chip.torus_axes] for device in devices), strict=True)
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return chip, tuple(max(axis) - min(axis) + 1 for axis in along), num_slices
 
 
 def parse_topology(text: str) -> tuple[Chip, tuple[int, ...]]:

@@ -43,6 +43,13 @@ In turn, the links of one axis work and the others idle. With `spread` the array
 equal axes, each part takes them in another order, and all links work at once: with k axes the all-gather takes about
 V / (k * 2W), the book's V / (W_ICI * n_axes), and the all-to-all about a quarter of B * max(n1, n2, ...) / 2W.
 
+**Mesh axes on links** (`links_of`). Mesh axes take the axes of the torus from the first, x, and from the innermost
+mesh axis; a slice's number is the outermost. tpu7x:4x4x4 with fsdp:64,tensor:2 has `tensor` on the dies of a chip and
+`fsdp` on x, y and z. A mesh axis may take a part of a torus axis, fsdp:32,tensor:4 half of x for `tensor`: that is a
+line of neighbours, without wrap-around. The other half, for `fsdp`, jumps over them: two messages share each link, and
+it wraps around if x does. The links belong to the chip: both devices of a TPU7x send through them, each its own share
+of what is to be moved, so each device has half their bandwidth.
+
 The times are lower bounds at the published speed of the links, with nothing else on them; adding up is free.
 """
 
@@ -56,6 +63,7 @@ from operator import attrgetter
 
 import command
 from hardware import CHIPS, Axis, Chip, by, check_size, chip_of, parse_topology, si
+from placement import MESH_AXES, check_slices, core_axis_of, fill_mesh
 
 # -- collectives along one axis
 
@@ -300,6 +308,62 @@ def plot_scaling(tables: list[tuple[Chip, float, list[dict]]], path: str) -> Non
     for panel in panels[:, -1]:
         panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
+
+
+# -- the links of mesh axes
+
+
+def links_of(
+    sizes: dict[str, int], chip: Chip, topology: Sequence[int], *, num_slices: int = 1, core_axis: str = ""
+) -> dict[str, list[Axis]]:
+    """The links that each mesh axis lies on, with a device's bandwidth, innermost first: the order of a reduce-scatter.
+
+    Args:
+      sizes: of all mesh axes, filled.
+      topology: chips along each axis of a slice.
+      core_axis: as in `core_axis_of`.
+
+    Raises:
+      ValueError: the sizes do not make up the devices, or cannot be laid along the torus, or as in `check_slices`.
+    """
+    if num_slices < 1:
+        raise ValueError(f"num_slices={num_slices} must be 1 or more")
+    fill_mesh(sizes, chip.devices * math.prod(topology) * num_slices)
+    check_slices(sizes, num_slices)
+    found = {axis: [] for axis in MESH_AXES}
+    left = dict(sizes)
+    core_axis = core_axis_of(sizes, core_axis)
+    if chip.devices == 2 and sizes[core_axis] % 2 == 0:
+        # No figure of the link inside a v2 or a v3: taken to be as a link between chips.
+        speed = chip.die_to_die_bytes_per_s or chip.link_bytes_per_s
+        found[core_axis].append(Axis(2, speed, chip.hop_s, wrap=False, name="die to die"))
+        left[core_axis] //= 2
+    wires = [*chip.axes(topology), *([chip.across(num_slices)] if num_slices > 1 else [])]
+    at, stride = 0, 1  # the torus axis to take from, and how much of it is taken
+    for axis in reversed(MESH_AXES):
+        while left[axis] > 1:
+            while at < len(wires) and stride == wires[at].size:
+                at, stride = at + 1, 1
+            wire = wires[at]
+            size = math.gcd(left[axis], wire.size // stride)
+            if size == 1:
+                raise ValueError(
+                    f"mesh axis {axis}:{sizes[axis]} cannot lie on {chip.name}:{by(topology)}: {left[axis]} parts of "
+                    f"it are left for {wire.size // stride} of the {wire.size} along {wire.name or 'an axis'}"
+                )
+            name = "xyz"[int(wire.name)] if wire.name.isdecimal() else wire.name
+            found[axis].append(
+                Axis(
+                    size,
+                    wire.link_bytes_per_s / chip.devices / stride,
+                    wire.hop_s * stride,
+                    wrap=wire.wrap and size * stride == wire.size,
+                    name=name if size == wire.size else f"{size} of {name}",
+                )
+            )
+            left[axis] //= size
+            stride *= size
+    return found
 
 
 # -- command line

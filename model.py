@@ -10,6 +10,7 @@ a mixture of experts the leading dense layers are a stack of their own.
 
 import dataclasses
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ import pipeline
 import remat
 from collectives import all_gather, reduce_scatter
 from config import Config, changed
-from data import Batch
 from decoder import rms_norm, rope_tables
 from mixture import no_metrics
 from parameters import (
@@ -42,8 +42,11 @@ from parameters import (
 )
 from vocabulary import cross_entropy, embed
 
+if TYPE_CHECKING:  # its name alone is used
+    import data
 
-def embedded(params: Params, batch: Batch, config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
+
+def embedded(params: Params, batch: "data.Batch", config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What goes through the layers: the residual stream x_btd, and this device's shares of what they tell (`loss_fn`).
 
     `params`, here and below, vary over all axes and are whole over `data`.
@@ -52,7 +55,7 @@ def embedded(params: Params, batch: Batch, config: Config) -> tuple[jax.Array, d
     return reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives), no_metrics(config)
 
 
-def constants(batch: Batch, config: Config) -> tuple[jax.Array, ...]:
+def constants(batch: "data.Batch", config: Config) -> tuple[jax.Array, ...]:
     """What all layers see."""
     return (batch.segments, *rope_tables(batch.positions, config))
 
@@ -156,7 +159,7 @@ def unembedding(params: Params, config: Config) -> jax.Array:
     return _whole(w_vd, param_specs(config).embed, config)
 
 
-def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss_of(params: Params, x, batch: "data.Batch", config: Config, key=None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss and metrics of what comes out of the layers: `auxiliary_loss`, where there is any, is a part of the loss.
 
     `key`: of stochastic rounding.
@@ -178,7 +181,7 @@ def loss_of(params: Params, x, batch: Batch, config: Config, key=None) -> tuple[
 
 
 def loss_fn(
-    params: Params, batch: Batch, config: Config, scaling: Scaling = NOTHING_KNOWN
+    params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NOTHING_KNOWN
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This device's shares of the loss and of the metrics: summed over all mesh axes but `tensor`, they are these.
 
@@ -196,7 +199,7 @@ def loss_fn(
 # -- in stages
 
 
-def pipelined(params: Params, batch: Batch, last, microbatches: int, config: Config):
+def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, config: Config):
     """The model as pipeline.py takes it: the functions, this stage's layers by round, the other weights, the inputs.
 
     `last`: (params, x, batch, config) -> what is made of the last layer's x.
@@ -221,14 +224,14 @@ def pipelined(params: Params, batch: Batch, last, microbatches: int, config: Con
     return parts, pipeline.rounds_of(params.layers, rounds), dataclasses.replace(params, layers=None), inputs
 
 
-def pipelined_loss_and_grads(params: Params, batch: Batch, config: Config):
+def pipelined_loss_and_grads(params: Params, batch: "data.Batch", config: Config):
     """`loss_fn` with stages, and its gradients. Of the weights outside the layers each stage has a share of these."""
     arguments = pipelined(params, batch, loss_of, config.microbatches, config)
     shares, dlayers_R, grads = pipeline.loss_and_grads(*arguments)
     return shares, dataclasses.replace(grads, layers=pipeline.in_order(dlayers_R, config.pipeline_rounds))
 
 
-def split(batch: Batch, microbatches: int) -> Batch:
+def split(batch: "data.Batch", microbatches: int) -> "data.Batch":
     """[b, t] -> [microbatches, b/microbatches, t]"""
     return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), batch)
 
@@ -240,7 +243,7 @@ def is_last_stage() -> jax.Array:
 # -- behind the last norm
 
 
-def hidden_states(params: Params, batch: Batch, config: Config, scaling: Scaling = NOTHING_KNOWN) -> jax.Array:
+def hidden_states(params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NOTHING_KNOWN) -> jax.Array:
     """x_btd after the last norm; of several stages the last one has it, and the batch is a multiple of them."""
     if (stages := lax.axis_size("pipe")) > 1:
         last = lambda params, x, batch, config: last_norm(params, x[0], config)

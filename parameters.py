@@ -20,7 +20,6 @@ import placement
 import sharding
 from config import Config
 from context import order, ring_size
-from rules import in_zigzag
 
 
 @jax.tree_util.register_dataclass
@@ -178,4 +177,4 @@ def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) ->
 
 def order_of(config: Config, length: int, ways: int) -> np.ndarray:
     """int [length]: the positions of a sequence in the order in which `ways` parts of `context` hold them."""
-    return order(length, ring_size(ways, config.context_impl, config.context_heads), in_zigzag(config))
+    return order(length, ring_size(ways, config.context_impl, config.context_heads), anatomy.in_zigzag(config))

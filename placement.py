@@ -1,4 +1,4 @@
-"""Mesh axes: their names and sizes, and the links of a TPU slice that each of them lies on. No jax here.
+"""Mesh axes: their names, sizes and order, and what can be sharded over them. No jax here.
 
 **Mesh.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
 axes, outermost first, most of them of size 1:
@@ -13,22 +13,11 @@ axes, outermost first, most of them of size 1:
 **Order.** On TPU7x a chip is two devices, joined by a die-to-die link of about six times the bandwidth of a link
 between chips (Google Cloud, "TPU7x performance optimizations"). Device ids count cores first, then x, y, z, so in id
 order the last axis of the mesh lies on the cores of a chip and the collectives over the others run along torus rings.
-sharding.py puts the devices in this order; `links_of` says what it means for the messages.
-
-**Links.** Mesh axes take the axes of the torus from the first, x, and from the innermost mesh axis; a slice's number
-is the outermost. tpu7x:4x4x4 with fsdp:64,tensor:2 has `tensor` on the dies of a chip and `fsdp` on x, y and z. A mesh
-axis may take a part of a torus axis, fsdp:32,tensor:4 half of x for `tensor`: that is a line of neighbours, without
-wrap-around. The other half, for `fsdp`, jumps over them: two messages share each link, and it wraps around if x does.
-
-The links belong to the chip. Both devices of a TPU7x send through them, each its own share of what is to be moved, so
-each device has half their bandwidth.
+sharding.py puts the devices in this order; interconnect.links_of says what it means for the messages.
 """
 
 import difflib
 import math
-from collections.abc import Sequence
-
-from hardware import Axis, Chip, by
 
 MESH_AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -124,56 +113,3 @@ def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
     if sizes[asked] % 2:
         raise ValueError(f"core_axis={asked!r} has size {sizes[asked]}; on the two cores of a chip it must be even")
     return asked
-
-
-def links_of(
-    sizes: dict[str, int], chip: Chip, topology: Sequence[int], *, num_slices: int = 1, core_axis: str = ""
-) -> dict[str, list[Axis]]:
-    """The links that each mesh axis lies on, with a device's bandwidth, innermost first: the order of a reduce-scatter.
-
-    Args:
-      sizes: of all mesh axes, filled.
-      topology: chips along each axis of a slice.
-      core_axis: as in `core_axis_of`.
-
-    Raises:
-      ValueError: the sizes do not make up the devices, or cannot be laid along the torus, or as in `check_slices`.
-    """
-    if num_slices < 1:
-        raise ValueError(f"num_slices={num_slices} must be 1 or more")
-    fill_mesh(sizes, chip.devices * math.prod(topology) * num_slices)
-    check_slices(sizes, num_slices)
-    found = {axis: [] for axis in MESH_AXES}
-    left = dict(sizes)
-    core_axis = core_axis_of(sizes, core_axis)
-    if chip.devices == 2 and sizes[core_axis] % 2 == 0:
-        # No figure of the link inside a v2 or a v3: taken to be as a link between chips.
-        speed = chip.die_to_die_bytes_per_s or chip.link_bytes_per_s
-        found[core_axis].append(Axis(2, speed, chip.hop_s, wrap=False, name="die to die"))
-        left[core_axis] //= 2
-    wires = [*chip.axes(topology), *([chip.across(num_slices)] if num_slices > 1 else [])]
-    at, stride = 0, 1  # the torus axis to take from, and how much of it is taken
-    for axis in reversed(MESH_AXES):
-        while left[axis] > 1:
-            while at < len(wires) and stride == wires[at].size:
-                at, stride = at + 1, 1
-            wire = wires[at]
-            size = math.gcd(left[axis], wire.size // stride)
-            if size == 1:
-                raise ValueError(
-                    f"mesh axis {axis}:{sizes[axis]} cannot lie on {chip.name}:{by(topology)}: {left[axis]} parts of "
-                    f"it are left for {wire.size // stride} of the {wire.size} along {wire.name or 'an axis'}"
-                )
-            name = "xyz"[int(wire.name)] if wire.name.isdecimal() else wire.name
-            found[axis].append(
-                Axis(
-                    size,
-                    wire.link_bytes_per_s / chip.devices / stride,
-                    wire.hop_s * stride,
-                    wrap=wire.wrap and size * stride == wire.size,
-                    name=name if size == wire.size else f"{size} of {name}",
-                )
-            )
-            left[axis] //= size
-            stride *= size
-    return found

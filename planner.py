@@ -49,13 +49,13 @@ from dataclasses import dataclass
 
 import anatomy
 import command
-import config as config_lib
+import flags as flags_lib
 import rules
 import transformer
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
-from interconnect import squarest
-from placement import BATCH_AXES, MESH_AXES, links_of
+from interconnect import links_of, squarest
+from placement import BATCH_AXES, MESH_AXES
 from step import GiB, Prediction, as_json, describe, plot, predict, short_of
 from workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
@@ -393,8 +393,8 @@ def reasons(found: Plan) -> list[str]:
 
 
 def print_plan(args: argparse.Namespace) -> None:
-    config = config_lib.from_args(args)
-    topology, num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args)
+    topology, num_slices = flags_lib.slice_of(args)
     if args.chips is not None:
         if args.chips < 1:
             raise ValueError(f"--chips={args.chips} must be 1 or more")
@@ -466,7 +466,7 @@ def flags_of(found: Prediction) -> list[str]:
     """The flags that give this very prediction by `roofline.py step`."""
     of = found.of
     config = dataclasses.replace(of.config, mesh=",".join(f"{axis}:{n}" for axis, n in of.sizes.items() if n > 1))
-    preset = dataclasses.asdict(config_lib.from_preset(config.preset))
+    preset = dataclasses.asdict(flags_lib.from_preset(config.preset))
     flags = [f"--topology={of.chip.name}:{by(of.topology)}", f"--preset={config.preset}"]
     flags += [f"--num_slices={of.num_slices}"] if of.num_slices > 1 else []
     for name, value in dataclasses.asdict(config).items():
@@ -486,5 +486,5 @@ def add_plan_command(commands) -> None:
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
+    flags_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_plan, parser=parser)

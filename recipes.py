@@ -22,7 +22,7 @@ import json
 
 import command
 import compiled
-import config as config_lib
+import flags as flags_lib
 import planner
 import recompute
 from hardware import parse_topology
@@ -34,7 +34,7 @@ from workload import PUBLISHED, TODAY, Efficiency, run_of
 def predicted(name: str, efficiency: Efficiency = TODAY) -> Prediction:
     recipe = RECIPES[name]
     run = run_of(
-        config_lib.from_recipe(name),
+        flags_lib.from_recipe(name),
         *parse_topology(recipe.topology),
         num_slices=recipe.num_slices,
         efficiency=efficiency,
@@ -156,7 +156,7 @@ def what_if(name: str) -> dict:
     In each case with the recipe's --remat or one that is faster and fits: else more memory would be of no use.
     """
     recipe = RECIPES[name]
-    config = config_lib.from_recipe(name)
+    config = flags_lib.from_recipe(name)
     chip, _ = parse_topology(recipe.topology)
 
     def fastest(*figures: str) -> Prediction:
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.better + args.what_if + bool(args.plot) > 1:
         raise ValueError("one of --better, --what_if and --plot: the picture is of the recipes themselves")
     for name in names:
-        config_lib.recipe_of(name)
+        flags_lib.recipe_of(name)
     if args.json:
         found = better if args.better else what_if if args.what_if else row
         print(json.dumps(list(map(found, names))))

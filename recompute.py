@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 import command
-import config as config_lib
+import flags as flags_lib
 import placement
 import rules
 import transformer
@@ -142,15 +142,15 @@ def add_remat_command(commands) -> None:
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the parts of each step; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:2x2x1")
+    flags_lib.add_run_flags(parser, "tpu7x:2x2x1")
     parser.set_defaults(run=print_policies, parser=parser)
 
 
 def print_policies(args: argparse.Namespace) -> None:
     """All policies; the one of --remat, or with --remat=auto the best."""
     asked = getattr(args, "remat", "")
-    config = config_lib.from_args(args)
-    topology, num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args)
+    topology, num_slices = flags_lib.slice_of(args)
     found = predictions(config, *parse_topology(topology), num_slices=num_slices)
     chosen = best(found) if asked == "auto" or any(map(fits, found.values())) else ""
     shown = {"": found, "auto": {chosen: found.get(chosen)}}.get(asked) or {asked: found[asked]}

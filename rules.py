@@ -168,11 +168,6 @@ def offloaded_by_a_stage(config: Config, sizes: dict[str, int]) -> frozenset[str
 # -- a sequence over devices
 
 
-def in_zigzag(config: Config) -> bool:
-    """Whether a sequence over `context` stands in zigzag order. A window needs the order that it has."""
-    return config.context_balance and not config.window
-
-
 def ring_size(config: Config, sizes: dict[str, int]) -> int:
     """Parts that a sequence is in when a device attends without a window, of those of the mesh axis `context`."""
     return 1 if config.context_impl == "all_to_all" else sizes["context"] // config.context_heads
@@ -183,7 +178,7 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
     if c % config.context_heads:
         raise ValueError(f"context_heads={config.context_heads} must divide the mesh axis context:{c}")
     ring = ring_size(config, sizes)
-    zigzag = ring > 1 and in_zigzag(config) and math.lcm(c, 2 * ring) > c
+    zigzag = ring > 1 and anatomy.in_zigzag(config) and math.lcm(c, 2 * ring) > c
     check_multiple("seq_len", config.seq_len, {"context": c} | ({"2 (context_balance)": 2} if zigzag else {}))
     if only_windows:
         return

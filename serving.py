@@ -64,7 +64,7 @@ from dataclasses import dataclass
 
 import anatomy
 import command
-import config as config_lib
+import flags as flags_lib
 import transformer
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
@@ -331,7 +331,7 @@ def frontier(steps: Sequence[Step]) -> list[Step]:
 
 
 def print_serve(args: argparse.Namespace) -> None:
-    config = config_lib.from_args(args)
+    config = flags_lib.from_args(args)
     stored = dict(weight_dtype=args.weight_dtype or args.dtype_, cache_dtype=args.cache_dtype or args.dtype_)
     load, prompt = load_of(config, args.context, **stored), args.context - args.new_tokens
     if args.batch_ is not None and args.batch_ < 1:
@@ -454,8 +454,8 @@ def add_serve_command(commands) -> None:
         conflict_handler="resolve",  # --dtype is not Config's: what is stored, not what a training step computes in
     )
     parser.set_defaults(run=print_serve, parser=parser)
-    config_lib.add_flags(parser, MODEL_GROUPS)
-    presets = ", ".join(config_lib.PRESETS)
+    flags_lib.add_flags(parser, MODEL_GROUPS)
+    presets = ", ".join(flags_lib.PRESETS)
     parser.add_argument("--preset", default=argparse.SUPPRESS, help=f"model to start from ['tiny']: {presets}")
     group = parser.add_argument_group("serving")
     group.add_argument("--topology", default="tpu7x:2x2x1", help="slices, as in v5e:4x4,v5e:4x8 [%(default)s]")

@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hardware import CHIPS, Chip
 from placement import BATCH_AXES, MESH_AXES, check_slices, core_axis_of, fill_mesh
 
 LOSS_AXES = MESH_AXES[:-1]  # every device holds a share of the loss, those of `tensor` the same one
@@ -71,17 +70,6 @@ def describe_mesh(mesh: Mesh, core_axis: str = "") -> str:
 def platform() -> str:
     """Of the devices that per-device code is traced for, "tpu" or "cpu": they need not be there, see aot.py."""
     return jax.sharding.get_abstract_mesh().abstract_device.platform
-
-
-def slice_of(devices: np.ndarray) -> tuple[Chip, tuple[int, ...], int] | None:
-    """The chip, how many stand along each axis of a slice, and the slices; None for a chip that hardware.py lacks."""
-    devices = list(devices.flat)
-    chip = next((chip for chip in CHIPS.values() if devices[0].device_kind in chip.device_kinds), None)
-    if chip is None:
-        return None
-    places = np.array([device.coords for device in devices])[:, : chip.torus_axes]
-    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    return chip, tuple((np.ptp(places, axis=0) + 1).tolist()), num_slices
 
 
 def place(kind: type, make_rows, num_rows: int, order: np.ndarray, mesh: Mesh):

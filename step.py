@@ -53,7 +53,7 @@ import math
 from dataclasses import dataclass, replace
 
 import anatomy
-import config as config_lib
+import flags as flags_lib
 import rules
 import transformer
 from bounds import bubble
@@ -804,8 +804,8 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
 
 
 def print_step(args: argparse.Namespace) -> None:
-    config = config_lib.from_args(args)
-    topology, num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args)
+    topology, num_slices = flags_lib.slice_of(args)
     found = predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
     if args.plot:
         plot({config.preset: found}, args.plot)
@@ -826,5 +826,5 @@ def add_step_command(commands) -> None:
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
     )
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
+    flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_step, parser=parser)

@@ -4,9 +4,9 @@
     python train.py --mesh=data:2,fsdp:2,tensor:2 --steps=50     another mesh
     python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
 
-Top to bottom: the state, the step, and the run that repeats it. The parts stand in files of their own: config.py
-(every flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and
-sharding.py (who holds what, and when it moves), processes.py, checkpoint.py and log.py.
+Top to bottom: the state, the step, and the run that repeats it. The parts have files of their own: config.py (every
+flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and sharding.py
+(who holds what, and when it moves), evaluation.py, sampling.py, processes.py, checkpoint.py and log.py.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from functools import partial
 
 import command
 import compiler_flags
-import config as config_lib
+import flags as flags_lib
 from config import Config
 
 if __name__ == "__main__":  # before jax is imported: a wrong flag and --help answer at once
     BEGUN = time.perf_counter()
     command.end_at_once_when_interrupted()
-    CONFIG = command.run(config_lib.parse_flags, __file__)
+    CONFIG = command.run(flags_lib.parse_flags, __file__)
     command.run(lambda: compiler_flags.set_init_args(compiler_flags.of(CONFIG)))
 
 import jax
@@ -42,6 +42,7 @@ import checkpoint
 import data
 import evaluation
 import fsdp
+import hardware
 import machine
 import mixture
 import model
@@ -413,7 +414,7 @@ def resolve_remat(config: Config, mesh: Mesh) -> Config:
     """`config` with a policy in place of remat=auto. Raises ValueError where none fits, or for an unknown chip."""
     if config.remat != "auto":
         return config
-    found = sharding.slice_of(mesh.devices)
+    found = hardware.slice_of(mesh.devices.flat)
     if found is None:
         raise ValueError(
             f"remat=auto chooses by the memory of a chip, and hardware.py has no {mesh.devices.flat[0].device_kind!r}: "
@@ -430,7 +431,7 @@ def _with_sizes(config: Config, mesh: Mesh) -> Config:
 
 def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
     """What roofline.py predicts of the step on these devices; None for chips, or a mesh, that it cannot tell of."""
-    found = sharding.slice_of(mesh.devices)
+    found = hardware.slice_of(mesh.devices.flat)
     if found is None:
         return None
     chip, topology, num_slices = found

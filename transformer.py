@@ -65,6 +65,7 @@ from functools import cache
 
 import anatomy
 import config as config_lib
+import flags as flags_lib
 from anatomy import (
     BYTES,
     FLOAT32_ACTIVATIONS,
@@ -444,13 +445,13 @@ def add_model_command(commands) -> None:
         "model", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
     )
     parser.set_defaults(run=print_model, parser=parser)
-    config_lib.add_flags(parser)
+    flags_lib.add_flags(parser)
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in FLOPs and bytes")
 
 
 def print_model(args: argparse.Namespace) -> None:
-    config = config_lib.from_args(args)
+    config = flags_lib.from_args(args)
     if args.json:
         return print(json.dumps(summary(config)))
     print_summary(config)

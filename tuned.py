@@ -22,8 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import outputs
-
 VERSION = 1
 CHECKED_IN = Path(__file__).with_name("tuned_tpu7x.json")
 OWN = Path(os.environ.get("IRONWOOD_TUNED", "~/.cache/ironwood/tuned_tpu7x.json")).expanduser()
@@ -110,6 +108,8 @@ def _read(file: Path, changed: int) -> dict[str, dict]:
 
 def keep(key: str, entry: dict, file: Path = OWN) -> None:
     """Adds an entry to a file, whole or not at all. Raises OSError: it cannot be written."""
+    import outputs  # here: the kernels only read
+
     entries = dict(sorted((read(file) | {key: entry}).items()))
     file.parent.mkdir(parents=True, exist_ok=True)
     with outputs.replacing(file) as unfinished:

@@ -38,10 +38,10 @@ import transformer
 from bounds import in_flight, matmul_dtype
 from config import Config
 from hardware import Axis, Chip
-from interconnect import collective_s
+from interconnect import collective_s, links_of
 from matmul import DTYPE_BYTES
-from placement import BATCH_AXES, fill_mesh, links_of, parse_mesh
-from rules import in_zigzag, ring_size, settled
+from placement import BATCH_AXES, fill_mesh, parse_mesh
+from rules import ring_size, settled
 
 # -- what programs reach
 
@@ -468,7 +468,7 @@ def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
     config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
     # The last part of a sequence in its own order has more to do than the mean.
-    keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not in_zigzag(config))
+    keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not anatomy.in_zigzag(config))
     scores = b * keys * config.num_heads / tensor
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
     of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import command
 import compiled
-from config import from_preset
+from flags import from_preset
 from hardware import parse_topology
 from step import GiB, Prediction, predict
 from workload import run_of

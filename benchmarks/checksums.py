@@ -25,7 +25,7 @@ import command
 import parameters
 import placement
 import sharding
-from config import from_preset
+from flags import from_preset
 
 
 def seconds(function) -> float:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import command
 import groups
 import transformer
-from config import from_preset
+from flags import from_preset
 from hardware import parse_topology
 from step import predict
 from workload import run_of

@@ -732,7 +732,7 @@ DRILLS = [
     (ascii_output, [()]),
     (
         cut_off,
-        [("data.py", "show", "CORPUS"), ("roofline.py", "model", "--preset=deepseek-v3"), ("config.py",)],
+        [("data.py", "show", "CORPUS"), ("roofline.py", "model", "--preset=deepseek-v3"), ("flags.py",)],
     ),
     (metrics_of_three, [()]),
     (metrics_spoilt, [("half a line",), ("binary",), ("nested",)]),

@@ -23,6 +23,7 @@ compiler_flags.without_tpu()
 
 import aot
 import config as config_lib
+import flags as flags_lib
 import hlo
 import schedule
 from hardware import by, parse_topology, si
@@ -139,10 +140,10 @@ def describe(config: config_lib.Config, topology: str, found: dict[str, dict]) -
 def main() -> None:
     parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
     parser.add_argument("--json", action="store_true", help="a JSON object")
-    config_lib.add_run_flags(parser, "tpu7x:4x4x4")
+    flags_lib.add_run_flags(parser, "tpu7x:4x4x4")
     args = command.arguments(parser)
-    config = config_lib.from_args(args, **DEFAULTS)
-    topology, num_slices = config_lib.slice_of(args)
+    config = flags_lib.from_args(args, **DEFAULTS)
+    topology, num_slices = flags_lib.slice_of(args)
     modes = {"none": "none", config.fp8: config.fp8}
     found = {name: measure(config_lib.changed(config, fp8=fp8), topology, num_slices) for name, fp8 in modes.items()}
     print(json.dumps(found) if args.json else describe(config, topology, found))

@@ -28,8 +28,8 @@ import compiler_flags
 
 compiler_flags.without_tpu()
 
-import config as config_lib
 import data
+import flags as flags_lib
 import outputs
 import train
 
@@ -61,8 +61,8 @@ def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: da
         flags = options | RECIPES[recipe]
         if recipe == "static":
             flags |= dict(fp8_scales=str(scales))
-            train.run(config_lib.from_preset("tiny", **flags | dict(fp8="calibrate", steps=20)))
-        found = train.run(config_lib.from_preset("tiny", **flags, steps=steps, metrics_file=str(metrics)))
+            train.run(flags_lib.from_preset("tiny", **flags | dict(fp8="calibrate", steps=20)))
+        found = train.run(flags_lib.from_preset("tiny", **flags, steps=steps, metrics_file=str(metrics)))
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [round(line["loss"], 4) for line in lines if "loss" in line]
     learnt = f"{corpus.name}, {corpus.train.size:,} tokens"

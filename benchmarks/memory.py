@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 import command
 import compiled
-from config import REMAT_POLICIES, from_preset
+from config import REMAT_POLICIES
+from flags import from_preset
 from hardware import parse_topology
 from step import GiB, Prediction, predict
 from workload import run_of

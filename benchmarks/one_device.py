@@ -21,8 +21,8 @@ import optax
 import reference
 
 import command
-import config as config_lib
 import data
+import flags as flags_lib
 import placement
 import processes
 import rules
@@ -31,7 +31,7 @@ import train
 
 
 def main() -> None:
-    config = config_lib.parse_flags(__file__)
+    config = flags_lib.parse_flags(__file__)
     processes.start(config)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     config = rules.settled(config, dict(mesh.shape))

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import command
 import config as config_lib
+import flags as flags_lib
 import placement
 import rules
 import train
@@ -129,9 +130,9 @@ EXAMPLES = {
 def check(flags: str) -> None:
     """All that a run of these flags asks before it compiles. Raises ValueError."""
     parser = ArgumentParser(allow_abbrev=False, usage="[--flag=value ...]")
-    config_lib.add_flags(parser)
+    flags_lib.add_flags(parser)
     args = command.arguments(parser, shlex.split(flags))
-    config = config_lib.from_args(args)
+    config = flags_lib.from_args(args)
     sizes = placement.fill_mesh(placement.parse_mesh(config.mesh), DEVICES)
     placement.core_axis_of(sizes, config.core_axis)
     rules.check(config, sizes)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import command
 import compiled
-from config import from_preset
+from flags import from_preset
 from hardware import by, parse_topology
 from planner import flags_of, plan
 from presets import PRESETS

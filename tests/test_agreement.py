@@ -63,9 +63,9 @@ def test_another_flag_is_named_by_both(flag, value, first, values, tmp_path):
 
 OWN_FOLDER = """
 import dataclasses, os, sys
-import config, data, train
+import data, flags, train
 
-run = config.parse_flags(config.__file__, sys.argv[1:])
+run = flags.parse_flags(flags.__file__, sys.argv[1:])
 os.chdir(f"{folder}/{{run.process_id}}")
 try:
     train.run(dataclasses.replace(run, {flag}="{path}"))

@@ -27,7 +27,8 @@ import placement
 import schedule
 import sharding
 import transformer
-from config import Config, from_preset
+from config import Config
+from flags import from_preset
 from hardware import parse_topology
 from workload import run_of
 
@@ -298,8 +299,8 @@ def test_a_refusal_ends_with_status_3_the_buffers_and_the_way_out(capsys, monkey
 
 def proposed(flags: list[str], changes: list[str]) -> Config:
     parser = argparse.ArgumentParser()
-    aot.config_lib.add_flags(parser)
-    return aot.config_lib.from_args(parser.parse_args([*flags, *changes]))
+    aot.flags_lib.add_flags(parser)
+    return aot.flags_lib.from_args(parser.parse_args([*flags, *changes]))
 
 
 def test_what_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):

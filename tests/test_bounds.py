@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 import bounds
+import interconnect
 from bounds import Work, along, dcn, die_to_die, ici
-from config import from_preset
+from flags import from_preset
 from hardware import CHIPS, Axis
 from interconnect import collective_s, permute
 from placement import parse_mesh
@@ -682,7 +683,7 @@ def test_a_mesh_again_by_device(mesh, topology, flags):
     """Seconds of a device's FLOPs over those of its messages, on each kind of link."""
     config = from_preset("llama3.1-70b", mesh=mesh, batch=128, **flags)
     sizes = parse_mesh(mesh)
-    links = bounds.links_of(sizes, tpu7x, topology, core_axis=config.core_axis)
+    links = interconnect.links_of(sizes, tpu7x, topology, core_axis=config.core_axis)
     looked_at = 0
     for bound in bounds.bounds_of(config, tpu7x, topology):
         pieces = [piece for piece in links.get(bound.name, ()) if piece.name in bound.wires.split(", ")]
@@ -729,7 +730,7 @@ def test_experts_along_the_longest_ring():
 def test_both_on_a_mesh():
     """N counts the chips; those of the dies are one."""
     found = found_on("data:2,fsdp:8,tensor:8", batch=128)["fsdp and tensor", "y, 2 of z; x"]
-    wires = along(tpu7x, bounds.links_of(parse_mesh("data:2,fsdp:8,tensor:8"), tpu7x, (4, 4, 4))["fsdp"])
+    wires = along(tpu7x, interconnect.links_of(parse_mesh("data:2,fsdp:8,tensor:8"), tpu7x, (4, 4, 4))["fsdp"])
     assert found.degree == 64 and found.value == 128 * 8192 / 64
     assert found.critical == about(wires.alpha * 11_535 / 28_672)
     assert not any(name == "fsdp and tensor" for name, _ in found_on("fsdp:64,tensor:2", batch=128))

@@ -12,6 +12,7 @@ import aot
 import command
 import compiled
 import config as config_lib
+import flags as flags_lib
 import sharding
 import train
 import tuned
@@ -29,18 +30,18 @@ def predicted(config, topology="tpu7x:4x4x4", **options):
 
 
 def test_key_is_what_makes_the_program():
-    recipe = predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16", steps=7, sample=0, seed=3, compilation_cache=""))
+    recipe = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16", steps=7, sample=0, seed=3, compilation_cache=""))
     key = compiled.key_of(recipe)
     assert key.startswith("--topology=tpu7x:4x4x4 --preset=llama3.1-70b ")
     assert "recipe" not in key and "steps" not in key and "mu_dtype=bfloat16" in key
     assert compiled.key_of(compiled.prediction_of(key)) == key
     assert compiled.prediction_of(key).step_s == recipe.step_s
     of = lambda mesh, **flags: compiled.key_of(
-        predicted(config_lib.from_preset("llama3.1-8b", mesh=mesh, batch=128, remat="full", **flags))
+        predicted(flags_lib.from_preset("llama3.1-8b", mesh=mesh, batch=128, remat="full", **flags))
     )
     assert of("fsdp:*") == of("fsdp:128") != of("fsdp:64,context:2")
     assert of("fsdp:128", prefetch=False) == of("fsdp:128") + " --no-prefetch"
-    slices = predicted(config_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
+    slices = predicted(flags_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
     assert "--num_slices=2" in compiled.key_of(slices)
     assert compiled.prediction_of(compiled.key_of(slices)).of.num_slices == 2
 
@@ -160,7 +161,7 @@ def test_every_field_is_of_the_program_or_of_the_run():
 
 def key(**flags) -> str:
     mesh = dict(mesh="fsdp:8") if "mesh" not in flags else {}
-    config = config_lib.from_preset(**dict(preset="tiny", batch=48, **mesh) | flags)
+    config = flags_lib.from_preset(**dict(preset="tiny", batch=48, **mesh) | flags)
     return compiled.key_of(predicted(config, "tpu7x:1x2x3" if "pipe:3" in config.mesh else "tpu7x:2x2x1"))
 
 
@@ -207,7 +208,7 @@ NEEDLESS = {"adamw": (), "adafactor": ("beta1", "beta2"), "sgd": ("beta2", "weig
 
 
 def test_what_is_kept_is_found(tmp_path):
-    file, of = tmp_path / "compiled.json", predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16"))
+    file, of = tmp_path / "compiled.json", predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
     assert compiled.find(of, file) is None
     compiled.keep(of, FOUND | dict(largest_buffers=[1, 2]), file)
     its = compiled.find(of, file)
@@ -224,7 +225,7 @@ def test_what_is_kept_is_found(tmp_path):
 
 def test_keys_are_read_as_a_shell_reads_them():
     of = predicted(
-        config_lib.from_preset(
+        flags_lib.from_preset(
             "llama3.1-8b",
             mesh="fsdp:64,tensor:2",
             core_axis="fsdp",
@@ -244,7 +245,7 @@ def test_keys_are_read_as_a_shell_reads_them():
 
 def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
-    of = predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16"))
+    of = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
     assert compiled.read() == {} and compiled.find(of) is None
     compiled.FILE.write_text(text := "<<<<<<< HEAD")
     with pytest.raises(ValueError, match=r"compiled.json cannot be read as version 1: restore it"):
@@ -260,7 +261,7 @@ def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, caps
 
 def test_what_is_not_kept_is_asked_of_aot(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
-    of, asked = predicted(config_lib.from_recipe("llama3.1-70b-8k-bf16")), []
+    of, asked = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16")), []
 
     def run(command, env, **_):
         asked.append((command, env["IRONWOOD_TUNED"]))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import command
 import compiler_flags
 from compiler_flags import TABLE, UNEXPLAINED, WORKLOADS, compiler_options, init_args, parse, recommended, unknown
-from config import PRESETS, from_preset
+from flags import PRESETS, from_preset
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"

@@ -11,8 +11,10 @@ import pytest
 
 import command
 import config as config_lib
+import flags as flags_lib
 import transformer
-from config import PRESETS, Config, from_preset, parse_flags
+from config import Config
+from flags import PRESETS, from_preset, parse_flags
 
 ROOT = Path(config_lib.__file__).parent
 FIELDS = dataclasses.fields(Config)
@@ -42,9 +44,9 @@ def flags_of(config: Config) -> list[str]:
 
 
 def test_every_field_is_documented_and_in_the_help(capsys):
-    documented = {name: text for group in config_lib._documentation().values() for name, text in group.items()}
+    documented = {name: text for group in flags_lib._documentation().values() for name, text in group.items()}
     assert list(documented) == [field.name for field in FIELDS]
-    assert all(config_lib._documentation()) and all(documented.values())
+    assert all(flags_lib._documentation()) and all(documented.values())
     with pytest.raises(SystemExit) as ended:
         parse("--help")
     assert ended.value.code == 0
@@ -54,10 +56,10 @@ def test_every_field_is_documented_and_in_the_help(capsys):
         assert re.search(rf"^  --{field.name}[ ,\n]", shown, re.MULTILINE), field.name
         assert "".join(f"{documented[field.name]} [{field.default!r}]".split()) in unwrapped
     assert all(name in shown for name in (*PRESETS, *config_lib.REMAT_POLICIES, *config_lib.ACTIVATIONS))
-    assert config_lib.ABOUT_FLAGS in shown
+    assert flags_lib.ABOUT_FLAGS in shown
 
 
-@pytest.mark.parametrize("program", ["config.py", "train.py"])
+@pytest.mark.parametrize("program", ["flags.py", "train.py"])
 def test_help_answers_at_once(program):
     """Under 2 s, and without jax: what takes the time is its import."""
     seconds = []
@@ -73,7 +75,7 @@ def test_help_answers_at_once(program):
 
 
 def test_config_prints_what_the_flags_make():
-    command = [sys.executable, ROOT / "config.py", "--preset=llama3.1-8b", "--batch=6", "--no-prefetch"]
+    command = [sys.executable, ROOT / "flags.py", "--preset=llama3.1-8b", "--batch=6", "--no-prefetch"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     printed = dict(re.fullmatch(r"(\w+) += (.+)", line).groups() for line in lines)
     config = from_preset("llama3.1-8b", batch=6, prefetch=False)

@@ -19,8 +19,8 @@ import pytest
 import cost
 import roofline
 import transformer
-from config import PRESETS, from_preset
 from cost import best_interval_s, chips_needed, goodput, training_run
+from flags import PRESETS, from_preset
 from hardware import CHIPS, si
 
 V5P = dataclasses.replace(CHIPS["v5p"], hbm_bytes=96e9)  # the book's 96 GB

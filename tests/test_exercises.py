@@ -18,9 +18,10 @@ import interconnect
 import masks
 import pipeline
 import transformer
-from config import from_preset
+from flags import from_preset
 from hardware import CHIPS, parse_topology
-from placement import fill_mesh, links_of, parse_mesh
+from interconnect import links_of
+from placement import fill_mesh, parse_mesh
 
 GB, GIB = 1e9, 2**30
 PAGE = (Path(__file__).parents[1] / "EXERCISES.md").read_text()

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import bundles
-import config
+import flags as flags_lib
 import flash
 from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
 from hlo import parse
@@ -437,10 +437,10 @@ def test_long_sequences_stream():
 
 
 def heads_of_presets():
-    """{(key dim, value dim)} of the models in config.py."""
+    """{(key dim, value dim)} of the models in presets.py."""
     found = set()
-    for name in config.PRESETS:
-        c = config.Config(**config.PRESETS[name])
+    for name in flags_lib.PRESETS:
+        c = flags_lib.from_preset(name)
         dims = c.head_dim + c.rope_head_dim, c.value_head_dim or c.head_dim
         found.add(dims)
     return found

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bundles
-import config
+import flags as flags_lib
 import flash_backward
 from flash_backward import Blocks, backward, default_blocks, executions, vmem_bytes
 from masks import UNSEEN, visible
@@ -263,8 +263,8 @@ def test_errors():
 def attention_shapes():
     """{(T, N, K, H, V, window)} of the presets."""
     shapes = {}
-    for name in config.PRESETS:
-        c = config.from_preset(name)
+    for name in flags_lib.PRESETS:
+        c = flags_lib.from_preset(name)
         H, V = (c.head_dim + c.rope_head_dim, c.value_head_dim) if c.kv_lora_rank else (c.head_dim, c.head_dim)
         if H >= 64:
             shapes[c.seq_len, H, V, c.window] = name, c.num_heads // c.num_kv_heads

@@ -26,7 +26,8 @@ import sharding
 import train
 from benchmarks import fp8 as benchmark
 from benchmarks import fp8_quality
-from config import Config, from_preset
+from config import Config
+from flags import from_preset
 from fp8 import E4M3, E5M2, Recipe
 
 FORMATS = {"e4m3": (E4M3, 448.0, 2**-4, 2**-10), "e5m2": (E5M2, 57344.0, 2**-3, 2**-17)}  # largest, relative, absolute

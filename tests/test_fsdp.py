@@ -25,7 +25,8 @@ import placement
 import sharding
 import train
 import transformer
-from config import Config, from_preset
+from config import Config
+from flags import from_preset
 
 
 def equations(jaxpr):

@@ -18,9 +18,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import bundles
 import gmm as module
 import groups
-from config import PRESETS, from_preset
+from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles
+from hardware import CHIPS
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = Tiles(rows=64, cols=128, step=32)
@@ -589,3 +590,9 @@ def test_compiles_on_a_mesh_with_gradients():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()
     assert program.count('custom_call_target="tpu_custom_call"') == 3  # forward, dlhs, drhs
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("bf16", 2), ("fp8", 1)])
+def test_flops_a_byte_are_those_of_the_chip(dtype, itemsize):
+    chip = CHIPS["tpu7x"]
+    assert itemsize / 2 * chip.flops_per_s(dtype) / chip.hbm_bytes_per_s == pytest.approx(module.FLOPS_A_BYTE, rel=1e-4)

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 import log as log_lib
 import placement
 import sharding
-from config import from_preset
+from flags import from_preset
 from log import Log
 
 MESH = sharding.make_mesh(placement.parse_mesh("fsdp:*"))

@@ -12,7 +12,8 @@ import placement
 import processes
 import sharding
 import train
-from config import Config, from_preset
+from config import Config
+from flags import from_preset
 
 SIZES = dict(num_layers=4, model_dim=64, ff_dim=128, num_heads=8, num_kv_heads=4, head_dim=8, seq_len=64, batch=16)
 

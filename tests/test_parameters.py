@@ -9,7 +9,8 @@ import parameters
 import placement
 import rules
 import transformer
-from config import PRESETS, Config, from_preset
+from config import Config
+from flags import PRESETS, from_preset
 
 # Numbers of parameters of the released checkpoints.
 PUBLISHED = {

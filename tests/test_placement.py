@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
+import interconnect
 import placement
 import sharding
 from hardware import CHIPS
@@ -154,7 +155,7 @@ def test_core_axis_errors(text, asked, message):
 
 def links(text: str, topology, chip="tpu7x", **options) -> dict[str, list[tuple]]:
     """{mesh axis: [(name, size, GB/s, hop in us, wraps)]} of those with any links."""
-    found = placement.links_of(sizes_of(text), CHIPS[chip], topology, **options)
+    found = interconnect.links_of(sizes_of(text), CHIPS[chip], topology, **options)
     short = lambda axis: (axis.name, axis.size, axis.link_bytes_per_s / 1e9, axis.hop_s * 1e6, axis.wrap)
     return {mesh_axis: [short(axis) for axis in axes] for mesh_axis, axes in found.items() if axes}
 
@@ -265,7 +266,7 @@ def test_links_are_those_between_the_devices_of_the_mesh(text, topology, core_ax
     chips = tuple(map(int, topology.split("x")))
     sizes = sizes_of(text)
     devices = sharding.make_mesh(sizes, devices_of(topology), core_axis).devices
-    found = placement.links_of(sizes, TPU7X, chips, core_axis=core_axis)
+    found = interconnect.links_of(sizes, TPU7X, chips, core_axis=core_axis)
     place = lambda device: np.array([device.core_on_chip, *device.coords])
     dims = {"die to die": 0, "x": 1, "y": 2, "z": 3}
     for number, axis in enumerate(MESH_AXES):

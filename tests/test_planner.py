@@ -14,7 +14,8 @@ import roofline
 import rules
 import transformer
 import workload
-from config import REMAT_POLICIES, from_preset, parse_flags
+from config import REMAT_POLICIES
+from flags import from_preset, parse_flags
 from hardware import CHIPS, parse_topology
 from planner import family, plan
 from published import RECIPES

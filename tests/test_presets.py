@@ -2,8 +2,9 @@
 
 import pytest
 
-import config as config_lib
-from config import PRESETS, Config, from_preset
+import flags as flags_lib
+from config import Config
+from flags import PRESETS, from_preset
 
 # Keys of config.json, and the field that each is.
 FIELDS = {
@@ -89,7 +90,7 @@ OF_THE_CODE = {
 def test_every_number_of_a_model_is_the_published_one(preset):
     """What is in no table here is off, as in the default: no field of the model is left out."""
     published = {FIELDS[key]: value for key, value in CONFIG_JSON[preset].items()} | OF_THE_CODE.get(preset, {})
-    groups = config_lib._documentation()
+    groups = flags_lib._documentation()
     of_the_model = [*groups["model"], *groups["mixture of experts"], *groups["multi-head latent attention"]]
     config = from_preset(preset)
     for name in of_the_model:

@@ -67,7 +67,7 @@ def wait_for_signal(process: subprocess.Popen, other: subprocess.Popen) -> None:
 
 RECORD_ROWS = """
 import json, pathlib, sys
-import config, data, train
+import data, flags, train
 
 rows_read = []
 
@@ -78,7 +78,7 @@ def record(function):
     return recorded
 
 data.train_batch, data.eval_batch = record(data.train_batch), record(data.eval_batch)
-run = config.parse_flags(config.__file__, sys.argv[1:])
+run = flags.parse_flags(flags.__file__, sys.argv[1:])
 train.run(run)
 pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_text(json.dumps(sorted(set(rows_read))))
 """
@@ -208,7 +208,7 @@ def damaged(*args, read=data.train_batch, **options):
     return read(*args, **options)
 
 data.train_batch = damaged
-train.CONFIG, train.BEGUN = config.parse_flags(config.__file__, sys.argv[1:]), None
+train.CONFIG, train.BEGUN = flags.parse_flags(flags.__file__, sys.argv[1:]), None
 command.run(train.main)
 """
 

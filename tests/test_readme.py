@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import config as config_lib
+import flags as flags_lib
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "RESULTS.md"))
@@ -29,7 +30,7 @@ def test_the_two_commands_of_a_newcomer_are_there():
 
 @pytest.mark.parametrize("command", TRAIN, ids=" ".join)
 def test_flags_exist_and_go_together(command):
-    config_lib.parse_flags("train.py", command[2:])
+    flags_lib.parse_flags("train.py", command[2:])
 
 
 def test_flags_on_the_page_about_clouds_exist():

@@ -16,13 +16,15 @@ import aot
 import command
 import compiler_flags
 import config as config_lib
+import flags as flags_lib
 import planner
 import recipes
 import remat
 import roofline
 import rules
 import tuned
-from config import Config, from_preset, from_recipe
+from config import Config
+from flags import from_preset, from_recipe
 from hardware import by, parse_topology
 from published import RECIPES
 from step import GiB, predict
@@ -35,7 +37,7 @@ BF16, FP8 = "llama3.1-70b-8k-bf16", "llama3.1-70b-8k-fp8"
 
 
 def parsed(*argv: str) -> Config:
-    return config_lib.parse_flags(config_lib.__file__, argv)
+    return flags_lib.parse_flags(config_lib.__file__, argv)
 
 
 def block(name: str) -> str:
@@ -174,10 +176,10 @@ def test_slices_of_a_recipe_are_taken(monkeypatch):
     args = lambda **given: config_lib.argparse.Namespace(
         **dict(recipe=BF16, topology=None, num_slices=None, default_topology="tpu7x:2x2x1") | given
     )
-    assert config_lib.slice_of(args()) == ("tpu7x:4x4x4", 2)
-    assert config_lib.slice_of(args(num_slices=1)) == ("tpu7x:4x4x4", 1)
-    assert config_lib.slice_of(args(topology="v6e:4x4")) == ("v6e:4x4", 2)
-    assert config_lib.slice_of(args(recipe="")) == ("tpu7x:2x2x1", 1)
+    assert flags_lib.slice_of(args()) == ("tpu7x:4x4x4", 2)
+    assert flags_lib.slice_of(args(num_slices=1)) == ("tpu7x:4x4x4", 1)
+    assert flags_lib.slice_of(args(topology="v6e:4x4")) == ("v6e:4x4", 2)
+    assert flags_lib.slice_of(args(recipe="")) == ("tpu7x:2x2x1", 1)
 
 
 @pytest.mark.slow

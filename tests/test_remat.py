@@ -31,7 +31,8 @@ import step
 import transformer
 import tuned
 import workload
-from config import REMAT_POLICIES, Config, from_preset
+from config import REMAT_POLICIES, Config
+from flags import from_preset
 from workload import run_of
 
 ROOT = Path(remat.__file__).parent

@@ -18,7 +18,8 @@ import parameters
 import planner
 import rules
 import sharding
-from config import NEEDS, PRESETS, Config, from_preset
+from config import NEEDS, Config
+from flags import PRESETS, from_preset
 from hardware import CHIPS
 from placement import MESH_AXES, fill_mesh, parse_mesh
 from step import predict

@@ -18,7 +18,8 @@ import pytest
 
 import serving
 import transformer
-from config import PRESETS, Config, from_preset
+from config import Config
+from flags import PRESETS, from_preset
 from hardware import CHIPS, Axis, Chip
 from interconnect import collective_s
 from serving import Load, Step, critical_batch, decode, load_of, max_batch

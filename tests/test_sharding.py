@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import hardware
 import placement
 import roofline
 import sharding
@@ -244,5 +245,5 @@ def test_slice_of(topology, num_slices):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", **options).devices
     mesh = sharding.make_mesh(placement.parse_mesh("data:*,tensor:2"), shuffled(devices))
     chips = tuple(map(int, topology.split("x")))
-    assert sharding.slice_of(mesh.devices) == (CHIPS["tpu7x"], chips, num_slices)
-    assert sharding.slice_of(np.array(jax.devices())) is None
+    assert hardware.slice_of(mesh.devices.flat) == (CHIPS["tpu7x"], chips, num_slices)
+    assert hardware.slice_of(jax.devices()) is None

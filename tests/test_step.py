@@ -14,7 +14,8 @@ import roofline
 import step
 import transformer
 import workload
-from config import PRESETS, Config, from_preset
+from config import Config
+from flags import PRESETS, from_preset
 from hardware import CHIPS, Axis, parse_topology
 from interconnect import all_gather
 from published import RECIPES

@@ -1,6 +1,8 @@
 """What the code promises of itself: names that are shapes, public JAX only, and modules that stand on lower floors."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,10 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 # A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
 FLOORS = [
     {"presets", "published", "outputs", "command"},
-    {"config", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
+    {"config", "placement", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
-    {"anatomy"},
-    {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "placement", "transformer"}
+    {"anatomy", "flags"},
+    {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"timeline"},
@@ -233,6 +235,16 @@ def test_public_jax_only(path):
 def test_every_module_has_a_floor():
     assert {path.stem for path in MODULES} == set().union(*FLOORS)
     assert sum(map(len, FLOORS)) == len(MODULES)
+
+
+def test_the_model_brings_no_instruments():
+    """A reader of `import model` meets at most 25 modules of 9,000 lines, and none that predicts or compiles."""
+    code = "import sys, model; print(*(getattr(each, '__file__', None) for each in sys.modules.values()), sep='\\n')"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [path for path in MODULES if str(path) in said.splitlines()]
+    assert {"model", "decoder", "fsdp"} <= {path.stem for path in paths}
+    assert len(paths) <= 25 and sum(len(path.read_text().splitlines()) for path in paths) <= 9000
+    assert not {path.stem for path in paths} & {"workload", "step", "planner", "transformer", "schedule", "hlo"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

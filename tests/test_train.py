@@ -28,7 +28,8 @@ import placement
 import sampling
 import sharding
 import train
-from config import Config, from_preset
+from config import Config
+from flags import from_preset
 from hardware import CHIPS, parse_topology
 from step import predict
 from workload import run_of

@@ -21,8 +21,9 @@ import config as config_lib
 import parameters
 import train
 import transformer
-from config import ACTIVATIONS, PRESETS, REMAT_POLICIES, Config, from_preset
+from config import ACTIVATIONS, REMAT_POLICIES, Config
 from data import Batch
+from flags import PRESETS, from_preset
 
 # The outputs of the big matmuls, and the layer's input, without which nothing can be computed again.
 MATMUL_OUTPUTS = frozenset(
