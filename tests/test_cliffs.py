@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-import transformer
+import anatomy
 from benchmarks import cliffs
 
 
@@ -19,7 +19,7 @@ def test_a_size_above_its_neighbours_says_why(sweep):
 def test_a_length_whose_chunks_must_divide_it_would_be_seen(monkeypatch):
     """8,191 is a prime: one position at a time, the sum of the unembedding's gradients 8,191 times."""
     dividing = lambda config, sequences, positions, vocabulary: max(c for c in range(1, 1025) if positions % c == 0)
-    monkeypatch.setattr(transformer, "loss_chunk", dividing)
+    monkeypatch.setattr(anatomy, "loss_chunk", dividing)
     (sweep,) = (sweep for sweep in cliffs.SWEEPS if sweep.name == "seq_len" and sweep.sizes[1] == 8192)
     assert cliffs.ratios(sweep)[8191] > 50
 

@@ -19,7 +19,6 @@ import config as config_lib
 import flags as flags_lib
 import planner
 import recipes
-import remat
 import roofline
 import rules
 import tuned
@@ -140,7 +139,7 @@ def test_other_programs_take_its_slice(capsys):
     assert json.loads(said(roofline.main, "plan", flag, "--json"))["best"]["topology"] == topology
     cost = json.loads(said(roofline.main, "cost", flag, "--json", "--tokens=15e12"))
     assert cost["num_chips"] == 256
-    policies = json.loads(said(remat.main, flag, "--json"))["policies"]
+    policies = json.loads(said(roofline.main, "remat", flag, "--json"))["policies"]
     assert policies["custom"]["step_s"] == recipes.predicted("llama3.1-405b-8k-fp8").step_s
     assert json.loads(said(roofline.main, "model", flag, "--json"))["preset"] == "llama3.1-405b"
 
