@@ -77,6 +77,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import tuned
 from groups import (
+    FLOPS_A_BYTE,
     MXU,
     VMEM_LIMIT_BYTES,
     TgmmTiles,
@@ -409,10 +410,6 @@ def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
     one = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
     return sum(map(one, pair, rhs, scales))
-
-
-# bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
-FLOPS_A_BYTE = 312.6
 
 
 def room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:

@@ -36,8 +36,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hardware import CHIPS
-
+# bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
+FLOPS_A_BYTE = 312.6
 MXU = 256  # rows and columns of a matrix unit, of which a core has two
 VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of a core; the rest is left to the compiler
 LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
@@ -173,14 +173,13 @@ def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
 
     A tile of r rows and c columns multiplies r c / (r + c) FLOPs for each byte that HBM brings it, of any type.
     """
-    chip = CHIPS["tpu7x"]
     full = lambda width: pl.cdiv(width, MXU) * MXU
     overlap = lambda width, size: pl.cdiv(size, width) * full(width) / full(size)
     if isinstance(tiles, TgmmTiles):
         height, width, computed = tiles.k, tiles.n, overlap(tiles.k, K) * overlap(tiles.n, N)
     else:
         height, width, computed = tiles.rows, tiles.cols, overlap(tiles.cols, N)
-    return max(1.0, chip.flops_per_s("bf16") / chip.hbm_bytes_per_s * (1 / height + 1 / width)) * computed
+    return max(1.0, FLOPS_A_BYTE * (1 / height + 1 / width)) * computed
 
 
 def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:

@@ -656,8 +656,8 @@ def _cliff_of_experts(of: Run) -> list[str]:
     import groups  # here, for it needs jax, and what has no such dim needs none
 
     rows, experts = round(of.tokens * config.experts_per_token), config.num_experts // of.sizes["expert"]
-    dtype = "float8_e4m3fn" if "expert_up" in transformer.in_8_bits(config) else config.dtype
-    gated = transformer.swiglu_in_kernel(config)
+    dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype
+    gated = anatomy.swiglu_in_kernel(config)
 
     def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
         """Returns how many times as long as the matrix units a kernel takes at most; infinite: one is refused."""

@@ -595,4 +595,4 @@ def test_compiles_on_a_mesh_with_gradients():
 @pytest.mark.parametrize("dtype, itemsize", [("bf16", 2), ("fp8", 1)])
 def test_flops_a_byte_are_those_of_the_chip(dtype, itemsize):
     chip = CHIPS["tpu7x"]
-    assert itemsize / 2 * chip.flops_per_s(dtype) / chip.hbm_bytes_per_s == pytest.approx(module.FLOPS_A_BYTE, rel=1e-4)
+    assert itemsize / 2 * chip.flops_per_s(dtype) / chip.hbm_bytes_per_s == pytest.approx(groups.FLOPS_A_BYTE, rel=1e-4)
