@@ -8,6 +8,7 @@ import pytest
 from benchmarks import bad_input
 
 
+@pytest.mark.slow
 def test_a_sample_is_refused_in_a_sentence():
     program = [sys.executable, "benchmarks/bad_input.py", "flags.py", "hardware.py", "recipes.py", "--sample=30"]
     done = subprocess.run(program, cwd=bad_input.ROOT, capture_output=True, text=True)

@@ -140,7 +140,8 @@ def test_masks(name):
 LAST_OF_A_HALF = Blocks(queries=256, keys=256, resident=512, chunk=128)  # of 300 queries, 128 in the last block
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MASKS] + ["causal"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MASKS, "causal"])
 def test_of_the_last_block_only_the_pieces_with_queries_are_computed(name):
     mask = MASKS.get(name, dict(causal=True))
     assert max(errors(inputs(300, B=2, H=16), LAST_OF_A_HALF, **mask)) < 3e-6

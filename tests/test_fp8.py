@@ -722,6 +722,7 @@ def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
         assert moved.count(("reduce_scatter", "bfloat16", whole)) == number
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
     """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
     kept = {}

@@ -203,10 +203,9 @@ def asked_for(config: Config, M: int, monkeypatch) -> list[str]:
     return keys
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "D, F", [(4096, 1536), pytest.param(4096, 14_336, marks=pytest.mark.slow)], ids=["Qwen3 235B", "Mixtral"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("D, F", [(4096, 1536), (4096, 14_336)], ids=["Qwen3 235B", "Mixtral"])
 def test_search_is_for_what_is_asked_for_and_nothing_else(D, F, dtype, monkeypatch):
     """By experts without biases, whose gate and up are one kernel, and by those with: theirs are two."""
     sizes = dict(num_experts=8, experts_per_token=2, expert_dim=F, model_dim=D)

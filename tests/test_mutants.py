@@ -67,6 +67,7 @@ def test_a_mutant_is_found_by_the_tests_that_fall(copy, new, by_quick, by_all):
     assert (copy.folder / "adder.py").read_text() == (mutants.ROOT / "adder.py").read_text() == ADDER
 
 
+@pytest.mark.slow
 def test_tests_that_hang_have_found_it(copy, monkeypatch):
     monkeypatch.setattr(mutants, "LIMIT_S", 3)
     assert mutants.evaluate(mutant("__import__('time').sleep(60)"), copy) == {"quick": "hung", "all": "hung"}

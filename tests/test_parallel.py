@@ -219,17 +219,15 @@ def check_steps(config: Config, steps: int, tolerance=1e-5):
     assert_close(state.params, params, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(mesh="data:2,fsdp:2,tensor:2"), marks=pytest.mark.slow),
+        dict(mesh="data:2,fsdp:2,tensor:2"),
         dict(mesh="data:2,fsdp:2,tensor:2", z_loss=0.1, microbatches=2),
-        pytest.param(
-            dict(mesh="fsdp:2,expert:2,tensor:2", z_loss=0.1, load_balance_loss=0.1, router_z_loss=0.1)
-            | dict(num_experts=8, experts_per_token=2, expert_dim=16, buffer_factor=8.0),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, z_loss=0.1), marks=pytest.mark.slow),
+        dict(mesh="fsdp:2,expert:2,tensor:2", z_loss=0.1, load_balance_loss=0.1, router_z_loss=0.1)
+        | dict(num_experts=8, experts_per_token=2, expert_dim=16, buffer_factor=8.0),
+        dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, z_loss=0.1),
     ],
     ids=str,
 )
@@ -290,18 +288,14 @@ LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         dict(mesh="data:2,fsdp:2,tensor:2", loss_chunk=5),  # 5 chunks of 5 for 24 positions
-        pytest.param(
-            dict(mesh="fsdp:2,context:2,tensor:2", seq_len=20, loss_chunk=4), marks=pytest.mark.slow
-        ),  # 3 of 4
-        pytest.param(dict(mesh="fsdp:8", seq_len=23, microbatches=2, loss_chunk=22), marks=pytest.mark.slow),  # 2 of 12
-        pytest.param(
-            dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, seq_len=17, loss_chunk=4, z_loss=0.01),
-            marks=pytest.mark.slow,
-        ),
+        dict(mesh="fsdp:2,context:2,tensor:2", seq_len=20, loss_chunk=4),  # 3 of 4
+        dict(mesh="fsdp:8", seq_len=23, microbatches=2, loss_chunk=22),  # 2 of 12
+        dict(mesh="pipe:2,fsdp:4", num_layers=2, microbatches=2, seq_len=17, loss_chunk=4, z_loss=0.01),
     ],
     ids=str,
 )

@@ -148,7 +148,11 @@ def test_weights_are_cut_into_whole_tiles_where_that_is_faster():
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "qwen2.5-7b"])
 @pytest.mark.parametrize(
     "topology, batch",
-    [("tpu7x:2x2x1", 32), pytest.param("tpu7x:2x2x4", 64, marks=pytest.mark.slow), ("tpu7x:4x4x4", 512)],
+    [
+        ("tpu7x:2x2x1", 32),
+        pytest.param("tpu7x:2x2x4", 64, marks=pytest.mark.slow),
+        pytest.param("tpu7x:4x4x4", 512, marks=pytest.mark.slow),
+    ],
 )
 def test_dense_and_short_is_fsdp(preset, topology, batch):
     """ "Dense LLM (<20B) short context (8k)": FSDP, bound by compute."""

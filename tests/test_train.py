@@ -74,8 +74,11 @@ MATRICES_AND_OTHERS = dict(steps=8, vocab_size=160, num_layers=2, model_dim=128,
     "options",
     [
         dict(weight_decay=0.3, beta1=0.8, beta2=0.9, tied_embeddings=True),
-        dict(num_experts=2, experts_per_token=1, expert_dim=136, num_shared_experts=1, num_dense_layers=1)
-        | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16"),
+        pytest.param(
+            dict(num_experts=2, experts_per_token=1, expert_dim=136, num_shared_experts=1, num_dense_layers=1)
+            | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16"),
+            marks=pytest.mark.slow,
+        ),
         dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3),
         dict(optimizer="sgd", beta1=0.5, learning_rate=0.1),
         dict(optimizer="adafactor", weight_decay=0.3),
