@@ -35,6 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import command
 import outputs
 import processes
 import tuned
@@ -109,7 +110,7 @@ def decided_by(config: Config) -> dict[str, str]:
             facts[name] = "missing"
     facts |= {name: repr(os.environ.get(name, "")) for name in VARIABLES}
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    ours = [path for path in map(Path, files) if path.parent == Path(__file__).parent]
+    ours = {Path(file) for file in files} & {*command.modules()}
     own = [tuned.OWN, *([Path(config.fp8_scales)] if config.fp8 == "static" else [])]
     for path in (*sorted(ours), tuned.CHECKED_IN, *own):
         facts[f"the checksum of {path.name}"] = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "missing"

@@ -3,6 +3,10 @@
     python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --seq_len=2048
     python aot.py --topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=128 --xla_flags=recommended --json
     python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --batch=8 --compare=prefetch
+    python aot.py results [REGEX]           what is kept of compiled steps (compiled/results.py)
+    python aot.py schedule FILE.hlo         where the time of a compiled program goes (compiled/schedule.py)
+    python aot.py timeline DIR              where that of a profiled run went (compiled/timeline.py)
+    python aot.py bundles MODULE:BUILDER    the cycles of a kernel (compiled/bundles.py)
 
 libtpu, the compiler and runtime of TPUs, compiles for any slice on any x86 machine (`pip install -e ".[tpu]"`). What is
 compiled here is train.py's own step, `train.make_train_step`, with the flags of train.py, for the devices of the
@@ -42,21 +46,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import command
-import compiled
 import compiler_flags
 import flags as flags_lib
-import hlo
-import liveness
 import outputs
 import placement
-import planner
-import recompute
 import rules
-import schedule
+from compiled import bundles, hlo, liveness, results, schedule, timeline
 from config import Config
 from hardware import CHIPS, Chip, by, parse_topology, si
-from step import GiB, Prediction, predict
-from workload import run_of
+from predicted import planner, recompute
+from predicted.step import GiB, Prediction, predict
+from predicted.workload import run_of
 
 if TYPE_CHECKING:
     import jax
@@ -399,8 +399,14 @@ def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> 
     return [{"setting": name} | report(one, args, its) for name, one, its in settings[args.compare]]
 
 
+COMMANDS = {"results": results.main, "schedule": schedule.main, "timeline": timeline.main, "bundles": bundles.main}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]\n       %(prog)s COMMAND ...")
     machine = parser.add_argument_group("compiler")
     machine.add_argument("--compile_anyway", action="store_true", help="compile what is predicted not to fit, too")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
@@ -409,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument(
         "--hlo_out", type=command.path, metavar="FILE", help="write the compiled program, in order of execution, here"
     )
-    about = "keep what is found in compiled_tpu7x.json, which compiled.py shows"
+    about = "keep what is found in results_tpu7x.json, which `aot.py results` shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     flags_lib.add_run_flags(parser, "tpu7x:2x2x1")
@@ -439,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = say(found, args)
     if args.keep:
         try:
-            compiled.keep(predicted(config, args), found)
+            results.keep(predicted(config, args), found)
         except (ValueError, OSError) as error:
             raise ValueError(f"what was found is not kept: {error}") from None
     return status

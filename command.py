@@ -36,6 +36,11 @@ ROOT = Path(__file__).resolve().parent
 _lost: list[OSError] = []  # why stdout could not be written
 
 
+def modules() -> list[Path]:
+    """The files of the project's modules, without tests and benchmarks."""
+    return sorted([*ROOT.glob("*.py"), *ROOT.glob("predicted/*.py"), *ROOT.glob("compiled/*.py")])
+
+
 # -- the command line
 
 

@@ -54,8 +54,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-import bundles
 import command
+from compiled import bundles
 from hardware import CHIPS, MiB
 
 VMEM_LIMIT = 60 * MiB  # for blocks; 4 MiB are left, for registers that are spilt and for the compiler

@@ -42,7 +42,7 @@ leaves out tiles of 256 x 256 that see nothing (10 of 16 are left on the diagona
 prefix, odd offsets, a last block of keys cut short) compares positions. A query that sees no key gets a log-sum-exp so
 high that P is 0: with the UNSEEN of its own, exp(UNSEEN - UNSEEN) would be 1. Beyond T, q and dout are set to 0.
 
-**Cost**, compiled for TPU7x (`python bundles.py flash_backward:build_backward H=128`): cycles of blocks of 1024 x 1024
+**Cost**, compiled (`python aot.py bundles flash_backward:build_backward H=128`): cycles of blocks of 1024 x 1024
 
     H                          64     128    192/128    256
     full block               4291    4370       4685   5408

@@ -52,14 +52,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-import bundles
 import command
 import compiler_flags
 import flash
 import flash_backward
 import groups
-import schedule
 import tuned
+from compiled import bundles, schedule
 from flash import flash_attention  # noqa: F401
 from gmm import gated_gmm, gmm, room_for_two, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
@@ -365,8 +364,8 @@ def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
 
 def version() -> str:
     """Of what the cycles of a call depend on beside what it says of itself: the kernels' code, and the instrument's."""
-    names = "bundles compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).hexdigest()
+    names = "compiled/bundles compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
+    return hashlib.sha256(b"".join((command.ROOT / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 
 def time_on_tpu(kernel: str, shape: dict, blocks: object, repeats: int = 10) -> tuple[float, str]:

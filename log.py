@@ -16,9 +16,9 @@ import jax
 
 import command
 import outputs
-import transformer
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
+from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
 OF_EVERY_STEP = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # the others are the model's
@@ -183,7 +183,8 @@ class Profile:
             if not jax.process_index():
                 with outputs.replacing(Path(self.folder, PROGRAM)) as file:
                     file.write(self.compiled.as_text())
-            self.log.say(f"profile    up to step {step} written: python timeline.py {self.folder}, xprof {self.folder}")
+            read = f"python aot.py timeline {self.folder}, xprof {self.folder}"
+            self.log.say(f"profile    up to step {step} written: {read}")
 
 
 def check_outputs(config: Config) -> None:

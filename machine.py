@@ -18,7 +18,7 @@ from pathlib import Path
 
 from config import Config
 from hardware import CHIPS, GiB
-from workload import Run, params_of_device, slots_of_device
+from predicted.workload import Run, params_of_device, slots_of_device
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container: v2, v1
 

@@ -21,14 +21,13 @@ figures were twice what it is (hardware.py, "What if").
 import json
 
 import command
-import compiled
 import flags as flags_lib
-import planner
-import recompute
+from compiled import results
 from hardware import parse_topology
+from predicted import planner, recompute
+from predicted.step import GiB, Prediction, as_json, predict
+from predicted.workload import PUBLISHED, TODAY, Efficiency, run_of
 from published import RECIPES
-from step import GiB, Prediction, as_json, predict
-from workload import PUBLISHED, TODAY, Efficiency, run_of
 
 
 def predicted(name: str, efficiency: Efficiency = TODAY) -> Prediction:
@@ -53,7 +52,7 @@ def row(name: str) -> dict:
         predicted_of_measured_s=of_it,
         ratio=of_it / measured_s if measured_s else None,
     )
-    told = dict(recipe=name, source=recipe.source, differs=recipe.differs, compiled=compiled.find(found))
+    told = dict(recipe=name, source=recipe.source, differs=recipe.differs, compiled=results.find(found))
     return told | as_json(found) | measured
 
 
@@ -71,9 +70,9 @@ def better(name: str) -> dict:
         step_s=(own.step_s, found.step_s),
         mfu=(own.mfu, found.mfu),
         hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
-        compiled=(compiled.find(own), compiled.find(found)),
+        compiled=(results.find(own), results.find(found)),
         gain=own.step_s / found.step_s - 1,
-        compiled_gain=_gain(compiled.find(own), compiled.find(found)),
+        compiled_gain=_gain(results.find(own), results.find(found)),
         more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
     )
 
@@ -116,8 +115,8 @@ def table(names: list[str]) -> str:
 def _compiled(found: dict | None) -> str:
     if found is None:
         return ""
-    needed = compiled.memory_of(found)
-    return f"{compiled.of_step(found)}, {needed / GiB:.1f}" if needed else compiled.of_step(found)
+    needed = results.memory_of(found)
+    return f"{results.of_step(found)}, {needed / GiB:.1f}" if needed else results.of_step(found)
 
 
 def say_better(its: dict) -> str:

@@ -51,7 +51,7 @@ For what `minimal_offloaded` moves of it, MLP and all, the step waits up to 288,
 To have a layer's tensors travel beside its neighbour, libtpu peels an iteration off each loop, and where a device has
 one sequence that iteration may want the stack of the layers' inputs in another layout: a second stack (compiled: 10 GiB
 for 70B at 8k on 128 devices; workload.py predicts where). Without the first there is no second:
---xla_flags=xla_tpu_pipeline_memory_host_transfers=false. `python compiled.py offloaded` has steps with it and without.
+--xla_flags=xla_tpu_pipeline_memory_host_transfers=false. `python aot.py results offloaded` has steps of both kinds.
 
 **Whether it fits** and what it takes is a prediction (`python roofline.py remat`). Nothing in the program falls back on
 another policy: a step that does not fit is refused (aot.py), and so is a backend without host memory.

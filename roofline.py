@@ -15,15 +15,15 @@ hardware.py.
 from collections.abc import Sequence
 
 import command
-from bounds import add_bounds_command
-from cost import add_cost_command
-from interconnect import add_collective_command
-from matmul import add_matmul_command
-from planner import add_plan_command
-from recompute import add_remat_command
-from serving import add_serve_command
-from step import add_step_command
-from transformer import add_model_command
+from predicted.bounds import add_bounds_command
+from predicted.cost import add_cost_command
+from predicted.interconnect import add_collective_command
+from predicted.matmul import add_matmul_command
+from predicted.planner import add_plan_command
+from predicted.recompute import add_remat_command
+from predicted.serving import add_serve_command
+from predicted.step import add_step_command
+from predicted.transformer import add_model_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Which flags go with which mesh: what is refused before anything is compiled, each with a sentence. No jax here.
 
-    python benchmarks/refused.py      writes REFUSED.md, an example of every refusal
+    python benchmarks/refused.py      writes docs/REFUSED.md, an example of every refusal
 
 A run is refused for one of three reasons:
 

@@ -50,16 +50,15 @@ import offload
 import parameters
 import placement
 import processes
-import recompute
 import remat
 import rules
 import sampling
 import sharding
-import transformer
 from log import Log, Profile, check_outputs
+from predicted import recompute, transformer
+from predicted.step import GiB, Prediction, cliffs, predict, short_of
+from predicted.workload import run_of
 from sharding import BATCH_SPEC, LOSS_AXES
-from step import GiB, Prediction, cliffs, predict, short_of
-from workload import run_of
 
 
 @jax.tree_util.register_dataclass

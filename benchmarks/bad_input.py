@@ -52,7 +52,7 @@ WRONG = {
 }
 # Lines that are accepted because they are right: a pattern, and why.
 RIGHT = {
-    r"^bundles.py (flash:no_such|no_such_module:f)": "its child tells, with its compiler's words",
+    r"^aot.py bundles (flash:no_such|no_such_module:f)": "its child tells, with its compiler's words",
     r"^kernels.py tune gmm --K=1$": "a sum of one",
     r"^data.py show --seq_len=9{11}$": "",
     r"^benchmarks/faults.py --jobs=9": "",
@@ -100,20 +100,20 @@ hardware.py v9
 hardware.py tpu7
 recipes.py no-such-recipe
 recipes.py --better --what_if
-compiled.py (
+aot.py results (
 compiler_flags.py --workload=
-schedule.py
-schedule.py /nowhere
-schedule.py /dev/null
-schedule.py README.md
-timeline.py
-timeline.py /nowhere
-timeline.py /dev/null
-bundles.py
-bundles.py flash
-bundles.py flash:no_such
-bundles.py no_such_module:f
-bundles.py flash:build_forward x
+aot.py schedule
+aot.py schedule /nowhere
+aot.py schedule /dev/null
+aot.py schedule README.md
+aot.py timeline
+aot.py timeline /nowhere
+aot.py timeline /dev/null
+aot.py bundles
+aot.py bundles flash
+aot.py bundles flash:no_such
+aot.py bundles no_such_module:f
+aot.py bundles flash:build_forward x
 dense.py --size=1,2
 dense.py --size=0,0,0
 dense.py --tiles=x
@@ -199,7 +199,8 @@ benchmarks/faults.py no-such
 # Files that cannot be read, by root neither: a folder, a path through a file, a name that is too long, and in {odd}, a
 # folder that is made for them, a link to nothing and a pipe that nobody writes to.
 ODD = ["/", "README.md/x", "/tmp/" + "x" * 300, "{odd}/dangling", "{odd}/pipe"]
-READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py show ", "schedule.py ", "timeline.py "]
+READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py show "]
+READ += ["aot.py schedule ", "aot.py timeline "]
 BY_HAND += [line + file for line in READ for file in ODD]
 BY_HAND += [f"data.py prepare {file} --out=/tmp/bad_input.bin" for file in ODD[:4]]
 WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir")]

@@ -2,8 +2,8 @@
 
     python benchmarks/cases.py                       the tables; runs nothing
     python benchmarks/cases.py offload vmem          some of them
-    python benchmarks/cases.py --compile offload     what compiled_tpu7x.json lacks is compiled, minutes each, and kept
-    python benchmarks/cases.py --write               the tables into CASES.md and RESULTS.md, where the text is
+    python benchmarks/cases.py --compile offload     what results_tpu7x.json lacks is compiled, minutes each, and kept
+    python benchmarks/cases.py --write               the tables into the pages of docs/, where the text is
 
 Of a step: what it takes, its MFU, how much of it waits for messages, and the memory of a device. Compiled are bytes,
 and seconds of the compiled schedule. roofline.py does not know of the compiler's flags, nor of a constant in place of
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import command
-import compiled
+from compiled import results
 from flags import from_preset
 from hardware import parse_topology
-from step import GiB, Prediction, predict
-from workload import run_of
+from predicted.step import GiB, Prediction, predict
+from predicted.workload import run_of
 
-PAGES = (ROOT / "CASES.md", ROOT / "RESULTS.md")
+PAGES = (ROOT / "docs/CASES.md", ROOT / "docs/RESULTS.md")
 OFFLOADED = ("all_gather", "reduce_scatter", "all_reduce")
 ON_TENSORCORES = ",".join(f"xla_tpu_enable_sparse_core_collective_offload_{name}=false" for name in OFFLOADED)
 UNPREDICTED = {"xla_flags", "max_logit"}
@@ -181,7 +181,7 @@ def table(name: str, compile_missing: bool = False) -> str:
         if not expected.fits:
             cells[:3] = ["does not fit", "", ""]
         if case.is_compiled:
-            its = compiled.ask(expected) if compile_missing else compiled.find(expected)
+            its = results.ask(expected) if compile_missing else results.find(expected)
             if its and its["fits"]:
                 cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
             else:

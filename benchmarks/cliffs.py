@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 import command
 import groups
-import transformer
 from flags import from_preset
 from hardware import parse_topology
-from step import predict
-from workload import run_of
+from predicted import transformer
+from predicted.step import predict
+from predicted.workload import run_of
 
 LIMIT = 1.3
 DENSE = dict(preset="llama3.1-8b", num_layers=2, mesh="data:8", batch=8, remat="none")

@@ -34,8 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import collectives
-import hlo
-import schedule
+from compiled import hlo, schedule
 
 B, T, D, F = 1, 8192, 4096, 14336
 

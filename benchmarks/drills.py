@@ -16,6 +16,7 @@ import time
 import zlib
 from pathlib import Path
 
+import command
 import outputs
 from benchmarks.trials import (
     FAILED,
@@ -312,9 +313,9 @@ def hosts_disagree(scene: Scene, flag: str, value: object) -> None:
 def hosts_with_other_code(scene: Scene) -> None:
     """One of two processes has another version of a module: both end before the first step, and each names it."""
     other = scene.folder / "code"
-    other.mkdir()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("*.json")):
-        shutil.copy(path, other)
+    for path in (*command.modules(), *ROOT.glob("*.json"), *ROOT.glob("compiled/*.json")):
+        (other / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, other / path.relative_to(ROOT))
     with (other / "model.py").open("a") as file:
         file.write("# of another version\n")
     check_disagreement(scene, dict(code=other), "checksum of model.py")

@@ -166,7 +166,11 @@ def main() -> None:
     about = "what to do [%(default)s]"
     parser.add_argument("command", nargs="?", choices=("table", "run", "plot"), default="table", help=about)
     parser.add_argument(
-        "path", type=command.path, nargs="?", default="figures/endurance.png", help="file of the picture [%(default)s]"
+        "path",
+        type=command.path,
+        nargs="?",
+        default="docs/figures/endurance.png",
+        help="file of the picture [%(default)s]",
     )
     parser.add_argument(
         "--folder", type=command.path, default="benchmarks/endurance_runs", help="folder of the runs [%(default)s]"

@@ -28,8 +28,8 @@ compiler_flags.without_tpu()
 import jax
 
 import train
-import transformer
 from flags import from_preset
+from predicted import transformer
 
 NO_BALANCE = dict(load_balance_loss=0.0)
 # A bias can go as far as its rate times the steps; DeepSeek-V3's 0.001 is for hundreds of thousands of them.

@@ -158,7 +158,7 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
 
 def code(*more: Path) -> str:
     """A hash of the programs and of `more` files, by default those of the drills."""
-    files = [*sorted(ROOT.glob("*.py")), *(more or (ROOT / "benchmarks" / name for name in ("trials.py", "drills.py")))]
+    files = [*command.modules(), *(more or (ROOT / "benchmarks" / name for name in ("trials.py", "drills.py")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

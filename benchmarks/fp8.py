@@ -24,10 +24,9 @@ compiler_flags.without_tpu()
 import aot
 import config as config_lib
 import flags as flags_lib
-import hlo
-import schedule
+from compiled import hlo, schedule
 from hardware import by, parse_topology, si
-from workload import run_of
+from predicted.workload import run_of
 
 EIGHT = ("f8e4m3fn", "f8e5m2")
 DEFAULTS = dict(preset="llama3.1-70b", num_layers=4, mesh="fsdp:128", batch=256, fp8="dynamic", remat="full")

@@ -139,7 +139,7 @@ def main() -> None:
         "path",
         type=command.path,
         nargs="?",
-        default="figures/fp8_quality.png",
+        default="docs/figures/fp8_quality.png",
         help="file of the picture [%(default)s]",
     )
     parser.add_argument(

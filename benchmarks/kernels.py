@@ -45,12 +45,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import bundles
 import dense
 import flash
 import flash_backward
 import groups
 import masks
+from compiled import bundles
 
 COLUMNS = ("ironwood", "jax", "tokamax")
 HEADS = 2  # that are compiled; cycles are of one

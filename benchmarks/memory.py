@@ -3,7 +3,7 @@
     python benchmarks/memory.py [8b] [70b] [--predicted]
 
 Sequences of 8,192 and of 131,072 tokens, side by side. Of a policy that does not fit it says what the compiler would
-have needed, if the compiler does. A compile takes one to ten minutes; what is in compiled_tpu7x.json is not compiled
+have needed, if the compiler does. A compile takes one to ten minutes; what is in results_tpu7x.json is not compiled
 again, so that a long series can be broken off and taken up.
 """
 
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import command
-import compiled
+from compiled import results
 from config import REMAT_POLICIES
 from flags import from_preset
 from hardware import parse_topology
-from step import GiB, Prediction, predict
-from workload import run_of
+from predicted.step import GiB, Prediction, predict
+from predicted.workload import run_of
 
 CASES = {
     "8b": ("tpu7x:2x2x1", "llama3.1-8b", dict(mesh="fsdp:8", batch=16), dict(mesh="fsdp:2,context:4", batch=2)),
@@ -39,8 +39,8 @@ def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
     hbm, step_s = f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"
     if not with_compiler:
         return [hbm, step_s]
-    found = compiled.ask(expected)
-    needed = compiled.memory_of(found)
+    found = results.ask(expected)
+    needed = results.memory_of(found)
     on_host = found["host_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "host" else 0
     needs = f"{needed / GiB:.1f}" if needed else ""  # refused for want of another memory, this one is not said
     needs = needs if found["fits"] else f"{needs} refused".strip()

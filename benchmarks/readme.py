@@ -1,4 +1,4 @@
-"""Measures and compiles on this machine what README.md and RESULTS.md say was measured or compiled.
+"""Measures and compiles on this machine what README.md and docs/RESULTS.md say was measured or compiled.
 
     python benchmarks/readme.py [BLOCK ...]
 
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("blocks", nargs="*", metavar="BLOCK", help=f"default: all: {', '.join(BLOCKS)}")
     args = command.arguments(parser)
     command.check_names(args.blocks, BLOCKS)
-    texts = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "RESULTS.md")}
+    texts = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "docs/RESULTS.md")}
     for name in args.blocks or BLOCKS:
         pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
         places = [path for path, text in texts.items() for _ in re.findall(pattern, text, re.DOTALL)]

@@ -1,6 +1,6 @@
 """What is refused, by being refused: an example of each rule, and the sentence that it is answered with.
 
-    python benchmarks/refused.py      writes REFUSED.md
+    python benchmarks/refused.py      writes docs/REFUSED.md
 
 Flags are read as train.py reads them, for 8 devices that are no TPUs. tests/test_refused.py holds the page against the
 code, and the examples against the rules: every `raise` of them is reached.
@@ -190,8 +190,8 @@ def page() -> str:
 
 A run that cannot be, or would not be what its flags say, ends before anything is compiled, with a sentence or two:
 the value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
-simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](config.py),
-and where the mesh has a say in [rules.py](rules.py), which the predictions and the planner of `roofline.py`
+simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](../config.py),
+and where the mesh has a say in [rules.py](../rules.py), which the predictions and the planner of `roofline.py`
 ask as well.
 """
     for heading, examples in EXAMPLES.items():
@@ -202,7 +202,7 @@ ask as well.
 
 def main() -> None:
     command.arguments(command.parser(__file__))
-    (ROOT / "REFUSED.md").write_text(page())
+    (ROOT / "docs/REFUSED.md").write_text(page())
 
 
 if __name__ == "__main__":

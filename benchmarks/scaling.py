@@ -6,7 +6,7 @@
 
 Strong: 2,048 sequences of 8,192 a step, whatever the slice. Weak: 2 sequences a device. Efficiency is MFU over that of
 the smallest slice in the table. Where nothing fits, or nothing divides, there is no row. A compile takes minutes, which
-do not grow with the slice; what is in compiled_tpu7x.json is not compiled again.
+do not grow with the slice; what is in results_tpu7x.json is not compiled again.
 """
 
 import json
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import command
-import compiled
+from compiled import results
 from flags import from_preset
 from hardware import by, parse_topology
-from planner import flags_of, plan
+from predicted.planner import flags_of, plan
+from predicted.step import GiB
 from presets import PRESETS
-from step import GiB
 
 SLICES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16 16x16x24 16x24x24".split()
 MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b")
@@ -122,10 +122,10 @@ def main() -> None:
     for kind in ("strong", "weak"):
         its = [row for model in models for row in rows(model, kind, slices)]
         for row in its:
-            of = compiled.prediction_of(" ".join(row["flags"]))
-            its_compiled = compiled.find(of)
+            of = results.prediction_of(" ".join(row["flags"]))
+            its_compiled = results.find(of)
             if args.compile and kind == "weak" and row["model"] == models[0]:
-                its_compiled = compiled.ask(of)
+                its_compiled = results.ask(of)
             if its_compiled:
                 row["compiled"] = its_compiled
         if not args.json:

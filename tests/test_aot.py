@@ -20,17 +20,15 @@ from jax.sharding import PartitionSpec as P
 import aot
 import command
 import compiler_flags
-import hlo
 import kernels
-import liveness
 import placement
-import schedule
 import sharding
-import transformer
+from compiled import hlo, liveness, schedule
 from config import Config
 from flags import from_preset
 from hardware import parse_topology
-from workload import run_of
+from predicted import transformer
+from predicted.workload import run_of
 
 ROOT = Path(aot.__file__).parent
 SMALL = (
@@ -66,7 +64,7 @@ def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
     # Weights and moments in float32, an eighth of them each: no array is whole.
     params = found["argument_bytes"] / 12 * 8
     config = Config(**{n: int(v) for n, v in (f[2:].split("=") for f in SMALL) if v.isdecimal()}, mesh="fsdp:8")
-    import transformer
+    from predicted import transformer
 
     assert params == pytest.approx(transformer.num_params(config), rel=0.02)
     assert found["argument_bytes"] < found["peak_hbm_bytes"] < found["hbm_limit_bytes"]

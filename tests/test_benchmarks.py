@@ -16,16 +16,14 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import bundles
 import collectives as rings
 import command
-import hlo
-import schedule
 from benchmarks import collectives as benchmark
 from benchmarks import kernels, memory, scaling
-from bundles import Kernel, Region, Report
 from collectives import ALGORITHMS
-from schedule import TPU7X
+from compiled import bundles, hlo, schedule
+from compiled.bundles import Kernel, Region, Report
+from compiled.schedule import TPU7X
 
 LINK = TPU7X.link_bytes_per_s
 RINGS = ALGORITHMS[1:]
@@ -394,6 +392,6 @@ def test_the_table_of_memory_is_the_one_of_today(capsys, monkeypatch):
     """That of 70B in RESULTS.md, of which all was compiled and is kept; python benchmarks/readme.py "memory of 70B"."""
     monkeypatch.setattr(memory.compiled.subprocess, "run", lambda command, **_: pytest.fail(f"not kept: {command}"))
     memory.main(["70b"])
-    shown = (memory.ROOT / "RESULTS.md").read_text()
+    shown = (memory.ROOT / "docs/RESULTS.md").read_text()
     written = re.search(r"<!-- compiled: memory of 70B -->\n(.*?)<!-- end -->", shown, re.DOTALL)[1]
     assert capsys.readouterr().out == written

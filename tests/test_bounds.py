@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 
-import bounds
-import interconnect
-from bounds import Work, along, dcn, die_to_die, ici
 from flags import from_preset
 from hardware import CHIPS, Axis
-from interconnect import collective_s, permute
 from placement import parse_mesh
+from predicted import bounds, interconnect
+from predicted.bounds import Work, along, dcn, die_to_die, ici
+from predicted.interconnect import collective_s, permute
 
 about = pytest.approx
 book = dataclasses.replace(CHIPS["v5p"], link_bytes_per_s=9e10)  # 4.59e14 FLOP/s, 1.8e11 bytes/s an axis

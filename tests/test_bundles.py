@@ -9,8 +9,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-import bundles
 import command
+from compiled import bundles
 
 
 def listing(*instructions: str) -> str:

@@ -26,6 +26,6 @@ def test_a_length_whose_chunks_must_divide_it_would_be_seen(monkeypatch):
 
 def test_the_table_is_the_one_of_today():
     written = re.search(
-        r"<!-- predicted: cliffs -->\n(.*?)\n<!-- end -->", (cliffs.ROOT / "RESULTS.md").read_text(), re.DOTALL
+        r"<!-- predicted: cliffs -->\n(.*?)\n<!-- end -->", (cliffs.ROOT / "docs/RESULTS.md").read_text(), re.DOTALL
     )
     assert written[1] == cliffs.table()

@@ -23,7 +23,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import collectives
-import interconnect
 from collectives import (
     ALGORITHMS,
     all_gather,
@@ -37,7 +36,8 @@ from collectives import (
     reduce_scatter,
 )
 from hardware import Axis
-from interconnect import Traffic
+from predicted import interconnect
+from predicted.interconnect import Traffic
 
 RINGS = ("ring", "ring_bidirectional")
 FLOATS = (np.float32, jnp.bfloat16, np.float16)

@@ -23,6 +23,8 @@ PROGRAMS = [
 ]
 COMMANDS = [*PROGRAMS, "data.py prepare", "data.py show", "kernels.py tune"]
 COMMANDS += [f"roofline.py {name}" for name in "matmul collective bounds step plan cost serve model".split()]
+INSTRUMENTS = [path.relative_to(ROOT).as_posix() for path in command.modules() if path.parent != ROOT]
+COMMANDS += [f"aot.py {name}" for name in "results schedule timeline bundles".split()]
 PREDICTIONS = ["aot.py", "benchmarks/fp8.py"]
 PREDICTIONS += [f"roofline.py {name}" for name in "bounds step plan cost model".split()]
 
@@ -203,7 +205,7 @@ def test_numbers_that_are_too_small_or_none(text):
     assert command.at_least(1)("12") == 12 and command.at_least(0, float)("1.5") == 1.5
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, "bounds.py", "planner.py", "serving.py", "interconnect.py"])
+@pytest.mark.parametrize("program", [*PROGRAMS, *INSTRUMENTS])
 def test_every_path_is_expanded(program):
     """An argument that is named as a file or a folder is read by command.path; fields of Config are in config.PATHS."""
     calls = [node for node in ast.walk(ast.parse((ROOT / program).read_text())) if isinstance(node, ast.Call)]
@@ -228,7 +230,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused_not_waited_for(tmp_path):
 
 def test_programs_read_what_a_user_names_in_this_way(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for line in ("schedule.py {}", "train.py --fp8=static --fp8_scales={}"):
+    for line in ("aot.py schedule {}", "train.py --fp8=static --fp8_scales={}"):
         program, *flags = line.format(tmp_path / "pipe").split()
         ended = subprocess.run([sys.executable, ROOT / program, *flags], capture_output=True, text=True, timeout=60)
         assert ended.returncode == 2 and "is no ordinary file" in ended.stderr.splitlines()[-1]

@@ -10,16 +10,16 @@ import pytest
 
 import aot
 import command
-import compiled
 import config as config_lib
 import flags as flags_lib
 import sharding
 import train
 import tuned
+from compiled import results
 from hardware import parse_topology
 from placement import parse_mesh
-from step import predict
-from workload import run_of
+from predicted.step import predict
+from predicted.workload import run_of
 
 FOUND = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.1, peak_hbm_bytes=2**35, host_bytes=0, compile_s=9.0)
 REFUSED = dict(fits=False, memory="hbm", used_bytes=2**37)
@@ -31,19 +31,19 @@ def predicted(config, topology="tpu7x:4x4x4", **options):
 
 def test_key_is_what_makes_the_program():
     recipe = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16", steps=7, sample=0, seed=3, compilation_cache=""))
-    key = compiled.key_of(recipe)
+    key = results.key_of(recipe)
     assert key.startswith("--topology=tpu7x:4x4x4 --preset=llama3.1-70b ")
     assert "recipe" not in key and "steps" not in key and "mu_dtype=bfloat16" in key
-    assert compiled.key_of(compiled.prediction_of(key)) == key
-    assert compiled.prediction_of(key).step_s == recipe.step_s
-    of = lambda mesh, **flags: compiled.key_of(
+    assert results.key_of(results.prediction_of(key)) == key
+    assert results.prediction_of(key).step_s == recipe.step_s
+    of = lambda mesh, **flags: results.key_of(
         predicted(flags_lib.from_preset("llama3.1-8b", mesh=mesh, batch=128, remat="full", **flags))
     )
     assert of("fsdp:*") == of("fsdp:128") != of("fsdp:64,context:2")
     assert of("fsdp:128", prefetch=False) == of("fsdp:128") + " --no-prefetch"
     slices = predicted(flags_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
-    assert "--num_slices=2" in compiled.key_of(slices)
-    assert compiled.prediction_of(compiled.key_of(slices)).of.num_slices == 2
+    assert "--num_slices=2" in results.key_of(slices)
+    assert results.prediction_of(results.key_of(slices)).of.num_slices == 2
 
 
 # -- every field of a run is in the key, or changes nothing
@@ -162,7 +162,7 @@ def test_every_field_is_of_the_program_or_of_the_run():
 def key(**flags) -> str:
     mesh = dict(mesh="fsdp:8") if "mesh" not in flags else {}
     config = flags_lib.from_preset(**dict(preset="tiny", batch=48, **mesh) | flags)
-    return compiled.key_of(predicted(config, "tpu7x:1x2x3" if "pipe:3" in config.mesh else "tpu7x:2x2x1"))
+    return results.key_of(predicted(config, "tpu7x:1x2x3" if "pipe:3" in config.mesh else "tpu7x:2x2x1"))
 
 
 @pytest.mark.parametrize("field", OF_THE_PROGRAM)
@@ -170,7 +170,7 @@ def test_what_makes_the_program_is_in_the_key(field):
     needed, value = OF_THE_PROGRAM[field]
     one, other = key(**needed), key(**needed | {field: value})
     assert one != other and f"--{'no-' if value is False else ''}{field}" in other
-    assert compiled.key_of(compiled.prediction_of(other)) == other
+    assert results.key_of(results.prediction_of(other)) == other
 
 
 def test_what_is_of_the_run_is_not_in_the_key():
@@ -209,18 +209,18 @@ NEEDLESS = {"adamw": (), "adafactor": ("beta1", "beta2"), "sgd": ("beta2", "weig
 
 def test_what_is_kept_is_found(tmp_path):
     file, of = tmp_path / "compiled.json", predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
-    assert compiled.find(of, file) is None
-    compiled.keep(of, FOUND | dict(largest_buffers=[1, 2]), file)
-    its = compiled.find(of, file)
+    assert results.find(of, file) is None
+    results.keep(of, FOUND | dict(largest_buffers=[1, 2]), file)
+    its = results.find(of, file)
     assert its.items() > FOUND.items() and {"jax", "libtpu"} == its.keys() - FOUND.keys()
-    assert compiled.memory_of(its) == 2**35 and compiled.of_step(its) == "2.00 s" and compiled.of_step(None) == ""
-    compiled.keep(of, REFUSED, file)
-    its = compiled.find(of, file)
-    assert compiled.of_step(its) == "refused" and compiled.memory_of(its) == 2**37
-    assert compiled.memory_of(dict(fits=False, memory="vmem")) is None
-    (row,) = compiled.rows("70b.*fsdp:128", file)
-    assert row["predicted"]["step_s"] == of.step_s and not compiled.rows("70c", file)
-    assert "refused" in compiled.table([row]) and "128.0" in compiled.table([row])
+    assert results.memory_of(its) == 2**35 and results.of_step(its) == "2.00 s" and results.of_step(None) == ""
+    results.keep(of, REFUSED, file)
+    its = results.find(of, file)
+    assert results.of_step(its) == "refused" and results.memory_of(its) == 2**37
+    assert results.memory_of(dict(fits=False, memory="vmem")) is None
+    (row,) = results.rows("70b.*fsdp:128", file)
+    assert row["predicted"]["step_s"] == of.step_s and not results.rows("70c", file)
+    assert "refused" in results.table([row]) and "128.0" in results.table([row])
 
 
 def test_keys_are_read_as_a_shell_reads_them():
@@ -236,49 +236,49 @@ def test_keys_are_read_as_a_shell_reads_them():
             prefetch=False,
         )
     )
-    key = compiled.key_of(of)
-    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and compiled.prediction_of(key).of == of.of
+    key = results.key_of(of)
+    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and results.prediction_of(key).of == of.of
     for wrong in ("--preset=llama3.1-8b --no_such_flag=1", "--preset=llama3.1-8b --batch=many"):
         with pytest.raises(ValueError, match=r"no_such_flag|batch"):
-            compiled.prediction_of(wrong)
+            results.prediction_of(wrong)
 
 
 def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
+    monkeypatch.setattr(results, "FILE", tmp_path / "compiled.json")
     of = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
-    assert compiled.read() == {} and compiled.find(of) is None
-    compiled.FILE.write_text(text := "<<<<<<< HEAD")
+    assert results.read() == {} and results.find(of) is None
+    results.FILE.write_text(text := "<<<<<<< HEAD")
     with pytest.raises(ValueError, match=r"compiled.json cannot be read as version 1: restore it"):
-        compiled.keep(of, FOUND)
+        results.keep(of, FOUND)
     with pytest.raises(SystemExit):
-        command.run(compiled.main, [])
-    assert "cannot be read" in capsys.readouterr().err and compiled.FILE.read_text() == text
-    tuned.keep("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), compiled.FILE)
-    compiled.main([])
+        command.run(results.main, [])
+    assert "cannot be read" in capsys.readouterr().err and results.FILE.read_text() == text
+    tuned.keep("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), results.FILE)
+    results.main([])
     out = capsys.readouterr().out
     assert "there is no flag '--no_such_flag=1'" in out and "1 of 1 in compiled.json, compiled by libtpu 0.0.50" in out
 
 
 def test_what_is_not_kept_is_asked_of_aot(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "FILE", tmp_path / "compiled.json")
+    monkeypatch.setattr(results, "FILE", tmp_path / "compiled.json")
     of, asked = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16")), []
 
     def run(command, env, **_):
         asked.append((command, env["IRONWOOD_TUNED"]))
         if len(asked) == 2:
-            compiled.keep(of, FOUND)
+            results.keep(of, FOUND)
         return SimpleNamespace(stderr="no libtpu")
 
-    monkeypatch.setattr(compiled.subprocess, "run", run)
+    monkeypatch.setattr(results.subprocess, "run", run)
     with pytest.raises(SystemExit, match=r"aot.py --topology=.* --keep: no libtpu"):
-        compiled.ask(of)
-    assert compiled.ask(of)["step_s"] == compiled.ask(of)["step_s"] == 2.0
+        results.ask(of)
+    assert results.ask(of)["step_s"] == results.ask(of)["step_s"] == 2.0
     assert len(asked) == 2 and asked[0][1] == os.devnull and "--compile_anyway" in asked[0][0]
 
 
 def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     kept = []
-    monkeypatch.setattr(compiled, "keep", lambda of, found: kept.append((compiled.key_of(of), found)))
+    monkeypatch.setattr(results, "keep", lambda of, found: kept.append((results.key_of(of), found)))
     monkeypatch.setattr(aot, "report", lambda *_: FOUND)
     flags = ["--preset=llama3.1-8b", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--remat=full", "--json"]
     assert aot.main(flags) == 0 and not kept
@@ -301,22 +301,22 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
         raise OSError("read-only")
 
     monkeypatch.setattr(aot, "report", lambda *_: FOUND)
-    monkeypatch.setattr(compiled, "keep", cannot)
+    monkeypatch.setattr(results, "keep", cannot)
     with pytest.raises(SystemExit):
         command.run(aot.main, [*flags, "--keep"])
     said = capsys.readouterr()
     assert json.loads(said.out) == FOUND and "what was found is not kept: read-only" in said.err
 
 
-@pytest.mark.parametrize("key", compiled.read())
+@pytest.mark.parametrize("key", results.read())
 def test_predictions_are_near_what_was_compiled(key):
     """The key is today's; memory within 15%, and steps within 20%; with the recommended flags they may be 25% too long.
 
     What flags of the compiler gain is not predicted: the VMEM that these give to matmuls takes 11% off a step of 8B.
     """
-    its, expected = compiled.read()[key], compiled.prediction_of(key)
-    assert compiled.key_of(expected) == key
-    if needed := compiled.memory_of(its):
+    its, expected = results.read()[key], results.prediction_of(key)
+    assert results.key_of(expected) == key
+    if needed := results.memory_of(its):
         assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
     if its["fits"] and "=" not in expected.of.config.xla_flags:
         recommended = expected.of.config.xla_flags == "recommended"
@@ -324,8 +324,8 @@ def test_predictions_are_near_what_was_compiled(key):
 
 
 def test_command(capsys):
-    compiled.main(["--json"])
-    assert [row["flags"] for row in json.loads(capsys.readouterr().out)] == list(compiled.read())
+    results.main(["--json"])
+    assert [row["flags"] for row in json.loads(capsys.readouterr().out)] == list(results.read())
     with pytest.raises(SystemExit):
-        command.run(compiled.main, ["("])
+        command.run(results.main, ["("])
     assert "is no regular expression" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import pytest
 import command
 import config as config_lib
 import flags as flags_lib
-import transformer
 from config import Config
 from flags import PRESETS, from_preset, parse_flags
+from predicted import transformer
 
 ROOT = Path(config_lib.__file__).parent
 FIELDS = dataclasses.fields(Config)

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import cost
 import roofline
-import transformer
-from cost import best_interval_s, chips_needed, goodput, training_run
 from flags import PRESETS, from_preset
 from hardware import CHIPS, si
+from predicted import cost, transformer
+from predicted.cost import best_interval_s, chips_needed, goodput, training_run
 
 V5P = dataclasses.replace(CHIPS["v5p"], hbm_bytes=96e9)  # the book's 96 GB
 LLAMA = from_preset("llama3.1-70b")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import bundles
 import dense
+from compiled import bundles
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

@@ -55,6 +55,6 @@ def test_everything_follows_plain_for_a_thousand_steps():
 
 def test_the_table_that_is_shown_is_of_the_runs_that_are_kept():
     shown = re.search(
-        r"<!-- measured: endurance -->\n(.*?)\n<!-- end -->", (ROOT / "RESULTS.md").read_text(), re.DOTALL
+        r"<!-- measured: endurance -->\n(.*?)\n<!-- end -->", (ROOT / "docs/RESULTS.md").read_text(), re.DOTALL
     )
     assert shown[1] == endurance.table(kept())

@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 
 import attention
-import bounds
 import context
 import fp8
 import groups
-import interconnect
 import masks
 import pipeline
-import transformer
 from flags import from_preset
 from hardware import CHIPS, parse_topology
-from interconnect import links_of
 from placement import fill_mesh, parse_mesh
+from predicted import bounds, interconnect, transformer
+from predicted.interconnect import links_of
 
 GB, GIB = 1e9, 2**30
-PAGE = (Path(__file__).parents[1] / "EXERCISES.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/EXERCISES.md").read_text()
 
 
 def test_each_exercise_has_an_answer():

@@ -11,11 +11,11 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import bundles
 import flags as flags_lib
 import flash
+from compiled import bundles
+from compiled.hlo import parse
 from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
-from hlo import parse
 from masks import UNSEEN, block_ranges, visible
 
 SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on

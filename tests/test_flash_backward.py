@@ -12,9 +12,9 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import bundles
 import flags as flags_lib
 import flash_backward
+from compiled import bundles
 from flash_backward import Blocks, backward, default_blocks, executions, vmem_bytes
 from masks import UNSEEN, visible
 

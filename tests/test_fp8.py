@@ -17,7 +17,6 @@ from test_fsdp import collectives, equations, trace
 from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relative_error
 
 import fp8
-import hlo
 import model
 import parameters
 import placement
@@ -26,6 +25,7 @@ import sharding
 import train
 from benchmarks import fp8 as benchmark
 from benchmarks import fp8_quality
+from compiled import hlo
 from config import Config
 from flags import from_preset
 from fp8 import E4M3, E5M2, Recipe
@@ -910,4 +910,4 @@ def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
 def test_the_table_of_losses_that_is_shown_is_of_the_runs_that_are_kept():
     root = Path(fp8_quality.__file__).parents[1]
     table = fp8_quality.table(fp8_quality.found(root / "benchmarks/fp8_quality_runs", 400))
-    assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "RESULTS.md").read_text()
+    assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "docs/RESULTS.md").read_text()

@@ -24,9 +24,9 @@ import parameters
 import placement
 import sharding
 import train
-import transformer
 from config import Config
 from flags import from_preset
+from predicted import transformer
 
 
 def equations(jaxpr):

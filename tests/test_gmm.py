@@ -15,9 +15,9 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import bundles
 import gmm as module
 import groups
+from compiled import bundles
 from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles

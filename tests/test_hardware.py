@@ -14,7 +14,7 @@ import pytest
 import command
 import hardware
 from hardware import CHIPS, Chip, parse_topology
-from interconnect import bisection_bytes_per_s
+from predicted.interconnect import bisection_bytes_per_s
 
 EVERY_CHIP = pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 

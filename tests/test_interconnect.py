@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-import interconnect
 from hardware import CHIPS, Axis
-from interconnect import Traffic, collective_s
+from predicted import interconnect
+from predicted.interconnect import Traffic, collective_s
 
 # -- collectives: the scaling book, https://jax-ml.github.io/scaling-book. Its numbers are rounded.
 

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from test_fsdp import equations
 
-import bundles
 import command
 import flash
 import fp8
@@ -27,6 +26,7 @@ import mixture
 import parameters
 import sharding
 import tuned
+from compiled import bundles
 from config import Config
 from placement import MESH_AXES
 
@@ -419,6 +419,6 @@ def test_what_xla_makes_of_an_estimate(said):
 
 
 def test_the_table_that_is_shown_is_the_one_of_today():
-    results = (Path(kernels.__file__).parent / "RESULTS.md").read_text()
+    results = (Path(kernels.__file__).parent / "docs/RESULTS.md").read_text()
     shown = re.search(r"<!-- compiled: tuned sizes -->\n(.*?)\n<!-- end -->", results, re.DOTALL)[1]
     assert shown == kernels.table(tuned.read(tuned.CHECKED_IN))

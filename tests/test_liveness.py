@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-import liveness
-from liveness import GiB, grouped, peak, refusal
+from compiled import liveness
+from compiled.liveness import GiB, grouped, peak, refusal
 
 # -- of a program that is written here: w is donated and updated in a loop that carries a sum
 

@@ -13,10 +13,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-import matmul as matmul_lib
 from hardware import CHIPS, Axis, Chip
-from interconnect import collective_s, permute
-from matmul import Layout, Matmul, matmul_bounds, sharded_matmul
+from predicted import matmul as matmul_lib
+from predicted.interconnect import collective_s, permute
+from predicted.matmul import Layout, Matmul, matmul_bounds, sharded_matmul
 
 v4p = lambda *sizes: [Axis(size, 4.5e10) for size in sizes]  # a 4x4x4 wraps around on every axis
 

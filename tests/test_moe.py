@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from test_fsdp import equations
 
 import fsdp
-import hlo
 import moe
 import sharding
+from compiled import hlo
 
 ROOT = Path(__file__).parents[1]
 AXES = ("fsdp", "expert")

@@ -17,11 +17,10 @@ import checkpoint
 import hardware
 import offload
 import sharding
-import step
 import train
-import transformer
 from config import Config
-from workload import run_of, slots_of_device
+from predicted import step, transformer
+from predicted.workload import run_of, slots_of_device
 
 MESH = "data:2,fsdp:2,tensor:2"
 SLOTS = ("mu", "nu")

@@ -8,9 +8,9 @@ import pytest
 import parameters
 import placement
 import rules
-import transformer
 from config import Config
 from flags import PRESETS, from_preset
+from predicted import transformer
 
 # Numbers of parameters of the released checkpoints.
 PUBLISHED = {

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from test_fsdp import collectives, equations, trace
 from test_parallel import EXPERTS, SMALL, check_gradients, check_steps, init, make_batch
 
-import bounds
 import evaluation
 import parameters
 import pipeline
@@ -24,6 +23,7 @@ import sampling
 import sharding
 from config import Config
 from pipeline import Schedule, schedule_of
+from predicted import bounds
 
 # name, stages, microbatches, rounds
 SCHEDULES = [

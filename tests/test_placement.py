@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-import interconnect
 import placement
 import sharding
 from hardware import CHIPS
 from placement import MESH_AXES
+from predicted import interconnect
 
 TPU7X = CHIPS["tpu7x"]
 

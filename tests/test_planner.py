@@ -9,18 +9,16 @@ import re
 import pytest
 
 import command
-import planner
 import roofline
 import rules
-import transformer
-import workload
 from config import REMAT_POLICIES
 from flags import from_preset, parse_flags
 from hardware import CHIPS, parse_topology
-from planner import family, plan
+from predicted import planner, transformer, workload
+from predicted.planner import family, plan
+from predicted.step import predict
+from predicted.workload import ROWS_OF_A_TILE, run_of
 from published import RECIPES
-from step import predict
-from workload import ROWS_OF_A_TILE, run_of
 
 TPU7X = CHIPS["tpu7x"]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import command
 import config as config_lib
 import flags as flags_lib
 
 ROOT = Path(__file__).parents[1]
-README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "RESULTS.md"))
+README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "docs/RESULTS.md"))
 COMMANDS = [
     line.split("  #")[0].strip(" &")
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
@@ -35,7 +36,7 @@ def test_flags_exist_and_go_together(command):
 
 def test_flags_on_the_page_about_clouds_exist():
     """Those of gcloud and of its node pools are not ours."""
-    flags = set(re.findall(r"--([a-z_]+)", (ROOT / "RUNNING.md").read_text()))
+    flags = set(re.findall(r"--([a-z_]+)", (ROOT / "docs/RUNNING.md").read_text()))
     ours = {field.name for field in dataclasses.fields(config_lib.Config)} | {"topology", "num_slices", "json"}
     of_gcloud = {"recurse", "worker", "zone", "command", "region", "cluster", "type", "accelerator", "tpu", "placement"}
     assert flags - ours == of_gcloud | {"node", "machine", "num", "predicted", "out"}
@@ -90,17 +91,20 @@ def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
 
 
 def test_what_it_points_to_is_there():
-    cases = (ROOT / "CASES.md").read_text()
-    for text in (README, RESULTS, cases):
-        for path in re.findall(r"\]\((\w[\w./]*)[)#]|\b((?:tests|benchmarks)/\w+\.py)", text):
-            assert (ROOT / "".join(path)).exists(), path
+    cases = (ROOT / "docs/CASES.md").read_text()
+    for text, folder in ((README, ROOT), (RESULTS, ROOT / "docs"), (cases, ROOT / "docs")):
+        for path in re.findall(r"\]\(((?:\.\./)?\w[\w./]*)[)#]", text):
+            assert (folder / path).exists(), path
+        for path in re.findall(r"\b((?:tests|benchmarks)/\w+\.py)", text):
+            assert (ROOT / path).exists(), path
     headings = re.findall(r"^## (.*)", RESULTS, re.MULTILINE)
     anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    assert re.findall(r"\| \[(.+?)\]\(RESULTS.md#([\w-]+)\)", README) == [*zip(headings, anchors, strict=True)]
+    assert re.findall(r"\| \[(.+?)\]\(docs/RESULTS.md#([\w-]+)\)", README) == [*zip(headings, anchors, strict=True)]
     sections = re.findall(r'RESULTS\.md,\s"([^"]+)"', cases)
     assert len(sections) >= 6 and {" ".join(name.split()) for name in sections} <= {*headings}
-    for module in ROOT.glob("*.py"):
-        link, tests = f"[{module.name}]({module.name})", f"tests/test_{module.name}"
+    for module in command.modules():
+        path = module.relative_to(ROOT).as_posix()
+        link, tests = f"[{path}]({path})", f"tests/test_{module.name}"
         row = next((line for line in README.splitlines() if line.startswith("| [") and link in line), "")
         assert row, f"{module.name} is not in the README's tables"
         assert (f"[test]({tests})" in row) == (ROOT / tests).exists(), f"{tests} is not in the README's row"

@@ -17,7 +17,6 @@ import command
 import compiler_flags
 import config as config_lib
 import flags as flags_lib
-import planner
 import recipes
 import roofline
 import rules
@@ -25,12 +24,13 @@ import tuned
 from config import Config
 from flags import from_preset, from_recipe
 from hardware import by, parse_topology
+from predicted import planner
+from predicted.step import GiB, predict
+from predicted.workload import run_of
 from published import RECIPES
-from step import GiB, predict
-from workload import run_of
 
 ROOT = Path(recipes.__file__).parent
-SHOWN = (ROOT / "README.md").read_text() + (ROOT / "RESULTS.md").read_text()
+SHOWN = (ROOT / "README.md").read_text() + (ROOT / "docs/RESULTS.md").read_text()
 EVERY = pytest.mark.parametrize("name", RECIPES)
 BF16, FP8 = "llama3.1-70b-8k-bf16", "llama3.1-70b-8k-fp8"
 

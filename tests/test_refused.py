@@ -17,7 +17,7 @@ ERRORS = {flags: refused.refusal(flags) for examples in refused.EXAMPLES.values(
 
 
 def test_the_page_is_current():
-    assert (ROOT / "REFUSED.md").read_text() == refused.page()
+    assert (ROOT / "docs/REFUSED.md").read_text() == refused.page()
 
 
 def raises_of(module, names: tuple[str, ...] = ()) -> list[tuple[str, int, int]]:

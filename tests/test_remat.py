@@ -22,18 +22,14 @@ import aot
 import command
 import hardware
 import placement
-import planner
-import recompute
 import remat
 import roofline
 import sharding
-import step
-import transformer
 import tuned
-import workload
 from config import REMAT_POLICIES, Config
 from flags import from_preset
-from workload import run_of
+from predicted import planner, recompute, step, transformer, workload
+from predicted.workload import run_of
 
 ROOT = Path(remat.__file__).parent
 MESH = "data:2,fsdp:2,tensor:2"

@@ -15,15 +15,15 @@ from test_parallel import SMALL, init, make_batch, on_mesh
 import calibration
 import config as config_lib
 import parameters
-import planner
 import rules
 import sharding
 from config import NEEDS, Config
 from flags import PRESETS, from_preset
 from hardware import CHIPS
 from placement import MESH_AXES, fill_mesh, parse_mesh
-from step import predict
-from workload import run_of
+from predicted import planner
+from predicted.step import predict
+from predicted.workload import run_of
 
 LATENT = dict(kv_lora_rank=8, rope_head_dim=2, q_lora_rank=16)
 EXPERTS = dict(num_experts=4, experts_per_token=2, expert_dim=16)

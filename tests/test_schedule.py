@@ -19,13 +19,13 @@ from test_fsdp import TPU, compiled_for_tpu7x
 from test_remote_dma import compiled_for_tpu7x as compiled_kernel
 
 import command
-import schedule
+from compiled import schedule
+from compiled.hlo import ELEMENTWISE, Numbers, Program, evaluate, matmul_flops, parse
+from compiled.schedule import TPU7X, Rates, rates_of, walk
 from config import Config
 from hardware import CHIPS
-from hlo import ELEMENTWISE, Numbers, Program, evaluate, matmul_flops, parse
+from predicted.workload import TODAY
 from remote_dma import ring_all_gather
-from schedule import TPU7X, Rates, rates_of, walk
-from workload import TODAY
 
 # -- schedules by hand: a cycle is a second, a byte over a link is a second, too
 

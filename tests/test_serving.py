@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-import serving
-import transformer
 from config import Config
 from flags import PRESETS, from_preset
 from hardware import CHIPS, Axis, Chip
-from interconnect import collective_s
-from serving import Load, Step, critical_batch, decode, load_of, max_batch
+from predicted import serving, transformer
+from predicted.interconnect import collective_s
+from predicted.serving import Load, Step, critical_batch, decode, load_of, max_batch
 
 
 def what_if(chip: str, **figures) -> Chip:

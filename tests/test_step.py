@@ -11,16 +11,14 @@ import anatomy
 import compiler_flags
 import recipes
 import roofline
-import step
-import transformer
-import workload
 from config import Config
 from flags import PRESETS, from_preset
 from hardware import CHIPS, Axis, parse_topology
-from interconnect import all_gather
+from predicted import step, transformer, workload
+from predicted.interconnect import all_gather
+from predicted.step import predict
+from predicted.workload import Efficiency, run_of
 from published import RECIPES
-from step import predict
-from workload import Efficiency, run_of
 
 TPU7X = CHIPS["tpu7x"]
 GiB = 2**30

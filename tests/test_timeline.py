@@ -8,12 +8,11 @@ import pytest
 from test_parallel import SMALL
 
 import command
-import hlo
-import timeline
 import train
-import transformer
+from compiled import hlo, timeline
+from compiled.timeline import Event
 from config import Config
-from timeline import Event
+from predicted import transformer
 
 PROGRAM = hlo.parse(
     """HloModule jit_train_step, is_scheduled=true

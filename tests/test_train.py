@@ -31,8 +31,8 @@ import train
 from config import Config
 from flags import from_preset
 from hardware import CHIPS, parse_topology
-from step import predict
-from workload import run_of
+from predicted.step import predict
+from predicted.workload import run_of
 
 ROOT = Path(__file__).parents[1]
 TINY = dict(

@@ -20,10 +20,10 @@ import anatomy
 import config as config_lib
 import parameters
 import train
-import transformer
 from config import ACTIVATIONS, REMAT_POLICIES, Config
 from data import Batch
 from flags import PRESETS, from_preset
+from predicted import transformer
 
 # The outputs of the big matmuls, and the layer's input, without which nothing can be computed again.
 MATMUL_OUTPUTS = frozenset(

@@ -18,12 +18,12 @@ import command
 import flags as flags_lib
 import placement
 import rules
-import transformer
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, parse_topology, si
-from planner import ROOM
-from step import GiB, Prediction, plot, predict, short_of
-from workload import TODAY, Efficiency, run_of
+from predicted import transformer
+from predicted.planner import ROOM
+from predicted.step import GiB, Prediction, plot, predict, short_of
+from predicted.workload import TODAY, Efficiency, run_of
 
 
 def candidates(config: Config) -> list[Config]:

@@ -45,7 +45,7 @@ from operator import attrgetter
 
 import command
 from hardware import CHIPS, Axis, Chip, check_size, chip_of, si
-from interconnect import Phase, explain, rounds_of, summary
+from predicted.interconnect import Phase, explain, rounds_of, summary
 
 # -- a matmul on one chip
 

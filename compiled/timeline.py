@@ -1,8 +1,8 @@
 """Where a profiled run spent its time: the profiler's trace, read with the program that ran.
 
-    python train.py --profile_dir=runs/trace --steps=6     run; steps 3 to 5 are traced
-    python timeline.py runs/trace                          read it here; to look at it: xprof runs/trace
-    python timeline.py runs/trace --predicted=step.json    beside what `aot.py --json > step.json` said of the same step
+    python train.py --profile_dir=runs/trace --steps=6         run; steps 3 to 5 are traced
+    python aot.py timeline runs/trace                          read it here; to look at it: xprof runs/trace
+    python aot.py timeline runs/trace --predicted=step.json    beside what `aot.py --json > step.json` said of it
 
 The profiler writes when each device began and ended each instruction. What an instruction is for, and which line of
 this project it comes from, stands in the compiled program, which train.py puts beside the trace as train_step.hlo: so
@@ -34,11 +34,11 @@ from pathlib import Path
 
 import command
 import compiler_flags
-import hlo
+from compiled import hlo
+from compiled.schedule import COLLECTIVES, category_of, fused_reduce_scatter, opcodes_of
 from hardware import si
-from schedule import COLLECTIVES, category_of, fused_reduce_scatter, opcodes_of
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 PROGRAM = "train_step.hlo"  # the file beside the trace
 MODULE = "jit_train_step"
 
@@ -209,7 +209,7 @@ def describe(found: Summary, top: int, matmul_s: float | None, predicted: dict |
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser(__file__)
+    parser = command.parser(__file__, prog="aot.py timeline")
     parser.add_argument("folder", type=command.path, help="what --profile_dir was")
     parser.add_argument(
         "--predicted", type=command.path, metavar="FILE", help="what aot.py --json printed for the same step"
@@ -239,7 +239,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(vars(found) | dict(matmul_predicted_s=matmul_s, predicted=predicted), indent=1))
     else:
         print(describe(found, args.top, matmul_s, predicted))
-
-
-if __name__ == "__main__":
-    command.run(main)

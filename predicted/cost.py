@@ -43,10 +43,10 @@ import math
 from dataclasses import dataclass
 
 import flags as flags_lib
-import transformer
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
-from step import predict, short_of
-from workload import run_of
+from predicted import transformer
+from predicted.step import predict, short_of
+from predicted.workload import run_of
 
 DAY_S, HOUR_S = 86_400, 3_600
 

@@ -65,10 +65,10 @@ from dataclasses import dataclass
 import anatomy
 import command
 import flags as flags_lib
-import transformer
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
-from interconnect import collective_s
+from predicted import transformer
+from predicted.interconnect import collective_s
 
 # Of the fields of Config, those that say what a model is.
 MODEL_GROUPS = ("model", "mixture of experts", "multi-head latent attention")

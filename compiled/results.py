@@ -1,6 +1,6 @@
 """Compiled: what the TPU7x compiler said of whole steps, kept, so that nobody waits hours for a table.
 
-    python compiled.py [REGEX] [--json]          what is kept of steps whose flags match, beside what is predicted today
+    python aot.py results [REGEX] [--json]       what is kept of steps whose flags match, beside today's prediction
     python aot.py --keep --preset=... --mesh=... compiles a step, and keeps what it finds
 
 To compile a step takes minutes, for a large mixture most of an hour. The results are in the file beside this module, by
@@ -23,13 +23,13 @@ from pathlib import Path
 
 import command
 import flags as flags_lib
-import planner
 import tuned
 from hardware import parse_topology
-from step import GiB, Prediction, predict
-from workload import run_of
+from predicted import planner
+from predicted.step import GiB, Prediction, predict
+from predicted.workload import run_of
 
-FILE = Path(__file__).with_name("compiled_tpu7x.json")
+FILE = Path(__file__).with_name("results_tpu7x.json")
 KEPT = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s xla_flags memory used_bytes".split()
 # Flags on which neither the time nor the memory of a step depends.
 _OF_THE_RUN = "steps seed learning_rate warmup_ratio final_lr_ratio weight_decay beta1 beta2 corpus eval_every "
@@ -88,12 +88,12 @@ def keep(of: Prediction, found: dict, file: Path | None = None) -> None:
 def ask(of: Prediction) -> dict:
     """What is kept of a step; else what aot.py finds, after minutes, and keeps. Ends the program with its words."""
     if not (found := find(of)):
-        command = [sys.executable, str(FILE.with_name("aot.py")), *shlex.split(key_of(of)), "--keep"]
+        line = [sys.executable, str(command.ROOT / "aot.py"), *shlex.split(key_of(of)), "--keep"]
         others = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
         project = others | {"IRONWOOD_TUNED": os.devnull}  # without what is this machine's own
-        done = subprocess.run([*command, "--compile_anyway"], capture_output=True, text=True, env=project)
+        done = subprocess.run([*line, "--compile_anyway"], capture_output=True, text=True, env=project)
         if not (found := find(of)):
-            sys.exit(f"{shlex.join(command)}: {done.stderr[-500:]}")
+            sys.exit(f"{shlex.join(line)}: {done.stderr[-500:]}")
     return found
 
 
@@ -142,7 +142,7 @@ def table(found: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = command.parser(__file__)
+    parser = command.parser(__file__, prog="aot.py results")
     parser.add_argument(
         "pattern", nargs="?", type=command.regex, default="", metavar="REGEX", help="steps whose flags match it [all]"
     )
@@ -150,7 +150,3 @@ def main(argv: list[str] | None = None) -> None:
     args = command.arguments(parser, argv)
     found = rows(args.pattern)
     print(json.dumps(found) if args.json else table(found))
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -53,14 +53,15 @@ import math
 from dataclasses import dataclass, replace
 
 import anatomy
+import command
 import flags as flags_lib
 import rules
-import transformer
-from bounds import bubble
 from compiler_flags import PADS_SUMS
 from hardware import Axis, by, parse_topology, si
-from interconnect import collective_s
-from workload import (
+from predicted import transformer
+from predicted.bounds import bubble
+from predicted.interconnect import collective_s
+from predicted.workload import (
     COLUMNS_OF_A_TILE,
     ROWS_OF_A_TILE,
     Layer,
@@ -824,7 +825,10 @@ def add_step_command(commands) -> None:
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
     parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw the parts, and the matmuls on a roofline; needs matplotlib"
+        "--plot",
+        type=command.path,
+        metavar="FILE.png",
+        help="draw the parts, and the matmuls on a roofline; needs matplotlib",
     )
     flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_step, parser=parser)

@@ -34,13 +34,13 @@ from functools import cache, partial
 
 import anatomy
 import compiler_flags
-import transformer
-from bounds import in_flight, matmul_dtype
 from config import Config
 from hardware import Axis, Chip
-from interconnect import collective_s, links_of
-from matmul import DTYPE_BYTES
 from placement import BATCH_AXES, fill_mesh, parse_mesh
+from predicted import transformer
+from predicted.bounds import in_flight, matmul_dtype
+from predicted.interconnect import collective_s, links_of
+from predicted.matmul import DTYPE_BYTES
 from rules import ring_size, settled
 
 # -- what programs reach

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import hlo
+from compiled import hlo
 
 GiB = 2**30
 ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*):")

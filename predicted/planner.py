@@ -51,13 +51,13 @@ import anatomy
 import command
 import flags as flags_lib
 import rules
-import transformer
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
-from interconnect import links_of, squarest
 from placement import BATCH_AXES, MESH_AXES
-from step import GiB, Prediction, as_json, describe, plot, predict, short_of
-from workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
+from predicted import transformer
+from predicted.interconnect import links_of, squarest
+from predicted.step import GiB, Prediction, as_json, describe, plot, predict, short_of
+from predicted.workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, lacking, layers_of, memory_of, on_host
 
 TO_FIND = "mesh microbatches remat remat_tensors core_axis collective_matmul double_buffer".split()
 WITHIN = 1.05  # of the best: as good as it

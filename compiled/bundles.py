@@ -1,7 +1,7 @@
 """Bundles: how many cycles a Pallas kernel takes on a TPU7x TensorCore, counted in the program that the compiler made.
 
-    python bundles.py dense:build M=8192 K=8192 N=8192
-    python bundles.py flash:build_forward seq=8192 heads=8 --json
+    python aot.py bundles dense:build M=8192 K=8192 N=8192
+    python aot.py bundles flash:build_forward seq=8192 heads=8 --json
 
 **Idea.** A TensorCore decides nothing at run time. Its instruction is a *bundle*, with slots for every unit: 2 MXUs, 2
 XLUs (transposes, reductions along lanes), 4 VALUs, the EUP (exp, reciprocal), 3 loads, 2 stores and a scalar unit.
@@ -66,7 +66,7 @@ from pathlib import Path
 
 import command
 import compiler_flags
-import liveness
+from compiled import liveness
 from hardware import CHIPS
 
 CHIP = CHIPS["tpu7x"]
@@ -506,6 +506,14 @@ def measure_many(jobs: Sequence[tuple[str, dict]], workers: int = 2, progress: b
     return [reports[i] for i in range(len(jobs))]
 
 
+CHILD = "import sys; from compiled import bundles; bundles.answer(*sys.argv[1:])"
+
+
+def answer(spec: str, path: str) -> None:
+    """Writes what `_compile` finds; in a process of its own, which the compiler may take with it."""
+    Path(path).write_text(json.dumps(_compile(json.loads(spec))))
+
+
 def _child(spec: dict, folder: str, flags: str, timeout_s: float) -> dict:
     """Runs `_compile` in another process; {"error": ...} or what it found."""
     environment = (
@@ -517,7 +525,7 @@ def _child(spec: dict, folder: str, flags: str, timeout_s: float) -> dict:
         }
     )
     answer = Path(folder, "answer.json")
-    command = [sys.executable, __file__, "--child", json.dumps(spec), str(answer)]
+    command = [sys.executable, "-c", CHILD, json.dumps(spec), str(answer)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -728,7 +736,7 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser(__file__)
+    parser = command.parser(__file__, prog="aot.py bundles")
     parser.add_argument("builder", metavar="MODULE:BUILDER", help="gives (function, [jax.ShapeDtypeStruct, ...])")
     parser.add_argument("options", nargs="*", type=_option, metavar="NAME=VALUE", help="for it, as JSON or as text")
     parser.add_argument("--flags", default="", help="more flags of libtpu's, as in LIBTPU_INIT_ARGS")
@@ -747,10 +755,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(describe(report), *(f"  {name} by the compiler: {n:,} cycles" for name, n in simulated.items()), sep="\n")
     return 1 if report.error else 0
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        Path(sys.argv[3]).write_text(json.dumps(_compile(json.loads(sys.argv[2]))))
-    else:
-        sys.exit(command.run(main))

@@ -1,7 +1,7 @@
 """How long a compiled program takes and what waits for what, predicted from its schedule: text, no jax and no TPU.
 
-    python schedule.py step.hlo
-    python schedule.py step.hlo --kernel='attention.*=4.6e6' --link_bytes_per_s=45e9 --json
+    python aot.py schedule step.hlo
+    python aot.py schedule step.hlo --kernel='attention.*=4.6e6' --link_bytes_per_s=45e9 --json
 
 `compiled.as_text()` of a program for TPU7x is its **scheduled HLO**: instructions in computations, `is_scheduled=true`
 in the first line, and then the order of the lines is the order in which the TensorCore issues them. A loop names the
@@ -87,8 +87,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import command
+from compiled.hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
 from hardware import CHIPS, Chip
-from hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
 
 CHIP = CHIPS["tpu7x"]
 
@@ -841,7 +841,7 @@ def pairs_of(values: Sequence[str], flag: str) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser(__file__)
+    parser = command.parser(__file__, prog="aot.py schedule")
     parser.add_argument("file", type=command.path, metavar="FILE", help="what compiled.as_text() returned")
     parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
     parser.add_argument(
@@ -866,7 +866,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in timeline.messages]
         return print(json.dumps(dataclasses.asdict(timeline) | {"messages": messages}))
     print_timeline(timeline, args.top)
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -96,9 +96,9 @@ import flags as flags_lib
 from anatomy import BYTES, fp8_weights, key_dim, value_dim
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
-from interconnect import all_to_all, links_of, ring_hops
 from placement import BATCH_AXES, check_multiple, fill_mesh, parse_mesh
-from transformer import kv_elements_per_layer, num_params, train_flops_per_token
+from predicted.interconnect import all_to_all, links_of, ring_hops
+from predicted.transformer import kv_elements_per_layer, num_params, train_flops_per_token
 
 # -- what messages go over
 
