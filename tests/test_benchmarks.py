@@ -375,7 +375,7 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
     }
     other = dict(fits=True, peak_hbm_bytes=2**30, host_bytes=0)
     of = lambda expected: (expected.of.config.remat, expected.of.config.seq_len)
-    monkeypatch.setattr(memory.compiled, "ask", lambda expected: found.get(of(expected), other))
+    monkeypatch.setattr(memory.results, "ask", lambda expected: found.get(of(expected), other))
     memory.main(["8b"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in lines} == {head.count("|")}
@@ -390,7 +390,7 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
 
 def test_the_table_of_memory_is_the_one_of_today(capsys, monkeypatch):
     """That of 70B in RESULTS.md, of which all was compiled and is kept; python benchmarks/readme.py "memory of 70B"."""
-    monkeypatch.setattr(memory.compiled.subprocess, "run", lambda command, **_: pytest.fail(f"not kept: {command}"))
+    monkeypatch.setattr(memory.results.subprocess, "run", lambda command, **_: pytest.fail(f"not kept: {command}"))
     memory.main(["70b"])
     shown = (memory.ROOT / "docs/RESULTS.md").read_text()
     written = re.search(r"<!-- compiled: memory of 70B -->\n(.*?)<!-- end -->", shown, re.DOTALL)[1]

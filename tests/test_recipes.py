@@ -275,7 +275,7 @@ def test_without_jax_and_at_once():
     command = [sys.executable, "-X", "importtime", "recipes.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     imported = set(re.findall(r"\|\s*(\S+)$", done.stderr, re.MULTILINE))
-    assert "planner" in imported and not {"jax", "numpy"} & imported
+    assert "predicted.planner" in imported and not {"jax", "numpy"} & imported
     assert done.stdout.count("GiB a device") == 1 and done.stdout.count(", fits |") == len(RECIPES)
 
 
