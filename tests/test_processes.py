@@ -18,7 +18,7 @@ from test_checkpoint import ROOT, assert_same_bits, load, read_metrics, start, s
 import train
 from benchmarks import trials
 from config import Config
-from processes import LOST_PEER
+from processes import LOST_PEER, check_port, is_lost_peer
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +133,16 @@ def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
     assert (tmp_path / "0.err").read_text().startswith(said)
 
 
+def test_a_port_that_is_taken_at_one_address_of_a_name_is_refused(monkeypatch):
+    """The others may reach process 0 by either, so it is not enough that the other is free."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        places = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+        with pytest.raises(OSError, match=rf"^process 0 cannot listen at localhost:{port} \("):
+            check_port(f"localhost:{port}")
+
+
 def listened_at(port: int) -> set[str]:
     """Addresses of this machine at whose `port` a program listens, as the kernel writes them."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
@@ -177,6 +187,19 @@ def test_windows_is_told_where_this_runs(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ValueError, match=r"^this runs on Linux, on macOS, and on Windows in WSL"):
         train.run(Config())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [  # as jaxlib's C++ writes them
+        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:40000", True),
+        ("UNAVAILABLE: failed to connect to all addresses", True),
+        ("DEADLINE_EXCEEDED: Barrier timed out. Id: step", True),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes", False),
+    ],
+)
+def test_errors_of_a_lost_process_are_told_from_others(error, is_lost):
+    assert is_lost_peer(jax.errors.JaxRuntimeError(error)) == is_lost
 
 
 @pytest.mark.parametrize("lost", [0, 1])
