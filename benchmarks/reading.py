@@ -6,7 +6,7 @@ Project modules are the files at the root and in its folders, without tests/ and
 is read from sys.modules of a fresh process. The default run is `python train.py --steps=2`, traced with JAX's tracing
 of the step: lines to read are those of the functions that it enters, and of the heads of their modules, which are all
 above the first function or class. A line counts once, comments and docstrings count. A Pallas kernel is a function
-named `_kernel` or `_..._kernel`. A word of README.md is what stands between blanks, above its heading "Read it".
+named `_kernel` or `_..._kernel`. A word is what stands between blanks, in README.md above its heading "Read it".
 """
 
 import ast
@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 import command
 
 # Meters, not parts of the training program: the lines at the root that a reader of training skips.
-INSTRUMENTS = "transformer step workload planner bounds matmul interconnect cost serving".split()
+INSTRUMENTS = "transformer step workload planner bounds matmul interconnect cost serving recompute".split()
 INSTRUMENTS += "hlo schedule liveness timeline bundles compiled".split()
 KERNEL = re.compile(r"_(\w+_)?kernel")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTED = "import json, sys, {module}; print(json.dumps([getattr(m, '__file__', None) for m in sys.modules.values()]))"
 TRACED = """
-import json, runpy, sys, threading
+import inspect, json, runpy, sys, threading
 entered, (out, program, *flags) = set(), sys.argv[1:]
 note = lambda frame, event, _: event == "call" and entered.add(frame.f_code)
 sys.argv = [program, *flags]
@@ -41,7 +41,8 @@ try:
 finally:
     sys.setprofile(None)
     with open(out, "w") as file:
-        json.dump([(code.co_filename, code.co_firstlineno) for code in entered], file)
+        json.dump([(code.co_filename, code.co_firstlineno) for code in entered
+                   if code.co_flags & inspect.CO_OPTIMIZED], file)  # no bodies of modules and classes
 """
 
 
@@ -93,7 +94,7 @@ def imported(root: Path, module: str = "model") -> set[Path]:
 
 
 def traced(root: Path, *flags: str) -> set[tuple[Path, int]]:
-    """Returns (file, first line) of all code that `python train.py FLAGS` enters in the project's modules."""
+    """Returns (file, first line) of the project's functions, nameless ones too, that `python train.py FLAGS` enters."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "entered.json"
         line = [sys.executable, "-c", TRACED, str(out), str(root / "train.py"), *flags]
@@ -102,19 +103,23 @@ def traced(root: Path, *flags: str) -> set[tuple[Path, int]]:
         return {(Path(file), number) for file, number in json.loads(out.read_text()) if Path(file) in ours}
 
 
-def to_read(root: Path, entered: set[tuple[Path, int]]) -> tuple[int, int]:
-    """Returns (functions with a name, lines) to read, for the code that a run entered."""
-    texts, lines, functions = sources(root), set(), 0
+def to_read(root: Path, entered: set[tuple[Path, int]]) -> tuple[int, int, int]:
+    """Returns (named functions that a run entered, lines of the heads of their modules, lines of theirs below).
+
+    A module of which only the body ran, as it was imported, is not read.
+    """
+    texts, functions, above, below = sources(root), 0, 0, 0
     for path in {path for path, _ in entered}:
         here = [
             node
             for node in ast.walk(ast.parse(texts[path]))
             if isinstance(node, (*FUNCTIONS, ast.Lambda)) and (path, first_line(node)) in entered
         ]
+        lines = {line for node in here for line in range(first_line(node), node.end_lineno + 1)}
         functions += sum(isinstance(node, FUNCTIONS) for node in here)
-        spans = [range(first_line(node), node.end_lineno + 1) for node in here]
-        lines |= {(path, line) for span in (head(texts[path]), *spans) for line in span}
-    return functions, len(lines)
+        above += len(head(texts[path])) if here else 0
+        below += len(lines - head(texts[path]))
+    return functions, above, below
 
 
 def words_before_reading(readme: str) -> int:
@@ -128,7 +133,7 @@ def words_before_reading(readme: str) -> int:
 def rows(root: Path, entered: set[tuple[Path, int]]) -> list[Row]:
     texts = sources(root)
     brought = imported(root)
-    num_functions, num_lines = to_read(root, entered)
+    num_functions, above, below = to_read(root, entered)
     functions = [
         (node, f"{path.relative_to(root).as_posix()}: {node.name}")
         for path, text in texts.items()
@@ -144,7 +149,12 @@ def rows(root: Path, entered: set[tuple[Path, int]]) -> list[Row]:
     return [
         Row("modules that `import model` brings", len(brought), 25),
         Row("lines of these", sum(lines_of(texts[path]) for path in brought), 9_000),
-        Row("lines to read for the default run", num_lines, 2_200, f"{num_functions} functions"),
+        Row(
+            "lines to read for the default run",
+            above + below,
+            2_200,
+            f"{num_functions} functions {below:,}, heads {above:,}",
+        ),
         Row("lines of the longest function but Pallas kernels", longest[0], 60, longest[1]),
         Row("lines of the longest function", longest_of_all[0], None, longest_of_all[1]),
         Row("most parameters of a function but Pallas kernels", widest[0], 10, widest[1]),
