@@ -8,7 +8,7 @@ The step, its MFU (of the peak in bfloat16) and its memory are those of `rooflin
 project's program. The measured runs are MaxText's. It is predicted as what it is
 (workload.PUBLISHED): a slower attention kernel, experts' SwiGLU outside of their kernel, more hidden of offloads and
 sums, no copies of weights; the ratio is that prediction over what was measured. One set of efficiencies serves all.
-What was compiled is this project's program, its step by the schedule of the compiler (compiled.py).
+What was compiled is this project's program, its step by the schedule of the compiler (compiled/results.py).
 
 `--better` asks planner.py for the same model, batch and slice, and prints the flags in which its answer differs, with
 the parts of the step that they make shorter or longer. The planner leaves 8% of the memory free, which a published run

@@ -125,7 +125,7 @@ def cliffs() -> str:
 
 
 def recipes() -> str:
-    return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=figures/recipes.png"))
+    return "\n".join(line for _, line in timed_lines("recipes.py", "--plot=docs/figures/recipes.png"))
 
 
 def better_recipes() -> str:

@@ -1,7 +1,7 @@
 """Strong and weak scaling of training on TPU7x, from 4 chips to a pod of 9,216: the planner's best way for each slice.
 
     python benchmarks/scaling.py                          tables, predicted: a minute or two
-    python benchmarks/scaling.py --plot=figures/scaling.png
+    python benchmarks/scaling.py --plot=docs/figures/scaling.png
     python benchmarks/scaling.py --compile                the first model's weak scaling, also by the TPU7x compiler
 
 Strong: 2,048 sequences of 8,192 a step, whatever the slice. Weak: 2 sequences a device. Efficiency is MFU over that of
