@@ -222,7 +222,8 @@ def private_jax(source: str) -> list[str]:
 
 def wrong_floors(module: str, source: str) -> list[str]:
     """Modules that are imported and do not stand on a lower floor, and the Config in a leaf."""
-    ours = {name.partition(".")[0] for name in imported(source)} & set().union(*FLOORS)
+    names = [name.removeprefix("predicted.").removeprefix("compiled.") for name in imported(source)]
+    ours = {name.partition(".")[0] for name in names} & set().union(*FLOORS)
     floor = next(number for number, modules in enumerate(FLOORS) if module in modules)
     below = set().union(*FLOORS[:floor])
     return sorted((ours - below) | (ours & {"config"} if module in LEAVES else set()))
@@ -279,7 +280,9 @@ def test_the_check_of_jax_can_fail(line):
         ("data", "def main():\n    from train import run", ["train"]),
         ("attention", "from config import Config", ["config"]),
         ("sharding", "import config as config_lib", ["config"]),
-        ("config", "import transformer", ["transformer"]),
+        ("config", "from predicted import transformer", ["transformer"]),
+        ("hlo", "from compiled.schedule import walk", ["schedule"]),
+        ("aot", "from compiled import results\nfrom predicted.step import predict", []),
         ("fsdp", "import sharding\nimport model", ["model"]),
     ],
 )
