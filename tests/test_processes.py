@@ -223,7 +223,7 @@ def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
 
 DAMAGED_FOR_THE_SECOND = """
 import sys
-import command, config, data, train
+import command, data, flags, train
 
 def damaged(*args, read=data.train_batch, **options):
     if args[1] == 12 and "--process_id=1" in sys.argv:
