@@ -54,9 +54,11 @@ def start_two(
     return [start(each, directory / f"{i}.out", program=programs[i]) for i, each in enumerate(both)]
 
 
-def end_well(processes: list[subprocess.Popen], directory: Path, timeout_s: float = 300) -> None:
-    statuses = [process.wait(timeout_s) for process in processes]
-    assert statuses == [0, 0], "\n".join(f"{i}: {(directory / f'{i}.err').read_text()[-5000:]}" for i in (0, 1))
+def end_with(statuses: list[int], processes: list[subprocess.Popen], directory: Path, timeout_s: float = 300) -> None:
+    """Waits for both processes; a failure shows what each has printed."""
+    ended = [process.wait(timeout_s) for process in processes]
+    printed = [f"{name}: {(directory / name).read_text()[-5000:]}" for name in ("0.out", "0.err", "1.out", "1.err")]
+    assert ended == statuses, "\n".join(printed)
 
 
 def wait_for_signal(process: subprocess.Popen, other: subprocess.Popen) -> None:
@@ -89,7 +91,7 @@ def two(values, tmp_path_factory) -> Path:
     """The directory of the run in two processes that nothing disturbs."""
     directory = tmp_path_factory.mktemp("two")
     processes = start_two(values | dict(eval_batches=2, save_every=10), directory, program=("-c", RECORD_ROWS))
-    end_well(processes, directory)
+    end_with([0, 0], processes, directory)
     return directory
 
 
@@ -121,7 +123,7 @@ def test_the_first_step_waits_for_the_slowest_compile(values, tmp_path):
     wait_for_signal(processes[1], processes[0])
     time.sleep(35)
     processes[1].send_signal(signal.SIGCONT)
-    end_well(processes, tmp_path)
+    end_with([0, 0], processes, tmp_path)
 
 
 def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
@@ -239,7 +241,7 @@ command.run(train.main)
 def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_sentence(values, tmp_path):
     """And neither waits for the other."""
     ends = start_two(values | dict(save_every=5, peer_timeout=300), tmp_path, program=("-c", DAMAGED_FOR_THE_SECOND))
-    assert [process.wait(120) for process in ends] == [1, 1]
+    end_with([1, 1], ends, tmp_path)
     assert (tmp_path / "1.err").read_text() == "train.py: error: squares.bin is damaged\n"
     assert (tmp_path / "0.err").read_text().splitlines()[-1] == f"train.py: error: {LOST_PEER}"
     assert max(steps_in(tmp_path / "checkpoints")) == 10
@@ -249,12 +251,12 @@ def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_sentence(values,
 def test_termination_of_one_process_ends_both_behind_the_same_step(number, values, one, tmp_path):
     in_a_step = {1: trials.signalled("log.Log.step", 5, number=number, then_s=1)}  # jax.distributed looks every second
     processes = start_two(values, tmp_path, own=in_a_step)
-    assert [process.wait(120) for process in processes] == [128 + signal.SIGTERM, 128 + number]
+    end_with([128 + signal.SIGTERM, 128 + number], processes, tmp_path)
     (step,) = steps_in(tmp_path / "checkpoints")
     assert 4 < step < 20
     assert f"terminated after step {step}, saved in" in (tmp_path / "0.out").read_text()
 
-    end_well(start_two(values, tmp_path), tmp_path)
+    end_with([0, 0], start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {step} in " in (tmp_path / "0.out").read_text()
     np.testing.assert_allclose(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file), rtol=1e-6)
 
@@ -282,7 +284,7 @@ def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_p
                 process.wait()
         before, reached = reached, max(steps_in(tmp_path / "checkpoints"))
         assert before < reached < before + step
-    end_well(start_two(values, tmp_path), tmp_path)
+    end_with([0, 0], start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {reached} in " in (tmp_path / "0.out").read_text()
     ours, theirs = (
         load(dataclasses.replace(one, checkpoint_dir=str(run / "checkpoints")))[0] for run in (tmp_path, two)
