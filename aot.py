@@ -242,7 +242,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     expected = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
-        filled = expected.of.experts_filled
+        filled = expected.run.experts_filled
         cycles = beside.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
@@ -252,19 +252,19 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     cycles = kernels | cycles_by_name(program, cycles.result())
     timeline = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
     ideal_s = at_peak(program, timeline, chip)
-    num_chips, flops, tokens = expected.of.num_chips, expected.flops_per_step, config.batch * config.seq_len
+    num_chips, flops, tokens = expected.run.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,
         "topology": f"{chip.name}:{by(chips)}",
         "num_slices": args.num_slices,
         "num_chips": num_chips,
-        "mesh": {axis: size for axis, size in expected.of.sizes.items() if size > 1},
+        "mesh": {axis: size for axis, size in expected.run.sizes.items() if size > 1},
         "remat": config.remat,
         "xla_flags": flags,
         "fits": True,
         **memory,
-        "hbm_limit_bytes": expected.of.hbm_limit,
-        "host_limit_bytes": expected.of.host_limit if math.isfinite(expected.of.host_limit) else None,
+        "hbm_limit_bytes": expected.run.hbm_limit,
+        "host_limit_bytes": expected.run.host_limit if math.isfinite(expected.run.host_limit) else None,
         "step_s": timeline.seconds,
         "mfu": flops / timeline.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
@@ -272,7 +272,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "exposed_comm_s": timeline.exposed_s,
         "by_category_s": timeline.categories,
         "matmul_of_peak": sum(ideal_s.values()) / timeline.categories.get("matmul", math.inf),
-        "collectives": collectives(timeline, expected.of.sizes),
+        "collectives": collectives(timeline, expected.run.sizes),
         "top_ops": [
             dataclasses.asdict(op) | {"of_peak": ideal_s[op.name] / op.seconds if op.name in ideal_s else None}
             for op in timeline.ops[:10]
@@ -430,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outputs.check_apart({"--hlo_out": args.hlo_out}, {"--fp8_scales": scales})
         if args.hlo_out:
             outputs.check_writable(f"--hlo_out={args.hlo_out}", args.hlo_out)
-        flags = compiler_flags.of(config)
+        flags = compiler_flags.for_run(config)
         if not args.compile_anyway and (found := predicted_refusal(config, args)):
             return refuse(config, args, found)
         if not importlib.util.find_spec("libtpu"):
@@ -468,12 +468,12 @@ def say(found: dict | list[dict], args: argparse.Namespace) -> int:
 def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
     expected = predicted(config, args)
-    used, limit, held = expected.hbm_bytes, expected.of.hbm_limit, expected.memory
+    used, limit, held = expected.hbm_bytes, expected.run.hbm_limit, expected.memory
     memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.lacks() else None
     if not memory:
         return None
     if memory == "host":  # compiled programs have needed what is predicted (tests/test_remat.py): no margin
-        used, limit, held = expected.host_bytes, expected.of.host_limit, {"offloaded": expected.host_bytes}
+        used, limit, held = expected.host_bytes, expected.run.host_limit, {"offloaded": expected.host_bytes}
     largest = sorted(held.items(), key=lambda item: -item[1])
     rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
     return {
@@ -508,7 +508,7 @@ def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
         )
         return {"flags": [], "words": f"a smaller --batch or a larger --topology{needs}: {error}"}
     words = f"{si(best.step_s, 's')} a step, {more * best.hbm_bytes / GiB:.2f} GiB a device (predicted)"
-    flags = planner.changed_flags(config, refused.of.sizes, best)
+    flags = planner.changed_flags(config, refused.run.sizes, best)
     return {"flags": flags, "words": words, "step_s": best.step_s, "hbm_bytes": more * best.hbm_bytes}
 
 

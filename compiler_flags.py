@@ -346,7 +346,7 @@ def parse(text: str, workload: str) -> dict[str, str]:
     return flags
 
 
-def of(config: Config) -> dict[str, str]:
+def for_run(config: Config) -> dict[str, str]:
     """Those of a run. Raises ValueError, as `parse`."""
     return parse(config.xla_flags, workload_of(config))
 

@@ -48,7 +48,7 @@ def row(name: str) -> dict:
     of_it = predicted(name, PUBLISHED).step_s if measured_s else None
     measured = dict(
         measured_step_s=measured_s,
-        measured_mfu=tflops * 1e12 / found.of.chip.bf16_flops_per_s if tflops else None,
+        measured_mfu=tflops * 1e12 / found.run.chip.bf16_flops_per_s if tflops else None,
         predicted_of_measured_s=of_it,
         ratio=of_it / measured_s if measured_s else None,
     )
@@ -59,7 +59,7 @@ def row(name: str) -> dict:
 def better(name: str) -> dict:
     """The planner's answer: the flags that lead to it, and the seconds that each part of the step takes more."""
     own = predicted(name)
-    of = own.of
+    of = own.run
     found = planner.plan(of.config, of.chip, of.topology, num_slices=of.num_slices).best
     seconds = lambda step: {part.name: part.exposed_s for part in step.parts}
     before, after = seconds(own), seconds(found)

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # before jax is imported: a wrong flag and --help an
     BEGUN = time.perf_counter()
     command.end_at_once_when_interrupted()
     CONFIG = command.run(flags_lib.parse_flags, __file__)
-    command.run(lambda: compiler_flags.set_init_args(compiler_flags.of(CONFIG)))
+    command.run(lambda: compiler_flags.set_init_args(compiler_flags.for_run(CONFIG)))
 
 import jax
 import jax.numpy as jnp
@@ -280,7 +280,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         calibration.check(config)
         check_outputs(config)
         remat.check_host_memory(config, mesh)
-        compiler_options = compiler_flags.compiler_options(compiler_flags.of(config))
+        compiler_options = compiler_flags.compiler_options(compiler_flags.for_run(config))
         check_backend(config, mesh.devices.flat[0].platform)
         corpus = data.open_corpus(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
@@ -380,7 +380,7 @@ def check_backend(config: Config, backend: str) -> None:
     """Raises ValueError for what only a TPU does."""
     if backend == "tpu":
         return
-    if compiler_flags.of(config):
+    if compiler_flags.for_run(config):
         raise ValueError(
             f"xla_flags={config.xla_flags!r} are for a TPU's compiler, and here is {backend!r}: --xla_flags=none"
         )
@@ -454,10 +454,10 @@ def introduce(
     if prediction:
         log.say(
             f"predicted  {prediction.step_s:.3f} s a step, MFU {prediction.mfu:.1%}, bound by {prediction.bound}; "
-            f"{prediction.hbm_bytes / GiB:.1f} of {prediction.of.hbm_limit / GiB:.1f} GiB a device"
+            f"{prediction.hbm_bytes / GiB:.1f} of {prediction.run.hbm_limit / GiB:.1f} GiB a device"
             + ("" if prediction.fits else f", {short_of(prediction.lacks())}; roofline.py plan finds what fits")
         )
-        for sentence in cliffs(prediction.of):
+        for sentence in cliffs(prediction.run):
             log.say(f"cliff      {sentence}")
     if resumed is not None:
         log.say(

@@ -99,7 +99,7 @@ def read(program: hlo.Program, config: config_lib.Config) -> dict:
 def measure(config: config_lib.Config, topology: str, num_slices: int) -> dict:
     """Compiles a step, and reads it."""
     lowered = aot.lower_step(config, topology, num_slices)
-    memory, text = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
+    memory, text = aot.compile_step(lowered, compiler_flags.for_run(config), config.compilation_cache)
     program = hlo.parse(text)
     of = run_of(config, *parse_topology(topology), num_slices=num_slices)
     cycles = aot.kernel_cycles(aot.kernels_of(lowered), of.experts_filled, config.compilation_cache)

@@ -38,11 +38,11 @@ _OF_THE_RUN += "keep_checkpoints skip_damaged_checkpoints num_processes process_
 _OF_THE_RUN += "compilation_cache max_skipped"
 
 
-def key_of(of: Prediction) -> str:
+def key_of(prediction: Prediction) -> str:
     """The flags of aot.py that make the program of a predicted step, as a shell takes them, slice and preset first."""
     ignored = set(_OF_THE_RUN.split())
     name = lambda flag: flag.removeprefix("--no-").lstrip("-").partition("=")[0]
-    return shlex.join(flag for flag in planner.flags_of(of) if name(flag) not in ignored)
+    return shlex.join(flag for flag in planner.flags_of(prediction) if name(flag) not in ignored)
 
 
 def prediction_of(key: str) -> Prediction:
@@ -67,39 +67,39 @@ def _parser() -> argparse.ArgumentParser:
 def read(file: Path | None = None) -> dict[str, dict]:
     """{key: what was compiled} of a file, default: `FILE`. Raises ValueError: it is there and cannot be read."""
     file = file or FILE
-    found = tuned.read(file)
-    if not found and file.exists():
+    result = tuned.read(file)
+    if not result and file.exists():
         raise ValueError(f"{file} cannot be read as version {tuned.VERSION}: restore it, or move it away")
-    return found
+    return result
 
 
-def find(of: Prediction, file: Path | None = None) -> dict | None:
+def find(prediction: Prediction, file: Path | None = None) -> dict | None:
     """What is kept of the step that is predicted: `fits`, and with it `step_s`, `peak_hbm_bytes` and all of `KEPT`."""
-    return read(file).get(key_of(of))
+    return read(file).get(key_of(prediction))
 
 
-def keep(of: Prediction, found: dict, file: Path | None = None) -> None:
+def keep(prediction: Prediction, result: dict, file: Path | None = None) -> None:
     """Keeps what aot.py found, of a refusal too. Raises OSError, ValueError: the file cannot be written, or read."""
     read(file)  # hours of compiles are not replaced by one
     versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-    tuned.keep(key_of(of), {name: found[name] for name in KEPT if name in found} | versions, file or FILE)
+    tuned.keep(key_of(prediction), {name: result[name] for name in KEPT if name in result} | versions, file or FILE)
 
 
-def ask(of: Prediction) -> dict:
+def ask(prediction: Prediction) -> dict:
     """What is kept of a step; else what aot.py finds, after minutes, and keeps. Ends the program with its words."""
-    if not (found := find(of)):
-        line = [sys.executable, str(command.ROOT / "aot.py"), *shlex.split(key_of(of)), "--keep"]
+    if not (result := find(prediction)):
+        line = [sys.executable, str(command.ROOT / "aot.py"), *shlex.split(key_of(prediction)), "--keep"]
         others = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
         project = others | {"IRONWOOD_TUNED": os.devnull}  # without what is this machine's own
         done = subprocess.run([*line, "--compile_anyway"], capture_output=True, text=True, env=project)
-        if not (found := find(of)):
+        if not (result := find(prediction)):
             sys.exit(f"{shlex.join(line)}: {done.stderr[-500:]}")
-    return found
+    return result
 
 
 def rows(pattern: str = "", file: Path | None = None) -> list[dict]:
     """Of each kept step: its flags, what was compiled, what is predicted, in seconds and bytes."""
-    found, wanted = [], re.compile(pattern)
+    result, wanted = [], re.compile(pattern)
     for key, its in read(file).items():
         if wanted.search(key):
             try:
@@ -107,25 +107,25 @@ def rows(pattern: str = "", file: Path | None = None) -> list[dict]:
                 predicted = dict(step_s=expected.step_s, mfu=expected.mfu, hbm_bytes=expected.hbm_bytes)
             except ValueError as error:
                 predicted = dict(error=str(error))
-            found.append(dict(flags=key, compiled=its, predicted=predicted))
-    return found
+            result.append(dict(flags=key, compiled=its, predicted=predicted))
+    return result
 
 
-def of_step(found: dict | None, text: str = "{step_s:.2f} s") -> str:
+def of_step(result: dict | None, text: str = "{step_s:.2f} s") -> str:
     """For a table's cell: the step, refused, or nothing where it was not compiled."""
-    return "" if found is None else text.format(**found) if found["fits"] else "refused"
+    return "" if result is None else text.format(**result) if result["fits"] else "refused"
 
 
-def memory_of(found: dict) -> float | None:
+def memory_of(result: dict) -> float | None:
     """Bytes of HBM that a device needs, of a refused step too; None where the compiler ran short of another memory."""
-    return found["peak_hbm_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "hbm" else None
+    return result["peak_hbm_bytes"] if result["fits"] else result["used_bytes"] if result["memory"] == "hbm" else None
 
 
-def table(found: list[dict]) -> str:
+def table(result: list[dict]) -> str:
     """One line a step; `waits` is the share of it that messages take and nothing hides."""
     heads = f"{'compiled':>9}{'predicted':>11}{'MFU':>8}{'waits':>8}{'GiB, compiled':>15}{'predicted':>11}"
     lines = [f"{heads}   flags of aot.py"]
-    for row in found:
+    for row in result:
         its, expected = row["compiled"], row["predicted"]
         mfu, waits = (f"{its['mfu']:.1%}", f"{its['exposed_comm_s'] / its['step_s']:.1%}") if its["fits"] else ("", "")
         needed, why = memory_of(its), expected.get("error")
@@ -136,9 +136,9 @@ def table(found: list[dict]) -> str:
             f"{of_step(its, '{step_s:.3f} s'):>9}{predicted_s:>11}{mfu:>8}{waits:>8}"
             f"{f'{needed / GiB:.1f}' if needed else '':>15}{nbytes:>11}   {row['flags']}{f': {why}' if why else ''}"
         )
-    compilers = sorted({row["compiled"]["libtpu"] for row in found})
+    compilers = sorted({row["compiled"]["libtpu"] for row in result})
     by = f", compiled by libtpu {', '.join(compilers)}" if compilers else ""
-    return "\n".join([*lines, "", f"{len(found)} of {len(read())} in {FILE.name}{by}"])
+    return "\n".join([*lines, "", f"{len(result)} of {len(read())} in {FILE.name}{by}"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -148,5 +148,5 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     args = command.arguments(parser, argv)
-    found = rows(args.pattern)
-    print(json.dumps(found) if args.json else table(found))
+    result = rows(args.pattern)
+    print(json.dumps(result) if args.json else table(result))

@@ -212,8 +212,8 @@ def print_cost(args: argparse.Namespace) -> None:
         if not prediction.fits:
             short = short_of(prediction.lacks())
             raise ValueError(f"{config.preset} does not fit on {args.topology}, {short}; see: roofline.py step")
-        num_chips, step_s, source = prediction.of.num_chips, prediction.step_s, "predicted"
-        dtype = prediction.of.dtype
+        num_chips, step_s, source = prediction.run.num_chips, prediction.step_s, "predicted"
+        dtype = prediction.run.dtype
     params, per_token = transformer.num_params(config), transformer.train_flops_per_token(config)
     tokens_per_step = config.batch * config.seq_len
     tokens, of_tokens = config.steps * tokens_per_step, f"{config.steps:,} steps of {tokens_per_step:,}"

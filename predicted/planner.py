@@ -78,7 +78,7 @@ class Plan:
 
 def family(found: Prediction) -> str:
     """The mesh axes in use: fsdp + tensor."""
-    return " + ".join(axis for axis, size in found.of.sizes.items() if size > 1) or "one device"
+    return " + ".join(axis for axis, size in found.run.sizes.items() if size > 1) or "one device"
 
 
 def plan(
@@ -119,19 +119,19 @@ def plan(
                 num_tried += 1
                 by_remat = [rules.settled(one, sizes) for one in by_remat]
                 by_remat = [one for one in by_remat if not rules.offloaded_by_a_stage(one, sizes)]
-                of = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
+                run = Run(by_remat[0], chip, tuple(topology), num_slices, sizes, links, efficiency)
                 try:
-                    rules.check(of.config, sizes)
+                    rules.check(run.config, sizes)
                 except ValueError as error:
                     dropped[str(error)] = dropped.get(str(error), 0) + 1
                     continue
-                found, least = _least_recomputation(of, by_remat)
+                found, least = _least_recomputation(run, by_remat)
                 fitting += found
                 if closest is None or math.fsum(least[1].values()) < math.fsum(closest[1].values()):
                     closest = least
     if not fitting:
         raise ValueError(_why_nothing(config, num_devices, dropped, closest))
-    num_fitting = len({(tuple(found.of.sizes.values()), found.of.microbatches) for found in fitting})
+    num_fitting = len({(tuple(found.run.sizes.values()), found.run.microbatches) for found in fitting})
     fitting = _varied(fitting)
     families = {}
     for found in sorted(fitting, key=lambda found: found.step_s):
@@ -141,7 +141,7 @@ def plan(
     return Plan(best, list(families.values()), num_tried, num_fitting)
 
 
-def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, dict[str, float]]]:
+def _least_recomputation(run: Run, by_remat: list[Config]) -> tuple[list[Prediction], tuple[Run, dict[str, float]]]:
     """With the first policy that fits, and the best of those that use the host; and the run that lacks least memory.
 
     More recomputation takes longer, and so it need not be looked at. The host may be slower than recomputation: both
@@ -152,7 +152,7 @@ def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Predicti
         offloads = bool(anatomy.offloaded_names(config))
         if offloads in found and not offloads:
             continue
-        one = dataclasses.replace(of, config=config)
+        one = dataclasses.replace(run, config=config)
         memory, offloaded = memory_of(one, layers_of(one))
         lacks = lacking(one, math.fsum(memory.values()), on_host(one, offloaded), ROOM)
         if not lacks:
@@ -166,8 +166,8 @@ def _least_recomputation(of: Run, by_remat: list[Config]) -> tuple[list[Predicti
 
 def complexity(found: Prediction) -> tuple:
     """What is simpler comes first; of the equally simple, what is faster."""
-    of = found.of
-    return sum(size > 1 for size in of.sizes.values()), bool(of.config.core_axis), found.step_s
+    run = found.run
+    return sum(size > 1 for size in run.sizes.values()), bool(run.config.core_axis), found.step_s
 
 
 def meshes(
@@ -192,14 +192,14 @@ def meshes(
                         continue
                     left = num_devices // inner
                     axes = dict(pipe=pipe, expert=expert, context=context, tensor=tensor)
-                    of = lambda fsdp, rest=least * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
+                    axes_at = lambda fsdp, rest=least * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
                     # The largest fsdp that cuts the model's dim and lies on the slice, a quarter of it, and the largest
                     # that leaves each device whole tiles of a weight's rows.
                     whole = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
-                    largest = next((size for size in reversed(whole) if lies(of(size))), 0)
+                    largest = next((size for size in reversed(whole) if lies(axes_at(size))), 0)
                     tiled = max((size for size in whole if config.model_dim // size % ROWS_OF_A_TILE == 0), default=0)
                     for fsdp in (size for size in reversed(whole) if size in (largest, largest / 4, tiled)):
-                        sizes = {axis: of(fsdp)[axis] for axis in MESH_AXES}
+                        sizes = {axis: axes_at(fsdp)[axis] for axis in MESH_AXES}
                         batch_divides = config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0
                         if batch_divides and (fsdp == largest or lies(sizes)):
                             yield sizes
@@ -246,7 +246,7 @@ KEPT = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up exper
 
 def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
     """With the set of what matmuls and attention make that leaves least to be computed again, of those that fit."""
-    config = one.of.config
+    config = one.run.config
     layers = {False, config.num_experts > 0}
     made = {"qkv_proj"}.union(*(anatomy.activations(config, experts=experts) for experts in layers))
     sets = {}
@@ -256,29 +256,29 @@ def _with_own_policy(one: Prediction) -> Iterator[Prediction]:
     for own in sorted((dataclasses.replace(config, remat="custom", remat_tensors=names) for names in sets), key=_again):
         if _again(own) >= _again(config):
             return
-        of = dataclasses.replace(one.of, config=own)
-        memory, offloaded = memory_of(of, layers_of(of))
-        if not lacking(of, math.fsum(memory.values()), on_host(of, offloaded), ROOM):
-            yield predict(of)
+        run = dataclasses.replace(one.run, config=own)
+        memory, offloaded = memory_of(run, layers_of(run))
+        if not lacking(run, math.fsum(memory.values()), on_host(run, offloaded), ROOM):
+            yield predict(run)
             return
 
 
 def _double_buffered(one: Prediction) -> Iterator[Prediction]:
     with contextlib.suppress(ValueError):  # without prefetch
-        found = predict(dataclasses.replace(one.of, config=dataclasses.replace(one.of.config, double_buffer=True)))
+        found = predict(dataclasses.replace(one.run, config=dataclasses.replace(one.run.config, double_buffer=True)))
         if found.step_s < (1 - WORTH_A_LONGER_COMPILE) * one.step_s:
             yield found
 
 
 def _with_other_core_axes(one: Prediction) -> Iterator[Prediction]:
     """With each other axis of even size on the two dies of a chip."""
-    of = one.of
-    even = [axis for axis in MESH_AXES if of.sizes[axis] % 2 == 0] if of.chip.devices == 2 else []
+    run = one.run
+    even = [axis for axis in MESH_AXES if run.sizes[axis] % 2 == 0] if run.chip.devices == 2 else []
     for axis in even[:-1]:
         with contextlib.suppress(ValueError):  # it cannot lie there
-            links = links_of(of.sizes, of.chip, of.topology, num_slices=of.num_slices, core_axis=axis)
-            config = dataclasses.replace(of.config, core_axis=axis)
-            yield predict(dataclasses.replace(of, config=config, links=links))
+            links = links_of(run.sizes, run.chip, run.topology, num_slices=run.num_slices, core_axis=axis)
+            config = dataclasses.replace(run.config, core_axis=axis)
+            yield predict(dataclasses.replace(run, config=config, links=links))
 
 
 def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], closest: tuple[Run, dict] | None) -> str:
@@ -293,17 +293,17 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
             )
         no_mesh = f"the batch of {config.batch} and the model's dims have no common divisors with {num_devices} devices"
         return f"no mesh divides; most often: {max(dropped, key=dropped.get) if dropped else no_mesh}"
-    of, lacks = closest
-    memory, _ = memory_of(of, layers_of(of))
+    run, lacks = closest
+    memory, _ = memory_of(run, layers_of(run))
     state = sum(transformer.state_bytes(config).values())
-    least = math.ceil(state / (of.hbm_limit * of.chip.devices))
+    least = math.ceil(state / (run.hbm_limit * run.chip.devices))
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     text = ", ".join(f"{name} {nbytes / GiB:.1f}" for name, nbytes in largest)
     ways = "" if "host" in lacks else ", or fewer tokens in a batch"
     return (
-        f"nothing fits: {config.preset} on {of.num_chips:,} chips of {of.chip.name} lacks least as mesh "
-        f"{_mesh_text(of)}, {of.microbatches} microbatches, remat {of.config.remat}. It needs "
-        f"{math.fsum(memory.values()) / GiB:.1f} GiB a device of {ROOM * of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what "
+        f"nothing fits: {config.preset} on {run.num_chips:,} chips of {run.chip.name} lacks least as mesh "
+        f"{_mesh_text(run)}, {run.microbatches} microbatches, remat {run.config.remat}. It needs "
+        f"{math.fsum(memory.values()) / GiB:.1f} GiB a device of {ROOM * run.hbm_limit / GiB:.1f} ({ROOM:.0%} of what "
         f"there is): {short_of(lacks)}. Of it: {text} GiB. {least:,} chips hold the state alone; more chips{ways}"
     )
 
@@ -311,8 +311,8 @@ def _why_nothing(config: Config, num_devices: int, dropped: dict[str, int], clos
 # -- command line
 
 
-def _mesh_text(of: Run) -> str:
-    return ",".join(f"{axis}:{size}" for axis, size in of.sizes.items() if size > 1) or "one device"
+def _mesh_text(run: Run) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in run.sizes.items() if size > 1) or "one device"
 
 
 def guide_row(config: Config, num_slices: int) -> tuple[str, set[str]]:
@@ -327,20 +327,20 @@ def guide_row(config: Config, num_slices: int) -> tuple[str, set[str]]:
 
 def reasons(found: Plan) -> list[str]:
     """Why this plan, in sentences with their numbers."""
-    best, of, config = found.best, found.best.of, found.best.of.config
-    words, advised = guide_row(config, of.num_slices)
-    used = {axis for axis, size in of.sizes.items() if size > 1}
+    best, run, config = found.best, found.best.run, found.best.run.config
+    words, advised = guide_row(config, run.num_slices)
+    used = {axis for axis, size in run.sizes.items() if size > 1}
     lines = [
         f"The guide has, for {words}: {' + '.join(sorted(advised, key=MESH_AXES.index))}. Here it is {family(best)}."
     ]
     fastest = found.families[0]
     if fastest.step_s < best.step_s:
         lines.append(
-            f"{_mesh_text(fastest.of)} with {fastest.of.microbatches} microbatches takes {fastest.step_s:.3f} s, "
+            f"{_mesh_text(fastest.run)} with {fastest.run.microbatches} microbatches takes {fastest.step_s:.3f} s, "
             f"{1 - fastest.step_s / best.step_s:.1%} less; within {WITHIN - 1:.0%} the simpler one is preferred."
         )
     for axis in ("tensor", "context", "expert"):
-        others = [one for one in found.families if (one.of.sizes[axis] > 1) != (axis in used)]
+        others = [one for one in found.families if (one.run.sizes[axis] > 1) != (axis in used)]
         if others and others[0] is not best:
             other = others[0]
             more = {
@@ -354,11 +354,11 @@ def reasons(found: Plan) -> list[str]:
             else:
                 why = "; a prediction is not better than that"
             lines.append(
-                f"{word} {axis} parallelism the best is {_mesh_text(other.of)}, {other.step_s:.3f} s "
+                f"{word} {axis} parallelism the best is {_mesh_text(other.run)}, {other.step_s:.3f} s "
                 f"({other.step_s / best.step_s - 1:+.1%}){why}."
             )
-    if of.num_slices > 1 and not any(one.of.sizes["pipe"] > 1 for one in found.families):
-        why = f"no cut of {config.num_layers} layers into a multiple of {of.num_slices} stages fits"
+    if run.num_slices > 1 and not any(one.run.sizes["pipe"] > 1 for one in found.families):
+        why = f"no cut of {config.num_layers} layers into a multiple of {run.num_slices} stages fits"
         if config.num_dense_layers:
             why = f"the first {config.num_dense_layers} layers are dense, and stages have to be alike"
         lines.append(f"No mesh has stages: {why}.")
@@ -366,27 +366,27 @@ def reasons(found: Plan) -> list[str]:
     for name, seconds in hidden.items():
         if seconds > 1e-3 * best.step_s:
             lines.append(f"Of {name}, {si(seconds, 's')} hide behind compute.")
-    if of.chip.devices == 2:
+    if run.chip.devices == 2:
         on_dies = next(
-            (axis for axis, links in of.links.items() if any(link.name == "die to die" for link in links)), None
+            (axis for axis, links in run.links.items() if any(link.name == "die to die" for link in links)), None
         )
-        rivals = [axis for axis in used if of.sizes[axis] == 2 and axis != on_dies]
+        rivals = [axis for axis in used if run.sizes[axis] == 2 and axis != on_dies]
         cannot = f"; {' and '.join(rivals)}, of size 2, cannot as well" if rivals else ""
         lines.append(f"The link between the two dies of a chip has {on_dies}{cannot}.")
     flops = transformer.forward_flops_per_token(config)
     share = (flops["scores"] + flops["mix"]) / math.fsum(flops.values())
     kernel = math.fsum(part.exposed_s for part in best.parts if part.name == "attention")
-    kernel_mfu = share * best.flops_per_step / kernel / of.num_chips / of.chip.bf16_flops_per_s
+    kernel_mfu = share * best.flops_per_step / kernel / run.num_chips / run.chip.bf16_flops_per_s
     lines.append(
         f"Attention is {share:.0%} of the FLOPs and {kernel / best.step_s:.0%} of the time, at an MFU of "
         f"{kernel_mfu:.0%} (the step's: {best.mfu:.0%})"
         + ("; the kernel decides." if kernel > best.step_s / 2 else ".")
     )
     state = best.memory["weights"] + best.memory["optimizer"] + best.memory["gradients"]
-    spare = of.hbm_limit - best.hbm_bytes
+    spare = run.hbm_limit - best.hbm_bytes
     how = f"{config.remat} {config.remat_tensors}".strip()
     lines.append(
-        f"Memory: {best.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB, {state / GiB:.1f} of it the state; "
+        f"Memory: {best.hbm_bytes / GiB:.1f} of {run.hbm_limit / GiB:.1f} GiB, {state / GiB:.1f} of it the state; "
         f"with remat {how} {spare / GiB:.1f} GiB are left."
     )
     return lines
@@ -412,7 +412,7 @@ def print_plan(args: argparse.Namespace) -> None:
         wanted = dataclasses.replace(config, fp8="dynamic", fp8_modules=modules)
         in_fp8 = plan(wanted, chip, topology, num_slices=num_slices)
     if args.plot:
-        plot({_mesh_text(one.of): one for one in found.families[:8]}, args.plot)
+        plot({_mesh_text(one.run): one for one in found.families[:8]}, args.plot)
     if args.json:
         result = {
             "best": as_json(found.best),
@@ -431,12 +431,12 @@ def print_plan(args: argparse.Namespace) -> None:
     print(f"  {'mesh':42}{'microbatches':>13}{'step':>10}{'MFU':>7}{'GiB':>6}  {'waits most for':15} how")
     for one in found.families[:12]:
         print(
-            f"  {_mesh_text(one.of):42}{one.of.microbatches:13}{si(one.step_s, 's'):>10}{one.mfu:7.1%}"
-            f"{one.hbm_bytes / GiB:6.1f}  {one.bound:15} {_how_text(one.of.config)}"
+            f"  {_mesh_text(one.run):42}{one.run.microbatches:13}{si(one.step_s, 's'):>10}{one.mfu:7.1%}"
+            f"{one.hbm_bytes / GiB:6.1f}  {one.bound:15} {_how_text(one.run.config)}"
         )
     if in_fp8:
         gain = found.best.step_s / in_fp8.best.step_s
-        print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.of)}")
+        print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.run)}")
     print(f"\nroofline.py step {' '.join(flags_of(found.best))}")
 
 
@@ -454,9 +454,9 @@ def _flag(name: str, value) -> str:
 
 def changed_flags(config: Config, sizes: dict[str, int], found: Prediction) -> list[str]:
     """The flags in which a prediction's run differs, those among them that would have no effect any more."""
-    mesh = ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items() if size > 1)
-    flags = [f"--mesh={mesh}"] if found.of.sizes != sizes else []
-    for name, value in dataclasses.asdict(found.of.config).items():
+    mesh = ",".join(f"{axis}:{size}" for axis, size in found.run.sizes.items() if size > 1)
+    flags = [f"--mesh={mesh}"] if found.run.sizes != sizes else []
+    for name, value in dataclasses.asdict(found.run.config).items():
         if name != "mesh" and value != getattr(config, name):
             flags.append(_flag(name, value))
     return flags
@@ -464,11 +464,11 @@ def changed_flags(config: Config, sizes: dict[str, int], found: Prediction) -> l
 
 def flags_of(found: Prediction) -> list[str]:
     """The flags that give this very prediction by `roofline.py step`."""
-    of = found.of
-    config = dataclasses.replace(of.config, mesh=",".join(f"{axis}:{n}" for axis, n in of.sizes.items() if n > 1))
+    run = found.run
+    config = dataclasses.replace(run.config, mesh=",".join(f"{axis}:{n}" for axis, n in run.sizes.items() if n > 1))
     preset = dataclasses.asdict(flags_lib.from_preset(config.preset))
-    flags = [f"--topology={of.chip.name}:{by(of.topology)}", f"--preset={config.preset}"]
-    flags += [f"--num_slices={of.num_slices}"] if of.num_slices > 1 else []
+    flags = [f"--topology={run.chip.name}:{by(run.topology)}", f"--preset={config.preset}"]
+    flags += [f"--num_slices={run.num_slices}"] if run.num_slices > 1 else []
     for name, value in dataclasses.asdict(config).items():
         if name not in ("preset", "recipe") and value != preset[name]:
             flags.append(_flag(name, value))

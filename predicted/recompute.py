@@ -39,13 +39,13 @@ def predictions(
     config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
 ) -> dict[str, Prediction]:
     """The step by policy; `config.remat` is not looked at, unless it is custom."""
-    run = lambda one: run_of(one, chip, topology, num_slices=num_slices, efficiency=efficiency)
-    return {one.remat: predict(run(one)) for one in candidates(config)}
+    on_machine = lambda one: run_of(one, chip, topology, num_slices=num_slices, efficiency=efficiency)
+    return {one.remat: predict(on_machine(one)) for one in candidates(config)}
 
 
 def recomputed_share(found: Prediction) -> float:
     """FLOPs that the backward pass repeats, over the training FLOPs."""
-    config = found.of.config
+    config = found.run.config
     again = math.fsum(transformer.recomputed_flops_per_token(config).values())
     return again / transformer.train_flops_per_token(config)
 
@@ -67,7 +67,7 @@ def best(found: dict[str, Prediction]) -> str:
         lacks = one.lacks(ROOM)
         raise ValueError(
             f"no policy fits: remat={name} lacks least, it needs {one.hbm_bytes / GiB:.1f} GiB of "
-            f"{ROOM * one.of.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is), {short_of(lacks)}; "
+            f"{ROOM * one.run.hbm_limit / GiB:.1f} ({ROOM:.0%} of what there is), {short_of(lacks)}; "
             f"more devices{'' if 'host' in lacks else ', or --microbatches'}"
         )
     cost = lambda name: (found[name].step_s, recomputed_share(found[name]), found[name].hbm_bytes)
@@ -92,8 +92,8 @@ def resolve(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: 
 
 def row(found: Prediction) -> dict:
     """A policy's numbers. `saved_bytes` and `offloaded_bytes` are one layer's, on average, of a microbatch."""
-    of = found.of
-    layers = of.config.num_layers / of.pipe * of.in_flight  # that a device has under way
+    run = found.run
+    layers = run.config.num_layers / run.pipe * run.in_flight  # that a device has under way
     link = [part for part in found.parts if part.name == "host offload"]
     return {
         "saved_bytes": found.memory["saved activations"] / layers,
@@ -110,11 +110,11 @@ def row(found: Prediction) -> dict:
 
 def describe(found: dict[str, Prediction], chosen: str) -> str:
     """The table: a line a policy."""
-    of = next(iter(found.values())).of
-    config = of.config
-    mesh = ", ".join(f"{axis} {size}" for axis, size in of.sizes.items() if size > 1)
+    run = next(iter(found.values())).run
+    config = run.config
+    mesh = ", ".join(f"{axis} {size}" for axis, size in run.sizes.items() if size > 1)
     lines = [
-        f"{config.preset} on {of.chip.name}:{by(of.topology)}, {of.num_chips:,} chips, mesh {mesh or 'one device'}, "
+        f"{config.preset} on {run.chip.name}:{by(run.topology)}, {run.num_chips:,} chips, mesh {mesh or 'one device'}, "
         f"batch {config.batch:,} of {config.seq_len:,} tokens; of a device, predicted",
         "",
         f"{'':34}{'a layer saves':>26}{'recomputed':>12}{'host link':>12}{'waited for':>12}{'HBM':>12}{'step':>11}",
@@ -129,7 +129,7 @@ def describe(found: dict[str, Prediction], chosen: str) -> str:
             f"{its['recomputed_share']:12.1%}{seconds:>12}{waited:>12}{its['hbm_bytes'] / GiB:8.2f} GiB"
             f"{si(its['step_s'], 's'):>11}{'' if its['fits'] else f'  does not fit, {short_of(one.lacks(ROOM))}'}"
         )
-    limit = f"{ROOM * of.hbm_limit / GiB:.1f} GiB, {ROOM:.0%} of what there is"
+    limit = f"{ROOM * run.hbm_limit / GiB:.1f} GiB, {ROOM:.0%} of what there is"
     why = f"the shortest step of those that fit in {limit}" if chosen else f"none fits in {limit}"
     return "\n".join([*lines, "", f"--remat=auto: {f'{chosen}, ' if chosen else ''}{why}"])
 

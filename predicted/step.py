@@ -100,7 +100,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Prediction:
-    of: Run
+    run: Run
     parts: list[Part]
     memory: dict[str, float]  # bytes of a device, by what they hold
     host_bytes: float  # of a device's activations, and optimizer state, on its host
@@ -108,7 +108,7 @@ class Prediction:
 
     @property
     def flops_per_step(self) -> float:
-        config = self.of.config
+        config = self.run.config
         return transformer.train_flops_per_token(config) * config.batch * config.seq_len
 
     @property
@@ -121,7 +121,7 @@ class Prediction:
 
     def lacks(self, room: float = 1.0) -> dict[str, float]:
         """{memory, hbm or host: bytes that a device lacks of it}, where it may fill `room` of it; empty if it fits."""
-        return lacking(self.of, self.hbm_bytes, self.host_bytes, room)
+        return lacking(self.run, self.hbm_bytes, self.host_bytes, room)
 
     @property
     def fits(self) -> bool:
@@ -133,15 +133,15 @@ class Prediction:
 
     @property
     def tokens_per_s_per_chip(self) -> float:
-        return self.of.config.batch * self.of.config.seq_len / self.step_s / self.of.num_chips
+        return self.run.config.batch * self.run.config.seq_len / self.step_s / self.run.num_chips
 
     @property
     def mfu(self) -> float:
-        return self.flops_per_step / self.step_s / self.of.num_chips / self.of.chip.bf16_flops_per_s
+        return self.flops_per_step / self.step_s / self.run.num_chips / self.run.chip.bf16_flops_per_s
 
     @property
     def own_precision_mfu(self) -> float:
-        return self.mfu * self.of.chip.bf16_flops_per_s / self.of.chip.flops_per_s(self.of.dtype)
+        return self.mfu * self.run.chip.bf16_flops_per_s / self.run.chip.flops_per_s(self.run.dtype)
 
     @property
     def by_resource(self) -> dict[str, float]:
@@ -159,45 +159,45 @@ class Prediction:
 # -- the step
 
 
-def predict(of: Run) -> Prediction:
+def predict(run: Run) -> Prediction:
     """The step of a run. Raises ValueError for what rules.py refuses."""
-    rules.check(of.config, of.sizes)
-    kinds = [Kind(layer, of) for layer in layers_of(of)]
-    memory, host_bytes = memory_of(of, [kind.layer for kind in kinds])
+    rules.check(run.config, run.sizes)
+    kinds = [Kind(layer, run) for layer in layers_of(run)]
+    memory, host_bytes = memory_of(run, [kind.layer for kind in kinds])
     of_layers = [
-        *_compute(of, kinds),
-        _loss(of),
-        _fsdp(of, kinds),
-        _copies(of, kinds),
-        _tensor(of, kinds),
-        _context(of, kinds),
-        _merging(of, kinds),
-        _expert(of, kinds),
-        _copies_of_rows(of, kinds),
+        *_compute(run, kinds),
+        _loss(run),
+        _fsdp(run, kinds),
+        _copies(run, kinds),
+        _tensor(run, kinds),
+        _context(run, kinds),
+        _merging(run, kinds),
+        _expert(run, kinds),
+        _copies_of_rows(run, kinds),
     ]
-    rest = [_gradient_sum(of), _update(of), _host(of, kinds, host_bytes), _slots(of)]
-    parts = [*of_layers, *_pipe(of, math.fsum(part.exposed_s for part in of_layers)), *rest]
-    parts.append(_input(of, math.fsum(part.exposed_s for part in parts)))
+    rest = [_gradient_sum(run), _update(run), _host(run, kinds, host_bytes), _slots(run)]
+    parts = [*of_layers, *_pipe(run, math.fsum(part.exposed_s for part in of_layers)), *rest]
+    parts.append(_input(run, math.fsum(part.exposed_s for part in parts)))
     passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
-    return Prediction(of, [part for part in parts if part.seconds], memory, on_host(of, host_bytes), passes)
+    return Prediction(run, [part for part in parts if part.seconds], memory, on_host(run, host_bytes), passes)
 
 
 class Kind:
     """The layers of a kind, and the seconds that one computes on a microbatch."""
 
-    def __init__(self, layer: Layer, of: Run):
+    def __init__(self, layer: Layer, run: Run):
         self.layer = layer
-        self.times = layer.num_layers / of.pipe * of.microbatches  # that a stage runs one, in a step
-        again = of.config.remat_stage  # the whole stage once more, for its layers' inputs
-        self.by_part = {name: (f, b + again * f) for name, (f, b) in compute_s(of, layer).items()}  # forward, backward
+        self.times = layer.num_layers / run.pipe * run.microbatches  # that a stage runs one, in a step
+        again = run.config.remat_stage  # the whole stage once more, for its layers' inputs
+        self.by_part = {name: (f, b + again * f) for name, (f, b) in compute_s(run, layer).items()}  # forward, backward
         self.forward, self.backward = map(math.fsum, zip(*self.by_part.values(), strict=True))
 
 
 # -- compute
 
 
-def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
-    config, e = of.config, of.efficiency
+def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
+    config, e = run.config, run.efficiency
     seconds = {
         name: math.fsum(sum(kind.by_part[name]) * kind.times for kind in kinds)
         for name in ("matmul", "attention", "elementwise")
@@ -207,38 +207,38 @@ def _compute(of: Run, kinds: list[Kind]) -> list[Part]:
     for name, forward in transformer.forward_flops_per_token(config).items():
         if name != "unembedding":
             flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + again.get(name, 0)
-    tokens = f"{config.batch * config.seq_len / math.prod(of.sizes.values()):,.0f} tokens"  # a device's share
-    moved = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * of.element
-    peak = of.chip.bf16_flops_per_s / of.chip.devices
-    speed = of.chip.flops_per_s(of.dtype) / of.chip.devices
-    slower = "" if of.dtype == "bf16" else f", of what stays in 16 bits {si(peak, 'FLOP/s')}"
+    tokens = f"{config.batch * config.seq_len / math.prod(run.sizes.values()):,.0f} tokens"  # a device's share
+    moved = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * run.element
+    peak = run.chip.bf16_flops_per_s / run.chip.devices
+    speed = run.chip.flops_per_s(run.dtype) / run.chip.devices
+    slower = "" if run.dtype == "bf16" else f", of what stays in 16 bits {si(peak, 'FLOP/s')}"
     formulas = {
         "matmul": f"{tokens} * {si(flops['matmul'], 'FLOP')} with what is recomputed / ({si(speed, 'FLOP/s')} * "
-        f"{e.matmul}{slower}); dims are padded to {of.chip.mxu_size}, rows of an expert to {e.expert_tile}",
+        f"{e.matmul}{slower}); dims are padded to {run.chip.mxu_size}, rows of an expert to {e.expert_tile}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, of a head of 128); blocks on the "
         f"diagonal are whole, of a sequence filled up to tiles of {e.attention_tile}, backward has one more matmul",
         "elementwise": f"{tokens} * 4 * {si(moved, 'B')} of all layers / "
-        f"({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
+        f"({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
     resources = {"matmul": "compute", "attention": "attention", "elementwise": "memory"}
     return [Part(name, resources[name], s, s, formulas[name]) for name, s in seconds.items()]
 
 
-def _loss(of: Run) -> Part:
+def _loss(run: Run) -> Part:
     """Counts the chunks, forward and backward: logits and dx read the unembedding, dw is added up in float32.
 
     Compiled: 8 chunks of 1,024 rows of Llama 3.1 8B take 10.6 ms for their logits, and for dw, with its sum, 21.9.
     """
-    D, V = of.config.model_dim, of.config.vocab_size / of.tensor
-    sequences, chunk = loss_chunk(of)
-    chunks = math.ceil(of.config.seq_len / of.sizes["context"] / chunk)
-    rows, in_8_bits = sequences * chunk, "unembed" in anatomy.fp8_weights(of.config)
-    speed, bandwidth = of.flops_per_s("fp8" if in_8_bits else "bf16"), of.hbm_bytes_per_s * of.efficiency.hbm
-    elementwise = of.hbm_bytes_per_s * of.efficiency.elementwise
-    matmul, element = 2 * rows * D * V / speed, 1 if in_8_bits else of.element
+    D, V = run.config.model_dim, run.config.vocab_size / run.tensor
+    sequences, chunk = loss_chunk(run)
+    chunks = math.ceil(run.config.seq_len / run.sizes["context"] / chunk)
+    rows, in_8_bits = sequences * chunk, "unembed" in anatomy.fp8_weights(run.config)
+    speed, bandwidth = run.flops_per_s("fp8" if in_8_bits else "bf16"), run.hbm_bytes_per_s * run.efficiency.hbm
+    elementwise = run.hbm_bytes_per_s * run.efficiency.elementwise
+    matmul, element = 2 * rows * D * V / speed, 1 if in_8_bits else run.element
     read, added = element * D * V / bandwidth, 8 * D * V / bandwidth
-    number, once = chunks * of.microbatches, 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
+    number, once = chunks * run.microbatches, 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
     seconds = number * once
     formula = f"{number} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
     formula += (
@@ -247,12 +247,12 @@ def _loss(of: Run) -> Part:
     return Part("loss", "compute", seconds, seconds, formula)
 
 
-def _update(of: Run) -> Part:
-    config = of.config
-    params = sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
+def _update(run: Run) -> Part:
+    config = run.config
+    params = sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
     slots = {"adamw": anatomy.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
     each = 4 + 4 + 4 + 2 * slots  # the gradient in; weight and slots in and out
-    bandwidth = of.hbm_bytes_per_s * of.efficiency.hbm
+    bandwidth = run.hbm_bytes_per_s * run.efficiency.hbm
     seconds = params * each / bandwidth
     return Part("update", "memory", seconds, seconds, f"{params:,.0f} parameters * {each} B / {si(bandwidth, 'B/s')}")
 
@@ -260,71 +260,71 @@ def _update(of: Run) -> Part:
 # -- communication
 
 
-def _fsdp(of: Run, kinds: list[Kind]) -> Part:
-    if of.sizes["fsdp"] == 1:
+def _fsdp(run: Run, kinds: list[Kind]) -> Part:
+    if run.sizes["fsdp"] == 1:
         return _communication("fsdp", 0, 0)
-    config = of.config
+    config = run.config
     seconds = exposed = ends = 0.0
     for kind in kinds:
-        whole = kind.layer.whole_params(of)
-        gather = of.collective_s("all_gather", kind.layer.whole_bytes(of), "fsdp")
-        in_thirds = kind.layer.in_thirds(of)
-        sums = {True: of.element * in_thirds, False: kind.layer.gradient_bytes(of) - of.element * in_thirds}
-        scatter = sum(of.collective_s("reduce_scatter", n, "fsdp", thirds=thirds) for thirds, n in sums.items() if n)
+        whole = kind.layer.whole_params(run)
+        gather = run.collective_s("all_gather", kind.layer.whole_bytes(run), "fsdp")
+        in_thirds = kind.layer.in_thirds(run)
+        sums = {True: run.element * in_thirds, False: kind.layer.gradient_bytes(run) - run.element * in_thirds}
+        scatter = sum(run.collective_s("reduce_scatter", n, "fsdp", thirds=thirds) for thirds, n in sums.items() if n)
         gathers = 2 + config.remat_stage
         moved = gathers * gather + scatter
         # A sum waits for its gradient, and XLA does not carry it on into the next layer.
-        behind = behind_mlp_s(of, kind.layer) if of.efficiency.late_sums else kind.backward
+        behind = behind_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
         hidden = min(gather, kind.forward)
         hidden += min((gathers - 1) * gather + min(scatter, behind), kind.backward)
         hidden *= config.prefetch
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
-    table = config.vocab_size * config.model_dim / of.tensor
-    tables = of.element * table * (1 if config.tied_embeddings else 2)
+    table = config.vocab_size * config.model_dim / run.tensor
+    tables = run.element * table * (1 if config.tied_embeddings else 2)
     # A tied table that is multiplied in 8 bits travels as such beside the one that rows are taken from.
     in_8_bits = "unembed" in anatomy.fp8_weights(config)
-    saved = (of.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
-    tables_s = of.collective_s("all_gather", tables - saved, "fsdp")
-    tables_s += of.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
-    formula = f"gather {si(kind.layer.whole_bytes(of), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
-    formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(of, 'fsdp')}"
-    if scatter > 1.1 * of.collective_s("reduce_scatter", sum(sums.values()), "fsdp", thirds=True):
+    saved = (run.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
+    tables_s = run.collective_s("all_gather", tables - saved, "fsdp")
+    tables_s += run.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
+    formula = f"gather {si(kind.layer.whole_bytes(run), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
+    formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(run, 'fsdp')}"
+    if scatter > 1.1 * run.collective_s("reduce_scatter", sum(sums.values()), "fsdp", thirds=True):
         formula += f", {1 - in_thirds / whole:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
     where = f", behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
     formula += where if config.prefetch else ", not hidden (--no-prefetch)"
-    once = of.microbatches * tables_s
-    return _communication("fsdp", seconds + once, exposed + once + of.microbatches * ends, formula)
+    once = run.microbatches * tables_s
+    return _communication("fsdp", seconds + once, exposed + once + run.microbatches * ends, formula)
 
 
-def _copies(of: Run, kinds: list[Kind]) -> Part:
+def _copies(run: Run, kinds: list[Kind]) -> Part:
     """Copies of gathered weights: into the next turn of the loop; to whole tiles, if they come in other parts."""
-    config, e = of.config, of.efficiency
-    if of.sizes["fsdp"] == 1 or not e.copies_weights:
+    config, e = run.config, run.efficiency
+    if run.sizes["fsdp"] == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
-    rows = config.model_dim / of.sizes["fsdp"]
+    rows = config.model_dim / run.sizes["fsdp"]
     carried, tiled = config.prefetch and not config.double_buffer, bool(rows % ROWS_OF_A_TILE)
     nbytes = 0.0
     for kind in kinds:
         layer, of_rows, gradients = kind.layer, 0.0, 0.0
         if tiled:  # all but the experts, whose rows are cut as those of one matrix (moe.py)
-            of_rows = layer.whole_bytes(of, experts=False)
-            gradients = layer.gradient_bytes(of, experts=False)
-        forward = max(carried * layer.whole_bytes(of), of_rows)
+            of_rows = layer.whole_bytes(run, experts=False)
+            gradients = layer.gradient_bytes(run, experts=False)
+        forward = max(carried * layer.whole_bytes(run), of_rows)
         nbytes += kind.times * 2 * ((1 + config.remat_stage) * forward + of_rows + gradients)
-    seconds = nbytes / (of.hbm_bytes_per_s * e.elementwise)
+    seconds = nbytes / (run.hbm_bytes_per_s * e.elementwise)
     why = ["forward, to be carried on"] * carried
     why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled
-    formula = f"{si(nbytes, 'B')} read and written / ({si(of.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
+    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
     return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 
 
-def _tensor(of: Run, kinds: list[Kind]) -> Part:
-    if of.tensor == 1:
+def _tensor(run: Run, kinds: list[Kind]) -> Part:
+    if run.tensor == 1:
         return _communication("tensor", 0, 0)
-    stream = of.tokens * of.config.model_dim * of.element
-    once = of.collective_s("all_gather", stream, "tensor")
+    stream = run.tokens * run.config.model_dim * run.element
+    once = run.collective_s("all_gather", stream, "tensor")
     seconds = exposed = 0.0
     for kind in kinds:
         # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, but with remat=none;
@@ -333,47 +333,47 @@ def _tensor(of: Run, kinds: list[Kind]) -> Part:
         # hides these, as collective matmuls do those of attention and of a dense MLP or a shared one.
         rows, dense = 0.0, 1
         if kind.layer.params[True]:
-            rows = of.config.experts_per_token * of.expert_room if of.sizes["expert"] > 1 else 1.0
-            dense = bool(of.config.num_shared_experts)
-        gathered_again = of.config.remat != "none"
+            rows = run.config.experts_per_token * run.expert_room if run.sizes["expert"] > 1 else 1.0
+            dense = bool(run.config.num_shared_experts)
+        gathered_again = run.config.remat != "none"
         again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + (1 + dense) * gathered_again
         for way in (0, 1):  # forward, backward
             hideable, bare = 2 * (1 + dense) + way * again, (2 + way * gathered_again) * rows
-            covered = kind.by_part["matmul"][way] if of.config.collective_matmul else 0
+            covered = kind.by_part["matmul"][way] if run.config.collective_matmul else 0
             seconds += kind.times * (hideable + bare) * once
-            exposed += kind.times * (max(hideable * once - covered, hideable * once / of.tensor) + bare * once)
-    ends = 4 * of.microbatches * once  # the embedding's result scattered, the loss's operand gathered; and backward
+            exposed += kind.times * (max(hideable * once - covered, hideable * once / run.tensor) + bare * once)
+    ends = 4 * run.microbatches * once  # the embedding's result scattered, the loss's operand gathered; and backward
     seconds, exposed = seconds + ends, exposed + ends
     formula = f"{si(stream, 'B')} gathered or reduce-scattered {seconds / once:,.0f} times, {si(once, 's')} each, over "
-    formula += f"{_wires(of, 'tensor')}: twice a sub-layer and way, again what is not saved"
-    formula += ", behind the matmuls" if of.config.collective_matmul else ""
+    formula += f"{_wires(run, 'tensor')}: twice a sub-layer and way, again what is not saved"
+    formula += ", behind the matmuls" if run.config.collective_matmul else ""
     return _communication("tensor", seconds, exposed, formula)
 
 
-def _context(of: Run, kinds: list[Kind]) -> Part:
+def _context(run: Run, kinds: list[Kind]) -> Part:
     """What context.py moves: round a ring behind attention, or at once and exposed; a halo where there is a window."""
-    ways, config = of.sizes["context"], of.config
+    ways, config = run.sizes["context"], run.config
     if ways == 1:
         return _communication("context", 0, 0)
-    dims = (anatomy.key_dim(config) + anatomy.value_dim(config)) / of.tensor * of.element
+    dims = (anatomy.key_dim(config) + anatomy.value_dim(config)) / run.tensor * run.element
     # Of `exchanging` neighbours each gets a part of the heads, and the ring, if there is one, goes across such groups.
-    ring = rules.ring_size(config, of.sizes)
+    ring = rules.ring_size(config, run.sizes)
     exchanging = ways // ring
-    inner, outer = split(of.reached("context"), exchanging)
-    copied = of.tensor * math.lcm(config.num_kv_heads // of.tensor, exchanging)  # heads, those that several need twice
-    local = of.tokens * copied * dims
-    exchange = collective_s("all_to_all", of.tokens * (config.num_heads + copied) * dims, inner) if inner else 0.0
-    round_ring = (ring - 1) * hop(of, outer, local) if ring > 1 else 0.0
+    inner, outer = split(run.reached("context"), exchanging)
+    copied = run.tensor * math.lcm(config.num_kv_heads // run.tensor, exchanging)  # heads: one that several need, twice
+    local = run.tokens * copied * dims
+    exchange = collective_s("all_to_all", run.tokens * (config.num_heads + copied) * dims, inner) if inner else 0.0
+    round_ring = (ring - 1) * hop(run, outer, local) if ring > 1 else 0.0
     without_window = transformer.num_global_layers(config) / config.num_layers
     before = min((config.window - 1) * ways / config.seq_len, ways - 1)  # of a halo, in shards
-    own = of.tokens * config.num_kv_heads * dims
-    halo = hop(of, of.reached("context"), own * before) if without_window < 1 else 0.0
-    in_float32 = 4 / of.element
+    own = run.tokens * config.num_kv_heads * dims
+    halo = hop(run, run.reached("context"), own * before) if without_window < 1 else 0.0
+    in_float32 = 4 / run.element
     moved = {
         "ring": (round_ring, in_float32 * round_ring, exchange),
         "all_gather": (
-            of.collective_s("all_gather", local * ways, "context"),
-            of.collective_s("reduce_scatter", local * ways * in_float32, "context"),
+            run.collective_s("all_gather", local * ways, "context"),
+            run.collective_s("reduce_scatter", local * ways * in_float32, "context"),
             0.0,
         ),
         "all_to_all": (0.0, 0.0, exchange),
@@ -381,7 +381,7 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     once, gradients, exchanged = moved[config.context_impl]
     seconds = exposed = 0.0
     for kind in kinds:
-        for way, number in ((0, 1), (1, _times_forward(of, kind))):  # behind the forward pass, and backward
+        for way, number in ((0, 1), (1, _times_forward(run, kind))):  # behind the forward pass, and backward
             parts = number * once + (gradients if way else 0)
             behind = kind.by_part["attention"][way] * (1 - 1 / ring) if config.context_impl == "ring" else 0
             others = without_window * number * exchanged + (1 - without_window) * number * halo
@@ -392,7 +392,9 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
         "all_gather": "are gathered",
         "all_to_all": "are exchanged for positions",
     }
-    formula = f"{si(local, 'B')} of keys and values {how[config.context_impl]}, over {_wires(of, 'context')}; backward "
+    formula = (
+        f"{si(local, 'B')} of keys and values {how[config.context_impl]}, over {_wires(run, 'context')}; backward "
+    )
     formula += (
         "with queries, values and their gradients"
         if config.context_impl == "all_to_all"
@@ -401,21 +403,23 @@ def _context(of: Run, kinds: list[Kind]) -> Part:
     return _communication("context", seconds, exposed, formula)
 
 
-def _times_forward(of: Run, kind: Kind) -> int:
+def _times_forward(run: Run, kind: Kind) -> int:
     """How often attention is computed forward: again if its results are lost, and again if a stage's are."""
-    return 1 + kind.layer.attention_lost + of.config.remat_stage
+    return 1 + kind.layer.attention_lost + run.config.remat_stage
 
 
-def _merging(of: Run, kinds: list[Kind]) -> Part:
+def _merging(run: Run, kinds: list[Kind]) -> Part:
     """What context.py adds up after each hop of a ring: the sum so far and a part are read, the sum is written."""
-    config, hops = of.config, rules.ring_size(of.config, of.sizes) - 1
+    config, hops = run.config, rules.ring_size(run.config, run.sizes) - 1
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
-    results = (4 + of.element + 4) * config.num_heads * Hv  # bytes a token; the kernel gives results as activations are
-    gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + of.element + 4) * config.num_kv_heads * (Hk + Hv)
+    results = (
+        (4 + run.element + 4) * config.num_heads * Hv
+    )  # bytes a token; the kernel's results have the activations' dtype
+    gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + run.element + 4) * config.num_kv_heads * (Hk + Hv)
     share = transformer.num_global_layers(config) / config.num_layers * (config.context_impl == "ring")
-    times = hops * share * of.tokens / of.tensor
-    nbytes = math.fsum(kind.times * times * (_times_forward(of, kind) * results + gradients) for kind in kinds)
-    bandwidth = of.hbm_bytes_per_s * of.efficiency.elementwise
+    times = hops * share * run.tokens / run.tensor
+    nbytes = math.fsum(kind.times * times * (_times_forward(run, kind) * results + gradients) for kind in kinds)
+    bandwidth = run.hbm_bytes_per_s * run.efficiency.elementwise
     formula = f"{si(nbytes, 'B')} of results and gradients, {hops} times a layer / {si(bandwidth, 'B/s')}"
     return Part("merging", "memory", nbytes / bandwidth, nbytes / bandwidth, formula)
 
@@ -437,38 +441,38 @@ def split(links: list[Axis], ways: int) -> tuple[list[Axis], list[Axis]]:
     return inner, outer
 
 
-def hop(of: Run, links: list[Axis], nbytes: float) -> float:
+def hop(run: Run, links: list[Axis], nbytes: float) -> float:
     """Seconds until all devices of a ring over these links have passed `nbytes` on.
 
     Over both dies of each chip only one of them sends to the next chip, and has the link for itself.
     """
-    share = of.chip.devices if links[0].name == "die to die" else 1
+    share = run.chip.devices if links[0].name == "die to die" else 1
     speeds = [link.link_bytes_per_s * (1 if link.name == "die to die" else share) for link in links]
     return max(link.hop_s + nbytes / speed for link, speed in zip(links, speeds, strict=True))
 
 
-def _expert(of: Run, kinds: list[Kind]) -> Part:
-    if of.sizes["expert"] == 1:
+def _expert(run: Run, kinds: list[Kind]) -> Part:
+    if run.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
-    sent = of.tokens * of.config.model_dim / of.tensor * of.element
-    if of.config.moe_impl == "reference":  # all tokens of all devices, gathered, and their sums scattered
-        sent *= of.sizes["expert"]
-        once = of.collective_s("all_gather", sent, "expert")
+    sent = run.tokens * run.config.model_dim / run.tensor * run.element
+    if run.config.moe_impl == "reference":  # all tokens of all devices, gathered, and their sums scattered
+        sent *= run.sizes["expert"]
+        once = run.collective_s("all_gather", sent, "expert")
     else:
-        sent *= of.config.experts_per_token * of.expert_work
-        once = of.collective_s("all_to_all", sent, "expert")
-    number = _exchanges(of)
+        sent *= run.config.experts_per_token * run.expert_work
+        once = run.collective_s("all_to_all", sent, "expert")
+    number = _exchanges(run)
     seconds = number * once * _mixtures(kinds)
     formula = (
         f"{number} times {si(sent, 'B')} of a layer's tokens to their experts or back, {si(once, 's')} each, over "
     )
-    formula += _wires(of, "expert")
+    formula += _wires(run, "expert")
     return _communication("expert", seconds, seconds, formula)
 
 
-def _exchanges(of: Run) -> int:
+def _exchanges(run: Run) -> int:
     """Of rows over the expert axis, in a layer: there and back, both ways, and once more what is recomputed."""
-    kept = anatomy.saved_names(of.config)
+    kept = anatomy.saved_names(run.config)
     return 4 + ("expert_input" not in kept) + ("expert_down" not in kept)
 
 
@@ -477,102 +481,102 @@ def _mixtures(kinds: list[Kind]) -> float:
     return sum(kind.times for kind in kinds if kind.layer.params[True])
 
 
-def _copies_of_rows(of: Run, kinds: list[Kind]) -> Part:
+def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
     """Rows of whole registers lie in one piece for their exchange (moe.in_rows); others are brought into that form.
 
     Compiled, with room for 327,680 rows of 2880 (gpt-oss-120b on fsdp:64,expert:2), twice what is sent: each of six
     exchanges pads both to 3072 columns, reshapes them, and cuts the result; 32 copies a layer and microbatch, 4.0 s of
     a step of 15.4. Fitted to that: what is sent once, the room three times, at the speed of elementwise work.
     """
-    config, width = of.config, of.config.model_dim // of.tensor
-    if of.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
+    config, width = run.config, run.config.model_dim // run.tensor
+    if run.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
         return Part("copies of rows", "memory", 0, 0, "")
-    rows = of.tokens * config.experts_per_token * (1 + 3 * of.expert_room)
-    nbytes = 2 * _exchanges(of) * _mixtures(kinds) * rows * width * of.element
-    seconds = nbytes / (of.hbm_bytes_per_s * of.efficiency.elementwise)
-    formula = f"{si(nbytes, 'B')} read and written / ({si(of.hbm_bytes_per_s, 'B/s')} * {of.efficiency.elementwise})"
+    rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_room)
+    nbytes = 2 * _exchanges(run) * _mixtures(kinds) * rows * width * run.element
+    seconds = nbytes / (run.hbm_bytes_per_s * run.efficiency.elementwise)
+    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {run.efficiency.elementwise})"
     return Part(
         "copies of rows", "memory", seconds, seconds, f"{formula}: {width} is no multiple of {COLUMNS_OF_A_TILE}"
     )
 
 
-def _pipe(of: Run, working_s: float) -> list[Part]:
+def _pipe(run: Run, working_s: float) -> list[Part]:
     """The idle ticks of a pipeline whose stages work `working_s` in a step, and its messages."""
-    if of.pipe == 1:
+    if run.pipe == 1:
         return []
-    rounds = of.config.pipeline_rounds
-    passes = rounds * of.microbatches
-    tick, ticks = working_s / passes, passes + of.pipe - 1
+    rounds = run.config.pipeline_rounds
+    passes = rounds * run.microbatches
+    tick, ticks = working_s / passes, passes + run.pipe - 1
     # Ticks with passes of one kind, and nothing beside them.
-    alone = ticks if of.config.pipeline_schedule == "gpipe" else rounds * of.pipe - 1
-    stream = of.tokens * of.config.model_dim * of.element / of.tensor
-    message = max(link.hop_s + stream / link.link_bytes_per_s for link in of.reached("pipe"))
+    alone = ticks if run.config.pipeline_schedule == "gpipe" else rounds * run.pipe - 1
+    stream = run.tokens * run.config.model_dim * run.element / run.tensor
+    message = max(link.hop_s + stream / link.link_bytes_per_s for link in run.reached("pipe"))
     exposed = 2 * alone * message + (ticks - alone) * max(0.0, 2 * message - tick)
     vM = f"{rounds}*M" if rounds > 1 else "M"
-    share = bubble(of.pipe, of.microbatches, rounds)
+    share = bubble(run.pipe, run.microbatches, rounds)
     return [
         Part(
             "pipeline bubble",
             "idle",
-            (of.pipe - 1) * tick,
-            (of.pipe - 1) * tick,
-            f"P - 1 = {of.pipe - 1} ticks of {si(tick, 's')}: (P-1)/({vM}+P-1) = {share:.1%}",
+            (run.pipe - 1) * tick,
+            (run.pipe - 1) * tick,
+            f"P - 1 = {run.pipe - 1} ticks of {si(tick, 's')}: (P-1)/({vM}+P-1) = {share:.1%}",
         ),
         _communication(
             "pipe",
             2 * ticks * message,
             exposed,
-            f"{si(stream, 'B')} from stage to stage and back, {si(message, 's')} each, over {_wires(of, 'pipe')}",
+            f"{si(stream, 'B')} from stage to stage and back, {si(message, 's')} each, over {_wires(run, 'pipe')}",
         ),
     ]
 
 
-def _gradient_sum(of: Run) -> Part:
-    sizes = of.sizes
-    experts, others = params_of_device(of)
+def _gradient_sum(run: Run) -> Part:
+    sizes = run.sizes
+    experts, others = params_of_device(run)
     seconds = 0.0
     for params, axes in ((experts, ("context", "data")), (others, ("context", "expert", "data"))):
-        if of.config.shard_update:
-            seconds += of.collective_s("reduce_scatter", 4 * params, *axes)
-            seconds += of.collective_s("all_gather", of.element * params, *axes)
+        if run.config.shard_update:
+            seconds += run.collective_s("reduce_scatter", 4 * params, *axes)
+            seconds += run.collective_s("all_gather", run.element * params, *axes)
         else:
-            seconds += of.collective_s("all_reduce", 4 * params, *axes)
-    if of.pipe > 1:
-        seconds += of.collective_s("all_reduce", 4 * tables_of_device(of), "pipe")
-    replicas = " and ".join(_wires(of, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
-    how = "reduce-scatter, then all-gather the weights of" if of.config.shard_update else "all-reduce"
+            seconds += run.collective_s("all_reduce", 4 * params, *axes)
+    if run.pipe > 1:
+        seconds += run.collective_s("all_reduce", 4 * tables_of_device(run), "pipe")
+    replicas = " and ".join(_wires(run, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
+    how = "reduce-scatter, then all-gather the weights of" if run.config.shard_update else "all-reduce"
     formula = f"{how} {si(4 * (experts + others), 'B')} over {replicas}, after the backward pass"
-    if of.pipe > 1:
-        formula += f"; of embedding and unembedding over {_wires(of, 'pipe')} too"
+    if run.pipe > 1:
+        formula += f"; of embedding and unembedding over {_wires(run, 'pipe')} too"
     return Part("gradient sum", "communication", seconds, seconds, formula)
 
 
-def _input(of: Run, step_s: float) -> Part:
-    nbytes = of.tokens * of.microbatches * 5 * 4
-    seconds = nbytes / of.host_bytes_per_s
+def _input(run: Run, step_s: float) -> Part:
+    nbytes = run.tokens * run.microbatches * 5 * 4
+    seconds = nbytes / run.host_bytes_per_s
     formula = f"{si(nbytes, 'B')} of tokens, targets, documents, positions, weights of the loss / "
-    formula += f"{si(of.host_bytes_per_s, 'B/s')}, while the step before computes"
+    formula += f"{si(run.host_bytes_per_s, 'B/s')}, while the step before computes"
     return Part("input", "host", seconds, max(0.0, seconds - step_s), formula)
 
 
-def _host(of: Run, kinds: list[Kind], nbytes: float) -> Part:
-    speed = of.host_bytes_per_s
-    one_way = nbytes * of.microbatches / speed
+def _host(run: Run, kinds: list[Kind], nbytes: float) -> Part:
+    speed = run.host_bytes_per_s
+    one_way = nbytes * run.microbatches / speed
     behind = lambda way: math.fsum(
-        kind.by_part[name][way] * kind.times for kind in kinds for name in of.efficiency.hides_offload
+        kind.by_part[name][way] * kind.times for kind in kinds for name in run.efficiency.hides_offload
     )
     forward, backward = behind(0), behind(1)
     exposed = max(0.0, one_way - forward) + max(0.0, one_way - backward)
-    formula = f"{si(nbytes * of.microbatches, 'B')} / {si(speed, 'B/s')}, out behind {si(forward, 's')} of "
-    formula += f"{', '.join(of.efficiency.hides_offload)}, back behind {si(backward, 's')}"
+    formula = f"{si(nbytes * run.microbatches, 'B')} / {si(speed, 'B/s')}, out behind {si(forward, 's')} of "
+    formula += f"{', '.join(run.efficiency.hides_offload)}, back behind {si(backward, 's')}"
     return Part("host offload", "host", 2 * one_way, exposed, formula)
 
 
-def _slots(of: Run) -> Part:
+def _slots(run: Run) -> Part:
     """The optimizer state, a layer after the other: to the device, and back."""
-    nbytes = slots_of_device(of) if of.config.offload_optimizer else 0.0
-    seconds = 2 * nbytes / of.host_bytes_per_s
-    formula = f"2 * {si(nbytes, 'B')} / {si(of.host_bytes_per_s, 'B/s')}, there and back in turn"
+    nbytes = slots_of_device(run) if run.config.offload_optimizer else 0.0
+    seconds = 2 * nbytes / run.host_bytes_per_s
+    formula = f"2 * {si(nbytes, 'B')} / {si(run.host_bytes_per_s, 'B/s')}, there and back in turn"
     return Part("optimizer offload", "host", seconds, seconds, formula)
 
 
@@ -580,10 +584,10 @@ def _communication(axis: str, seconds: float, exposed: float, formula: str = "")
     return Part(f"{axis} communication", "communication", seconds, exposed, formula)
 
 
-def _wires(of: Run, axis: str) -> str:
+def _wires(run: Run, axis: str) -> str:
     """fsdp:128 on x (4 of 44.5 GB/s), ...: a device's links, one way, at the speed that programs reach."""
-    links = ", ".join(f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in of.reached(axis))
-    return f"{axis}:{of.sizes[axis]} on {links}"
+    links = ", ".join(f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in run.reached(axis))
+    return f"{axis}:{run.sizes[axis]} on {links}"
 
 
 # -- command line
@@ -591,13 +595,13 @@ def _wires(of: Run, axis: str) -> str:
 
 def as_json(found: Prediction) -> dict:
     """What --json gives: seconds, bytes, FLOPs."""
-    of, config = found.of, found.of.config
+    run, config = found.run, found.run.config
     return {
         "preset": config.preset,
-        "topology": f"{of.chip.name}:{by(of.topology)}",
-        "num_slices": of.num_slices,
-        "num_chips": of.num_chips,
-        "mesh": {axis: size for axis, size in of.sizes.items() if size > 1},
+        "topology": f"{run.chip.name}:{by(run.topology)}",
+        "num_slices": run.num_slices,
+        "num_chips": run.num_chips,
+        "mesh": {axis: size for axis, size in run.sizes.items() if size > 1},
         "batch": config.batch,
         "seq_len": config.seq_len,
         "microbatches": config.microbatches,
@@ -612,9 +616,9 @@ def as_json(found: Prediction) -> dict:
         "exposed_comm_s": found.exposed_comm_s,
         "bound": found.bound,
         "hbm_bytes": found.hbm_bytes,
-        "hbm_limit_bytes": of.hbm_limit,
+        "hbm_limit_bytes": run.hbm_limit,
         "host_bytes": found.host_bytes,
-        "host_limit_bytes": of.host_limit if math.isfinite(of.host_limit) else None,
+        "host_limit_bytes": run.host_limit if math.isfinite(run.host_limit) else None,
         "fits": found.fits,
         "passes": found.passes,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
@@ -622,41 +626,41 @@ def as_json(found: Prediction) -> dict:
     }
 
 
-def cliffs(of: Run) -> list[str]:
+def cliffs(run: Run) -> list[str]:
     """Returns a sentence for each size with which a kernel takes over CLIFF times as long as with its neighbour."""
-    return [*_cliff_of_attention(of), *_cliff_of_experts(of)]
+    return [*_cliff_of_attention(run), *_cliff_of_experts(run)]
 
 
-def _cliff_of_attention(of: Run) -> list[str]:
+def _cliff_of_attention(run: Run) -> list[str]:
     """Attention's kernel computes whole tiles: the last ones of a sequence may be almost empty."""
-    config, T, ring = of.config, of.config.seq_len, rules.ring_size(of.config, of.sizes)
+    config, T, ring = run.config, run.config.seq_len, rules.ring_size(run.config, run.sizes)
     unit = lambda size: ring * (size if T >= ring * size else 256)
-    block, tile = unit(of.efficiency.attention_block), unit(of.efficiency.attention_tile)
+    block, tile = unit(run.efficiency.attention_block), unit(run.efficiency.attention_tile)
     less = T // block * block
     if config.attention == "reference" or not less:
         return []
 
     def seconds_per_flop(seq_len: int) -> float:
-        run = replace(of, config=replace(config, seq_len=seq_len))
-        flops = transformer.forward_flops_per_token(run.config)
-        seconds = sum(layer.num_layers * sum(compute_s(run, layer)["attention"]) for layer in layers_of(run))
-        return seconds / run.tokens / (flops["scores"] + flops["mix"])
+        shorter = replace(run, config=replace(config, seq_len=seq_len))
+        flops = transformer.forward_flops_per_token(shorter.config)
+        seconds = sum(layer.num_layers * sum(compute_s(shorter, layer)["attention"]) for layer in layers_of(shorter))
+        return seconds / shorter.tokens / (flops["scores"] + flops["mix"])
 
     factor, nearest = seconds_per_flop(T) / seconds_per_flop(less), round(T / tile) * tile
     why = f"as with {less:,}: its last tiles are almost empty; the nearest size that fills them is {nearest:,}"
     return [f"seq_len={T:,}: attention takes {factor:.2f} times as long a FLOP {why}"] if factor > CLIFF else []
 
 
-def _cliff_of_experts(of: Run) -> list[str]:
+def _cliff_of_experts(run: Run) -> list[str]:
     """The experts' kernels cut dims that are multiples of 128. Others have to fit VMEM whole, or they are refused."""
-    config, tensor = of.config, of.tensor
+    config, tensor = run.config, run.tensor
     dims = {"model_dim": (config.model_dim, 1), "expert_dim": (config.expert_dim, tensor)}
     odd = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
     if not config.num_experts or config.moe_impl != "dropless" or not odd:
         return []
     import groups  # here, for it needs jax, and what has no such dim needs none
 
-    rows, experts = round(of.tokens * config.experts_per_token), config.num_experts // of.sizes["expert"]
+    rows, experts = round(run.tokens * config.experts_per_token), config.num_experts // run.sizes["expert"]
     dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype
     gated = anatomy.swiglu_in_kernel(config)
 
@@ -689,16 +693,16 @@ def _cliff_of_experts(of: Run) -> list[str]:
 
 def describe(found: Prediction, *, explain: bool = False) -> str:
     """The prediction as a person reads it."""
-    of, config, chip = found.of, found.of.config, found.of.chip
+    run, config, chip = found.run, found.run.config, found.run.chip
     mesh = ", ".join(
-        f"{axis} {size} ({', '.join(link.name for link in of.links[axis])})"
-        for axis, size in of.sizes.items()
+        f"{axis} {size} ({', '.join(link.name for link in run.links[axis])})"
+        for axis, size in run.sizes.items()
         if size > 1
     )
-    slices = f"{of.num_slices} slices of " if of.num_slices > 1 else ""
+    slices = f"{run.num_slices} slices of " if run.num_slices > 1 else ""
     tokens = config.batch * config.seq_len
     lines = [
-        f"{config.preset} on {slices}{chip.name}:{by(of.topology)}, {of.num_chips:,} chips, predicted",
+        f"{config.preset} on {slices}{chip.name}:{by(run.topology)}, {run.num_chips:,} chips, predicted",
         f"  mesh     {mesh or 'one device'}",
         f"  batch    {config.batch:,} sequences of {config.seq_len:,}: {tokens:,} tokens"
         + (f", in {config.microbatches} microbatches" if config.microbatches > 1 else ""),
@@ -720,18 +724,18 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
         f"  layers   compute {si(found.passes['forward'], 's')} forward, {si(found.passes['backward'], 's')} backward",
         f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
         f"{si(found.flops_per_step, 'FLOP')} a step",
-        f"  memory   {found.hbm_bytes / GiB:.1f} of {of.hbm_limit / GiB:.1f} GiB a device"
+        f"  memory   {found.hbm_bytes / GiB:.1f} of {run.hbm_limit / GiB:.1f} GiB a device"
         + ("" if found.fits else f": DOES NOT FIT, {short_of(found.lacks())}"),
     ]
     held = {name: nbytes for name, nbytes in found.memory.items() if nbytes}
     held |= {"on the host": found.host_bytes} if found.host_bytes else {}
     width = max(map(len, held))
     lines += [f"           {name:{width}} {nbytes / GiB:8.2f} GiB" for name, nbytes in held.items()]
-    if found.host_bytes and math.isfinite(of.host_limit):
-        lines[-1] += f" of {of.host_limit / GiB:.1f}"
-    lines += [f"  cliff    {sentence}" for sentence in cliffs(of)]
+    if found.host_bytes and math.isfinite(run.host_limit):
+        lines[-1] += f" of {run.host_limit / GiB:.1f}"
+    lines += [f"  cliff    {sentence}" for sentence in cliffs(run)]
     if explain:
-        peaks = f"{of.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
+        peaks = f"{run.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
         lines.append(f"  MFU      = {si(found.flops_per_step, 'FLOP')} / ({found.step_s:.4g} s * {peaks})")
     return "\n".join(lines)
 
@@ -744,24 +748,24 @@ def short_of(lacks: dict[str, float]) -> str:
 
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:
     """(weight, FLOPs, bytes, FLOP/s at most) of a layer's forward matmuls on a device, by the roofline."""
-    of, rows = found.of, []
-    for layer in layers_of(of):
+    run, rows = found.run, []
+    for layer in layers_of(run):
         for product in layer.products:
-            m, k, n, _ = local_shape(of, product)
-            flops, nbytes = 2 * m * k * n, moved_bytes(of, product)
-            peak = of.flops_per_s(product.dtype) / of.efficiency.matmul
-            rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * of.hbm_bytes_per_s)))
+            m, k, n, _ = local_shape(run, product)
+            flops, nbytes = 2 * m * k * n, moved_bytes(run, product)
+            peak = run.flops_per_s(product.dtype) / run.efficiency.matmul
+            rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * run.hbm_bytes_per_s)))
     return list(dict.fromkeys(rows))
 
 
 def describe_matmuls(found: Prediction) -> str:
     """A layer's matmuls against the roofline of a device, as a table."""
-    of = found.of
-    ridge = of.chip.flops_per_s(of.dtype) / of.chip.hbm_bytes_per_s
+    run = found.run
+    ridge = run.chip.flops_per_s(run.dtype) / run.chip.hbm_bytes_per_s
     lines = [f"matmuls of a layer, forward, on a device; its ridge is at {ridge:.1f} FLOPs a byte of HBM"]
     lines.append(f"  {'weight':16}{'FLOPs':>14}{'bytes':>14}{'FLOPs a byte':>14}{'FLOP/s at most':>18}   bound by")
     for name, flops, nbytes, speed in matmuls(found):
-        bound = "memory" if speed == flops / nbytes * of.hbm_bytes_per_s else "compute"
+        bound = "memory" if speed == flops / nbytes * run.hbm_bytes_per_s else "compute"
         intensity = f"{flops / nbytes:,.1f}"
         lines.append(
             f"  {name:16}{si(flops, ''):>14}{si(nbytes, 'B'):>14}{intensity:>14}{si(speed, 'FLOP/s'):>18}   {bound}"
@@ -789,12 +793,12 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
 
     label, found = next(iter(predictions.items()))
-    of = found.of
-    peak = of.chip.flops_per_s(of.dtype) / of.chip.devices
-    ridge = peak / of.hbm_bytes_per_s
+    run = found.run
+    peak = run.chip.flops_per_s(run.dtype) / run.chip.devices
+    ridge = peak / run.hbm_bytes_per_s
     points = [(name, flops / nbytes, speed) for name, flops, nbytes, speed in matmuls(found)]
     low, high = min(ridge / 4, *(x for _, x, _ in points)), max(ridge * 16, *(x for _, x, _ in points)) * 1.5
-    roof.loglog([low, ridge, high], [low * of.hbm_bytes_per_s, peak, peak], color="k", label="roofline")
+    roof.loglog([low, ridge, high], [low * run.hbm_bytes_per_s, peak, peak], color="k", label="roofline")
     for number, (name, intensity, speed) in enumerate(points):
         roof.plot(intensity, speed, marker="o", ls="", color=f"C{number}", label=name)
     roof.set(title=f"Matmuls of a layer on a device, {label}, predicted")

@@ -208,7 +208,7 @@ class Run:
     @property
     def pads_sums(self) -> bool:
         """Whether XLA may add rows to what a reduce-scatter sums."""
-        return compiler_flags.of(self.config).get(compiler_flags.PADS_SUMS) == "true"
+        return compiler_flags.for_run(self.config).get(compiler_flags.PADS_SUMS) == "true"
 
     def collective_s(self, kind: str, nbytes: float, *axes: str, thirds: bool = False) -> float:
         """Over mesh axes, the inner one first, by all links at once.
@@ -293,36 +293,36 @@ class Layer:
     every: float  # bytes a token of all activations that the backward pass reads
     norms: float  # bytes a token of what the column-parallel matmuls take, if it is saved
 
-    def whole_params(self, of: Run, experts: bool = True) -> float:
+    def whole_params(self, run: Run, experts: bool = True) -> float:
         """Its weights on a device, once gathered over `fsdp`; with the experts, or without."""
-        return _on_device(of, self.params, experts)
+        return _on_device(run, self.params, experts)
 
-    def in_thirds(self, of: Run) -> float:
+    def in_thirds(self, run: Run) -> float:
         """Of them, those whose gradients can be cut in thirds, to be summed over three axes of the torus at once."""
-        return _on_device(of, self.params_in_thirds, True)
+        return _on_device(run, self.params_in_thirds, True)
 
-    def whole_bytes(self, of: Run, experts: bool = True) -> float:
+    def whole_bytes(self, run: Run, experts: bool = True) -> float:
         """Theirs, as they multiply, and so as they travel."""
-        in_8_bits = _on_device(of, self.params_in_8_bits, experts)
-        return self.gradient_bytes(of, experts) - (of.element - DTYPE_BYTES["fp8"]) * in_8_bits
+        in_8_bits = _on_device(run, self.params_in_8_bits, experts)
+        return self.gradient_bytes(run, experts) - (run.element - DTYPE_BYTES["fp8"]) * in_8_bits
 
-    def gradient_bytes(self, of: Run, experts: bool = True) -> float:
+    def gradient_bytes(self, run: Run, experts: bool = True) -> float:
         """Returns the bytes of their gradients, before these are summed."""
-        in_float32 = _on_device(of, self.params_in_float32, experts)
-        return of.element * self.whole_params(of, experts) + (4 - of.element) * in_float32
+        in_float32 = _on_device(run, self.params_in_float32, experts)
+        return run.element * self.whole_params(run, experts) + (4 - run.element) * in_float32
 
 
-def _on_device(of: Run, params: dict[bool, int], experts: bool) -> float:
-    return (experts * params[True] / of.sizes["expert"] + params[False]) / of.tensor
+def _on_device(run: Run, params: dict[bool, int], experts: bool) -> float:
+    return (experts * params[True] / run.sizes["expert"] + params[False]) / run.tensor
 
 
-def layers_of(of: Run) -> list[Layer]:
+def layers_of(run: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
-    uncut = of.tensor if of.sizes["expert"] == 1 else 1
-    gated = of.efficiency.gated_experts and anatomy.swiglu_in_kernel(of.config)
-    part = of.config.seq_len / ring_size(of.config, of.sizes)
-    added = filled(part, of.efficiency.attention_tile) / part
-    return _layers(of.config, of.efficiency.attention_block, added, of.expert_room, uncut, gated)
+    uncut = run.tensor if run.sizes["expert"] == 1 else 1
+    gated = run.efficiency.gated_experts and anatomy.swiglu_in_kernel(run.config)
+    part = run.config.seq_len / ring_size(run.config, run.sizes)
+    added = filled(part, run.efficiency.attention_tile) / part
+    return _layers(run.config, run.efficiency.attention_block, added, run.expert_room, uncut, gated)
 
 
 @cache
@@ -427,92 +427,92 @@ def elementwise_elements(
     return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
 
 
-def local_shape(of: Run, product: Product) -> tuple[float, float, float, float]:
+def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:
     """(rows, k, n, matrices) of a device: its rows, in groups, one for each of so many matrices [k, n].
 
     An expert's matmul has as many matrices as the device has experts, and all tokens that `expert` brought to them.
     """
-    k, n, tensor = product.k, product.n, of.tensor
+    k, n, tensor = product.k, product.n, run.tensor
     k, n = (k / tensor, n) if product.weight in ROW_PARALLEL else (k, n / tensor)
-    matrices = of.config.num_experts / of.sizes["expert"] if product.part == "experts" else 1
-    rows = of.tokens * product.copies * (of.expert_work if product.part == "experts" else 1)
+    matrices = run.config.num_experts / run.sizes["expert"] if product.part == "experts" else 1
+    rows = run.tokens * product.copies * (run.expert_work if product.part == "experts" else 1)
     return rows, k, n, matrices
 
 
-def moved_bytes(of: Run, product: Product) -> float:
+def moved_bytes(run: Run, product: Product) -> float:
     """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
-    rows, k, n, matrices = local_shape(of, product)
-    operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else of.element
-    more = (4 - of.element) * (k * n + rows * n) * (product.dtype == "f32")  # the weight, and the result
-    return (matrices * k * n + rows * k) * operand + rows * n * of.element + more
+    rows, k, n, matrices = local_shape(run, product)
+    operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else run.element
+    more = (4 - run.element) * (k * n + rows * n) * (product.dtype == "f32")  # the weight, and the result
+    return (matrices * k * n + rows * k) * operand + rows * n * run.element + more
 
 
-def matmul_s(of: Run, products: Iterable[Product]) -> tuple[float, float]:
+def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
     """Seconds of a microbatch's matmuls, forward and backward."""
     forward = backward = 0.0
-    mxu = of.chip.mxu_size
+    mxu = run.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
     for product in products:
-        rows, k, n, matrices = local_shape(of, product)
-        padded_rows = rows + matrices * of.efficiency.expert_tile * (product.part == "experts")
+        rows, k, n, matrices = local_shape(run, product)
+        padded_rows = rows + matrices * run.efficiency.expert_tile * (product.part == "experts")
         once = max(
-            2 * padded_rows * padded(k) * padded(n) / of.flops_per_s(product.dtype),
-            moved_bytes(of, product) / (of.hbm_bytes_per_s * of.efficiency.hbm),
+            2 * padded_rows * padded(k) * padded(n) / run.flops_per_s(product.dtype),
+            moved_bytes(run, product) / (run.hbm_bytes_per_s * run.efficiency.hbm),
         )
         forward += once
         backward += (2 + product.recomputed) * once
     return forward, backward
 
 
-def compute_s(of: Run, layer: Layer) -> dict[str, tuple[float, float]]:
+def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
-    config, e, b, tensor = of.config, of.efficiency, of.tokens, of.tensor
+    config, e, b, tensor = run.config, run.efficiency, run.tokens, run.tensor
     # The last part of a sequence in its own order has more to do than the mean.
-    keys = layer.keys + (1 - 1 / ring_size(config, of.sizes)) * layer.global_keys * (not anatomy.in_zigzag(config))
+    keys = layer.keys + (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys * (not anatomy.in_zigzag(config))
     scores = b * keys * config.num_heads / tensor
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
     of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
-    peak = of.chip.bf16_flops_per_s / of.chip.devices
+    peak = run.chip.bf16_flops_per_s / run.chip.devices
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
     attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
     attention_backward += layer.attention_lost * attention
-    elementwise = elementwise_s(of, sum(layer.elementwise))
+    elementwise = elementwise_s(run, sum(layer.elementwise))
     return {
-        "matmul": matmul_s(of, layer.products),
+        "matmul": matmul_s(run, layer.products),
         "attention": (attention, attention_backward),
         "elementwise": (elementwise, 3 * elementwise),
     }
 
 
-def elementwise_s(of: Run, elements: float) -> float:
+def elementwise_s(run: Run, elements: float) -> float:
     """Seconds of a microbatch's elementwise work on so many elements a token."""
-    return elements * of.element * of.tokens / of.tensor / (of.hbm_bytes_per_s * of.efficiency.elementwise)
+    return elements * run.element * run.tokens / run.tensor / (run.hbm_bytes_per_s * run.efficiency.elementwise)
 
 
-def behind_mlp_s(of: Run, layer: Layer) -> float:
+def behind_mlp_s(run: Run, layer: Layer) -> float:
     """Seconds of a layer's backward pass behind that of its MLP or experts: of attention, and of its matmuls.
 
     What is recomputed is ahead of both.
     """
-    matmuls = matmul_s(of, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
-    forward, attention = compute_s(of, layer)["attention"]
-    return matmuls[1] + attention - layer.attention_lost * forward + 2 * elementwise_s(of, layer.elementwise[0])
+    matmuls = matmul_s(run, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
+    forward, attention = compute_s(run, layer)["attention"]
+    return matmuls[1] + attention - layer.attention_lost * forward + 2 * elementwise_s(run, layer.elementwise[0])
 
 
-def params_of_device(of: Run) -> tuple[float, float]:
+def params_of_device(run: Run) -> tuple[float, float]:
     """Elements of a device's shards: of the experts, and of all else. All stages have embedding and unembedding."""
-    config, sizes = of.config, of.sizes
+    config, sizes = run.config, run.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
-    shards = sizes["fsdp"] * of.tensor
-    tables = tables_of_device(of)
+    shards = sizes["fsdp"] * run.tensor
+    tables = tables_of_device(run)
     layers = (transformer.num_params(config) - experts) / shards - tables
-    return experts / of.pipe / shards / sizes["expert"], layers / of.pipe + tables
+    return experts / run.pipe / shards / sizes["expert"], layers / run.pipe + tables
 
 
-def tables_of_device(of: Run) -> float:
+def tables_of_device(run: Run) -> float:
     """Elements of a device's shards of embedding and unembedding."""
-    tables = 1 if of.config.tied_embeddings else 2
-    return tables * of.config.vocab_size * of.config.model_dim / of.sizes["fsdp"] / of.tensor
+    tables = 1 if run.config.tied_embeddings else 2
+    return tables * run.config.vocab_size * run.config.model_dim / run.sizes["fsdp"] / run.tensor
 
 
 # -- memory
@@ -522,14 +522,14 @@ def tables_of_device(of: Run) -> float:
 PLAIN = 2.0
 
 
-def slots_of_device(of: Run) -> float:
+def slots_of_device(run: Run) -> float:
     """Bytes of a device's part of the optimizer state, on the device or on its host."""
-    config = of.config
+    config = run.config
     a_parameter = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config)
-    return a_parameter * sum(params_of_device(of)) / (of.sizes["data"] if config.shard_update else 1)
+    return a_parameter * sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
 
 
-def attention_over_context(of: Run) -> float:
+def attention_over_context(run: Run) -> float:
     """Bytes a token of the device's, that the backward pass of context.py holds beside the activations at the peak.
 
     A ring has dq in float32 twice, before and after a block is added to it, and dk and dv likewise; of queries, results
@@ -538,61 +538,61 @@ def attention_over_context(of: Run) -> float:
     of the MLP are gone by then, and XLA orders the two as it likes. Compiled, between none of it and all adds to the
     peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small model).
     """
-    config, c = of.config, of.sizes["context"]
+    config, c = run.config, run.sizes["context"]
     only_windows = config.window and not config.global_every  # for which a halo is enough
-    if only_windows or ring_size(config, of.sizes) == 1:
+    if only_windows or ring_size(config, run.sizes) == 1:
         return 0
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     keys = config.num_kv_heads * (Hk + Hv)
     if config.context_impl == "all_gather":
-        return c * keys * (of.element + 4) / 2
-    copies = config.num_heads * (Hk + 2 * Hv) * of.element
+        return c * keys * (run.element + 4) / 2
+    copies = config.num_heads * (Hk + 2 * Hv) * run.element
     return (2 * 4 * (config.num_heads * Hk + keys) + copies) / 2
 
 
-def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
+def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
-    config, sizes, b = of.config, of.sizes, of.tokens
-    experts, others = params_of_device(of)
+    config, sizes, b = run.config, run.sizes, run.tokens
+    experts, others = params_of_device(run)
     params = experts + others
-    held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / of.pipe * b / of.tensor
+    held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / run.pipe * b / run.tensor
     # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered, and
     # what matmuls in 8 bits read as these read it.
-    in_8_bits = lambda layer: (of.element - 1) * read_in_8_bits(of, layer)
-    plain = lambda layer: PLAIN * layer.saved + (of.tensor - 1) * layer.norms - in_8_bits(layer)
+    in_8_bits = lambda layer: (run.element - 1) * read_in_8_bits(run, layer)
+    plain = lambda layer: PLAIN * layer.saved + (run.tensor - 1) * layer.norms - in_8_bits(layer)
     saved = plain if config.remat == "none" else lambda layer: layer.saved
-    waiting = held(saved) * of.in_flight
+    waiting = held(saved) * run.in_flight
     if config.remat_stage:
         # Of each the input of the stage, or of its part in a round; and all of the one that is computed again.
         rounds = config.pipeline_rounds
-        waiting = held(saved) / rounds + of.in_flight * rounds * config.model_dim * of.element * b / of.tensor
-    elif of.pipe > 1:
+        waiting = held(saved) / rounds + run.in_flight * rounds * config.model_dim * run.element * b / run.tensor
+    elif run.pipe > 1:
         waiting += held(saved)  # those that the backward pass reads are taken out of the others
-    if inputs_in_two_layouts(of):
-        waiting += held(lambda layer: config.model_dim * of.element)
-    if context_in_two_layouts(of):
-        waiting += held(lambda layer: config.num_heads * anatomy.value_dim(config) * of.element)
+    if inputs_in_two_layouts(run):
+        waiting += held(lambda layer: config.model_dim * run.element)
+    if context_in_two_layouts(run):
+        waiting += held(lambda layer: config.num_heads * anatomy.value_dim(config) * run.element)
     largest = max(layers, key=lambda layer: layer.every)
-    gathered = max(layer.whole_bytes(of) for layer in layers)
-    grads = max(layer.gradient_bytes(of) for layer in layers)
+    gathered = max(layer.whole_bytes(run) for layer in layers)
+    grads = max(layer.gradient_bytes(run) for layer in layers)
     whole = sizes["fsdp"] > 1
-    table = config.vocab_size * config.model_dim / of.tensor
+    table = config.vocab_size * config.model_dim / run.tensor
     # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
     # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
-    stages = (of.element + 4) * (of.pipe > 1) * params
+    stages = (run.element + 4) * (run.pipe > 1) * params
     replicas = sizes["data"]
     cut = replicas if config.shard_update else 1
     if cut > 1:
         # Whole over `data` are the weights that are multiplied and their gradients; then these in float32, beside the
         # sums that this device keeps.
-        gradients = max(2 * of.element, 4 + 4 / cut) * params + stages
+        gradients = max(2 * run.element, 4 + 4 / cut) * params + stages
     else:
         # With replicas the tables' sums are not in place: compiled, data:8 on 2x2x1.
-        gradients = 4 * params + 4 * tables_of_device(of) * (replicas > 1) + stages
+        gradients = 4 * params + 4 * tables_of_device(run) * (replicas > 1) + stages
     memory = {
         "weights": 4 * params / cut,
         # With an offload it comes when the activations are gone.
-        "optimizer": 0 if config.offload_optimizer else slots_of_device(of),
+        "optimizer": 0 if config.offload_optimizer else slots_of_device(run),
         "gradients": gradients,
         "saved activations": waiting,
     }
@@ -600,69 +600,69 @@ def memory_of(of: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     of_layer = largest.every * (2 if config.double_buffer else 1.5)
     in_layer = {
         # On the device once more is what comes from the host ahead of its layer.
-        "a layer's activations": (of_layer - largest.saved + largest.offloaded) * b / of.tensor,
+        "a layer's activations": (of_layer - largest.saved + largest.offloaded) * b / run.tensor,
         "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
     }
-    if over_context := attention_over_context(of):
-        in_layer["attention over context"] = over_context * b / of.tensor
+    if over_context := attention_over_context(run):
+        in_layer["attention over context"] = over_context * b / run.tensor
     in_loss = {
-        "unembedding": ((1 if "unembed" in anatomy.fp8_weights(config) else of.element) + 4) * table if whole else 0,
-        "logits": 2 * 4 * math.prod(loss_chunk(of)) * config.vocab_size / of.tensor,
+        "unembedding": ((1 if "unembed" in anatomy.fp8_weights(config) else run.element) + 4) * table if whole else 0,
+        "logits": 2 * 4 * math.prod(loss_chunk(run)) * config.vocab_size / run.tensor,
     }
     memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
     return memory, held(lambda layer: layer.offloaded)
 
 
-def loss_chunk(of: Run) -> tuple[float, int]:
+def loss_chunk(run: Run) -> tuple[float, int]:
     """Sequences of a microbatch on a device, and the positions of each whose logits are there at once."""
-    positions = of.config.seq_len / of.sizes["context"]
-    sequences = of.tokens / positions
-    chunk = anatomy.loss_chunk(of.config, sequences, math.ceil(positions), of.config.vocab_size / of.tensor)
+    positions = run.config.seq_len / run.sizes["context"]
+    sequences = run.tokens / positions
+    chunk = anatomy.loss_chunk(run.config, sequences, math.ceil(positions), run.config.vocab_size / run.tensor)
     return sequences, chunk
 
 
-def read_in_8_bits(of: Run, layer: Layer) -> float:
+def read_in_8_bits(run: Run, layer: Layer) -> float:
     """Elements a token that a layer's matmuls in 8 bits read, each once: those side by side read the same."""
     read = {}
     for product in layer.products:
         if product.dtype == "fp8":
-            name, ways = (product.weight, 1) if product.weight in ROW_PARALLEL else (product.part, of.tensor)
+            name, ways = (product.weight, 1) if product.weight in ROW_PARALLEL else (product.part, run.tensor)
             read[name, product.k] = product.k * product.copies * ways
     return sum(read.values())
 
 
-def inputs_in_two_layouts(of: Run) -> bool:
+def inputs_in_two_layouts(run: Run) -> bool:
     """Whether libtpu keeps the inputs of all layers twice, as remat.py has it, on offload.
 
     Compiled: with queries, keys and values alone on the host, one sequence a device and no `tensor`, it does, of 70B at
     8k and of 8B at 128k; with two sequences, with `tensor`, and with the MLP on the host as well, it does not.
     """
-    config = of.config
+    config = run.config
     alone = anatomy.offloaded_names(config) == anatomy.POLICIES["qkv_proj_offloaded"][1]
     pipelined = "xla_tpu_pipeline_memory_host_transfers=false" not in config.xla_flags
-    return alone and pipelined and of.tensor == 1 and of.tokens * of.sizes["context"] == config.seq_len
+    return alone and pipelined and run.tensor == 1 and run.tokens * run.sizes["context"] == config.seq_len
 
 
-def context_in_two_layouts(of: Run) -> bool:
+def context_in_two_layouts(run: Run) -> bool:
     """Whether libtpu copies what attention has saved, of all layers, before the backward pass.
 
     Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether `context` is saved with heads or with positions
     first), and does not for heads of 128 (70B at 128k); nor without a ring.
     """
-    saved = anatomy.saved_names(of.config) - anatomy.offloaded_names(of.config)
-    ring = of.config.context_impl == "ring" and ring_size(of.config, of.sizes) > 1
-    return ring and "context" in saved and anatomy.value_dim(of.config) > 128
+    saved = anatomy.saved_names(run.config) - anatomy.offloaded_names(run.config)
+    ring = run.config.context_impl == "ring" and ring_size(run.config, run.sizes) > 1
+    return ring and "context" in saved and anatomy.value_dim(run.config) > 128
 
 
-def on_host(of: Run, offloaded: float) -> float:
+def on_host(run: Run, offloaded: float) -> float:
     """Bytes of a device on its host: what a microbatch has offloaded there, and the optimizer state.
 
     Of a pipeline, which offloads only with remat_stage, in one of its rounds: the one that is computed again.
     """
-    return offloaded / of.config.pipeline_rounds + slots_of_device(of) * of.config.offload_optimizer
+    return offloaded / run.config.pipeline_rounds + slots_of_device(run) * run.config.offload_optimizer
 
 
-def lacking(of: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:
+def lacking(run: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:
     """{memory: bytes that a device lacks of it}, if it may fill `room` of its own and its host's; empty if it fits."""
-    over = {"hbm": hbm_bytes - room * of.hbm_limit, "host": host_bytes - room * of.host_limit}
+    over = {"hbm": hbm_bytes - room * run.hbm_limit, "host": host_bytes - room * run.host_limit}
     return {memory: nbytes for memory, nbytes in over.items() if nbytes > 0}

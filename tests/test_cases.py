@@ -37,7 +37,7 @@ def test_what_is_missing_is_asked_for_if_told(monkeypatch):
     asked = []
     monkeypatch.setattr(results, "ask", lambda its: asked.append(its) or dict(fits=False))
     assert cases.table("cores", compile_missing=True).endswith("| refused |  |  |  |")
-    assert [its.of.config.core_axis for its in asked] == ["", "fsdp", ""]
+    assert [its.run.config.core_axis for its in asked] == ["", "fsdp", ""]
 
 
 def test_a_case_that_is_none(capsys):

@@ -43,7 +43,7 @@ def test_key_is_what_makes_the_program():
     assert of("fsdp:128", prefetch=False) == of("fsdp:128") + " --no-prefetch"
     slices = predicted(flags_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
     assert "--num_slices=2" in results.key_of(slices)
-    assert results.prediction_of(results.key_of(slices)).of.num_slices == 2
+    assert results.prediction_of(results.key_of(slices)).run.num_slices == 2
 
 
 # -- every field of a run is in the key, or changes nothing
@@ -237,7 +237,7 @@ def test_keys_are_read_as_a_shell_reads_them():
         )
     )
     key = results.key_of(of)
-    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and results.prediction_of(key).of == of.of
+    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and results.prediction_of(key).run == of.run
     for wrong in ("--preset=llama3.1-8b --no_such_flag=1", "--preset=llama3.1-8b --batch=many"):
         with pytest.raises(ValueError, match=r"no_such_flag|batch"):
             results.prediction_of(wrong)
@@ -318,8 +318,8 @@ def test_predictions_are_near_what_was_compiled(key):
     assert results.key_of(expected) == key
     if needed := results.memory_of(its):
         assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
-    if its["fits"] and "=" not in expected.of.config.xla_flags:
-        recommended = expected.of.config.xla_flags == "recommended"
+    if its["fits"] and "=" not in expected.run.config.xla_flags:
+        recommended = expected.run.config.xla_flags == "recommended"
         assert 0.8 <= expected.step_s / its["step_s"] <= (1.25 if recommended else 1.2)
 
 

@@ -256,7 +256,7 @@ def test_what_libtpu_reads_at_its_start(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_use_a=1")
     compiler_flags.set_init_args({})
     assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_use_a=1"
-    flags = compiler_flags.of(from_preset("llama3.1-8b", xla_flags="recommended,xla_tpu_dvfs_p_state=7"))
+    flags = compiler_flags.for_run(from_preset("llama3.1-8b", xla_flags="recommended,xla_tpu_dvfs_p_state=7"))
     assert flags == compiler_flags.recommended("dense_short") | {"xla_tpu_dvfs_p_state": "7"}
     compiler_flags.set_init_args(flags)
     assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_use_a=1 --xla_tpu_dvfs_p_state=7"

@@ -350,7 +350,7 @@ def test_tpu7x_hides_the_gathers_of_llama_8b():
     """
     config = from_preset("llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=2048)
     lowered = aot.lower_step(config, "tpu7x:2x2x1")
-    _, program = aot.compile_step(lowered, compiler_flags.of(config), config.compilation_cache)
+    _, program = aot.compile_step(lowered, compiler_flags.for_run(config), config.compilation_cache)
     forward, backward = layer_loops(program)
     assert re.fullmatch(r"M?G[GM]*GMM[gM]*g", forward), forward
     assert backward.index("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward

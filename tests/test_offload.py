@@ -129,8 +129,8 @@ CHIP, CHIPS = hardware.CHIPS["tpu7x"], (2, 2, 1)
 
 def test_the_prediction_moves_the_slots():
     here, there = (step.predict(run_of(Config(**COMPILED, offload_optimizer=on), CHIP, CHIPS)) for on in (False, True))
-    slots = slots_of_device(here.of)
-    assert slots == here.memory["optimizer"] == 8 * transformer.num_params(here.of.config) / 8
+    slots = slots_of_device(here.run)
+    assert slots == here.memory["optimizer"] == 8 * transformer.num_params(here.run.config) / 8
     assert here.hbm_bytes - there.hbm_bytes == slots == there.host_bytes
     (part,) = [part for part in there.parts if part.name == "optimizer offload"]
     assert part.exposed_s == 2 * slots / 16e9 == pytest.approx(there.step_s - here.step_s)

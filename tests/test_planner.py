@@ -29,11 +29,11 @@ def planned(preset: str, topology: str, *, num_slices: int = 1, **flags) -> plan
 
 
 def mesh_of(found) -> str:
-    return ",".join(f"{axis}:{size}" for axis, size in found.of.sizes.items())
+    return ",".join(f"{axis}:{size}" for axis, size in found.run.sizes.items())
 
 
 def axes_of(found) -> set[str]:
-    return {axis for axis, size in found.of.sizes.items() if size > 1}
+    return {axis for axis, size in found.run.sizes.items() if size > 1}
 
 
 # -- against all there is
@@ -73,7 +73,7 @@ def test_nothing_is_faster_than_what_the_planner_finds(preset, flags):
     found = plan(config, TPU7X, (2, 2, 1))
     fastest = found.families[0]
     assert fastest.step_s <= shortest * (1 + 1e-9)
-    own = dataclasses.replace(fastest.of.config, mesh=mesh_of(fastest))
+    own = dataclasses.replace(fastest.run.config, mesh=mesh_of(fastest))
     for kept, two in itertools.product(itertools.product((True, False), repeat=len(planner.KEPT)), (False, True)):
         names = [name for names in itertools.compress(planner.KEPT, kept) for name in names.split()]
         remat = dict(remat="custom", remat_tensors=",".join(f"{name}:device" for name in names))
@@ -118,13 +118,13 @@ def test_a_policy_of_ones_own_is_one_of_those_that_are_tried():
     flags = shape | dict(remat="custom", remat_tensors="decoder_layer_input:offload,key_proj:device,value_proj:device")
     found, without = (planned("llama3.1-405b", "tpu7x:4x8x8", **f) for f in (flags, shape))
     of_fsdp = [[one for one in plan.families if axes_of(one) == {"fsdp"}] for plan in (found, without)]
-    assert "offload" in of_fsdp[0][0].of.config.remat_tensors and not of_fsdp[1]  # which would not fit
+    assert "offload" in of_fsdp[0][0].run.config.remat_tensors and not of_fsdp[1]  # which would not fit
 
 
 def test_a_policy_fills_the_memory_that_a_named_one_leaves():
     """Llama 3.1 70B in two microbatches, as compiled: the MLP's gate is kept, for which one microbatch has no room."""
     found = planned("llama3.1-70b", "tpu7x:4x4x4", batch=256, mu_dtype="bfloat16")
-    config = found.best.of.config
+    config = found.best.run.config
     assert axes_of(found.best) == {"fsdp"} and (config.microbatches, config.double_buffer) == (2, True)
     assert config.remat_places["mlp_gate"] == "device" and "mlp_up" not in config.remat_places
 
@@ -133,10 +133,10 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
 def test_weights_are_cut_into_whole_tiles_where_that_is_faster():
     """On 4,096 chips neither the largest fsdp, 4,096 or 8,192, nor a quarter of it leaves eight rows of 8,192."""
     found = planned("llama3.1-70b", "tpu7x:16x16x16", batch=16_384, mu_dtype="bfloat16")
-    fsdp = found.best.of.sizes["fsdp"]
+    fsdp = found.best.run.sizes["fsdp"]
     assert axes_of(found.best) == {"data", "fsdp"} and 8192 // fsdp % ROWS_OF_A_TILE == 0
     assert "copies of weights" not in {part.name for part in found.best.parts if part.seconds}
-    in_other_parts = [one for one in found.families if 8192 // one.of.sizes["fsdp"] % ROWS_OF_A_TILE]
+    in_other_parts = [one for one in found.families if 8192 // one.run.sizes["fsdp"] % ROWS_OF_A_TILE]
     assert in_other_parts and all(one.step_s > 1.1 * found.best.step_s for one in in_other_parts)
 
 
@@ -166,7 +166,7 @@ def test_dense_and_long_is_fsdp_and_context(preset, topology, batch):
     """And without tensor parallelism, as a reviewer of the guide expected."""
     found = planned(preset, topology, batch=batch, seq_len=131_072)
     assert axes_of(found.best) == {"fsdp", "context"} and found.best.bound == "attention"
-    assert math.prod(found.best.of.sizes[axis] for axis in ("data", "fsdp", "expert")) <= batch
+    assert math.prod(found.best.run.sizes[axis] for axis in ("data", "fsdp", "expert")) <= batch
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_experts_are_planned_with_and_without_an_expert_axis():
 def test_large_experts_are_not_gathered_for_few_tokens():
     """DeepSeek-V3 with a sequence a device, as the guide has it: FSDP and EP. Its stages would not be alike."""
     found = planned("deepseek-v3", "tpu7x:4x8x8", batch=512)
-    sizes = found.best.of.sizes
+    sizes = found.best.run.sizes
     assert axes_of(found.best) == {"fsdp", "expert"} and (sizes["fsdp"], sizes["expert"]) == (64, 8)
     without = [one for one in found.families if "expert" not in axes_of(one)]
     assert without and all(one.step_s > 1.2 * found.best.step_s for one in without)
@@ -200,9 +200,9 @@ def test_stages_and_replicas_across_slices():
     found = planned("qwen3-235b-a22b", "tpu7x:4x8x8", num_slices=2, batch=4096)
     assert {"pipe", "data"} <= set().union(*map(axes_of, found.families))
     for one in found.families:
-        crossing = {axis for axis, links in one.of.links.items() if any(link.name == "slices" for link in links)}
+        crossing = {axis for axis, links in one.run.links.items() if any(link.name == "slices" for link in links)}
         assert len(crossing) == 1 and crossing <= {"data", "pipe"}
-    assert planner.guide_row(found.best.of.config, 2)[1] == {"fsdp", "expert", "pipe"}
+    assert planner.guide_row(found.best.run.config, 2)[1] == {"fsdp", "expert", "pipe"}
 
 
 @pytest.mark.slow
@@ -210,8 +210,8 @@ def test_one_axis_alone_lies_between_the_dies():
     """Which one is tried; and where two of size 2 would, the answer says that they cannot both."""
     found = planned("llama3.1-405b", "tpu7x:8x8x8", num_slices=2, batch=2048)
     for one in found.families:
-        assert sum(any(link.name == "die to die" for link in links) for links in one.of.links.values()) == 1
-    both = next(one for one in found.families if one.of.sizes["tensor"] == one.of.sizes["data"] == 2)
+        assert sum(any(link.name == "die to die" for link in links) for links in one.run.links.values()) == 1
+    both = next(one for one in found.families if one.run.sizes["tensor"] == one.run.sizes["data"] == 2)
     lines = planner.reasons(dataclasses.replace(found, best=both))
     assert "The link between the two dies of a chip has tensor; data, of size 2, cannot as well." in lines
 
@@ -253,7 +253,7 @@ def test_the_guides_hybrid_at_128k():
     context = once("fsdp:16,context:4", remat="save_qkv_proj")
     assert hybrid.fits and context.fits
     assert 0.98 < hybrid.step_s / context.step_s < 1
-    assert hybrid.of.links["tensor"][0].name == "die to die"
+    assert hybrid.run.links["tensor"][0].name == "die to die"
     waits = {part.name: part.exposed_s for part in hybrid.parts if part.resource == "communication"}
     assert waits["tensor communication"] > 0 and waits["context communication"] == 0
     # With TP on the links between chips, and CP on the dies, it is slower.
@@ -264,12 +264,12 @@ def test_the_guides_hybrid_at_128k():
 def test_at_128k_the_kernel_decides():
     """ "splash becomes the majority of flops": 55% of Llama 3.1 70B's at 128k. One that is not as fast shows."""
     found = planned("llama3.1-70b", "tpu7x:4x8x8", batch=64, seq_len=131_072)
-    flops = transformer.forward_flops_per_token(found.best.of.config)
+    flops = transformer.forward_flops_per_token(found.best.run.config)
     assert (flops["scores"] + flops["mix"]) / sum(flops.values()) == pytest.approx(0.55, abs=0.005)
     assert any(
         "Attention is 55% of the FLOPs" in line and "the kernel decides" in line for line in planner.reasons(found)
     )
-    again = predict(dataclasses.replace(found.best.of, efficiency=workload.PUBLISHED))
+    again = predict(dataclasses.replace(found.best.run, efficiency=workload.PUBLISHED))
     kernel = next(part.seconds for part in found.best.parts if part.name == "attention")
     assert again.step_s > found.best.step_s + 0.4 * kernel
 
@@ -297,7 +297,8 @@ def test_a_batch_that_does_not_feed_all_devices():
     # With longer sequences a context axis does: less than a sequence a device.
     found = planned("llama3.1-8b", "tpu7x:4x4x4", batch=16, seq_len=8192)
     assert (
-        axes_of(found.best) & {"context", "tensor"} and found.best.of.sizes["fsdp"] * found.best.of.sizes["data"] <= 16
+        axes_of(found.best) & {"context", "tensor"}
+        and found.best.run.sizes["fsdp"] * found.best.run.sizes["data"] <= 16
     )
 
 
@@ -360,7 +361,7 @@ def test_a_whole_pod_has_a_mesh():
     """Of 16x24x24 no power of two above 256 is a box of neighbours: the thirds are left for `data`."""
     config = from_preset("llama3.1-8b", batch=36_864)
     best = planner.plan(config, *parse_topology("tpu7x:16x24x24")).best
-    assert {axis: size for axis, size in best.of.sizes.items() if size > 1} == {"data": 72, "fsdp": 256}
+    assert {axis: size for axis, size in best.run.sizes.items() if size > 1} == {"data": 72, "fsdp": 256}
 
 
 @pytest.mark.slow
@@ -378,4 +379,4 @@ def test_what_is_suggested_is_not_refused(flags):
     best = plan(config, *topology).best
     given = [planner._flag(name, value) for name, value in (dict(preset="llama3.1-8b", batch=64) | flags).items()]
     suggested = planner.changed_flags(config, run_of(config, *topology).sizes, best)
-    rules.check(parse_flags(__file__, [*given, *suggested]), best.of.sizes)
+    rules.check(parse_flags(__file__, [*given, *suggested]), best.run.sizes)

@@ -51,10 +51,10 @@ def block(name: str) -> str:
 def test_is_legal_and_fits(name):
     """The model, mesh and batch divide, and there is code for all of it: else it would not be predicted."""
     found = recipes.predicted(name)
-    config = found.of.config
+    config = found.run.config
     assert found.fits
     assert config.recipe == name and config.preset == RECIPES[name].preset
-    assert compiler_flags.of(config) or found.of.chip.name != "tpu7x"
+    assert compiler_flags.for_run(config) or found.run.chip.name != "tpu7x"
 
 
 @EVERY
@@ -116,7 +116,7 @@ def test_the_same_config_for_every_program(name, monkeypatch, capsys):
     roofline.main(["step", flag, "--json"])
     found, expected = json.loads(capsys.readouterr().out), recipes.predicted(name)
     assert found["step_s"] == expected.step_s and found["hbm_bytes"] == expected.hbm_bytes
-    assert found["topology"] == recipe.topology and expected.of.config == config
+    assert found["topology"] == recipe.topology and expected.run.config == config
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_the_step_is_made_of_it(name):
     """All layers, lowered for the slice: what is left is the compiler's part. Its kernels' block sizes were tuned."""
     recipe = RECIPES[name]
     lowered = aot.lower_step(from_recipe(name), recipe.topology, recipe.num_slices)
-    devices = math.prod(recipes.predicted(name).of.sizes.values())
+    devices = math.prod(recipes.predicted(name).run.sizes.values())
     assert re.search(r"mhlo.num_partitions = (\d+)", lowered.program.as_text())[1] == str(devices)
     keys = {said["tuned_key"] for said in aot.kernels_of(lowered)}
     assert keys and (keys <= tuned.read(tuned.CHECKED_IN).keys() or not recipe.topology.startswith("tpu7x"))

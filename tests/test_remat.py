@@ -304,8 +304,8 @@ def test_of_equal_steps_the_one_that_recomputes_least():
     assert pair["minimal"].step_s == pair["minimal_offloaded"].step_s
     assert recompute.best(pair) == "minimal_offloaded"
     # Two policies that take as long, whose recomputation differs: a copy of one with another's config.
-    of = dataclasses.replace(found["minimal"].of, config=found["full"].of.config)
-    slow = dataclasses.replace(found["minimal"], of=of, memory={"all": 1.0})
+    run = dataclasses.replace(found["minimal"].run, config=found["full"].run.config)
+    slow = dataclasses.replace(found["minimal"], run=run, memory={"all": 1.0})
     assert recompute.best({"full": slow, "minimal": found["minimal"]}) == "minimal"
 
 
@@ -318,7 +318,7 @@ def test_nothing_fits():
 def test_a_host_whose_memory_is_not_published_has_no_end():
     config = from_preset("llama3.1-8b", mesh="fsdp:4", batch=4, remat="minimal_offloaded")
     found = step.predict(run_of(config, hardware.CHIPS["v4"], (2, 2, 1)))
-    assert found.host_bytes > 0 and found.of.host_limit == math.inf and "host" not in found.lacks()
+    assert found.host_bytes > 0 and found.run.host_limit == math.inf and "host" not in found.lacks()
     assert json.loads(json.dumps(step.as_json(found), allow_nan=False))["host_limit_bytes"] is None
     assert "inf" not in step.describe(found)
 
@@ -329,7 +329,7 @@ def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_t
         run_of(from_preset("llama3.1-8b", **flags | more), hardware.CHIPS["tpu7x"], (2, 2, 1))
     )
     again, unstaged = predicted(remat_stage=True), predicted(mesh="fsdp:2,data:4", batch=128)
-    assert again.of.in_flight > 1
+    assert again.run.in_flight > 1
     assert again.host_bytes == pytest.approx(unstaged.host_bytes / 4)  # a quarter of the layers, as many tokens
     with pytest.raises(ValueError, match="--remat_stage"):
         predicted()
@@ -350,13 +350,13 @@ def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_t
 )
 def test_inputs_in_two_layouts_are_there_twice(flags, twice):
     found = step.predict(run_of(LLAMA(**dict(remat="qkv_proj_offloaded") | flags), TPU7X, CHIPS))
-    config, saved = found.of.config, found.memory["saved activations"]
-    stack = 2 * config.num_layers * config.model_dim * found.of.tokens / found.of.tensor
+    config, saved = found.run.config, found.memory["saved activations"]
+    stack = 2 * config.num_layers * config.model_dim * found.run.tokens / found.run.tensor
     policy_alone = transformer.saved_bytes_per_layer(
         config, anatomy.saved_names(config) - anatomy.offloaded_names(config)
     )
-    once = policy_alone * config.num_layers * found.of.tokens / found.of.tensor
-    assert workload.inputs_in_two_layouts(found.of) == twice
+    once = policy_alone * config.num_layers * found.run.tokens / found.run.tensor
+    assert workload.inputs_in_two_layouts(found.run) == twice
     assert saved == pytest.approx(once + twice * stack)
 
 
@@ -373,10 +373,10 @@ def test_inputs_in_two_layouts_are_there_twice(flags, twice):
 def test_wide_heads_round_a_ring_are_there_twice(flags, twice):
     once = dict(num_heads=16, num_kv_heads=4, head_dim=256, remat="custom", remat_tensors="context:device")
     found = step.predict(run_of(LLAMA(**once | dict(mesh="fsdp:2,context:4") | flags), TPU7X, CHIPS))
-    config, saved = found.of.config, found.memory["saved activations"]
-    stack = 2 * config.num_layers * config.num_heads * config.head_dim * found.of.tokens
-    assert workload.context_in_two_layouts(found.of) == twice
-    names = transformer.saved_bytes_per_layer(config) * config.num_layers * found.of.tokens
+    config, saved = found.run.config, found.memory["saved activations"]
+    stack = 2 * config.num_layers * config.num_heads * config.head_dim * found.run.tokens
+    assert workload.context_in_two_layouts(found.run) == twice
+    names = transformer.saved_bytes_per_layer(config) * config.num_layers * found.run.tokens
     assert saved == pytest.approx(names + twice * stack)
 
 
@@ -387,7 +387,7 @@ def test_a_host_has_an_end_too():
     chip = dataclasses.replace(hardware.CHIPS["tpu7x"], pcie_bytes_per_s=1e15)
     found = recompute.predictions(config, chip, (4, 4, 4))
     offloaded = found["minimal_offloaded"]
-    assert offloaded.of.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.of.hbm_limit
+    assert offloaded.run.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.run.hbm_limit
     assert offloaded.lacks() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
     assert recompute.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
     assert step.short_of(offloaded.lacks()) == "73.24 GiB of the host's memory short"
@@ -428,7 +428,7 @@ def test_auto_does_not_look_at_the_policy_of_the_config():
 
 def test_the_numbers_of_the_docstring():
     """What a byte costs by recomputation, in HBM, over the host's link; and which offloads hide."""
-    of = predictions(LLAMA())["full"].of
+    of = predictions(LLAMA())["full"].run
     speed, host = of.flops_per_s(), of.host_bytes_per_s
     hbm = of.hbm_bytes_per_s * of.efficiency.hbm
     assert (round(speed / 1e12), round(hbm / 1e11), host) == (957, 32, 16e9)

@@ -388,5 +388,5 @@ def test_the_planner_says_nothing_that_has_no_effect():
     config = from_preset("llama3.1-8b", batch=64, context_impl="all_gather", shard_update=True)
     found = planner.plan(config, CHIPS["tpu7x"], (2, 2, 1))
     for one in found.families:
-        rules.check(one.of.config, one.of.sizes)
-    assert {one.of.config.context_impl for one in found.families} == {"ring", "all_gather"}
+        rules.check(one.run.config, one.run.sizes)
+    assert {one.run.config.context_impl for one in found.families} == {"ring", "all_gather"}

@@ -65,13 +65,13 @@ def test_both_passes_of_the_layers_are_all_that_they_compute():
 def test_measured_runs(name):
     """Within 15% for dense models and 30% for experts; FLOPs within 0.5%. One set of efficiencies, the same for all."""
     recipe, found = RECIPES[name], recipes.predicted(name, workload.PUBLISHED)
-    tolerance = 0.30 if found.of.config.num_experts else 0.15
+    tolerance = 0.30 if found.run.config.num_experts else 0.15
     assert found.step_s == pytest.approx(recipe.measured_step_s, rel=tolerance)
     assert found.mfu == pytest.approx(
-        found.flops_per_step / found.step_s / found.of.num_chips / found.of.chip.bf16_flops_per_s
+        found.flops_per_step / found.step_s / found.run.num_chips / found.run.chip.bf16_flops_per_s
     )
     if recipe.measured_tflops and recipe.preset != "gemma-31b-like":  # which is like Gemma 4 31B, and not it
-        flops = recipe.measured_tflops * 1e12 * found.of.num_chips * recipe.measured_step_s
+        flops = recipe.measured_tflops * 1e12 * found.run.num_chips * recipe.measured_step_s
         assert found.flops_per_step == pytest.approx(flops, rel=0.005)
 
 
@@ -129,7 +129,7 @@ def test_at_the_chips_figures_it_is_flops_over_peak():
     found = predicted(
         "tpu7x:4x4x4", efficiency=EXACT, mesh="data:128", batch=128, **{k: v for k, v in SMALL.items() if k != "batch"}
     )
-    config, tokens = found.of.config, 128 * 1024
+    config, tokens = found.run.config, 128 * 1024
     flops = transformer.forward_flops_per_token(config)
     matmuls = sum(flops[name] for name in ("attention", "mlp"))
     assert seconds(found, "matmul") == pytest.approx(3 * matmuls * tokens / 64 / 2307e12)
@@ -194,7 +194,7 @@ def test_what_is_printed_of_a_step_names_its_cliffs():
 @pytest.mark.parametrize("remat", ["none", "full", "save_qkv_proj", "minimal", "save_out_proj"])
 def test_recomputed_matmuls_are_those_of_transformer(remat):
     found = predicted(efficiency=EXACT, **SMALL | dict(batch=128), mesh="data:128", remat=remat)
-    config = found.of.config
+    config = found.run.config
     flops, again = transformer.forward_flops_per_token(config), transformer.recomputed_flops_per_token(config)
     matmuls = sum(3 * flops[name] + again.get(name, 0) for name in ("attention", "mlp"))
     assert seconds(found, "matmul") == pytest.approx(matmuls * 1024 / 1153.5e12)
@@ -207,7 +207,7 @@ def test_recomputed_matmuls_are_those_of_transformer(remat):
 def test_experts_are_counted_as_they_are_visited():
     experts = dict(num_experts=8, experts_per_token=2, expert_dim=256)
     found = predicted(efficiency=EXACT, **SMALL | dict(batch=128), **experts, mesh="data:128")
-    flops = transformer.forward_flops_per_token(found.of.config)
+    flops = transformer.forward_flops_per_token(found.run.config)
     # The router's 8 columns are padded to the matrix unit's 256, and multiplied in float32, in as long as 4 of bf16.
     padded = flops["attention"] + flops["experts"] + 4 * flops["router"] * 256 / 8
     assert seconds(found, "matmul") == pytest.approx(3 * padded * 1024 / 1153.5e12)
@@ -330,7 +330,7 @@ def test_fsdp_hides_behind_compute():
 
 
 def test_sums_go_over_three_axes_in_thirds_or_round_a_ring():
-    run = lambda **flags: predicted(**dict(preset="llama3.1-8b", mesh="fsdp:128", batch=512) | flags).of
+    run = lambda **flags: predicted(**dict(preset="llama3.1-8b", mesh="fsdp:128", batch=512) | flags).run
     in_thirds = lambda of: workload.layers_of(of)[0].in_thirds(of)
     plain, wide, padded = run(), run(ff_dim=3 * 4096), run(xla_flags=f"{compiler_flags.PADS_SUMS}=true")
     assert (in_thirds(plain), in_thirds(wide)) == (0, 3 * 4096 * 3 * 4096)
@@ -351,7 +351,7 @@ def test_sums_go_over_three_axes_in_thirds_or_round_a_ring():
 
 def test_what_is_recomputed_hides_no_sum():
     """It is ahead of the MLP's gradients; and what is behind them is a quarter with a quarter of the tokens."""
-    run = lambda **flags: predicted(preset="llama3.1-70b", mesh="fsdp:128", batch=512, **flags).of
+    run = lambda **flags: predicted(preset="llama3.1-70b", mesh="fsdp:128", batch=512, **flags).run
     behind = lambda of: workload.behind_mlp_s(of, *workload.layers_of(of))
     kept, again, parts = run(remat="none"), run(remat="full"), run(remat="full", microbatches=4)
     assert behind(kept) == pytest.approx(behind(again)) == pytest.approx(4 * behind(parts))
@@ -400,7 +400,7 @@ def test_tensor_parallelism_moves_the_stream():
     message, ends = stream / 2 / 600e9, 4  # and of the embedding's result and the loss's operand, both ways
     assert seconds(found, "tensor communication") == pytest.approx((4 * 8 + ends) * message)
     # Plain differentiation keeps both gathered operands whole, in 4 layers.
-    named = transformer.saved_bytes_per_token(found.of.config)
+    named = transformer.saved_bytes_per_token(found.run.config)
     assert found.memory["saved activations"] == pytest.approx(8192 / 2 * (workload.PLAIN * named + 4 * 2 * 2 * 512))
     # Both gathers again, and attention's scatter; without the latter where the stream behind attention can be had.
     again = predicted(efficiency=EXACT, **flags | dict(remat="full"))
@@ -505,7 +505,7 @@ def test_expert_parallelism_sends_tokens_there_and_back():
     assert seconds(kept, "expert communication") == pytest.approx(3 * 5 * once)
     # The plain way gathers the tokens themselves, of 4 devices, 2 of them on a chip, and scatters their sums.
     plain = predicted(efficiency=EXACT, **flags | dict(moe_impl="reference"))
-    gathered = plain.of.collective_s("all_gather", 4 * 1024 * 512 * 2, "expert")
+    gathered = plain.run.collective_s("all_gather", 4 * 1024 * 512 * 2, "expert")
     assert seconds(plain, "expert communication") == pytest.approx(3 * 4 * gathered)
 
 
@@ -538,7 +538,7 @@ def test_a_pipeline_is_idle_at_both_ends():
         working = sum(seconds(found, name) for name in names)
         assert idle / (idle + working) == pytest.approx(3 / (microbatches + 3))
     # Every stage has embedding and unembedding.
-    table, params = 1024 * 512, transformer.num_params(found.of.config)
+    table, params = 1024 * 512, transformer.num_params(found.run.config)
     assert found.memory["weights"] == pytest.approx(4 * ((params - 2 * table) / 4 + 2 * table) / 32)
 
 
@@ -596,7 +596,7 @@ def test_a_pipeline_offloads_no_more():
 def test_gradients_of_replicas_are_summed_across_slices():
     flags = dict(preset="llama3.1-70b", batch=512, mesh="data:2,fsdp:128", remat="full")
     found = predicted(num_slices=2, **flags)
-    nbytes = 4 * transformer.num_params(found.of.config) / 128
+    nbytes = 4 * transformer.num_params(found.run.config) / 128
     assert seconds(found, "gradient sum") == pytest.approx(2 * nbytes / 2 / (6.25e9 * 0.89), rel=1e-3)
     sharded = predicted(num_slices=2, **flags, shard_update=True)
     assert seconds(sharded, "gradient sum") == pytest.approx(3 / 4 * nbytes / (6.25e9 * 0.89), rel=1e-3)
@@ -607,7 +607,7 @@ def test_gradients_of_replicas_are_summed_across_slices():
 def test_what_is_offloaded_waits_for_the_host():
     flags = dict(preset="llama3.1-8b", mesh="fsdp:128", batch=128)
     kept, offloaded = predicted(**flags, remat="minimal"), predicted(**flags, remat="minimal_offloaded")
-    moved = transformer.saved_bytes_per_token(kept.of.config, anatomy.offloaded_names(offloaded.of.config)) * 8192
+    moved = transformer.saved_bytes_per_token(kept.run.config, anatomy.offloaded_names(offloaded.run.config)) * 8192
     assert offloaded.host_bytes == pytest.approx(moved)
     assert kept.hbm_bytes - offloaded.hbm_bytes == pytest.approx(moved)
     assert seconds(offloaded, "host offload", False) == pytest.approx(2 * moved / 16e9)
@@ -621,7 +621,7 @@ def test_what_is_offloaded_waits_for_the_host():
 def test_the_way_out_hides_behind_the_forward_pass_alone():
     """In long sequences the kernel's backward pass is longer than the way back: what it has to spare hides nothing."""
     found = predicted(preset="llama3.1-8b", mesh="fsdp:128", batch=128, seq_len=98_304, remat="minimal_offloaded")
-    (kind,) = (step.Kind(layer, found.of) for layer in workload.layers_of(found.of))
+    (kind,) = (step.Kind(layer, found.run) for layer in workload.layers_of(found.run))
     forward_s, backward_s = (kind.times * s for s in kind.by_part["attention"])
     one_way_s = found.host_bytes / 16e9
     assert forward_s < one_way_s < backward_s
@@ -664,7 +664,7 @@ def test_the_state_is_cut_as_the_mesh_says():
     moe = dict(preset="qwen3-235b-a22b", batch=512)
     all_experts = transformer.parts(from_preset(**moe))["experts"].params
     found = predicted("tpu7x:4x8x8", **moe, mesh="fsdp:64,expert:8")
-    others = transformer.num_params(found.of.config) - all_experts
+    others = transformer.num_params(found.run.config) - all_experts
     assert found.memory["weights"] == pytest.approx(4 * (all_experts / 512 + others / 64))
 
 

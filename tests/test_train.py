@@ -370,7 +370,7 @@ def test_what_is_about_to_run_names_its_cliffs():
     lines = []
     log = SimpleNamespace(say=lines.append, flops_per_token=1e9)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
-    train.introduce(log, prediction.of.config, mesh, corpus, None, prediction)
+    train.introduce(log, prediction.run.config, mesh, corpus, None, prediction)
     assert [line for line in lines if line.startswith("cliff      seq_len=1,025: attention takes")]
 
 
