@@ -1,14 +1,15 @@
-"""A compiled program as text, read: computations, instructions, what they call and how large their results are. No jax.
+"""A parser for scheduled HLO: the computations and instructions of a compiled program, from its text. No jax.
 
-`compiled.as_text()` is XLA's HLO: computations, of which one is the ENTRY, each with its instructions,
+`compiled.as_text()` is XLA's HLO: computations, one of which is the ENTRY, each a list of instructions,
 
     %name = shape opcode(operands), attribute=..., metadata={...}, backend_config={...}
 
-in the order of execution where the first line says is_scheduled=true. A shape has its layout behind it, and in it the
-memory: f32[8,128]{1,0:T(8,128)S(1)} lies in VMEM. An instruction may go over several lines. What cannot be read here is
-an error that names the line. schedule.py makes a timeline of it.
+They are in the order of execution if the first line says is_scheduled=true. A shape is followed by its layout, which
+names the memory: f32[8,128]{1,0:T(8,128)S(1)} is in VMEM. An instruction may span several lines. Text that this cannot
+parse is an error that names the line. compiled/schedule.py walks the result with a clock.
 
-What a program computes of a few integers, the number of a layer for one, can be known without running it: `evaluate`.
+`evaluate` computes the integers of a program, such as the index of a layer, without running it. `matmul_flops` counts
+the FLOPs of its matmuls.
 """
 
 import json
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 class Shape:
     dtype: str
     dims: tuple[int, ...]
-    space: int  # 0 HBM, 1 VMEM, 5 the host's memory; others are scalars' and semaphores'
+    space: int  # 0 HBM, 1 VMEM, 5 the host's memory; others hold scalars and semaphores
 
     @property
     def nbytes(self) -> float:
@@ -35,11 +36,11 @@ class Shape:
 class Instruction:
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # those of a tuple, nested or not, one after another
+    shapes: tuple[Shape, ...]  # of its result; those of a tuple, nested or not, are flattened
     operands: tuple[str, ...]
-    literal: str  # what stands between the parentheses: a constant's value, a parameter's number
+    literal: str  # the text between the parentheses: a constant's value, a parameter's number
     called: dict[str, tuple[str, ...]]  # computations, by attribute: calls, body, condition, ...
-    attributes: dict[str, str]  # all others, as they stand there
+    attributes: dict[str, str]  # all others, as text
     config: dict  # backend_config
     op_name: str
     source: str  # file:line
@@ -52,7 +53,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int | None:
-        """XLA's estimate; 2**63 - 1 stands for none."""
+        """XLA's estimate, or None: XLA writes 2**63 - 1 where it has none."""
         cycles = int(self.config.get("window_config", {}).get("estimated_cycles", -1))
         return cycles if 0 <= cycles < 2**62 else None
 
@@ -75,7 +76,7 @@ START = re.compile(r"\s+(ROOT )?%(\S+) = ")
 
 
 def brackets(text: str, begin: int = 0) -> Iterator[tuple[re.Match, int]]:
-    """The brackets and commas that stand in no string, and how many brackets are open behind each."""
+    """Yields the brackets and commas outside of strings, each with the number of brackets open after it."""
     depth = 0
     for token in TOKEN.finditer(text, begin):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -83,15 +84,21 @@ def brackets(text: str, begin: int = 0) -> Iterator[tuple[re.Match, int]]:
 
 
 def closing(text: str, begin: int) -> int:
-    """Where the bracket that opens at `begin` is closed, and one further."""
+    """The position after the bracket that closes the one at `begin`."""
     for token, depth in brackets(text, begin):
         if not depth:
             return token.end()
     raise ValueError("a bracket stays open")
 
 
+def is_open(text: str) -> bool:
+    """Whether a bracket of the text is not closed in it."""
+    *_, depth = 0, *(depth for _, depth in brackets(text))
+    return depth > 0
+
+
 def split(text: str) -> list[str]:
-    """At the commas that stand in no bracket and in no string."""
+    """The text between the commas that are outside of brackets and strings."""
     begin, depth, parts = 0, 0, []
     for token, depth in brackets(text):
         if token[0] == "," and not depth:
@@ -103,7 +110,7 @@ def split(text: str) -> list[str]:
 
 
 def transposed(dims: list[int], order: list[int]) -> list[int]:
-    """0, 1, 2, ... in an array of `dims`, as they stand when its axes are put in this order."""
+    """The elements of an iota (0, 1, 2, ...) of shape `dims` after its axes are transposed to `order`, flattened."""
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     ids = [0]
     for i in order:
@@ -116,9 +123,12 @@ MESH = rf"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\({IOTA}\))? ?\{{((?:'\w+',?
 
 
 def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """{{0,1},{2,3}}; {}: all in one; [2,4]<=[4,2]T(1,0): of an iota, transposed; mesh['x'=2,'y'=4] {'y'}: along y.
+    """The groups of devices that replica_groups names, in any of the forms that XLA writes.
 
-    A mesh may have its devices in another order: mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}.
+    {{0,1},{2,3}}               the groups themselves; {} is one group of all devices
+    [2,4]<=[4,2]T(1,0)          2 groups of 4 from a transposed iota of shape [4,2]
+    mesh['x'=2,'y'=4] {'y'}     the groups along the axis y of a mesh
+    mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}       the same, with the devices in another order
     """
     if text.startswith("{"):
         groups = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
@@ -137,9 +147,9 @@ def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
         ids, size = transposed(dims, order), math.prod(dict(axes)[name] for name in along)
         if match[2]:
             devices = iota(match[2], match[3])
-            ids = [devices[place] for place in ids]
+            ids = [devices[i] for i in ids]
     else:
-        raise ValueError(f"replica_groups={text} is of a form that is not known here")
+        raise ValueError(f"replica_groups={text} has a form that is not known here")
     return tuple(tuple(ids[i : i + size]) for i in range(0, len(ids), size))
 
 
@@ -149,14 +159,14 @@ def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, 
     end = closing(rest, 0) if rest.startswith("(") else rest.find(" ")
     opening = re.compile(r"\s*([a-z][a-z0-9-]*)(?=\()").match(rest, end)
     if end < 0 or not opening:
-        raise ValueError("no opcode behind the type")
+        raise ValueError("no opcode after the type")
     last = closing(rest, opening.end())
     raw = rest[opening.end() + 1 : last - 1]
     attributes = {}
     for part in split(rest[last:]):
         key, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"{part!r} is no attribute")
+            raise ValueError(f"{part!r} is not an attribute")
         attributes[key] = value
     config = attributes.pop("backend_config", "{}")
     config = json.loads(json.loads(config) if config.startswith('"') else config)
@@ -171,7 +181,7 @@ def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, 
     )
     unknown = [s.dtype for s in shapes if not re.fullmatch(r"pred|token|opaque|(bf|[sufc])\d+\w*", s.dtype)]
     if unknown or len(shapes) != len(re.findall(r"\w\[", rest[:end])):
-        raise ValueError(f"{unknown[0] if unknown else rest[:end]} is no type that is known here")
+        raise ValueError(f"{unknown[0] if unknown else rest[:end]} is not a type that is known here")
     groups = attributes.pop("replica_groups", None)
     if groups and "device_ids" in attributes:
         groups += f", device_ids={attributes.pop('device_ids')}"
@@ -199,72 +209,75 @@ def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, 
 
 
 def read_sources(text: str) -> dict[str, str]:
-    """{stack frame: file:line} from the tables in front of the computations."""
+    """{stack frame: file:line} from the tables that precede the computations."""
 
     def table(title: str) -> dict[str, str]:
         section = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
         return dict(line.split(" ", 1) for line in section[1].splitlines()) if section else {}
 
-    files, places = table("FileNames"), {}
+    files, locations = table("FileNames"), {}
     for number, location in table("FileLocations").items():
-        found = re.search(r"file_name_id=(\d+).* line=(\d+)", location)
-        places[number] = f"{files.get(found[1], '')[1:-1]}:{found[2]}" if found else ""
+        match = re.search(r"file_name_id=(\d+).* line=(\d+)", location)
+        locations[number] = f"{files.get(match[1], '')[1:-1]}:{match[2]}" if match else ""
     frames = {number: re.search(r"file_location_id=(\d+)", frame) for number, frame in table("StackFrames").items()}
-    return {number: places.get(location[1], "") for number, location in frames.items() if location}
+    return {number: locations.get(location[1], "") for number, location in frames.items() if location}
 
 
 def parse(text: str) -> Program:
-    """Raises ValueError for a text that is no schedule, or a line that cannot be read, with its number."""
+    """The program of a text. Raises ValueError, with the line's number, if it cannot be parsed or is not scheduled."""
     lines = re.sub(r"/\*index=\d+\*/", "", text).splitlines()
     header = lines[0] if lines else ""
     if "is_scheduled=true" not in header:
         raise ValueError("no schedule: is_scheduled=true is not in its first line; compiled.as_text() has it")
     num_devices = math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)))
     sources = read_sources(text)
-    computations, roots, current, entry = {}, {}, None, None
-    pending: list[str] = []  # the lines of an instruction: strings and JSON in it may have several
+    computations, roots, entry = {}, {}, None
+    for head, end, statements in _computations(lines):
+        name = head[2]
+        computations[name] = {}
+        for line, statement in statements:
+            try:
+                instruction = read_instruction(statement, line, num_devices, sources)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"line {line}: {error}: {statement.strip()[:80]}") from None
+            if instruction.name in computations[name]:
+                raise ValueError(f"line {line}: {name} has %{instruction.name} twice")
+            computations[name][instruction.name] = instruction
+            if START.match(statement)[1]:
+                roots[name] = instruction.name
+        if name not in roots:
+            raise ValueError(f"line {end}: {name} ends without a ROOT")
+        entry = name if head[1] else entry
+    if entry is None:
+        raise ValueError(f"line {len(lines)}: the text ends without an ENTRY computation")
+    _check_references(computations)
+    return Program(entry, computations, roots)
 
-    def is_open() -> bool:
-        *_, depth = 0, *(depth for _, depth in brackets("\n".join(pending)))
-        return depth > 0
 
-    def flush(number: int) -> None:
-        if not pending:
-            return
-        line, whole = number - len(pending), "\n".join(pending)
-        try:
-            read = read_instruction(whole, line, num_devices, sources)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {line}: {error}: {whole.strip()[:80]}") from None
-        if read.name in computations[current]:
-            raise ValueError(f"line {line}: %{read.name} is there twice")
-        computations[current][read.name] = read
-        if START.match(whole)[1]:
-            roots[current] = read.name
-        pending.clear()
-
+def _computations(lines: Sequence[str]) -> Iterator[tuple[re.Match, int, list[tuple[int, str]]]]:
+    """Yields (match of the first line, number of the last line, [(line number, instruction)]) per computation."""
+    head, statements = None, []
     for number, line in enumerate(lines, 1):
-        if current is None:
-            if found := re.fullmatch(r"(ENTRY )?%(\S+) \(.*\{", line):
-                current = found[2]
-                computations[current] = {}
-                entry = current if found[1] else entry
-            elif line.startswith((" ", "%", "ENTRY")):
+        if head is None:
+            head, statements = re.fullmatch(r"(ENTRY )?%(\S+) \(.*\{", line), []
+            if not head and line.startswith((" ", "%", "ENTRY")):
                 raise ValueError(f"line {number}: no computation begins here: {line.strip()[:80]}")
         elif START.match(line):
-            flush(number)
-            pending.append(line)
-        elif re.fullmatch(r"\}(, execution_thread=\"\w+\")?", line) and not is_open():
-            flush(number)
-            if current not in roots:
-                raise ValueError(f"line {number}: {current} ends without a ROOT")
-            current = None
-        elif is_open():
-            pending.append(line)
+            statements.append((number, line))
+        elif statements and is_open(statements[-1][1]):  # strings and JSON in an instruction may span lines
+            begin, statement = statements[-1]
+            statements[-1] = begin, f"{statement}\n{line}"
+        elif re.fullmatch(r"\}(, execution_thread=\"\w+\")?", line):
+            yield head, number, statements
+            head = None
         elif line.strip():
             raise ValueError(f"line {number}: no instruction: {line.strip()[:80]}")
-    if current is not None or entry is None:
-        raise ValueError(f"line {len(lines)}: the text ends before its ENTRY computation does")
+    if head:
+        raise ValueError(f"line {len(lines)}: the text ends before its computation {head[2]} does")
+
+
+def _check_references(computations: dict[str, dict[str, Instruction]]) -> None:
+    """Raises ValueError if an instruction names an operand or a computation that the text does not have."""
     for name, instructions in computations.items():
         for instruction in instructions.values():
             for called in (n for names in instruction.called.values() for n in names):
@@ -273,24 +286,24 @@ def parse(text: str) -> Program:
             for operand in instruction.operands:
                 if operand not in instructions:
                     raise ValueError(f"line {instruction.line}: there is no %{operand} in {name}")
-    return Program(entry, computations, roots)
 
 
 # -- integers
 
-MOST = 4096  # elements of an array whose values are followed
+MAX_ELEMENTS = 4096  # values of larger arrays are not evaluated
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Values of an array of integers or, as 0 and 1, of truth values."""
+    """The values of an array of integers or booleans (as 0 and 1)."""
 
     dims: tuple[int, ...]
-    values: tuple[int, ...]  # in the order of rows
+    values: tuple[int, ...]  # row-major
 
 
 def _divide(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)  # rounded towards zero
+    """The quotient rounded towards zero."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
 ELEMENTWISE = {
@@ -306,48 +319,48 @@ ELEMENTWISE = {
     "not": operator.invert,
     "or": operator.or_,
     "remainder": lambda a, b: a - _divide(a, b) * b,
-    "select": lambda which, a, b: a if which else b,
+    "select": lambda condition, a, b: a if condition else b,
     "subtract": operator.sub,
     "xor": operator.xor,
 }
 COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt}
 COMPARE["GE"] = operator.ge
-SAME = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
+PASS_THROUGH = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}  # the operand's values
 
 
 def _in_range(n: int, dtype: str) -> int:
-    """As many bits of it as the type has."""
+    """The integer wrapped to the bits of the type."""
     bits = 1 if dtype == "pred" else int(dtype[1:])
     n %= 2**bits
     return n - 2**bits if dtype[0] == "s" and n >= 2 ** (bits - 1) else n
 
 
 def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> Numbers | tuple | None:
-    """The integers or truth values that an instruction has as its result, if they follow from those of its operands.
+    """The integers or booleans that are an instruction's result, as far as they follow from those of its operands.
 
     Args:
-      operands: of each its numbers, a tuple of such values, or None, which is not known.
+      operands: for each operand its numbers, a tuple of such values, or None if they are unknown.
 
     Returns:
-      None for what is not known: floats, more than MOST elements, what is divided by 0, operations that do not stand
-      here, as slices of more than one dim.
+      None if the result is unknown: floats, more than MAX_ELEMENTS elements, a division by 0, or an operation that is
+      not implemented here, such as a slice of several dims.
     """
     opcode, attributes, shapes = instruction.opcode, instruction.attributes, instruction.shapes
-    followed = [re.fullmatch(r"pred|[su]\d+", s.dtype) and math.prod(s.dims) <= MOST for s in shapes]
-    if opcode == "fusion" and any(followed):
+    evaluated = [re.fullmatch(r"pred|[su]\d+", s.dtype) and math.prod(s.dims) <= MAX_ELEMENTS for s in shapes]
+    if opcode == "fusion" and any(evaluated):
         (called,) = instruction.called["calls"]
         values = {}
-        for name, within in program.computations[called].items():
-            if within.opcode == "parameter":
-                values[name] = operands[int(within.literal)]
+        for name, inner in program.computations[called].items():
+            if inner.opcode == "parameter":
+                values[name] = operands[int(inner.literal)]
             else:
-                values[name] = evaluate(program, within, [values[n] for n in within.operands])
+                values[name] = evaluate(program, inner, [values[n] for n in inner.operands])
         return values[program.roots[called]]
     if opcode == "tuple":
         return tuple(operands)
     if opcode == "get-tuple-element":
         return operands[0][int(attributes["index"])] if isinstance(operands[0], tuple) else None
-    if len(shapes) != 1 or not followed[0]:
+    if len(shapes) != 1 or not evaluated[0]:
         return None
     (shape,) = shapes
     size = math.prod(shape.dims)
@@ -362,13 +375,14 @@ def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> 
         return None
     first = operands[0]
     if opcode in ELEMENTWISE or opcode == "compare":
-        of_each = COMPARE[attributes["direction"]] if opcode == "compare" else ELEMENTWISE[opcode]
-        each = [x.values if x.dims else x.values * size for x in operands]  # of clamp and select some may be scalars
+        function = COMPARE[attributes["direction"]] if opcode == "compare" else ELEMENTWISE[opcode]
+        columns = [x.values if x.dims else x.values * size for x in operands]  # clamp and select also take scalars
         try:
-            return result([of_each(*numbers) for numbers in zip(*each, strict=True)])
+            return result([function(*numbers) for numbers in zip(*columns, strict=True)])
         except ZeroDivisionError:
             return None
-    if opcode in SAME and len(first.values) == size and sum(n > 1 for n in first.dims) <= 1:  # more may be transposed
+    # With several dims above 1 the elements may be transposed.
+    if opcode in PASS_THROUGH and len(first.values) == size and sum(n > 1 for n in first.dims) <= 1:
         to_pred = opcode == "convert" and shape.dtype == "pred"
         return result([n != 0 for n in first.values] if to_pred else first.values)
     if opcode == "broadcast" and len(first.values) == 1:
@@ -384,15 +398,15 @@ def evaluate(program: Program, instruction: Instruction, operands: Sequence) -> 
 
 
 def matmul_flops(program: Program, computation: dict[str, Instruction], instruction: Instruction) -> dict[int, float]:
-    """{bits of an element: FLOPs} of its matmuls and of those that it fuses: 2 for a product and its sum.
+    """{bits of an element: FLOPs} of an instruction's matmuls, fused ones included: 2 for a product and its sum.
 
-    XLA:TPU writes matmuls as convolutions. Several dims of one operand become a window, which slides over padding too:
-    only the products that are not with padding count.
+    XLA:TPU writes matmuls as convolutions. If an operand has several dims, all but one become a window that also slides
+    over padding. Products with padding are not counted.
     """
     flops: dict[int, float] = {}
     for name in instruction.called.get("calls", ()):
-        for within in program.computations[name].values():
-            for bits, more in matmul_flops(program, program.computations[name], within).items():
+        for inner in program.computations[name].values():
+            for bits, more in matmul_flops(program, program.computations[name], inner).items():
                 flops[bits] = flops.get(bits, 0.0) + more
     if instruction.opcode not in ("dot", "convolution"):
         return flops
@@ -402,24 +416,24 @@ def matmul_flops(program: Program, computation: dict[str, Instruction], instruct
         products = math.prod(instruction.shapes[0].dims) * math.prod(lhs.dims[dim] for dim in dims)
     else:
         products = _products(instruction, lhs, rhs)
-    bits = max(int(re.search(r"\d+|$", shape.dtype)[0] or 8) for shape in (lhs, rhs))  # a pred, as of a mask, is a byte
+    bits = max(int(re.search(r"\d+|$", shape.dtype)[0] or 8) for shape in (lhs, rhs))  # a pred, as in a mask, is a byte
     return flops | {bits: flops.get(bits, 0.0) + 2.0 * products}
 
 
 def _products(convolution: Instruction, lhs: Shape, rhs: Shape) -> int:
-    """Those of a convolution that are not with padding."""
+    """The number of products in a convolution that are not with padding."""
     if "batch_group_count" in convolution.attributes:
         raise ValueError(f"line {convolution.line}: products of a convolution with batch_group_count are not counted")
-    of_lhs, of_rhs, of_result = re.split("_|->", convolution.attributes["dim_labels"])
+    lhs_labels, rhs_labels, result_labels = re.split("_|->", convolution.attributes["dim_labels"])
     result = convolution.shapes[0].dims
-    products = result[of_result.index("b")] * result[of_result.index("f")] * rhs.dims[of_rhs.index("i")]
+    products = result[result_labels.index("b")] * result[result_labels.index("f")] * rhs.dims[rhs_labels.index("i")]
     window = dict(re.findall(r"(\w+)=([\w-]+)", convolution.attributes.get("window", "")))
-    for dim in range(len(of_lhs) - 2):
-        one = {name: values.split("x")[dim] for name, values in window.items()}
-        stride, lhs_dilate, rhs_dilate = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-        low, length = int(one.get("pad", "0_0").split("_")[0]), lhs.dims[of_lhs.index(str(dim))]
-        starts = range(-low, result[of_result.index(str(dim))] * stride - low, stride)
-        elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)  # all else is padding, or between by dilation
-        taps = range(0, int(one["size"]) * rhs_dilate, rhs_dilate)
+    for dim in range(len(lhs_labels) - 2):
+        sizes = {name: values.split("x")[dim] for name, values in window.items()}
+        stride, lhs_dilate, rhs_dilate = (int(sizes.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        low, length = int(sizes.get("pad", "0_0").split("_")[0]), lhs.dims[lhs_labels.index(str(dim))]
+        starts = range(-low, result[result_labels.index(str(dim))] * stride - low, stride)
+        elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)  # all else is padding, or zeros from dilation
+        taps = range(0, int(sizes["size"]) * rhs_dilate, rhs_dilate)
         products *= sum(start + tap in elements for start in starts for tap in taps)
     return products

@@ -87,7 +87,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import command
-from compiled.hlo import SAME, Instruction, Numbers, Program, Shape, evaluate, parse
+from compiled.hlo import PASS_THROUGH, Instruction, Numbers, Program, Shape, evaluate, parse
 from hardware import CHIPS, Chip
 
 CHIP = CHIPS["tpu7x"]
@@ -424,9 +424,9 @@ class Walk:
         if alone.opcode in COLLECTIVES:
             return self.alone(key, alone, self.operand_shapes(computation, instruction))
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
-        if opcode in SAME and not isinstance(first, Numbers):
+        if opcode in PASS_THROUGH and not isinstance(first, Numbers):
             return first
-        return evaluate(self.program, instruction, values) if self.follows or opcode in SAME else None
+        return evaluate(self.program, instruction, values) if self.follows or opcode in PASS_THROUGH else None
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         return [self.program.computations[computation][name].shapes for name in instruction.operands]
@@ -747,7 +747,7 @@ def linear(program: Program, computation: str, name: str, bind: list | None = No
         source = program.computations[computation][operands[0]]
         if source.opcode == "parameter" and bind is None:
             return int(instruction.attributes["index"]), 0
-    if opcode in SAME or opcode in ("copy-start", "copy-done"):
+    if opcode in PASS_THROUGH or opcode in ("copy-start", "copy-done"):
         return of(operands[0])
     if opcode in ("add", "subtract"):
         a, b = map(of, operands)

@@ -798,19 +798,19 @@ def test_a_custom_call_that_writes_zeros_takes_the_time_of_its_bytes():
     "old, new, wrong",
     [
         ("is_scheduled=true", "", "is_scheduled=true is not in its first line"),
-        ("%a = u8[8]{0} fusion(", "%a = u8[8]{0} ", "line 15: no opcode"),
+        ("%a = u8[8]{0} fusion(", "%a = u8[8]{0} ", "line 15: no opcode after the type"),
         ("kind=kLoop, calls", "kind=kLoop, (calls", "line 15: a bracket stays open"),
-        ("kind=kLoop, calls", "kind, calls", "line 15: 'kind' is no attribute"),
+        ("kind=kLoop, calls", "kind, calls", "line 15: 'kind' is not an attribute"),
         ('"3"}}', '"3"}', "line 15: "),
         ('"3"}}', "3x}}", "line 15: "),
         ("u8[8]{0} fusion", "q8[8]{0} fusion", "line 15: "),
         ("u8[8]{0} fusion", "u8[8, 9]{0} fusion", "line 15: "),
         ("calls=%vector", "calls=%nowhere", "line 15: there is no computation nowhere"),
         ("fusion(%p)", "fusion(%q)", "line 15: there is no %q"),
-        ("%a = ", "%p = ", "line 15: %p is there twice"),
+        ("%a = ", "%p = ", "line 15: main has %p twice"),
         ("  %a = ", "  a = ", "line 15: no instruction"),
         ("  ROOT %end", "  %end", "line 17: main ends without a ROOT"),
-        ("ENTRY %main", "%main", "ends before its ENTRY"),
+        ("ENTRY %main", "%main", "ends without an ENTRY"),
         ("ENTRY %main (p: u8[8]) -> u8[8] {", "ENTRY %main", "line 13: no computation begins here"),
     ],
 )
@@ -825,7 +825,7 @@ def test_what_cannot_be_read_names_its_line(old, new, wrong):
 def test_done_without_a_start():
     with pytest.raises(ValueError, match="%d waits for what was not started"):
         run(done("d", "p"), END)
-    with pytest.raises(ValueError, match="is of a form that is not known"):
+    with pytest.raises(ValueError, match="has a form that is not known"):
         run("%c = u8[8]{0} all-gather(%p), replica_groups=mesh['a'=8] {'a':(1)2}", END)
 
 
