@@ -1,58 +1,59 @@
-"""What a transformer is made of, by arithmetic: parameters, FLOPs, bytes. No jax here; config.py describes the model.
+"""The parameters, FLOPs and bytes of a transformer, by arithmetic. No jax here; config.py describes the model.
 
     python roofline.py model --preset=deepseek-v3 --seq_len=4096
     python roofline.py model --preset=llama3.1-70b --remat=full --json
 
-The letters, with the scaling book (Austin et al. 2025, part 4, "All the Transformer Math You Need to Know",
-https://jax-ml.github.io/scaling-book/transformers/): B sequences of T tokens, whose queries meet S keys; L layers of
-model dim D; an MLP of F; a vocabulary of V; N query heads of H dims on K key/value heads, G = N/K. And E experts of
-width M, of which a token visits X.
+**Idea** (the scaling book: Austin et al. 2025, part 4, "All the Transformer Math You Need to Know",
+https://jax-ml.github.io/scaling-book/transformers/). A transformer is a list of matmuls, whose shapes give its
+parameters, its FLOPs and the bytes that it saves. The letters are the book's: B sequences of T tokens, whose queries
+attend to S keys; L layers of model dim D; an MLP of F; a vocabulary of V; N query heads of H dims on K key/value heads,
+G = N/K. There may be E experts of width M, of which a token visits X.
 
-**Parameters.** A matrix for each matmul, and little else:
+**Parameters.** There is a matrix for each matmul, and little else:
 
     attention        2*D*N*H + 2*D*K*H       q and o, k and v
     MLP              3*D*F                   SwiGLU: gate, up, down
     experts          E*3*D*M, router D*E     and 3*D*M for each shared expert, which is a dense MLP
     embedding        V*D                     once more for the unembedding, unless they are tied
 
-**Active parameters** are those that a token meets: X of E experts, all else whole. Publishers differ in whether the
-embedding, of which a token reads one row, is among them; here it is asked for or not.
+**Active parameters** are those that a token uses: X of E experts, and all of the rest. A token reads one row of the
+embedding; publishers differ in whether they count that table, so here it is an option.
 
-**FLOPs.** A matmul parameter takes 2 FLOPs a token forward (multiply, add) and 4 backward (a product for the gradient
-of the weight, one for that of the input): 6 in training. Attention multiplies activations with each other, so it has no
-parameters; `keys` being those that a query sees,
+**FLOPs.** A matmul parameter takes 2 FLOPs a token forward (multiply, add). Backward it takes 4: one matmul for the
+gradient of the weight, one for that of the input. Training takes 6. Attention multiplies activations by activations, so
+it has no parameters. With `keys`, the number of keys that a query attends to,
 
-    forward          2*N*Hk*keys + 2*N*Hv*keys        scores q k^T, and their mix of the values; three times in training
+    forward          2*N*Hk*keys + 2*N*Hv*keys        scores q k^T, and their mix of the values; training: 3x
 
-Hk and Hv are the dims of a head's keys and values, both H but in latent attention. Under a causal mask, keys = T/2
-(exactly (T+1)/2; the published TPU7x figures have T/2); with a window W, W - W*W/2T. Attention's square overtakes
-all matmuls of the layer when
+Hk and Hv are the dims of a head's keys and values. Both are H, except in latent attention. Under a causal mask,
+keys = T/2 (exactly (T+1)/2; the published TPU7x figures use T/2). With a window W, keys = W - W*W/2T. The FLOPs of
+attention exceed those of all matmuls of the layer from
 
     2*N*(Hk+Hv)*keys = 2*P    <=>   T = 2*P / (N*(Hk+Hv))          P: active matmul parameters of the layer; keys = T/2
 
-With F = 4D and D = NH = KH that is T = 16*D. The book counts the square whole, keys = T, and has T = 8*D.
+With F = 4D and D = NH = KH that is T = 16*D. The book ignores the mask, keys = T, and has T = 8*D.
 
-**Latent attention** (DeepSeek-V2, arXiv:2405.04434; V3, arXiv:2412.19437) makes keys and values of all heads from C
-numbers a token, the latent, and adds R dims that turn with the position, whose key all heads share: Hk = H + R.
+**Latent attention** (DeepSeek-V2, arXiv:2405.04434; V3, arXiv:2412.19437) makes the keys and values of all heads from C
+numbers a token, the latent. It adds R dims with rotary position embedding, whose key all heads share: Hk = H + R.
 
     D*(C+R) + C*N*(H+Hv)    keys and values;  D*Q + Q*N*Hk  queries, from a latent of their own;  N*Hv*D  o
 
-The cache keeps C + R numbers a token, in place of 2*K*H. When it is read, w_k_up and w_v_up can be moved to the queries
-and the outputs ("absorbed"): all heads then attend to the one latent, as if K = 1, Hk = C + R and Hv = C.
+The cache stores C + R numbers a token, in place of 2*K*H. When it is read, w_k_up can be applied to the queries and
+w_v_up to the outputs ("absorbed"). All heads then attend to the one latent, as if K = 1, Hk = C + R and Hv = C.
 
 **Experts** (Shazeer et al. 2017, arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066). Parameters grow with
-E, FLOPs with X. Counted is what routing asks for: no padding, nothing dropped.
+E, FLOPs with X. FLOPs are counted for exactly what the router selects: no padding, nothing dropped.
 
-**What the backward pass reads** has been saved in the forward pass or is computed again. `activations` names each
-tensor of a layer with its size, by MaxText's names where it has them; a policy (POLICIES, and MaxText's too) is a set
-of these names, of which some may wait in the host's memory. Saving all (`none`) is, at F = 4D, the book's 20*D;
-saving the layer's input alone (`full`) is D, and the layer's forward is done again, except for the matmul that ends it:
-the backward pass reads its operands, not its result. So the book's 8 FLOPs a parameter in place of 6 is too much: for
-the layers of Llama 3.1 70B it is 7.5. An expert's result is read, by the gradient of the router's weight on it.
-Recomputed FLOPs are never among the training FLOPs, which are MFU's numerator.
+**What the backward pass reads** is saved in the forward pass or computed again. `activations` names each tensor of a
+layer with its size, by MaxText's names where it has them. A policy (POLICIES, which are MaxText's too) is a set of
+these names; some of them may be offloaded to the host's memory. At F = 4D, saving all of them (`none`) is the book's
+20*D. Saving the layer's input alone (`full`) is D. Then the layer's forward pass is done again, except for its last
+matmul: the backward pass reads that one's operands, not its result. So the book's 8 FLOPs a parameter in place of 6 is
+too much: for the layers of Llama 3.1 70B it is 7.5. The last matmul of an expert is done again, as the gradient of its
+router weight reads the result. Recomputed FLOPs never count as training FLOPs, which are MFU's numerator.
 
-**Left out**: elementwise work, softmax, norms and rotations (FLOPs); what is saved outside the layers; copies that a
-compiler makes, or spares by fusing.
+**Left out**: FLOPs of elementwise work, softmax, norms and rotary embedding; what is saved outside the layers; copies
+that a compiler adds, and those that it saves by fusing.
 """
 
 import argparse
@@ -85,12 +86,12 @@ from config import REMAT_POLICIES, Config
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, of all layers that have it: those of dense layers and of layers with experts as one."""
+    """A parameter, counted over all layers that have it, dense layers and layers with experts together."""
 
-    part: str  # a row of the table
+    part: str  # of the model, one of anatomy.PARTS
     shape: tuple[int, ...]
     makes: str = ""  # the activation that its matmul makes; none for what no matmul multiplies
-    share: tuple[int, int] = (1, 1)  # (X, E): of E equal pieces a token meets X
+    share: tuple[int, int] = (1, 1)  # (X, E): a token uses X of E equal pieces
 
     @property
     def params(self) -> int:
@@ -98,46 +99,48 @@ class Weight:
 
     @property
     def active_params(self) -> int:
-        met, pieces = self.share
-        return self.params // pieces * met
+        used, pieces = self.share
+        return self.params // pieces * used
 
 
 @cache
 def weights(config: Config) -> Mapping[str, Weight]:
-    """Every parameter of the model by its name, counted over all layers."""
-    found = {}
+    """Returns every parameter of the model by name, counted over all layers."""
+    result = {}
     for name in sorted(anatomy.weight_names(config), key=list(anatomy.WEIGHTS).index):
         weight, stacks = anatomy.WEIGHTS[name], anatomy.layer_stacks(config).values()
         layers = sum(layers for layers, experts in stacks if weight.present(config, experts))
         size = anatomy.sizes(config) | {"L": layers}
         share = (config.experts_per_token, config.num_experts) if weight.by_expert else (1, 1)
-        found[name] = Weight(weight.part, tuple(size[dim] for dim in weight.dims), weight.makes, share)
-    return found
+        result[name] = Weight(weight.part, tuple(size[dim] for dim in weight.dims), weight.makes, share)
+    return result
 
 
 @dataclass(frozen=True)
 class Part:
+    """The parameters of one part of the model, in total and as a token uses them."""
+
     params: int
-    active_params: int  # that a token meets; the whole embedding
-    matmul_params: int  # of these, those that multiply each token: no norms, no biases, no embedding look-up
+    active_params: int  # those that a token uses; all rows of the embedding
+    matmul_params: int  # the active ones that multiply each token: no norms, no biases, no embedding look-up
 
 
 @cache
 def parts(config: Config) -> Mapping[str, Part]:
-    """Parameters by part of the model; parts that it does not have are left out.
+    """Returns the parameters of each part that the model has.
 
-    A tied unembedding has no parameters of its own, and yet it multiplies.
+    A tied unembedding has no parameters of its own, but it has a matmul.
     """
-    found, every = {}, weights(config).values()
+    result = {}
     for part in PARTS:
-        mine = [weight for weight in every if weight.part == part]
-        matmul = sum(weight.active_params for weight in mine if weight.makes)
+        members = [weight for weight in weights(config).values() if weight.part == part]
+        matmul = sum(weight.active_params for weight in members if weight.makes)
         if part == "unembedding" and config.tied_embeddings:
             matmul = config.vocab_size * config.model_dim
-        if mine or matmul:
-            active = sum(weight.active_params for weight in mine)
-            found[part] = Part(sum(weight.params for weight in mine), active, matmul)
-    return found
+        if members or matmul:
+            active = sum(weight.active_params for weight in members)
+            result[part] = Part(sum(weight.params for weight in members), active, matmul)
+    return result
 
 
 def num_params(config: Config) -> int:
@@ -145,10 +148,14 @@ def num_params(config: Config) -> int:
 
 
 def active_params(config: Config, *, embedding: bool = True) -> int:
-    """Parameters that a token meets; without `embedding`, not its table, unless that is the unembedding as well."""
-    found = parts(config)
-    spared = 0 if embedding or config.tied_embeddings else found["embedding"].params
-    return sum(part.active_params for part in found.values()) - spared
+    """Returns the parameters that a token uses.
+
+    Args:
+      embedding: count the embedding table. A tied one counts in any case: it is the unembedding as well.
+    """
+    by_part = parts(config)
+    excluded = 0 if embedding or config.tied_embeddings else by_part["embedding"].params
+    return sum(part.active_params for part in by_part.values()) - excluded
 
 
 def matmul_params(config: Config) -> int:
@@ -159,28 +166,28 @@ def matmul_params(config: Config) -> int:
 
 
 def mean_keys(seq_len: int, window: int = 0) -> float:
-    """Keys that a query sees on average under a causal mask: T/2, and with a window W: W - W*W/2T."""
+    """The keys that a query attends to, on average under a causal mask: T/2, with a window W: W - W*W/2T."""
     if not window or window >= seq_len:
         return seq_len / 2
-    return window - window * window / (2 * seq_len)  # the first `window` queries see fewer
+    return window - window * window / (2 * seq_len)  # the first `window` queries have fewer
 
 
 def num_global_layers(config: Config) -> int:
-    """Layers whose attention has no window."""
+    """The number of layers whose attention has no window."""
     if not config.window:
         return config.num_layers
     return config.num_layers // config.global_every if config.global_every else 0
 
 
 def keys_of_all_layers(config: Config) -> float:
-    """Keys that a token's query sees, on average over the sequence, summed over the layers."""
+    """The keys that a token's query attends to, on average over the sequence, summed over the layers."""
     num_global = num_global_layers(config)
     keys = num_global * mean_keys(config.seq_len)
     return keys + (config.num_layers - num_global) * mean_keys(config.seq_len, config.window)
 
 
 def forward_flops_per_token(config: Config) -> dict[str, float]:
-    """By part: 2 for each active matmul parameter; attention's two matmuls 2*N*Hk*keys and 2*N*Hv*keys."""
+    """Returns FLOPs by part: 2 for each active matmul parameter, and 2*N*Hk*keys and 2*N*Hv*keys for attention."""
     keys = keys_of_all_layers(config)
     flops = {name: 2 * part.matmul_params for name, part in parts(config).items() if part.matmul_params}
     flops["scores"] = 2 * config.num_heads * key_dim(config) * keys
@@ -189,24 +196,24 @@ def forward_flops_per_token(config: Config) -> dict[str, float]:
 
 
 def train_flops_per_token(config: Config) -> float:
-    """6 x active matmul parameters + 6 * N * (Hk + Hv) * keys: three times the forward. No recomputation."""
+    """6 * active matmul parameters + 6 * N * (Hk + Hv) * keys: three times the forward pass, nothing recomputed."""
     heads = config.num_heads * (key_dim(config) + value_dim(config))
     return 6 * matmul_params(config) + 6 * heads * keys_of_all_layers(config)
 
 
 def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = True) -> float:
-    """T at which a layer's attention (without a window) takes the FLOPs of its matmuls: T = 2P / (N*(Hk+Hv)).
+    """The T at which a layer's attention (without a window) has the FLOPs of its matmuls: T = 2P / (N*(Hk+Hv)).
 
     Args:
-      over: P is of the whole "layer", of its "mlp" (experts, router and all), or of attention's "projections".
-      causal: counted at half; the book counts the whole square, and T is half of that.
+      over: P counts the full "layer", its "mlp" (experts, router and all), or the "projections" of attention.
+      causal: count half of the scores, as the mask leaves them. The book counts all of them and has half this T.
     """
-    layers_of = {"attention": config.num_layers, "mlp": config.num_layers - num_expert_layers(config)}
-    found = parts(config)
-    # Of the last layer: where there are experts, it has them.
+    layers_with = {"attention": config.num_layers, "mlp": config.num_layers - num_expert_layers(config)}
+    by_part = parts(config)
+    # The last layer is counted: if the model has experts, that layer has them.
     mlp_parts = ("experts", "router", "shared experts") if config.num_experts else ("mlp",)
-    count = lambda part: found[part].matmul_params // layers_of.get(part, num_expert_layers(config))
-    projections, mlp = count("attention"), sum(count(part) for part in mlp_parts if part in found)
+    count = lambda part: by_part[part].matmul_params // layers_with.get(part, num_expert_layers(config))
+    projections, mlp = count("attention"), sum(count(part) for part in mlp_parts if part in by_part)
     params = {"layer": projections + mlp, "mlp": mlp, "projections": projections}[over]
     return (2 if causal else 1) * params / (config.num_heads * (key_dim(config) + value_dim(config)))
 
@@ -214,13 +221,15 @@ def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = Tr
 def attention_intensity(
     config: Config, num_queries: int, num_keys: int, *, element_bytes: int = 2, absorbed: bool = False
 ) -> float:
-    """FLOPs a byte of attention itself: T queries on S keys, each array read or written once, no mask.
+    """The FLOPs a byte of attention itself: T queries on S keys, each array read or written once, no mask.
 
         2*T*S*N*(Hk+Hv)  /  bytes * (T*N*Hk + S*K*Hk + S*K*Hv + T*N*Hv)         queries, keys, values, outputs
 
-    In bfloat16, T = S: T*G/(G+1), so training is bound by FLOPs from a few hundred tokens on. One query on many keys:
-    G, so a decoder is bound by bandwidth, whatever the batch: each sequence has its own cache. `absorbed`: latent
-    attention on its cache, where N heads share one latent, of which the values are a part: about 2*N.
+    In bfloat16 with T = S that is T*G/(G+1), so training is bound by FLOPs from a few hundred tokens on. With one query
+    on many keys it is G, so decoding is bound by bandwidth, whatever the batch: each sequence has its own cache.
+
+    Args:
+      absorbed: latent attention on its cache, where N heads share one latent that contains the values: about 2*N.
     """
     T, S, N, K = num_queries, num_keys, config.num_heads, config.num_kv_heads
     Hk, Hv = key_dim(config), value_dim(config)
@@ -233,37 +242,36 @@ def attention_intensity(
     return 2 * T * S * N * (Hk + Hv) / (element_bytes * (T * N * (Hk + Hv) + keys_and_values))
 
 
-def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *, columns: int = 1, **of_layer) -> float:
-    """Bytes a token that one layer saves for the backward pass: of the `saved` names, by default `config.remat`'s.
+def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *, columns: int = 1, **options) -> float:
+    """The bytes a token that one layer saves for the backward pass.
 
     Args:
-      columns: of a tile of memory, of which the dim of a head takes whole ones.
-      of_layer: as for `activations`.
+      saved: the names that are saved; by default those of `config.remat`.
+      columns: of a tile of memory; the dim of a head is padded to a multiple of it.
+      options: those of `activations`.
     """
     names = read_names(saved_names(config) if saved is None else {*saved})
     dims = dict.fromkeys(("value_proj", "context"), value_dim(config))
     dims |= dict.fromkeys(("query_before_norm", "key_before_norm", "query_proj", "key_proj"), key_dim(config))
-    filled = lambda dim: -(-dim // columns) * columns / dim
-    size = lambda name: (4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]) * filled(dims.get(name, columns))
-    found = activations(config, **of_layer)
-    return sum(size(name) * elements for name, elements in found.items() if name in names)
+    padding = lambda dim: -(-dim // columns) * columns / dim
+    size = lambda name: (4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]) * padding(dims.get(name, columns))
+    return sum(size(name) * elements for name, elements in activations(config, **options).items() if name in names)
 
 
 def saved_bytes_per_token(
     config: Config, saved: Iterable[str] | None = None, *, fused: bool = True, columns: int = 1
 ) -> float:
-    """Bytes a token that all layers save for the backward pass, with the experts' on one device; `columns` as there."""
+    """`saved_bytes_per_layer` summed over all layers, with all experts on one device."""
     names = saved_names(config) if saved is None else {*saved}
     num_experts = num_expert_layers(config)
-    of_layer = lambda experts: saved_bytes_per_layer(config, names, columns=columns, experts=experts, fused=fused)
-    return (config.num_layers - num_experts) * of_layer(False) + num_experts * (of_layer(True) if num_experts else 0)
+    a_layer = lambda experts: saved_bytes_per_layer(config, names, columns=columns, experts=experts, fused=fused)
+    return (config.num_layers - num_experts) * a_layer(False) + num_experts * (a_layer(True) if num_experts else 0)
 
 
 def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
-    """Whether the backward pass needs what the weight's matmul makes, and it is not among the `saved`.
+    """Whether the backward pass repeats a weight's matmul: it reads the result, which is not among the `saved`.
 
-    Nor again what it does not read (`read_names`), nor the logits: vocabulary.cross_entropy takes the gradient while
-    it has them.
+    Logits are never repeated: vocabulary.cross_entropy takes the gradient while it has them.
     """
     return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}) - {*saved, "logits"}
 
@@ -271,10 +279,12 @@ def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
 def recomputed_flops_per_token(
     config: Config, saved: Iterable[str] | None = None, *, kernel_scores: bool = False
 ) -> dict[str, float]:
-    """Forward FLOPs that the backward pass does again, by part, because their result is read and not saved.
+    """Returns by part the forward FLOPs that the backward pass repeats, as it reads their result, which is not saved.
 
-    `kernel_scores`: add the 2*N*Hk*keys of the scores that a fused kernel computes once more in its backward
-    pass whatever the policy, as it kept their log-sum-exp alone.
+    Args:
+      saved: the names that are saved; by default those of `config.remat`.
+      kernel_scores: add the 2*N*Hk*keys of the scores. A fused kernel saves only their log-sum-exp, so its backward
+        pass computes them once more, whatever the policy.
     """
     names = saved_names(config) if saved is None else {*saved}
     again = dict.fromkeys(PARTS, 0.0)
@@ -282,9 +292,9 @@ def recomputed_flops_per_token(
         if multiplied_again(weight, names):
             again[weight.part] += 2 * weight.active_params
     forward = forward_flops_per_token(config)
-    lost = "context" not in names or names.isdisjoint({"log_sum_exp", "scores"})
-    again["scores"] = forward["scores"] * (lost + kernel_scores)
-    again["mix"] = forward["mix"] * lost
+    repeated = "context" not in names or names.isdisjoint({"log_sum_exp", "scores"})
+    again["scores"] = forward["scores"] * (repeated + kernel_scores)
+    again["mix"] = forward["mix"] * repeated
     return {part: flops for part, flops in again.items() if flops}
 
 
@@ -292,15 +302,15 @@ def recomputed_flops_per_token(
 
 
 def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str, int]:
-    """Bytes that the training state takes, over all devices, and the gradients beside it.
+    """Returns the bytes of the training state and of the gradients, over all devices.
 
     weights     4*P      the master copy, in float32
-    gradients   4*P      in float32, or 2*P
-    adamw       8*P      both moments; 6*P with mu_dtype=bfloat16. The second one stays float32
-    sgd         4*P      its momentum
-    adafactor            of a matrix [.., a, b], its two largest dims, the means over a and over b, in place of a*b
-                         (Shazeer & Stern 2018, arXiv:1804.04235); as optax does it, both dims at least 128. A layer's
-                         experts are one matrix
+    gradients   4*P      in float32; 2*P in bfloat16
+    adamw       8*P      both moments; 6*P with mu_dtype=bfloat16, as the second one stays float32
+    sgd         4*P      the momentum
+    adafactor            for an array whose two largest dims are a and b, the means over a and over b in place of a*b
+                         numbers (Shazeer & Stern 2018, arXiv:1804.04235), if both are at least 128, as optax does it.
+                         A layer's experts are one matrix
     """
     params = num_params(config)
     optimizer = {
@@ -312,28 +322,28 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
 
 
 def _adafactor_elements(shape: tuple[int, ...]) -> int:
-    """Of one parameter: two factors and a placeholder, or two placeholders and the whole second moment."""
+    """Elements for one parameter: two factors and a placeholder, or two placeholders and the full second moment."""
     *_, b, a = [0, 0, *sorted(shape)]
     size = math.prod(shape)
     return size // a + size // b + 1 if b >= 128 else size + 2
 
 
 def kv_elements_per_layer(config: Config) -> int:
-    """Numbers that a layer's cache keeps of a token: 2*K*H; C + R of latent attention."""
+    """The numbers that a layer's cache stores for a token: 2*K*H; in latent attention C + R."""
     if config.kv_lora_rank:
         return config.kv_lora_rank + config.rope_head_dim
     return config.num_kv_heads * (key_dim(config) + value_dim(config))
 
 
 def kv_cache_bytes(config: Config, seq_len: int, *, element_bytes: int = 2) -> int:
-    """Cache of one sequence of `seq_len` tokens; a layer with a window keeps no more tokens than that."""
+    """The bytes of the cache of one sequence; a layer with a window stores no more tokens than that."""
     num_global = num_global_layers(config)
     tokens = num_global * seq_len + (config.num_layers - num_global) * min(config.window, seq_len)
     return tokens * kv_elements_per_layer(config) * element_bytes
 
 
 def kv_cache_bytes_per_token(config: Config, *, element_bytes: int = 2) -> int:
-    """What each further token adds to the cache while no window is full: all layers' share."""
+    """The bytes that one more token adds to the cache of all layers, while no window is full."""
     return config.num_layers * kv_elements_per_layer(config) * element_bytes
 
 
@@ -341,7 +351,7 @@ def kv_cache_bytes_per_token(config: Config, *, element_bytes: int = 2) -> int:
 
 
 def summary(config: Config) -> dict:
-    """All of the above for one model: what is printed, and what --json gives."""
+    """Returns all of the above for one model: what is printed, and what --json gives."""
     forward = forward_flops_per_token(config)
     kinds = {"dense": False, "experts": True}
     num_layers = {"dense": config.num_layers - num_expert_layers(config), "experts": num_expert_layers(config)}
@@ -384,8 +394,8 @@ def summary(config: Config) -> dict:
 
 
 def print_summary(config: Config) -> None:
-    found = summary(config)
-    counted, predicted = found["counted"], found["predicted"]
+    result = summary(config)
+    counted, predicted = result["counted"], result["predicted"]
     total = predicted["train_flops_per_token"]
     print(f"{config.preset}, sequences of {config.seq_len:,} tokens\n")
     print(f"{'':16}{'parameters':>19}{'active a token':>19}{'training FLOPs a token':>25}{'share':>8}")
@@ -396,11 +406,11 @@ def print_summary(config: Config) -> None:
         flops = 3 * predicted["forward_flops_per_token"].get(name, 0)
         print(f"{name:16}{params:19,}{active:19,}{flops:25,.0f}{flops / total:8.1%}")
     print(f"{'total':16}{counted['params']:19,}{counted['active_params']:19,}{total:25,.0f}{1:8.0%}")
-    print(f"{'but embedding':16}{'':19}{counted['active_params_without_embedding']:19,}")
-    print("\nscores and mix are attention itself, q k^T and its product with the values; causal: counted at half.")
+    print(f"{'no embedding':16}{'':19}{counted['active_params_without_embedding']:19,}")
+    print("\nscores and mix are attention's q k^T and its product with the values, at half for the causal mask.")
     lengths = {over: f"{length:,.0f}" for over, length in predicted["overtaking_seq_len"].items()}
     where = "In a layer without a window they" if config.window else "They"
-    print(f"{where} overtake the MLP at T = {lengths['mlp']}, all of the layer's matmuls at {lengths['layer']}.")
+    print(f"{where} exceed the MLP from T = {lengths['mlp']}, all of the layer's matmuls from {lengths['layer']}.")
 
     print(f"\nsaved for the backward pass, predicted ({config.dtype}, attention by a fused kernel)")
     print(f"{'':33}{'bytes a token':>16}{'recomputed FLOPs a token':>27}{'of training':>13}")
@@ -421,11 +431,11 @@ def print_summary(config: Config) -> None:
 
 
 def explain(config: Config) -> str:
-    """The formulas of parameters, FLOPs and cache, with the model's numbers in them."""
+    """Returns the formulas of parameters, FLOPs and cache with the model's numbers in them."""
     lines = ["parameters"]
     for name, weight in weights(config).items():
-        met = f", of which a token meets {weight.share[0]}/{weight.share[1]}" if weight.share != (1, 1) else ""
-        lines.append(f"  {name:20} {' * '.join(f'{size:,}' for size in weight.shape)} = {weight.params:,}{met}")
+        used = f", of which a token uses {weight.share[0]}/{weight.share[1]}" if weight.share != (1, 1) else ""
+        lines.append(f"  {name:20} {' * '.join(f'{size:,}' for size in weight.shape)} = {weight.params:,}{used}")
     N, Hk, Hv, keys = config.num_heads, key_dim(config), value_dim(config), keys_of_all_layers(config)
     P, per_layer = matmul_params(config), kv_elements_per_layer(config)
     lines += [
@@ -440,7 +450,7 @@ def explain(config: Config) -> str:
 
 
 def add_model_command(commands) -> None:
-    about = "what a model is made of: parameters, FLOPs, activations, state, cache"
+    about = "parameters, FLOPs, activations, state and cache of a model"
     parser = commands.add_parser(
         "model", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
     )

@@ -25,7 +25,7 @@ from data import Batch
 from flags import PRESETS, from_preset
 from predicted import transformer
 
-# The outputs of the big matmuls, and the layer's input, without which nothing can be computed again.
+# The outputs of the big matmuls, and the layer's input, from which all else is recomputed.
 MATMUL_OUTPUTS = frozenset(
     "decoder_layer_input query_latent kv_latent query_proj key_proj value_proj out_proj mlp_gate mlp_up mlp_down "
     "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down".split()
@@ -54,26 +54,26 @@ LATENT_EXPERTS = dataclasses.replace(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_weights_are_those_of_the_model(preset):
-    """Every name, every shape, in total and as matrices or not."""
+    """Names, shapes, totals, and which of them are matrices."""
     config = from_preset(preset)
-    of_model, matrices = {}, {"embed"}
+    shapes, matrices = {}, {"embed"}
     is_matrix = jax.tree.leaves_with_path(parameters.is_matrix(config))
-    for (path, leaf), (_, is_one) in zip(
+    for (path, leaf), (_, multiplies) in zip(
         jax.tree.leaves_with_path(parameters.param_shapes(config)), is_matrix, strict=True
     ):
         *stack, name = (key.name for key in path)
-        before = of_model.get(name, (0,))[0] if stack else 0  # layers of the other stack
-        of_model[name] = (before + leaf.shape[0], *leaf.shape[1:])
-        matrices |= {name} if is_one else set()
+        before = shapes.get(name, (0,))[0] if stack else 0  # layers of the other stack
+        shapes[name] = (before + leaf.shape[0], *leaf.shape[1:])
+        matrices |= {name} if multiplies else set()
     weights = transformer.weights(config)
-    assert {name: weight.shape for name, weight in weights.items()} == of_model
-    assert transformer.num_params(config) == sum(map(math.prod, of_model.values()))
+    assert {name: weight.shape for name, weight in weights.items()} == shapes
+    assert transformer.num_params(config) == sum(map(math.prod, shapes.values()))
     assert transformer.active_params(config) == transformer.num_params(config) or config.num_experts
     assert {name for name, w in weights.items() if w.makes} == matrices - {"embed"}
 
 
 def test_training_flops_by_hand():
-    """2 layers, D=3, F=5, N=4, K=2, H=2, V=7, T=6: each matmul of a token, forward; twice that backward."""
+    """2 layers, D=3, F=5, N=4, K=2, H=2, V=7, T=6: each matmul of a token forward, and twice that backward."""
     q, k, v, o = 2 * 3 * (4 * 2), 2 * 3 * (2 * 2), 2 * 3 * (2 * 2), 2 * (4 * 2) * 3
     gate, up, down = 2 * 3 * 5, 2 * 3 * 5, 2 * 5 * 3
     keys = 6 / 2  # on average, under the causal mask
@@ -89,9 +89,9 @@ def test_six_flops_a_matmul_parameter_and_a_dim_of_keys_and_values(preset):
     config = from_preset(preset, window=0, global_every=0)
     shapes, is_matrix = parameters.param_shapes(config), parameters.is_matrix(config)
     pairs = zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(is_matrix), strict=True)
-    met = lambda path: (config.experts_per_token, config.num_experts) if "expert_" in str(path[-1]) else (1, 1)
-    of = lambda path, leaf: math.prod(leaf.shape) // met(path)[1] * met(path)[0]
-    in_matmuls = sum(of(path, leaf) for (path, leaf), matrix in pairs if matrix)
+    share = lambda path: (config.experts_per_token, config.num_experts) if "expert_" in str(path[-1]) else (1, 1)
+    active = lambda path, leaf: math.prod(leaf.shape) // share(path)[1] * share(path)[0]
+    in_matmuls = sum(active(path, leaf) for (path, leaf), matrix in pairs if matrix)
     in_matmuls -= 0 if config.tied_embeddings else math.prod(shapes.embed.shape)  # looked up, not multiplied
     dims = anatomy.key_dim(config) + anatomy.value_dim(config)
     attention = 6 * config.num_layers * config.num_heads * dims * config.seq_len / 2
@@ -100,12 +100,12 @@ def test_six_flops_a_matmul_parameter_and_a_dim_of_keys_and_values(preset):
 
 @pytest.mark.parametrize("seq_len, window", [(8, 0), (8, 1), (8, 3), (8, 8), (8, 100), (100, 7), (1000, 999)])
 def test_keys_per_query(seq_len, window):
-    """The mask's cells, each on the diagonal by half (which makes (T+1)/2 the T/2 of the published figures)."""
-    whole = [min(i + 1, window or seq_len) for i in range(seq_len)]
-    halved = [min(i + 0.5, window or seq_len) for i in range(seq_len)]
-    found = transformer.mean_keys(seq_len, window)
-    assert found == pytest.approx(sum(halved) / seq_len, rel=1e-12)
-    assert 0 < sum(whole) / seq_len - found <= 0.5
+    """The mask's cells, with those on its diagonal counted at half: (T+1)/2 becomes the published figures' T/2."""
+    full_diagonal = [min(i + 1, window or seq_len) for i in range(seq_len)]
+    half_diagonal = [min(i + 0.5, window or seq_len) for i in range(seq_len)]
+    keys = transformer.mean_keys(seq_len, window)
+    assert keys == pytest.approx(sum(half_diagonal) / seq_len, rel=1e-12)
+    assert 0 < sum(full_diagonal) / seq_len - keys <= 0.5
 
 
 def test_a_window_counts_in_the_local_layers_only():
@@ -134,9 +134,8 @@ def test_training_takes_three_times_the_forward(preset, overrides):
     [("llama3.1-70b", 8192, 449_222_541_312), ("qwen3-235b-a22b", 4096, 148_330_512_384)],
 )
 def test_training_flops_as_published(preset, seq_len, flops):
-    """The FLOPs behind the TFLOP/s of the published TPU7x recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
-
-    They are MaxText's count. What the recipes print, TFLOP/s over tokens/s, is the same within 1e-5.
+    """MaxText's count, behind the TFLOP/s of the published TPU7x recipes (AI-Hypercomputer/tpu-recipes,
+    training/ironwood). The TFLOP/s over tokens/s that the recipes print agree within 1e-5.
     """
     assert transformer.train_flops_per_token(from_preset(preset, seq_len=seq_len)) == flops
 
@@ -160,27 +159,27 @@ def test_training_flops_as_published(preset, seq_len, flops):
     ],
 )
 def test_mixtures_have_the_published_size(preset, total, in_billions, decimals):
-    found = transformer.num_params(from_preset(preset))
-    assert found == total and round(found / 1e9, decimals) == in_billions
+    params = transformer.num_params(from_preset(preset))
+    assert params == total and round(params / 1e9, decimals) == in_billions
 
 
 @pytest.mark.parametrize(
     ("preset", "in_billions", "decimals", "embedding"),
     [
         ("mixtral-8x7b", 12.9, 1, True),  # https://mistral.ai/news/mixtral-of-experts: 12.9B
-        ("qwen3-30b-a3b", 3.35, 2, True),  # model card: 3.3B, which is cut off, not rounded: 3.353
+        ("qwen3-30b-a3b", 3.35, 2, True),  # model card: 3.3B, truncated, not rounded, from 3.353
         ("qwen3-235b-a22b", 22, 0, True),
         ("deepseek-v3", 37, 0, False),  # with the embedding it would be 37.55, which is not 37 rounded
         ("gpt-oss-120b", 5.13, 2, False),  # model card, table 1: unembedding counted, embedding not
     ],
 )
 def test_mixtures_have_the_published_active_size(preset, in_billions, decimals, embedding):
-    found = transformer.active_params(from_preset(preset), embedding=embedding)
-    assert round(found / 1e9, decimals) == in_billions
+    params = transformer.active_params(from_preset(preset), embedding=embedding)
+    assert round(params / 1e9, decimals) == in_billions
 
 
 def test_gpt_oss_by_part():
-    """The model card's table 1: MLP 114.71B, with its biases, attention 0.96B, embedding and unembedding 1.16B."""
+    """Table 1 of the model card: MLP 114.71B with its biases, attention 0.96B, embedding and unembedding 1.16B."""
     weights = transformer.weights(from_preset("gpt-oss-120b"))
     count = lambda *words: sum(w.params for name, w in weights.items() if any(word in name for word in words))
     assert round(count("expert", "router") / 1e9, 2) == 114.71
@@ -203,9 +202,9 @@ def test_experts_by_hand():
     mlp, expert, router = 3 * (3 * 5), 3 * (3 * 3), 3 * 4
     expert_biases, router_bias = 3 + 3 + 3, 4
     norms = 2 * (3 + 3) + 3
-    whole = 2 * (attention + attention_biases) + mlp + 5 * expert + router + 4 * expert_biases + router_bias + norms
+    total = 2 * (attention + attention_biases) + mlp + 5 * expert + router + 4 * expert_biases + router_bias + norms
     active = 2 * (attention + attention_biases) + mlp + 3 * expert + router + 2 * expert_biases + router_bias + norms
-    assert transformer.num_params(config) == whole + 2 * 7 * 3
+    assert transformer.num_params(config) == total + 2 * 7 * 3
     assert transformer.active_params(config) == active + 2 * 7 * 3
     assert transformer.active_params(config, embedding=False) == active + 7 * 3
     forward = {"attention": 4 * attention, "mlp": 2 * mlp, "experts": 4 * expert, "router": 2 * router}
@@ -215,7 +214,7 @@ def test_experts_by_hand():
 
 
 def test_latent_attention_by_hand():
-    """A layer of DeepSeek-V3, from its report's section 4.2: 128 heads of 128, 64 turning; latents of 512 and 1536."""
+    """DeepSeek-V3, section 4.2 of its report: 128 heads of 128, with 64 rotary dims; latents of 512 and 1536."""
     config = from_preset("deepseek-v3")
     queries = 7168 * 1536 + 1536 * 128 * (128 + 64)
     keys_values = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
@@ -231,7 +230,7 @@ def test_latent_attention_by_hand():
 
 
 def matmul_flops_per_token(f, *args) -> float:
-    """Two for each multiply-add of every dot_general in the jaxpr, over the tokens of the batch."""
+    """Returns 2 FLOPs for each multiply-add of every dot_general in the jaxpr, over the tokens of the batch."""
     flops = 0
     for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr):
         if eqn.primitive.name == "dot_general":
@@ -243,12 +242,12 @@ def matmul_flops_per_token(f, *args) -> float:
 
 def batch_shapes(config: Config) -> Batch:
     shape = (config.batch, config.seq_len)
-    of_dtype = lambda name: jnp.float32 if name == "loss_weights" else jnp.int32
-    return Batch(**{name: jax.ShapeDtypeStruct(shape, of_dtype(name)) for name in Batch._fields})
+    dtype = lambda name: jnp.float32 if name == "loss_weights" else jnp.int32
+    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype(name)) for name in Batch._fields})
 
 
-def empty_half(config: Config) -> float:
-    """Forward FLOPs of a token's scores and mix beyond the causal half, which a plain implementation computes too."""
+def masked_half(config: Config) -> float:
+    """Forward FLOPs a token of the scores and mix that the mask removes; a plain implementation computes them, too."""
     forward = transformer.forward_flops_per_token(config)
     return forward["scores"] + forward["mix"]
 
@@ -259,14 +258,14 @@ def test_the_matmuls_of_the_reference_are_counted_exactly(overrides):
     config = dataclasses.replace(SMALL, **overrides)
     params, batch = parameters.param_shapes(config), batch_shapes(config)
     loss = partial(reference.loss, config=config)
-    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
-    assert matmul_flops_per_token(loss, params, batch) == sum(forward.values()) + whole_square
-    train_flops = transformer.train_flops_per_token(config) + 3 * whole_square
+    forward, full_square = transformer.forward_flops_per_token(config), masked_half(config)
+    assert matmul_flops_per_token(loss, params, batch) == sum(forward.values()) + full_square
+    train_flops = transformer.train_flops_per_token(config) + 3 * full_square
     assert matmul_flops_per_token(jax.grad(loss), params, batch) == train_flops
 
 
 def test_xla_counts_the_same_and_some_elementwise_work():
-    """Its cost analysis has the elementwise work, too: a few FLOPs a number, less than 5% at these widths."""
+    """XLA's cost analysis includes elementwise work: a few FLOPs a number, less than 5% at these widths."""
     shape = dict(
         num_layers=1, model_dim=128, ff_dim=512, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=256, seq_len=64
     )
@@ -274,12 +273,12 @@ def test_xla_counts_the_same_and_some_elementwise_work():
     loss = partial(reference.loss, config=config)
     compiled = jax.jit(jax.grad(loss)).lower(parameters.param_shapes(config), batch_shapes(config)).compile()
     counted = compiled.cost_analysis()["flops"] / (config.batch * config.seq_len)
-    formula = transformer.train_flops_per_token(config) + 3 * empty_half(config)
+    formula = transformer.train_flops_per_token(config) + 3 * masked_half(config)
     assert formula < counted < 1.05 * formula
 
 
 def plain_layer(x, w, batch, config: Config):
-    """A dense layer, with `reference`'s functions, and the names of what it makes."""
+    """A dense layer of `reference`'s functions, with its activations named."""
     x = named(x, "decoder_layer_input")
     h = named(reference.norm(x, w.norm_attention, config.norm_eps), "norm_attention")
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, m) for m in (w.w_q, w.w_k, w.w_v))
@@ -300,9 +299,9 @@ def plain_loss(params, batch, config: Config, layer):
 
 
 def latent_experts_layer(x, w, batch, config: Config):
-    """A layer of DeepSeek-V3 the plain way, for each token the weights of its experts; rotation and mask left out.
+    """A layer of DeepSeek-V3, or of a mixture without latent attention, written plainly: no rotary embedding, no mask.
 
-    And of the mixtures whose keys and values are not made from a latent.
+    It gathers the weights of a token's experts for each token.
     """
     norm = lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.norm_eps)
     x = named(x, "decoder_layer_input")
@@ -314,11 +313,11 @@ def latent_experts_layer(x, w, batch, config: Config):
     else:
         q = jnp.einsum("btd,dnh->btnh", h, w["w_q"])
     if "w_kv_down" in w:
-        latent, turned = named(h @ w["w_kv_down"], "kv_latent"), h @ w["w_k_rope"]
+        latent, shared_key = named(h @ w["w_kv_down"], "kv_latent"), h @ w["w_k_rope"]
         latent = named(norm(latent) * w["norm_kv_latent"], "kv_latent_norm")
         k, v = (jnp.einsum("btc,cnh->btnh", latent, w[n]) for n in ("w_k_up", "w_v_up"))
-        turned = jnp.broadcast_to(turned[:, :, None], (*q.shape[:3], config.rope_head_dim))
-        k = jnp.concatenate([k, turned], -1)
+        shared_key = jnp.broadcast_to(shared_key[:, :, None], (*q.shape[:3], config.rope_head_dim))
+        k = jnp.concatenate([k, shared_key], -1)
     else:
         k, v = (
             jnp.repeat(jnp.einsum("btd,dkh->btkh", h, w[n]), config.num_heads // config.num_kv_heads, 2)
@@ -338,26 +337,26 @@ def latent_experts_layer(x, w, batch, config: Config):
         return x + swiglu("mlp_", w["w_gate"], w["w_up"], w["w_down"])
     logits = named(h @ w["w_router"], "router_logits")
     probability, expert = jax.lax.top_k(jax.nn.sigmoid(logits), config.experts_per_token)
-    each = lambda of_all: of_all.reshape(config.num_experts, config.model_dim, -1)
-    gate, up, down = (each(w[kind])[expert] for kind in ("expert_gate", "expert_up", "expert_down"))
+    by_expert = lambda stacked: stacked.reshape(config.num_experts, config.model_dim, -1)
+    gate, up, down = (by_expert(w[kind])[expert] for kind in ("expert_gate", "expert_up", "expert_down"))
     sent = named(jnp.repeat(h[:, :, None], config.experts_per_token, 2), "expert_input")
     gate, up = jnp.einsum("btxd,btxdm->btxm", sent, gate), jnp.einsum("btxd,btxdm->btxm", sent, up)
     product = named(jax.nn.silu(named(gate, "expert_gate")) * named(up, "expert_up"), "expert_product")
     out = named(jnp.einsum("btxm,btxdm->btxd", product, down), "expert_down")
-    x = x + jnp.sum(out * probability[..., None], 2)  # an einsum would be one more matmul
+    x = x + jnp.sum(out * probability[..., None], 2)  # an einsum would be counted as a matmul
     return x + swiglu("shared_", w["shared_gate"], w["shared_up"], w["shared_down"]) if "shared_gate" in w else x
 
 
 def layer_of(params, i: int, config: Config):
-    """Weights of layer i: some stacks are of all layers, some of the leading dense ones, some of those with experts."""
+    """The weights of layer i, from stacks over all layers, over the leading dense ones and over those with experts."""
     firsts = {"router": config.num_dense_layers, "experts": config.num_dense_layers}
     firsts["shared experts"] = config.num_dense_layers
-    found = {}
+    layer = {}
     for kind, weight in transformer.weights(config).items():
         row = i - firsts.get(weight.part, 0)
         if kind not in ("embed", "norm", "unembed") and 0 <= row < weight.shape[0]:
-            found[kind] = params[kind][row]
-    return found
+            layer[kind] = params[kind][row]
+    return layer
 
 
 def latent_experts_loss(params, batch, config: Config, layer):
@@ -368,7 +367,7 @@ def latent_experts_loss(params, batch, config: Config, layer):
 
 
 def model_of(config: Config):
-    """(layer, loss of parameters and batch and layer, parameters) of the plain model that the config describes."""
+    """Returns (layer, loss(parameters, batch, layer), parameters) of the plain model that the config describes."""
     if not config.num_experts:
         return partial(plain_layer, config=config), partial(plain_loss, config=config), parameters.param_shapes(config)
     shapes = {n: jax.ShapeDtypeStruct(w.shape, jnp.float32) for n, w in transformer.weights(config).items()}
@@ -387,26 +386,26 @@ MODELS = {
 def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
     layer, loss, params = model_of(config)
     loss = partial(loss, layer=layer)
-    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
-    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
+    forward, full_square = transformer.forward_flops_per_token(config), masked_half(config)
+    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + full_square
     trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
-    assert trained == transformer.train_flops_per_token(config) + 3 * whole_square
+    assert trained == transformer.train_flops_per_token(config) + 3 * full_square
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
-    """At its real widths and depth, of few tokens, traced and not run: forward and training, to the last FLOP."""
+    """At its real widths and depth on few tokens, traced and not run: forward and training, to the last FLOP."""
     config = from_preset(preset, batch=1, seq_len=16, window=0, global_every=0)
     if config.num_experts:
         layer, loss, params = model_of(config)
         loss = partial(loss, layer=layer)
     else:
         loss, params = partial(reference.loss, config=config), parameters.param_shapes(config)
-    forward, whole_square = transformer.forward_flops_per_token(config), empty_half(config)
-    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + whole_square
+    forward, full_square = transformer.forward_flops_per_token(config), masked_half(config)
+    assert matmul_flops_per_token(loss, params, batch_shapes(config)) == sum(forward.values()) + full_square
     trained = matmul_flops_per_token(jax.grad(loss), params, batch_shapes(config))
-    assert trained == transformer.train_flops_per_token(config) + 3 * whole_square
+    assert trained == transformer.train_flops_per_token(config) + 3 * full_square
 
 
 @pytest.mark.slow
@@ -422,20 +421,20 @@ def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
 )
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_recomputation_is_counted_exactly(config, saved):
-    """For any set of names: what jax.checkpoint computes again, read off the jaxpr of the gradient."""
+    """For any set of names, the formula equals what jax.checkpoint repeats, counted in the gradient's jaxpr."""
     saved = set(saved.split())
     layer, loss, params = model_of(config)
     flops = lambda layer: matmul_flops_per_token(jax.grad(partial(loss, layer=layer)), params, batch_shapes(config))
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
-    # Plain attention needs its scores again even where its result is there; as a kernel that has their log-sum-exp.
+    # Plain attention needs its scores again even if its result is saved, like a kernel that saves their log-sum-exp.
     kernel_scores = {"context", "log_sum_exp"} <= saved
     again = transformer.recomputed_flops_per_token(config, saved, kernel_scores=kernel_scores)
-    whole_square = again.get("scores", 0) + again.get("mix", 0)
-    found = flops(jax.checkpoint(layer, policy=policy)) - flops(layer)
-    assert found == sum(again.values()) + whole_square
+    full_square = again.get("scores", 0) + again.get("mix", 0)
+    repeated = flops(jax.checkpoint(layer, policy=policy)) - flops(layer)
+    assert repeated == sum(again.values()) + full_square
 
 
-def test_attention_is_recomputed_unless_all_that_it_keeps_is_saved():
+def test_attention_is_recomputed_unless_all_its_residuals_are_saved():
     forward = transformer.forward_flops_per_token(SMALL)
     again = partial(transformer.recomputed_flops_per_token, SMALL)
     everything = anatomy.saved_names(SMALL)
@@ -447,7 +446,7 @@ def test_attention_is_recomputed_unless_all_that_it_keeps_is_saved():
 
 
 def test_full_recomputation_leaves_out_the_matmul_that_ends_a_layer():
-    """But not the experts' last one: its result is what the router's gradient reads."""
+    """The experts' last matmul is repeated: the router's gradient reads its result."""
     config = dataclasses.replace(LATENT_EXPERTS, remat="full")
     again, forward = transformer.recomputed_flops_per_token(config), transformer.forward_flops_per_token(config)
     assert again["experts"] == forward["experts"] and again["attention"] == forward["attention"]
@@ -459,7 +458,7 @@ def test_full_recomputation_leaves_out_the_matmul_that_ends_a_layer():
 # -- activations
 
 
-def test_what_a_layer_saves_by_hand():
+def test_saved_bytes_of_a_layer_by_hand():
     """D=32, N=4, K=2, H=8, F=48, in float32: each tensor that the backward pass reads."""
     read = 32 + 32 + 32 + 16 + 16 + 4 + 32 + 32 + 32 + 3 * 48  # x, norm, q, k, v, lse, context, x, norm, MLP
     assert transformer.saved_bytes_per_layer(SMALL) == 4 * read
@@ -472,8 +471,8 @@ def test_what_a_layer_saves_by_hand():
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_activations_have_the_sizes_of_what_a_plain_layer_makes(config):
-    """Every name in the table, but for what only a kernel makes."""
+def test_activations_have_the_sizes_of_a_plain_layers_tensors(config):
+    """Every name in the table, except the log-sum-exp, which only a kernel makes."""
     layer, _, params = model_of(config)
     for i in range(config.num_layers):
         slice_of = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
@@ -492,10 +491,10 @@ def test_activations_have_the_sizes_of_what_a_plain_layer_makes(config):
 
 
 def test_remat_policies_are_maxtexts():
-    """What each keeps, in the words of MaxText's decoders.py: its names, and the log-sum-exp of the kernel's output."""
+    """The names that each policy saves are those in MaxText's decoders.py, and the kernel's log-sum-exp."""
     qkv, dots = "query_proj key_proj value_proj", "query_proj key_proj value_proj out_proj"
     mlp, kernel = "mlp_gate mlp_up mlp_down", "context log_sum_exp"
-    for remat, kept in {
+    for remat, names in {
         "full": "",
         "save_out_proj": "out_proj",
         "save_qkv_proj": qkv,
@@ -508,9 +507,9 @@ def test_remat_policies_are_maxtexts():
     }.items():
         config = dataclasses.replace(SMALL, remat=remat)
         saved = anatomy.saved_names(config) & anatomy.activations(SMALL).keys()
-        assert saved == {"decoder_layer_input", *kept.split()}, remat
+        assert saved == {"decoder_layer_input", *names.split()}, remat
         offloaded = anatomy.offloaded_names(config) & anatomy.activations(SMALL).keys()
-        assert offloaded == ({*kept.split()} if remat.endswith("_offloaded") else set()), remat
+        assert offloaded == ({*names.split()} if remat.endswith("_offloaded") else set()), remat
     policies = [remat for remat in REMAT_POLICIES if remat not in ("none", "custom")]
     assert list(anatomy.POLICIES) == policies
     assert anatomy.offloaded_names(SMALL) == set() and SMALL.remat == "none"
@@ -524,7 +523,7 @@ def test_remat_policies_are_maxtexts():
     assert anatomy.saved_names(custom) == {"decoder_layer_input", "context", *qkv.split()}
 
 
-def test_every_activation_has_a_name_that_a_flag_can_say():
+def test_a_flag_can_name_every_activation():
     tables = [
         anatomy.activations(config, experts=experts, fused=fused)
         for config in (dataclasses.replace(SMALL, qk_norm=True), LATENT_EXPERTS)
@@ -536,7 +535,7 @@ def test_every_activation_has_a_name_that_a_flag_can_say():
         assert [name for name in ACTIVATIONS if name in table] == list(table)
 
 
-def test_what_a_layer_with_experts_saves():
+def test_activations_of_a_layer_with_experts():
     found = anatomy.activations(LATENT_EXPERTS, experts=True)
     assert (found["query_proj"], found["key_proj"]) == (4 * 14, 4 * 14)
     assert (found["value_proj"], found["context"]) == (4 * 10, 4 * 10)
@@ -549,8 +548,8 @@ def test_what_a_layer_with_experts_saves():
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
 
 
-def test_rows_that_experts_have_room_for():
-    """96 tokens, each to 2 of 8 experts: so many times the mean, whole registers of 32, and no more than can come."""
+def test_expert_buffer_rows():
+    """96 tokens visit 2 of 8 experts each. Rows are a multiple of the mean, in registers of 32, up to the maximum."""
     mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16)
     rows = lambda devices, **flags: anatomy.expert_rows(Config(**mixture | flags), 96, devices)
     assert [rows(4, buffer_factor=factor) for factor in (1.0, 2.0, 2.1, 8.0)] == [192, 384, 416, 4 * 96 * 2]
@@ -561,13 +560,13 @@ def test_rows_that_experts_have_room_for():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
+def test_the_result_of_every_matmul_can_be_saved(preset):
     config = from_preset(preset)
     made = {weight.makes for weight in transformer.weights(config).values()} - {"logits", ""}
     kinds = {weight.part for weight in transformer.weights(config).values()}
-    there = anatomy.activations(config) if "mlp" in kinds else {}
-    there = {**there, **(anatomy.activations(config, experts=True) if "experts" in kinds else {})}
-    assert made <= there.keys() and made | {"decoder_layer_input"} <= MATMUL_OUTPUTS | made
+    names = anatomy.activations(config) if "mlp" in kinds else {}
+    names = {**names, **(anatomy.activations(config, experts=True) if "experts" in kinds else {})}
+    assert made <= names.keys() and made | {"decoder_layer_input"} <= MATMUL_OUTPUTS | made
     assert made <= MATMUL_OUTPUTS
     assert not transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="none"))
     full = transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
@@ -575,7 +574,7 @@ def test_what_a_matmul_makes_is_an_activation_that_can_be_saved(preset):
 
 
 def test_full_recomputation_of_llama_70b():
-    """8 FLOPs a parameter in place of 6 would be a third more: it is 7.5, and of all training FLOPs 24.5%."""
+    """7.5 FLOPs a parameter, not the 8 in place of 6 of a full forward pass; 24.5% of all training FLOPs."""
     config = from_preset("llama3.1-70b", remat="full", seq_len=8192)
     again = transformer.recomputed_flops_per_token(config)
     parts = transformer.parts(config)
@@ -595,14 +594,14 @@ def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
     config = from_preset(preset, **flags)
     state = jax.eval_shape(train.make_optimizer(config)[0].init, parameters.param_shapes(config))
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]  # the rest are counts of steps
-    found = transformer.state_bytes(config)
-    assert found["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
-    assert found["weights"] == found["gradients"] == 4 * transformer.num_params(config)
+    nbytes = transformer.state_bytes(config)
+    assert nbytes["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    assert nbytes["weights"] == nbytes["gradients"] == 4 * transformer.num_params(config)
     assert transformer.state_bytes(config, gradient_dtype="bfloat16")["gradients"] == 2 * transformer.num_params(config)
 
 
 def test_kv_cache():
-    """Llama 3.1 70B: 2 * 8 * 128 * 80 in bfloat16. Gemma's local layers stop at their window. DeepSeek: 576 a layer."""
+    """Llama 3.1 70B has 2 * 8 * 128 * 80 in bfloat16, DeepSeek 576 a layer. Gemma's local layers store one window."""
     assert transformer.kv_cache_bytes_per_token(from_preset("llama3.1-70b")) == 2 * 2 * 8 * 128 * 80
     gemma = from_preset("gemma-31b-like")
     tokens = 10 * 100_000 + 50 * 1024
@@ -613,8 +612,8 @@ def test_kv_cache():
 
 def test_latent_attention_is_read_as_one_shared_head():
     """T = 1, S large: 2*N*(2C + R) FLOPs for C + R numbers of 2 bytes: 128 * (2*512 + 64) / 576, near 242."""
-    found = transformer.attention_intensity(from_preset("deepseek-v3"), 1, 10**8, absorbed=True)
-    assert found == pytest.approx(128 * (2 * 512 + 64) / 576, rel=1e-4)
+    intensity = transformer.attention_intensity(from_preset("deepseek-v3"), 1, 10**8, absorbed=True)
+    assert intensity == pytest.approx(128 * (2 * 512 + 64) / 576, rel=1e-4)
     with pytest.raises(ValueError, match="kv_lora_rank is 0"):
         transformer.attention_intensity(SMALL, 1, 100, absorbed=True)
 
@@ -623,14 +622,14 @@ def test_latent_attention_is_read_as_one_shared_head():
 
 
 def book(**overrides) -> Config:
-    """A model as the book has them: F = 4D, N*H = D, all heads with keys of their own."""
+    """A model of the book's shape: F = 4D, N*H = D, and a key head for each query head."""
     shape = dict(model_dim=4096, ff_dim=4 * 4096, num_heads=32, num_kv_heads=32, head_dim=128, vocab_size=32_000)
     return Config(**shape | dict(num_layers=64) | overrides)
 
 
-def whole_square(config: Config) -> float:
-    """Training FLOPs a token and layer of attention itself, not halved by the mask, as the book counts."""
-    return 3 * 2 * empty_half(config) / config.num_layers
+def full_square(config: Config) -> float:
+    """Training FLOPs a token and layer of attention itself, without a mask, as the book counts them."""
+    return 3 * 2 * masked_half(config) / config.num_layers
 
 
 def test_book_training_flops_of_a_layer():
@@ -640,7 +639,7 @@ def test_book_training_flops_of_a_layer():
     L, T, D, F, NH = 64, 8192, 4096, 16_384, 4096
     assert (parts["mlp"].params, 3 * forward["mlp"]) == (L * 3 * D * F, L * 18 * D * F)
     assert (parts["attention"].params, 3 * forward["attention"]) == (L * 4 * D * NH, L * 24 * D * NH)
-    assert whole_square(config) == 12 * T * NH
+    assert full_square(config) == 12 * T * NH
     short = book(seq_len=1, vocab_size=1)
     assert transformer.train_flops_per_token(short) == pytest.approx(6 * transformer.num_params(short), rel=1e-3)
 
@@ -652,23 +651,22 @@ def test_book_unembedding():
 
 
 def test_book_attention_overtakes_at_8d():
-    """A share of T/8D. "For D ~ 8k, this would be ~64K tokens"; for D=4608 "around 32k", which is 36,864."""
+    """Its share is T/8D. "For D ~ 8k, this would be ~64K tokens"; for D=4608 "around 32k", which is 36,864."""
     assert transformer.overtaking_seq_len(book(), causal=False) == 8 * 4096
     assert transformer.overtaking_seq_len(book()) == 16 * 4096  # counted at half
-    of_dim = lambda D: book(model_dim=D, ff_dim=4 * D, num_heads=D // 128, num_kv_heads=D // 128)
-    assert transformer.overtaking_seq_len(of_dim(8192), causal=False) == 65_536
-    assert transformer.overtaking_seq_len(of_dim(4608), causal=False) == 36_864
+    scaled = lambda D: book(model_dim=D, ff_dim=4 * D, num_heads=D // 128, num_kv_heads=D // 128)
+    assert transformer.overtaking_seq_len(scaled(8192), causal=False) == 65_536
+    assert transformer.overtaking_seq_len(scaled(4608), causal=False) == 36_864
     config = book(seq_len=4096)
-    matmuls = transformer.train_flops_per_token(config) - whole_square(config) * 64 / 2 - 6 * 4096 * 32_000
-    assert whole_square(config) * 64 / matmuls == 4096 / (8 * 4096)
-    # The takeaways say the MLP dominates until T > 8D; it is the MLP and the projections. The MLP alone: 6D.
+    matmuls = transformer.train_flops_per_token(config) - full_square(config) * 64 / 2 - 6 * 4096 * 32_000
+    assert full_square(config) * 64 / matmuls == 4096 / (8 * 4096)
+    # The takeaways say that the MLP dominates until T > 8D. That holds for MLP and projections; the MLP alone: 6D.
     assert transformer.overtaking_seq_len(book(), "mlp", causal=False) == 6 * 4096
 
 
 def test_book_question_1():
-    """16B parameters: the book takes 4e3 for 4096 and drops what is under 1B; exact is 17.4B. A quarter attention.
-
-    512 kB of cache a token, in int8: kB for KiB.
+    """The book's 16B parameters round 4096 to 4e3 and drop terms under 1B; the exact count is 17.4B. Attention has a
+    quarter of a layer's. The 512 kB of cache a token, in int8, are KiB.
     """
     config = book()
     parts = transformer.parts(config)
@@ -683,9 +681,10 @@ def test_book_question_1():
 
 
 def test_book_question_4():
-    """TG/(G+1) over a whole sequence, SG/(G+S), so G, for one query. "Compute bound at S=240" is for large G alone:
+    """TG/(G+1) over a full sequence; SG/(G+S), which tends to G, for one query.
 
-    one query head a key head needs 480 on a chip of 240 FLOPs a byte.
+    "Compute bound at S=240" holds for large G only: with one query head a key head, a chip of 240 FLOPs a byte
+    needs 480.
     """
     for G in (1, 4, 32):
         config = book(num_kv_heads=32 // G)
@@ -701,7 +700,7 @@ def test_book_question_5():
 
 
 def test_book_question_6():
-    """With the outputs of the 7 matmuls saved, attention itself is done again: 4BT^2NH. (The book has no answer.)"""
+    """With the outputs of the 7 matmuls saved, attention itself is repeated: 4BT^2NH. (The book gives no answer.)"""
     config = book(seq_len=8192)
     again = transformer.recomputed_flops_per_token(config, MATMUL_OUTPUTS)
     assert again.keys() == {"scores", "mix"}
@@ -711,8 +710,8 @@ def test_book_question_6():
 def test_book_gradient_checkpointing():
     """B*T = 4M, L=64, D=8192 in bfloat16: "2 * 20 * B * T * D * L = 84TB", of which block remat leaves 4.2TB.
 
-    The book's rough 20*D is what the table of activations adds up to at F = 4D, but for the log-sum-exp. Its "7 per
-    layer" for the outputs of big matmuls counts tensors; in units of D, as the 20, they are 13.
+    The book's rough 20*D is the sum of the table of activations at F = 4D, without the log-sum-exp. Its "7 per layer"
+    for the outputs of big matmuls counts tensors; in units of D, like the 20, they are 13.
     """
     config = book(model_dim=8192, ff_dim=4 * 8192, num_heads=64, num_kv_heads=64, dtype="bfloat16")
     names = anatomy.saved_names(config) - {"log_sum_exp"}
@@ -731,7 +730,7 @@ def test_book_kv_cache():
 
 
 def test_book_a_mixture_is_e_mlps():
-    """So "an MoE is a dense model with E MLP blocks per layer", of which a token meets k."""
+    """In the book's words, "an MoE is a dense model with E MLP blocks per layer", of which a token visits k."""
     experts = transformer.parts(book(num_experts=8, experts_per_token=2, expert_dim=16_384))["experts"]
     dense = transformer.parts(book())["mlp"]
     assert (experts.params, experts.active_params) == (8 * dense.params, 2 * dense.params)
@@ -768,7 +767,7 @@ def test_formulas_with_their_numbers():
     assert "6 * 69,501,714,432 = 417,010,286,592" in shown  # the formula's parameters, unembedding included
     assert "6 * 64 * (128 + 128) * 327,680 = 32,212,254,720" in shown
     assert "80 * 2,048 * 2 = 327,680" in shown
-    assert "of which a token meets 8/128" in run("--preset=qwen3-30b-a3b", "--explain").stdout
+    assert "of which a token uses 8/128" in run("--preset=qwen3-30b-a3b", "--explain").stdout
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -779,7 +778,7 @@ def test_every_preset_has_a_table(preset, capsys):
     assert max(map(len, shown.splitlines())) <= 120
 
 
-def test_a_policy_of_ones_own_stands_among_the_others():
+def test_a_custom_policy_is_listed_after_the_others():
     config = from_preset("llama3.1-8b", remat="custom", remat_tensors="context:device")
     policies = transformer.summary(config)["predicted"]["recompute_by_policy"]
     others = transformer.summary(from_preset("llama3.1-8b"))["predicted"]["recompute_by_policy"]
@@ -791,9 +790,9 @@ def test_a_policy_of_ones_own_stands_among_the_others():
 @pytest.mark.parametrize(
     ("asked", "positions", "chunk"),
     [
-        (1024, 8192, 1024),  # where it divides: that
-        (1024, 8191, 1024),  # a prime: 8 chunks, of which one position is filled up
-        (1024, 8193, 911),  # 9 chunks, not 8 and one of a single position
+        (1024, 8192, 1024),  # it divides
+        (1024, 8191, 1024),  # a prime: 8 chunks, with one position of padding
+        (1024, 8193, 911),  # 9 equal chunks, not 8 and one of a single position
         (1024, 1025, 513),
         (300, 1000, 250),
         (1024, 7, 7),
@@ -812,15 +811,15 @@ def test_chunks_of_the_loss_are_about_equal(asked, positions, chunk):
     ("sequences", "vocabulary"), [(1, 50_257), (4, 128_256), (2, 256), (4096, 201_088), (0.25, 256)]
 )
 def test_chunks_of_the_loss_follow_vocabulary_and_batch(positions, sequences, vocabulary):
-    """By default 256 MiB of logits in float32 on a device at most, and more than half of it where there are as many."""
+    """By default a device has at most 256 MiB of float32 logits, and more than half of that if there are as many."""
     chunk = anatomy.loss_chunk(Config(), sequences, positions, vocabulary)
     logits = lambda positions: 4 * sequences * positions * vocabulary
     assert chunk == 1 or logits(chunk) <= 2**28
     assert chunk == positions or logits(chunk) > 2**27 or logits(chunk + 1) > 2**28
 
 
-def test_chunks_of_the_loss_in_blocks_of_8_bits_are_whole_blocks():
-    """6 sequences of 128 rows' blocks: 64 positions are 3 of them."""
+def test_chunks_of_the_loss_are_whole_fp8_blocks():
+    """In 6 sequences, 64 positions are 3 blocks of 128 rows."""
     blocks = dict(fp8="dynamic", fp8_granularity="block", fp8_block=128, fp8_modules="unembed", loss_chunk=100)
     assert anatomy.loss_chunk(Config(**blocks), 6, 1000, 256) == 128
     assert anatomy.loss_chunk(Config(**blocks), 128, 1000, 256) == 100
