@@ -1,11 +1,13 @@
-"""A layer of the decoder, as the code that one device runs: attention, and an MLP or a mixture of experts.
+"""A layer of the decoder, as the code that one device runs: attention, then an MLP or a mixture of experts.
+
+**Formula.**
 
     x += attention(norm(x));   x += swiglu(norm(x))
 
-RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), grouped-query
-or latent attention, SwiGLU (Shazeer 2020, arXiv:2002.05202).
+With `num_experts` a mixture of experts takes the place of the MLP (mixture.py). tensor.py has the matmuls.
 
-With `num_experts` a mixture of experts takes the place of the MLP (mixture.py). The matmuls are tensor.py's.
+**Source.** RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864),
+grouped-query or latent attention, SwiGLU (Shazeer 2020, arXiv:2002.05202).
 """
 
 import math
@@ -29,53 +31,14 @@ from remat import named
 from tensor import column_parallel, matmul, row_parallel
 
 
-def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
-    """x / rms(x) * scale, in float32; the mean is over the whole dim, of which this device holds 1/axis."""
-    x_f32 = x_btd.astype(jnp.float32)
-    mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
-    if axis:
-        mean_bt1 = lax.pmean(mean_bt1, axis)
-    return (x_f32 * lax.rsqrt(mean_bt1 + eps) * scale_d).astype(x_btd.dtype)
-
-
-def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position * frequency, each [b, t, H/2] in float32.
-
-    `rope_scaling` = s > 1 stretches the context as Llama 3.1 does (arXiv:2407.21783; the 1 and 4 below are those of its
-    released configuration): wavelengths over the original length become s times longer, those under a quarter of it
-    are kept, and the ones between are blended.
-    """
-    half = (config.rope_head_dim or config.head_dim) // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if config.rope_scaling != 1:
-        turns = config.rope_original_len * frequency / (2 * math.pi)  # in the original context
-        keep = ((turns - 1) / (4 - 1)).clip(0, 1)
-        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angles = positions_bt[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x[i], x[i + H/2]) of every head by their angles: x * cos + (-x2, x1) * sin.
-
-    The halves change places in a matmul: exact, as each sum has one term, 1% of the projection before it. Sliced and
-    joined again, they are passes through HBM of their own: 2% of a step of Llama 3.1 70B on TPU7x (compiled).
-    """
-    half = jnp.eye(cos.shape[-1], dtype=x_btnH.dtype)
-    swap_HH = jnp.block([[0 * half, half], [-half, 0 * half]])
-    cos, sin = (jnp.concatenate([table, table], -1)[:, :, None] for table in (cos, sin))
-    swapped_btnH = jnp.dot(x_btnH, swap_HH, precision="highest", preferred_element_type=jnp.float32)
-    return (x_btnH * cos + swapped_btnH * sin).astype(x_btnH.dtype)
-
-
 def layer(w: Layers, x, constants, i, is_global, config: Config):
-    """x = (x_btd, metrics) after one layer: attention, then an MLP, or a mixture where the layer has experts.
+    """x = (x_btd, metrics) after one layer: attention, then an MLP or a mixture of experts.
 
     Args:
-      w: the layer's weights, gathered over fsdp; the dim L is gone.
+      w: the layer's weights, gathered over fsdp and without the dim L.
       constants: (segments_bt, cos, sin), the same for all layers.
       i: the number of the layer among those with experts.
-      is_global: whether it attends without a window; None where all layers do alike.
+      is_global: whether the layer attends without a window; None if all layers do the same.
     """
     x_btd, metrics = x
     x_btd = named(x_btd, "decoder_layer_input")
@@ -88,18 +51,17 @@ def layer(w: Layers, x, constants, i, is_global, config: Config):
         x_btd += y_btd
         if config.num_shared_experts:
             x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
-    # Left to choose, XLA:TPU lays the residual stream out with T fastest and transposes it on the SparseCores, where
-    # the gathers of the next layer then wait for the end of this one.
+    # Without this constraint XLA:TPU chooses a layout with T fastest, and transposes it on the SparseCores. The gathers
+    # of the next layer, which run there too, would then wait for the end of this one.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics
 
 
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
-    """attention(norm(x)) in this device's heads, and its projection to the residual stream."""
+    """attention(norm(x)) of this device's heads, projected back to the residual stream."""
     h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
-    project_heads = project_from_latents if config.kv_lora_rank else project
-    q_btnH, k_btkH, v_btkU = project_heads(w, h_btd, cos, sin, config)
-    q_btnH, k_btkH = named(q_btnH, "query_proj"), named(k_btkH, "key_proj")
-    v_btkU = named(v_btkU, "value_proj")
+    project = project_latents if config.kv_lora_rank else project_qkv
+    q_btnH, k_btkH, v_btkU = project(w, h_btd, cos, sin, config)
+    q_btnH, k_btkH, v_btkU = named(q_btnH, "query_proj"), named(k_btkH, "key_proj"), named(v_btkU, "value_proj")
     context_btnU = attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config)
     out_btd = row_parallel(context_btnU, w.w_o, config)
     if config.output_bias:
@@ -107,8 +69,8 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
     return named(out_btd, "out_proj")
 
 
-def project(w: Layers, h_btd, cos, sin, config: Config):
-    """Queries, keys and values of this device's heads, rotated."""
+def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
+    """Queries, keys and values of this device's heads, with rotary positions."""
     q_btnH, k_btkH, v_btkU = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + w.bias_v
@@ -119,13 +81,100 @@ def project(w: Layers, h_btd, cos, sin, config: Config):
     return rope(q_btnH, cos, sin), rope(k_btkH, cos, sin), v_btkU
 
 
-def project_from_latents(w: Layers, h_btd, cos, sin, config: Config):
-    """The same of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): through low-rank latents.
+def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
+    """An MLP that all tokens go through: (silu(h w) * (h v)) w_down. `name` begins the names of its activations."""
+    w_Df, v_Df, w_fD = weights
+    gate_btf, up_btf = column_parallel(h_btd, (w_Df, v_Df), config)
+    gate_btf, up_btf = named(gate_btf, f"{name}_gate"), named(up_btf, f"{name}_up")
+    product_btf = named(jax.nn.silu(gate_btf) * up_btf, f"{name}_product")
+    return named(row_parallel(product_btf, w_fD, config), f"{name}_down")
 
-    Keys and values of all heads are made from C numbers a token, queries from Q; position turns R dims of each query,
-    and one key of R dims, which all heads share. The latents are rows times columns of this device's d, so what stays
-    to be done is one all-reduce of b*t*(Q + C + R) numbers, in place of a gather of b*t*D (2,112 against 7,168 in
-    DeepSeek-V3); and an all-reduce as large of their gradients, of which each device has its heads' share.
+
+# -- norm and positions
+
+
+def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
+    """x / rms(x) * scale, in float32. The mean is over all of D; with `axis` this device holds a shard of it."""
+    x_f32 = x_btd.astype(jnp.float32)
+    mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
+    if axis:
+        mean_bt1 = lax.pmean(mean_bt1, axis)
+    return (x_f32 * lax.rsqrt(mean_bt1 + eps) * scale_d).astype(x_btd.dtype)
+
+
+def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position * frequency, each [b, t, H/2] in float32.
+
+    `rope_scaling` = s > 1 stretches the context as in Llama 3.1 (arXiv:2407.21783; the 1 and 4 below are from its
+    released configuration). Wavelengths above the original length become s times longer, those under a quarter of it
+    stay the same, and those between are interpolated.
+    """
+    half = (config.rope_head_dim or config.head_dim) // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_scaling != 1:
+        periods = config.rope_original_len * frequency / (2 * math.pi)  # in the original context
+        unscaled = ((periods - 1) / (4 - 1)).clip(0, 1)
+        frequency = frequency * (unscaled + (1 - unscaled) / config.rope_scaling)
+    angles = positions_bt[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (x[i], x[i + H/2]) of every head by their angles: x * cos + (-x2, x1) * sin.
+
+    A matmul swaps the halves. It is exact, since each sum has one term, and costs 1% of the projection before it.
+    Slicing and concatenating would be separate passes through HBM: 2% of a step of Llama 3.1 70B on TPU7x (compiled).
+    """
+    half = jnp.eye(cos.shape[-1], dtype=x_btnH.dtype)
+    swap_HH = jnp.block([[0 * half, half], [-half, 0 * half]])
+    cos, sin = (jnp.concatenate([table, table], -1)[:, :, None] for table in (cos, sin))
+    swapped_btnH = jnp.dot(x_btnH, swap_HH, precision="highest", preferred_element_type=jnp.float32)
+    return (x_btnH * cos + swapped_btnH * sin).astype(x_btnH.dtype)
+
+
+# -- attention
+
+
+def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config):
+    """Causal attention, with a window unless the layer is global, by the implementation for this mesh and platform."""
+    kernel, interpret = uses_flash_kernel(config), sharding.platform() != "tpu"
+    over_context = lax.axis_size("context") > 1
+
+    def windowed(window):
+        options = dict(window=window, sinks=sinks, max_logit=config.max_logit or None)
+        ids = segments_bt, segments_bt
+        if over_context:
+            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
+            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
+            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
+        if kernel:
+            options |= dict(which=is_global, interpret=interpret)
+            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
+        # causal_attention works on quarters of the queries, over which the TPU compiler of jax 0.10 crashes.
+        plain = attention if sharding.platform() == "tpu" else causal_attention
+        return named(plain(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
+
+    if not config.global_every:
+        return windowed(config.window)
+    if kernel and not over_context:  # flash_attention takes both windows and branches around its kernel alone
+        return windowed((config.window, 0))
+    return lax.cond(is_global, partial(windowed, 0), partial(windowed, config.window))
+
+
+def uses_flash_kernel(config: Config) -> bool:
+    """Whether attention runs as the kernel of flash.py. On devices other than TPUs the kernel is interpreted."""
+    return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
+
+
+def project_latents(w: Layers, h_btd, cos, sin, config: Config):
+    """`project_qkv` of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    The keys and values of all heads are computed from a latent of C numbers a token, the queries from one of Q. Rotary
+    positions apply to R dims of each query, and to one key of R dims that all heads share.
+
+    Each device multiplies its d columns of h by its d rows of the down projections, which leaves partial sums. One
+    all-reduce of b*t*(Q + C + R) numbers completes them, in place of a gather of b*t*D (2,112 against 7,168 in
+    DeepSeek-V3). The backward pass all-reduces as much: each device has its heads' share of the latents' gradients.
     """
     R, eps = config.rope_head_dim, config.norm_eps
     downs = (w.w_kv_down, w.w_k_rope, w.w_q_down) if config.q_lora_rank else (w.w_kv_down, w.w_k_rope)
@@ -143,43 +192,3 @@ def project_from_latents(w: Layers, h_btd, cos, sin, config: Config):
     q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
     k_rope_btnR = jnp.broadcast_to(rope(k_rope_btR[:, :, None], cos, sin), (*k_btnI.shape[:3], R))
     return q_btnH, jnp.concatenate([k_btnI, k_rope_btnR], -1), v_btnU
-
-
-def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config):
-    """Causal attention, with a window but in global layers, by whichever implementation runs on this mesh."""
-    kernel, interpret = attends_by_kernel(config), sharding.platform() != "tpu"
-    over_context = lax.axis_size("context") > 1
-
-    def within(window):
-        options = dict(window=window, sinks=sinks, max_logit=config.max_logit or None)
-        ids = segments_bt, segments_bt
-        if over_context:
-            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
-            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
-            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
-        if kernel:
-            options |= dict(which=is_global, interpret=interpret)
-            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
-        # On a TPU the plain one is whole, to be compared with: the compiler of jax 0.10 crashes over the quarters.
-        plain = attention if sharding.platform() == "tpu" else causal_attention
-        return named(plain(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
-
-    if not config.global_every:
-        return within(config.window)
-    if kernel and not over_context:  # the branches are around its kernel alone (flash.py)
-        return within((config.window, 0))
-    return lax.cond(is_global, partial(within, 0), partial(within, config.window))
-
-
-def attends_by_kernel(config: Config) -> bool:
-    """Whether attention is the kernel of flash.py, on these devices: simulated where they are no TPUs."""
-    return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
-
-
-def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
-    """An MLP that all tokens see; `name` of its activations."""
-    w_Df, v_Df, w_fD = weights
-    gate_btf, up_btf = column_parallel(h_btd, (w_Df, v_Df), config)
-    gate_btf, up_btf = named(gate_btf, f"{name}_gate"), named(up_btf, f"{name}_up")
-    product_btf = named(jax.nn.silu(gate_btf) * up_btf, f"{name}_product")
-    return named(row_parallel(product_btf, w_fD, config), f"{name}_down")

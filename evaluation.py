@@ -39,7 +39,7 @@ def make_eval_step(config: Config, mesh: Mesh):
 
 def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
     """Mean cross-entropy over the held-out sequences, `eval_batches` batches of them at most."""
-    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
+    order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(index):
         rows = partial(data.eval_batch, corpus, index, batch=config.batch, seq_len=config.seq_len)

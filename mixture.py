@@ -116,7 +116,7 @@ def dispatch(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.A
     return dropless(x_td, routing) if parts == 1 else moe.in_parts(dropless, x_td, routing, parts)
 
 
-def no_metrics(config: Config) -> dict[str, jax.Array]:
+def zero_metrics(config: Config) -> dict[str, jax.Array]:
     """What the layers of a mixture add to. Each device has its share."""
     if not config.num_experts:
         return {}
@@ -144,7 +144,7 @@ def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Co
     }
 
 
-def figures(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def reported_metrics(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Of the summed metrics, what is shown. Load imbalance: the largest load over the mean one, mean of the layers."""
     if "expert_loads" not in metrics:
         return metrics
@@ -154,7 +154,7 @@ def figures(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return shown | {"dropped_fraction": metrics["dropped"] / jnp.sum(loads_LE)}
 
 
-def balance(params: Params, metrics: dict[str, jax.Array], accept: jax.Array, config: Config) -> Params:
+def update_selection_biases(params: Params, metrics: dict[str, jax.Array], accept: jax.Array, config: Config) -> Params:
     """The parameters after an accepted step with these loads: outside the gradient, selection biases follow them."""
     if not config.selection_bias:
         return params

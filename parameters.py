@@ -1,6 +1,6 @@
-"""The parameters as arrays: shapes, layouts on the mesh and start values by anatomy.py's table, and their FP8 scales.
+"""The parameters as arrays: shapes, layouts and initial values from the table in anatomy.py, and their FP8 recipes.
 
-Master weights are float32; the computation is in `config.dtype`.
+Master weights are float32. The computation is in `config.dtype`, and in FP8 where the config says so.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ class Params:
     """All parameters, in float32."""
 
     embed: jax.Array
-    layers: "Layers"  # the stack of all that are alike; in a mixture those with experts
+    layers: "Layers"  # all layers; in a mixture those with experts
     norm: jax.Array
-    unembed: jax.Array | None = None  # None: tied to embed
-    dense_layers: "Layers | None" = None  # in a mixture: leading layers with a dense MLP
+    unembed: jax.Array | None = None  # None if tied to embed
+    dense_layers: "Layers | None" = None  # in a mixture the leading layers, which have a dense MLP
 
 
-# The weights of a stack of layers, by the names of anatomy.WEIGHTS; None where the model has no such weight. Inside the
-# layer loop the dim L is gone and the weights are gathered over fsdp: w_q is w_q_DnH there.
+# The weights of a stack of layers, under the names of anatomy.WEIGHTS; None for a weight that the model does not have.
+# Inside the layer loop the weights have no dim L and are gathered over fsdp: w_q is w_q_DnH there.
 Layers = dataclasses.make_dataclass(
     "Layers",
     [(name, "jax.Array | None", None) for name, weight in anatomy.WEIGHTS.items() if weight.dims[0] == "L"],
@@ -45,11 +45,11 @@ Layers = dataclasses.make_dataclass(
 jax.tree_util.register_dataclass(Layers)
 
 
-# -- shapes, layouts, start values
+# -- shapes, layouts, initial values
 
 
 def _tree(config: Config, leaf) -> Params:
-    """A Params with leaf(name, shape, weight) for every weight that the model has."""
+    """Params with leaf(name, shape, weight) in place of every weight that the model has."""
     size = anatomy.sizes(config)
 
     def leaves(weights: dict[str, anatomy.Weight], num_layers: int = 0, prefix: str = "") -> dict:
@@ -64,12 +64,12 @@ def _tree(config: Config, leaf) -> Params:
 
 
 def param_shapes(config: Config) -> Params:
-    """The parameters as jax.ShapeDtypeStruct, float32."""
+    """The shapes of the parameters, as jax.ShapeDtypeStruct in float32."""
     return _tree(config, lambda name, shape, weight: jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def param_specs(config: Config) -> Params:
-    """The layout of the parameters; with `shard_update` they and the optimizer state are sharded over `data`, too."""
+    """The layout of the parameters. With `shard_update` they and the optimizer state are sharded over `data`, too."""
 
     def spec(name, shape, weight):
         layout = P(*weight.layout)
@@ -79,7 +79,7 @@ def param_specs(config: Config) -> Params:
 
 
 def compute_dtypes(config: Config) -> Params:
-    """The dtypes that the step computes in: float32 for the router's weights, `config.dtype` for the others."""
+    """The dtype in which the step uses each weight: float32 for the router's, `config.dtype` for the others."""
     dtype = lambda name: "float32" if name in anatomy.FLOAT32_WEIGHTS else config.dtype
     return _tree(config, lambda name, shape, weight: jnp.dtype(dtype(name)))
 
@@ -90,13 +90,14 @@ def is_matrix(config: Config) -> Params:
 
 
 def init_params(config: Config, key: jax.Array) -> Params:
-    """Normal with variance 1/fan-in, and 2L times less for the 2L outputs that add to the residual stream.
+    """Draws the weights from a normal distribution of variance 1/fan-in; norms start as ones and biases as zeros.
 
-    The stream then starts with variance 1, a row of the embedding (fan-in 1: a look-up; D where it is also the
-    unembedding), and its sub-layers together add about as much.
+    The 2L matrices that add to the residual stream have 2L times less variance. The stream then starts with the
+    variance 1 of an embedding row, and all sub-layers together add about as much. The embedding is a look-up of fan-in
+    1; its fan-in is D if it is also the unembedding.
 
-    Call it under jit with the parameters' shardings as output: each device then draws its own shards only. The values
-    come from the seed and the parameter's name alone, whatever the mesh.
+    Call it under jit with the parameters' shardings as output, so that each device draws its own shards only. The
+    values depend on the seed and the parameter's name alone, not on the mesh.
     """
     size = anatomy.sizes(config)
 
@@ -111,41 +112,46 @@ def init_params(config: Config, key: jax.Array) -> Params:
     return _tree(config, draw)
 
 
-def of_experts(w: Layers, config: Config) -> Layers:
-    """A layer's weights, whole over fsdp, with the matrices of its experts apart: each [z, m] as [e, D, m].
+def unstack_experts(w: Layers, config: Config) -> Layers:
+    """A layer's gathered weights, with the matrices of its experts as [e, D, m] in place of [z, m].
 
-    fsdp cuts the rows of all of them as those of one matrix (moe.py); expert, the major of the two, leaves them whole.
+    They are stored one below the other and sharded by rows (moe.py). `expert` is the major axis of that dim, so each of
+    its devices has entire matrices once the rows are gathered over fsdp.
     """
 
-    def apart(w):  # an array, or what is left of it in 8 bits
+    def unstack(w):  # an array, or the leaves of its quantised form
         by_expert = lambda a: a.reshape(-1, config.model_dim, a.shape[-1]) if a.shape[0] > 1 else a[None]
         return jax.tree.map(by_expert, w)
 
     names = [name for name in ("expert_gate", "expert_up", "expert_down") if getattr(w, name) is not None]
-    return dataclasses.replace(w, **{name: apart(getattr(w, name)) for name in names})
+    return dataclasses.replace(w, **{name: unstack(getattr(w, name)) for name in names})
 
 
-# -- 8 bits
+# -- FP8
 
 
 class Scaling(NamedTuple):
-    """What a step knows of its 8-bit operands before it has them (calibration.py)."""
+    """The state of FP8 scaling that a step starts from (calibration.py)."""
 
-    amax: dict  # {weight: {x or dy: float32 [L]}}, the largest elements to expect
+    amax: dict  # {weight: {x or dy: float32 [L]}}: the largest |element| to expect of each operand
     key: jax.Array | None = None  # for stochastic rounding
 
 
-NOTHING_KNOWN = Scaling({})
+NO_SCALING = Scaling({})
 
 
 def fp8_recipe(config: Config) -> fp8.Recipe:
+    """How the operands of the layers' matmuls are quantised."""
     scaling = "dynamic" if config.fp8 == "calibrate" else config.fp8
-    how = (scaling, config.fp8_granularity, config.fp8_rounding, config.fp8_gradients, config.fp8_block)
-    return fp8.Recipe(*how, row_axes=(*placement.BATCH_AXES, "context"), feature_axes=("tensor",))
+    options = (scaling, config.fp8_granularity, config.fp8_rounding, config.fp8_gradients, config.fp8_block)
+    return fp8.Recipe(*options, row_axes=(*placement.BATCH_AXES, "context"), feature_axes=("tensor",))
 
 
 def unembedding_recipe(config: Config) -> fp8.Recipe | None:
-    """Of the logits, if they are made in 8 bits. With the whole vocabulary to multiply, a maximum of today is cheap."""
+    """How the operands of the logits' matmul are quantised; None if it is not in FP8.
+
+    Its scaling is dynamic in place of delayed or static: next to a matmul with the vocabulary, a maximum is cheap.
+    """
     if "unembed" not in anatomy.fp8_weights(config):
         return None
     recipe = fp8_recipe(config)
@@ -153,7 +159,7 @@ def unembedding_recipe(config: Config) -> fp8.Recipe | None:
 
 
 def fp8_contracted(config: Config) -> Params:
-    """Of these weights, how many dims their matmul contracts; 0 of all others."""
+    """How many dims of each weight its FP8 matmul contracts; 0 for weights that are not in FP8."""
     names = {name for group in anatomy.fp8_groups(config) for name in group}
 
     def contracted(name, shape, weight):
@@ -163,18 +169,18 @@ def fp8_contracted(config: Config) -> Params:
 
 
 def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) -> Layers:
-    """One layer's weights, of which those in 8 bits know the largest elements to expect and the key of their noise."""
-    known = {}
+    """One layer's weights; those in FP8 as fp8.Weight, with the largest elements to expect and a rounding key."""
+    weights = {}
     for name in (name for group in anatomy.fp8_groups(config) for name in group if getattr(w, name) is not None):
-        own_key = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
-        of_name = amax.get(name, {})
-        known[name] = fp8.Weight(getattr(w, name), of_name.get("x"), of_name.get("dy"), own_key)
-    return dataclasses.replace(w, **known)
+        weight_key = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+        operands = amax.get(name, {})
+        weights[name] = fp8.Weight(getattr(w, name), operands.get("x"), operands.get("dy"), weight_key)
+    return dataclasses.replace(w, **weights)
 
 
 # -- the order of positions
 
 
-def order_of(config: Config, length: int, ways: int) -> np.ndarray:
-    """int [length]: the positions of a sequence in the order in which `ways` parts of `context` hold them."""
+def position_order(config: Config, length: int, ways: int) -> np.ndarray:
+    """int [length]: the positions of a sequence, in the order in which `ways` devices of `context` hold them."""
     return order(length, ring_size(ways, config.context_impl, config.context_heads), anatomy.in_zigzag(config))

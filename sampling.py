@@ -27,7 +27,7 @@ from collectives import all_gather
 from config import Config
 
 
-def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: int, scaling=parameters.NOTHING_KNOWN):
+def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: int, scaling=parameters.NO_SCALING):
     """A token for each sequence, one of the first `num_tokens`, drawn by the logits of position `at`.
 
     Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
@@ -62,7 +62,7 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
         weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
         scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
         T = prompt_bT.shape[1]
-        mine_t = jnp.asarray(parameters.order_of(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]
+        mine_t = jnp.asarray(parameters.position_order(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]
 
         def extend(carry, number):
             tokens_bT, length = carry

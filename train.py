@@ -132,7 +132,7 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
     return jax.tree.map_with_path(layout, shapes)
 
 
-def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=parameters.NOTHING_KNOWN, *, config: Config):
+def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=parameters.NO_SCALING, *, config: Config):
     """Loss, metrics, and the loss's gradients, laid out as the parameters. Per-device code, in the step's shard_map.
 
     Where `scaling` has largest elements to expect, those that were found are among the metrics, as `amax`.
@@ -184,7 +184,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     params, opt_state = update(state, grads, finite, config=config, mesh=mesh)
-    params = mixture.balance(params, metrics, finite, config)
+    params = mixture.update_selection_biases(params, metrics, finite, config)
     new_state = State(
         step=state.step + 1,
         params=params,
@@ -194,7 +194,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
     # Minimised is the sum; shown is the cross-entropy, as of the held-out sequences, and beside it what was added.
-    metrics = mixture.figures(metrics) | {
+    metrics = mixture.reported_metrics(metrics) | {
         "step": new_state.step,
         "loss": loss - metrics.get("auxiliary_loss", 0),
         "grad_norm": grad_norm,
@@ -289,7 +289,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             contents["fp8_scales"] = calibration.identity(config)
         facts["the corpus"] = corpus.identity
 
-    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
+    order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)

@@ -1,26 +1,27 @@
-"""Vocabulary parallelism: embedding, unembedding and loss, with the vocabulary cut over `tensor`.
+"""Vocabulary parallelism: embedding, unembedding and loss, with the vocabulary sharded over `tensor`.
 
-A look-up finds the tokens of this device's part of the vocabulary and leaves a partial sum (Shoeybi et al. 2019,
-Megatron-LM, arXiv:1909.08053, section 3). The loss needs of the logits only their log-sum-exp and the label's entry,
-both sums over the vocabulary, so the full logits_BTV exist nowhere: a device holds those of its part of the vocabulary,
-for a chunk of c positions of its sequences at once.
+**Idea** (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3). A look-up finds the tokens of this device's
+shard of the vocabulary and leaves a partial sum. The loss needs only two numbers a position: the log-sum-exp of the
+logits, and the logit of the label. Both are sums over the vocabulary, so no device ever has the full logits_BTV. It
+computes those of its shard of the vocabulary, for a chunk of c positions of its sequences at a time.
 
-    x_btD  = where(token is mine, w_vD[token], 0)                       {U_tensor}
+**Formula.**
+
+    x_btD  = where(token is in my shard, w_vD[token], 0)                {U_tensor}
     lse_bc = log sum_v exp(x_bcD . w_vD)                                an all-reduce of b*c numbers, twice
     loss   = sum weight_bc * (lse_bc - logit of the label + z * lse_bc^2)
 
-**Memory**: 4*b*c*v bytes of logits, in place of 4*b*t*V. At 128,256 tokens, 8 sequences of 8192 and tensor=1, whole
-logits would be 31 GiB, a chunk of 1,024 positions of one sequence is 0.5 GiB. **FLOPs**: 6*b*t*D*v, forward and
-backward: the gradient of a chunk is taken while its logits are there, and not computed again.
+**Chunks** are about equal, and as many as the requested size makes necessary (`anatomy.loss_chunk`). 8,193 positions by
+1,024 are 9 chunks of 911, and the last one is padded with 6 positions of weight 0. So a length without divisors costs
+what its neighbours do.
 
-**Chunks** are as many as the size that is asked makes necessary, and about equal (`anatomy.loss_chunk`): 8,193
-positions by 1,024 are 9 chunks of 911, of which the last has 6 positions that count for nothing. So a length without
-divisors costs what its neighbours do. Each chunk adds to dw_vD, in float32: 8 bytes of memory an element, which take as
-long on TPU7x as the matmuls of 4/3 C/W = 400 rows b*c.
+**Cost.** Memory: 4*b*c*v bytes of logits, in place of 4*b*t*V. With 128,256 tokens, 8 sequences of 8192 and tensor=1,
+all logits would take 31 GiB; a chunk of 1,024 positions of one sequence takes 0.5 GiB. FLOPs: 6*b*t*D*v, forward and
+backward. The gradient of a chunk is computed while its logits are in memory, so that they are not computed twice. Each
+chunk adds to dw_vD in float32: 8 bytes of memory traffic an element. On TPU7x that takes as long as the matmuls of
+4/3 C/W = 400 rows b*c.
 
-**8 bits**: the three matmuls are a function that is passed in; that of 8 bits is in fp8.py.
-
-**Left out**: a kernel that keeps a chunk's logits in VMEM.
+**Left out.** A kernel that keeps a chunk's logits in VMEM.
 """
 
 from functools import partial
@@ -32,24 +33,24 @@ from jax import lax
 
 @jax.custom_vjp
 def embed(w_vD: jax.Array, tokens_bt: jax.Array) -> jax.Array:
-    """Rows of this device's part of the vocabulary, zeros for the others' tokens: a partial sum {U_tensor} of x_btD.
+    """x_btD as a partial sum {U_tensor}: the embeddings of tokens in this device's shard of the vocabulary, else zeros.
 
-    The gradient is added up in float32, whatever the dtype: a frequent token is one row with thousands of summands.
+    The gradient is accumulated in float32, whatever the dtype: the row of a frequent token has thousands of summands.
     """
-    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    index_bt, mine_bt = _in_my_shard(tokens_bt, w_vD.shape[0])
     return jnp.where(mine_bt[..., None], w_vD[index_bt], 0)
 
 
-def _my_part(tokens_bt, num_rows):
-    """Row of each token in this device's part of the vocabulary, and whether it is in there."""
+def _in_my_shard(tokens_bt, num_rows):
+    """(the row of each token in this device's shard of the vocabulary, whether it is in that shard)."""
     index_bt = tokens_bt - lax.axis_index("tensor") * num_rows
     mine_bt = (index_bt >= 0) & (index_bt < num_rows)
     return jnp.where(mine_bt, index_bt, 0), mine_bt
 
 
 def _embed_backward(residuals, dx_btD):
-    tokens_bt, w_vD = residuals  # of w_vD only the shape and the dtype are used
-    index_bt, mine_bt = _my_part(tokens_bt, w_vD.shape[0])
+    tokens_bt, w_vD = residuals  # w_vD for its shape and dtype only
+    index_bt, mine_bt = _in_my_shard(tokens_bt, w_vD.shape[0])
     dx_btD = jnp.where(mine_bt[..., None], dx_btD, 0).astype(jnp.float32)
     dw_vD = jnp.zeros_like(w_vD, jnp.float32).at[index_bt].add(dx_btD)
     return dw_vD.astype(w_vD.dtype), None
@@ -59,12 +60,12 @@ embed.defvjp(lambda w_vD, tokens_bt: (embed(w_vD, tokens_bt), (tokens_bt, w_vD))
 
 
 def matmul(x_bcD, w_vD, _, chunk):
-    """Logits of a chunk in float32, and the function that makes dx_bcD and, in float32, dw_vD of their gradient."""
+    """(logits_bcv of a chunk in float32, gradients: dlogits_bcv -> (dx_bcD, dw_vD in float32))."""
 
     def gradients(dlogits_bcv):
         dlogits_bcv = dlogits_bcv.astype(x_bcD.dtype)
         dx_bcD = jnp.einsum("bcv,vD->bcD", dlogits_bcv, w_vD)  # {U_tensor}
-        dlogits_rv, x_rD = [a.reshape(-1, a.shape[-1]) for a in (dlogits_bcv, x_bcD)]  # tensor.matmul has why
+        dlogits_rv, x_rD = [a.reshape(-1, a.shape[-1]) for a in (dlogits_bcv, x_bcD)]  # as in tensor.matmul
         return dx_bcD, jnp.einsum("rv,rD->vD", dlogits_rv, x_rD, preferred_element_type=jnp.float32)
 
     return jnp.einsum("bcD,vD->bcv", x_bcD, w_vD, preferred_element_type=jnp.float32), gradients
@@ -74,54 +75,55 @@ def matmul(x_bcD, w_vD, _, chunk):
 def cross_entropy(
     x_btD, w_vD, targets_bt, weights_bt, operand, chunk: int, soft_cap: float, z_loss: float, matmul=matmul
 ):
-    """Sum of weight * (-log softmax(x w^T)[target] + z_loss * logsumexp^2), with the vocabulary cut over `tensor`.
+    """The sum of weight * (-log softmax(x w^T)[target] + z_loss * logsumexp^2), and the z_loss term of it.
 
-    Exact, `chunk` positions of each sequence at a time, the last chunk filled up with positions of weight 0. When it is
-    differentiated, each chunk's gradient is taken while its logits are there: 3 matmuls, where recomputing the logits
-    in a backward pass would make them 4.
+    Exact. It takes `chunk` positions of each sequence at a time, and pads the last chunk with positions of weight 0.
+    Under differentiation the gradient of each chunk is computed while its logits are in memory. That takes 3 matmuls;
+    recomputing the logits in a backward pass would take 4.
 
     Args:
-      matmul: (x_bcD, w_vD, operand, number of the chunk) -> logits and their gradients, as `matmul` above does it.
-      operand: what else it takes, to which no gradient goes: arrays, or None.
+      operand: further arrays for `matmul`, which get no gradient; or None.
+      matmul: (x_bcD, w_vD, operand, number of the chunk) -> logits and their gradients, as `matmul` above. fp8.logits
+        is the one in FP8.
 
-    Returns: float32 scalars, the same on all devices of `tensor`: the sum, and what of it is z_loss's, to which no
-      gradient goes.
+    Returns:
+      Two float32 scalars, the same on all devices of `tensor`. The gradient is that of the first.
     """
 
     def chunk_loss(_, xs):
         (x_bcD, *labels), i = xs
         return None, _chunk_loss(matmul(x_bcD, w_vD, operand, i)[0], *labels, soft_cap, z_loss)[0]
 
-    losses, of_z = lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1]
-    return jnp.sum(losses), jnp.sum(of_z)
+    losses, z_part = lax.scan(chunk_loss, None, _chunks((x_btD, targets_bt, weights_bt), chunk))[1]
+    return jnp.sum(losses), jnp.sum(z_part)
 
 
 def _chunks(arrays, chunk):
-    """[b, t, ...] -> [t/chunk, b, chunk, ...], and their numbers. What fills the last one up is zeros: weights, too."""
+    """(arrays [b, t, ...] as [t/chunk, b, chunk, ...], numbers of the chunks). The last one is padded with zeros."""
     b, t = arrays[0].shape[:2]
-    filled = lambda a: jnp.pad(a, [(0, 0), (0, -t % chunk), *[(0, 0)] * (a.ndim - 2)]) if t % chunk else a
-    cut = jax.tree.map(lambda a: filled(a).reshape(b, -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
-    return cut, jnp.arange(-(-t // chunk))
+    pad = lambda a: jnp.pad(a, [(0, 0), (0, -t % chunk), *[(0, 0)] * (a.ndim - 2)]) if t % chunk else a
+    chunks = jax.tree.map(lambda a: pad(a).reshape(b, -1, chunk, *a.shape[2:]).swapaxes(0, 1), arrays)
+    return chunks, jnp.arange(-(-t // chunk))
 
 
 def _chunk_loss(logits_bcv, targets_bc, weights_bc, soft_cap, z_loss):
-    """Loss of a chunk with what of it is z_loss's, and its gradient in the logits."""
+    """((loss of a chunk, its z_loss term), the gradient of the loss with respect to the logits)."""
     slope_bcv = 1.0
     if soft_cap:
         tanh_bcv = jnp.tanh(logits_bcv / soft_cap)
         logits_bcv, slope_bcv = soft_cap * tanh_bcv, 1 - tanh_bcv**2
-    index_bc, mine_bc = _my_part(targets_bc, logits_bcv.shape[-1])
+    index_bc, mine_bc = _in_my_shard(targets_bc, logits_bcv.shape[-1])
     label_bc = jnp.take_along_axis(logits_bcv, index_bc[..., None], -1)[..., 0]
     max_bc = lax.pmax(jnp.max(logits_bcv, -1), "tensor")
     p_bcv = jnp.exp(logits_bcv - max_bc[..., None])
     sum_bc, label_bc = lax.psum((jnp.sum(p_bcv, -1), jnp.where(mine_bc, label_bc, 0.0)), "tensor")
     lse_bc = max_bc + jnp.log(sum_bc)
     loss = jnp.sum(weights_bc * (lse_bc - label_bc + z_loss * lse_bc**2))
-    of_z = z_loss * jnp.sum(weights_bc * lse_bc**2)
+    z_part = z_loss * jnp.sum(weights_bc * lse_bc**2)
 
     is_label_bcv = (jnp.arange(logits_bcv.shape[-1]) == index_bc[..., None]) & mine_bc[..., None]
     dlogits_bcv = p_bcv * ((1 + 2 * z_loss * lse_bc) / sum_bc)[..., None] - is_label_bcv
-    return (loss, of_z), dlogits_bcv * slope_bcv * weights_bc[..., None]
+    return (loss, z_part), dlogits_bcv * slope_bcv * weights_bc[..., None]
 
 
 def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, operand, chunk, soft_cap, z_loss, matmul):
@@ -133,10 +135,10 @@ def _cross_entropy_forward(x_btD, w_vD, targets_bt, weights_bt, operand, chunk, 
         return dw_vD + more_vD, (losses, dx_bcD)
 
     zeros_vD = jnp.zeros_like(w_vD, jnp.float32)
-    dw_vD, ((losses, of_z), dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
+    dw_vD, ((losses, z_part), dx_bcD) = lax.scan(step, zeros_vD, _chunks((x_btD, targets_bt, weights_bt), chunk))
     b, t, D = x_btD.shape
     dx_btD = dx_bcD.swapaxes(0, 1).reshape(b, -1, D)[:, :t]
-    return (jnp.sum(losses), jnp.sum(of_z)), (dx_btD, dw_vD.astype(w_vD.dtype))
+    return (jnp.sum(losses), jnp.sum(z_part)), (dx_btD, dw_vD.astype(w_vD.dtype))
 
 
 def _cross_entropy_backward(chunk, soft_cap, z_loss, matmul, residuals, cotangents):

@@ -20,9 +20,9 @@ from config import Config
 def test_figures_of_the_loads():
     """Two layers: 3/2 and 1 times the mean; 3 of 16 choices dropped."""
     sums = dict(expert_loads=jnp.array([[2.0, 6], [4, 4]]), dropped=jnp.float32(3))
-    found = mixture.figures(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
+    found = mixture.reported_metrics(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
     assert found == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
-    assert mixture.figures({}) == {}
+    assert mixture.reported_metrics({}) == {}
 
 
 def elsewhere(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):

@@ -68,7 +68,7 @@ def on_mesh(config: Config, devices: list | None = None):
 
 def laid_out(batch: data.Batch, config: Config, mesh) -> data.Batch:
     """The positions in the order in which the mesh axis `context` holds them."""
-    order = parameters.order_of(config, config.seq_len, mesh.shape["context"])
+    order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
     return data.Batch(*(np.asarray(field)[:, order] for field in batch))
 
 

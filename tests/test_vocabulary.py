@@ -43,16 +43,16 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
         x, w, weights_, targets_ = vary(x, w, weights, targets)
         x = jax.lax.pcast(x, ("tensor",), to="varying")
         loss = lambda x, w: vocabulary.cross_entropy(x, w, targets_, weights_, None, chunk, soft_cap, z_loss)
-        (value, of_z), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+        (value, z_part), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
         everywhere = placement.MESH_AXES[:-1]
         return (
-            jax.lax.psum((value, of_z), everywhere),
+            jax.lax.psum((value, z_part), everywhere),
             jax.lax.psum(dx, (*everywhere, "tensor")),
             jax.lax.psum(dw, everywhere),
         )
 
-    (value, of_z), dx, dw = on_tensor_mesh(sharded, (P(), P("tensor")), (P(), P(), P("tensor")))(x, w)
-    without = value - of_z if z_loss else value
+    (value, z_part), dx, dw = on_tensor_mesh(sharded, (P(), P("tensor")), (P(), P(), P("tensor")))(x, w)
+    without = value - z_part if z_loss else value
     want, (want_dx, want_dw) = jax.value_and_grad(plain, argnums=(0, 1))(x, w)
     np.testing.assert_allclose(value, want, rtol=1e-6)
     np.testing.assert_allclose(without, plain(x, w, z_loss=0.0), rtol=1e-6)
@@ -61,18 +61,18 @@ def test_chunked_cross_entropy_is_exact(chunk, soft_cap, z_loss):
 
 
 def test_every_token_is_found_on_one_device():
-    """Those at either end of a device's part, too: two rows would add up, or none be there."""
+    """Also the first and last token of a shard: two devices would add up two rows, or none would have one."""
     w = jnp.arange(1.0, 9)[:, None]
-    found = on_tensor_mesh(
+    embed = on_tensor_mesh(
         lambda w: jax.lax.psum(vocabulary.embed(*vary(w, jnp.arange(8)[None])), placement.MESH_AXES),
         (P("tensor"),),
         P(),
     )
-    np.testing.assert_array_equal(found(w)[0], w)
+    np.testing.assert_array_equal(embed(w)[0], w)
 
 
 def test_embedding_gradient_counts_a_frequent_token_in_full():
-    """4096 summands of 1: in bfloat16, which counts to 256, they would stop there."""
+    """4096 summands of 1. A bfloat16 sum would stop at 256."""
     tokens = jnp.zeros((1, 4096), jnp.int32)
 
     def per_device(w):
