@@ -165,6 +165,18 @@ class Chip:
         return Axis(num_slices, self.dcn_bytes_per_s, self.dcn_hop_s, wrap=False, name="slices")
 
 
+# -- what programs reach of the figures
+
+# Measured on TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. Other chips are assumed
+# to reach the same shares of their figures.
+HBM_REACHED = 0.87  # of HBM's bandwidth: a copy, 6421 of 7380 GB/s
+LINKS_REACHED = 0.89  # of a link: an all-gather, 178.8 of 200 GB/s
+HOST_BYTES_PER_S = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
+# Attention kernels on TPU7x take their compiled cycles at 1.76 GHz, 0.8 of the clock that the peak takes.
+KERNEL_CLOCK = 0.8
+
+# -- the chips
+
 GiB, MiB = 2**30, 2**20
 
 CHIPS = {

@@ -88,7 +88,7 @@ from functools import cached_property
 
 import command
 from compiled.hlo import PASS_THROUGH, Instruction, Numbers, Program, Shape, evaluate, parse
-from hardware import CHIPS, Chip
+from hardware import CHIPS, HBM_REACHED, HOST_BYTES_PER_S, KERNEL_CLOCK, LINKS_REACHED, Chip
 
 CHIP = CHIPS["tpu7x"]
 
@@ -110,11 +110,11 @@ def rates_of(chip: Chip) -> Rates:
     """Of one of the chip's devices: the shares of its peaks that were measured of TPU7x; 16 GB/s to an unknown host."""
     return Rates(
         clock_hz=chip.clock_hz,
-        kernel_clock_hz=0.8 * chip.clock_hz,
-        link_bytes_per_s=0.89 * chip.link_bytes_per_s,
-        die_to_die_bytes_per_s=0.89 * chip.die_to_die_bytes_per_s,
-        hbm_bytes_per_s=0.87 * chip.hbm_bytes_per_s / chip.devices,
-        host_bytes_per_s=chip.pcie_bytes_per_s / chip.devices if chip.pcie_bytes_per_s else 16e9,
+        kernel_clock_hz=KERNEL_CLOCK * chip.clock_hz,
+        link_bytes_per_s=LINKS_REACHED * chip.link_bytes_per_s,
+        die_to_die_bytes_per_s=LINKS_REACHED * chip.die_to_die_bytes_per_s,
+        hbm_bytes_per_s=HBM_REACHED * chip.hbm_bytes_per_s / chip.devices,
+        host_bytes_per_s=chip.pcie_bytes_per_s / chip.devices if chip.pcie_bytes_per_s else HOST_BYTES_PER_S,
         network_bytes_per_s=chip.dcn_bytes_per_s / chip.devices,
     )
 

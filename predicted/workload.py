@@ -35,7 +35,7 @@ from functools import cache, partial
 import anatomy
 import compiler_flags
 from config import Config
-from hardware import Axis, Chip
+from hardware import HBM_REACHED, HOST_BYTES_PER_S, KERNEL_CLOCK, LINKS_REACHED, Axis, Chip
 from placement import BATCH_AXES, fill_mesh, parse_mesh
 from predicted import transformer
 from predicted.bounds import in_flight, matmul_dtype
@@ -61,8 +61,10 @@ class Efficiency:
     # where both are float32. Compiled: 119k, 122k, 220k cycles forward and backward (8,192 tokens, D 4096, E 128).
     passes_of_f32: int = 4
     expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
-    attention_forward: float = 0.8 * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
-    attention_backward: float = 0.8 * 2560 / 4405  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
+    attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
+    attention_backward: float = (
+        KERNEL_CLOCK * 2560 / 4405
+    )  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
     attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
     # Positions; whole tiles of a sequence are computed. Compiled: of 1,025 tokens forward 2.01, backward 1.93 times the
     # cycles of 1,024, where this makes 1.87.
@@ -70,14 +72,14 @@ class Efficiency:
     # A block of heads of 64 or 192 takes as long as of 128: the softmax does not see it, and 128 half fills the matrix
     # unit. Of 256 it takes so many times as long; compiled: 86.0k / 69.5k for 8192 forward, 201.5k / 166.3k backward.
     attention_of_256: float = 1.22
-    hbm: float = 0.87  # of the peak; measured: a copy, 6421 of 7380 GB/s
+    hbm: float = HBM_REACHED  # of the peak
     # Of HBM's peak. Chosen: what the measured steps of Llama 3.1 70B in bf16 and fp8 and of Qwen3 235B take beyond the
     # other parts, over the bytes that are counted here. A program moves more: transposes, float32, what is not fused.
     elementwise: float = 0.37
     gated_experts: bool = True  # the experts' kernel computes their SwiGLU, too: gmm.py
-    links: float = 0.89  # of a link; measured: an all-gather, 178.8 of 200 GB/s
+    links: float = LINKS_REACHED  # of a link
     usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
-    host_bytes_per_s: float = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # of a device one way, where a chip has no figure
     # What of a layer hides the way of its activations to the host. Compiled, without flags: the kernel (remat.py).
     hides_offload: tuple[str, ...] = ("attention",)
     # A layer's gradients are summed behind what its backward pass has left when those of its MLP or experts are there.
@@ -95,8 +97,8 @@ TODAY = Efficiency()
 # DeepSeek-V3, and no copies of weights: most cut them in two dims, and carry none on.
 PUBLISHED = replace(
     TODAY,
-    attention_forward=0.8 * 1024 / 3333,
-    attention_backward=0.8 * 2560 / 5780,
+    attention_forward=KERNEL_CLOCK * 1024 / 3333,
+    attention_backward=KERNEL_CLOCK * 2560 / 5780,
     hides_offload=("matmul", "attention", "elementwise"),
     gated_experts=False,
     late_sums=False,
