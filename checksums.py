@@ -107,7 +107,8 @@ def _block_of(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 
 def _bits(x: jax.Array) -> jax.Array:
     """Elements of 8, 16 or 32 bits, or bools, as uint32."""
-    assert x.dtype.itemsize <= 4, x.dtype
+    if x.dtype.itemsize > 4:
+        raise TypeError(f"{x.dtype} has more than 32 bits")
     if x.dtype != jnp.bool_:
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return x.astype(jnp.uint32)

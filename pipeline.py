@@ -414,7 +414,7 @@ def _exchange(chunks, turns, axis: str):
 def idle_share(of: Schedule, forward_s: float = 1.0, backward_s: float = 2.0) -> float:
     """Share of the time in which a stage has nothing to do: counted, a tick being as long as what any stage does in it.
 
-    Raises AssertionError if stages do not all do the same work.
+    Raises ValueError if stages do not all do the same work.
     """
     total, working = 0.0, [0.0] * of.stages
     for tick in range(of.num_ticks):
@@ -422,7 +422,8 @@ def idle_share(of: Schedule, forward_s: float = 1.0, backward_s: float = 2.0) ->
         total += forward_s * does["forwards"] + backward_s * does["backwards"]
         for stage in range(of.stages):
             working[stage] += forward_s * of.forward_at(tick, stage)[-1] + backward_s * of.backward_at(tick, stage)[-1]
-    assert len(set(working)) == 1, working
+    if len(set(working)) > 1:
+        raise ValueError(f"stages do not all do the same work: {working} s")
     return 1 - working[0] / total
 
 

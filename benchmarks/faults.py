@@ -203,7 +203,7 @@ def table(kept: dict) -> str:
 
 def show_list(chosen: list[Trial]) -> None:
     for trial in chosen:
-        print(f"{trial.number:3} {trial.title}, seed {trial.seed}: {inspect.getdoc(trial.drill)}")
+        print(f"{trial.number:3} {trial.title}, seed {trial.seed}: {inspect.getdoc(trial.drill) or 'see drills.py'}")
 
 
 def choose(names: list[str], every: list[Trial]) -> list[Trial]:

@@ -182,6 +182,55 @@ def test_an_interrupt_that_a_callback_would_swallow_ends_the_program():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+# -- python -OO, which leaves out docstrings and asserts
+
+
+READS = ast.Name, ast.Attribute, ast.Call
+
+
+def without_fallback(source: str) -> list[str]:
+    """What of a source would be otherwise under `python -OO`: asserts, and reads of a docstring with no `or` behind."""
+    tree = ast.parse(source)
+    first = [node.values[0] for node in ast.walk(tree) if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)]
+    reads = re.compile(r"__debug__|.*\.__doc__|__doc__|(inspect\.)?(getdoc|cleandoc)\(.*\)")
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, READS) and reads.fullmatch(ast.unparse(node)) and node not in first)
+    ]
+
+
+def test_reads_of_docstrings_are_found():
+    found = without_fallback("__doc__\nassert x\nf(a.b.__doc__)\ninspect.getdoc(f)\nx = y or f.__doc__\n__debug__")
+    assert sorted(line.split(":")[0] for line in found) == [f"line {number}" for number in range(1, 7)]
+    assert not without_fallback("x = f.__doc__ or ''\ny = inspect.getdoc(f) or 'none'\ndoc = '__doc__'\n")
+
+
+@pytest.mark.parametrize(
+    "path", [*command.modules(), *sorted(ROOT.glob("benchmarks/*.py"))], ids=lambda path: path.stem
+)
+def test_nothing_depends_on_docstrings_and_asserts(path):
+    assert not without_fallback(path.read_text(encoding="utf-8"))
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_help_is_whole_without_docstrings():
+    asked = [run_python("-OO", "train.py", "--help"), run_python("train.py", "--help")]
+    assert [run.returncode for run in asked] == [0, 0] and asked[0].stdout == asked[1].stdout
+
+
+@pytest.mark.slow
+def test_a_run_trains_without_docstrings_and_asserts():
+    run = run_python(
+        "-OO", "train.py", "--steps=2", "--sample=0", "--eval_batches=0", "--num_layers=1", "--mesh=fsdp:2"
+    )
+    assert run.returncode == 0 and "step 2/2  loss " in run.stdout, run.stderr
+
+
 # -- values
 
 
