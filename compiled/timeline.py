@@ -73,8 +73,9 @@ class Summary:
 
 def newest(folder: str) -> Path:
     """The newest trace under it. Raises ValueError if there is none."""
-    if found := sorted(Path(folder).glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime):
-        return found[-1]
+    # Where jax.profiler writes, and not all that is under a folder: of / that is the machine.
+    if traces := sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime):
+        return traces[-1]
     raise ValueError(f"{folder!r} has no *.xplane.pb: python train.py --profile_dir={folder} writes one")
 
 

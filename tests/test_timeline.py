@@ -80,12 +80,18 @@ def test_what_cannot_be_read_is_said(tmp_path):
         timeline.summarize([Event("else.1", "a", "", 0, 0, 1)], PROGRAM)
     with pytest.raises(ValueError, match=r"has no \*.xplane.pb: python train.py --profile_dir="):
         timeline.newest(str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no \*.xplane.pb"):  # at once, though there is one below
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "host.xplane.pb").write_bytes(b"")
+        timeline.newest(str(tmp_path))
     with pytest.raises(SystemExit):
         command.run(timeline.main, [str(tmp_path)])
 
 
 def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
-    (tmp_path / "a.xplane.pb").write_bytes(b"\x0a\xff\xff")
+    trace = tmp_path / "plugins/profile/2026_01_01/host.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"\x0a\xff\xff")
     (tmp_path / timeline.PROGRAM).write_text(
         "HloModule m, is_scheduled=true\n\nENTRY %m (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n"
     )
