@@ -205,7 +205,7 @@ BY_HAND += [line + file for line in READ for file in ODD]
 BY_HAND += [f"data.py prepare {file} --out=/tmp/bad_input.bin" for file in ODD[:4]]
 WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir")]
 BY_HAND += [line + file for line in WRITTEN for file in ODD[1:3]]
-TAKE_A_RUN = ["train.py", "config.py", "aot.py", "remat.py", "roofline.py step", "roofline.py bounds"]
+TAKE_A_RUN = ["train.py", "flags.py", "aot.py", "roofline.py remat", "roofline.py step", "roofline.py bounds"]
 
 
 class _FoundError(Exception):
@@ -346,9 +346,8 @@ def reason(line: str) -> str | None:
 def prepared() -> None:
     """All modules imported, on simulated devices, once for all forks."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    for path in ROOT.glob("*.py"):
-        if path.stem != "train" or "train" not in sys.modules:
-            importlib.import_module(path.stem)
+    for path in command.modules():
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @contextlib.contextmanager
