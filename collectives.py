@@ -61,7 +61,7 @@ which some hops cross two links. A program grows with its rings: one of 128 devi
 torus of 4 x 4 x 4 x 2 has 10. `jax.vmap` over the rings, and forward-mode derivatives of the matmuls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -141,13 +141,13 @@ def all_gather(
     """
     names = _check(x, axis, dim, algorithm, new_dim=not tiled)
     if lax.axis_size(names) == 1:  # XLA for CPUs would bring x into another layout for it, and what is made of x
-        return _vary_alike(names, x if tiled else jnp.expand_dims(x, dim))[0]
+        return vary_alike(x if tiled else jnp.expand_dims(x, dim), names)
     if algorithm == "xla":
         gather = partial(lax.all_gather, axis_name=names, axis=dim, tiled=tiled)
         if not tiled or _whole_registers(x.shape, x.shape[dim]):
             return gather(x)
-        return _with_transpose(gather, partial(_xla_scatter, names=names, dim=dim), *_vary_alike(names, x))
-    (x,) = _vary_alike(names, x if tiled else jnp.expand_dims(x, dim))
+        return _with_transpose(gather, partial(_xla_scatter, names=names, dim=dim), vary_alike(x, names))
+    x = vary_alike(x if tiled else jnp.expand_dims(x, dim), names)
     for name in reversed(names):
         gather, scatter = (partial(f, axis=name, dim=dim, algorithm=algorithm) for f in (_ring_gather, _ring_scatter))
         x = _with_transpose(gather, scatter, x)
@@ -175,13 +175,13 @@ def reduce_scatter(
     if x.dtype == bool and algorithm != "xla":
         raise ValueError("bools have no sum: cast them to an integer type first")
     if lax.axis_size(names) == 1:
-        return _vary_alike(names, x if tiled else jnp.squeeze(x, dim))[0]
+        return vary_alike(x if tiled else jnp.squeeze(x, dim), names)
     if algorithm == "xla":
         if not tiled or _whole_registers(x.shape, x.shape[dim] // lax.axis_size(names)):
             return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=tiled)
         gather = partial(lax.all_gather, axis_name=names, axis=dim, tiled=True)
-        return _with_transpose(partial(_xla_scatter, names=names, dim=dim), gather, *_vary_alike(names, x))
-    (x,) = _vary_alike(names, x)
+        return _with_transpose(partial(_xla_scatter, names=names, dim=dim), gather, vary_alike(x, names))
+    x = vary_alike(x, names)
     for name in names:
         gather, scatter = (partial(f, axis=name, dim=dim, algorithm=algorithm) for f in (_ring_gather, _ring_scatter))
         x = _with_transpose(scatter, gather, x)
@@ -258,7 +258,7 @@ def all_reduce(
     if algorithm == "xla" or lax.axis_size(names) == 1:
         x = lax.psum(x, names)
         return x if to == "invarying" else lax.pcast(x, names, to=to)
-    (x,) = _vary_alike(names, x)
+    x = vary_alike(x, names)
     rings = tuple(name for name in names if lax.axis_size(name) > 1)
     num_parts = len(rings) if spread else 1
     blocks = num_parts * lax.axis_size(names)
@@ -319,7 +319,7 @@ def all_to_all(
     _check(x, axis, concat_dim, algorithm)
     if algorithm == "xla":
         return lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)
-    (x,) = _vary_alike(names, x)
+    x = vary_alike(x, names)
     n, sizes = lax.axis_size(names), [lax.axis_size(name) for name in names]
     block = list(x.shape)
     block[split_dim] //= n
@@ -474,7 +474,7 @@ def all_gather_matmul(
     if algorithm == "xla":
         whole = lax.all_gather(x, axis, axis=dim, tiled=True)
         return tuple(jnp.tensordot(whole, w, 1) for w in weights)
-    x, *weights = _vary_alike((axis,), x, *weights)
+    x, *weights = vary_alike((x, *weights), (axis,))
     return _all_gather_matmul(axis, dim, algorithm, x, tuple(weights))
 
 
@@ -498,7 +498,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis: str, *, dim: int, al
     _check_dtypes(x, w)
     if algorithm == "xla":
         return lax.psum_scatter(jnp.tensordot(x, w, k), axis, scatter_dimension=dim, tiled=True)
-    return _matmul_reduce_scatter(axis, dim, algorithm, *_vary_alike((axis,), x, w))
+    return _matmul_reduce_scatter(axis, dim, algorithm, *vary_alike((x, w), (axis,)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -583,15 +583,19 @@ def _weight_gradient(x, dy, num_leading):
 # -- types, and what can be wrong
 
 
-def _vary_alike(names, *arrays):
-    """All of a type that varies over these axes and over all over which one of them does.
+def vary_alike(tree, axes: Sequence[str] = ()):
+    """The tree, each array cast to vary over `axes` and over every mesh axis over which another array varies.
 
     A gradient must have the type of its argument, and what comes round a ring varies. The cast moves nothing; its
     transpose is a sum over the axes over which an array did not vary.
     """
-    axes = set(names).union(*(jax.typeof(a).mat.varying for a in arrays))
-    missing = [tuple(axes - set(jax.typeof(a).mat.varying)) for a in arrays]
-    return [lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)]
+    axes = set(axes).union(*(jax.typeof(a).mat.varying for a in jax.tree.leaves(tree)))
+
+    def cast(a):
+        missing = tuple(axes - set(jax.typeof(a).mat.varying))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(cast, tree)
 
 
 def _check_dtypes(x, w):

@@ -57,8 +57,8 @@ from jax.experimental.pallas import tpu as pltpu
 import command
 from compiled import bundles
 from hardware import CHIPS, MiB
+from tuned import VMEM_BYTES
 
-VMEM_LIMIT = 60 * MiB  # for blocks; 4 MiB are left, for registers that are spilt and for the compiler
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 TILES = {2: (1024, 512, 8192), 1: (1024, 1024, 8192)}  # m, n, k by bytes of an element: the best of those compiled
 
@@ -96,7 +96,7 @@ def matmul(
         scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)] if steps > 1 else [],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),  # steps along K depend on each other
-            vmem_limit_bytes=VMEM_LIMIT + 3 * MiB,
+            vmem_limit_bytes=VMEM_BYTES + 3 * MiB,
         ),
         interpret=interpret,
         name="dense",
@@ -157,8 +157,8 @@ def _checked(lhs_MK, rhs_KN, tiles, dtype) -> tuple[int, int, int, int]:
         if tile < 1 or (tile < dim and tile % unit):
             raise ValueError(f"tile {name}={tile} of a dim of {dim}: not a multiple of {unit}, a register's size there")
     used = 2 * (m * k + k * n) * size + 2 * m * n * jnp.dtype(dtype).itemsize + (4 * m * n if k < K else 0)
-    if used > VMEM_LIMIT:
-        raise ValueError(f"tiles {m}, {n}, {k} take {used:,} bytes of VMEM, {VMEM_LIMIT:,} are there: take a smaller k")
+    if used > VMEM_BYTES:
+        raise ValueError(f"tiles {m}, {n}, {k} take {used:,} bytes of VMEM, {VMEM_BYTES:,} are there: take a smaller k")
     return N, m, n, k
 
 

@@ -71,11 +71,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flash_backward
 import tuned
+from collectives import vary_alike
 from masks import TRUSTED, UNSEEN, block_ranges
 
 LOG2_E = math.log2(math.e)
 LANES = 128  # of a register
-VMEM_BYTES = 60 * 2**20  # of 64 MiB; the rest is for the compiler's spills
 MASKED, NOBODY = 1 << 29, 1 << 30  # flags in the number of a tile, above chunk << 16 | block
 
 
@@ -204,7 +204,7 @@ def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16, window: i
     while True:
         cut = lambda length, rows, step: pl.cdiv(pl.cdiv(length, pl.cdiv(length, rows)), step) * step
         blocks = replace(unit, q_rows=cut(T, q_rows, unit.queries), k_rows=cut(S, k_rows, unit.keys))
-        if vmem_bytes(blocks, H, V, dtype) <= VMEM_BYTES or q_rows == unit.queries:
+        if vmem_bytes(blocks, H, V, dtype) <= tuned.VMEM_BYTES or q_rows == unit.queries:
             return blocks
         q_rows, k_rows = (q_rows, k_rows // 2) if k_rows > q_rows else (q_rows // 2, k_rows)
 
@@ -248,8 +248,8 @@ def _check(q_BNTH, k_BKSH, v_BKSV, segments, window, soft_cap, blocks):
             f"{blocks}: queries and keys must be multiples of {LANES}, q_rows of queries, k_rows of keys, and both "
             f"unrolls of 2*ahead"
         )
-    if (taken := vmem_bytes(blocks, H, v_BKSV.shape[3], q_BNTH.dtype)) > VMEM_BYTES:
-        raise ValueError(f"{blocks} take {taken:,} bytes of VMEM, of {VMEM_BYTES:,}: lower q_rows or k_rows")
+    if (taken := vmem_bytes(blocks, H, v_BKSV.shape[3], q_BNTH.dtype)) > tuned.VMEM_BYTES:
+        raise ValueError(f"{blocks} take {taken:,} bytes of VMEM, of {tuned.VMEM_BYTES:,}: lower q_rows or k_rows")
 
 
 # -- the call
@@ -352,18 +352,11 @@ def _call_of(
     )
 
     def run(lists, *shared):
-        operands = _alike([*lists, *shared])
+        operands = vary_alike([*lists, *shared])
         typed = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).mat)
         return call(out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, 1, T), jnp.float32)])(*operands)
 
     return run, [offset, prefixes_B, groups, reach, tiles]
-
-
-def _alike(operands):
-    """All of them varying over the mesh axes over which any does: a type only, inside of jax.shard_map."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    missing = [tuple(axes - jax.typeof(x).mat.varying) for x in operands]
-    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True)]
 
 
 def _list_tiles(ranges_bn4, num, blocks):

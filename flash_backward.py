@@ -80,12 +80,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 import tuned
+from collectives import vary_alike
 from masks import UNSEEN, block_ranges, visible
 
 LOG2_E = math.log2(math.e)
 LANES = 128
 MXU = 256  # rows and columns of what a matrix unit holds
-VMEM_LIMIT = 60 * 2**20  # of 64 MiB; the rest is the compiler's own
 NO_GRADIENT = -UNSEEN  # the log-sum-exp of a query that has none: exp2(score - NO_GRADIENT) is 0 for any score
 
 
@@ -112,7 +112,7 @@ def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16) -> Blocks
         resident = _up(pl.cdiv(S, parts), blocks.keys)
         for buffers in (2, 1):
             choice = replace(blocks, resident=resident, buffers=buffers)
-            if vmem_bytes(choice, H, V, dtype) <= VMEM_LIMIT or resident == blocks.keys:
+            if vmem_bytes(choice, H, V, dtype) <= tuned.VMEM_BYTES or resident == blocks.keys:
                 return choice
         parts *= 2
 
@@ -244,8 +244,7 @@ def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
 
     whole, left = divmod(S, blocks.resident)
     dq_BNTH = jnp.zeros((B, N, _up(T, blocks.queries), H), jnp.float32)  # whole blocks: it is updated in place
-    if axes := tuple(jax.typeof(q_BNTH).mat.varying):
-        dq_BNTH = lax.pcast(dq_BNTH, axes, to="varying")
+    dq_BNTH, _ = vary_alike((dq_BNTH, q_BNTH))
     starts = jnp.arange(whole) * blocks.resident
     dq_BNTH, parts = lax.scan(partial(some_keys, size=blocks.resident), dq_BNTH, starts)
     dk_BKSH, dv_BKSV = [jnp.moveaxis(part, 0, 2).reshape(B, K, -1, part.shape[-1]) for part in parts]
@@ -269,8 +268,8 @@ def _checked(q_BNTH, k_BKSH, v_BKSV, blocks):
             raise ValueError(f"blocks.{whole}={size} must be a multiple of {part}")
     if blocks.queries % min(blocks.chunk, blocks.queries):
         raise ValueError(f"blocks.queries={blocks.queries} must be a multiple of blocks.chunk={blocks.chunk}, or less")
-    if (size := vmem_bytes(blocks, H, V, q_BNTH.dtype)) > VMEM_LIMIT:
-        raise ValueError(f"{blocks} takes {size} bytes of VMEM, and there are {VMEM_LIMIT}: fewer resident keys")
+    if (size := vmem_bytes(blocks, H, V, q_BNTH.dtype)) > tuned.VMEM_BYTES:
+        raise ValueError(f"{blocks} takes {size} bytes of VMEM, and there are {tuned.VMEM_BYTES}: fewer resident keys")
     return blocks
 
 
@@ -345,7 +344,7 @@ def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_
             scratch_shapes=list(scratch.values()),
         ),
         input_output_aliases={} if dq_so_far is None else {names.index("dq_so_far"): 0},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=tuned.VMEM_BYTES),
         interpret=pltpu.InterpretParams() if static.interpret is True else static.interpret,
         name="flash_backward",
         metadata=static.metadata,

@@ -74,7 +74,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
-from collectives import all_gather, reduce_scatter
+from collectives import all_gather, reduce_scatter, vary_alike
 from gmm import gated_products, gmm, summed_gmm, tgmm
 from sharding import axes_of, dim_of
 
@@ -242,7 +242,8 @@ def quantize(
         axes = recipe.axes if recipe.granularity == "per_tensor" else recipe.feature_axes
     x_in = lax.stop_gradient(x)
     if amax is not None and recipe.scaling != "static":
-        x = _tell(x, amax, _vary(amax_of(x_in, None, recipe.axes).reshape(()), amax))
+        largest, _ = vary_alike((amax_of(x_in, None, recipe.axes).reshape(()), amax))
+        x = _tell(x, amax, largest)
     if recipe.granularity == "block":
         shared = math.prod(x.shape[i] for i in contracted)
         other = math.prod(x.shape[i] for i in range(x.ndim) if i not in contracted)
@@ -283,7 +284,7 @@ def gather(
         "block": 1 - is_weight if dim in contracted else is_weight,
     }[recipe.granularity]
     scale = q.scale if scale_dim is None else all_gather(q.scale, axis, dim=int(scale_dim), algorithm=algorithm)
-    whole = lambda _, x: _vary(jnp.zeros(values.shape, x.dtype), values)
+    whole = lambda _, x: vary_alike((jnp.zeros(values.shape, x.dtype), values))[0]
     shard = lambda _, dx: reduce_scatter(dx, axis, dim=dim, algorithm=algorithm)
     return Quantized(values, scale, linear_call(whole, shard, (), q.source))
 
@@ -359,7 +360,7 @@ def dot(
     if recipe.uses_amax and amax is None:
         raise ValueError(f"{recipe.scaling} scaling needs the amax of the gradient")
     key = key if recipe.rounding == "stochastic" else None
-    x, w = _vary((x, w), x.values, x.scale, x.source, w.values, w.scale, w.source)
+    x, w = vary_alike((x, w))
     return _dot((recipe, contracted, batch), transpose, x, w, amax, key)
 
 
@@ -407,7 +408,7 @@ def _backward(recipe, contracted, batch, residuals, dy):
     if amax is not None:
         found = jnp.zeros_like(amax)
         if recipe.scaling != "static":
-            found = _vary(amax_of(dy, None, recipe.axes).reshape(()), amax)
+            found, _ = vary_alike((amax_of(dy, None, recipe.axes).reshape(()), amax))
     if recipe.granularity == "block":
         dy_MN = dy.reshape(*(math.prod(dy.shape[i] for i in dims) for dims in (rows, columns)))
         shared = math.prod(w[0].shape[:contracted])
@@ -465,7 +466,7 @@ def logits(x_bcD: jax.Array, w_vD: jax.Array, operand, chunk, recipe: Recipe):
     """
     values, scale, key = operand
     x = quantize(x_bcD.astype(jnp.float32), recipe, (2,))
-    x, values, scale = _vary((x, values, scale), x.values, values, scale)
+    x, values, scale = vary_alike((x, values, scale))
     key = None if key is None else jax.random.fold_in(key, chunk)
     w = Quantized(values, scale, None)
     logits_bcv, residuals = _forward(recipe, 1, 0, x, w, None, key)
@@ -522,8 +523,7 @@ def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Q
     if recipe.rounding == "stochastic" and any(w.key is None for w in weights):
         raise ValueError("grouped matmuls in fp8 round gradients stochastically: they need keys")
     x = quantize(jnp.where(_is_own(x_rK, sizes_e), x_rK, 0), recipe, (1,))
-    sources = [a for w in weights for a in jax.tree.leaves(w.quantized)]
-    return _vary((x, [w.quantized for w in weights]), x.values, x.scale, x.source, *sources)
+    return vary_alike((x, [w.quantized for w in weights]))
 
 
 def _is_own(x, sizes_e):
@@ -618,7 +618,7 @@ def _block_product(a, b, block):
         at = lambda s, axis: lax.dynamic_slice_in_dim(s, k, 1, axis)
         return y_MN + y * at(s_a, 1) * at(s_b, 0), None
 
-    zeros_MN = _vary(jnp.zeros((a_MK.shape[0], b_KN.shape[1])), a_MK, s_a, b_KN, s_b)
+    zeros_MN, *_ = vary_alike((jnp.zeros((a_MK.shape[0], b_KN.shape[1])), a_MK, s_a, b_KN, s_b))
     if not a_MK.shape[1]:
         return zeros_MN
     return lax.scan(add, zeros_MN, jnp.arange(s_a.shape[1]))[0]
@@ -636,13 +636,6 @@ def _block_gradients(x, w, dy_MN, recipe, keys):
 def _matrix(operand, rows, columns):
     values, scale = operand
     return values.reshape(rows, columns), scale
-
-
-def _vary(tree, *likes):
-    """A tree whose arrays vary over the mesh axes over which one of `likes` does: a type, nothing moves."""
-    axes = set().union(*(jax.typeof(a).mat.varying for a in likes))
-    missing = lambda a: tuple(axes - set(jax.typeof(a).mat.varying))
-    return jax.tree.map(lambda a: lax.pcast(a, missing(a), to="varying") if missing(a) else a, tree)
 
 
 # -- a demonstration

@@ -76,10 +76,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import tuned
+from collectives import vary_alike
 from groups import (
     FLOPS_A_BYTE,
     MXU,
-    VMEM_LIMIT_BYTES,
     TgmmTiles,
     Tiles,
     check_tgmm_tiles,
@@ -144,7 +144,7 @@ def gmm(
     lhs_row_scale, rhs_col_scale = (None, None) if scales is None else _gmm_scales(*scales, shape)
     options = (transpose_rhs, out_dtype, tiles, None, _interpreter(interpret))
     arrays = (lhs_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), lhs_row_scale, rhs_col_scale)
-    return _gmm(options, *_vary_alike(*arrays))
+    return _gmm(options, *vary_alike(arrays))
 
 
 def gated_gmm(
@@ -183,7 +183,7 @@ def gated_gmm(
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
-    return _gated(names, options, *_vary_alike(lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset))
+    return _gated(names, options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset)))
 
 
 def gated_products(
@@ -216,7 +216,7 @@ def gated_products(
     scales = None if gate_scale is None else [_column_scale(scale, E, N, name) for name, scale in named]
     options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
     arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *(scales or ()))
-    lhs, gate, up, sizes, offset, *scales = _vary_alike(*arrays)
+    lhs, gate, up, sizes, offset, *scales = vary_alike(arrays)
     return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None)
 
 
@@ -256,7 +256,7 @@ def summed_gmm(
     scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
     options = (True, jnp.dtype(out_dtype or result_dtype(lhs.dtype)), tiles, None, _interpreter(interpret))
     arrays = (*pair_MK, *rhs_ENK, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
-    lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = _vary_alike(*arrays)
+    lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = vary_alike(arrays)
     return _summed(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
 
 
@@ -298,7 +298,7 @@ def tgmm(
     out_dtype = jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype))
     scale = None if scale is None else _column_scale(scale, E, dout_MN.shape[1], "scale")
     arrays = (lhs_MK, dout_MN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale)
-    return _tgmm((E, out_dtype, tiles, _interpreter(interpret)), *_vary_alike(*arrays))
+    return _tgmm((E, out_dtype, tiles, _interpreter(interpret)), *vary_alike(arrays))
 
 
 def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_scale=None, *, transpose_rhs, out_dtype):
@@ -313,7 +313,7 @@ def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_sca
         return jnp.where((group == e + group_offset)[:, None], product.astype(out_dtype), out)
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
-    return lax.fori_loop(0, rhs.shape[0], of_expert, _vary_alike(zeros, lhs)[0])
+    return lax.fori_loop(0, rhs.shape[0], of_expert, vary_alike((zeros, lhs))[0])
 
 
 def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_groups, out_dtype):
@@ -433,18 +433,6 @@ def _tgmm(options, lhs, dout, group_sizes, group_offset, scale):
 
 def _interpreter(interpret):
     return pltpu.InterpretParams() if interpret is True else interpret
-
-
-def _vary_alike(*arrays):
-    """Arrays as of one type on a mesh: what is the same on all devices of an axis along which another varies is taken
-    to vary, too, so that its gradient is summed there."""
-    axes = set().union(*(jax.typeof(a).mat.varying for a in arrays if a is not None))
-
-    def vary(a):
-        missing = tuple(axes - set(jax.typeof(a).mat.varying))
-        return lax.pcast(a, missing, to="varying") if missing else a
-
-    return [None if a is None else vary(a) for a in arrays]
 
 
 def check_gmm(lhs, rhs, group_sizes, transpose_rhs) -> tuple[int, int, int, int]:
@@ -857,7 +845,7 @@ def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata
                 *[dma(arrivals), dma((2,)), dma(())],
             ],
         ),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=tuned.VMEM_BYTES),
         interpret=interpret,
         name=name,
         metadata=metadata,

@@ -36,10 +36,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from tuned import VMEM_BYTES
+
 # bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
 FLOPS_A_BYTE = 312.6
 MXU = 256  # rows and columns of a matrix unit, of which a core has two
-VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of a core; the rest is left to the compiler
 LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
 SPILL_BYTES = 2 * 2**20  # at most 0.5 MiB in the kernels compiled so far
 WORTH_AN_OVERLAP = 1.2  # of `slowdown`: parts that divide a dim and cost less are as good as any
@@ -194,7 +195,7 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds
     fitting = [
         tiles
         for tiles in (Tiles(r, c, step) for r in rows for c in widths(N))
-        if vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES
+        if vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds) <= VMEM_BYTES
     ]
     if not fitting:
         check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, **kinds)  # says why
@@ -214,7 +215,7 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **
     tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
     worth = lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), K % t.k == N % t.n == 0)
     size = lambda t: (*worth(t), t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
-    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_LIMIT_BYTES]
+    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_BYTES]
     if not fitting:
         check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, **kinds)
     return max(fitting, key=size)
@@ -227,9 +228,9 @@ def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, **kinds):
         raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {widths(N)}")
     if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
-    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_BYTES:
         raise ValueError(
-            f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_LIMIT_BYTES:,}: "
+            f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_BYTES:,}: "
             f"take fewer rows or cols, or cut K into parts and add their results{_not_cut(N=N)}"
         )
 
@@ -240,9 +241,9 @@ def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
             raise ValueError(f"{tiles}: {name} must be {size} or, in parts of multiples of 128, one of {widths(size)}")
     if tiles.rows % MXU or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
-    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_LIMIT_BYTES:
+    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_BYTES:
         raise ValueError(
-            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_LIMIT_BYTES:,}: take less of any"
+            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_BYTES:,}: take less of any"
             f"{_not_cut(K=K, N=N)}"
         )
 

@@ -64,7 +64,7 @@ from gmm import gated_gmm, gmm, room_for_two, summed_gmm, tgmm  # noqa: F401
 from masks import block_ranges
 
 CLOCK_HZ = schedule.TPU7X.kernel_clock_hz
-VMEM_KIB = 61_440  # of 64 MiB
+VMEM_KIB = tuned.VMEM_BYTES // 1024
 HEADS = 2  # of attention in a call that is compiled or timed: what a call costs once is shared
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+VMEM_BYTES = 60 * 2**20  # of a core's 64 MiB, for the buffers of a kernel; the rest is for registers that are spilled
 VERSION = 1
 CHECKED_IN = Path(__file__).with_name("tuned_tpu7x.json")
 OWN = Path(os.environ.get("IRONWOOD_TUNED", "~/.cache/ironwood/tuned_tpu7x.json")).expanduser()

@@ -50,6 +50,7 @@ import flash
 import flash_backward
 import groups
 import masks
+import tuned
 from compiled import bundles
 
 COLUMNS = ("ironwood", "jax", "tokamax")
@@ -57,7 +58,7 @@ HEADS = 2  # that are compiled; cycles are of one
 BLOCK, KEYS = 1024, 512  # of the anchors: what is in VMEM, what is computed at once
 M, K, N, RAGGED = 8192, 4096, 1536, (1000, 1100, 900, 1024, 700, 1300, 1068, 1100)
 GMM_TILES, TGMM_TILES = (128, 4096, 1536), (256, 2048, 1536)  # of megablox: rows, K, N
-MORE_VMEM = "--xla_tpu_scoped_vmem_limit_kib=61440"  # which megablox cannot ask for by itself
+MORE_VMEM = f"--xla_tpu_scoped_vmem_limit_kib={tuned.VMEM_BYTES // 1024}"  # which megablox cannot ask for by itself
 
 
 # -- the anchors, for bundles.py

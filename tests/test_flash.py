@@ -17,6 +17,7 @@ from compiled import bundles
 from compiled.hlo import parse
 from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
 from masks import UNSEEN, block_ranges, visible
+from tuned import VMEM_BYTES
 
 SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on
 
@@ -366,7 +367,7 @@ def test_the_list_has_every_tile_that_is_seen_once(mask):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_default_blocks_fit(T, S, H, V, dtype):
     blocks = default_blocks(T, S, H, V, dtype)
-    assert vmem_bytes(blocks, H, V, dtype) <= flash.VMEM_BYTES
+    assert vmem_bytes(blocks, H, V, dtype) <= VMEM_BYTES
     for length, rows, tile in ((T, blocks.q_rows, 256), (S, blocks.k_rows, 512)):
         superblocks = -(-length // rows)
         assert superblocks * rows - length < tile * superblocks

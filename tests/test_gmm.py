@@ -128,7 +128,7 @@ def test_ragged_shapes(M, K, N):
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_parts_that_overlap_change_no_value_and_no_gradient(monkeypatch, transpose_rhs):
     """896 columns in two parts of 512."""
-    monkeypatch.setattr(groups, "VMEM_LIMIT_BYTES", 8 * 2**20)
+    monkeypatch.setattr(groups, "VMEM_BYTES", 8 * 2**20)
     lhs, rhs, dout, sizes = case([0, 50, 7, 0, 60, 30], 160, 896, 896)
     assert groups.default_tiles(160, 896, 896, 6, F32).cols == 512
     assert groups.default_tgmm_tiles(160, 896, 896, 6, F32)[1:3] == (512, 512)
