@@ -18,8 +18,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup pytest: a program
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+pytest.register_assert_rewrite("support")  # so that an assertion there shows its values, as in a test
 
 gc.disable()  # while tests are collected: almost nothing of it is garbage
 

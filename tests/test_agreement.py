@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checkpoint import values_in
-from test_processes import start_two
+from support import run_values, start_two
 
 import agreement
 import data
@@ -17,7 +16,7 @@ from config import Config
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory):
-    yield from values_in(tmp_path_factory.mktemp("values"))
+    yield from run_values(tmp_path_factory.mktemp("values"))
 
 
 def said_by_both(processes, directory: Path, timeout_s: float = 60) -> str:

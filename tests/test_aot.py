@@ -16,6 +16,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import ON_TENSOR_CORES
 
 import aot
 import command
@@ -36,10 +37,6 @@ SMALL = (
     "--vocab_size=2048 --dtype=bfloat16 --remat=full --mesh=fsdp:8 --batch=8"
 ).split()
 # Collectives by the TensorCores compile in a third of the time: for tests that do not ask who runs them.
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-ON_TENSOR_CORES = {f"xla_tpu_enable_sparse_core_collective_offload_{name}": "false" for name in COLLECTIVES}
-
-
 # -- a compiled step
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from test_fsdp import equations, trace
-from test_parallel import SMALL, first_state, make_batch, on_mesh
+from support import SMALL, equations, first_state, make_batch, on_mesh, trace
 
 import calibration
 import parameters

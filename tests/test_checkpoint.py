@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from support import ROOT, assert_same_bits, load, read_metrics, run_values, start, steps_in
 
 import checkpoint
 import data
@@ -31,71 +30,10 @@ import train
 from benchmarks import trials
 from config import Config, changed
 
-ROOT = Path(__file__).parents[1]
-TINY = dict(num_layers=2, model_dim=32, ff_dim=64, num_heads=8, num_kv_heads=8, head_dim=4, seq_len=32, batch=8) | dict(
-    warmup_ratio=0.1, sample=0, eval_batches=0, log_every=1
-)
-MESH = "fsdp:8"
-
-
-def values_in(directory: Path):
-    """Values of a configuration: a small corpus, and one cache of compiled programs for all runs, for quick starts."""
-    (directory / "squares.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
-    data.prepare([str(directory / "squares.txt")], str(directory / "squares.bin"))
-    yield TINY | dict(corpus=str(directory / "squares.bin"), compilation_cache=str(directory / "cache"), mesh=MESH)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory):
-    yield from values_in(tmp_path_factory.mktemp("values"))
-
-
-def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subprocess.Popen:
-    """`python train.py` as from a terminal; of what conftest.py sets only XLA_FLAGS. It writes to `out` and .err."""
-    ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    flags = [f"--{name}={value}" for name, value in values.items()]
-    with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, *program, *flags, *more], cwd=ROOT, stdout=stdout, stderr=stderr, env=env
-        )
-
-
-def wait_until(condition, process: subprocess.Popen, timeout_s: float = 120):
-    """What `condition` gives as soon as it is true; fails where the process ends before, or time runs out."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert process.poll() is None, f"ended with {process.returncode}"
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.001)
-    return value
-
-
-def read_metrics(path) -> list[tuple]:
-    """(step, loss, norm of the gradients, learning rate) of each step."""
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines if "loss" in line]
-
-
-def steps_in(directory) -> list[int]:
-    return sorted(int(path.name) for path in Path(directory).iterdir() if path.name.isdecimal())
-
-
-def load(config: Config):
-    """The state of the newest checkpoint, in the shards of the configuration."""
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
-    shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
-    with checkpoint.opened(config) as checkpoints:
-        return checkpoint.restore(checkpoints, shapes, train.state_shardings(config, mesh), config)
-
-
-def assert_same_bits(ours, theirs):
-    def compare(path, a, b):
-        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
-
-    jax.tree.map_with_path(compare, ours, theirs)
+    yield from run_values(tmp_path_factory.mktemp("values"))
 
 
 def stop_after(monkeypatch, step: int) -> None:

@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from support import relative_error
 
 import collectives
 from collectives import (
@@ -99,12 +100,6 @@ def assert_pairs_are_equal(cases, results):
                 assert_same_bits(*pair)
             except AssertionError as error:
                 raise AssertionError(f"{case}, {algorithm}: {error}") from None
-
-
-def relative_error(a, b) -> float:
-    """Norm of the difference over the norm of b."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 # Where the axis of a collective lies: a ring of each size, tori with the axes in several orders, part of a larger mesh.

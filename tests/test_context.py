@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import executions
 
 import context
 from attention import attention, attention_gradients, attention_in_chunks
@@ -257,24 +258,14 @@ def test_in_a_balanced_ring_nothing_depends_on_the_device_but_which_chunks_meet(
 # -- what moves
 
 
-def walk(jaxpr, times=1):
-    """(equation, how often it is executed) of all primitives, inner ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn, times
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield from walk(getattr(inner, "jaxpr", inner), inside)
-
-
 def counted(jaxpr, name):
-    return sum(times for eqn, times in walk(jaxpr) if eqn.primitive.name == name)
+    return sum(times for eqn, times in executions(jaxpr) if eqn.primitive.name == name)
 
 
 def bytes_received(jaxpr, c):
     """{collective: bytes that come to a device from others}, ids aside, which are the only integers."""
     total = {}
-    for eqn, times in walk(jaxpr):
+    for eqn, times in executions(jaxpr):
         name = eqn.primitive.name
         if name not in ("ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter"):
             continue
@@ -332,9 +323,9 @@ def test_nothing_of_the_whole_sequence_is_there_in_a_ring():
     sizes = set()
     for impl, expected in (("ring", False), ("all_gather", True)):
         function = cut_function(8, qkv, ids, impl=impl, balanced=True)
-        inner = next(e for e, _ in walk(jax.make_jaxpr(function)(list(qkv), ids, tuple(weights), SINKS).jaxpr))
+        inner = next(e for e, _ in executions(jax.make_jaxpr(function)(list(qkv), ids, tuple(weights), SINKS).jaxpr))
         body = getattr(inner.params["jaxpr"], "jaxpr", inner.params["jaxpr"])
-        sizes = {size for eqn, _ in walk(body) for var in eqn.outvars for size in getattr(var.aval, "shape", ())}
+        sizes = {size for eqn, _ in executions(body) for var in eqn.outvars for size in getattr(var.aval, "shape", ())}
         assert (shape["T"] in sizes) == expected
 
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import reference
 from jax.sharding import PartitionSpec as P
-from test_fsdp import equations, trace
-from test_parallel import SMALL
-from test_vocabulary import on_tensor_mesh
+from support import SMALL, equations, on_tensor_mesh, trace
 
 import decoder
 from config import Config

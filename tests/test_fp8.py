@@ -13,8 +13,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from test_fsdp import collectives, equations, trace
-from test_parallel import SMALL, assert_close, init, make_batch, on_mesh, relative_error
+from support import SMALL, assert_close, collectives, equations, init, make_batch, on_mesh, relative_error, trace
 
 import fp8
 import model

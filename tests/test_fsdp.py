@@ -14,48 +14,17 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_parallel import MIXTURES, SMALL, init, make_batch, on_mesh
+from support import MIXTURES, SMALL, TPU, collectives, compiled_step, equations, on_mesh, trace
 
 import aot
 import compiler_flags
-import data
 import fsdp
 import parameters
-import placement
 import sharding
 import train
 from config import Config
 from flags import from_preset
 from predicted import transformer
-
-
-def equations(jaxpr):
-    """All equations, those of inner jaxprs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
-            if hasattr(param, "eqns"):
-                yield from equations(param)
-            elif hasattr(param, "jaxpr"):
-                yield from equations(param.jaxpr)
-
-
-def trace(config: Config):
-    _, per_device, _ = on_mesh(config)
-    return jax.make_jaxpr(per_device)(init(config), make_batch(config)).jaxpr
-
-
-def collectives(config: Config, mesh_axis: str) -> list[tuple[str, str, tuple]]:
-    """(primitive, dtype, shape of the operand) of what the step moves over one mesh axis."""
-    found = []
-    for eqn in equations(trace(config)):
-        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-        if mesh_axis in ([axes] if isinstance(axes, str) else axes) and eqn.primitive.name not in (
-            "pvary",
-            "axis_index",
-        ):
-            found += [(eqn.primitive.name, str(var.aval.dtype), var.aval.shape) for var in eqn.invars]
-    return found
 
 
 def gathers_of(shape, eqns) -> int:
@@ -275,29 +244,6 @@ def test_sharded_update_cuts_the_optimizer_state_by_the_axis():
 # -- compiled for TPU7x
 
 
-@functools.cache
-def compiled_for_tpu7x(config: Config, what: str = "step"):
-    """The program for two by two chips (8 devices), by libtpu's compiler, which needs no TPU."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1")
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), topology.devices)
-    shardings = train.state_shardings(config, mesh)
-    init_state = partial(train.init_state, config=config)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    if what == "init":
-        return jax.jit(init_state, out_shardings=shardings).trace(key).lower(lowering_platforms=("tpu",)).compile()
-    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-    state = jax.tree.map(place, jax.eval_shape(init_state, key), shardings)
-    rows = NamedSharding(mesh, sharding.BATCH_SPEC)
-    dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
-    batch = data.Batch(*(jax.ShapeDtypeStruct((config.batch, config.seq_len), d, sharding=rows) for d in dtypes))
-    return train.make_train_step(config, mesh).lower(state, batch).compile()
-
-
-TPU = dict(batch=8, seq_len=512, vocab_size=2048, num_layers=4, model_dim=512, ff_dim=1024, num_heads=4) | dict(
-    num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full", mesh="fsdp:8"
-)
-
-
 def layer_loops(program: str) -> list[str]:
     """The schedule of each loop that gathers weights: G a gather starts, g it is done; R, r a scatter; M a matmul."""
     computations = {}
@@ -335,7 +281,7 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
 
     That less is computed beside them without it is in test_aot.py (prefetch_hides).
     """
-    forward, backward = layer_loops(compiled_for_tpu7x(Config(**TPU)).as_text())
+    forward, backward = layer_loops(compiled_step(Config(**TPU)).as_text())
     assert re.fullmatch(r"G+M+g+", forward), forward
     assert backward.count("r") == 7 and backward.rindex("M") < backward.index("g"), backward
     assert backward.rindex("G") < backward.rindex("M")
@@ -359,7 +305,7 @@ def test_tpu7x_hides_the_gathers_of_llama_8b():
 @pytest.mark.slow
 def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
     """The embedding's and the unembedding's gradients, whole on each device, leave it as reduce-scatters."""
-    program = compiled_for_tpu7x(Config(**TPU)).as_text()
+    program = compiled_step(Config(**TPU)).as_text()
     reduced = re.findall(r"= (\S+\[[\d,]*\])\S* all-reduce\(", program)
     sizes = [math.prod(map(int, filter(None, re.search(r"\[(.*)\]", shape)[1].split(",")))) for shape in reduced]
     assert max(sizes) <= TPU["model_dim"], reduced
@@ -372,7 +318,7 @@ def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
 def test_tpu7x_initialises_straight_into_the_shards():
     """The program that makes the state needs little beside the shards that it makes."""
     config = Config(**TPU | dict(num_layers=64))
-    memory = compiled_for_tpu7x(config, "init").memory_analysis()
+    memory = compiled_step(config, "init").memory_analysis()
     state_bytes = 12 * transformer.num_params(config) / 8  # weights and two moments, in float32
     assert memory.output_size_in_bytes < 1.01 * state_bytes
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
-from test_fsdp import equations
+from support import equations
 
 import command
 import flash

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_parallel import SMALL
+from support import SMALL
 
 import fsdp
 import mixture

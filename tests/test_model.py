@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from test_fsdp import equations, trace
-from test_parallel import SMALL
+from support import SMALL, equations, trace
 
 from config import Config
 

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from test_fsdp import equations
+from support import equations, relative_error
 
 import fsdp
 import moe
@@ -226,10 +226,6 @@ def on_mesh(n: int, impl: str, *, room: float = E, capacity: int = TOKENS, platf
 def expected(name: str):
     grad = jax.jit(jax.value_and_grad(lambda w, *rest: mixture(*w, *rest), has_aux=True))
     return grad(layer(), routings()[name], name == "tied")
-
-
-def relative_error(a, b) -> float:
-    return float(np.linalg.norm(np.subtract(a, b)) / max(np.linalg.norm(b), 1e-30))
 
 
 QUICK = {(2, "capacity")}

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from test_aot import ON_TENSOR_CORES
-from test_parallel import SMALL, check_steps, init, make_batch, on_mesh
+from support import ON_TENSOR_CORES, SMALL, check_steps, init, make_batch, on_mesh
 
 import aot
 import checkpoint

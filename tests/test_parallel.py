@@ -3,108 +3,15 @@
 import dataclasses
 import functools
 import itertools
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
 import reference
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from support import MIXTURES, SMALL, check_gradients, check_steps, first_state, init, laid_out, make_batch, on_mesh
 
-import calibration
-import data
-import parameters
-import placement
-import rules
-import sharding
 import train
 from config import Config
-
-SMALL = dict(
-    batch=16,
-    seq_len=24,
-    loss_chunk=8,
-    steps=10,
-    warmup_ratio=0.2,
-    vocab_size=256,
-    num_layers=3,
-    model_dim=64,
-    ff_dim=32,
-) | dict(num_heads=16, num_kv_heads=8, head_dim=4, eval_batches=1, sample=0)
-
-
-def make_batch(config: Config, step: int = 0) -> data.Batch:
-    """Packed sequences of random tokens with documents of a few tokens, and some padding."""
-    rng = np.random.default_rng(step)
-    stream = rng.integers(0, config.vocab_size - 1, 4000)
-    stream[rng.random(4000) < 0.08] = config.vocab_size - 1
-    corpus = data.Corpus("random tokens", stream, stream[:100], config.vocab_size, config.vocab_size - 1)
-    batch = data.train_batch(corpus, step, batch=config.batch, seq_len=config.seq_len, seed=0)
-    batch.loss_weights[1, -5:] = 0
-    return batch
-
-
-def init(config: Config) -> parameters.Params:
-    """Parameters whose norms and biases are not what they start with: nothing hides behind ones and zeros."""
-    params = parameters.init_params(config, jax.random.key(1))
-    noise = jax.random.key(2)
-    return jax.tree.map(lambda w: w + 0.1 * jax.random.normal(noise, w.shape), params)
-
-
-def on_mesh(config: Config, devices: list | None = None):
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices)
-    rules.check(rules.settled(config, dict(mesh.shape)), dict(mesh.shape))
-    specs = parameters.param_specs(config)
-    per_device = jax.shard_map(
-        partial(train.loss_and_grads, config=config),
-        mesh=mesh,
-        in_specs=(specs, sharding.BATCH_SPEC),
-        out_specs=(P(), P(), specs),
-    )
-    place = lambda tree, spec: jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, spec)
-    return mesh, jax.jit(per_device), lambda params: place(params, specs)
-
-
-def laid_out(batch: data.Batch, config: Config, mesh) -> data.Batch:
-    """The positions in the order in which the mesh axis `context` holds them."""
-    order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
-    return data.Batch(*(np.asarray(field)[:, order] for field in batch))
-
-
-def relative_error(a, b) -> float:
-    """Norm of the difference over the norm of b."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
-
-
-def assert_close(tree, expected, tolerance):
-    for (path, a), b in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
-        error = relative_error(a, b)
-        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
-
-
-@functools.cache
-def reference_gradients(config: Config):
-    """Loss and gradients of the plain model; asked with what it does not depend on left at a default, to be kept."""
-    params, batch = init(config), make_batch(config)
-    return jax.jit(jax.value_and_grad(partial(reference.loss, config=config)))(params, batch)
-
-
-def check_gradients(config: Config, tolerance=1e-5, devices: list | None = None):
-    mesh, per_device, place = on_mesh(config, devices)
-    loss, _, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
-    plain = dict(mesh="fsdp:*", prefetch=True, double_buffer=False, microbatches=1, shard_update=False, remat="none")
-    plain |= dict(dtype="float32", loss_chunk=0)
-    plain |= dict(collectives="xla", collective_matmul=False, attention="auto", max_logit=0.0)
-    plain |= dict(moe_impl="dropless", moe_parts=1)
-    plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1, remat_stage=False)
-    plain |= dict(context_impl="ring", context_heads=1, context_balance=True)
-    plain |= dict(buffer_factor=2.0, capacity_factor=1.25)
-    want_loss, want_grads = reference_gradients(dataclasses.replace(config, **plain))
-    assert abs(loss - want_loss) < tolerance * want_loss
-    assert_close(grads, want_grads, tolerance)
-
 
 MESHES = [
     ",".join(f"{axis}:{size}" for axis, size in zip(("data", "fsdp", "tensor"), sizes, strict=True))
@@ -178,45 +85,6 @@ THREES = [
 def test_axes_of_three_equal_the_reference(mesh, option):
     """Of no power of two, so that nothing fits because it fits 8 devices, and the middle device has two sides."""
     check_gradients(Config(**SMALL | SIX | option, mesh=mesh), devices=jax.devices()[:6])
-
-
-@functools.cache
-def reference_after_steps(config: Config, steps: int):
-    params, state, losses = init(config), None, []
-    value_and_grad = jax.jit(jax.value_and_grad(partial(reference.loss, config=config)))
-    for number in range(steps):
-        loss, grads = value_and_grad(params, make_batch(config, number))
-        params, state = reference.update(params, grads, state, config)
-        losses.append(float(loss))
-    return params, losses
-
-
-def first_state(config: Config, mesh, params: parameters.Params) -> train.State:
-    """That of train.py, without a program for it."""
-    zero = np.int32(0)
-    slots = train.make_optimizer(config)[0].init(params)
-    state = train.State(zero, params, slots, calibration.initial(config), zero, zero)
-    return jax.device_put(state, train.state_shardings(config, mesh))
-
-
-def check_steps(config: Config, steps: int, tolerance=1e-5):
-    mesh, _, _ = on_mesh(config)
-    state = first_state(config, mesh, init(config))
-    step = train.make_train_step(config, mesh)
-    losses = []
-    for number in range(steps):
-        batch = laid_out(make_batch(config, number), config, mesh)
-        batch = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"] + metrics.get("auxiliary_loss", 0)))
-    assert int(state.step) == steps and int(state.skipped) == 0
-    plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, collectives="xla")
-    plain |= dict(pipeline_schedule="1f1b", pipeline_rounds=1)
-    plain |= dict(context_impl="ring", context_balance=True)
-    params, want_losses = reference_after_steps(dataclasses.replace(config, **plain), steps)
-    np.testing.assert_allclose(losses, want_losses, rtol=tolerance)
-    assert losses[-1] < losses[0]
-    assert_close(state.params, params, tolerance)
 
 
 @pytest.mark.slow
@@ -316,18 +184,6 @@ def test_model_variants_equal_the_reference(mesh, variant):
     check_gradients(Config(**SMALL | variant, mesh=mesh))
 
 
-EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16, load_balance_loss=0.1, buffer_factor=8.0)
-MIXTURES = {
-    "mixtral": EXPERTS,
-    "not renormalised, of all tokens' losses": EXPERTS | dict(renormalise=False, router_z_loss=0.01),
-    "deepseek": EXPERTS
-    | dict(num_shared_experts=2, num_dense_layers=1, router_scores="sigmoid", router_groups=4, router_groups_kept=2)
-    | dict(router_scale=2.5, selection_bias=True, load_balance_loss=0.0, kv_lora_rank=16, q_lora_rank=8)
-    | dict(rope_head_dim=4, num_kv_heads=16, rope_theta=50.0),
-    "gpt-oss": EXPERTS
-    | dict(expert_bias=True, swiglu_limit=0.5, window=5, global_every=2, attention_sinks=True, output_bias=True)
-    | dict(num_dense_layers=1, experts_per_token=3),
-}
 EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
     ("fsdp:8", dict()),
     ("expert:8", dict()),

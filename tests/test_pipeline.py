@@ -11,8 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_fsdp import collectives, equations, trace
-from test_parallel import EXPERTS, SMALL, check_gradients, check_steps, init, make_batch
+from support import EXPERTS, SMALL, check_gradients, check_steps, collectives, equations, init, make_batch, trace
 
 import evaluation
 import parameters

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import ROOT, assert_same_bits, load, read_metrics, start, steps_in, values_in, wait_until
+from support import ROOT, assert_same_bits, load, read_metrics, run_values, start, start_two, steps_in, wait_until
 
 import train
 from benchmarks import trials
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory):
-    yield from values_in(tmp_path_factory.mktemp("values"))
+    yield from run_values(tmp_path_factory.mktemp("values"))
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +35,6 @@ def one(values, tmp_path_factory) -> Config:
     values = values | dict(checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"))
     assert start(values | dict(steps=20), directory / "out").wait() == 0
     return Config(**values, steps=20)
-
-
-def start_two(
-    values: dict, directory: Path, program=("train.py",), second=(), own: dict[int, tuple] | None = None
-) -> list[subprocess.Popen]:
-    """Both processes, the second with values of its own; each writes to a file of its number in the directory.
-
-    `own` has the program of a process by its number, where it is another.
-    """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    files = dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
-    values = values | files | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2)
-    programs = {0: program, 1: program} | (own or {})
-    both = values | dict(process_id=0), values | dict(process_id=1) | dict(second)
-    return [start(each, directory / f"{i}.out", program=programs[i]) for i, each in enumerate(both)]
 
 
 def end_with(statuses: list[int], processes: list[subprocess.Popen], directory: Path, timeout_s: float = 300) -> None:

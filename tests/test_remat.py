@@ -10,9 +10,18 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from test_aot import ON_TENSOR_CORES
-from test_fsdp import equations, trace
-from test_parallel import MIXTURES, SMALL, assert_close, init, make_batch, on_mesh
+from support import (
+    MIXTURES,
+    ON_TENSOR_CORES,
+    SMALL,
+    assert_close,
+    equations,
+    init,
+    make_batch,
+    matmul_flops,
+    on_mesh,
+    trace,
+)
 
 import anatomy
 import aot
@@ -195,32 +204,20 @@ def test_every_activation_of_a_dense_layer_has_its_name():
     assert names == {name: size * config.batch * config.seq_len // 8 for name, size in sizes.items()}
 
 
-def matmul_flops(jaxpr) -> int:
-    """Two for each multiply-add of every dot_general, as often as its loop runs; not of those that turn heads."""
-    flops, turns = 0, (SMALL["head_dim"], SMALL["head_dim"])
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape != turns:
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            summed = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-            flops += 2 * summed * math.prod(eqn.outvars[0].aval.shape)
-        inner = jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"))
-        bodies = [getattr(p, "jaxpr", p) for p in inner if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
-        flops += eqn.params.get("length", 1) * sum(map(matmul_flops, bodies))
-    return flops
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", POLICIES, ids=named)
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tensor:2"])
 def test_the_backward_pass_repeats_the_matmuls_that_are_predicted(mesh, flags):
     config = Config(**SMALL | flags, mesh=mesh)
     once = dataclasses.replace(config, remat="none", remat_tensors="")
-    found = 8 * (matmul_flops(trace(config)) - matmul_flops(trace(once)))
+    rotation = (config.head_dim, config.head_dim)  # the matmul of RoPE, which no prediction counts
+    flops = lambda config: matmul_flops(trace(config), without=rotation)
+    repeated = 8 * (flops(config) - flops(once))
     saved = anatomy.saved_names(config)
     # Plain attention needs its scores again even where its result is there; as a kernel that has their log-sum-exp.
     again = transformer.recomputed_flops_per_token(config, saved, kernel_scores={"context", "log_sum_exp"} <= saved)
     whole_square = again.get("scores", 0) + again.get("mix", 0)
-    assert found == (sum(again.values()) + whole_square) * config.batch * config.seq_len
+    assert repeated == (sum(again.values()) + whole_square) * config.batch * config.seq_len
 
 
 # -- the host's memory

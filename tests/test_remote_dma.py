@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from test_fsdp import equations
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from support import compiled_on_ring, equations, ring_of, tpu7x_ring
 
 import remote_dma
 from remote_dma import ring_all_gather, ring_reduce_scatter
@@ -27,10 +26,6 @@ SMALL_TILE = (32, 128)
 
 # The simulator of jax 0.10 stops for good where an array of over 100 KB meets as many busy devices as there are: so
 # arrays are small on rings of all 8 devices, and of any size on smaller rings.
-
-
-def ring_of(n, devices=None):
-    return Mesh(np.array((devices or jax.devices())[:n]), ("ring",), axis_types=(AxisType.Auto,))
 
 
 def run(f, x, n, mesh=None, spec=RING):
@@ -275,21 +270,6 @@ def test_demonstration():
 # -- compiled for TPU7x
 
 
-@functools.cache
-def tpu7x(topology: str):
-    wrap = {"wrap": (True, True, True)} if topology == "4x4x4" else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", **wrap).devices
-    return ring_of(len(devices), sorted(devices, key=lambda device: device.id))
-
-
-def compiled_for_tpu7x(f, shape, dtype, topology="2x2x1"):
-    """The program of a function of one device's [rows, ...], by libtpu's compiler, with the varying-axes check on."""
-    mesh = tpu7x(topology)
-    x = jax.ShapeDtypeStruct((mesh.size * shape[0], *shape[1:]), dtype, sharding=NamedSharding(mesh, RING))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # so that Pallas knows what it compiles for
-        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=RING, out_specs=RING)).lower(x).compile()
-
-
 def assert_only_kernels(program: str, number: int):
     assert program.count('custom_call_target="tpu_custom_call"') == number
     assert not re.search("all-gather|reduce-scatter|collective-permute|all-reduce|all-to-all", program)
@@ -299,21 +279,21 @@ def assert_only_kernels(program: str, number: int):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_tpu7x_programs_are_the_kernels_alone(topology, dtype):
     """Blocks of 32 MiB: nothing is brought into VMEM or laid out anew, and memory is what the docstring says."""
-    n, bytes_of_block = tpu7x(topology).size, 2**25
+    n, bytes_of_block = tpu7x_ring(topology).size, 2**25
     rows, cols = bytes_of_block // jnp.dtype(dtype).itemsize // 4096, 4096
 
-    gather = compiled_for_tpu7x(lambda x: ring_all_gather(x, "ring"), (rows, cols), dtype, topology)
+    gather = compiled_on_ring(lambda x: ring_all_gather(x, "ring"), (rows, cols), dtype, topology)
     assert_only_kernels(gather.as_text(), 1)
     assert gather.as_text().count(" copy(") == 1  # XLA's: a program's own results are not where remote DMAs may write
 
-    scatter = compiled_for_tpu7x(lambda x: ring_reduce_scatter(x, "ring"), (n * rows, cols), dtype, topology)
+    scatter = compiled_on_ring(lambda x: ring_reduce_scatter(x, "ring"), (n * rows, cols), dtype, topology)
     assert_only_kernels(scatter.as_text(), 1)
     assert scatter.memory_analysis().temp_size_in_bytes < 5.01 * bytes_of_block  # 4, and the result before that copy
 
 
 def test_tpu7x_uses_the_gathered_array_where_it_came_in():
     cols = 4096
-    program = compiled_for_tpu7x(
+    program = compiled_on_ring(
         lambda x: jnp.ones((8, 8 * cols), x.dtype) @ ring_all_gather(x, "ring"), (cols, cols), jnp.bfloat16
     ).as_text()
     assert_only_kernels(program, 1)
@@ -325,7 +305,7 @@ def test_tpu7x_uses_the_gathered_array_where_it_came_in():
 @pytest.mark.parametrize("collective, rows", [(ring_all_gather, 4096), (ring_reduce_scatter, 8 * 4096)])
 def test_tpu7x_gradients_are_kernels_too(collective, rows):
     square = lambda x: (collective(x, "ring").astype(jnp.float32) ** 2).sum()
-    program = compiled_for_tpu7x(jax.grad(square), (rows, 4096), jnp.bfloat16).as_text()
+    program = compiled_on_ring(jax.grad(square), (rows, 4096), jnp.bfloat16).as_text()
     assert_only_kernels(program, 2)
 
 
@@ -335,5 +315,5 @@ def test_tpu7x_gradients_are_kernels_too(collective, rows):
 def test_tpu7x_takes_any_shape(block, dtype):
     rows, *rest = block
     for f, x in ((ring_all_gather, block), (ring_reduce_scatter, (8 * rows, *rest))):
-        program = compiled_for_tpu7x(lambda x, f=f: f(x, "ring"), x, dtype).as_text()
+        program = compiled_on_ring(lambda x, f=f: f(x, "ring"), x, dtype).as_text()
         assert_only_kernels(program, 1)

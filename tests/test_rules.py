@@ -9,14 +9,14 @@ from functools import partial
 
 import jax
 import pytest
-from test_composition import SETTINGS
-from test_parallel import SMALL, init, make_batch, on_mesh
+from support import SMALL, init, make_batch, on_mesh
 
 import calibration
 import config as config_lib
 import parameters
 import rules
 import sharding
+from benchmarks.composition import SETTINGS
 from config import NEEDS, Config
 from flags import PRESETS, from_preset
 from hardware import CHIPS

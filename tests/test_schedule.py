@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_fsdp import TPU, compiled_for_tpu7x
-from test_remote_dma import compiled_for_tpu7x as compiled_kernel
+from support import TPU, compiled_on_ring, compiled_step
 
 import command
 from compiled import schedule
@@ -1077,7 +1076,7 @@ def test_compiled_copies_from_and_to_the_host():
 def test_compiled_kernels_need_their_cycles():
     """A ring by remote DMA, and the matmul that takes what it gathered."""
     multiply = lambda x: jnp.ones((8, 8 * 4096), x.dtype) @ ring_all_gather(x, "ring")
-    program = parse(compiled_kernel(multiply, (4096, 4096), jnp.bfloat16).as_text())
+    program = parse(compiled_on_ring(multiply, (4096, 4096), jnp.bfloat16).as_text())
     with pytest.raises(ValueError, match=r"tpu_custom_call %all_gather_kernel\S* jit.*pallas_call"):
         walk(program)
     given, free = walk(program, kernels={"all_gather_kernel": 1.76e6}), walk(program, uncounted=True)
@@ -1087,7 +1086,7 @@ def test_compiled_kernels_need_their_cycles():
 
 @cache
 def train_step(prefetch: bool) -> Program:
-    return parse(compiled_for_tpu7x(Config(**TPU, prefetch=prefetch, attention="reference")).as_text())
+    return parse(compiled_step(Config(**TPU, prefetch=prefetch, attention="reference")).as_text())
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_fsdp import equations
-from test_parallel import assert_close, relative_error
+from support import assert_close, equations, relative_error
 
 import spatial
 

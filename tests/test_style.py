@@ -220,6 +220,11 @@ def private_jax(source: str) -> list[str]:
     return sorted(name for name in imported(source) if f"{name}.".startswith(("jax._src.", "jaxlib.")))
 
 
+def other_tests(source: str) -> list[str]:
+    """Test files that a source imports from."""
+    return sorted(name for name in imported(source) if name.startswith("test_"))
+
+
 def wrong_floors(module: str, source: str) -> list[str]:
     """Modules that are imported and do not stand on a lower floor, and the Config in a leaf."""
     names = [name.removeprefix("predicted.").removeprefix("compiled.") for name in imported(source)]
@@ -232,6 +237,17 @@ def wrong_floors(module: str, source: str) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_public_jax_only(path):
     assert private_jax(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*/*.py")), ids=name_of)
+def test_nothing_imports_from_a_test_file(path):
+    """What tests share is in tests/support.py and benchmarks/."""
+    assert other_tests(path.read_text()) == []
+
+
+def test_the_check_of_test_files_can_fail():
+    assert other_tests("import test_fsdp\nfrom test_aot import ROOT") == ["test_aot.ROOT", "test_fsdp"]
+    assert not other_tests("from support import ROOT\nimport tests")
 
 
 def test_every_module_has_a_floor():

@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from test_parallel import SMALL
+from support import SMALL
 
 import command
 import train

@@ -19,7 +19,7 @@ import reference
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from test_parallel import SMALL, assert_close, first_state, init, make_batch
+from support import SMALL, assert_close, first_state, init, make_batch
 
 import data
 import evaluation

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 import reference
 from jax.ad_checkpoint import checkpoint_name as named
-from test_fsdp import equations
+from support import equations, matmul_flops
 
 import anatomy
 import config as config_lib
@@ -230,14 +230,8 @@ def test_latent_attention_by_hand():
 
 
 def matmul_flops_per_token(f, *args) -> float:
-    """Returns 2 FLOPs for each multiply-add of every dot_general in the jaxpr, over the tokens of the batch."""
-    flops = 0
-    for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr):
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            summed = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-            flops += 2 * summed * math.prod(eqn.outvars[0].aval.shape)
-    return flops / math.prod(args[-1].tokens.shape)
+    """FLOPs of all matmuls in the jaxpr of f, over the tokens of the batch, which is the last argument."""
+    return matmul_flops(jax.make_jaxpr(f)(*args).jaxpr) / math.prod(args[-1].tokens.shape)
 
 
 def batch_shapes(config: Config) -> Batch:

@@ -5,15 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import on_tensor_mesh
 
 import placement
-import sharding
 import vocabulary
-
-
-def on_tensor_mesh(f, in_specs, out_specs, tensor=4):
-    mesh = sharding.make_mesh(placement.parse_mesh(f"tensor:{tensor}"), jax.devices()[:tensor])
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def vary(*arrays):
