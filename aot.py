@@ -238,7 +238,7 @@ def predicted(config: Config, args: argparse.Namespace) -> Prediction:
 def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
     """Compiles, reads and predicts; everything as numbers."""
     chip, chips = parse_topology(args.topology)
-    kernels = schedule.pairs_of(args.kernel, "--kernel")
+    kernels = schedule.parse_pairs(args.kernel, "--kernel")
     expected = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
@@ -250,8 +250,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
             file.write(program)
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
-    timeline = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
-    ideal_s = at_peak(program, timeline, chip)
+    breakdown = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
+    ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = expected.run.num_chips, expected.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,
@@ -265,37 +265,37 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         **memory,
         "hbm_limit_bytes": expected.run.hbm_limit,
         "host_limit_bytes": expected.run.host_limit if math.isfinite(expected.run.host_limit) else None,
-        "step_s": timeline.seconds,
-        "mfu": flops / timeline.seconds / num_chips / chip.bf16_flops_per_s,
+        "step_s": breakdown.seconds,
+        "mfu": flops / breakdown.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
-        "tokens_per_s_per_chip": tokens / timeline.seconds / num_chips,
-        "exposed_comm_s": timeline.exposed_s,
-        "by_category_s": timeline.categories,
-        "matmul_of_peak": sum(ideal_s.values()) / timeline.categories.get("matmul", math.inf),
-        "collectives": collectives(timeline, expected.run.sizes),
+        "tokens_per_s_per_chip": tokens / breakdown.seconds / num_chips,
+        "exposed_comm_s": breakdown.exposed_s,
+        "by_category_s": breakdown.categories,
+        "matmul_of_peak": sum(ideal_s.values()) / breakdown.categories.get("matmul", math.inf),
+        "collectives": collectives(breakdown, expected.run.sizes),
         "top_ops": [
             dataclasses.asdict(op) | {"of_peak": ideal_s[op.name] / op.seconds if op.name in ideal_s else None}
-            for op in timeline.ops[:10]
+            for op in breakdown.ops[:10]
         ],
         "roofline": {"step_s": expected.step_s, "hbm_bytes": expected.hbm_bytes, "bound": expected.bound},
     }
 
 
-def at_peak(program: hlo.Program, timeline: schedule.Timeline, chip: Chip) -> dict[str, float]:
+def at_peak(program: hlo.Program, breakdown: schedule.Breakdown, chip: Chip) -> dict[str, float]:
     """{operation: seconds} that the matmuls in it would take at the peak of the matrix units; none of a kernel."""
     found = {name: (inside, its) for inside in program.computations.values() for name, its in inside.items()}
     ideal_s = {}
-    for op in timeline.ops:
+    for op in breakdown.ops:
         if op.name in found and (flops := hlo.matmul_flops(program, *found[op.name])):
             peaks = {bits: chip.flops_per_s("fp8" if bits == 8 else "bf16") / chip.devices for bits in flops}
             ideal_s[op.name] = op.count * sum(flops[bits] / peaks[bits] for bits in flops)
     return ideal_s
 
 
-def collectives(timeline: schedule.Timeline, sizes: dict[str, int]) -> list[dict]:
+def collectives(breakdown: schedule.Breakdown, sizes: dict[str, int]) -> list[dict]:
     """Each collective of the program, the most exposed first."""
     rows = []
-    for message in timeline.collectives:
+    for message in breakdown.collectives:
         rows.append(
             {
                 "kind": message.kind,

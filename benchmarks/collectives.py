@@ -90,17 +90,17 @@ def places(topology: str) -> list[tuple[int, ...]]:
 
 def read(program: str, chips: Sequence[tuple[int, ...]] = ()) -> dict:
     """What the scheduled program sends, on which engine, and what of it the TensorCore waits for."""
-    timeline = schedule.walk(hlo.parse(program), chips=chips)
+    breakdown = schedule.walk(hlo.parse(program), chips=chips)
     messages, engines = Counter(), {"SparseCore": "the SparseCores", "TensorCore": "the TensorCore's DMA"}
-    for message in timeline.collectives:
+    for message in breakdown.collectives:
         where = "the TensorCore, which waits" if message.synchronous else engines[message.engine]
         messages[f"{message.kind} on {where}"] += message.count
     return {
         "messages": dict(messages),
-        "exposed": sum(message.count for message in timeline.collectives if message.exposed_s > 0),
-        "tensorcore_s": math.fsum(op.seconds for op in timeline.ops),
-        "exposed_s": timeline.exposed_s,
-        "total_s": timeline.seconds,
+        "exposed": sum(message.count for message in breakdown.collectives if message.exposed_s > 0),
+        "tensorcore_s": math.fsum(op.seconds for op in breakdown.ops),
+        "exposed_s": breakdown.exposed_s,
+        "total_s": breakdown.seconds,
     }
 
 

@@ -103,9 +103,9 @@ def measure(config: config_lib.Config, topology: str, num_slices: int) -> dict:
     program = hlo.parse(text)
     of = run_of(config, *parse_topology(topology), num_slices=num_slices)
     cycles = aot.kernel_cycles(aot.kernels_of(lowered), of.experts_filled, config.compilation_cache)
-    timeline = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles), chips=lowered.chips)
+    breakdown = schedule.walk(program, kernels=aot.cycles_by_name(program, cycles), chips=lowered.chips)
     found = read(program, config)
-    return found | {"step_s": timeline.seconds, "peak_hbm_bytes": memory["peak_hbm_bytes"]}
+    return found | {"step_s": breakdown.seconds, "peak_hbm_bytes": memory["peak_hbm_bytes"]}
 
 
 def describe(config: config_lib.Config, topology: str, found: dict[str, dict]) -> str:

@@ -1,80 +1,89 @@
-"""How long a compiled program takes and what waits for what, predicted from its schedule: text, no jax and no TPU.
+"""Predicts the time of a compiled program, and what waits for what, from its schedule: text, no jax and no TPU.
 
     python aot.py schedule step.hlo
     python aot.py schedule step.hlo --kernel='attention.*=4.6e6' --link_bytes_per_s=45e9 --json
 
-`compiled.as_text()` of a program for TPU7x is its **scheduled HLO**: instructions in computations, `is_scheduled=true`
-in the first line, and then the order of the lines is the order in which the TensorCore issues them. A loop names the
-computations of its body and condition, a fusion the one that it fuses. What goes on beside the TensorCore is cut in
-two: `x-start` hands the work over and returns at once, `x-done` waits for its result. Collectives on the SparseCores
-are a `call-start` and `call-done` with `async_execution_thread="sparsecore"` around the computation that holds them;
-with newer compilers `call-start` has no operands, these come, and the work begins, with a `call-update`.
+**Idea.** `compiled.as_text()` of a program for TPU7x is its scheduled HLO. With `is_scheduled=true` in the first line,
+the order of the lines is the order in which the TensorCore issues the instructions. A loop names the computations of
+its body and its condition, a fusion the computation that it fuses. Asynchronous work is split in two: `x-start` hands
+it over and returns at once, `x-done` waits for the result. Collectives on the SparseCores are a `call-start` and a
+`call-done` with `async_execution_thread="sparsecore"` around the computation that contains them. With newer compilers
+`call-start` has no operands: they come with a `call-update`, which begins the work.
 
 **The walk** goes through the lines with a clock, `now`, and a queue for each engine:
 
-    TensorCore        now += estimated_cycles / clock       as XLA has written them into the instruction
-      no estimate     now += bytes in HBM / W_hbm           outputs and operands; of what is picked from or written
-                                                            into an array only the part; n sorted elements in the
+    TensorCore        now += estimated_cycles / clock       XLA writes the estimate into the instruction
+      no estimate     now += bytes in HBM / W_hbm           outputs and operands; a slice read from or written into an
+                                                            array counts alone; sorting n elements takes the
                                                             log n (log n + 1) / 2 passes of a sorting network
-    Pallas kernel     now += cycles / kernel clock          which the caller gives: the text has none (bundles.py)
-    x-start           ready = max(now, queue free) + t      t of the table below; the queue is busy until then
-    x-done            now = max(now, ready)                 a stall: what of t no computation hid is exposed
-    collective alone  now += t                              synchronous: all of it is exposed
+    Pallas kernel     now += cycles / kernel clock          the caller passes them (compiled/bundles.py)
+    x-start           ready = max(now, queue free) + t      t from the table below; the queue is busy until then
+    x-done            now = max(now, ready)                 a stall: the share of t that no computation hid is exposed
+    collective alone  now += t                              synchronous: exposed in full
     while             trips x body                          trips from the condition's constant, start and step
-    conditional       the branch that its number takes; the longest, where the text does not tell the number
+    conditional       the branch with the known index; the longest branch if the text does not determine the index
 
-The state of the queues, and what is under way in the values that a loop carries, go from one iteration into the next:
-iterations are walked until one leaves both as it found them; it stands for all that follow. Of a loop with branches,
-as of layers whose every sixth attends to more, integers are followed (`hlo.evaluate`), and all iterations are walked.
+The queues, and the transfers in flight among the values that a loop carries, persist from one iteration to the next.
+Iterations are walked until one leaves both as it found them; all later iterations take the time of that one. A loop may
+contain branches, for example if every sixth layer attends to more tokens. Then the integers are evaluated
+(`hlo.evaluate`), and every iteration is walked.
 
-    all-gather        V (n-1)/n / (rings W)                 V: bytes of the whole array, n: devices of a group
+**Formula.** The time t of a transfer:
+
+    all-gather        V (n-1)/n / (rings W)                 V: bytes of the gathered array, n: devices of a group
     reduce-scatter    V (n-1)/n / (rings W)
     all-reduce        2 V (n-1)/n / (rings W)
-    all-to-all        n V/4 / (links over the middle W)     V: bytes of a device; half of all cross the middle of the
-                                                            longest axis, half of these each way: V a link on 2x2x1 and
-                                                            on a torus of 4x4x4; V (n-1)/n / W without `chips`. Of a
-                                                            ragged one, whose sizes only the run knows, V is what is
-                                                            there to be sent or the room for it, the smaller
-    permute           V / W                                 a queue of its own for every way round
-    copy, slice       V / W_hbm, V / W_host                 between HBM and VMEM, device and host; a copy within HBM
-                                                            takes 2V, and so do the SparseCores to gather or transpose
+    all-to-all        n V/4 / (links over the middle W)     V: bytes that a device sends; half of all bytes cross the
+                                                            middle of the longest axis, half of these each way: V a link
+                                                            on 2x2x1 and on a torus of 4x4x4. V (n-1)/n / W without
+                                                            `chips`. The sizes of a ragged one are known only at run
+                                                            time: V is the smaller one of its two buffers
+    permute           V / W                                 one queue per direction
+    copy, slice       V / W_hbm, V / W_host                 between HBM and VMEM, or device and host; 2V for a copy
+                                                            within HBM, or to gather or transpose on the SparseCores
 
-`rings` are the "colours" of the strategy that XLA wrote down for the collective, a direction of links each; where it
-wrote none, one. Two colours between two chips, or along a line, are on the same links: rings are at most the links one
-way out of a chip, two for each torus axis that wraps around and that the group has all of, else one. W is a link one
-way, divided by the groups that have a device of one chip, as both of its devices send through its links; of permutes,
-by those that go from one chip to the same other one. Between the two devices of a chip it is the die-to-die
-link, whose rings are one. Where the chips are the text does not say: `chips` does, from aot.py; without it, as on the
-command line, two devices after another are on a chip, and rings are colours.
+`rings` is the number of "colours" in the strategy that XLA wrote into the collective, each a direction of links; 1 if
+it wrote none. Between two chips, or along a line, two colours share the same links. So rings are capped by the links
+that lead out of a chip: two for each torus axis that wraps around and that the group spans in full, one for each other
+axis along which it extends.
 
-**Constants** (`Rates`; measured: https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood), the
-same as those of workload.py:
+W is the bandwidth of a link one way. Both devices of a chip send through its links, so W is divided by the number of
+groups that have a device on the same chip; for permutes, by the number that go from one chip to the same other chip.
+Between the two devices of a chip W is that of the die-to-die link, with one ring. The text does not say where the chips
+are. aot.py passes `chips`; without it, as on the command line, each two consecutive devices are a chip, and rings are
+not capped.
 
-    clock     2.2 GHz      that of the published peak. XLA plans with 1.9: what HBM bounds has cycles of that clock, so
-                           all the time that is not a transfer is 1.16 times as long at the other extreme
+**Constants** (`Rates`), the same as in predicted/workload.py:
+
+    clock     2.2 GHz      the clock of the published peak. XLA plans with 1.9: its cycles are of that clock where HBM
+                           is the bound. At the other extreme all time that is not a transfer is 1.16 times as long
     kernels   1.76 GHz     tokamax publishes times of attention kernels on TPU7x: their compiled cycles over 1.7 to 1.8.
-                           That count left out some waits that bundles.py counts: kernels may be up to 9% faster
+                           Their count left out some waits that compiled/bundles.py counts: kernels may be up to 9%
+                           faster
     W         89 GB/s      100 a link one way; measured: an all-gather, 178.8 of 200. The die-to-die link as well: x0.89
     W_hbm     3.2 TB/s     a device's half of 7.38; measured: a copy, 0.87 of the peak
     W_host    16 GB/s      assumed; no figure is published
     network   6.25 GB/s    a device's half of a chip's 100 Gb/s; sends and receives between slices
 
-Another chip (`rates_of`; aot.py compiles for them too) is given the same shares of its own figures. There kernels take
-the cycles of TPU7x, as bundles.py reads no other chip's program: v6e's matrix units do as much in a cycle. Axes wrap
-around where TPU7x's do, in whole cubes: of v6e that is right but for axes of 16.
+TensorCore seconds scale with 1/clock. Half the W doubles each t, but the total grows only by the time that the
+computations beside it no longer hide: by nothing as long as all of it is hidden. `Rates` and the flags let you vary
+these.
 
-TensorCore seconds scale with 1/clock. Half the W doubles each t, but the total grows only by what the computations
-beside it then no longer hide: by nothing as long as all is hidden. `Rates` and the flags are for trying this.
+**Other chips** (`rates_of`; aot.py compiles for them too) get the same shares of their own figures. Their kernels take
+the cycles of TPU7x, as compiled/bundles.py reads no other chip's program; v6e's matrix units do as much in a cycle.
+Axes wrap around where TPU7x's do, in whole cubes: for v6e that is right except for axes of 16.
 
-**What XLA counts** of an elementwise fusion is an estimate, too: by windows of up to 64 x 16 registers, as many of
-bfloat16 as of float32. To negate [65536, 14336] it has 5.93 M cycles of either, 4.96 M of int8 (libtpu 0.0.50.1): 2.7
-ms of bfloat16, for which HBM would take 1.2. In mixtures and in 8 bits, where such passes are up to a quarter of a
-step, a compiled step is rather too long than too short.
+**On TPU7x** XLA's cycles for an elementwise fusion are an estimate, too. It counts windows of up to 64 x 16 registers,
+as many for bfloat16 as for float32. To negate [65536, 14336] it has 5.93 M cycles for either, 4.96 M for int8 (libtpu
+0.0.50.1): 2.7 ms in bfloat16, for which HBM would take 1.2. In mixtures of experts and in FP8 such passes are up to a
+quarter of a step; there the time of a compiled step is too long rather than too short.
 
-**Left out**: that transfers, SparseCores and TensorCore share HBM; that a ring over several axes has phases of
-different size; start-up and hops (1 us each) of collectives; links that a message passes on its way to a chip that is
-no neighbour; that a synchronous collective waits for those under way; other devices coming late; the host. So the bytes
-of small collectives say too little.
+**Left out**: transfers, SparseCores and TensorCore share HBM; a ring over several axes has phases of different size;
+start-up and hops (1 us each) of collectives; the links that a message passes on its way to a chip that is not a
+neighbour; a synchronous collective waits for those in flight; other devices that are late; the host. So small
+collectives take longer than their bytes suggest.
+
+**Source**: rates measured in https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood.
 """
 
 import dataclasses
@@ -95,7 +104,7 @@ CHIP = CHIPS["tpu7x"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device's engines reach; sources: above."""
+    """The rates that the engines of a device reach; sources: above."""
 
     clock_hz: float
     kernel_clock_hz: float
@@ -107,7 +116,7 @@ class Rates:
 
 
 def rates_of(chip: Chip) -> Rates:
-    """Of one of the chip's devices: the shares of its peaks that were measured of TPU7x; 16 GB/s to an unknown host."""
+    """The rates of a device: the shares of its peaks that were measured on TPU7x; 16 GB/s to an unknown host."""
     return Rates(
         clock_hz=chip.clock_hz,
         kernel_clock_hz=KERNEL_CLOCK * chip.clock_hz,
@@ -128,7 +137,7 @@ FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier"
     " partition-id replica-id domain".split()
 )
-# Without an estimate of XLA's these take the time of their bytes.
+# Without an estimate by XLA these take the time of their bytes.
 BYTES = set(
     "abs add and atan2 bitcast-convert broadcast cbrt ceil clamp clz compare complex concatenate convert copy cosine"
     " count-leading-zeros divide dynamic-reshape dynamic-slice dynamic-update-slice erf exponential"
@@ -142,81 +151,82 @@ FREE_TARGETS = set(
     "PrepareAsyncCallStart PrepareAsyncCallDone AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound"
     " GatherScatterIndicesBitpacked Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape".split()
 )
-BYTES_TARGETS = {"ZeroCrop"}  # between slices: zeros where an array was filled up, in place, so no more than its bytes
+BYTES_TARGETS = {"ZeroCrop"}  # between slices: zeroes the padding of an array in place, so at most its bytes
 MATMULS = {"convolution", "dot"}
-MOVES = FREE | set(
+MOVES = FREE | set(  # move data and compute nothing
     "broadcast concatenate copy dynamic-slice dynamic-update-slice fusion iota pad reshape reverse slice"
     " transpose".split()
 )
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVES += ("collective-broadcast",)
-BETWEEN_SLICES = ("send", "recv")  # what XLA makes of a collective over the network
+BETWEEN_SLICES = ("send", "recv")  # XLA's lowering of a collective over the network
 
 
 def among(kind: str, kinds: Sequence[str]) -> bool:
-    """Whether a message, or all that one start stands for, is of one of these kinds."""
+    """Whether a message, or every message that shares one start, has one of these kinds."""
     return {*kind.split(" and ")} <= {*kinds}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes on beside the TensorCore, or, if it is synchronous, in its place."""
+    """Work beside the TensorCore or, if it is synchronous, in its place."""
 
     kind: str
     engine: str
     queue: str
-    nbytes: float  # of the whole array
+    nbytes: float  # of the gathered array
     seconds: float
     groups: tuple[tuple[int, ...], ...] = ()
     rings: int = 0
 
 
 def num_rings(config: object) -> int:
-    """The colours of the strategy in a collective's backend_config, 0 if there is none."""
+    """The number of colours of the strategy in a collective's backend_config, 0 if there is none."""
     if isinstance(config, dict):
         if "color_strategies" in config:
             return len(config["color_strategies"])
         return max(map(num_rings, config.values()), default=0)
-    found = re.search(r"colors:(\d+)", config) if isinstance(config, str) else None
-    return int(found[1]) if found else 0
+    match = re.search(r"colors:(\d+)", config) if isinstance(config, str) else None
+    return int(match[1]) if match else 0
 
 
 def chips_of(devices: Sequence[int], chips: Sequence) -> list:
-    """The chips that they are on; `chips` as for `walk`."""
+    """The chip of each device; `chips` as for `walk`."""
     return [chips[device] if chips else device // 2 for device in devices]
 
 
-def on_a_chip(devices: Sequence[int], chips: Sequence) -> bool:
-    """Whether they are the two of a chip."""
+def on_one_chip(devices: Sequence[int], chips: Sequence) -> bool:
+    """Whether these are the two devices of a chip."""
     return len(devices) == 2 and devices[0] != devices[1] and len({*chips_of(devices, chips)}) == 1
 
 
-def axes_of(devices: Sequence[int], chips: Sequence) -> list[tuple[int, bool]]:
-    """(chips, whether it is a ring) along each axis of the torus on which a group has more than one."""
-    extents, slice_of = (
-        [len({*places}) for places in zip(*of, strict=True)][1:] for of in (chips_of(devices, chips), chips)
+def torus_axes(devices: Sequence[int], chips: Sequence) -> list[tuple[int, bool]]:
+    """(chips of the group, whether they form a ring) along each torus axis on which the group has several chips."""
+    extents, sizes = (
+        [len({*coords}) for coords in zip(*places, strict=True)][1:] for places in (chips_of(devices, chips), chips)
     )
-    axes = zip(extents, CHIP.axes(slice_of), strict=True)
+    axes = zip(extents, CHIP.axes(sizes), strict=True)
     return [(extent, axis.wrap and extent == axis.size) for extent, axis in axes if extent > 1]
 
 
 def links_out(devices: Sequence[int], chips: Sequence) -> float:
-    """Links one way out of a chip to others of the group; infinite where it is not known where the chips are."""
-    return sum(1 + ring for _, ring in axes_of(devices, chips)) if chips else math.inf
+    """The links one way from a chip to other chips of the group; infinite if the places of the chips are unknown."""
+    return sum(1 + ring for _, ring in torus_axes(devices, chips)) if chips else math.inf
 
 
-def over_the_middle(devices: Sequence[int], chips: Sequence) -> float:
-    """Of what a device sends, alike to all of a group: what crosses the busiest link, over that."""
-    number, axes = len({*chips_of(devices, chips)}), axes_of(devices, chips)
-    crossing = (len(devices) / 4 / (number / extent * (1 + ring)) for extent, ring in axes)
-    return max(crossing, default=1 - 1 / len(devices))  # of several slices, alike in each, no axis has more than one
+def busiest_link_share(devices: Sequence[int], chips: Sequence) -> float:
+    """The bytes of an all-to-all that cross the busiest link, over the bytes that a device sends."""
+    num_chips, axes = len({*chips_of(devices, chips)}), torus_axes(devices, chips)
+    crossing = (len(devices) / 4 / (num_chips / extent * (1 + ring)) for extent, ring in axes)
+    # A group with one device at the same place of each of several slices spans no torus axis.
+    return max(crossing, default=1 - 1 / len(devices))
 
 
-def sharing(instruction: Instruction, chips: Sequence) -> int:
-    """How many groups, or permutes of the same way, send through the links of a chip at once."""
+def link_users(instruction: Instruction, chips: Sequence) -> int:
+    """The number of groups, or of permutes in one direction, that send through the links of a chip at once."""
     if instruction.pairs:
-        ways = (tuple(chips_of(pair, chips)) for pair in instruction.pairs)
-        users = Counter(way for way in ways if way[0] != way[1])
+        directions = (tuple(chips_of(pair, chips)) for pair in instruction.pairs)
+        users = Counter(direction for direction in directions if direction[0] != direction[1])
     else:
         users = Counter(chip for group in instruction.groups for chip in {*chips_of(group, chips)})
     return max(users.values(), default=1)
@@ -225,6 +235,7 @@ def sharing(instruction: Instruction, chips: Sequence) -> int:
 def collective(
     instruction: Instruction, operands: Sequence[Shape], rates: Rates, thread: str, chips: Sequence = ()
 ) -> Transfer:
+    """The transfer of a collective; `thread` names the engine that runs it."""
     kind, start = instruction.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
     shapes = [shape for shape in instruction.shapes if not (start and not shape.dims and shape.space)]  # semaphores
     if start and kind != "all-reduce":  # (operands, results)
@@ -235,32 +246,32 @@ def collective(
     size = len(instruction.groups[0]) if instruction.groups else 1
     rings = num_rings(instruction.config)
     sparse = thread == "sparsecore" or instruction.config.get("device_type") == "DEVICE_TYPE_SPARSECORE"
-    among = instruction.groups or instruction.pairs
-    near = bool(among) and all(on_a_chip(devices, chips) for devices in among)
+    groups = instruction.groups or instruction.pairs
+    near = bool(groups) and all(on_one_chip(devices, chips) for devices in groups)
     speed = rates.die_to_die_bytes_per_s if near else rates.link_bytes_per_s
     queue = "links"
     if kind in ("collective-permute", "collective-broadcast"):
         moved = nbytes if instruction.pairs or size > 1 else 0.0
         queue = "link {} to {}".format(*min(instruction.pairs)) if instruction.pairs else queue
-        speed /= 1 if near else sharing(instruction, chips)
+        speed /= 1 if near else link_users(instruction, chips)
     else:
         nbytes *= size if kind == "reduce-scatter" else 1
         moved = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
         if size > 1 and not near:
             group = instruction.groups[0]
             if not kind.endswith("all-to-all"):
-                speed *= max(min(rings, links_out(group, chips)), 1) / sharing(instruction, chips)
+                speed *= max(min(rings, links_out(group, chips)), 1) / link_users(instruction, chips)
             elif chips:
-                moved = nbytes * over_the_middle(group, chips) * sharing(instruction, chips)
+                moved = nbytes * busiest_link_share(group, chips) * link_users(instruction, chips)
     engine = "SparseCore" if sparse else "TensorCore"
     groups = instruction.groups or tuple(pair for pair in instruction.pairs if pair[0] != pair[1])
     return Transfer(kind, engine, queue, nbytes, moved / speed, groups, rings)
 
 
 def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruction | None:
-    """The reduce-scatter that a fusion is in which an all-reduce is left, of which each device keeps a part, or None.
+    """The reduce-scatter that XLA:TPU wrote as a fusion of an all-reduce and a slice; None for another instruction.
 
-    XLA:TPU leaves it so where parts are padded. The TensorCore does it, and nothing else meanwhile.
+    XLA:TPU does so if the shards are padded. The TensorCore runs it, and nothing else meanwhile.
     """
     algorithm = instruction.config.get("collective_algorithm_config", {})
     if instruction.opcode != "fusion" or not algorithm.get("emitter", "").endswith("AllReduceScatterFusion"):
@@ -273,7 +284,7 @@ def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruct
 
 
 def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
-    """Its own, and those of the computations that it fuses; a custom-call that only moves data is named as a move."""
+    """Yields an instruction's opcode and those that it fuses; a custom-call that only moves data is named as a move."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     yield "bitcast" if target in FREE_TARGETS else "broadcast" if target in BYTES_TARGETS else instruction.opcode
     for name in instruction.called.get("calls", ()):
@@ -282,7 +293,7 @@ def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
 
 
 def category_of(program: Program, instruction: Instruction) -> str:
-    """What it is for: matmul, elementwise, copies and layouts, or a kernel by its name."""
+    """The category of an instruction: matmul, elementwise, copies and layouts, or a kernel by its name."""
     opcodes = set(opcodes_of(program, instruction))
     if instruction.opcode == "custom-call" and "custom-call" in opcodes:
         return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
@@ -294,13 +305,13 @@ def category_of(program: Program, instruction: Instruction) -> str:
 
 @dataclass(frozen=True)
 class Op:
-    """What an instruction of the TensorCore takes, over all trips of the loops around it."""
+    """The time of a TensorCore instruction, over all trips of the loops around it."""
 
     name: str
     category: str
     seconds: float
     count: int
-    by: str  # its time is that of cycles, of bytes, or of cycles that the caller gave
+    by: str  # what its time is derived from: "cycles", "bytes", or "caller" for cycles that the caller gave
     op_name: str
     source: str
 
@@ -312,7 +323,7 @@ class Message:
     name: str
     kind: str
     engine: str  # SparseCore, TensorCore, DMA
-    nbytes: float  # of the whole array, once
+    nbytes: float  # of the gathered array, once
     group_size: int
     groups: tuple[tuple[int, ...], ...]
     rings: int
@@ -322,9 +333,9 @@ class Message:
     after: str  # the last computation before it starts
     before: str  # the first one after it is done
     synchronous: bool
-    computed_s: float  # what the TensorCore computed between start and done
+    computed_s: float  # that the TensorCore computed between start and done
     seconds: float
-    exposed_s: float  # of them, how many the TensorCore waited
+    exposed_s: float  # of the seconds, those that the TensorCore waited
 
     @property
     def hidden_s(self) -> float:
@@ -332,13 +343,15 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Breakdown:
+    """The time of a program, by category, by operation and by message."""
+
     seconds: float
     categories: dict[str, float]  # add up to the seconds
     ops: tuple[Op, ...]  # the longest first
     messages: tuple[Message, ...]
     by_bytes_s: float  # seconds of ops for which XLA has no estimate
-    uncounted: tuple[str, ...]  # counted as nothing, for want of their cycles
+    uncounted: tuple[str, ...]  # counted as no time, because their cycles or trips are unknown
 
     @property
     def collectives(self) -> tuple[Message, ...]:
@@ -354,19 +367,19 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Flight:
-    """A transfer that was started; with no times one that still waits for its operands."""
+    """A transfer in flight; without a queue and times, one that still waits for its operands."""
 
     key: tuple[str, str]
     queue: str = ""
     start: float = 0.0
     begin: float = 0.0
     ready: float = 0.0
-    busy: float = 0.0  # what the TensorCore had computed when it started
-    value: object = None  # what it brings, if that is known
+    busy: float = 0.0  # seconds that the TensorCore had computed when it started
+    value: object = None  # the integers that it transfers, if they are known
 
 
 class Walk:
-    """The clock, the queues, and a ledger of {(what, of what): seconds or number of times}."""
+    """The state of a walk: the clock, the queues, and a ledger of {(quantity, key): seconds or count}."""
 
     def __init__(
         self,
@@ -378,22 +391,23 @@ class Walk:
     ):
         self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
         self.missing: dict[str, str] = {}
-        self.follows = True  # whether what integers become is of interest: outside of loops, and where branches are
+        self.evaluates = True  # whether to evaluate integers: outside of loops, and in loops with branches
         self.now = self.busy = 0.0
         self.queues: dict[str, list[Flight]] = {}
         self.ledger: Counter = Counter()
-        self.facts: dict[tuple, tuple] = {}  # of an op or a message: what is the same each time
-        self.last, self.ended = "", []  # the last op, and the messages after which none has come yet
+        self.facts: dict[tuple, tuple] = {}  # what is the same in each execution of an op or a message
+        self.last, self.ended = "", []  # the last op, and the messages that ended after it
         self.after, self.before = {}, {}
 
     def run(self, computation: str, arguments: list) -> object:
-        """The value of its root: integers that are known, something under way, a tuple of values, or None."""
+        """Walks a computation. Returns its root's value: known integers, a Flight, a tuple of values, or None."""
         values = {}
         for name, instruction in self.program.computations[computation].items():
             values[name] = self.step(computation, instruction, [values[n] for n in instruction.operands], arguments)
         return values[self.program.roots[computation]]
 
     def step(self, computation: str, instruction: Instruction, values: list, arguments: list) -> object:
+        """Walks one instruction, given the values of its operands and the arguments of its computation."""
         opcode, called = instruction.opcode, instruction.called
         key = computation, instruction.name
         first = values[0] if values else None
@@ -420,13 +434,13 @@ class Walk:
         if opcode.endswith("-done"):
             self.done(instruction, first)
             return first.value
-        alone = fused_reduce_scatter(self.program, instruction) or instruction
-        if alone.opcode in COLLECTIVES:
-            return self.alone(key, alone, self.operand_shapes(computation, instruction))
+        blocking = fused_reduce_scatter(self.program, instruction) or instruction
+        if blocking.opcode in COLLECTIVES:
+            return self.synchronous(key, blocking, self.operand_shapes(computation, instruction))
         self.compute(key, instruction, self.operand_shapes(computation, instruction))
         if opcode in PASS_THROUGH and not isinstance(first, Numbers):
             return first
-        return evaluate(self.program, instruction, values) if self.follows or opcode in PASS_THROUGH else None
+        return evaluate(self.program, instruction, values) if self.evaluates or opcode in PASS_THROUGH else None
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         return [self.program.computations[computation][name].shapes for name in instruction.operands]
@@ -452,6 +466,7 @@ class Walk:
         self.ended = []
 
     def cost(self, instruction: Instruction, operands: list) -> tuple[float, str]:
+        """(seconds, what they are derived from: `Op.by`)."""
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         for pattern, cycles in self.kernels.items():
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name, target)):
@@ -461,29 +476,27 @@ class Walk:
             return instruction.cycles / self.rates.clock_hz, "cycles"
         opcodes = set(opcodes_of(self.program, instruction))
         if not opcodes <= BYTES | FREE:
-            what = target or instruction.opcode
+            kind = target or instruction.opcode
             self.missing[instruction.name] = (
-                f"line {instruction.line}: {what} %{instruction.name} {instruction.op_name}"
+                f"line {instruction.line}: {kind} %{instruction.name} {instruction.op_name}"
             )
             return 0.0, "nothing"
         return self.hbm_bytes(opcodes, instruction.shapes, operands) / self.rates.hbm_bytes_per_s, "bytes"
 
     def hbm_bytes(self, opcodes: set[str], results: Sequence[Shape], operands: list) -> float:
-        """Read and written. In place, or picking from an array: the largest operand is not gone through."""
+        """Bytes read and written. An update in place, or a slice, does not read all of its largest operand."""
         in_hbm = lambda shapes: sum(shape.nbytes for shape in shapes if shape.space in (0, 5) and shape.dims)
         read, written = sorted(map(in_hbm, operands)), in_hbm(results)
-        if (
-            "sort" in opcodes and results and results[0].dims
-        ):  # a network of comparisons, n long: log n (log n + 1) / 2 passes
-            passes = math.ceil(math.log2(max(max(results[0].dims), 2)))
-            return 2 * sum(shape.nbytes for shape in results) * passes * (passes + 1) / 2
+        if "sort" in opcodes and results and results[0].dims:  # a sorting network: log n (log n + 1) / 2 passes
+            log_n = math.ceil(math.log2(max(max(results[0].dims), 2)))
+            return 2 * sum(shape.nbytes for shape in results) * log_n * (log_n + 1) / 2
         if opcodes & {"dynamic-update-slice", "scatter"}:
             return 2 * sum(read[:-1])
         if opcodes & {"gather", "dynamic-slice", "slice"}:
             return sum(read[:-1]) + 2 * written
         return sum(read) + written
 
-    # beside it
+    # beside the TensorCore
 
     def start(self, key: tuple, computation: str, instruction: Instruction) -> Flight:
         transfer = self.transfer(computation, instruction)
@@ -510,7 +523,7 @@ class Walk:
         self.ledger["computed", flight.key] += self.busy - flight.busy
         self.ended.append(flight.key)
 
-    def alone(self, key: tuple, instruction: Instruction, operands: list) -> None:
+    def synchronous(self, key: tuple, instruction: Instruction, operands: list) -> None:
         transfer = collective(instruction, [s for shapes in operands for s in shapes], self.rates, "main", self.chips)
         self.count(key, instruction, transfer, synchronous=True)
         self.ledger["exposed", key] += transfer.seconds
@@ -525,16 +538,16 @@ class Walk:
         self.after.setdefault(key, self.last)
 
     def transfer(self, computation: str, instruction: Instruction) -> Transfer:
-        """Of a start: what the computation does that it calls, or what its own name says."""
+        """The transfer that a start begins: the work of the computation that it calls, or of its own opcode."""
         thread, inner = instruction.thread, instruction
         while inner.called.get("to_apply", inner.called.get("calls")) and inner.opcode in ("call-start", "async-start"):
             (computation,) = inner.called.get("to_apply", inner.called.get("calls"))
             instructions = self.program.computations[computation].values()
             working = [i for i in instructions if i.opcode not in FREE and not i.opcode.endswith("-done")]
             if len(working) > 1 and {i.opcode for i in working} <= set(COLLECTIVES):
-                return self.together(computation, working, thread)
+                return self.serialized(computation, working, thread)
             if len(working) != 1:
-                raise ValueError(f"line {instruction.line}: {computation} does not do one thing that this can count")
+                raise ValueError(f"line {instruction.line}: {computation} has {len(working)} operations, not one")
             inner = working[0]
         operands = self.operand_shapes(computation, inner)
         flat = [shape for shapes in operands for shape in shapes]
@@ -555,12 +568,12 @@ class Walk:
             return Transfer(f"{kind} host", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
         if kind not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice") or thread != "main":
             seconds, by = self.cost(inner, operands)
-            if by == "bytes":  # of a program that runs where this knows no speed of memory
+            if by == "bytes":  # on an engine whose memory bandwidth is not in Rates
                 self.missing[inner.name] = f"line {inner.line}: {kind} %{inner.name} on {thread} {inner.op_name}"
             return Transfer(kind, thread, thread, 0.0, seconds)
-        if inner.opcode == "copy-start":  # (target, origin, semaphore)
+        if inner.opcode == "copy-start":  # its result: (target, origin, semaphore)
             target, origin = inner.shapes[:2]
-        else:  # ((operands), target, semaphore), or within a computation the target
+        else:  # its result: ((operands), target, semaphore), or within a computation the target
             target, origin = inner.shapes[len(flat) if inner.opcode.endswith("-start") else 0], flat[0]
         origin = flat[1] if kind == "dynamic-update-slice" else origin
         nbytes = min(target.nbytes, origin.nbytes)
@@ -570,28 +583,28 @@ class Walk:
         passes = max((target.space == 0) + (origin.space == 0), 1)
         return Transfer(kind, "DMA", "DMA", nbytes, nbytes * passes / rates.hbm_bytes_per_s)
 
-    def together(self, computation: str, instructions: Sequence[Instruction], thread: str) -> Transfer:
-        """Of collectives that one start stands for: one after the other, over the same links."""
-        each = [
+    def serialized(self, computation: str, instructions: Sequence[Instruction], thread: str) -> Transfer:
+        """The transfer of several collectives that share one start: they run one after another on the same links."""
+        transfers = [
             collective(
                 i, [s for shapes in self.operand_shapes(computation, i) for s in shapes], self.rates, thread, self.chips
             )
             for i in instructions
         ]
-        kind = " and ".join(dict.fromkeys(one.kind for one in each))
-        nbytes, seconds = (math.fsum(getattr(one, name) for one in each) for name in ("nbytes", "seconds"))
-        return replace(each[0], kind=kind, nbytes=nbytes, seconds=seconds)
+        kind = " and ".join(dict.fromkeys(transfer.kind for transfer in transfers))
+        nbytes, seconds = (math.fsum(getattr(t, name) for t in transfers) for name in ("nbytes", "seconds"))
+        return replace(transfers[0], kind=kind, nbytes=nbytes, seconds=seconds)
 
     # loops and branches
 
     def branch(self, instruction: Instruction, values: list) -> object:
-        names = [name for found in instruction.called.values() for name in found]
+        names = [name for computations in instruction.called.values() for name in computations]
         if isinstance(values[0], Numbers):
-            (number,) = values[0].values
+            (index,) = values[0].values
             if "true_computation" in instruction.called:
-                number = 1 - number
-            number = number if 0 <= number < len(names) else -1  # out of range is the last one
-            return self.run(names[number], [values[1:][number]])
+                index = 1 - index
+            index = index if 0 <= index < len(names) else -1  # an index out of range takes the last branch
+            return self.run(names[index], [values[1:][index]])
         begin, ends = self.state(), []
         for name, value in zip(names, values[1:], strict=True):
             self.restore(begin)
@@ -612,47 +625,52 @@ class Walk:
     def loop(self, instruction: Instruction, carried: object) -> object:
         (body,) = instruction.called["body"]
         left = self.trips(instruction, carried)
-        follows, self.follows = self.follows, self.follows and body in self.branching
+        evaluates, self.evaluates = self.evaluates, self.evaluates and body in self.branching
         while left:
-            before, begin, busy = self.picture(carried), self.now, self.busy
+            before, begin, busy = self.snapshot(carried), self.now, self.busy
             outer, self.ledger = self.ledger, Counter()
             carried = self.run(body, [carried])
-            times = left if self.picture(carried) == before else 1  # from the same state, all others are the same
+            times = left if self.snapshot(carried) == before else 1  # from the same state all others take the same time
             outer.update({key: times * amount for key, amount in self.ledger.items()})
             self.ledger = outer
             if times > 1:
                 carried = self.skip(carried, begin, (times - 1) * (self.now - begin), (times - 1) * (self.busy - busy))
             left -= times
-        self.follows = follows
+        self.evaluates = evaluates
         return carried
 
     @cached_property
     def branching(self) -> set[str]:
-        """The computations with a branch in them, or in what they call."""
-        found: set[str] = set()
-        for name, instructions in self.program.computations.items():  # what is called stands before what calls it
-            called = {one for i in instructions.values() for names in i.called.values() for one in names}
-            if called & found or any(i.opcode == "conditional" for i in instructions.values()):
-                found.add(name)
-        return found
+        """The computations that contain a branch, or call one that does."""
+        branching: set[str] = set()
+        for name, instructions in self.program.computations.items():  # the text has callees before their callers
+            called = {callee for i in instructions.values() for names in i.called.values() for callee in names}
+            if called & branching or any(i.opcode == "conditional" for i in instructions.values()):
+                branching.add(name)
+        return branching
 
-    def picture(self, value: object) -> tuple:
-        """Of the state, as far as it matters for what comes: what is under way, and for how long yet."""
-        after = lambda seconds: round(max(seconds - self.now, 0.0), 12)
+    def snapshot(self, value: object) -> tuple:
+        """The state that determines what follows, to compare: the transfers in flight, and how long each still takes.
 
-        def of(value: object) -> object:
+        Args:
+          value: the value that the loop carries.
+        """
+        remaining = lambda time: round(max(time - self.now, 0.0), 12)
+
+        def relative(value: object) -> object:
             if isinstance(value, Flight):
-                return value.key, value.queue, after(value.ready), round(self.busy - value.busy, 12), of(value.value)
-            return tuple(map(of, value)) if isinstance(value, tuple) else value
+                computed = round(self.busy - value.busy, 12)
+                return value.key, value.queue, remaining(value.ready), computed, relative(value.value)
+            return tuple(map(relative, value)) if isinstance(value, tuple) else value
 
         queues = {
-            name: [(flight.key, after(flight.begin), after(flight.ready)) for flight in flights if after(flight.ready)]
+            name: [(f.key, remaining(f.begin), remaining(f.ready)) for f in flights if remaining(f.ready)]
             for name, flights in self.queues.items()
         }
-        return of(value), sorted((name, flights) for name, flights in queues.items() if flights)
+        return relative(value), sorted((name, flights) for name, flights in queues.items() if flights)
 
     def skip(self, value: object, begin: float, seconds: float, busy: float) -> object:
-        """Lets the clock jump over iterations; what the last one started goes along."""
+        """Advances the clock over iterations, and with it the transfers that the last one started."""
 
         def moved(value: object) -> object:
             if isinstance(value, Flight) and value.queue and value.start >= begin:
@@ -666,24 +684,23 @@ class Walk:
         self.busy += busy
         return value
 
-    def timeline(self) -> Timeline:
+    def breakdown(self) -> Breakdown:
         ops, messages = [], []
-        get = lambda what, key: self.ledger[what, key]
         for key, (instruction, detail, more) in self.facts.items():
-            count, seconds = round(get("count", key)), get("seconds", key)
+            count, seconds = round(self.ledger["count", key]), self.ledger["seconds", key]
             if not count:  # in a branch that is not the longest
                 continue
-            about = dict(op_name=instruction.op_name, source=instruction.source, count=count, seconds=seconds)
-            if isinstance(detail, str):
-                ops.append(Op(instruction.name, detail, by=more, **about))
+            common = dict(op_name=instruction.op_name, source=instruction.source, count=count, seconds=seconds)
+            if isinstance(detail, str):  # the category of an op
+                ops.append(Op(instruction.name, detail, by=more, **common))
                 continue
             group_size = len(detail.groups[0]) if detail.groups else 0
-            what = (detail.kind, detail.engine, detail.nbytes, group_size, detail.groups, detail.rings)
-            between = dict(after=self.after[key], before=self.before.get(key, ""), computed_s=get("computed", key))
-            exposed_s = get("exposed", key)
-            messages.append(Message(instruction.name, *what, synchronous=more, exposed_s=exposed_s, **between, **about))
-        categories = {key: seconds for (what, key), seconds in self.ledger.items() if what == "category"}
-        return Timeline(
+            fields = (detail.kind, detail.engine, detail.nbytes, group_size, detail.groups, detail.rings)
+            times = dict(computed_s=self.ledger["computed", key], exposed_s=self.ledger["exposed", key])
+            between = dict(after=self.after[key], before=self.before.get(key, ""))
+            messages.append(Message(instruction.name, *fields, synchronous=more, **times, **between, **common))
+        categories = {key: seconds for (quantity, key), seconds in self.ledger.items() if quantity == "category"}
+        return Breakdown(
             seconds=self.now,
             categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
             ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
@@ -693,7 +710,7 @@ class Walk:
         )
 
     def trips(self, instruction: Instruction, carried: object) -> int:
-        """From known_trip_count, from the caller, or from the number that the condition compares."""
+        """The trips of a loop, from known_trip_count, from the caller, or from the bound in its condition."""
         if known := instruction.config.get("known_trip_count"):
             return int(known["n"])
         for pattern, trips in self.given_trips.items():
@@ -703,14 +720,14 @@ class Walk:
         known = lambda i: isinstance(carried, tuple) and isinstance(carried[i], Numbers) and len(carried[i].values) == 1
         start = lambda i: (None, *carried[i].values) if known(i) else None
         compare, bind = self.program.root(condition), None
-        where = condition
+        scope = condition
         if compare.opcode == "fusion":
-            bind = [linear(self.program, where, operand) for operand in compare.operands]
-            (where,) = compare.called["calls"]
-            compare = self.program.root(where)
-        sides = [linear(self.program, where, operand, bind) for operand in compare.operands]
+            bind = [linear(self.program, scope, operand) for operand in compare.operands]
+            (scope,) = compare.called["calls"]
+            compare = self.program.root(scope)
+        sides = [linear(self.program, scope, operand, bind) for operand in compare.operands]
         direction = compare.attributes.get("direction", "")
-        if len(sides) == 2 and None not in sides and direction in STEPS:
+        if len(sides) == 2 and None not in sides and direction in DIRECTIONS:
             if sides[0][0] is None:
                 sides, direction = sides[::-1], {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "NE")
             (index, offset), bound = sides
@@ -727,17 +744,17 @@ class Walk:
         return 1
 
 
-STEPS = ("LT", "LE", "GT", "GE", "NE")
+DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")  # comparisons that a loop's condition may make
 
 
 def linear(program: Program, computation: str, name: str, bind: list | None = None) -> tuple[int | None, int] | None:
-    """A scalar as (number of a carried value or None, what is added to it); None: it is something else.
+    """A scalar as (index of a carried value or None, a constant added to it), or None if it has no such form.
 
     Args:
-      bind: what the parameters are, where the computation is a fusion; else it has one, the tuple that a loop carries.
+      bind: for a fusion, the forms of its parameters; otherwise the only parameter is the tuple that a loop carries.
     """
     instruction = program.computations[computation][name]
-    of = lambda operand: linear(program, computation, operand, bind)
+    form = lambda operand: linear(program, computation, operand, bind)
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "constant":
         return (None, int(instruction.literal)) if re.fullmatch(r"-?\d+", instruction.literal) else None
@@ -748,16 +765,16 @@ def linear(program: Program, computation: str, name: str, bind: list | None = No
         if source.opcode == "parameter" and bind is None:
             return int(instruction.attributes["index"]), 0
     if opcode in PASS_THROUGH or opcode in ("copy-start", "copy-done"):
-        return of(operands[0])
+        return form(operands[0])
     if opcode in ("add", "subtract"):
-        a, b = map(of, operands)
+        a, b = map(form, operands)
         if a and b and opcode == "subtract" and b[0] is None:
             return a[0], a[1] - b[1]
         if a and b and opcode == "add" and None in (a[0], b[0]):
             return a[0] if b[0] is None else b[0], a[1] + b[1]
     if opcode == "fusion":
         (called,) = instruction.called["calls"]
-        return linear(program, called, program.roots[called], list(map(of, operands)))
+        return linear(program, called, program.roots[called], list(map(form, operands)))
     return None
 
 
@@ -769,81 +786,78 @@ def walk(
     trips: Mapping[str, int] | None = None,
     chips: Sequence = (),
     uncounted: bool = False,
-) -> Timeline:
-    """The program's time, from its first instruction to its last.
+) -> Breakdown:
+    """The time of a program from its first instruction to its last, broken down.
 
     Args:
-      kernels: {regular expression: cycles} of what XLA has no estimate for, found in its name, op_name or target.
-      trips: {regular expression: trips} of loops whose condition does not tell, found in name or op_name.
-      chips: (slice, x, y, z) of the chip that each device of the program is on, by its number there; default: two after
-        another are on one, and how many links that has is not known.
-      uncounted: what has no cycles then, or trips, takes no time, or one trip, and is named in the result.
+      kernels: {regular expression: cycles} of instructions that XLA has no estimate for; the expression is searched in
+        the name, the op_name and the target.
+      trips: {regular expression: trips} of loops whose condition does not determine them; searched in name and op_name.
+      chips: (slice, x, y, z) of the chip of each device, by the device's number in the program. By default each two
+        consecutive devices are a chip, whose number of links is unknown.
+      uncounted: instructions without cycles take no time, loops without trips one trip; the result names them.
 
     Raises:
-      ValueError: something could take time that is not known, and nothing was given for it.
+      ValueError: the cycles or trips of an instruction are unknown, and `uncounted` is not set.
     """
     state = Walk(program, rates, kernels or {}, trips or {}, chips)
     state.run(program.entry, [])
     if state.missing and not uncounted:
         raise ValueError(
-            "no cycles, or trips, are known of\n  "
+            "cycles or trips are unknown for\n  "
             + "\n  ".join(state.missing.values())
             + "\ngive them: kernels={regular expression: cycles}, trips={regular expression: trips}; or uncounted=True"
         )
-    return state.timeline()
+    return state.breakdown()
 
 
 # -- command line
 
 
-def print_timeline(timeline: Timeline, top: int) -> None:
-    total = timeline.seconds or 1.0
+def print_breakdown(breakdown: Breakdown, top: int) -> None:
+    total = breakdown.seconds or 1.0
     row = lambda name, seconds: print(f"{name:32}{seconds:12.6f} s {seconds / total:7.1%}")
-    row("in all, predicted", timeline.seconds)
-    for category, seconds in timeline.categories.items():
+    row("total, predicted", breakdown.seconds)
+    for category, seconds in breakdown.categories.items():
         row(f"  {category}", seconds)
-    if timeline.by_bytes_s:
-        row("of these by bytes, not cycles", timeline.by_bytes_s)
-    print(f"\n{'ms':>10}{'count':>7}  {'what':20}{'where':22}operation")
-    for op in timeline.ops[:top]:
-        where = op.source.rpartition("/")[2][-20:]
-        print(f"{op.seconds * 1e3:10.3f}{op.count:7}  {op.category[:18]:20}{where:22}{(op.op_name or op.name)[-58:]}")
-    print(f"\n{'ms':>10}{'exposed':>9}{'beside':>10}{'count':>7}{'MB':>9}{'of':>5}{'rings':>6}  {'kind':23}operation")
-    for kind in dict.fromkeys((m.kind, m.engine) for m in timeline.messages):
-        of_kind = [m for m in timeline.messages if (m.kind, m.engine) == kind]
+    if breakdown.by_bytes_s:
+        row("of these by bytes, not cycles", breakdown.by_bytes_s)
+    print(f"\n{'ms':>10}{'count':>7}  {'category':20}{'source':22}operation")
+    for op in breakdown.ops[:top]:
+        source = op.source.rpartition("/")[2][-20:]
+        print(f"{op.seconds * 1e3:10.3f}{op.count:7}  {op.category[:18]:20}{source:22}{(op.op_name or op.name)[-58:]}")
+    print(f"\n{'ms':>10}{'exposed':>9}{'computed':>10}{'count':>7}{'MB':>9}{'n':>5}{'rings':>6}  {'kind':23}operation")
+    for kind in dict.fromkeys((m.kind, m.engine) for m in breakdown.messages):
+        of_kind = [m for m in breakdown.messages if (m.kind, m.engine) == kind]
         print_messages(of_kind, kind[0], f"{len(of_kind)} in the text")
         for message in sorted(of_kind, key=lambda m: -m.exposed_s)[: top // 4]:
             print_messages([message], "", message.op_name or message.name)
-    for what in timeline.uncounted:
-        print(f"not counted: {what}")
+    for instruction in breakdown.uncounted:
+        print(f"not counted: {instruction}")
 
 
 def print_messages(messages: Sequence[Message], kind: str, text: str) -> None:
-    """A line for them all; of a single one with its megabytes, size of the group and rings."""
-    milliseconds = lambda of: 1e3 * math.fsum(of(m) for m in messages)
-    columns = (
-        milliseconds(lambda m: m.seconds),
-        milliseconds(lambda m: m.exposed_s),
-        milliseconds(lambda m: m.computed_s),
-    )
+    """Prints one row for messages of a kind; without a kind, for one message with its MB, group size and rings."""
+    columns = (1e3 * math.fsum(getattr(m, name) for m in messages) for name in ("seconds", "exposed_s", "computed_s"))
     first = messages[0]
-    one = " " * 20 if kind else f"{first.nbytes / 1e6:9.3f}{first.group_size:5}{first.rings:6}"
+    details = " " * 20 if kind else f"{first.nbytes / 1e6:9.3f}{first.group_size:5}{first.rings:6}"
     count = sum(m.count for m in messages)
-    print("{:10.3f}{:9.3f}{:10.3f}".format(*columns) + f"{count:7}{one}  {kind:23}{first.engine}, {text[-27:]}")
+    print("{:10.3f}{:9.3f}{:10.3f}".format(*columns) + f"{count:7}{details}  {kind:23}{first.engine}, {text[-27:]}")
 
 
-def pairs_of(values: Sequence[str], flag: str) -> dict[str, float]:
-    found = dict(value.rpartition("=")[::2] for value in values)
+def parse_pairs(values: Sequence[str], flag: str) -> dict[str, float]:
+    """{REGEX: NUMBER} of the values REGEX=NUMBER of a flag. Raises ValueError."""
+    pairs = dict(value.rpartition("=")[::2] for value in values)
     try:
-        return {pattern: float(number) for pattern, number in found.items() if re.compile(pattern)}
+        return {pattern: float(number) for pattern, number in pairs.items() if re.compile(pattern)}
     except (ValueError, re.error):
         raise ValueError(f"{flag} takes REGEX=NUMBER, as in {flag}='attention.*=4.6e6', not {values}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__, prog="aot.py schedule")
-    parser.add_argument("file", type=command.path, metavar="FILE", help="what compiled.as_text() returned")
-    parser.add_argument("--json", action="store_true", help="all of it, in bytes and seconds")
+    parser.add_argument("file", type=command.path, metavar="FILE", help="the text that compiled.as_text() returned")
+    parser.add_argument("--json", action="store_true", help="a JSON object, in bytes and seconds")
     parser.add_argument(
         "--top", type=command.at_least(0), default=20, help="rows of the table of operations; default: %(default)s"
     )
@@ -851,18 +865,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(
             f"--{rate.name}", type=float, default=getattr(TPU7X, rate.name), help="default: %(default).4g"
         )
-    parser.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help="of kernels by name")
-    parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS", help="of loops by name")
-    parser.add_argument("--uncounted", action="store_true", help="what has no cycles takes no time")
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="REGEX=CYCLES", help="cycles of kernels by name"
+    )
+    parser.add_argument("--trips", action="append", default=[], metavar="REGEX=TRIPS", help="trips of loops by name")
+    parser.add_argument("--uncounted", action="store_true", help="instructions without known cycles take no time")
     args = command.arguments(parser, argv)
-    timeline = walk(
+    breakdown = walk(
         parse(command.read_text(args.file)),
         rates=Rates(**{rate.name: getattr(args, rate.name) for rate in dataclasses.fields(Rates)}),
-        kernels=pairs_of(args.kernel, "--kernel"),
-        trips={pattern: int(trips) for pattern, trips in pairs_of(args.trips, "--trips").items()},
+        kernels=parse_pairs(args.kernel, "--kernel"),
+        trips={pattern: int(trips) for pattern, trips in parse_pairs(args.trips, "--trips").items()},
         uncounted=args.uncounted,
     )
     if args.json:
-        messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in timeline.messages]
-        return print(json.dumps(dataclasses.asdict(timeline) | {"messages": messages}))
-    print_timeline(timeline, args.top)
+        messages = [dataclasses.asdict(message) | {"hidden_s": message.hidden_s} for message in breakdown.messages]
+        return print(json.dumps(dataclasses.asdict(breakdown) | {"messages": messages}))
+    print_breakdown(breakdown, args.top)

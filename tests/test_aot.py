@@ -181,9 +181,9 @@ def test_what_crosses_slices_is_what_is_predicted(flags):
     """All groups of collectives lie within a slice; between them go sums of shards, or messages of stages."""
     config = Config(**BETWEEN | flags)
     _, text = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1", 2), ON_TENSOR_CORES, "")
-    timeline = schedule.walk(hlo.parse(text), uncounted=True)
-    assert {device for message in timeline.collectives for group in message.groups for device in group} == {*range(8)}
-    sent = math.fsum(message.count * message.nbytes for message in timeline.messages if message.kind == "send")
+    breakdown = schedule.walk(hlo.parse(text), uncounted=True)
+    assert {device for message in breakdown.collectives for group in message.groups for device in group} == {*range(8)}
+    sent = math.fsum(message.count * message.nbytes for message in breakdown.messages if message.kind == "send")
     tables = 2 * config.vocab_size * config.model_dim
     if "data" in config.mesh:  # this device's shards of all gradients, in float32
         expected = 4 * transformer.num_params(config) / 8
@@ -221,8 +221,8 @@ def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, 
     # Without the check: a sum of what is alike on all devices, as here, is what it refuses.
     sums = jax.shard_map(scatter, mesh=on, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
     program = hlo.parse(jax.jit(sums).lower(x).compile(compiler_options=flags).as_text())
-    timeline = schedule.walk(program, chips=[(0, *device.coords) for device in on.devices.flat])
-    (message,) = timeline.collectives
+    breakdown = schedule.walk(program, chips=[(0, *device.coords) for device in on.devices.flat])
+    (message,) = breakdown.collectives
     assert (message.kind, message.nbytes, message.rings) == ("reduce-scatter", 2 * x.size, ways)
     xla_flags = ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
     of = run_of(from_preset("llama3.1-70b", mesh=mesh, batch=512, xla_flags=xla_flags), chip, chips)

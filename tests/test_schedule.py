@@ -1,4 +1,4 @@
-"""A schedule walked by hand, and programs compiled for TPU7x, whose trips, cycles and collectives are known."""
+"""Tests of compiled/hlo.py and compiled/schedule.py: schedules worked out by hand, and programs compiled for TPU7x."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from hardware import CHIPS
 from predicted.workload import TODAY
 from remote_dma import ring_all_gather
 
-# -- schedules by hand: a cycle is a second, a byte over a link is a second, too
+# -- schedules by hand: a cycle takes a second, and so does a byte over a link
 
 RATES = Rates(
     clock_hz=1.0,
@@ -54,7 +54,7 @@ def text(*lines: str, more: str = "") -> str:
     return HEADER + "\n" + COMMON + more + "ENTRY " + computation("main", "%p = u8[8]{0} parameter(0)", *lines)
 
 
-def run(*lines: str, more: str = "", **options) -> schedule.Timeline:
+def run(*lines: str, more: str = "", **options) -> schedule.Breakdown:
     return walk(parse(text(*lines, more=more)), rates=RATES, **options)
 
 
@@ -72,23 +72,23 @@ def permute(name: str, nbytes: int, pairs: str = "{0,2},{2,0}") -> str:
     return f"%{name} = {start} collective-permute-start(%p), source_target_pairs={{{pairs}}}"
 
 
-def done(name: str, of: str, opcode: str = "collective-permute-done") -> str:
-    return f"%{name} = u8[8]{{0}} {opcode}(%{of})"
+def done(name: str, start: str, opcode: str = "collective-permute-done") -> str:
+    return f"%{name} = u8[8]{{0}} {opcode}(%{start})"
 
 
 END = "%end = u8[8]{0} bitcast(%p)"
 
 
 def loop(name: str, trips: int, *body: str, carried: str = "p", init: str = "p", more: str = "", **compare) -> tuple:
-    """(the computations of a loop over (a number, something carried), the lines of its call)."""
-    how = {"first": 0, "step": 1, "direction": "LT"} | compare
+    """(the computations of a loop that carries (an index, an array), the lines that call it)."""
+    bounds = {"first": 0, "step": 1, "direction": "LT"} | compare
     state = "(s32[], u8[8]{0})"
     text = computation(
         f"{name}.body",
         f"%state = {state} parameter(0)",
         "%i = s32[] get-tuple-element(%state), index=0",
         "%p = u8[8]{0} get-tuple-element(%state), index=1",
-        f"%one = s32[] constant({how['step']})",
+        f"%one = s32[] constant({bounds['step']})",
         "%next = s32[] add(%i, %one)",
         *body,
         f"%out = {state} tuple(%next, %{carried})",
@@ -98,11 +98,11 @@ def loop(name: str, trips: int, *body: str, carried: str = "p", init: str = "p",
         f"%s = {state} parameter(0)",
         "%i = s32[] get-tuple-element(%s), index=0",
         f"%n = s32[] constant({trips})",
-        f"%less = pred[] compare(%i, %n), direction={how['direction']}",
+        f"%less = pred[] compare(%i, %n), direction={bounds['direction']}",
     )
     call = f"{state} while(%{name}.in), condition=%{name}.condition, body=%{name}.body"
     lines = (
-        f"%{name}.first = s32[] constant({how['first']})",
+        f"%{name}.first = s32[] constant({bounds['first']})",
         f"%{name}.in = {state} tuple(%{name}.first, %{init})",
         f"%{name} = {call}",
     )
@@ -110,21 +110,21 @@ def loop(name: str, trips: int, *body: str, carried: str = "p", init: str = "p",
 
 
 def test_a_program_without_asynchronous_work_takes_the_sum_of_its_parts():
-    timeline = run(work("a", 3), work("b", 4, "matmul"), "%c = u8[8]{0} copy(%p)", END)
-    assert timeline.seconds == 3 + 4 + 16 / 2  # the copy has no estimate: 8 bytes read, 8 written
-    assert timeline.categories == {"copies and layouts": 8, "matmul": 4, "elementwise": 3}
-    assert timeline.by_bytes_s == 8
-    longest, second, third = timeline.ops
+    breakdown = run(work("a", 3), work("b", 4, "matmul"), "%c = u8[8]{0} copy(%p)", END)
+    assert breakdown.seconds == 3 + 4 + 16 / 2  # the copy has no estimate: 8 bytes read, 8 written
+    assert breakdown.categories == {"copies and layouts": 8, "matmul": 4, "elementwise": 3}
+    assert breakdown.by_bytes_s == 8
+    longest, second, third = breakdown.ops
     assert (longest.name, longest.by, second.name, third.op_name) == ("c", "bytes", "b", "op/a")
     assert (third.source, third.count, third.by) == ("a/model.py:7", 1, "cycles")
 
 
-def test_nested_loops():
+def test_nested_loops_multiply_their_trips():
     inner, lines = loop("inner", 4, work("x", 5))
     more, lines = loop("outer", 3, work("y", 2), *lines, more=inner)
-    timeline = run(*lines, END, more=more)
-    assert timeline.seconds == 3 * (2 + 4 * 5)
-    assert {op.name: (op.count, op.seconds) for op in timeline.ops} == {"x": (12, 60), "y": (3, 6)}
+    breakdown = run(*lines, END, more=more)
+    assert breakdown.seconds == 3 * (2 + 4 * 5)
+    assert {op.name: (op.count, op.seconds) for op in breakdown.ops} == {"x": (12, 60), "y": (3, 6)}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_trips_from_start_step_and_bound(first, step, direction, bound, trips):
     assert run(*lines, END, more=more).seconds == 5 * trips
 
 
-def test_trips_that_the_text_names_or_does_not_tell():
+def test_trips_that_the_text_names_or_leaves_unknown():
     more, (*lines, call) = loop("l", 5, work("x", 5))
     known = call + ', backend_config={"known_trip_count":{"n":"9"}}'
     assert run(*lines, known, END, more=more).seconds == 45
@@ -153,8 +153,8 @@ def test_trips_that_the_text_names_or_does_not_tell():
     with pytest.raises(ValueError, match=r"trips of %l .*\n.*trips="):
         run(*lines, call, END, more=more)
     assert run(*lines, call, END, more=more, trips={"^l$": 7}).seconds == 35
-    timeline = run(*lines, call, END, more=more, uncounted=True)
-    assert timeline.seconds == 5 and "trips of %l" in timeline.uncounted[0]
+    breakdown = run(*lines, call, END, more=more, uncounted=True)
+    assert breakdown.seconds == 5 and "trips of %l" in breakdown.uncounted[0]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_trips_that_the_text_names_or_does_not_tell():
         ("s32[] add(%i, %one)", "s32[] fusion(%one, %i), kind=kLoop, calls=%fused.add"),
     ],
 )
-def test_trips_of_loops_that_are_written_in_other_ways(old, new):
+def test_trips_of_loops_written_in_other_ways(old, new):
     pair = "%a = s32[] parameter(0)", "%b = s32[] parameter(1)"
     fused = computation("fused.less", *pair, "%less = pred[] compare(%a, %b), direction=GT")
     fused += computation("fused.add", *pair, "%sum = s32[] add(%b, %a)")
@@ -184,7 +184,7 @@ def test_trips_of_loops_that_are_written_in_other_ways(old, new):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_numbers_that_loops_carry(copied):
-    """An inner loop's bound that the outer one passes through is known; its start, if it is their index, is not."""
+    """An inner loop's bound that the outer loop passes through is known; a start that is the outer index is not."""
     inner, (first, state, call) = loop("inner", 4, work("x", 5))
     first += "\n  %other = s32[] copy(%inner.first)"
     start = "%other" if copied else "%inner.first"
@@ -198,13 +198,13 @@ def test_numbers_that_loops_carry(copied):
 
 
 @pytest.mark.parametrize("step, direction", [(1, "GT"), (0, "LT"), (3, "NE")])
-def test_loops_that_would_not_end_are_not_counted(step, direction):
+def test_the_trips_of_a_loop_that_would_not_end_are_unknown(step, direction):
     more, lines = loop("l", 5, work("x", 5), step=step, direction=direction)
     with pytest.raises(ValueError, match="trips of %l"):
         run(*lines, END, more=more)
 
 
-def test_a_transfer_is_exposed_as_far_as_nothing_computes_beside_it():
+def test_a_transfer_is_exposed_while_nothing_computes_beside_it():
     (message,) = run(permute("s", 5), work("a", 2), done("d", "s"), work("b", 1), END).collectives
     assert (message.seconds, message.exposed_s, message.hidden_s, message.computed_s) == (5, 3, 2, 2)
     assert (message.kind, message.nbytes, message.count, message.synchronous) == ("collective-permute", 5, 1, False)
@@ -213,59 +213,60 @@ def test_a_transfer_is_exposed_as_far_as_nothing_computes_beside_it():
     assert run(work("a", 7), permute("s", 5), done("d", "s"), END).seconds == 12
 
 
-def test_two_transfers_on_one_queue_go_one_after_the_other():
+def test_two_transfers_on_one_queue_run_one_after_the_other():
     lines = (permute("s", 5), permute("t", 3), work("a", 4), done("e", "t"), done("d", "s"), END)
-    timeline = run(*lines)
-    assert timeline.seconds == 8  # t is ready at 8, s was at 5
-    assert timeline.categories == {"elementwise": 4, "waits for collectives": 4}
-    assert [(m.name, m.exposed_s) for m in timeline.collectives] == [("s", 1), ("t", 3)]  # who was on the link then
-    other_way = permute("t", 3, "{0,6},{6,0}")
-    assert run(lines[0], other_way, *lines[2:]).seconds == 5
+    breakdown = run(*lines)
+    assert breakdown.seconds == 8  # t is ready at 8, s was at 5
+    assert breakdown.categories == {"elementwise": 4, "waits for collectives": 4}
+    # A stall counts for the transfer that is on the link at that time.
+    assert [(m.name, m.exposed_s) for m in breakdown.collectives] == [("s", 1), ("t", 3)]
+    other_direction = permute("t", 3, "{0,6},{6,0}")
+    assert run(lines[0], other_direction, *lines[2:]).seconds == 5
 
 
 STRADDLE = (done("d", "p"), permute("s", 3).replace("%p", "%i"), work("a", 2))
 
 
-def test_transfers_straddle_the_iterations():
-    """Iteration k waits until 3k for what the one before started, and computes for 2 s while the next is under way."""
+def test_transfers_straddle_iterations():
+    """Iteration k waits until 3k for the transfer that k - 1 started, and computes for 2 s beside its own."""
     more, lines = loop("l", 5, *STRADDLE, carried="s", init="s0")
     after = ("%got = u8[8]{0} get-tuple-element(%l), index=1", done("d0", "got"))
-    timeline = run(permute("s0", 3), *lines, *after, END, more=more)
-    assert timeline.seconds == 6 * 3
-    first, others = timeline.collectives
+    breakdown = run(permute("s0", 3), *lines, *after, END, more=more)
+    assert breakdown.seconds == 6 * 3
+    first, others = breakdown.collectives
     assert (first.count, first.seconds, first.exposed_s, first.computed_s) == (1, 3, 3, 0)
     assert (others.count, others.seconds, others.exposed_s, others.computed_s) == (5, 15, 5, 10)
 
 
-def test_what_straddles_a_long_computation_is_hidden(monkeypatch):
-    """And a thousand million iterations are not walked one by one."""
-    walked, of = [], schedule.Walk.run
+def test_a_transfer_that_straddles_a_long_computation_is_hidden(monkeypatch):
+    """A billion iterations are not walked one by one."""
+    walked, run_uncounted = [], schedule.Walk.run
 
     def counted(self, computation, arguments):
         walked.append(computation)
         assert len(walked) < 10
-        return of(self, computation, arguments)
+        return run_uncounted(self, computation, arguments)
 
     monkeypatch.setattr(schedule.Walk, "run", counted)
     more, lines = loop("l", 10**9, *STRADDLE[:2], work("a", 4), carried="s", init="s0")
     after = ("%got = u8[8]{0} get-tuple-element(%l), index=1", done("d0", "got"))
-    timeline = run(permute("s0", 3), work("b", 10), *lines, *after, END, more=more)
-    assert timeline.seconds == 10 + 4e9
-    assert [(m.count, m.exposed_s, m.computed_s) for m in timeline.messages] == [(1, 0, 10), (10**9, 0, 4e9)]
+    breakdown = run(permute("s0", 3), work("b", 10), *lines, *after, END, more=more)
+    assert breakdown.seconds == 10 + 4e9
+    assert [(m.count, m.exposed_s, m.computed_s) for m in breakdown.messages] == [(1, 0, 10), (10**9, 0, 4e9)]
 
 
 def test_a_transfer_over_a_loop_delays_those_inside():
-    """20 s on the link from before the loop: the first iterations wait behind it, later ones for their own."""
+    """A transfer before the loop takes the link for 20 s: the first iteration waits for it, later ones do not."""
     more, lines = loop("l", 6, permute("s", 1), work("a", 2), done("d", "s"))
-    timeline = run(permute("long", 20), *lines, done("e", "long"), END, more=more)
-    assert timeline.seconds == 21 + 5 * 2
-    long, short = timeline.collectives
+    breakdown = run(permute("long", 20), *lines, done("e", "long"), END, more=more)
+    assert breakdown.seconds == 21 + 5 * 2
+    long, short = breakdown.collectives
     assert (long.exposed_s, short.exposed_s, short.count) == (18, 1, 6)
 
 
 def random_body(source: random.Random, prefix: str) -> list[str]:
-    """Work, and transfers that are waited for in some order; the last one of the iteration before is, too."""
-    lines, under_way, number = [], ["p"], 0
+    """Work and transfers, waited for in a random order; so is the last transfer of the iteration before."""
+    lines, in_flight, number = [], ["p"], 0
     for _ in range(source.randrange(3, 9)):
         number += 1
         kind = source.choice(["work", "start", "done"])
@@ -274,10 +275,10 @@ def random_body(source: random.Random, prefix: str) -> list[str]:
         elif kind == "start":
             pairs = source.choice(["{0,2},{2,0}", "{0,6},{6,0}"])
             lines.append(permute(f"{prefix}s{number}", source.randrange(1, 7), pairs).replace("%p)", "%i)"))
-            under_way.append(f"{prefix}s{number}")
-        elif under_way:
-            lines.append(done(f"{prefix}d{number}", under_way.pop(source.randrange(len(under_way)))))
-    lines += [done(f"{prefix}f{number}", of) for number, of in enumerate(under_way)]
+            in_flight.append(f"{prefix}s{number}")
+        elif in_flight:
+            lines.append(done(f"{prefix}d{number}", in_flight.pop(source.randrange(len(in_flight)))))
+    lines += [done(f"{prefix}f{number}", start) for number, start in enumerate(in_flight)]
     return [*lines, permute(f"{prefix}last", source.randrange(1, 7)).replace("%p)", "%i)")]
 
 
@@ -297,8 +298,8 @@ def test_a_loop_takes_as_long_as_its_iterations_written_out(seed):
     assert rolled.seconds == pytest.approx(unrolled.seconds, rel=1e-12) and unrolled.seconds > 0
     assert rolled.exposed_s == pytest.approx(unrolled.exposed_s, rel=1e-12)
     assert math.fsum(rolled.categories.values()) == pytest.approx(rolled.seconds, rel=1e-12)
-    sum_of = lambda timeline: [
-        sum(getattr(m, f) for m in timeline.messages) for f in ("count", "seconds", "computed_s")
+    sum_of = lambda breakdown: [
+        sum(getattr(m, f) for m in breakdown.messages) for f in ("count", "seconds", "computed_s")
     ]
     assert sum_of(rolled) == pytest.approx(sum_of(unrolled), rel=1e-12)
 
@@ -311,19 +312,19 @@ def test_a_loop_takes_as_long_as_its_iterations_written_out(seed):
 @pytest.mark.parametrize(
     "attribute", ["branch_computations={%yes, %no}", "true_computation=%yes, false_computation=%no"]
 )
-def test_conditionals_take_the_longest_branch_where_the_text_does_not_tell(attribute):
+def test_conditionals_take_the_longest_branch_if_the_index_is_unknown(attribute):
     branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
     more = branch("yes", work("a", 3), work("b", 4), END) + branch("no", permute("s", 9), done("d", "s"))
-    timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", work("c", 1), END, more=more)
-    assert timeline.seconds == 10 and [op.name for op in timeline.ops] == ["c"]  # nothing of the other one is counted
-    assert [(m.name, m.before) for m in timeline.messages] == [("s", "op/c")]
+    breakdown = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", work("c", 1), END, more=more)
+    assert breakdown.seconds == 10 and [op.name for op in breakdown.ops] == ["c"]  # the other branch is not counted
+    assert [(m.name, m.before) for m in breakdown.messages] == [("s", "op/c")]
     more = more.replace("u8[9]", "u8[2]")
-    timeline = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", END, more=more)
-    assert timeline.seconds == 7 and not timeline.messages
+    breakdown = run(f"%if = u8[8]{{0}} conditional(%p, %p, %p), {attribute}", END, more=more)
+    assert breakdown.seconds == 7 and not breakdown.messages
 
 
 @pytest.mark.parametrize("number, taken", [(0, "yes"), (1, "no"), (2, "no"), (-1, "no")])
-def test_conditionals_take_the_branch_that_is_known(number, taken):
+def test_conditionals_take_the_branch_of_a_known_index(number, taken):
     branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
     more = branch("yes", work("a", 3), END) + branch("no", work("b", 8), END)
     conditional = "%if = u8[8]{0} conditional(%n, %p, %p), branch_computations={%yes, %no}"
@@ -335,29 +336,29 @@ def test_conditionals_take_the_branch_that_is_known(number, taken):
 
 @pytest.mark.parametrize("through", ["", "fusion", "async"])
 def test_a_branch_of_every_third_layer(through):
-    """Of ten numbers, from an array as a scan has them, those that leave 2 of 3; also within a loop of two rounds."""
+    """A scan over ten layers takes one branch in the layers i with i % 3 = 2; also inside a loop of two trips."""
     branch = lambda name, *lines: computation(name, "%p = u8[8]{0} parameter(0)", *lines)
     more = branch("others", work("a", 3), END) + branch("third", work("b", 8), END)
     number = ["%at = s32[1]{0} dynamic-slice(%numbers, %i), dynamic_slice_sizes={1}", "%x = s32[] bitcast(%at)"]
     third = ["%three = s32[] constant(3)", "%left = s32[] remainder(%x, %three)", "%two = s32[] constant(2)"]
     third += ["%is = pred[] compare(%left, %two), direction=EQ"]
     if through == "fusion":
-        more += computation("find", "%x = s32[] parameter(0)", *third)
-        third = ["%is = pred[] fusion(%x), kind=kLoop, calls=%find"]
+        more += computation("is_third", "%x = s32[] parameter(0)", *third)
+        third = ["%is = pred[] fusion(%x), kind=kLoop, calls=%is_third"]
     if through == "async":
         number[1:] = [
             "%to = (s32[1]{0}, s32[1]{0:S(1)}, u32[]) copy-start(%at)",
-            "%there = s32[1]{0} copy-done(%to)",
-            "%x = s32[] reshape(%there)",
+            "%copied = s32[1]{0} copy-done(%to)",
+            "%x = s32[] reshape(%copied)",
         ]
     body = [*number, *third, "%n = s32[] convert(%is)"]
     body += ["%if = u8[8]{0} conditional(%n, %p, %p), branch_computations={%others, %third}"]
     numbers = "%numbers = s32[10]{0} iota(), iota_dimension=0"
     inner, lines = loop("layers", 10, numbers, *body, more=more)
-    found = lambda timeline: {op.name: (op.count, op.seconds) for op in timeline.ops if op.name in "ab"}
-    assert found(run(*lines, END, more=inner)) == {"a": (7, 7 * 3), "b": (3, 3 * 8)}
+    branches = lambda breakdown: {op.name: (op.count, op.seconds) for op in breakdown.ops if op.name in "ab"}
+    assert branches(run(*lines, END, more=inner)) == {"a": (7, 7 * 3), "b": (3, 3 * 8)}
     outer, lines = loop("rounds", 2, *lines, more=inner)
-    assert found(run(*lines, END, more=outer)) == {"a": (14, 14 * 3), "b": (6, 6 * 8)}
+    assert branches(run(*lines, END, more=outer)) == {"a": (14, 14 * 3), "b": (6, 6 * 8)}
 
 
 LOGIC = "and or xor not select".split()
@@ -368,36 +369,35 @@ TYPED = [(opcode, dtype) for opcode in sorted(ELEMENTWISE) for dtype in ("s32", 
     "opcode, dtype", [(o, d) for o, d in TYPED if (d != "pred" or o in LOGIC) and (o, d) != ("abs", "u32")]
 )
 def test_integers_as_xla_computes_them(opcode, dtype):
-    """Of ragged signs and at the ends of the type, against XLA on the CPU; what is divided by 0 is not known."""
+    """Operands of all signs and at the limits of the type, against XLA on the CPU; a quotient by 0 is unknown."""
     kind = {"s32": np.int32, "u32": np.uint32, "s8": np.int8, "pred": np.bool_}[dtype]
     if dtype == "pred":
         a, b = np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)
     else:
-        least, most = np.iinfo(kind).min, np.iinfo(kind).max
-        a = np.array([7, -7, 6, -6, 0, 5, least, most, most]).astype(kind)
-        b = np.array([3, 3, -4, -3, 2, 7, 1, most, 1]).astype(kind)
+        lowest, highest = np.iinfo(kind).min, np.iinfo(kind).max
+        a = np.array([7, -7, 6, -6, 0, 5, lowest, highest, highest]).astype(kind)
+        b = np.array([3, 3, -4, -3, 2, 7, 1, highest, 1]).astype(kind)
     names = {"abs": lax.abs, "and": lax.bitwise_and, "clamp": lax.clamp, "divide": lax.div, "maximum": lax.max}
     names |= {"minimum": lax.min, "multiply": lax.mul, "negate": lax.neg, "not": lax.bitwise_not, "or": lax.bitwise_or}
     names |= {"remainder": lax.rem, "select": lax.select, "subtract": lax.sub, "xor": lax.bitwise_xor, "add": lax.add}
     low, high = np.minimum(b, kind(2)), np.maximum(b, kind(2))
-    given = {"abs": [a], "negate": [a], "not": [a], "clamp": [low, a, high], "select": [a > 0, a, b]}
-    given = given.get(opcode, [a, b])
-    written = f"%r = {dtype}[{len(a)}]{{0}} {opcode}({', '.join('%p' for _ in given)})"
+    operands = {"abs": [a], "negate": [a], "not": [a], "clamp": [low, a, high], "select": [a > 0, a, b]}
+    operands = operands.get(opcode, [a, b])
+    line = f"%r = {dtype}[{len(a)}]{{0}} {opcode}({', '.join('%p' for _ in operands)})"
     numbers = lambda x: Numbers(x.shape, tuple(map(int, x)))
-    found = evaluated(written, *map(numbers, given))
-    assert found == numbers(np.asarray(names[opcode](*given)))
+    assert evaluated(line, *map(numbers, operands)) == numbers(np.asarray(names[opcode](*operands)))
     if opcode in ("divide", "remainder"):
-        assert evaluated(written, numbers(a), numbers(0 * b)) is None
+        assert evaluated(line, numbers(a), numbers(0 * b)) is None
 
 
-def evaluated(written: str, *operands) -> object:
-    """What `hlo.evaluate` makes of an instruction whose operands have these values."""
-    program = parse(text(written, END))
+def evaluated(line: str, *operands) -> object:
+    """The result of `hlo.evaluate` for an instruction whose operands have these values."""
+    program = parse(text(line, END))
     return evaluate(program, program.computations["main"]["r"], operands)
 
 
 @pytest.mark.parametrize(
-    "written, operands, expected",
+    "instruction, operands, expected",
     [
         ("s32[3]{0} constant({1, -2, 3})", (), (1, -2, 3)),
         ("pred[] constant(true)", (), (1,)),
@@ -416,10 +416,10 @@ def evaluated(written: str, *operands) -> object:
         ("s32[] add(%p, %p)", (1, None), None),
     ],
 )
-def test_values_that_follow(written, operands, expected):
+def test_values_that_follow_from_the_operands(instruction, operands, expected):
     known = lambda x: x if x is None else Numbers((len(x),), x) if isinstance(x, tuple) else Numbers((), (x,))
-    found = evaluated(f"%r = {written}", *map(known, operands))
-    assert (found and found.values) == expected
+    result = evaluated(f"%r = {instruction}", *map(known, operands))
+    assert (result and result.values) == expected
 
 
 def test_a_bitcast_of_two_dims_may_be_a_transpose():
@@ -446,8 +446,8 @@ GATHER = computation(
 
 
 @pytest.mark.parametrize("other", ["all-gather", "all-to-all"])
-def test_collectives_of_one_start_take_their_turns(other):
-    """As XLA:TPU makes one of the gathers of a layer's experts, and of these and the reduce-scatters before them."""
+def test_collectives_that_share_a_start_run_one_after_another(other):
+    """XLA:TPU merges the gathers of a layer's experts into one call, and these with the reduce-scatters before them."""
     on_sparsecore = ', execution_thread="sparsecore"'
     kinds = enumerate(("all-gather", other), 1)
     gathers = [f"%g{n} = u8[{8 * n}]{{0}} {kind}(%p), {GROUPS}, channel_id={n}, {rings(2)}" for n, kind in kinds]
@@ -461,24 +461,24 @@ def test_collectives_of_one_start_take_their_turns(other):
         "%all = (u8[8]{0}, u8[16]{0}) tuple(%g1, %g2)",
         tail=on_sparsecore,
     )
-    call = lambda of: f'%s = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{of}'
-    one, two, together = (
-        run(call(of), done("d", "s", "call-done"), END, more=more)
-        for of, more in (("of1", first), ("of2", second), ("both", both))
+    call = lambda name: f'%s = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{name}'
+    one, two, merged = (
+        run(call(name), done("d", "s", "call-done"), END, more=more)
+        for name, more in (("of1", first), ("of2", second), ("both", both))
     )
-    assert together.seconds == one.seconds + two.seconds > one.seconds
-    (message,) = together.messages
+    assert merged.seconds == one.seconds + two.seconds > one.seconds
+    (message,) = merged.messages
     assert message.engine == "SparseCore"
     assert message.kind == ("all-gather" if other == "all-gather" else "all-gather and all-to-all")
-    assert together.collectives == (message,) and together.exposed_s == together.seconds
-    assert together.categories == {"waits for collectives": together.seconds}
+    assert merged.collectives == (message,) and merged.exposed_s == merged.seconds
+    assert merged.categories == {"waits for collectives": merged.seconds}
 
 
 @pytest.mark.parametrize("update", [False, True])
 def test_collectives_on_the_sparsecores(update):
     """Two groups of 4 devices gather 8 bytes over two rings that they share: 2 * 8 * 3/4 / 2 = 6 s.
 
-    With an update, that is where it begins.
+    If there is a call-update, the transfer begins with it.
     """
     thread = 'async_execution_thread="sparsecore", to_apply=%gather, metadata={op_name="op/gather"}'
     if update:
@@ -487,11 +487,11 @@ def test_collectives_on_the_sparsecores(update):
     else:
         start = "%idle = u8[8]{0} bitcast(%p)"
         begin = f"%u = ((u8[2]{{0}}, token[]), u8[8]{{0}}) call-start(%p, %p), {thread}"
-    timeline = run(
+    breakdown = run(
         start, work("a", 5), begin, work("b", 1), done("d", "u", "call-done"), work("c", 1), END, more=GATHER
     )
-    assert timeline.seconds == 5 + 6 + 1
-    (message,) = timeline.collectives
+    assert breakdown.seconds == 5 + 6 + 1
+    (message,) = breakdown.collectives
     assert (message.kind, message.engine, message.rings, message.group_size) == ("all-gather", "SparseCore", 2, 4)
     assert message.groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and message.op_name == "op/gather"
     assert (message.nbytes, message.seconds, message.exposed_s, message.computed_s) == (8, 6, 5, 1)
@@ -499,19 +499,20 @@ def test_collectives_on_the_sparsecores(update):
 
 
 def test_other_work_on_the_sparsecores():
-    """A transposition reads and writes HBM beside a gather; one program has to do one thing."""
-    lines = ("%p = u8[8]{0} parameter(0)", "%turned = u8[8]{0} transpose(%p), dimensions={0}")
-    more = computation("turn", *lines) + computation("two", *lines, "%again = u8[8]{0} copy(%turned)") + GATHER
-    call = lambda name, of: f'%{name} = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{of}'
+    """A transpose reads and writes HBM beside a gather; a computation of two operations is an error."""
+    lines = ("%p = u8[8]{0} parameter(0)", "%transposed = u8[8]{0} transpose(%p), dimensions={0}")
+    more = computation("one", *lines) + computation("two", *lines, "%copied = u8[8]{0} copy(%transposed)") + GATHER
+    start = 'u8[8]{0} call-start(%p), async_execution_thread="sparsecore"'
+    call = lambda name, computation: f"%{name} = {start}, to_apply=%{computation}"
     ends = done("d", "s", "call-done"), done("e", "g", "call-done"), END
-    timeline = run(call("s", "turn"), call("g", "gather"), *ends, more=more)
-    assert timeline.seconds == 16 / 2
-    assert timeline.categories == {"waits for SparseCore copies": 8}
-    assert [(m.kind, m.engine) for m in timeline.messages] == [
+    breakdown = run(call("s", "one"), call("g", "gather"), *ends, more=more)
+    assert breakdown.seconds == 16 / 2
+    assert breakdown.categories == {"waits for SparseCore copies": 8}
+    assert [(m.kind, m.engine) for m in breakdown.messages] == [
         ("transpose", "SparseCore"),
         ("all-gather", "SparseCore"),
     ]
-    with pytest.raises(ValueError, match="two does not do one thing"):
+    with pytest.raises(ValueError, match="two has 2 operations, not one"):
         run(call("s", "two"), call("g", "gather"), *ends, more=more)
 
 
@@ -527,7 +528,7 @@ def test_other_work_on_the_sparsecores():
         ("all-gather", "replica_groups={{0,1},{2,3},{4,5},{6,7}}", 1, 8),  # the two of a chip, over the die-to-die link
         ("all-gather", f"replica_groups={{{{0,1}},{{2,3}}}}, {rings(2)}", 1, 8),
         ("all-gather", "replica_groups={{0,2},{1,3}}", 2 * 4, 8),
-        ("all-gather", "replica_groups={{0,1,2,3}}", 6, 8),  # on both devices of two chips: nothing is shared
+        ("all-gather", "replica_groups={{0,1,2,3}}", 6, 8),  # both devices of two chips: no other group on its links
         ("collective-permute", "source_target_pairs={{0,2},{2,4}}", 8, 8),
         ("collective-permute", "source_target_pairs={{0,2},{1,3}}", 2 * 8, 8),
         ("collective-permute", "source_target_pairs={{0,1},{1,0}}", 2, 8),
@@ -541,14 +542,14 @@ def test_other_work_on_the_sparsecores():
     ],
 )
 def test_synchronous_collectives_stall_in_full(opcode, attributes, seconds, nbytes):
-    timeline = run(work("a", 1), f"%c = u8[8]{{0}} {opcode}(%p), {attributes}", END)
-    assert timeline.seconds == 1 + seconds
-    assert timeline.categories["synchronous collectives"] == seconds
-    (message,) = timeline.collectives
+    breakdown = run(work("a", 1), f"%c = u8[8]{{0}} {opcode}(%p), {attributes}", END)
+    assert breakdown.seconds == 1 + seconds
+    assert breakdown.categories["synchronous collectives"] == seconds
+    (message,) = breakdown.collectives
     assert message.synchronous and message.exposed_s == message.seconds == seconds and message.nbytes == nbytes
 
 
-def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
+def test_chips_say_which_devices_share_one_if_the_order_of_devices_is_another():
     seconds = lambda groups, **chips: (
         run(f"%c = u8[8]{{0}} all-gather(%p), replica_groups={groups}", END, **chips).seconds
     )
@@ -563,13 +564,13 @@ def test_what_is_on_a_chip_is_told_where_the_order_of_devices_is_another():
 
 
 def places(topology):
-    """(slice, x, y, z) of each device, in the order of ids: two a chip, x before y before z."""
+    """(slice, x, y, z) of each device in the order of ids: two devices a chip, x varies fastest, z slowest."""
     X, Y, Z = topology
     return [(0, x, y, z) for z in range(Z) for y in range(Y) for x in range(X) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
-    "topology, groups, over_a_link",
+    "topology, groups, bytes_over_link",
     [
         ((2, 2, 1), [range(8)], 1),  # 8/2 devices send half of V over 2 links
         ((2, 2, 1), [[0, 2], [1, 3]], 1),  # two groups send half over one
@@ -580,12 +581,12 @@ def places(topology):
         ((2, 4, 4), [range(64)], 2),  # 64/2 halves over 8 links, of lines
     ],
 )
-def test_an_all_to_all_crosses_the_middle(topology, groups, over_a_link):
-    """By hand: what crosses the middle of the longest axis, one way, over the links that do; a link takes a byte/s."""
+def test_an_all_to_all_crosses_the_middle(topology, groups, bytes_over_link):
+    """By hand: bytes that cross the middle of the longest axis one way, over the links there; a byte takes a second."""
     chips = places(topology)
     text = f"replica_groups={{{','.join('{' + ','.join(map(str, group)) + '}' for group in groups)}}}"
-    timeline = run(f"%c = u8[8]{{0}} all-to-all(%p), {text}", END, chips=chips)
-    assert timeline.seconds == pytest.approx(8 * over_a_link)
+    breakdown = run(f"%c = u8[8]{{0}} all-to-all(%p), {text}", END, chips=chips)
+    assert breakdown.seconds == pytest.approx(8 * bytes_over_link)
 
 
 @pytest.mark.parametrize(
@@ -594,10 +595,10 @@ def test_an_all_to_all_crosses_the_middle(topology, groups, over_a_link):
         ((2, 2, 1), slice(None), 2),  # all 8: a link along x and one along y
         ((2, 2, 1), slice(0, 4), 1),
         ((2, 2, 1), slice(0, None, 2), 2),
-        ((2, 4, 4), slice(None), 3),  # no cubes, so lines
+        ((2, 4, 4), slice(None), 3),  # not of whole cubes: lines
         ((4, 4, 4), slice(None), 6),  # a torus
-        ((4, 4, 4), slice(0, 8), 2),  # of which x is a ring
-        ((4, 4, 4), slice(0, 4), 1),  # and a half of it a line
+        ((4, 4, 4), slice(0, 8), 2),  # one of its rings, along x
+        ((4, 4, 4), slice(0, 4), 1),  # half of that ring: a line
         ((4, 4, 4), slice(0, 32), 4),
     ],
 )
@@ -609,14 +610,14 @@ def test_links_out_of_a_chip(topology, devices, links):
     groups = [list(group), [device + 1 for device in group]] if one_of_a_chip else [list(group)]
     for colours in (1, 2, 4, 6):
         text = f"replica_groups={{{','.join('{' + ','.join(map(str, g)) + '}' for g in groups)}}}, {rings(colours)}"
-        timeline = run(f"%c = u8[8]{{0}} all-gather(%p), {text}", END, chips=chips)
+        breakdown = run(f"%c = u8[8]{{0}} all-gather(%p), {text}", END, chips=chips)
         expected = 8 * (1 - 1 / len(group)) / min(colours, links) * len(groups)
-        assert timeline.seconds == pytest.approx(expected)
+        assert breakdown.seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("colors, seconds", [(1, 48), (2, 24)])
-def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, seconds):
-    """As XLA:TPU leaves it where parts are padded; those of two arrays at once."""
+def test_an_all_reduce_fused_with_a_slice_is_a_reduce_scatter(colors, seconds):
+    """XLA:TPU writes it so if the shards are padded; here for two arrays at once."""
     fused = computation(
         "all-reduce-scatter",
         "%q = u8[8]{0} parameter(0)",
@@ -631,11 +632,11 @@ def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, secon
         "%both = (u8[4]{0}, u8[4]{0}) tuple(%mine, %also)",
     )
     debug = f'"debug":"\\nStrategyRing{{colors:{colors} phases:1}}"'
-    how = f'backend_config={{"collective_algorithm_config":{{"emitter":"AllReduceScatterFusion",{debug}}}}}'
-    line = f"%c = (u8[4]{{0}}, u8[4]{{0}}) fusion(%p), kind=kCustom, calls=%all-reduce-scatter, {how}"
-    timeline = run(work("a", 1), line, END, more=fused)
-    assert timeline.seconds == 1 + seconds
-    (message,) = timeline.collectives
+    config = f'backend_config={{"collective_algorithm_config":{{"emitter":"AllReduceScatterFusion",{debug}}}}}'
+    line = f"%c = (u8[4]{{0}}, u8[4]{{0}}) fusion(%p), kind=kCustom, calls=%all-reduce-scatter, {config}"
+    breakdown = run(work("a", 1), line, END, more=fused)
+    assert breakdown.seconds == 1 + seconds
+    (message,) = breakdown.collectives
     assert (message.kind, message.nbytes, message.synchronous, message.groups) == (
         "reduce-scatter",
         32,
@@ -644,23 +645,23 @@ def test_an_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter(colors, secon
     )
 
 
-@pytest.mark.parametrize("room", [3, 32])
-def test_what_a_ragged_all_to_all_moves_is_no_more_than_either_end_holds(room):
-    out, sizes = f"%out = u8[{room}]{{0}} iota(), iota_dimension=0", "%sizes = s32[4]{0} iota(), iota_dimension=0"
+@pytest.mark.parametrize("capacity", [3, 32])
+def test_a_ragged_all_to_all_moves_at_most_the_smaller_buffer(capacity):
+    out, sizes = f"%out = u8[{capacity}]{{0}} iota(), iota_dimension=0", "%sizes = s32[4]{0} iota(), iota_dimension=0"
     ragged = f"ragged-all-to-all(%p, %out, %sizes, %sizes, %sizes, %sizes), {GROUPS}"
-    (message,) = run(out, sizes, f"%c = u8[{room}]{{0}} {ragged}", END).collectives
-    assert message.nbytes == min(room, 8) and message.seconds == min(room, 8) * 3 / 4
+    (message,) = run(out, sizes, f"%c = u8[{capacity}]{{0}} {ragged}", END).collectives
+    assert message.nbytes == min(capacity, 8) and message.seconds == min(capacity, 8) * 3 / 4
 
 
 def test_asynchronous_collectives_of_the_tensorcore():
     start = f"%s = (u8[8]{{0}}, u8[32]{{0}}) all-gather-start(%p), {GROUPS}"
     reduce = f"%r = u8[8]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%vector"
-    timeline = run(start, done("d", "s", "all-gather-done"), reduce, done("e", "r", "all-reduce-done"), END)
-    assert [(m.nbytes, m.seconds, m.engine) for m in timeline.collectives] == [
+    breakdown = run(start, done("d", "s", "all-gather-done"), reduce, done("e", "r", "all-reduce-done"), END)
+    assert [(m.nbytes, m.seconds, m.engine) for m in breakdown.collectives] == [
         (32, 2 * 24, "TensorCore"),
         (8, 2 * 12, "TensorCore"),
     ]
-    assert timeline.seconds == 72
+    assert breakdown.seconds == 72
     start += ', backend_config={"device_type":"DEVICE_TYPE_SPARSECORE"}'
     assert run(start, done("d", "s", "all-gather-done"), END).collectives[0].engine == "SparseCore"
 
@@ -715,12 +716,12 @@ def test_replica_groups(groups, expected):
 )
 def test_copies_occupy_their_own_queue(start, opcode, seconds, category):
     far = ("%far = u8[8]{0:S(5)} bitcast(%p)", "%three = u8[3]{0} bitcast(%p)")
-    timeline = run(*far, f"%s = {start}", permute("q", 2), work("a", 1), done("d", "s", f"{opcode}-done"), END)
-    assert timeline.seconds == seconds
-    assert timeline.categories == ({"elementwise": 1, category: seconds - 1} if seconds > 1 else {"elementwise": 1})
+    breakdown = run(*far, f"%s = {start}", permute("q", 2), work("a", 1), done("d", "s", f"{opcode}-done"), END)
+    assert breakdown.seconds == seconds
+    assert breakdown.categories == ({"elementwise": 1, category: seconds - 1} if seconds > 1 else {"elementwise": 1})
 
 
-def test_the_two_ways_to_the_host_do_not_wait_for_each_other():
+def test_copies_to_and_from_the_host_do_not_wait_for_each_other():
     down = "%s = (u8[8]{0:S(5)}, u8[8]{0}, u32[]{:S(2)}) copy-start(%p)"
     up = "%t = (u8[8]{0}, u8[8]{0:S(5)}, u32[]{:S(2)}) copy-start(%p)"
     ends = (done("d", "s", "copy-done"), done("e", "t", "copy-done"), END)
@@ -740,15 +741,15 @@ def test_the_two_ways_to_the_host_do_not_wait_for_each_other():
     ],
 )
 def test_without_an_estimate_the_bytes_count(line, seconds):
-    given = ("%near = u8[8]{0:S(1)} bitcast(%p)", "%two = u8[2]{0} bitcast(%p)", "%zero = s32[] constant(0)")
-    assert run(*given, line, END).seconds == seconds
+    operands = ("%near = u8[8]{0:S(1)} bitcast(%p)", "%two = u8[2]{0} bitcast(%p)", "%zero = s32[] constant(0)")
+    assert run(*operands, line, END).seconds == seconds
 
 
 def test_the_largest_integer_is_no_estimate():
     assert run(work("a", 2**63 - 1), END).seconds == 8
 
 
-# -- what is not known
+# -- unknown cycles, and text that cannot be parsed
 
 
 KERNEL = '%flash.3 = u8[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="op/attention"}'
@@ -758,11 +759,11 @@ def test_kernels_without_cycles():
     with pytest.raises(ValueError, match=r"tpu_custom_call %flash.3 op/attention\n  .*other\ngive them: kernels="):
         run(KERNEL, KERNEL.replace("flash.3", "other").replace("op/attention", "other"), END)
     for pattern in ("flash", "op/att", "^tpu_custom"):
-        timeline = run(KERNEL, END, kernels={"nothing": 5, pattern: 11})
-        assert timeline.seconds == 11 and timeline.categories == {"kernel flash": 11}
-        assert timeline.ops[0].by == "caller" and not timeline.uncounted
-    timeline = run(KERNEL, work("a", 2), END, uncounted=True)
-    assert timeline.seconds == 2 and "flash.3" in timeline.uncounted[0]
+        breakdown = run(KERNEL, END, kernels={"nothing": 5, pattern: 11})
+        assert breakdown.seconds == 11 and breakdown.categories == {"kernel flash": 11}
+        assert breakdown.ops[0].by == "caller" and not breakdown.uncounted
+    breakdown = run(KERNEL, work("a", 2), END, uncounted=True)
+    assert breakdown.seconds == 2 and "flash.3" in breakdown.uncounted[0]
 
 
 @pytest.mark.parametrize(
@@ -776,21 +777,21 @@ def test_kernels_without_cycles():
         '%x = ((u8[8]{0}), u8[8]{0}) call-start(%p), async_execution_thread="host", to_apply=%vector',
     ],
 )
-def test_what_could_cost_time_is_an_error(line):
+def test_an_instruction_of_unknown_time_is_an_error(line):
     with pytest.raises(ValueError, match=r"line (15|5): "):
         run(line, END)
     assert len(run(line, END, uncounted=True).uncounted) == 1
 
 
-def test_what_costs_nothing():
+def test_instructions_that_take_no_time():
     free = '%x = u8[8]{0} custom-call(%p), custom_call_target="AllocateBuffer"'
     assert run(free.replace("AllocateBuffer", "SliceId"), END).seconds == 0
     assert run(free, "%t = (u8[8]{0}) tuple(%x)", "%g = u8[8]{0} get-tuple-element(%t), index=0", END).seconds == 0
 
 
 def test_a_custom_call_that_writes_zeros_takes_the_time_of_its_bytes():
-    timeline = run('%x = u8[8]{0} custom-call(%p), custom_call_target="ZeroCrop"', END)
-    assert timeline.categories == {"copies and layouts": (8 + 8) / RATES.hbm_bytes_per_s}
+    breakdown = run('%x = u8[8]{0} custom-call(%p), custom_call_target="ZeroCrop"', END)
+    assert breakdown.categories == {"copies and layouts": (8 + 8) / RATES.hbm_bytes_per_s}
 
 
 @pytest.mark.parametrize(
@@ -813,7 +814,7 @@ def test_a_custom_call_that_writes_zeros_takes_the_time_of_its_bytes():
         ("ENTRY %main (p: u8[8]) -> u8[8] {", "ENTRY %main", "line 13: no computation begins here"),
     ],
 )
-def test_what_cannot_be_read_names_its_line(old, new, wrong):
+def test_errors_of_the_parser_name_the_line(old, new, wrong):
     program = text(work("a", 3), END)
     assert program.count(old) >= 1 and walk(parse(program), rates=RATES).seconds == 3
     head, _, tail = program.rpartition(old)
@@ -828,7 +829,7 @@ def test_done_without_a_start():
         run("%c = u8[8]{0} all-gather(%p), replica_groups=mesh['a'=8] {'a':(1)2}", END)
 
 
-def test_instructions_of_several_lines_and_tables_of_sources():
+def test_instructions_that_span_lines_and_tables_of_sources():
     tables = (
         'FileNames\n1 "m.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n1 {file_name_id=1 function_name_id=1 line=9}\n'
     )
@@ -841,21 +842,21 @@ def test_instructions_of_several_lines_and_tables_of_sources():
     assert walk(program, rates=RATES, kernels={"flash": 4}).ops[0].source == "m.py:9"
 
 
-def test_what_is_read_of_an_instruction():
+def test_the_fields_of_an_instruction():
     line = "%c = (f32[2,<=3]{1,0:T(8,128)S(1)}, /*index=1*/pred[]) async-start(%p, f32[] %q), calls=%vector, "
     line += 'channel_id=7, async_execution_thread="sparsecore", control-predecessors={%q, %p}, custom={a, b}'
     program = parse(text("%q = f32[] constant(1.5)", line, END))
-    read = program.computations["main"]["c"]
-    assert [(s.dtype, s.dims, s.space, s.nbytes) for s in read.shapes] == [("f32", (2, 3), 1, 24), ("pred", (), 0, 1)]
-    assert (read.operands, read.called, read.channel) == (("p", "q"), {"calls": ("vector",)}, 7)
-    assert (read.thread, read.after, read.attributes) == ("sparsecore", ("q", "p"), {"custom": "{a, b}"})
+    c = program.computations["main"]["c"]
+    assert [(s.dtype, s.dims, s.space, s.nbytes) for s in c.shapes] == [("f32", (2, 3), 1, 24), ("pred", (), 0, 1)]
+    assert (c.operands, c.called, c.channel) == (("p", "q"), {"calls": ("vector",)}, 7)
+    assert (c.thread, c.after, c.attributes) == ("sparsecore", ("q", "p"), {"custom": "{a, b}"})
     assert program.computations["main"]["q"].literal == "1.5" and program.root("main").name == "end"
 
 
 # -- constants and command line
 
 
-def test_the_constants_are_those_of_the_other_predictions():
+def test_the_rates_equal_those_of_the_other_predictions():
     chip, rates = CHIPS["tpu7x"], TPU7X
     assert rates.clock_hz == chip.clock_hz
     assert rates.kernel_clock_hz == 1.76e9
@@ -867,10 +868,10 @@ def test_the_constants_are_those_of_the_other_predictions():
 
 def test_another_chip_has_the_same_shares_of_its_own_figures():
     lines = (work("a", 7), permute("s", 8 * 89 * 10**9), done("d", "s"), KERNEL, END)
-    of = lambda rates: walk(parse(text(*lines)), rates=rates, kernels={"flash": 14e9}).seconds
+    seconds = lambda rates: walk(parse(text(*lines)), rates=rates, kernels={"flash": 14e9}).seconds
     v6e = CHIPS["v6e"]
-    assert of(rates_of(v6e)) == pytest.approx(8 + 14e9 / (0.8 * 1.75e9))  # a link is as fast as TPU7x's
-    assert of(TPU7X) == pytest.approx(8 + 14e9 / 1.76e9)
+    assert seconds(rates_of(v6e)) == pytest.approx(8 + 14e9 / (0.8 * 1.75e9))  # a link is as fast as TPU7x's
+    assert seconds(TPU7X) == pytest.approx(8 + 14e9 / 1.76e9)
     assert rates_of(v6e).hbm_bytes_per_s == 0.87 * 1638e9
     assert rates_of(v6e).host_bytes_per_s == v6e.pcie_bytes_per_s == 32e9
 
@@ -881,11 +882,11 @@ def test_command_line(tmp_path, capsys):
     schedule.main([str(tmp_path / "p.hlo"), "--kernel=flash=1.76e9", "--link_bytes_per_s=2.5e9"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 120
-    assert "in all, predicted                   7.000000 s" in printed  # 3 * 2 s on the link, 1 s of the kernel
+    assert "total, predicted                    7.000000 s" in printed  # 3 * 2 s on the link, 1 s of the kernel
     slower = ["--link_bytes_per_s=2.5e9", "--clock_hz=1.1e9", "--kernel_clock_hz=0.88e9"]
     schedule.main([str(tmp_path / "p.hlo"), "--kernel=flash=1.76e9", *slower, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["seconds"] == pytest.approx(3 * 2 + 2) and found["messages"][0]["hidden_s"] == pytest.approx(3 * 2)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["seconds"] == pytest.approx(3 * 2 + 2) and printed["messages"][0]["hidden_s"] == pytest.approx(3 * 2)
     program = str(tmp_path / "p.hlo")
     for arguments in ([program, "--kernel=flash"], [program], [str(tmp_path / "none")]):
         with pytest.raises(SystemExit):
@@ -897,13 +898,13 @@ def test_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "lhs, rhs, result, how, products",
+    "lhs, rhs, result, attributes, products",
     [
         ("bf16[4,8]", "bf16[8,2]", "f32[4,2]", "dim_labels=bf_io->bf", 4 * 8 * 2),
         ("bf16[8,4]", "bf16[2,8]", "f32[4,2]", "dim_labels=fb_oi->bf", 4 * 8 * 2),
         # Two dims contracted: the second is a window over all of it.
         ("f32[4,3,8]", "f32[2,3,8]", "f32[4,2,1]", "window={size=3}, dim_labels=b0f_o0i->bf0", 4 * 3 * 8 * 2),
-        # Two dims of the result: the window slides over padding, and meets one element at each place.
+        # Two dims of the result: the window slides over padding and covers one element at each position.
         (
             "f32[4,8,1]",
             "f32[8,3,2]",
@@ -911,7 +912,7 @@ def test_command_line(tmp_path, capsys):
             "window={size=3 pad=2_2 rhs_reversal=1}, dim_labels=bf0_i0o->b0f",
             4 * 3 * 8 * 2,
         ),
-        # A convolution: 5 places of 3 taps, of which the first and the last have one in the padding.
+        # A convolution: 5 positions of 3 taps; at the first and the last position one tap is in the padding.
         ("f32[4,5,8]", "f32[3,8,2]", "f32[4,5,2]", "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 4 * 13 * 8 * 2),
         (
             "f32[1,4,4,1]",
@@ -921,14 +922,14 @@ def test_command_line(tmp_path, capsys):
             16,
         ),
         ("pred[8,4]", "s8[4,16]", "s8[8,16]", "dim_labels=bf_io->bf", 8 * 4 * 16),
-        # Its gradient: zeros between the elements, which count as little.
+        # The gradient of a convolution: products with the zeros between the elements are not counted either.
         ("f32[1,2,1]", "f32[2,1,1]", "f32[1,4,1]", "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f", 4),
     ],
 )
-def test_flops_of_a_convolution(lhs, rhs, result, how, products):
+def test_flops_of_a_convolution(lhs, rhs, result, attributes, products):
     program = parse(
         f"{HEADER}\n%fused (a: {lhs}, b: {rhs}) -> {result} {{\n  %a = {lhs} parameter(0)\n  %b = {rhs} parameter(1)\n"
-        f"  ROOT %c = {result} convolution(%a, %b), {how}\n}}\n\n"
+        f"  ROOT %c = {result} convolution(%a, %b), {attributes}\n}}\n\n"
         f"ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{\n  %x = {lhs} parameter(0)\n  %y = {rhs} parameter(1)\n"
         f"  ROOT %f = {result} fusion(%x, %y), kind=kOutput, calls=%fused\n}}\n"
     )
@@ -953,7 +954,7 @@ def test_flops_of_a_convolution(lhs, rhs, result, how, products):
     "matmul",
     ["dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}", "convolution(%x, %y), dim_labels=bf_io->bf"],
 )
-def test_flops_of_mixed_types_are_those_of_the_wider_one(lhs, rhs, bits, matmul):
+def test_flops_of_mixed_types_count_as_the_wider_type(lhs, rhs, bits, matmul):
     program = parse(
         f"{HEADER}\nENTRY %main (x: {lhs}[4,8], y: {rhs}[8,2]) -> f32[4,2] {{\n  %x = {lhs}[4,8] parameter(0)\n"
         f"  %y = {rhs}[8,2] parameter(1)\n  ROOT %c = f32[4,2] {matmul}\n}}\n"
@@ -962,24 +963,24 @@ def test_flops_of_mixed_types_are_those_of_the_wider_one(lhs, rhs, bits, matmul)
     assert matmul_flops(program, main, main["c"]) == {bits: 2 * 4 * 8 * 2}
 
 
-def test_products_of_random_convolutions_are_those_that_meet_an_element():
+def test_products_of_random_convolutions_are_those_with_an_element():
     rng = random.Random(0)
     for _ in range(200):
         length, size, stride, inner, outer = (rng.randint(1, 5) for _ in range(5))
         low, high = (rng.randint(0, 4) for _ in range(2))
         padded = [False] * low + [i % inner == 0 for i in range((length - 1) * inner + 1)] + [False] * high
-        places = range(0, len(padded) - (size - 1) * outer, stride)
-        if not places:
+        positions = range(0, len(padded) - (size - 1) * outer, stride)
+        if not positions:
             continue
-        products = sum(padded[place + tap * outer] for place in places for tap in range(size))
+        products = sum(padded[position + tap * outer] for position in positions for tap in range(size))
         window = f"size={size} stride={stride} pad={low}_{high} lhs_dilate={inner} rhs_dilate={outer}"
-        line = f"%c = f32[1,{len(places)},1] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f"
+        line = f"%c = f32[1,{len(positions)},1] convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f"
         program = parse(text(f"%a = f32[1,{length},1] iota()", f"%b = f32[{size},1,1] iota()", line))
         main = program.computations["main"]
         assert matmul_flops(program, main, main["c"]) == {32: 2 * products}
 
 
-def test_a_convolution_that_cannot_be_counted():
+def test_a_convolution_with_batch_groups_is_an_error():
     line = "%c = u8[8]{0} convolution(%p, %p), batch_group_count=2, dim_labels=bf_io->bf"
     program = parse(text(line))
     with pytest.raises(ValueError, match="batch_group_count are not counted"):
@@ -1005,33 +1006,33 @@ def test_compiled_scan_of_matmuls():
     mesh = mesh_of("2x2x1", 8)
     scan = jax.jit(lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
     program = scan.lower(spec(mesh, (1024, 1024)), spec(mesh, (7, 1024, 1024))).compile().as_text()
-    timeline = walk(parse(program))
-    (matmul,) = [op for op in timeline.ops if op.category == "matmul"]
+    breakdown = walk(parse(program))
+    (matmul,) = [op for op in breakdown.ops if op.category == "matmul"]
     assert matmul.count == 7 and matmul.op_name.endswith("dot_general") and "test_schedule.py" in matmul.source
     (cycles,) = re.findall(rf'%{re.escape(matmul.name)} = .*"estimated_cycles":"(\d+)"', program)
     assert matmul.seconds == pytest.approx(7 * int(cycles) / 2.2e9)
-    assert not timeline.collectives
-    waits = sum(message.exposed_s for message in timeline.messages)
-    assert timeline.seconds == pytest.approx(sum(op.seconds for op in timeline.ops) + waits)
+    assert not breakdown.collectives
+    waits = sum(message.exposed_s for message in breakdown.messages)
+    assert breakdown.seconds == pytest.approx(sum(op.seconds for op in breakdown.ops) + waits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology, colours", [("2x2x1", 4), ("4x4x4", 2)])
 def test_compiled_gather_beside_matmuls(topology, colours):
-    """64 MiB by 8 devices on the SparseCores, beside three matmuls, which take longer: hidden, but not without them.
+    """8 devices gather 64 MiB on the SparseCores; three matmuls beside it take longer and hide it.
 
-    They have two links out of a chip: to two neighbours on 2x2x1, both ways round x on 4x4x4.
+    Two links lead out of a chip: to two neighbours on 2x2x1, in both directions along x on 4x4x4.
     """
 
     def per_device(w, x, y, matmuls):
-        whole = lax.all_gather(w, "x", tiled=True)
+        gathered = lax.all_gather(w, "x", tiled=True)
         for _ in range(matmuls):
             x = x @ y
-        return whole[:8] + 1, x
+        return gathered[:8] + 1, x
 
     mesh, links = mesh_of(topology, 8), 2
     chips = [(0, *device.coords) for device in mesh.devices.flat]
-    found = {}
+    breakdowns = {}
     for matmuls in (0, 3):
         function = jax.shard_map(
             lambda *args, matmuls=matmuls: per_device(*args, matmuls),
@@ -1041,22 +1042,22 @@ def test_compiled_gather_beside_matmuls(topology, colours):
             check_vma=False,
         )
         args = spec(mesh, (8 * 4096, 1024), "x"), spec(mesh, (4096, 4096)), spec(mesh, (4096, 4096))
-        found[matmuls] = walk(parse(jax.jit(function).lower(*args).compile().as_text()), chips=chips)
-    for matmuls, timeline in found.items():
-        (gather,) = timeline.collectives
+        breakdowns[matmuls] = walk(parse(jax.jit(function).lower(*args).compile().as_text()), chips=chips)
+    for matmuls, breakdown in breakdowns.items():
+        (gather,) = breakdown.collectives
         assert (gather.kind, gather.engine, gather.rings) == ("all-gather", "SparseCore", colours)
         assert gather.groups[0] == tuple(range(8)) and len(gather.groups) == mesh.size // 8
         assert gather.seconds == pytest.approx(64 * 2**20 * 7 / 8 / (links * 89e9))
-        matmul_s = sum(op.seconds for op in timeline.ops if op.category == "matmul")
+        matmul_s = sum(op.seconds for op in breakdown.ops if op.category == "matmul")
         assert gather.computed_s == pytest.approx(matmul_s, rel=0.1, abs=1e-5)
         assert gather.exposed_s == pytest.approx(max(gather.seconds - gather.computed_s, 0), abs=2e-5)
         assert (gather.exposed_s == 0) == (matmuls > 0)
-    assert found[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (links * 89e9 / 20)
+    assert breakdowns[3].seconds < 0.001 < 64 * 2**20 * 7 / 8 / (links * 89e9 / 20)
 
 
 @pytest.mark.slow
 def test_compiled_copies_from_and_to_the_host():
-    """Weights on the host, one fetched while the one before multiplies; the results back in one copy."""
+    """The host has the weights; each is fetched during the matmul before it. One copy returns the results."""
     mesh = mesh_of("2x2x1", 8)
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     device = NamedSharding(mesh, P())
@@ -1065,23 +1066,24 @@ def test_compiled_copies_from_and_to_the_host():
         return jax.device_put(lax.scan(lambda x, w: (x @ jax.device_put(w, device), x), x, ws)[1], host)
 
     args = spec(mesh, (7, 1024, 1024), memory_kind="pinned_host"), spec(mesh, (1024, 1024))
-    timeline = walk(parse(jax.jit(stream, out_shardings=host).lower(*args).compile().as_text()))
-    moved = {way: [m for m in timeline.messages if m.kind.endswith(way)] for way in ("from host", "to host")}
-    for messages in moved.values():
+    breakdown = walk(parse(jax.jit(stream, out_shardings=host).lower(*args).compile().as_text()))
+    copies = {end: [m for m in breakdown.messages if m.kind.endswith(end)] for end in ("from host", "to host")}
+    for messages in copies.values():
         assert sum(m.nbytes * m.count for m in messages) == 7 * 2 * 2**20
         assert sum(m.seconds for m in messages) == pytest.approx(7 * 2 * 2**20 / 16e9)
-    assert timeline.categories["host"] == pytest.approx(sum(m.exposed_s for way in moved.values() for m in way))
+    exposed_s = sum(m.exposed_s for messages in copies.values() for m in messages)
+    assert breakdown.categories["host"] == pytest.approx(exposed_s)
 
 
 def test_compiled_kernels_need_their_cycles():
-    """A ring by remote DMA, and the matmul that takes what it gathered."""
+    """A ring all-gather by remote DMA, and a matmul of its result."""
     multiply = lambda x: jnp.ones((8, 8 * 4096), x.dtype) @ ring_all_gather(x, "ring")
     program = parse(compiled_on_ring(multiply, (4096, 4096), jnp.bfloat16).as_text())
     with pytest.raises(ValueError, match=r"tpu_custom_call %all_gather_kernel\S* jit.*pallas_call"):
         walk(program)
-    given, free = walk(program, kernels={"all_gather_kernel": 1.76e6}), walk(program, uncounted=True)
-    assert given.categories["kernel all_gather_kernel"] == pytest.approx(1e-3)
-    assert given.seconds == pytest.approx(free.seconds + 1e-3) and free.categories["matmul"] > 0
+    counted, uncounted = walk(program, kernels={"all_gather_kernel": 1.76e6}), walk(program, uncounted=True)
+    assert counted.categories["kernel all_gather_kernel"] == pytest.approx(1e-3)
+    assert counted.seconds == pytest.approx(uncounted.seconds + 1e-3) and uncounted.categories["matmul"] > 0
 
 
 @cache
@@ -1092,24 +1094,24 @@ def train_step(prefetch: bool) -> Program:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_compiled_train_step(prefetch):
-    """Seven matrices a layer: gathered for the forward and the backward pass, their gradients scattered once.
+    """Seven matrices a layer are gathered for the forward and the backward pass; their gradients are scattered once.
 
-    With prefetch each pass gathers one layer more: the first before the loop, the last iteration's for nothing. The
-    norms of all layers travel together, as two arrays; embedding and unembedding once.
+    With prefetch each pass gathers one layer more: one before the loop, and the last iteration's is not used. The norms
+    of all layers are gathered together, as two arrays; embedding and unembedding once.
     """
     layers, matrices, once = TPU["num_layers"], 7, 4
-    timeline = walk(train_step(prefetch))
-    count = lambda kind: sum(message.count for message in timeline.collectives if message.kind == kind)
+    breakdown = walk(train_step(prefetch))
+    count = lambda kind: sum(message.count for message in breakdown.collectives if message.kind == kind)
     assert count("all-gather") == 2 * (layers + prefetch) * matrices + once
     assert count("reduce-scatter") == layers * matrices + once
-    on_sparsecores = [m for m in timeline.collectives if m.kind in ("all-gather", "reduce-scatter")]
+    on_sparsecores = [m for m in breakdown.collectives if m.kind in ("all-gather", "reduce-scatter")]
     assert {(m.engine, m.group_size, m.rings) for m in on_sparsecores} == {("SparseCore", 8, 4)}
-    largest = max(m.nbytes for m in timeline.collectives if m.synchronous)
+    largest = max(m.nbytes for m in breakdown.collectives if m.synchronous)
     assert largest <= 2 * TPU["model_dim"]
-    assert not timeline.uncounted and timeline.by_bytes_s < 0.01 * timeline.seconds
-    assert math.fsum(timeline.categories.values()) == pytest.approx(timeline.seconds)
-    computed = math.fsum(op.seconds for op in timeline.ops)
-    assert timeline.seconds == pytest.approx(computed + sum(m.exposed_s for m in timeline.messages))
+    assert not breakdown.uncounted and breakdown.by_bytes_s < 0.01 * breakdown.seconds
+    assert math.fsum(breakdown.categories.values()) == pytest.approx(breakdown.seconds)
+    computed = math.fsum(op.seconds for op in breakdown.ops)
+    assert breakdown.seconds == pytest.approx(computed + sum(m.exposed_s for m in breakdown.messages))
     gathered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "all-gather")
     scattered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "reduce-scatter")
     D, F, V, N, K, H = (TPU[k] for k in ("model_dim", "ff_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim"))
@@ -1125,7 +1127,7 @@ def test_faster_links_never_lengthen_a_train_step():
         walk(program, rates=dataclasses.replace(TPU7X, link_bytes_per_s=speed))
         for speed in (1e9, 2e9, 4e9, 8e9, 89e9, 178e9)
     ]
-    seconds = [timeline.seconds for timeline in speeds]
+    seconds = [breakdown.seconds for breakdown in speeds]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
-    computed = [math.fsum(op.seconds for op in timeline.ops) for timeline in speeds]
+    computed = [math.fsum(op.seconds for op in breakdown.ops) for breakdown in speeds]
     assert max(computed) == pytest.approx(min(computed))
