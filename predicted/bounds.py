@@ -3,54 +3,51 @@
     python roofline.py bounds --preset=llama3.1-70b --topology=tpu7x:4x8x8 --mesh=fsdp:128,tensor:4 --explain
     python roofline.py bounds --preset=deepseek-v3 --topology=tpu7x:8x8x8 --mesh=fsdp:64,expert:16 --batch=4096
 
-**The argument** (the scaling book: Austin et al. 2025, part 5, https://jax-ml.github.io/scaling-book/training). More
-chips divide the FLOPs; they divide what each chip has to send less, or not at all. With both at once a step takes
-max(FLOPs/C, bytes/W), and is compute-bound while
+**Idea** (the scaling book: Austin et al. 2025, part 5, https://jax-ml.github.io/scaling-book/training). More chips
+divide the FLOPs. They divide the bytes that each chip sends less, or not at all. If both overlap, a step takes
+max(FLOPs/C, bytes/W), and it is compute-bound while
 
-    FLOPs / bytes  >  alpha = C / W        C: FLOP/s of a chip; W: bytes/s of its links, an all-gather's V over its time
+    FLOPs / bytes  >  alpha = C / W        C: FLOP/s of a chip; W: bytes/s at which its links gather an array
 
-    alpha of TPU7x, bf16    1,922  the link between the dies (2 x 600 GB/s), to which each die brings C/2: 961 for a die
-                            3,845  three axes of the torus, rings
-                           11,535  one axis, a ring: both links of a chip, 2 x 100 GB/s (12,817 at nine tenths of it)
-                           23,070  one axis that does not wrap around: its second direction gains nothing
-                          184,560  the network between slices, 12.5 GB/s a chip
-
-A batch has B tokens, a layer's MLP is [D, F] and [F, D], all in bf16: 2 bytes an element; b bytes change alpha by b/2.
+**Formula.** A batch has B tokens. A layer's MLP is [D, F] and [F, D]. All is in bf16, 2 bytes an element; b bytes
+change alpha by b/2.
 
     FSDP, X ways         a weight [D, F] is gathered and multiplied by B/X tokens: 2*(B/X)*D*F FLOPs for 2*D*F bytes
 
                              B/X > alpha
 
-                         Backward, two matmuls cover a gather and a reduce-scatter. Data parallelism: two matmuls
-                         cover an all-reduce, twice a gather. The same ratio. B/X are the tokens of one copy of the
-                         weights: a chip's alone, or of the Y chips that tensor parallelism makes of it.
-    experts              a weight of an expert meets k/E of the tokens:  B/X > alpha * E/k
+                         In the backward pass two matmuls hide a gather and a reduce-scatter; in data parallelism
+                         they hide an all-reduce, which takes twice as long as a gather. The ratio is the same. B/X are
+                         the tokens of one gathered copy of the weights: of one chip, or of the Y chips that share it
+                         by tensor parallelism.
+    experts              the weight of an expert multiplies k/E of the tokens:  B/X > alpha * E/k
     tensor, Y ways       [B, D] is gathered and reduce-scattered, 4*B*D bytes, for 4*B*D*F/Y FLOPs; B cancels
 
                              F > Y * alpha
 
-                         TP 4 on an axis of TPU7x: 46k. A gate adds half of the FLOPs and no bytes, attention adds as
-                         many bytes and few FLOPs: all of a layer counts like F = (its parameters) / 4D, 26,112 instead
-                         of 28,672 for Llama 3.1 70B.
-    both, N = X*Y        weights are 1/Y to FSDP, tokens 1/X to tensor parallelism:
+                         Y = 4 on one axis of TPU7x needs F = 46k. A gate adds half of the FLOPs and no bytes. Attention
+                         adds as many bytes and few FLOPs. A full layer counts like F = (its parameters) / 4D: for
+                         Llama 3.1 70B 26,112 instead of 28,672.
+    both, N = X*Y        FSDP gathers 1/Y of the weights, tensor parallelism moves 1/X of the tokens:
 
                              T_math ~ B*F/N,  T_fsdp ~ alpha_x*F/Y,  T_tensor ~ alpha_y*B/X
 
-                         One falls with X and the other rises; their larger one is least where they are equal:
+                         T_fsdp rises with X, T_tensor falls. The larger of the two is least where they are equal:
 
                              X = sqrt(B*N/F * alpha_y/alpha_x)  and compute-bound for  B/N > alpha_x * alpha_y / F
 
-                         with alpha/M on M axes, the book's sqrt(B/F * Mx/My * N) and alpha^2/(Mx*My*F). Its edition of
-                         2025 adds the two, which then do not overlap: 4 times that, at the same X.
-    expert, Z ways       each token goes to k experts and back, by two all-to-alls: D*k*b bytes a token each. Round a
-                         ring of Z they are relayed: (Z+2)/4 of them over W (see interconnect.py). n matmuls, 3 with a
-                         gate, of 2*D*M*k FLOPs a token; k and B cancel
+                         With alpha/M on M axes these are the book's sqrt(B/F * Mx/My * N) and alpha^2/(Mx*My*F). Its
+                         edition of 2025 adds the two times, as if they did not overlap: 4 times that, at the same X.
+    expert, Z ways       each token goes to k experts and back, by two all-to-alls of D*k*b bytes a token each. On a
+                         ring of Z they are relayed, (Z+2)/4 of them over W (predicted/interconnect.py). An expert
+                         has n matmuls, 3 with a gate, of 2*D*M*k FLOPs a token; k and B cancel
 
                              M > alpha * (Z+2) / (2*n)
 
                          MaxText (docs/guides/optimization/custom_model.md) has 4*M/Z > alpha: long rings and n = 2.
-    context, Z ways      ring attention (arXiv:2310.01889): keys and values, of K heads, go once around, 4*K*H bytes a
-                         token, and meet the chip's T/Z queries, of N heads: 4*N*H FLOPs a pair, half of them masked
+    context, Z ways      ring attention (arXiv:2310.01889): the keys and values of K heads, 4*K*H bytes a token, go once
+                         around. The chip's T/Z queries of N heads attend to them: 4*N*H FLOPs a pair, half of the
+                         pairs masked
 
                              T/Z > alpha * 2*K/N                    without a mask alpha * K/N; backward has more FLOPs
 
@@ -58,30 +55,40 @@ A batch has B tokens, a layer's MLP is [D, F] and [F, D], all in bf16: 2 bytes a
 
                              3 * l * k * F > C / W_link             W_link = W/2 of a ring: 3/2 * l*k*F > alpha
 
-                         k = 1 if dense. What it costs is the bubble: of M microbatches and v repeats (circular: a stage
-                         has every P-th block of layers) the share (P-1) / (v*M + P-1) of the step nobody works.
-    across slices        data parallelism by the chips of a slice together, each for its part of the gradients:
+                         k = 1 if dense. The cost is the bubble, the share of the step in which a stage is idle:
+                         (P-1) / (v*M + P-1) with M microbatches and v rounds (circular: a stage has every P-th block
+                         of layers).
+    across slices        the chips of a slice do data parallelism together, each for its share of the gradients:
 
                              tokens of a slice > C / W_dcn * (S-1)/S          S slices
 
-**8 bits.** Matmuls in fp8 double C and so alpha. Weights gathered in fp8 halve the bytes of a gather, not those of the
-gradients: alpha * 3/4 binds, in the backward pass. Activations in fp8: tensor parallelism as in bf16.
+**FP8.** FP8 matmuls double C and so alpha. Weights gathered in FP8 halve the bytes of a gather, but not those of the
+gradients: the backward pass binds, at alpha * 3/4. With activations in FP8, tensor parallelism has the bound of bf16.
 
-**A device and a chip.** An axis of the mesh lies on links of several speeds (placement.py): dies, torus, slices. Each
-has its own bound, in which all that lies further in counts as one: tensor:4 on the dies and on two chips asks for
-F > 4 * 961 of the dies and F > 2 * alpha of the torus, 23k. That it takes 46k, for which Llama 3.1 70B's 28,672 and
-Qwen 2.5 7B's 18,944 are too narrow (at most 2.49 and 1.64 ways), is of four chips on one axis, or of four devices that
-leave the dies to others. `data` or `context` on the dies has both of them gather the same weights through the same
-links: twice the tokens.
+**Strong scaling**: more chips for the same global batch. Ideally the step time falls as 1/N. FSDP stops scaling at
+N = B/alpha: from there the step takes as long as its gathers, whatever N. Mixed with tensor parallelism it scales to
+N = B*F/(alpha_x*alpha_y), and from there falls as 1/sqrt(N).
 
-**Strong scaling**: more chips for the same global batch. Ideal is a step time that falls as 1/N. FSDP's stops at
-N = B/alpha: from there the step takes as long as its gathers, whatever N. Mixed with tensor parallelism it goes on to
-N = B*F/(alpha_x*alpha_y), from where it falls as 1/sqrt(N).
+**On TPU7x**, in bf16, alpha is
 
-**Left out**: hops (latency), memory, what two mesh axes take from each other on the links of one torus axis, weights
-that `expert` does not cut; attention's FLOPs, which hide more, count in strong scaling only, keys and values there not;
-windows, under which a query has fewer keys to hide the ring behind. All links of an axis are taken to work at once;
-those of XLA's reduce-scatter need not (workload.py), so that step.py can find messages exposed that hold here.
+      1,922  for the link between the dies (2 x 600 GB/s); a die has C/2 and so 961
+      3,845  for three axes of the torus, rings
+     11,535  for one axis, a ring: both links of a chip, 2 x 100 GB/s (12,817 at nine tenths of it)
+     23,070  for one axis that does not wrap around: its second direction gains nothing
+    184,560  for the network between slices, 12.5 GB/s a chip
+
+A mesh axis may use links of several speeds (placement.py): between dies, on the torus, between slices. Each kind has a
+bound of its own, which counts the devices of the inner kinds as one. So tensor:4 on the dies and two chips needs
+F > 4 * 961 on the dies, and F > 2 * alpha = 23k on the torus. On four chips of one axis, or on four devices that leave
+the dies to another axis, it needs 46k. Llama 3.1 70B's 28,672 and Qwen 2.5 7B's 18,944 are too narrow for that: at most
+2.49 and 1.64 ways. With `data` or `context` on the dies, both dies gather the same weights through the same links, so
+they need twice the tokens.
+
+**Left out**: latency; memory; mesh axes that compete for the links of one torus axis; weights that `expert` does not
+shard; windows, under which a query has fewer keys to hide the ring behind. Of the bounds only `context` counts
+attention's FLOPs, which would hide more; strong scaling counts them, but not the messages of keys and values. All links
+of an axis are taken to be used at once. XLA's reduce-scatter may use fewer (predicted/workload.py), so
+predicted/step.py may report messages as exposed that are hidden by the bounds here.
 """
 
 import argparse
@@ -100,18 +107,18 @@ from placement import BATCH_AXES, check_multiple, fill_mesh, parse_mesh
 from predicted.interconnect import all_to_all, links_of, ring_hops
 from predicted.transformer import kv_elements_per_layer, num_params, train_flops_per_token
 
-# -- what messages go over
+# -- links
 
 
 @dataclass(frozen=True)
 class Wires:
-    """Links, and the FLOP/s of what sends over them: of a chip, or of a device with its share of the chip's links."""
+    """Links and the FLOP/s of their sender: a chip, or a device, which has a share of the chip's links."""
 
     name: str
     flops_per_s: float
     bytes_per_s: float  # W
     link_bytes_per_s: float  # of one link, one way
-    wrap: bool
+    wrap: bool  # around on every axis
 
     @property
     def alpha(self) -> float:
@@ -123,10 +130,10 @@ class Wires:
 
 
 def ici(chip: Chip, axes: int = 1, *, wrap: bool = True, dtype: str = "bf16") -> Wires:
-    """So many long axes of a chip's torus: two links each, one if they do not wrap around."""
+    """The links of a chip on long axes of its torus: two on each axis, one if it does not wrap around."""
     if axes not in range(1, chip.torus_axes + 1):
         raise ValueError(
-            f"{chip.name} has {chip.torus_axes} axes of links: 1 to {chip.torus_axes} can work, not {axes}"
+            f"{chip.name} has {chip.torus_axes} axes of links: 1 to {chip.torus_axes} can be used, not {axes}"
         )
     links = axes * (2 if wrap else 1)
     name = f"{axes} {'ring' if wrap else 'line'}{'s' if axes > 1 else ''}"
@@ -134,20 +141,23 @@ def ici(chip: Chip, axes: int = 1, *, wrap: bool = True, dtype: str = "bf16") ->
 
 
 def die_to_die(chip: Chip, *, dtype: str = "bf16") -> Wires:
-    """The link between the two dies of a chip, and a die's half of the FLOP/s."""
+    """The link between the two dies of a chip, with a die's half of the FLOP/s."""
     if not chip.die_to_die_bytes_per_s:
-        raise ValueError(f"{chip.name} has no link between dies, or no figure of it: die_to_die_bytes_per_s is 0")
+        raise ValueError(f"{chip.name} has no link between dies, or none is published: die_to_die_bytes_per_s is 0")
     return along(chip, [Axis(2, chip.die_to_die_bytes_per_s, wrap=False, name="die to die")], dtype=dtype)
 
 
 def dcn(chip: Chip, *, dtype: str = "bf16") -> Wires:
-    """The network between many slices."""
+    """A chip's share of the network between many slices."""
     speed = chip.dcn_bytes_per_s
     return Wires("slices", chip.flops_per_s(dtype), speed, speed, False)
 
 
 def along(chip: Chip, pieces: Sequence[Axis], *, dtype: str = "bf16") -> Wires:
-    """A device's share of links: h hops of V/N make W = link * N/h, twice the link in a ring; at best, all at once."""
+    """A device's share of the links of several axes, all of them used at once.
+
+    An axis takes h hops of V/N bytes, so its W is link * N/h: in a ring, twice the link.
+    """
     speed = sum(axis.link_bytes_per_s * axis.size / ring_hops(axis.size, wrap=axis.wrap) for axis in pieces)
     slowest = min(axis.link_bytes_per_s for axis in pieces)
     name, wrap = ", ".join(axis.name for axis in pieces), all(axis.wrap for axis in pieces)
@@ -159,16 +169,19 @@ def along(chip: Chip, pieces: Sequence[Axis], *, dtype: str = "bf16") -> Wires:
 
 @dataclass(frozen=True)
 class Bound:
-    """Compute-bound where `value` is over `critical`; T_math / T_comms is their ratio (of mixed: the root of it)."""
+    """A bound: compute-bound if `value` is over `critical`.
+
+    Their ratio is T_math / T_comms; for `mixed` it is the square of that.
+    """
 
     name: str
     rule: str
     wires: str
-    value: float  # what there is: of `unit`
-    critical: float  # what it takes
+    value: float  # what the run has, in `unit`
+    critical: float  # what it needs
     unit: str
-    degree: float  # ways
-    max_degree: float  # ways that could be, with all else as it is
+    degree: float  # ways that the run is split
+    max_degree: float  # most ways that are compute-bound, with all else as it is
     working: str  # the rule with its numbers
 
     @property
@@ -181,12 +194,12 @@ class Bound:
 
 
 def data_parallel(wires: Wires, batch: float, ways: float, *, sparsity: float = 1, gradient_bytes: float = 2) -> Bound:
-    """Gradients are all-reduced under the backward pass.
+    """The bound of data parallelism, which all-reduces gradients during the backward pass.
 
     Args:
-      batch: B, in tokens, that one all-reduce is for.
-      ways: X: copies of the weights, each with its part of the batch; slices, if it goes across them.
-      sparsity: E/k: a token visits k of E experts.
+      batch: B, the tokens whose gradients one all-reduce sums.
+      ways: X, the copies of the weights, each with its part of the batch; across slices, the number of slices.
+      sparsity: E/k, as a token visits k of E experts.
     """
     return _batch_bound("data", wires, batch, ways, sparsity, gradient_bytes / 2)
 
@@ -194,9 +207,10 @@ def data_parallel(wires: Wires, batch: float, ways: float, *, sparsity: float = 
 def fsdp(
     wires: Wires, batch: float, ways: float, *, sparsity: float = 1, weight_bytes: float = 2, gradient_bytes: float = 2
 ) -> Bound:
-    """Weights are gathered in both passes, gradients reduce-scattered in the backward pass; arguments as above.
+    """The bound of FSDP, which gathers weights in both passes and reduce-scatters gradients in the backward pass.
 
-    What binds is the worse of  forward, 2 FLOPs a parameter and token for a gather,  and  backward, 4 for both.
+    The worse pass binds: forward has 2 FLOPs a parameter and token for a gather, backward 4 for both messages. The
+    arguments are those of `data_parallel`.
     """
     factor = max(weight_bytes / 2, (weight_bytes + gradient_bytes) / 4)
     return _batch_bound("fsdp", wires, batch, ways, sparsity, factor)
@@ -211,7 +225,7 @@ def _batch_bound(name: str, wires: Wires, batch: float, ways: float, sparsity: f
 
 
 def tensor(wires: Wires, width: float, ways: float, *, wire_bytes: float = 2) -> Bound:
-    """Activations are gathered before the MLP, whose `width` is F, and reduce-scattered behind it."""
+    """The bound of tensor parallelism, which gathers activations before an MLP of `width` F and scatters them after."""
     _check(width=width, ways=ways, bytes=wire_bytes)
     critical = ways * wires.alpha * wire_bytes / 2
     working = f"Y = {ways:g}; {wires}{_times(b=wire_bytes / 2)}"
@@ -222,7 +236,7 @@ def tensor(wires: Wires, width: float, ways: float, *, wire_bytes: float = 2) ->
 def best_split(
     fsdp_wires: Wires, tensor_wires: Wires, batch: float, chips: float, width: float, *, sparsity: float = 1
 ) -> float:
-    """X, of N = X*Y chips, at which the messages of FSDP take as long as those of tensor parallelism."""
+    """The X of N = X*Y chips at which the messages of FSDP take as long as those of tensor parallelism."""
     _check(batch=batch, chips=chips, width=width, sparsity=sparsity)
     return math.sqrt(batch * chips / width * tensor_wires.alpha / (fsdp_wires.alpha * sparsity))
 
@@ -238,7 +252,11 @@ def mixed(
     wire_bytes: float = 2,
     overlap: bool = True,
 ) -> Bound:
-    """FSDP and tensor parallelism on N chips, split as best they can; `overlap`: with each other, too."""
+    """The bound of FSDP and tensor parallelism on N chips, at the best split.
+
+    Args:
+      overlap: the messages of the two also overlap with each other.
+    """
     _check(batch=batch, chips=chips, width=width, sparsity=sparsity, bytes=wire_bytes)
     X = best_split(fsdp_wires, tensor_wires, batch, chips, width, sparsity=sparsity)
     factor = (1 if overlap else 4) * sparsity * (wire_bytes / 2) ** 2
@@ -251,13 +269,13 @@ def mixed(
 
 
 def expert(wires: Wires, width: float, ways: int, *, matmuls: int = 3, wire_bytes: float = 2) -> Bound:
-    """Tokens go to their experts, of width M, and back along one axis, whose links relay them.
+    """The bound of expert parallelism, whose tokens go to experts of width M and back along one axis, relayed by links.
 
     Args:
-      matmuls: of an expert, n: 3 with a gate.
+      matmuls: n, the matmuls of an expert: 3 with a gate.
     """
     _check(width=width, ways=ways, matmuls=matmuls, bytes=wire_bytes)
-    # Bytes over the busiest link for each that a chip holds; over W instead of W_link
+    # Bytes over the busiest link per byte that a chip holds, as if that link had W instead of W_link.
     relayed = all_to_all(1, ways, wrap=wires.wrap).link_bytes * wires.bytes_per_s / wires.link_bytes_per_s
     alpha = wires.alpha * wire_bytes / 2
     critical = alpha * relayed * 2 / matmuls
@@ -270,10 +288,10 @@ def expert(wires: Wires, width: float, ways: int, *, matmuls: int = 3, wire_byte
 def context(
     wires: Wires, seq_len: float, ways: float, *, group: float = 1, causal: bool = True, wire_bytes: float = 2
 ) -> Bound:
-    """Keys and values go around while a device's queries attend to them.
+    """The bound of ring attention: keys and values go around while a device's queries attend to them.
 
     Args:
-      group: N/K: query heads that share a key and a value.
+      group: N/K, the query heads that share a key head.
     """
     _check(seq_len=seq_len, ways=ways, group=group, bytes=wire_bytes)
     critical = wires.alpha * (2 if causal else 1) / group * wire_bytes / 2
@@ -283,11 +301,16 @@ def context(
 
 
 def pipeline(
-    wires: Wires, width: float, num_layers: float, stages: float, *, repeats: int = 1, k: int = 1, wire_bytes: float = 2
+    wires: Wires, width: float, num_layers: float, stages: float, *, rounds: int = 1, k: int = 1, wire_bytes: float = 2
 ) -> Bound:
-    """Stages, of `repeats` blocks of layers each, pass activations on to their neighbours; a token visits k experts."""
-    _check(width=width, num_layers=num_layers, stages=stages, repeats=repeats, k=k, bytes=wire_bytes)
-    layers = num_layers / (stages * repeats)
+    """The bound of a pipeline, whose stages send activations to their neighbours.
+
+    Args:
+      rounds: of a circular pipeline, in which a stage has as many blocks of layers.
+      k: the experts that a token visits.
+    """
+    _check(width=width, num_layers=num_layers, stages=stages, rounds=rounds, k=k, bytes=wire_bytes)
+    layers = num_layers / (stages * rounds)
     alpha = wires.flops_per_s / wires.link_bytes_per_s
     critical = alpha * wire_bytes / 2 / (3 * layers * k)
     working = f"l = {layers:.4g}, k = {k}; C/W_link = {alpha:,.4g}{_times(b=wire_bytes / 2)}"
@@ -295,16 +318,16 @@ def pipeline(
     return Bound("pipe", "3*l*k*F > C/W_link", wires.name, width, critical, "width", stages, max_degree, working)
 
 
-def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
-    """Share of the step in which a stage has nothing to do: it waits P-1 turns for the first microbatch, or after."""
-    _check(stages=stages, microbatches=microbatches, repeats=repeats)
-    return (stages - 1) / (repeats * microbatches + stages - 1)
+def bubble(stages: int, microbatches: int, rounds: int = 1) -> float:
+    """The share of the step in which a stage is idle: P-1 ticks, before its first microbatch or after its last one."""
+    _check(stages=stages, microbatches=microbatches, rounds=rounds)
+    return (stages - 1) / (rounds * microbatches + stages - 1)
 
 
-def in_flight(stages: int, microbatches: int, repeats: int = 1, *, gpipe: bool = False) -> float:
-    """Microbatches whose activations a stage keeps at once: all, or with 1F1B and circular no more than 2P - 1."""
-    _check(stages=stages, microbatches=microbatches, repeats=repeats)
-    return microbatches if gpipe else min(microbatches, ((repeats + 1) * stages - 1) / repeats)
+def in_flight(stages: int, microbatches: int, rounds: int = 1, *, gpipe: bool = False) -> float:
+    """The microbatches whose activations a stage saves at once: all with GPipe, otherwise at most 2P - 1."""
+    _check(stages=stages, microbatches=microbatches, rounds=rounds)
+    return microbatches if gpipe else min(microbatches, ((rounds + 1) * stages - 1) / rounds)
 
 
 def _times(**factors: float) -> str:
@@ -319,13 +342,13 @@ def _check(**numbers: float) -> None:
             raise ValueError(f"{name} must be {'1 or more' if least else 'over 0'}, not {value}")
 
 
-# -- of a model on a mesh
+# -- a model on a mesh
 
 
 def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> list[Bound]:
-    """The bounds of each mesh axis, for all kinds of links that it lies on, the innermost first.
+    """Returns the bounds of each mesh axis, one for each kind of links that it uses, the innermost first.
 
-    `config` has the model, the mesh in devices, the batch and its microbatches: weights are gathered for each of them.
+    B is the tokens of a microbatch, as weights are gathered for each of them.
     """
     sizes = fill_mesh(parse_mesh(config.mesh), chip.devices * math.prod(topology) * num_slices)
     parts = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": config.microbatches}
@@ -335,7 +358,7 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
         raise ValueError(f"mesh={config.mesh!r}: expert:{sizes['expert']} is for experts, and num_experts is 0")
     dtype = matmul_dtype(config)
     wire_bytes = BYTES[config.dtype]
-    gathered = 1 if dtype == "fp8" else wire_bytes  # weights travel as they multiply
+    gathered = 1 if dtype == "fp8" else wire_bytes  # weights travel in the dtype of the matmul
     batch = config.batch * config.seq_len / config.microbatches
     k = config.experts_per_token or 1
     sparsity = config.num_experts / k or 1
@@ -344,41 +367,41 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     data, replicas = sizes["data"], sizes["data"] * sizes["context"]
     on_torus = {}
-    found = []
+    result = []
     for axis, pieces in links.items():
-        inner = 1  # devices further in count as one
-        for level, here in groupby(pieces, _level):
-            here = list(here)
-            wires = along(chip, here, dtype=dtype)
+        inner = 1  # the devices on inner links, which count as one
+        for level, same_level in groupby(pieces, _level):
+            same_level = list(same_level)
+            wires = along(chip, same_level, dtype=dtype)
             ways = sizes[axis] / inner
             weights = dict(sparsity=sparsity, gradient_bytes=wire_bytes)
             if axis == "data":
-                found += [data_parallel(wires, batch, data / inner, **weights)]
+                result += [data_parallel(wires, batch, data / inner, **weights)]
             elif axis == "fsdp":
-                found += [fsdp(wires, batch, replicas * ways, weight_bytes=gathered, **weights)]
+                result += [fsdp(wires, batch, replicas * ways, weight_bytes=gathered, **weights)]
             elif axis == "context":
-                found += [context(wires, config.seq_len, ways, group=group, wire_bytes=wire_bytes)]
-                found += [data_parallel(wires, batch, replicas / inner, **weights)]
+                result += [context(wires, config.seq_len, ways, group=group, wire_bytes=wire_bytes)]
+                result += [data_parallel(wires, batch, replicas / inner, **weights)]
             elif axis == "tensor":
-                found += [tensor(wires, width, ways, wire_bytes=wire_bytes)]
+                result += [tensor(wires, width, ways, wire_bytes=wire_bytes)]
             elif axis == "expert":
-                longest = max(here, key=lambda piece: piece.size)
+                longest = max(same_level, key=lambda piece: piece.size)
                 ring = along(chip, [longest], dtype=dtype)
-                found += [expert(ring, width, longest.size, wire_bytes=wire_bytes)]
+                result += [expert(ring, width, longest.size, wire_bytes=wire_bytes)]
             elif axis == "pipe":
-                found += [pipeline(wires, width, config.num_layers, ways, k=k, wire_bytes=wire_bytes)]
+                result += [pipeline(wires, width, config.num_layers, ways, k=k, wire_bytes=wire_bytes)]
             if level == "torus":
                 on_torus[axis] = wires, ways
-            inner *= math.prod(piece.size for piece in here)
+            inner *= math.prod(piece.size for piece in same_level)
     if {"fsdp", "tensor"} <= {*on_torus}:
         (fsdp_wires, X), (tensor_wires, Y) = on_torus["fsdp"], on_torus["tensor"]
         options = dict(sparsity=sparsity, wire_bytes=wire_bytes)
-        found += [mixed(fsdp_wires, tensor_wires, batch, replicas * X * Y, width, **options)]
-    return found
+        result += [mixed(fsdp_wires, tensor_wires, batch, replicas * X * Y, width, **options)]
+    return result
 
 
 def matmul_dtype(config: Config) -> str:
-    """In what most FLOPs are: those of the MLP, or of the routed experts."""
+    """The dtype of most FLOPs: those of the MLP, or of the routed experts."""
     return "fp8" if fp8_weights(config) & {"expert_up" if config.num_experts else "w_up"} else "bf16"
 
 
@@ -392,36 +415,37 @@ def _level(piece: Axis) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What a training step does, on however many chips."""
+    """The work of a training step, which does not depend on the number of chips."""
 
-    batch: float  # B, in tokens: of the whole step, and fixed
+    batch: float  # B, in tokens: of the full step, and fixed
     flops_per_token: float
     params: float
-    activations: float  # elements a token that a forward pass gathers and scatters if tensor parallelism cuts it
-    wire_bytes: float = 2  # of an element, of either
+    activations: float  # elements a token that a forward pass gathers and scatters under tensor parallelism
+    wire_bytes: float = 2  # of an element, of weights and activations
 
 
 def work_of(config: Config) -> Work:
-    """[B, D] goes twice over the wires in an attention, twice in an MLP."""
+    """The work of a config: tensor parallelism moves [B, D] twice for an attention and twice for an MLP."""
     batch, activations = config.batch * config.seq_len, 4 * config.num_layers * config.model_dim
     return Work(batch, train_flops_per_token(config), num_params(config), activations, BYTES[config.dtype])
 
 
 def split_wires(chip: Chip, *, dtype: str = "bf16") -> tuple[Wires, Wires, Wires]:
-    """All axes of the torus; all but one, and that one, for FSDP and tensor parallelism together."""
+    """Returns all axes of the torus for FSDP alone; all but one, and that one, for FSDP with tensor parallelism."""
     return tuple(ici(chip, axes, dtype=dtype) for axes in (chip.torus_axes, chip.torus_axes - 1, 1))
 
 
 def step_seconds(work: Work, chip: Chip, chips: float, tensor_ways: float = 1, *, dtype: str = "bf16") -> float:
-    """FSDP over all axes, or with tensor parallelism on one: max(FLOPs, gathers, activations) of either pass, added.
+    """The time of a step with FSDP over all axes, or with tensor parallelism on one of them.
 
-    Of the FLOPs a third is forward. The backward pass has a gather and a reduce-scatter of the weights for the one
-    gather, and three messages of activations for two: those in between are gathered again for the weights' gradients.
+    Each pass takes max(FLOPs, messages of weights, messages of activations). A third of the FLOPs is forward. Forward
+    gathers the weights once; backward gathers and reduce-scatters them. Forward moves the activations twice; backward
+    three times, as it gathers the sharded ones again for the gradients of the weights.
     """
     _check(chips=chips, ways=tensor_ways)
-    whole, *both = split_wires(chip, dtype=dtype)
-    fsdp_wires, tensor_wires = both if tensor_ways > 1 else (whole, whole)
-    math_s = work.batch * work.flops_per_token / chips / whole.flops_per_s
+    all_axes, *split_axes = split_wires(chip, dtype=dtype)
+    fsdp_wires, tensor_wires = split_axes if tensor_ways > 1 else (all_axes, all_axes)
+    math_s = work.batch * work.flops_per_token / chips / all_axes.flops_per_s
     weights_s = work.wire_bytes * work.params / tensor_ways / fsdp_wires.bytes_per_s
     tokens = work.batch * tensor_ways / chips
     activations_s = work.wire_bytes * work.activations * tokens / tensor_wires.bytes_per_s * (tensor_ways > 1)
@@ -429,23 +453,23 @@ def step_seconds(work: Work, chip: Chip, chips: float, tensor_ways: float = 1, *
 
 
 def stops_at(work: Work, chip: Chip, *, dtype: str = "bf16") -> dict[str, float]:
-    """Chips from which on messages take longer than FLOPs, with FSDP alone and with the best mix, which it may be.
+    """Returns the chips from which messages take longer than FLOPs, with FSDP alone and with the best mix.
 
-    Forward: FLOPs m/N, gathers a/Y, activations c*Y/N. FSDP: N = m/a. At the best Y = sqrt(a*N/c) both take
-    sqrt(a*c/N): N = m*m / (a*c).
+    Forward takes m/N for FLOPs, a/Y for gathers and c*Y/N for activations. FSDP alone stops scaling at N = m/a. With
+    the best Y = sqrt(a*N/c) both messages take sqrt(a*c/N), which gives N = m*m / (a*c). FSDP alone may be the best.
     """
-    whole, fsdp_wires, tensor_wires = split_wires(chip, dtype=dtype)
-    math_s = work.batch * work.flops_per_token / 3 / whole.flops_per_s
+    all_axes, fsdp_wires, tensor_wires = split_wires(chip, dtype=dtype)
+    math_s = work.batch * work.flops_per_token / 3 / all_axes.flops_per_s
     weight_bytes, activation_bytes = work.wire_bytes * work.params, work.wire_bytes * work.activations * work.batch
-    both = weight_bytes / fsdp_wires.bytes_per_s * activation_bytes / tensor_wires.bytes_per_s
-    alone = math_s * whole.bytes_per_s / weight_bytes
-    return {"fsdp": alone, "mixed": max(alone, math_s**2 / both)}
+    product = weight_bytes / fsdp_wires.bytes_per_s * activation_bytes / tensor_wires.bytes_per_s
+    fsdp_alone = math_s * all_axes.bytes_per_s / weight_bytes
+    return {"fsdp": fsdp_alone, "mixed": max(fsdp_alone, math_s**2 / product)}
 
 
 def strong_scaling(work: Work, chip: Chip, *, dtype: str = "bf16") -> list[dict]:
-    """Step times of the same batch on more and more chips, in cubes whose axes all wrap around, up to the largest pod.
+    """Returns step times of the same batch on 16 chips up to the largest pod, as if every axis wrapped around.
 
-    Efficiency is the time of the FLOPs over that of the step: throughput a chip over that of chips that never wait.
+    Efficiency is the time of the FLOPs over that of the step.
     """
     largest = max(map(math.prod, chip.pods))
     rows = []
@@ -461,16 +485,16 @@ def strong_scaling(work: Work, chip: Chip, *, dtype: str = "bf16") -> list[dict]
 
 
 def batch_sweep(work: Work, chip: Chip, chips: int, *, dtype: str = "bf16") -> list[dict]:
-    """The step of the same chips, FSDP over all axes, with an eighth of the batch to eight times it.
+    """Returns step times of the same chips, FSDP over all axes, for an eighth of the batch to eight times it.
 
-    FLOPs grow with the batch and the weights' messages do not, so that they end up hidden.
+    FLOPs grow with the batch; the messages of the weights do not, and end up hidden.
     """
     rows = []
-    for times in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8):
-        more = replace(work, batch=work.batch * times)
-        compute_s = more.batch * more.flops_per_token / chips / chip.flops_per_s(dtype)
-        step_s = step_seconds(more, chip, chips, dtype=dtype)
-        row = dict(batch=more.batch, tokens_per_chip=more.batch / chips, compute_s=compute_s, step_s=step_s)
+    for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8):
+        scaled = replace(work, batch=work.batch * factor)
+        compute_s = scaled.batch * scaled.flops_per_token / chips / chip.flops_per_s(dtype)
+        step_s = step_seconds(scaled, chip, chips, dtype=dtype)
+        row = dict(batch=scaled.batch, tokens_per_chip=scaled.batch / chips, compute_s=compute_s, step_s=step_s)
         exposed_s = 0.0 if math.isclose(step_s, compute_s) else step_s - compute_s
         rows.append(row | dict(exposed_s=exposed_s, efficiency=compute_s / step_s))
     return rows
@@ -502,7 +526,7 @@ def print_bounds(args: argparse.Namespace) -> None:
     slices = f"{args.num_slices} slices of " if args.num_slices > 1 else ""
     tokens = work.batch / (math.prod(topology) * args.num_slices)
     print(f"{title}:{by(topology)}, predicted\n  mesh  {slices}{mesh}; {tokens:,.0f} tokens a chip\n")
-    print(f"  {'bound':17}{'over':22}{'it has':>11}{'it takes':>11}{'':9}{'times':>6}{'ways':>7}{'at most':>9}")
+    print(f"  {'bound':17}{'links':22}{'has':>11}{'needs':>11}{'':9}{'ratio':>6}{'ways':>7}{'at most':>9}")
     for bound in bounds:
         cells = f"{bound.value:11,.0f}{bound.critical:11,.0f} {bound.unit:8}{bound.headroom:6.2f}{bound.degree:7,g}"
         most = f"{bound.max_degree:9,.{2 if bound.max_degree < 100 else 0}f}"
@@ -510,12 +534,12 @@ def print_bounds(args: argparse.Namespace) -> None:
         if args.explain:
             print(f"      {bound.rule}:  {bound.working}")
     if not bounds:
-        print("  none: there is nothing to send")
-    print("\n! messages take longer than FLOPs. times: it has / it takes; at most: ways that it could be split.")
+        print("  none: no device sends anything")
+    print("\n! messages take longer than FLOPs. ratio: has / needs; at most: the most ways that are compute-bound.")
     if idle:
         print(f"bubble of {sizes['pipe']} stages and {config.microbatches} microbatches: {idle:.1%} of the step")
     if sweep:
-        print("\nOther batches on as many chips, FSDP alone, every axis a ring, predicted")
+        print("\nOther batches on these chips, FSDP alone, every axis a ring, predicted")
         print(f"{'tokens':>13}{'a chip':>11}{'FLOPs':>11}{'exposed':>11}{'step':>11}")
     for row in sweep:
         tokens = f"{row['batch']:13,.0f}{row['tokens_per_chip']:11,.0f}"
@@ -531,6 +555,7 @@ def print_bounds(args: argparse.Namespace) -> None:
 
 
 def plot_strong_scaling(title: str, rows: list[dict], stops: dict[str, float], path: str) -> None:
+    """Draws the step time of FSDP and of the best mix against chips, and where each becomes bound by messages."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -559,7 +584,7 @@ def add_bounds_command(commands) -> None:
     parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, tokens and chips")
     parser.add_argument(
-        "--plot", type=command.path, metavar="FILE.png", help="draw the step time against chips, too; needs matplotlib"
+        "--plot", type=command.path, metavar="FILE.png", help="draw the step time against chips; needs matplotlib"
     )
     flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
     parser.set_defaults(run=print_bounds, parser=parser)

@@ -1,8 +1,8 @@
-"""From where on a split is bound by its messages, against the scaling book, MaxText's guides, and the formulas again.
+"""The bounds of parallelism, against the scaling book, MaxText's guides, and the collectives' times.
 
-Answers of the scaling book (https://jax-ml.github.io/scaling-book), part 5 "training" and part 6 "applied-training",
-are named one by one; where the editions of 2025 and 2026 differ both are here, and where the book is wrong the test
-says so. Its links have nine tenths of the maker's speed.
+Each test of the scaling book (https://jax-ml.github.io/scaling-book), part 5 "training" and part 6 "applied-training",
+names the answer that it checks. Where the editions of 2025 and 2026 differ, both are checked. Where the book is wrong,
+the test says so. Its links have nine tenths of the maker's speed.
 """
 
 import argparse
@@ -40,15 +40,15 @@ def test_book_intensity_of_an_axis():
 
 @pytest.mark.parametrize("bound", [bounds.data_parallel, bounds.fsdp])
 def test_book_tokens_a_chip(bound):
-    """Takeaway of "FSDP": both need 2550 / M_X tokens a chip: 2550 on one axis, 850 on three."""
+    """Takeaway of "FSDP": both need 2550 / M_X tokens a chip, so 2550 on one axis and 850 on three."""
     needs = [bound(ici(book, axes), 1e6, 64).critical for axes in (1, 2, 3)]
     assert needs == about([2550, 1275, 850], rel=1e-12)
-    # The edition of 2025 says of FSDP "compute bound when B / X < C / W": the sign is wrong, there is no such limit.
+    # The edition of 2025 has FSDP "compute bound when B / X < C / W": the sign is wrong, there is no such limit.
     assert [bound(ici(book), 64 * tokens, 64).holds for tokens in (2549, 2551)] == [False, True]
 
 
 def test_book_tokens_of_a_pod():
-    """ "Data parallelism": 7.6M tokens a batch a pod, of 8960 chips (9660 in the edition of 2025: a slip)."""
+    """ "Data parallelism": 7.6M tokens a batch for a pod of 8960 chips (9660 in the edition of 2025: a slip)."""
     assert bounds.data_parallel(ici(book, 3), 1e6, 64).critical * 8960 == about(7.6e6, rel=0.005)
     assert math.prod(book.pods[0]) == 8960
 
@@ -59,19 +59,19 @@ def test_book_deepseek_v2():
 
 
 def test_book_llama_3_70b():
-    """ "FSDP": 16M tokens over 16e6 / (2550 / 3) chips; the book cuts 18,823.5 off."""
+    """ "FSDP": 16M tokens over 16e6 / (2550 / 3) chips; the book truncates 18,823.5."""
     assert int(bounds.fsdp(ici(book, 3), 16e6, 64).max_degree) == 18_823
 
 
 def test_book_tensor_parallelism_of_llama_3_70b():
-    """ "Tensor parallelism": F = 30,000 goes 8 ways and not 16; 8 ways take F of 20k."""
+    """ "Tensor parallelism": F = 30,000 is enough for 8 ways and not for 16; 8 ways need F of 20k."""
     holds = {ways: bounds.tensor(ici(book), 30_000, ways).holds for ways in (8, 16)}
     assert holds == {8: True, 16: False}
     assert bounds.tensor(ici(book), 30_000, 8).critical == about(20_400, rel=1e-12)
 
 
 def test_book_tensor_parallelism_of_gemma_7b():
-    """The same: F = 50k, bound by messages "with 19-way": at 20, for 50,000 / 2550 is 19.6. 16 ways are good."""
+    """The same: F = 50k is bound by messages "with 19-way": from 20, as 50,000 / 2550 is 19.6. 16 ways are fine."""
     assert bounds.tensor(ici(book), 50_000, 1).max_degree == about(19.6, rel=0.001)
     assert [bounds.tensor(ici(book), 50_000, ways).holds for ways in (16, 19, 20)] == [True, True, False]
 
@@ -83,14 +83,14 @@ def test_book_tensor_parallelism_of_several_axes():
 
 
 def test_book_tensor_parallelism_does_not_depend_on_the_precision():
-    """The same: int8 has 5100 FLOPs a byte, and half of the bytes."""
+    """The same: int8 needs 5100 FLOPs a byte, and has half of the bytes."""
     assert ici(book, dtype="int8").alpha == about(5100, rel=1e-12)
     in_int8 = bounds.tensor(ici(book, dtype="int8"), 30_000, 8, wire_bytes=1)
     assert in_int8.critical == about(bounds.tensor(ici(book), 30_000, 8).critical, rel=1e-12)
 
 
 def mixed_s(batch: float, chips: float, width: float, ways: float, axes: tuple[int, int] = (2, 1)) -> tuple:
-    """T_math, T_fsdp, T_tensor by the book's formulas, without the 2 * 2 * D that all of them have."""
+    """Returns T_math, T_fsdp, T_tensor by the book's formulas, without their common factor 2 * 2 * D."""
     C, W, (x, y) = 4.59e14, 1.8e11, axes
     return batch * width / (chips * C), width * ways / (chips * W * x), batch / (ways * W * y)
 
@@ -108,9 +108,9 @@ def test_book_best_split():
 
 
 def test_book_best_split_of_2025():
-    """ "Mixed", 2025: X = 31.7, Y = 2.01 for the same. That is no optimum but the largest X that is compute-bound.
+    """ "Mixed", 2025: X = 31.7, Y = 2.01 for the same run. That is the largest compute-bound X, not the best one.
 
-    The book solves T_fsdp + T_tensor = T_math and takes the larger root; the sum, too, is least at X = 13.7.
+    The book solves T_fsdp + T_tensor = T_math and takes the larger root. The sum is least at X = 13.7, too.
     """
     math_s, *comms_s = mixed_s(48_000, 64, 32_768, 31.74)
     assert sum(comms_s) == about(math_s, rel=1e-3)
@@ -135,13 +135,15 @@ def test_book_batch_of_4096_chips():
 
 
 def test_book_ratio_of_both():
-    """ "Combining": T_math / T_comms = sqrt(B*F) * sqrt(Mx*My) / (alpha * sqrt(N)); the book writes that it is
-    proportional to the square of the batch, and has its root."""
-    found = mixed(2e6, 4096, 30_000)
-    assert math.sqrt(found.headroom) == about(math.sqrt(2e6 * 30_000 * 2 / 4096) / 2550, rel=1e-12)
+    """ "Combining": T_math / T_comms = sqrt(B*F) * sqrt(Mx*My) / (alpha * sqrt(N)).
+
+    The book's text has it proportional to the square of the batch, its formula to the root.
+    """
+    bound = mixed(2e6, 4096, 30_000)
+    assert math.sqrt(bound.headroom) == about(math.sqrt(2e6 * 30_000 * 2 / 4096) / 2550, rel=1e-12)
     X = bounds.best_split(ici(book, 2), ici(book, 1), 2e6, 4096, 30_000)
     math_s, fsdp_s, tensor_s = mixed_s(2e6, 4096, 30_000, X)
-    assert math_s / fsdp_s == about(math.sqrt(found.headroom)) and fsdp_s == about(tensor_s)
+    assert math_s / fsdp_s == about(math.sqrt(bound.headroom)) and fsdp_s == about(tensor_s)
 
 
 def test_book_llama_3_70b_with_2m_tokens():
@@ -149,7 +151,7 @@ def test_book_llama_3_70b_with_2m_tokens():
     assert int(bounds.tensor(ici(book), 30_000, 8).max_degree) == 11
     assert bounds.fsdp(ici(book, 3), 2e6, 64).max_degree == about(2400, rel=0.02)
     assert mixed(2e6, 64, 30_000).max_degree == about(18_000, rel=0.03)
-    # The edition of 2025 has 9k chips at 432 tokens each: those are 4M tokens and not 2M.
+    # The edition of 2025 has 9k chips at 432 tokens each, which is 4M tokens and not 2M.
     assert mixed(2e6, 64, 30_000, overlap=False).max_degree == about(4600, rel=0.01)
     assert mixed(4e6, 64, 30_000, overlap=False).max_degree == about(9000, rel=0.03)
 
@@ -157,7 +159,7 @@ def test_book_llama_3_70b_with_2m_tokens():
 def test_book_llama_3_70b_with_1m_tokens():
     """The same: "BS=1M, using roughly X = 1024 and Y = 8" is compute-bound on 8192 chips only at another split.
 
-    At the book's own, FSDP takes 1.3 times as long as the FLOPs.
+    At the book's split, FSDP takes 1.3 times as long as the FLOPs.
     """
     assert mixed(1e6, 8192, 30_000).holds
     math_s, fsdp_s, tensor_s = mixed_s(1e6, 8192, 30_000, 1024)
@@ -167,9 +169,9 @@ def test_book_llama_3_70b_with_1m_tokens():
 
 
 def test_book_across_pods():
-    """The same: C / W_dcn tokens a pod. 71,360 in 2026, of a C of 4.46e14 that is a slip; 2025: 3.8e18 / 5e13 = 76,000.
+    """The same: C / W_dcn tokens a pod. 71,360 in 2026, from C = 4.46e14, a slip; 2025: 3.8e18 / 5e13 = 76,000.
 
-    With the book's own 4.59e14 and 6.25e9 it is 73,440, on any size of pod.
+    With the book's own 4.59e14 and 6.25e9 it is 73,440, for any size of pod.
     """
     assert bounds.data_parallel(dcn(book), 2e6, 2).critical == about(73_440, rel=1e-12)
     assert bounds.data_parallel(dcn(book), 2e6, 2).critical == about(71_360, rel=0.03)
@@ -179,20 +181,22 @@ def test_book_across_pods():
 
 def test_book_chips_of_two_pods():
     """The same: 2M tokens on two pods are 111 a chip, over 108."""
-    found = mixed(2e6 / 2, 8960, 30_000)
-    assert found.value == about(111, rel=0.01) and found.holds
+    bound = mixed(2e6 / 2, 8960, 30_000)
+    assert bound.value == about(111, rel=0.01) and bound.holds
 
 
 def test_book_question_3_fsdp():
-    """Question 3.2, LLaMA-2 13B on 16x16x16: FSDP takes 850 * 4096 = 3.48M tokens, there are 3M."""
-    found = bounds.fsdp(ici(book, 3), 3e6, 4096)
-    assert found.critical * 4096 == about(3.48e6, rel=0.001) and not found.holds
+    """Question 3.2, LLaMA-2 13B on 16x16x16: FSDP needs 850 * 4096 = 3.48M tokens, the batch has 3M."""
+    bound = bounds.fsdp(ici(book, 3), 3e6, 4096)
+    assert bound.critical * 4096 == about(3.48e6, rel=0.001) and not bound.holds
 
 
 def test_book_question_3_both():
-    """Question 3.3: 235 tokens a chip do, X = 1333 (its formula has F / B upside down, its number not): 1024 and 4."""
-    found = mixed(3e6, 4096, 13_824)
-    assert found.critical == about(235, rel=0.001) and found.value == about(732, rel=0.001) and found.holds
+    """Question 3.3: 235 tokens a chip are enough. X = 1333 (the book's formula, not its number, inverts F / B), so
+    1024 and 4.
+    """
+    bound = mixed(3e6, 4096, 13_824)
+    assert bound.critical == about(235, rel=0.001) and bound.value == about(732, rel=0.001) and bound.holds
     assert bounds.best_split(ici(book, 2), ici(book, 1), 3e6, 4096, 13_824) == about(1333, rel=0.001)
     math_s, *comms_s = mixed_s(3e6, 4096, 13_824, 1024)
     assert max(comms_s) < math_s
@@ -200,9 +204,9 @@ def test_book_question_3_both():
 
 def test_book_question_3_both_in_2025():
     """Question 3.3: 940 tokens a chip, "actually slightly worse than pure FSDP"."""
-    found = mixed(3e6, 4096, 13_824, overlap=False)
-    assert found.critical == about(940, rel=0.001) and not found.holds
-    assert found.critical > bounds.fsdp(ici(book, 3), 3e6, 4096).critical
+    bound = mixed(3e6, 4096, 13_824, overlap=False)
+    assert bound.critical == about(940, rel=0.001) and not bound.holds
+    assert bound.critical > bounds.fsdp(ici(book, 3), 3e6, 4096).critical
 
 
 def llama2_13b(batch: float) -> Work:
@@ -215,7 +219,7 @@ def test_book_question_3_step_time():
 
 
 def test_book_question_4():
-    """Question 4 of 2025, without an answer there: 10M tokens do with FSDP alone, 1M only just with both."""
+    """Question 4 of 2025, unanswered there: 10M tokens are enough for FSDP alone, 1M just enough for both."""
     assert bounds.fsdp(ici(book, 3), 10e6, 4096).holds and not bounds.fsdp(ici(book, 3), 1e6, 4096).holds
     assert mixed(1e6, 4096, 13_824).holds and mixed(1e6, 4096, 13_824).headroom < 1.05
 
@@ -226,20 +230,20 @@ B_4M, POD, F_70B = 4 * 2**20, 8960, 28_672
 
 
 def test_book_part_6_fsdp():
-    """468 tokens a chip, of 850 that it takes: no."""
-    found = bounds.fsdp(ici(book, 3), B_4M, POD)
-    assert int(found.value) == 468 and found.critical == about(850) and not found.holds
+    """FSDP needs 850 tokens a chip and has 468."""
+    bound = bounds.fsdp(ici(book, 3), B_4M, POD)
+    assert int(bound.value) == 468 and bound.critical == about(850) and not bound.holds
 
 
 def test_book_part_6_both():
-    """453 tokens a chip by the formula of 2025, "slightly above"; by that of 2026, 113."""
+    """The formula of 2025 needs 453 tokens a chip, "slightly above"; that of 2026 needs 113."""
     assert mixed(B_4M, POD, F_70B, overlap=False).critical == about(453, rel=0.002)
     assert mixed(B_4M, POD, F_70B, overlap=False).holds
     assert mixed(B_4M, POD, F_70B).critical == about(113.4, rel=0.001)
 
 
 def test_book_part_6_split():
-    """X = 1643 + 284 = 1927 is again the edge; 2048 and 4 ways are compute-bound, messages added up. Best is 1618."""
+    """X = 1643 + 284 = 1927 is the edge again. 2048 and 4 ways are compute-bound, messages added. Best is 1618."""
     root = math.sqrt((4.19e6 * F_70B) ** 2 - 2 * 2550**2 * F_70B * 4.19e6 * POD) / (2550 * F_70B)
     assert [4.19e6 / 2550, root] == about([1643, 284], rel=0.01)
     math_s, *comms_s = mixed_s(4.19e6, POD, F_70B, 4.19e6 / 2550 + root)
@@ -250,9 +254,9 @@ def test_book_part_6_split():
 
 
 def test_book_part_6_tensor():
-    """Pure tensor parallelism is bound by messages from Y = F / 2550 = 11 on; 4 ways are well below."""
-    found = bounds.tensor(ici(book), F_70B, 4)
-    assert int(found.max_degree) == 11 and found.holds
+    """Tensor parallelism alone is bound by messages from Y = F / 2550 = 11 on; 4 ways are well below."""
+    bound = bounds.tensor(ici(book), F_70B, 4)
+    assert int(bound.max_degree) == 11 and bound.holds
 
 
 # -- MaxText, docs/guides/optimization/custom_model.md, rounded to two digits
@@ -266,17 +270,18 @@ def test_book_part_6_tensor():
     ],
 )
 def test_maxtext_intensity(chip, axes, wrap, alpha):
-    """Two links: one axis that wraps around, or two that do not."""
+    """Two links are one axis that wraps around, or two that do not."""
     assert ici(maxtext[chip], axes, wrap=wrap).alpha == about(alpha, rel=0.002)
 
 
 @pytest.mark.parametrize("chip, axes, tokens", [("v5p", 1, 40e3), ("v6e", 2, 40e3), ("tpu7x", 1, 205e3)])
 def test_maxtext_fsdp(chip, axes, tokens):
-    """Sparsity 16. The page writes that the *global* batch has to be over it, which 205k tokens would be on any number
-    of chips; MaxText's own guide to sharding, like the book, has the batch of a device."""
-    found = bounds.fsdp(ici(maxtext[chip], axes), 1e6, 64, sparsity=16)
-    assert found.critical == about(tokens, rel=0.025)
-    assert found.value == 1e6 / 64
+    """Sparsity 16. The page compares the *global* batch, which could be 205k tokens on any number of chips. MaxText's
+    guide to sharding and the book compare the batch of a device.
+    """
+    bound = bounds.fsdp(ici(maxtext[chip], axes), 1e6, 64, sparsity=16)
+    assert bound.critical == about(tokens, rel=0.025)
+    assert bound.value == 1e6 / 64
 
 
 @pytest.mark.parametrize("chip, tokens", [("v5p", 5e3), ("v6e", 10e3), ("tpu7x", 26e3)])
@@ -288,9 +293,10 @@ def test_maxtext_fsdp_and_experts(chip, tokens):
 
 @pytest.mark.parametrize("chip, width", [("v5p", 2.5e3), ("v6e", 5e3), ("tpu7x", 13e3)])
 def test_maxtext_experts(chip, width):
-    """4*M/Z > alpha, of Z = 4, is for two matmuls and long rings: exactly it is (Z+2)/Z times that, here half more.
+    """4*M/Z > alpha holds for two matmuls and long rings. The exact bound is (Z+2)/Z times that, 1.5 times at Z = 4.
 
-    With the third matmul, which the page leaves out, it is two thirds of this: at Z = 4 the two cancel."""
+    The third matmul, which the page leaves out, makes it two thirds of this: at Z = 4 the two factors cancel.
+    """
     exact = bounds.expert(ici(maxtext[chip]), 4096, 4, matmuls=2).critical
     assert exact * 4 / (4 + 2) == about(width, rel=0.025)
     assert bounds.expert(ici(maxtext[chip]), 4096, 4).critical == about(width, rel=0.025)
@@ -308,42 +314,43 @@ def test_maxtext_tensor(chip, ways, width):
 
 @pytest.mark.parametrize("chip, width", [("v5p", 210), ("v6e", 420), ("tpu7x", 1100)])
 def test_maxtext_pipeline(chip, width):
-    """3/2 * layers * M * k > alpha, 16 stages of a layer, k = 8. The page has two messages over both links of an axis,
-    here it is one over one link: the same."""
-    found = bounds.pipeline(ici(maxtext[chip]), 4096, 16, 16, k=8)
-    assert found.critical == about(width, rel=0.035)
+    """3/2 * layers * M * k > alpha for 16 stages of one layer, k = 8. The page has two messages over both links of an
+    axis, bounds.py one message over one link, which takes as long.
+    """
+    bound = bounds.pipeline(ici(maxtext[chip]), 4096, 16, 16, k=8)
+    assert bound.critical == about(width, rel=0.035)
 
 
 def test_maxtext_pipeline_across_slices():
-    """6k on v5p, of 73,000 FLOPs a byte and two messages; one message, as here, asks for half."""
+    """6k on v5p, from 73,000 FLOPs a byte and two messages; one message, as in bounds.py, needs half."""
     assert 2 * bounds.pipeline(dcn(CHIPS["v5p"]), 4096, 16, 16, k=8).critical == about(6e3, rel=0.025)
 
 
 def test_maxtext_bubble():
-    """docs/guides/optimization/sharding.md: (PP - 1) / (microbatches + PP - 1), and with repeats."""
+    """docs/guides/optimization/sharding.md: (PP - 1) / (microbatches + PP - 1), and with several rounds."""
     assert bounds.bubble(4, 8) == about(3 / 11) and bounds.bubble(4, 8, 2) == about(3 / 19)
     assert bounds.bubble(1, 8) == 0
 
 
-@pytest.mark.parametrize("stages, microbatches, repeats", [(2, 1, 1), (4, 8, 1), (4, 8, 2), (3, 5, 4)])
-def test_bubble_of_a_schedule(stages, microbatches, repeats):
-    """Stage p works on microbatch m of repeat r at turn r*M + m + p: so no two meet, and the idle turns are counted."""
-    turns = {
-        (stage, repeat * microbatches + microbatch + stage)
+@pytest.mark.parametrize("stages, microbatches, rounds", [(2, 1, 1), (4, 8, 1), (4, 8, 2), (3, 5, 4)])
+def test_bubble_of_a_schedule(stages, microbatches, rounds):
+    """Stage p works on microbatch m of round r at tick r*M + m + p, so it never has two; the idle ticks are counted."""
+    busy = {
+        (stage, round * microbatches + microbatch + stage)
         for stage in range(stages)
-        for repeat in range(repeats)
+        for round in range(rounds)
         for microbatch in range(microbatches)
     }
-    last = max(turn for _, turn in turns)
-    assert len(turns) == stages * repeats * microbatches
-    assert bounds.bubble(stages, microbatches, repeats) == about(1 - len(turns) / (stages * (last + 1)))
+    last = max(tick for _, tick in busy)
+    assert len(busy) == stages * rounds * microbatches
+    assert bounds.bubble(stages, microbatches, rounds) == about(1 - len(busy) / (stages * (last + 1)))
 
 
 # -- TPU7x, at its published speeds
 
 
 def test_tpu7x_intensities():
-    """11.5k FLOPs a byte of Google's guide to Ironwood; the table at the top of bounds.py."""
+    """The 11.5k FLOPs a byte of Google's guide to Ironwood, and the table at the top of bounds.py."""
     assert ici(tpu7x).alpha == about(11_535) and ici(tpu7x, 3).alpha == about(3845)
     assert ici(tpu7x, wrap=False).alpha == about(23_070) and dcn(tpu7x).alpha == about(184_560)
     assert die_to_die(tpu7x).alpha == about(1153.5 / 1.2) and ici(maxtext["tpu7x"]).alpha == about(12_817, rel=1e-4)
@@ -353,41 +360,48 @@ def test_tpu7x_intensities():
 
 @pytest.mark.parametrize("preset, width, most", [("llama3.1-70b", 28_672, 2.49), ("qwen2.5-7b", 18_944, 1.64)])
 def test_tpu7x_tensor_parallelism(preset, width, most):
-    """The guide: TP 4 needs a width of 46k, of which both fall short. TP 2 on the two dies needs 1,923."""
+    """The guide: TP 4 needs a width of 46k, which neither has. TP 2 on the two dies needs 1,923."""
     assert from_preset(preset).ff_dim == width
-    found = bounds.tensor(ici(tpu7x), width, 4)
-    assert found.critical == about(46_140) and not found.holds and found.max_degree == about(most, abs=0.005)
+    bound = bounds.tensor(ici(tpu7x), width, 4)
+    assert bound.critical == about(46_140) and not bound.holds and bound.max_degree == about(most, abs=0.005)
     assert bounds.tensor(die_to_die(tpu7x), width, 2).critical == about(1922.5)
     assert bounds.tensor(die_to_die(tpu7x), width, 2).holds
 
 
 def test_tpu7x_mixed():
-    """Llama 3.1 70B, two axes and one: 2,320 tokens a chip, 9,281 if the two do not overlap."""
+    """Llama 3.1 70B on two axes and one needs 2,320 tokens a chip, 9,281 if the two do not overlap."""
     wires = ici(tpu7x, 2), ici(tpu7x)
     assert bounds.mixed(*wires, 1e6, 64, 28_672).critical == about(2320, rel=0.001)
     assert bounds.mixed(*wires, 1e6, 64, 28_672, overlap=False).critical == about(9281, rel=0.001)
 
 
 def test_tpu7x_fp8():
-    """Twice the FLOPs need twice the tokens; with weights gathered in 8 bits 3/4 of it, in the backward pass."""
+    """Twice the FLOPs need twice the tokens. Weights gathered in FP8 need 3/4 of that, for the backward pass."""
     fp8 = ici(tpu7x, dtype="fp8")
     assert bounds.fsdp(fp8, 1e6, 8).critical == about(23_070)
     assert bounds.fsdp(fp8, 1e6, 8, weight_bytes=1).critical == about(23_070 * 3 / 4)
     assert bounds.fsdp(fp8, 1e6, 8, weight_bytes=1, gradient_bytes=1).critical == about(23_070 / 2)
 
 
-# -- the formulas again: at the critical value messages take as long as FLOPs
+# -- at the critical value, messages take as long as FLOPs
 
 D, F = 2048, 5632
 C, LINK = tpu7x.bf16_flops_per_s, tpu7x.link_bytes_per_s
-still = lambda size, wrap=True, link=LINK: Axis(size, link, hop_s=0, wrap=wrap)  # without latency
+no_latency = lambda size, wrap=True, link=LINK: Axis(size, link, hop_s=0, wrap=wrap)
 on = lambda axis: dataclasses.replace(along(tpu7x, [axis]), flops_per_s=C)  # as if one device had all of the chip
-AXES = [still(16), still(7), still(2), still(4, wrap=False), still(3, wrap=False), still(64, link=3e9)]
+AXES = [
+    no_latency(16),
+    no_latency(7),
+    no_latency(2),
+    no_latency(4, wrap=False),
+    no_latency(3, wrap=False),
+    no_latency(64, link=3e9),
+]
 ids = [f"{'ring' if axis.wrap else 'line'} of {axis.size}" for axis in AXES]
 
 
 @pytest.mark.parametrize("axis", AXES, ids=ids)
-def test_fsdp_again(axis):
+def test_messages_of_fsdp_take_as_long_as_flops(axis):
     tokens = bounds.fsdp(on(axis), 1e6, 8).critical
     gather_s = collective_s("all_gather", 2 * D * F, [axis])
     assert gather_s == about(2 * tokens * D * F / C)
@@ -395,9 +409,9 @@ def test_fsdp_again(axis):
 
 
 @pytest.mark.parametrize("weight_bytes, gradient_bytes", [(2, 4), (1, 2), (4, 2), (1, 1)])
-def test_fsdp_in_other_types_again(weight_bytes, gradient_bytes):
-    """Whichever pass is the worse one."""
-    axis = still(16)
+def test_messages_of_fsdp_in_other_types_take_as_long_as_flops(weight_bytes, gradient_bytes):
+    """The worse pass takes as long for messages as for FLOPs."""
+    axis = no_latency(16)
     tokens = bounds.fsdp(on(axis), 1e6, 8, weight_bytes=weight_bytes, gradient_bytes=gradient_bytes).critical
     gather_s = collective_s("all_gather", weight_bytes * D * F, [axis])
     scatter_s = collective_s("reduce_scatter", gradient_bytes * D * F, [axis])
@@ -406,16 +420,16 @@ def test_fsdp_in_other_types_again(weight_bytes, gradient_bytes):
 
 
 @pytest.mark.parametrize("axis", AXES, ids=ids)
-def test_data_parallelism_again(axis):
-    """E/k of experts each get k/E of the tokens and all of their gradients are summed."""
+def test_messages_of_data_parallelism_take_as_long_as_flops(axis):
+    """Each of E experts gets k/E of the tokens, and the gradients of all experts are summed."""
     E, k = 64, 4
     tokens = bounds.data_parallel(on(axis), 1e6, 8, sparsity=E / k).critical
     assert collective_s("all_reduce", 2 * E * D * F, [axis]) == about(4 * tokens * k * D * F / C)
 
 
 @pytest.mark.parametrize("num_slices", [2, 3, 64])
-def test_slices_again(num_slices):
-    """Chips sum their 1/256 of the gradients each; tokens of the slice are those of 256 chips."""
+def test_messages_of_slices_take_as_long_as_flops(num_slices):
+    """Each of 256 chips sums 1/256 of the gradients, and the tokens of the slice are those of all its chips."""
     axis = dataclasses.replace(tpu7x.across(num_slices), hop_s=0)
     tokens = bounds.data_parallel(on(axis), 1e9, num_slices).critical
     assert collective_s("all_reduce", 2 * D * F / 256, [axis]) == about(4 * tokens / 256 * D * F / C)
@@ -423,7 +437,7 @@ def test_slices_again(num_slices):
 
 
 @pytest.mark.parametrize("axis", AXES, ids=ids)
-def test_tensor_parallelism_again(axis):
+def test_messages_of_tensor_parallelism_take_as_long_as_flops(axis):
     tokens, width = 4096, bounds.tensor(on(axis), F, axis.size).critical
     activations = 2 * tokens * D
     both_s = sum(collective_s(kind, activations, [axis]) for kind in ("all_gather", "reduce_scatter"))
@@ -432,7 +446,7 @@ def test_tensor_parallelism_again(axis):
 
 @pytest.mark.parametrize("matmuls", [2, 3])
 @pytest.mark.parametrize("axis", AXES, ids=ids)
-def test_experts_again(axis, matmuls):
+def test_messages_of_experts_take_as_long_as_flops(axis, matmuls):
     tokens, k = 512, 8
     width = bounds.expert(on(axis), F, axis.size, matmuls=matmuls).critical
     both_s = 2 * collective_s("all_to_all", 2 * tokens * k * D, [axis])
@@ -441,8 +455,8 @@ def test_experts_again(axis, matmuls):
         assert width == about(on(axis).alpha * (axis.size + 2) / (2 * matmuls))
 
 
-def test_experts_at_most():
-    """As many ways as the width is critical for."""
+def test_most_ways_of_experts():
+    """They are the ways for which the width is critical."""
     most = bounds.expert(ici(tpu7x), 100_000, 4).max_degree
     assert bounds.expert(ici(tpu7x), 100_000, 48).holds and not bounds.expert(ici(tpu7x), 100_000, 52).holds
     assert most == about(6 * 100_000 / 11_535 - 2)
@@ -453,8 +467,8 @@ def test_experts_at_most():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("axis", AXES, ids=ids)
-def test_context_again(axis, causal):
-    """Pairs of query and key are counted one by one, for a short sequence; times 4*N*H FLOPs each."""
+def test_messages_of_context_take_as_long_as_flops(axis, causal):
+    """Pairs of query and key, counted one by one for a short sequence, have 4*N*H FLOPs each."""
     N, K, H = 32, 4, 128
     tokens = bounds.context(on(axis), 1e6, axis.size, group=N / K, causal=causal).critical
     T = tokens * axis.size
@@ -463,10 +477,10 @@ def test_context_again(axis, causal):
     assert collective_s("all_gather", 2 * 2 * K * H * T, [axis]) == about(4 * N * H * pairs / axis.size / C)
 
 
-def test_pipeline_again():
-    """Three layers a stage, gate, up and down."""
-    width = bounds.pipeline(ici(tpu7x), F, 24, 4, repeats=2, k=2).critical
-    assert permute(2 * 512 * D).seconds(still(4)) == about(3 * 2 * 6 * 512 * D * width / C)
+def test_messages_of_pipeline_take_as_long_as_flops():
+    """Three layers a stage, each with gate, up and down."""
+    width = bounds.pipeline(ici(tpu7x), F, 24, 4, rounds=2, k=2).critical
+    assert permute(2 * 512 * D).seconds(no_latency(4)) == about(3 * 2 * 6 * 512 * D * width / C)
 
 
 # -- what --explain shows
@@ -535,7 +549,7 @@ def test_working(bound, name, rule, working):
 
 
 def test_other_types_on_the_wires():
-    """Twice the bytes of an element, twice what it takes; of weights and activations together four times."""
+    """Twice the bytes of an element need twice as much; for weights and activations together, four times as much."""
     wires = ici(tpu7x)
     for bound in (
         lambda b: bounds.tensor(wires, F, 4, wire_bytes=b),
@@ -554,8 +568,8 @@ def test_names_of_wires():
 
 
 def test_links_of_unequal_speed():
-    """All of them carry a gather; a message to a neighbour is as slow as the slowest."""
-    wires = along(tpu7x, [still(4, link=1e9), still(4, link=3e9, wrap=False)])
+    """All links carry a gather; a message to a neighbour is as slow as the slowest link."""
+    wires = along(tpu7x, [no_latency(4, link=1e9), no_latency(4, link=3e9, wrap=False)])
     assert wires.bytes_per_s == about(2 * 1e9 + 4 / 3 * 3e9) and not wires.wrap
     assert wires.link_bytes_per_s == 1e9 and wires.flops_per_s == C / 2
 
@@ -577,7 +591,7 @@ def test_more_axes_and_wrap_around_lower_every_bound():
         assert three.headroom == about(3 * one.headroom) and three.max_degree == about(3 * one.max_degree)
 
 
-def test_at_most_is_where_it_stops_to_hold():
+def test_a_bound_holds_up_to_its_most_ways():
     for bound in (
         lambda ways: bounds.data_parallel(ici(tpu7x), 1e6, ways),
         lambda ways: bounds.fsdp(ici(tpu7x), 1e6, ways),
@@ -589,18 +603,18 @@ def test_at_most_is_where_it_stops_to_hold():
         most = bound(2).max_degree
         assert bound(0.999 * most).holds and not bound(1.001 * most).holds
         assert bound(most).headroom == about(1)
-        assert dataclasses.replace(bound(most), value=1.0, critical=1.0).holds  # what it takes is enough
+        assert dataclasses.replace(bound(most), value=1.0, critical=1.0).holds  # at the critical value it holds
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_best_split_by_search(seed):
-    """Over all X: the slower of both, and their sum, is least at best_split, and is T_math at the critical batch."""
+    """Over all X, the slower message and the sum of both are least at best_split, and T_math at the critical batch."""
     rng = random.Random(seed)
     chips, width, sparsity = 2 ** rng.randint(6, 12), rng.randint(2000, 60_000), rng.choice([1, 8])
     wires = ici(tpu7x, rng.choice([1, 2])), ici(tpu7x, 1)
     for overlap, total in ((True, max), (False, lambda *seconds: sum(seconds))):
-        found = bounds.mixed(*wires, 1e6, chips, width, sparsity=sparsity, overlap=overlap)
-        batch = found.critical * chips
+        bound = bounds.mixed(*wires, 1e6, chips, width, sparsity=sparsity, overlap=overlap)
+        batch = bound.critical * chips
 
         def comms_s(X, batch=batch, total=total):
             weights_s = 4 * width * sparsity / (chips / X) / wires[0].bytes_per_s
@@ -612,46 +626,49 @@ def test_best_split_by_search(seed):
         assert comms_s(X) == about(4 * batch * width / chips / C)
 
 
-# -- of a model on a mesh
+# -- a model on a mesh
 
 
-def found_on(mesh: str, topology: tuple = (4, 4, 4), preset: str = "llama3.1-70b", num_slices: int = 1, **flags):
+def bounds_on(mesh: str, topology: tuple = (4, 4, 4), preset: str = "llama3.1-70b", num_slices: int = 1, **flags):
     config = from_preset(preset, mesh=mesh, **flags)
-    found = bounds.bounds_of(config, tpu7x, topology, num_slices=num_slices)
-    return {(bound.name, bound.wires): bound for bound in found}
+    """{(name, links): bound} of a preset on a mesh of TPU7x devices."""
+    every = bounds.bounds_of(config, tpu7x, topology, num_slices=num_slices)
+    return {(bound.name, bound.wires): bound for bound in every}
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "context"])
-def test_the_dies_of_a_chip_gather_together_or_each_for_itself(axis):
-    """FSDP on the dies, too: each gathers half. Data or context on the dies: both gather all, over the same links."""
+def test_the_dies_of_a_chip_share_a_gather_or_repeat_it(axis):
+    """With FSDP on the dies each gathers half. With data or context both gather all, over the same links."""
     alpha = 3845  # a chip's
-    together = found_on("fsdp:128", batch=128)
+    together = bounds_on("fsdp:128", batch=128)
     assert together["fsdp", "x, y, z"].critical == about(alpha)
     assert together["fsdp", "x, y, z"].value == 128 * 8192 / 64
     if axis != "fsdp":
-        apart = found_on(f"fsdp:64,{axis}:2", batch=128, core_axis=axis)
+        apart = bounds_on(f"fsdp:64,{axis}:2", batch=128, core_axis=axis)
         assert apart["fsdp", "x, y, z"].critical == about(alpha)
         assert apart["fsdp", "x, y, z"].value == 128 * 8192 / 128
 
 
 def test_tensor_parallelism_over_dies_and_chips():
-    """tensor:4 asks for 3,845 of the dies and 23,070 of the links; on four chips of an axis, like the guide, 46,140."""
-    found = found_on("fsdp:32,tensor:4", batch=128)
-    assert found["tensor", "die to die"].critical == about(3845) and found["tensor", "2 of x"].critical == about(23_070)
-    assert found["tensor", "2 of x"].holds
-    found = found_on("fsdp:32,tensor:4", batch=128, core_axis="fsdp")
-    assert found["tensor", "x"].critical == about(46_140) and not found["tensor", "x"].holds
-    assert found["tensor", "x"].max_degree == about(2.49, abs=0.005)
+    """tensor:4 needs 3,845 on the dies and 23,070 on the torus; on four chips of an axis, as in the guide, 46,140."""
+    on_mesh = bounds_on("fsdp:32,tensor:4", batch=128)
+    assert on_mesh["tensor", "die to die"].critical == about(3845) and on_mesh["tensor", "2 of x"].critical == about(
+        23_070
+    )
+    assert on_mesh["tensor", "2 of x"].holds
+    on_mesh = bounds_on("fsdp:32,tensor:4", batch=128, core_axis="fsdp")
+    assert on_mesh["tensor", "x"].critical == about(46_140) and not on_mesh["tensor", "x"].holds
+    assert on_mesh["tensor", "x"].max_degree == about(2.49, abs=0.005)
 
 
 def device_s(config, sizes: dict, inner: int, pieces: list, num_devices: int) -> dict:
-    """{axis: (FLOPs' seconds, messages' seconds)} of one [D, F] matrix, or of what the axis moves, on one device.
+    """Returns {axis: (seconds of FLOPs, seconds of messages)} on one device, for one [D, F] matrix or attention.
 
-    Links have the device's share, and what `inner` devices further in fetch together is a part each.
+    Links have the device's share. Each of `inner` devices on inner links fetches its part of what they share.
     """
     D, F = config.model_dim, config.ff_dim
     tokens = config.batch * config.seq_len / config.microbatches
-    own = tokens / (sizes["data"] * sizes["fsdp"] * sizes["context"])  # that a device's slice of the matrix meets
+    own = tokens / (sizes["data"] * sizes["fsdp"] * sizes["context"])  # tokens of a device
     forward_s = 2 * own * D * F / sizes["tensor"] / (C / 2)
     weights = 2 * D * F / sizes["tensor"]
     flat = [dataclasses.replace(piece, hop_s=0) for piece in pieces]
@@ -678,83 +695,85 @@ def device_s(config, sizes: dict, inner: int, pieces: list, num_devices: int) ->
         ("fsdp:8,tensor:2", (4, 2, 1), dict(core_axis="fsdp")),
     ],
 )
-def test_a_mesh_again_by_device(mesh, topology, flags):
-    """Seconds of a device's FLOPs over those of its messages, on each kind of link."""
+def test_bounds_of_a_mesh_by_device(mesh, topology, flags):
+    """The headroom is a device's seconds of FLOPs over those of its messages, on each kind of link."""
     config = from_preset("llama3.1-70b", mesh=mesh, batch=128, **flags)
     sizes = parse_mesh(mesh)
     links = interconnect.links_of(sizes, tpu7x, topology, core_axis=config.core_axis)
-    looked_at = 0
+    num_checked = 0
     for bound in bounds.bounds_of(config, tpu7x, topology):
         pieces = [piece for piece in links.get(bound.name, ()) if piece.name in bound.wires.split(", ")]
         if bound.name == "fsdp and tensor" or len({piece.link_bytes_per_s for piece in pieces}) > 1 or len(pieces) > 1:
-            continue  # in turn, interconnect.py's collectives over several axes take longer
+            continue  # a collective over several axes takes longer, as it uses one after another
         if not pieces:
-            continue  # the gradients of `context`
+            continue  # the bound of the gradients over `context`
         dies = any(piece.name == "die to die" for piece in links[bound.name])
         inner = 2 if dies and pieces[0].name != "die to die" else 1
         math_s, comms_s = device_s(config, sizes, inner, pieces, 2 * math.prod(topology))[bound.name]
         assert bound.headroom == about(math_s / comms_s), bound
-        looked_at += 1
-    assert looked_at >= (1 if mesh == "fsdp:128" else 2)
+        num_checked += 1
+    assert num_checked >= (1 if mesh == "fsdp:128" else 2)
 
 
 def test_a_mesh_of_slices():
-    """184,560 tokens a slice of many, half of that of two; `data` within the slice is not the slices'."""
-    found = found_on("data:4,fsdp:64", num_slices=2, batch=256)
-    assert found["data", "slices"].critical == about(184_560 / 2)
-    assert found["data", "slices"].value == 256 * 8192 / 2
+    """Many slices need 184,560 tokens each, two need half; `data` within a slice is another bound."""
+    on_mesh = bounds_on("data:4,fsdp:64", num_slices=2, batch=256)
+    assert on_mesh["data", "slices"].critical == about(184_560 / 2)
+    assert on_mesh["data", "slices"].value == 256 * 8192 / 2
 
 
 def test_a_mixture_on_a_mesh():
-    """DeepSeek-V3: sparsity 32, experts of width 2048 that are too narrow for a ring of chips, and not for the dies."""
-    found = found_on("pipe:2,fsdp:32,expert:16", (8, 8, 8), "deepseek-v3", 1, batch=4096, microbatches=8)
-    assert found["fsdp", "y, 4 of z"].rule == "B/X > alpha * E/k"
-    assert found["fsdp", "y, 4 of z"].critical == about(32 * C / (2 * LINK + 4 / 3 * LINK))
-    assert found["expert", "die to die"].holds and not found["expert", "x"].holds
-    assert found["pipe", "2 of z"].critical == about(C / (LINK / 4) / (3 * 61 / 2 * 8))
+    """DeepSeek-V3 has sparsity 32. Its experts of width 2048 are wide enough for the dies, not for a ring of chips."""
+    on_mesh = bounds_on("pipe:2,fsdp:32,expert:16", (8, 8, 8), "deepseek-v3", 1, batch=4096, microbatches=8)
+    assert on_mesh["fsdp", "y, 4 of z"].rule == "B/X > alpha * E/k"
+    assert on_mesh["fsdp", "y, 4 of z"].critical == about(32 * C / (2 * LINK + 4 / 3 * LINK))
+    assert on_mesh["expert", "die to die"].holds and not on_mesh["expert", "x"].holds
+    assert on_mesh["pipe", "2 of z"].critical == about(C / (LINK / 4) / (3 * 61 / 2 * 8))
 
 
 def test_context_sums_gradients_too():
-    """Like data parallelism, of its own size and that of `data`; on the dies as well."""
-    found = found_on("data:2,fsdp:16,context:8", (8, 4, 4), batch=32, core_axis="context", preset="llama3.1-8b")
-    assert found["data", "die to die"].degree == 2 * 8 and found["data", "4 of x"].degree == 2 * 8 / 2
-    assert found["data", "4 of x"].value == 32 * 8192 / 8
+    """Gradients are summed over `data` and `context` together, on the dies as well."""
+    on_mesh = bounds_on("data:2,fsdp:16,context:8", (8, 4, 4), batch=32, core_axis="context", preset="llama3.1-8b")
+    assert on_mesh["data", "die to die"].degree == 2 * 8 and on_mesh["data", "4 of x"].degree == 2 * 8 / 2
+    assert on_mesh["data", "4 of x"].value == 32 * 8192 / 8
 
 
 def test_experts_along_the_longest_ring():
-    found = found_on("fsdp:4,expert:128", (4, 8, 8), "qwen3-30b-a3b", batch=512)
-    assert found["expert", "y"].critical == about(bounds.expert(ici(tpu7x), 768, 8).critical)
+    on_mesh = bounds_on("fsdp:4,expert:128", (4, 8, 8), "qwen3-30b-a3b", batch=512)
+    assert on_mesh["expert", "y"].critical == about(bounds.expert(ici(tpu7x), 768, 8).critical)
 
 
 def test_both_on_a_mesh():
-    """N counts the chips; those of the dies are one."""
-    found = found_on("data:2,fsdp:8,tensor:8", batch=128)["fsdp and tensor", "y, 2 of z; x"]
+    """N counts chips, not devices."""
+    bound = bounds_on("data:2,fsdp:8,tensor:8", batch=128)["fsdp and tensor", "y, 2 of z; x"]
     wires = along(tpu7x, interconnect.links_of(parse_mesh("data:2,fsdp:8,tensor:8"), tpu7x, (4, 4, 4))["fsdp"])
-    assert found.degree == 64 and found.value == 128 * 8192 / 64
-    assert found.critical == about(wires.alpha * 11_535 / 28_672)
-    assert not any(name == "fsdp and tensor" for name, _ in found_on("fsdp:64,tensor:2", batch=128))
+    assert bound.degree == 64 and bound.value == 128 * 8192 / 64
+    assert bound.critical == about(wires.alpha * 11_535 / 28_672)
+    assert not any(name == "fsdp and tensor" for name, _ in bounds_on("fsdp:64,tensor:2", batch=128))
 
 
 def test_a_pipeline_on_a_mesh():
-    """Llama: one expert, the MLP; 20 layers a stage."""
-    found = found_on("pipe:4,fsdp:32", batch=128)["pipe", "z"]
-    assert found.degree == 4 and found.critical == about(2 * 11_535 / (3 * 20))
+    """Llama 3.1 70B with 20 layers a stage; its MLP counts as one expert."""
+    bound = bounds_on("pipe:4,fsdp:32", batch=128)["pipe", "z"]
+    assert bound.degree == 4 and bound.critical == about(2 * 11_535 / (3 * 20))
 
 
 def test_a_latent_is_less_than_keys_and_values():
-    """DeepSeek-V3's latent, 576 numbers a token for 128 heads of 192 + 128, goes around sooner than Llama's keys."""
-    found = found_on("fsdp:32,context:4", preset="deepseek-v3", batch=64)
-    assert found["context", "2 of x"].critical == about(2 * ici(tpu7x).alpha * 576 / (128 * (192 + 128)))
+    """DeepSeek-V3's ring sends 576 numbers a token for 128 heads of 192 + 128."""
+    on_mesh = bounds_on("fsdp:32,context:4", preset="deepseek-v3", batch=64)
+    assert on_mesh["context", "2 of x"].critical == about(2 * ici(tpu7x).alpha * 576 / (128 * (192 + 128)))
 
 
-def test_a_whole_layer_has_less_width_than_its_mlp():
-    """What the top of bounds.py says: parameters of a layer over 4*D, 26,112 for Llama 3.1 70B."""
+def test_a_full_layer_counts_as_less_width_than_its_mlp():
+    """Parameters of a layer over 4*D, 26,112 for Llama 3.1 70B, as the top of bounds.py says."""
     config = from_preset("llama3.1-70b")
     D, H = config.model_dim, config.head_dim
     params = 3 * D * config.ff_dim + 2 * D * H * (config.num_heads + config.num_kv_heads)
     assert params / (4 * D) == 26_112 and "26,112" in bounds.__doc__
     tokens, Y = 4096, 4
-    bytes_s = 2 * collective_s("all_gather", 2 * tokens * D, [still(4)]) * 2  # attention, MLP: gather and scatter each
+    bytes_s = (
+        2 * collective_s("all_gather", 2 * tokens * D, [no_latency(4)]) * 2
+    )  # attention, MLP: gather and scatter each
     assert 2 * tokens * params / Y / C / bytes_s == about(params / (4 * D) / bounds.tensor(ici(tpu7x), 1, Y).critical)
 
 
@@ -762,7 +781,7 @@ def test_a_whole_layer_has_less_width_than_its_mlp():
 
 
 def simple(batch: float, width: float = F_70B, layers: int = 32) -> Work:
-    """The book's model: two matmuls a layer, whose activations are gathered and scattered once."""
+    """The work of the book's model: two matmuls a layer, whose activations are gathered and scattered once."""
     return Work(batch, 12 * layers * D * width, 2 * layers * D * width, 2 * layers * D)
 
 
@@ -773,13 +792,13 @@ def test_strong_scaling_stops_where_the_bounds_say(chip):
     axes = chip.torus_axes
     assert stops["fsdp"] == about(bounds.fsdp(ici(chip, axes), batch, 1).max_degree)
     assert stops["mixed"] == about(bounds.mixed(ici(chip, axes - 1), ici(chip), batch, 1, F_70B).max_degree)
-    # A width that tensor parallelism cannot do anything with
+    # A width that is too narrow for tensor parallelism.
     stops = bounds.stops_at(simple(batch, width=1000), chip)
     assert stops["mixed"] == stops["fsdp"]
 
 
-def test_more_of_a_batch_hides_the_weights_messages():
-    """Until FSDP's bound they take what they always take, and the FLOPs grow; from there on nothing waits."""
+def test_a_larger_batch_hides_the_messages_of_the_weights():
+    """Up to FSDP's bound a step takes as long as its messages, which are constant; from there, as long as its FLOPs."""
     work, chips = simple(3e6), 1024
     critical = work.batch * chips / bounds.stops_at(work, tpu7x)["fsdp"]
     gathers_s = 3 * 2 * work.params / (6 * LINK)
@@ -794,7 +813,7 @@ def test_more_of_a_batch_hides_the_weights_messages():
 
 
 def test_strong_scaling_by_hand():
-    """FSDP: ideal up to where it stops, then a step takes as long as its gathers, on however many chips."""
+    """FSDP is ideal up to its bound; from there a step takes as long as its gathers, on any number of chips."""
     work = simple(3e6)
     stop = bounds.stops_at(work, tpu7x)["fsdp"]
     ideal_s = lambda chips: work.batch * work.flops_per_token / chips / C
@@ -806,7 +825,7 @@ def test_strong_scaling_by_hand():
 
 @pytest.mark.parametrize("ways", [2, 16])
 def test_tensor_parallelism_by_hand(ways):
-    """Bound by activations in both passes: 2 messages forward and 3 backward, on one axis; by weights: on the other."""
+    """A step bound by activations has 2 messages forward and 3 backward on one axis; by weights, on the others."""
     work, chips = simple(3e8, width=512), 1024
     message_s = 2 * D * 32 * work.batch * ways / chips / (2 * LINK)
     assert bounds.step_seconds(work, tpu7x, chips, ways) == about(5 * message_s)
@@ -823,8 +842,8 @@ def test_tensor_ways_are_the_best_power_of_two():
     assert bounds.strong_scaling(work, CHIPS["v3"])[-1]["chips"] == 128 * 32
 
 
-def test_mixed_falls_as_the_root_when_it_is_bound():
-    """The best Y of all, not of powers of two."""
+def test_mixed_falls_as_the_root_when_messages_bind():
+    """With the best Y, not only powers of two."""
     work = simple(3e6)
     stop = bounds.stops_at(work, tpu7x)["mixed"]
     forward_only = lambda chips, ways: max(  # the backward pass has 3/4 of its activations
@@ -842,16 +861,17 @@ def test_strong_scaling_of_a_model(preset):
     work = bounds.work_of(from_preset(preset, batch=512))
     rows, stops = bounds.strong_scaling(work, tpu7x), bounds.stops_at(work, tpu7x)
     assert rows[0]["chips"] == 16 and rows[-1]["chips"] == 9216
-    more = 1 + 1e-9  # for rounding
+    rounding = 1 + 1e-9
     for row, after in itertools.pairwise(rows):
-        assert after["fsdp_efficiency"] <= row["fsdp_efficiency"] * more and after["fsdp_s"] <= row["fsdp_s"] * more
+        assert after["fsdp_efficiency"] <= row["fsdp_efficiency"] * rounding
+        assert after["fsdp_s"] <= row["fsdp_s"] * rounding
     for row in rows:
-        assert row["compute_s"] <= row["mixed_s"] * more and row["mixed_s"] <= row["fsdp_s"]
+        assert row["compute_s"] <= row["mixed_s"] * rounding and row["mixed_s"] <= row["fsdp_s"]
         assert (row["fsdp_efficiency"] > 0.9999999) == (row["chips"] <= stops["fsdp"])
         # Powers of two are no better than the best mix.
         assert row["mixed_efficiency"] < 0.9999999 or row["chips"] <= stops["mixed"]
         assert row["tokens_per_chip"] * row["chips"] == about(work.batch)
-    # 8B: a width of 14,336 is tensor parallelism's 11,535, just, and it takes an axis from FSDP. No mix is better.
+    # 8B: its width of 14,336 is just over tensor parallelism's 11,535, which takes an axis from FSDP. No mix is better.
     assert (stops["fsdp"] < stops["mixed"]) == (preset != "llama3.1-8b")
 
 
@@ -861,8 +881,8 @@ def test_strong_scaling_of_a_model(preset):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (lambda: ici(tpu7x, 4), "1 to 3 can work, not 4"),
-        (lambda: ici(CHIPS["v5e"], 0), "v5e has 2 axes of links: 1 to 2 can work, not 0"),
+        (lambda: ici(tpu7x, 4), "1 to 3 can be used, not 4"),
+        (lambda: ici(CHIPS["v5e"], 0), "v5e has 2 axes of links: 1 to 2 can be used, not 0"),
         (lambda: ici(CHIPS["v4"], dtype="fp8"), "v4 has no published speed of a matmul in 'fp8'"),
         (lambda: die_to_die(book), "v5p has no link between dies"),
         (lambda: bounds.fsdp(ici(tpu7x), 1e6, 0), "ways must be 1 or more, not 0"),
@@ -876,11 +896,14 @@ def test_strong_scaling_of_a_model(preset):
         (lambda: bounds.pipeline(ici(tpu7x), 4096, 0, 8), "num_layers must be over 0, not 0"),
         (lambda: bounds.bubble(0, 8), "stages must be 1 or more, not 0"),
         (lambda: bounds.step_seconds(simple(1e6), tpu7x, -4), "chips must be 1 or more, not -4"),
-        (lambda: found_on("fsdp:64"), "64 devices and there are 128|is for 64 devices and there are 128"),
-        (lambda: found_on("fsdp:*", batch=100), "batch=100 must be a multiple of .*=128; nearest is 128"),
-        (lambda: found_on("fsdp:64,context:2", batch=64, seq_len=8191), "seq_len=8191 must be a multiple of context=2"),
-        (lambda: found_on("fsdp:64,expert:2", batch=128), "expert:2 is for experts, and num_experts is 0"),
-        (lambda: found_on("fsdp:32,expert:4", batch=128), "expert:4 is for experts, and num_experts is 0"),
+        (lambda: bounds_on("fsdp:64"), "64 devices and there are 128|is for 64 devices and there are 128"),
+        (lambda: bounds_on("fsdp:*", batch=100), "batch=100 must be a multiple of .*=128; nearest is 128"),
+        (
+            lambda: bounds_on("fsdp:64,context:2", batch=64, seq_len=8191),
+            "seq_len=8191 must be a multiple of context=2",
+        ),
+        (lambda: bounds_on("fsdp:64,expert:2", batch=128), "expert:2 is for experts, and num_experts is 0"),
+        (lambda: bounds_on("fsdp:32,expert:4", batch=128), "expert:4 is for experts, and num_experts is 0"),
     ],
 )
 def test_wrong_input_is_answered_with_numbers(wrong, words):
@@ -917,7 +940,7 @@ def test_command_line(capsys):
     assert lines["512", "2,048"].split()[2:] == ["398.8", "ms", "705.5", "ms", "57%", "529.2", "ms", "75%", "2"]
 
 
-def test_command_line_marks_what_does_not_hold(capsys):
+def test_command_line_marks_bounds_that_do_not_hold(capsys):
     out = ran(capsys, f"{LLAMA} --core_axis=fsdp --explain")
     assert [line.split()[1] for line in out.splitlines() if line.startswith("! ") and ":" not in line] == ["tensor"]
     assert "F > Y * alpha:  Y = 4; alpha = C/W = 1.153 PFLOP/s / 100 GB/s = 1.154e+04" in out
@@ -932,9 +955,9 @@ def test_command_line_of_a_pipeline_and_slices(capsys):
 
 
 def test_command_line_takes_the_models_flags(capsys):
-    """All groups of fields that describe a model; had one another name, its flags were gone."""
+    """Flags of every group of fields that describe a model are accepted."""
     mixture = "--num_experts=8 --experts_per_token=2 --expert_dim=512 --seq_len=1024 --batch=256 --num_layers=4"
-    on = "--topology=tpu7x:4x4x4"  # without a preset the default is one host
+    on = "--topology=tpu7x:4x4x4"  # without a preset the default is one host's slice
     out = ran(capsys, f"{mixture} --dtype=bfloat16 --fp8=dynamic --mesh=fsdp:* {on}")
     assert "fsdp 128" in out and "23,070 tokens" in out  # 3,845 * 2 * 8/2 * 3/4
     latent = "--kv_lora_rank=64 --rope_head_dim=32 --mesh=fsdp:64,context:2 --batch=64 --dtype=float32 --core_axis=fsdp"
@@ -942,18 +965,18 @@ def test_command_line_takes_the_models_flags(capsys):
 
 
 def test_json(capsys):
-    found = json.loads(ran(capsys, f"{LLAMA} --json"))
-    names = [(bound["name"], bound["wires"], bound["holds"]) for bound in found["bounds"]]
+    result = json.loads(ran(capsys, f"{LLAMA} --json"))
+    names = [(bound["name"], bound["wires"], bound["holds"]) for bound in result["bounds"]]
     assert names[:3] == [("fsdp", "2 of x, y, z", True), ("tensor", "die to die", True), ("tensor", "2 of x", True)]
-    assert found["bounds"][2]["headroom"] == about(28_672 / 23_070) and found["kind"] == "predicted"
-    assert found["mesh"] == {"fsdp": 128, "tensor": 4} and found["bubble"] == 0
+    assert result["bounds"][2]["headroom"] == about(28_672 / 23_070) and result["kind"] == "predicted"
+    assert result["mesh"] == {"fsdp": 128, "tensor": 4} and result["bubble"] == 0
     two = json.loads(ran(capsys, "--preset=llama3.1-70b --mesh=pipe:1,fsdp:64,tensor:2 --json"))
     assert two["mesh"] == {"fsdp": 64, "tensor": 2}
-    assert found["strong_scaling"][-1]["chips"] == 9216 and found["stops_at"]["fsdp"] == about(289, abs=1)
+    assert result["strong_scaling"][-1]["chips"] == 9216 and result["stops_at"]["fsdp"] == about(289, abs=1)
 
 
-def test_in_8_bits_the_gradient_binds():
-    """FLOPs twice as fast, weights of one byte, gradients of two: alpha doubles, times (1 + 2) / 4."""
+def test_gradients_bind_in_fp8():
+    """FLOPs are twice as fast, weights have one byte, gradients two: alpha doubles, times (1 + 2) / 4."""
     fsdp_of = lambda **flags: bounds.bounds_of(
         from_preset("llama3.1-70b", mesh="fsdp:128", batch=256, **flags), CHIPS["tpu7x"], (4, 4, 4)
     )[-1]
@@ -975,4 +998,4 @@ def test_plot_without_matplotlib(capsys, monkeypatch):
 
 def test_one_device(capsys):
     out = ran(capsys, "--preset=llama3.1-8b --topology=v5e:1x1 --mesh=fsdp:1")
-    assert "one device" in out and "none: there is nothing to send" in out
+    assert "one device" in out and "none: no device sends anything" in out
