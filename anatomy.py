@@ -265,15 +265,15 @@ def expert_rows(config: Config, tokens: int, devices: int) -> int:
 
 
 def activations(
-    config: Config, *, experts: bool = False, fused: bool = True, expert_room: float = 1, uncut: int = 1
+    config: Config, *, experts: bool = False, fused: bool = True, expert_buffer_ratio: float = 1, row_copies: int = 1
 ) -> dict[str, float]:
     """Elements a token of every tensor of one layer that a policy may save, in the order in which they are made.
 
     Args:
       experts: the layer is one with experts, not a dense one.
       fused: attention is a kernel, which saves its result and the log-sum-exp of the scores, not all scores.
-      expert_room: the ratio of `expert_rows` to the rows that the router makes of the tokens.
-      uncut: devices along `tensor` that each hold the rows of experts unsharded (mixture.py), else 1.
+      expert_buffer_ratio: the ratio of `expert_rows` to the rows that the router makes of the tokens.
+      row_copies: devices along `tensor` that each hold the rows of experts unsharded (mixture.py), else 1.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     X, M = config.experts_per_token, config.expert_dim
@@ -296,10 +296,10 @@ def activations(
     if not experts:
         F = config.ff_dim
         return found | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
-    rows = X * expert_room
-    found |= {"router_logits": config.num_experts, "expert_input": rows * D * uncut}
+    rows = X * expert_buffer_ratio
+    found |= {"router_logits": config.num_experts, "expert_input": rows * D * row_copies}
     found |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
-    found |= {"expert_down": rows * D * uncut}
+    found |= {"expert_down": rows * D * row_copies}
     if config.num_shared_experts:
         shared = config.num_shared_experts * M
         found |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}

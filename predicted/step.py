@@ -188,8 +188,9 @@ class Kind:
     def __init__(self, layer: Layer, run: Run):
         self.layer = layer
         self.times = layer.num_layers / run.pipe * run.microbatches  # that a stage runs one, in a step
-        again = run.config.remat_stage  # the whole stage once more, for its layers' inputs
-        self.by_part = {name: (f, b + again * f) for name, (f, b) in compute_s(run, layer).items()}  # forward, backward
+        self.by_part = compute_s(run, layer)  # forward, backward
+        if run.config.remat_stage:  # the whole stage once more, for its layers' inputs
+            self.by_part = {name: (forward, forward + back) for name, (forward, back) in self.by_part.items()}
         self.forward, self.backward = map(math.fsum, zip(*self.by_part.values(), strict=True))
 
 
@@ -264,58 +265,78 @@ def _fsdp(run: Run, kinds: list[Kind]) -> Part:
     if run.sizes["fsdp"] == 1:
         return _communication("fsdp", 0, 0)
     config = run.config
+    gathers = 3 if config.remat_stage else 2
     seconds = exposed = ends = 0.0
     for kind in kinds:
-        whole = kind.layer.whole_params(run)
-        gather = run.collective_s("all_gather", kind.layer.whole_bytes(run), "fsdp")
-        in_thirds = kind.layer.in_thirds(run)
-        sums = {True: run.element * in_thirds, False: kind.layer.gradient_bytes(run) - run.element * in_thirds}
-        scatter = sum(run.collective_s("reduce_scatter", n, "fsdp", thirds=thirds) for thirds, n in sums.items() if n)
-        gathers = 2 + config.remat_stage
+        gather = run.collective_s("all_gather", kind.layer.gathered_bytes(run), "fsdp")
+        scatter = _scatter_s(run, kind.layer)
         moved = gathers * gather + scatter
         # A sum waits for its gradient, and XLA does not carry it on into the next layer.
         behind = behind_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
-        hidden = min(gather, kind.forward)
-        hidden += min((gathers - 1) * gather + min(scatter, behind), kind.backward)
-        hidden *= config.prefetch
+        hidden = 0.0
+        if config.prefetch:
+            hidden = min(gather, kind.forward)
+            hidden += min((gathers - 1) * gather + min(scatter, behind), kind.backward)
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
         ends = max(ends, hidden)  # of the first layer and the last, which nothing hides
+    formula = _fsdp_formula(run, kinds[-1].layer, gathers, gather, scatter, behind)
+    tables_s = run.microbatches * _tables_s(run)
+    return _communication("fsdp", seconds + tables_s, exposed + tables_s + run.microbatches * ends, formula)
+
+
+def _scatter_s(run: Run, layer: Layer) -> float:
+    """Seconds to reduce-scatter a layer's gradients over `fsdp`."""
+    by_3 = run.element * layer.gathered_params_by_3(run)
+    sizes = (by_3, True), (layer.gradient_bytes(run) - by_3, False)
+    return sum(run.collective_s("reduce_scatter", n, "fsdp", divisible_by_3=divisible) for n, divisible in sizes if n)
+
+
+def _tables_s(run: Run) -> float:
+    """Seconds to gather embedding and unembedding over `fsdp`, and to reduce-scatter their gradients."""
+    config = run.config
     table = config.vocab_size * config.model_dim / run.tensor
     tables = run.element * table * (1 if config.tied_embeddings else 2)
-    # A tied table that is multiplied in 8 bits travels as such beside the one that rows are taken from.
-    in_8_bits = "unembed" in anatomy.fp8_weights(config)
-    saved = (run.element * (not config.tied_embeddings) - 1) * table if in_8_bits else 0
-    tables_s = run.collective_s("all_gather", tables - saved, "fsdp")
-    tables_s += run.collective_s("reduce_scatter", tables, "fsdp", thirds=table % 3 == 0)
-    formula = f"gather {si(kind.layer.whole_bytes(run), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
+    gathered = tables
+    if "unembed" in anatomy.fp8_weights(config):
+        # A tied table that is multiplied in FP8 is gathered as such beside the one that rows are taken from.
+        gathered += table if config.tied_embeddings else -(run.element - 1) * table
+    gather = run.collective_s("all_gather", gathered, "fsdp")
+    return gather + run.collective_s("reduce_scatter", tables, "fsdp", divisible_by_3=table % 3 == 0)
+
+
+def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: float, behind: float) -> str:
+    """What `_fsdp` computes, with the numbers of one layer; `gather`, `scatter` and `behind` are seconds."""
+    formula = f"gather {si(layer.gathered_bytes(run), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_wires(run, 'fsdp')}"
-    if scatter > 1.1 * run.collective_s("reduce_scatter", sum(sums.values()), "fsdp", thirds=True):
-        formula += f", {1 - in_thirds / whole:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
-    where = f", behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
-    formula += where if config.prefetch else ", not hidden (--no-prefetch)"
-    once = run.microbatches * tables_s
-    return _communication("fsdp", seconds + once, exposed + once + run.microbatches * ends, formula)
+    at_once = run.collective_s("reduce_scatter", layer.gradient_bytes(run), "fsdp", divisible_by_3=True)
+    if scatter > 1.1 * at_once:
+        share = 1 - layer.gathered_params_by_3(run) / layer.gathered_params(run)
+        formula += f", {share:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
+    if not run.config.prefetch:
+        return f"{formula}, not hidden (--no-prefetch)"
+    return f"{formula}, behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
 
 
 def _copies(run: Run, kinds: list[Kind]) -> Part:
-    """Copies of gathered weights: into the next turn of the loop; to whole tiles, if they come in other parts."""
+    """Copies of gathered weights: for the next iteration of the loop; into whole tiles, if they come in other parts."""
     config, e = run.config, run.efficiency
     if run.sizes["fsdp"] == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
     rows = config.model_dim / run.sizes["fsdp"]
     carried, tiled = config.prefetch and not config.double_buffer, bool(rows % ROWS_OF_A_TILE)
+    forwards = 2 if config.remat_stage else 1
     nbytes = 0.0
     for kind in kinds:
         layer, of_rows, gradients = kind.layer, 0.0, 0.0
-        if tiled:  # all but the experts, whose rows are cut as those of one matrix (moe.py)
-            of_rows = layer.whole_bytes(run, experts=False)
-            gradients = layer.gradient_bytes(run, experts=False)
-        forward = max(carried * layer.whole_bytes(run), of_rows)
-        nbytes += kind.times * 2 * ((1 + config.remat_stage) * forward + of_rows + gradients)
+        if tiled:  # all but the experts, whose rows are sharded as those of one matrix (moe.py)
+            of_rows = layer.gathered_bytes(run, with_experts=False)
+            gradients = layer.gradient_bytes(run, with_experts=False)
+        forward = max(layer.gathered_bytes(run) if carried else 0, of_rows)
+        nbytes += kind.times * 2 * (forwards * forward + of_rows + gradients)
     seconds = nbytes / (run.hbm_bytes_per_s * e.elementwise)
-    why = ["forward, to be carried on"] * carried
-    why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] * tiled
+    why = ["forward, to be carried on"] if carried else []
+    why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] if tiled else []
     formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
     return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 
@@ -323,31 +344,44 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
 def _tensor(run: Run, kinds: list[Kind]) -> Part:
     if run.tensor == 1:
         return _communication("tensor", 0, 0)
-    stream = run.tokens * run.config.model_dim * run.element
+    config = run.config
+    stream = run.tokens * config.model_dim * run.element
     once = run.collective_s("all_gather", stream, "tensor")
     seconds = exposed = 0.0
     for kind in kinds:
-        # Backward: what column-parallel matmuls take, gathered again for their weights' gradients, but with remat=none;
-        # attention's result scattered again, if the stream behind it is not there.
-        # Into experts goes the stream, or, where rows travel to them, as many rows as they have room for; no matmul
-        # hides these, as collective matmuls do those of attention and of a dense MLP or a shared one.
-        rows, dense = 0.0, 1
-        if kind.layer.params[True]:
-            rows = run.config.experts_per_token * run.expert_room if run.sizes["expert"] > 1 else 1.0
-            dense = bool(run.config.num_shared_experts)
-        gathered_again = run.config.remat != "none"
-        again = sum(p.recomputed for p in kind.layer.products if p.weight == "w_o") + (1 + dense) * gathered_again
-        for way in (0, 1):  # forward, backward
-            hideable, bare = 2 * (1 + dense) + way * again, (2 + way * gathered_again) * rows
-            covered = kind.by_part["matmul"][way] if run.config.collective_matmul else 0
-            seconds += kind.times * (hideable + bare) * once
-            exposed += kind.times * (max(hideable * once - covered, hideable * once / run.tensor) + bare * once)
+        for (overlapping, alone), matmul_s in zip(
+            _stream_messages(run, kind.layer), kind.by_part["matmul"], strict=True
+        ):
+            covered = matmul_s if config.collective_matmul else 0
+            seconds += kind.times * (overlapping + alone) * once
+            exposed += kind.times * (max(overlapping * once - covered, overlapping * once / run.tensor) + alone * once)
     ends = 4 * run.microbatches * once  # the embedding's result scattered, the loss's operand gathered; and backward
     seconds, exposed = seconds + ends, exposed + ends
     formula = f"{si(stream, 'B')} gathered or reduce-scattered {seconds / once:,.0f} times, {si(once, 's')} each, over "
     formula += f"{_wires(run, 'tensor')}: twice a sub-layer and way, again what is not saved"
-    formula += ", behind the matmuls" if run.config.collective_matmul else ""
+    formula += ", behind the matmuls" if config.collective_matmul else ""
     return _communication("tensor", seconds, exposed, formula)
+
+
+def _stream_messages(run: Run, layer: Layer) -> tuple[tuple[int, float], tuple[int, float]]:
+    """How often a layer gathers or reduce-scatters the stream over `tensor`, forward and backward.
+
+    Each as (messages that a collective matmul overlaps, messages that none does). The first are those of attention and
+    of a dense or shared MLP. The others are those of experts: the stream or, where rows travel to the experts, as many
+    rows as their buffers have. Backward, the operands of column-parallel matmuls are gathered again for the gradients
+    of their weights, unless remat=none saved them; attention's result is scattered again, if the stream behind it was
+    not saved.
+    """
+    config = run.config
+    rows, mlps = 0.0, 1
+    if layer.params.experts:
+        rows = config.experts_per_token * run.expert_buffer_ratio if run.sizes["expert"] > 1 else 1.0
+        mlps = 1 if config.num_shared_experts else 0
+    gathered_again = 0 if config.remat == "none" else 1
+    scattered_again = sum(product.recomputed for product in layer.products if product.weight == "w_o")
+    overlapping = 2 * (1 + mlps)
+    backward = overlapping + scattered_again + (1 + mlps) * gathered_again
+    return (overlapping, 2 * rows), (backward, (2 + gathered_again) * rows)
 
 
 def _context(run: Run, kinds: list[Kind]) -> Part:
@@ -381,12 +415,13 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     once, gradients, exchanged = moved[config.context_impl]
     seconds = exposed = 0.0
     for kind in kinds:
-        for way, number in ((0, 1), (1, _times_forward(run, kind))):  # behind the forward pass, and backward
-            parts = number * once + (gradients if way else 0)
-            behind = kind.by_part["attention"][way] * (1 - 1 / ring) if config.context_impl == "ring" else 0
-            others = without_window * number * exchanged + (1 - without_window) * number * halo
-            seconds += kind.times * (without_window * parts + others)
-            exposed += kind.times * (max(0.0, without_window * parts - behind) + others)
+        forward, backward = kind.by_part["attention"]
+        again = _attention_forwards(run, kind)
+        for runs, passed, attention in ((1, once, forward), (again, again * once + gradients, backward)):
+            behind = attention * (1 - 1 / ring) if config.context_impl == "ring" else 0
+            others = without_window * runs * exchanged + (1 - without_window) * runs * halo
+            seconds += kind.times * (without_window * passed + others)
+            exposed += kind.times * (max(0.0, without_window * passed - behind) + others)
     how = {
         "ring": f"go round a ring of {ring}, behind attention",
         "all_gather": "are gathered",
@@ -403,22 +438,23 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     return _communication("context", seconds, exposed, formula)
 
 
-def _times_forward(run: Run, kind: Kind) -> int:
-    """How often attention is computed forward: again if its results are lost, and again if a stage's are."""
-    return 1 + kind.layer.attention_lost + run.config.remat_stage
+def _attention_forwards(run: Run, kind: Kind) -> int:
+    """How often a step computes a layer's attention forward: again if its result, or a stage's, is not saved."""
+    return 1 + sum((kind.layer.attention_recomputed, run.config.remat_stage))
 
 
 def _merging(run: Run, kinds: list[Kind]) -> Part:
     """What context.py adds up after each hop of a ring: the sum so far and a part are read, the sum is written."""
     config, hops = run.config, rules.ring_size(run.config, run.sizes) - 1
+    if config.context_impl != "ring":
+        return Part("merging", "memory", 0, 0, "")
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
-    results = (
-        (4 + run.element + 4) * config.num_heads * Hv
-    )  # bytes a token; the kernel's results have the activations' dtype
+    # Bytes a token. The kernel's results have the activations' dtype.
+    results = (4 + run.element + 4) * config.num_heads * Hv
     gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + run.element + 4) * config.num_kv_heads * (Hk + Hv)
-    share = transformer.num_global_layers(config) / config.num_layers * (config.context_impl == "ring")
+    share = transformer.num_global_layers(config) / config.num_layers
     times = hops * share * run.tokens / run.tensor
-    nbytes = math.fsum(kind.times * times * (_times_forward(run, kind) * results + gradients) for kind in kinds)
+    nbytes = math.fsum(kind.times * times * (_attention_forwards(run, kind) * results + gradients) for kind in kinds)
     bandwidth = run.hbm_bytes_per_s * run.efficiency.elementwise
     formula = f"{si(nbytes, 'B')} of results and gradients, {hops} times a layer / {si(bandwidth, 'B/s')}"
     return Part("merging", "memory", nbytes / bandwidth, nbytes / bandwidth, formula)
@@ -472,13 +508,12 @@ def _expert(run: Run, kinds: list[Kind]) -> Part:
 
 def _exchanges(run: Run) -> int:
     """Of rows over the expert axis, in a layer: there and back, both ways, and once more what is recomputed."""
-    kept = anatomy.saved_names(run.config)
-    return 4 + ("expert_input" not in kept) + ("expert_down" not in kept)
+    return 4 + len({"expert_input", "expert_down"} - anatomy.saved_names(run.config))
 
 
 def _mixtures(kinds: list[Kind]) -> float:
     """How many layers with experts a step computes."""
-    return sum(kind.times for kind in kinds if kind.layer.params[True])
+    return sum(kind.times for kind in kinds if kind.layer.params.experts)
 
 
 def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
@@ -491,7 +526,7 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
     config, width = run.config, run.config.model_dim // run.tensor
     if run.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
         return Part("copies of rows", "memory", 0, 0, "")
-    rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_room)
+    rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_buffer_ratio)
     nbytes = 2 * _exchanges(run) * _mixtures(kinds) * rows * width * run.element
     seconds = nbytes / (run.hbm_bytes_per_s * run.efficiency.elementwise)
     formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {run.efficiency.elementwise})"
@@ -562,10 +597,9 @@ def _input(run: Run, step_s: float) -> Part:
 def _host(run: Run, kinds: list[Kind], nbytes: float) -> Part:
     speed = run.host_bytes_per_s
     one_way = nbytes * run.microbatches / speed
-    behind = lambda way: math.fsum(
-        kind.by_part[name][way] * kind.times for kind in kinds for name in run.efficiency.hides_offload
-    )
-    forward, backward = behind(0), behind(1)
+    hiding = [(*kind.by_part[name], kind.times) for kind in kinds for name in run.efficiency.hides_offload]
+    forward = math.fsum(seconds * times for seconds, _, times in hiding)
+    backward = math.fsum(seconds * times for _, seconds, times in hiding)
     exposed = max(0.0, one_way - forward) + max(0.0, one_way - backward)
     formula = f"{si(nbytes * run.microbatches, 'B')} / {si(speed, 'B/s')}, out behind {si(forward, 's')} of "
     formula += f"{', '.join(run.efficiency.hides_offload)}, back behind {si(backward, 's')}"

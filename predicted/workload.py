@@ -28,7 +28,7 @@ or, with remat=none, it was saved.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -161,8 +161,8 @@ class Run:
         return self.config.batch * self.config.seq_len / groups / self.microbatches
 
     @property
-    def expert_room(self) -> float:
-        """Rows that a device's experts have room for, over those that the router makes of its tokens: a ratio."""
+    def expert_buffer_ratio(self) -> float:
+        """The rows in the buffers of a device's experts, over those that the router makes of its tokens."""
         if not self.config.num_experts:
             return 1.0
         tokens = max(1, round(self.tokens / self.config.moe_parts))
@@ -171,13 +171,14 @@ class Run:
 
     @property
     def expert_work(self) -> float:
-        """Rows that a device's experts multiply over the same: dropless, those that are filled."""
-        return min(1.0, self.expert_room) if self.config.moe_impl == "dropless" else self.expert_room
+        """The rows that a device's experts multiply, over the same: dropless, those that are filled."""
+        ratio = self.expert_buffer_ratio
+        return min(1.0, ratio) if self.config.moe_impl == "dropless" else ratio
 
     @property
     def experts_filled(self) -> float:
-        """The share of the rows of a device's experts that they multiply."""
-        return self.expert_work / self.expert_room
+        """The share of the rows in their buffers that a device's experts multiply."""
+        return self.expert_work / self.expert_buffer_ratio
 
     @property
     def element(self) -> int:
@@ -212,7 +213,7 @@ class Run:
         """Whether XLA may add rows to what a reduce-scatter sums."""
         return compiler_flags.for_run(self.config).get(compiler_flags.PADS_SUMS) == "true"
 
-    def collective_s(self, kind: str, nbytes: float, *axes: str, thirds: bool = False) -> float:
+    def collective_s(self, kind: str, nbytes: float, *axes: str, divisible_by_3: bool = False) -> float:
         """Over mesh axes, the inner one first, by all links at once.
 
         But as XLA has them, compiled for TPU7x, all-gathers and reduce-scatters over part of an axis, and over both
@@ -220,7 +221,8 @@ class Run:
         parts are not cut in thirds, one for each.
 
         Args:
-          thirds: what is summed has a factor of 3; if not, it may be padded (`pads_sums`).
+          divisible_by_3: the number of elements that are summed is a multiple of 3; if not, XLA may pad them
+            (`pads_sums`).
         """
         links = [link for axis in axes for link in self.reached(axis)]
         slices = [link for link in links if link.name.endswith("slices")]
@@ -229,7 +231,7 @@ class Run:
         sums = kind == "reduce_scatter"
         in_parts = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
         if (in_parts and (sums or kind == "all_gather")) or (
-            sums and len(wires) > 2 and not (thirds or self.pads_sums)
+            sums and len(wires) > 2 and not (divisible_by_3 or self.pads_sums)
         ):
             both = math.prod(link.size for link in dies)  # devices of a chip: for these a ring passes its links once
             slowest = min(wires, key=lambda link: link.link_bytes_per_s)
@@ -277,123 +279,158 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of a layer: those of its experts, and all others."""
+
+    experts: int
+    others: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one layer costs: of those that have experts, or of the others."""
+    """The costs of one layer of a kind: of those with experts, or of the dense ones."""
 
     num_layers: int
     products: list[Product]
-    params: dict[bool, int]  # of the experts, and of all else
-    params_in_8_bits: dict[bool, int]  # of these, those that travel so
-    params_in_float32: dict[bool, int]  # and those that do in float32, as their gradients
-    params_in_thirds: dict[bool, int]  # of matrices with a factor of 3, which their parts are taken to have as well
-    attention_lost: bool  # the backward pass needs the kernel's forward again
+    params: Counts
+    fp8_params: Counts  # those that are gathered in FP8
+    float32_params: Counts  # those that are gathered in float32, as their gradients are
+    params_by_3: Counts  # those of matrices whose size is a multiple of 3; that of a shard is assumed to be one, too
+    attention_recomputed: bool  # the backward pass needs the kernel's forward again
     keys: float  # keys that the kernel computes for a query, on average over the layers
-    global_keys: float  # of them, those of layers without a window
+    global_keys: float  # the part of `keys` that is of layers without a window
     elementwise: tuple[float, float]  # elements a token, forward: of attention, and of all else
-    saved: float  # bytes a token, on the device
-    offloaded: float  # on the host
-    every: float  # bytes a token of all activations that the backward pass reads
-    norms: float  # bytes a token of what the column-parallel matmuls take, if it is saved
+    saved_bytes: float  # a token, on the device
+    offloaded_bytes: float  # a token, on the host
+    activation_bytes: float  # a token, of all activations that the backward pass reads
+    norm_bytes: float  # a token, of what the column-parallel matmuls take, if it is saved
 
-    def whole_params(self, run: Run, experts: bool = True) -> float:
-        """Its weights on a device, once gathered over `fsdp`; with the experts, or without."""
-        return _on_device(run, self.params, experts)
+    def gathered_params(self, run: Run, with_experts: bool = True) -> float:
+        """The parameters of a layer on a device, once they are gathered over `fsdp`."""
+        return _gathered(run, self.params, with_experts)
 
-    def in_thirds(self, run: Run) -> float:
-        """Of them, those whose gradients can be cut in thirds, to be summed over three axes of the torus at once."""
-        return _on_device(run, self.params_in_thirds, True)
+    def gathered_params_by_3(self, run: Run) -> float:
+        """Those of them whose gradients split into three equal parts, to be summed over three torus axes at once."""
+        return _gathered(run, self.params_by_3)
 
-    def whole_bytes(self, run: Run, experts: bool = True) -> float:
-        """Theirs, as they multiply, and so as they travel."""
-        in_8_bits = _on_device(run, self.params_in_8_bits, experts)
-        return self.gradient_bytes(run, experts) - (run.element - DTYPE_BYTES["fp8"]) * in_8_bits
+    def gathered_bytes(self, run: Run, with_experts: bool = True) -> float:
+        """The bytes of the gathered parameters, in the dtypes in which they are gathered and multiplied."""
+        fp8 = _gathered(run, self.fp8_params, with_experts)
+        return self.gradient_bytes(run, with_experts) - (run.element - DTYPE_BYTES["fp8"]) * fp8
 
-    def gradient_bytes(self, run: Run, experts: bool = True) -> float:
-        """Returns the bytes of their gradients, before these are summed."""
-        in_float32 = _on_device(run, self.params_in_float32, experts)
-        return run.element * self.whole_params(run, experts) + (4 - run.element) * in_float32
+    def gradient_bytes(self, run: Run, with_experts: bool = True) -> float:
+        """The bytes of their gradients, before these are summed."""
+        float32 = _gathered(run, self.float32_params, with_experts)
+        return run.element * self.gathered_params(run, with_experts) + (4 - run.element) * float32
 
 
-def _on_device(run: Run, params: dict[bool, int], experts: bool) -> float:
-    return (experts * params[True] / run.sizes["expert"] + params[False]) / run.tensor
+def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
+    """How many of these parameters a device has, once they are gathered over `fsdp`."""
+    experts = params.experts / run.sizes["expert"] if with_experts else 0
+    return (experts + params.others) / run.tensor
 
 
 def layers_of(run: Run) -> list[Layer]:
     """The kinds of layers that the model has."""
-    uncut = run.tensor if run.sizes["expert"] == 1 else 1
+    row_copies = run.tensor if run.sizes["expert"] == 1 else 1
     gated = run.efficiency.gated_experts and anatomy.swiglu_in_kernel(run.config)
-    part = run.config.seq_len / ring_size(run.config, run.sizes)
-    added = filled(part, run.efficiency.attention_tile) / part
-    return _layers(run.config, run.efficiency.attention_block, added, run.expert_room, uncut, gated)
+    return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, gated)
+
+
+def kernel_keys(run: Run) -> tuple[float, float]:
+    """The keys that attention's kernel computes for a query, on average over the layers.
+
+    The second number is the part of them that is of layers without a window.
+    """
+    config, block = run.config, run.efficiency.attention_block
+    shard = config.seq_len / ring_size(config, run.sizes)
+    padding = filled(shard, run.efficiency.attention_tile) / shard  # computed positions over those of the sequence
+    T = padding * config.seq_len
+    causal = padding * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed in full
+    windowed = min(causal, padding * (config.window + block)) if config.window else causal
+    num_layers, num_global = config.num_layers, transformer.num_global_layers(config)
+    keys = (num_global * causal + (num_layers - num_global) * windowed) / num_layers
+    return keys, num_global * causal / num_layers
 
 
 @cache
-def _layers(config: Config, block: int, added: float, expert_room: float, uncut: int, gated: bool) -> list[Layer]:
-    """`block`: scores along an edge of the attention kernel's block; `added`: positions that it computes over those of
-    the sequence; `gated`: as for elementwise_elements; else as for anatomy.activations."""
+def _layers(
+    config: Config, keys: tuple[float, float], expert_buffer_ratio: float, row_copies: int, gated: bool
+) -> list[Layer]:
+    """The dense layers and those with experts, of which a model has one kind or both.
+
+    Args:
+      keys: as `kernel_keys` returns them.
+      expert_buffer_ratio: as for anatomy.activations.
+      row_copies: as for anatomy.activations.
+      gated: as for `elementwise_elements`.
+    """
+    num_experts = anatomy.num_expert_layers(config)
+    kinds = (False, config.num_layers - num_experts), (True, num_experts)
+    rows = dict(expert_buffer_ratio=expert_buffer_ratio, row_copies=row_copies)
+    return [_layer(config, experts, number, keys, rows, gated) for experts, number in kinds if number]
+
+
+def _layer(
+    config: Config, experts: bool, num_layers: int, keys: tuple[float, float], rows: dict[str, float], gated: bool
+) -> Layer:
+    """One kind of layer, with experts or without; `rows` has the sizes of the experts' buffers, the rest as above."""
+    names = anatomy.layer_weights(config, experts=experts)
+    weights = {name: weight for name, weight in transformer.weights(config).items() if name in names}
+    by_3 = {name for name, weight in weights.items() if math.prod(weight.shape[1:]) % 3 == 0}
+    fp8 = anatomy.fp8_weights(config)
     saved = anatomy.read_names(anatomy.saved_names(config))
     offloaded = saved & anatomy.offloaded_names(config)
-    every = anatomy.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
-    num_experts = anatomy.num_expert_layers(config)
-    in_8_bits = anatomy.fp8_weights(config)
-    T = added * config.seq_len
-    whole = added * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed whole
-    local = min(whole, added * (config.window + block)) if config.window else whole
-    num_global = transformer.num_global_layers(config)
-    keys = (num_global * whole + (config.num_layers - num_global) * local) / config.num_layers
+    read = anatomy.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
+    nbytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, experts=experts, **rows)
+    activation_bytes = nbytes(read)
+    if experts and "expert_up" in fp8 and "expert_input" not in saved:
+        # Experts' rows, the largest of all, wait for their weights' gradients in FP8. Compiled: Qwen3.
+        activation_bytes -= (1 - 1 / anatomy.BYTES[config.dtype]) * nbytes({"expert_input"})
+    return Layer(
+        num_layers=num_layers,
+        products=_products(config, weights, saved),
+        params=_count(weights, weights),
+        fp8_params=_count(weights, fp8),
+        float32_params=_count(weights, anatomy.FLOAT32_WEIGHTS),
+        params_by_3=_count(weights, by_3),
+        attention_recomputed=not saved >= {"context", "log_sum_exp"},
+        keys=keys[0],
+        global_keys=keys[1],
+        elementwise=elementwise_elements(config, experts, **rows, gated=gated),
+        saved_bytes=nbytes(saved - offloaded),
+        offloaded_bytes=nbytes(offloaded),
+        activation_bytes=activation_bytes,
+        norm_bytes=nbytes(saved & {"norm_attention", "norm_mlp"}),
+    )
 
-    found = []
-    for experts, num_layers in ((False, config.num_layers - num_experts), (True, num_experts)):
-        if not num_layers:
+
+def _count(weights: Mapping[str, transformer.Weight], names: Collection[str]) -> Counts:
+    """The parameters that a layer has in those of its weights that are among `names`."""
+    size = lambda of_experts: sum(
+        math.prod(weight.shape[1:])
+        for name, weight in weights.items()
+        if name in names and (weight.part == "experts") == of_experts
+    )
+    return Counts(experts=size(True), others=size(False))
+
+
+def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: Collection[str]) -> list[Product]:
+    """The matmuls of a layer with these weights, of which the `saved` results are not computed again."""
+    fp8, products = anatomy.fp8_weights(config), []
+    for name, weight in weights.items():
+        if not weight.makes:
             continue
-        absent = ("embedding", "unembedding", *(("mlp",) if experts else ("experts", "router", "shared experts")))
-        products, counts = [], [{True: 0, False: 0} for _ in range(4)]
-        params, params_in_8_bits, params_in_float32, params_in_thirds = counts
-        for name, weight in transformer.weights(config).items():
-            if (
-                weight.part in absent
-                or name == "norm"
-                or (not experts and name.startswith(("bias_e", "bias_r", "selection_bias")))
-            ):
-                continue
-            dims = weight.shape[1:]
-            params[weight.part == "experts"] += math.prod(dims)
-            params_in_8_bits[weight.part == "experts"] += math.prod(dims) * (name in in_8_bits)
-            params_in_float32[weight.part == "experts"] += math.prod(dims) * (name in anatomy.FLOAT32_WEIGHTS)
-            params_in_thirds[weight.part == "experts"] += math.prod(dims) * (math.prod(dims) % 3 == 0)
-            if weight.makes:
-                copies = 1
-                if weight.part == "experts":
-                    copies, dims = config.experts_per_token, (config.model_dim, config.expert_dim)
-                    dims = dims[::-1] if name == "expert_down" else dims
-                k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-                again = transformer.multiplied_again(weight, saved)
-                dtype = "fp8" if name in in_8_bits else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
-                products.append(Product(name, weight.part, k, n, copies, again, dtype))
-        of_layer = dict(experts=experts, expert_room=expert_room, uncut=uncut)
-        saved_bytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, **of_layer)
-        # Experts' rows, the largest of all, wait as they were multiplied for their weights' gradients. Compiled: Qwen3.
-        narrow = experts and "expert_up" in in_8_bits and "expert_input" not in saved
-        narrow *= (1 - 1 / anatomy.BYTES[config.dtype]) * saved_bytes({"expert_input"})
-        found.append(
-            Layer(
-                num_layers,
-                products,
-                params,
-                params_in_8_bits,
-                params_in_float32,
-                params_in_thirds,
-                "context" not in saved or "log_sum_exp" not in saved,
-                keys,
-                num_global * whole / config.num_layers,
-                elementwise_elements(config, experts, expert_room, uncut, gated),
-                saved_bytes(saved - offloaded),
-                saved_bytes(offloaded),
-                saved_bytes(every) - narrow,
-                saved_bytes(saved & {"norm_attention", "norm_mlp"}),
-            )
-        )
-    return found
+        dims, copies = weight.shape[1:], 1
+        if weight.part == "experts":
+            dims, copies = (config.model_dim, config.expert_dim), config.experts_per_token
+        if name == "expert_down":
+            dims = dims[::-1]
+        k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
+        again = transformer.multiplied_again(weight, saved)
+        dtype = "fp8" if name in fp8 else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
+        products.append(Product(name, weight.part, k, n, copies, again, dtype))
+    return products
 
 
 def filled(length: float, tile: int) -> float:
@@ -403,16 +440,23 @@ def filled(length: float, tile: int) -> float:
 
 
 def elementwise_elements(
-    config: Config, experts: bool, expert_room: float = 1.0, uncut: int = 1, gated: bool = False
+    config: Config, experts: bool, expert_buffer_ratio: float = 1.0, row_copies: int = 1, gated: bool = False
 ) -> tuple[float, float]:
-    """Elements a token that a layer's elementwise work reads and writes, forward; twice as many backward.
+    """Elements a token that a layer's elementwise work reads and writes, forward; the backward pass has twice as many.
 
-    Of attention: norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values into it, its result
-    out of it; addition to the stream 3D. Of the rest: norm and addition again; SwiGLU 3F. Experts: sort X*D, read and
-    write; SwiGLU 3*X*M, of all rows that there is room for; sort back; weigh and add, X*D + D; the router's E, a few
-    times. What is sorted may be whole on each device along `tensor`, `uncut` of them. Where the SwiGLU is `gated`, a
-    kernel's that hides it forward and in what is recomputed, half of it is left, for the gradient. In 8 bits a kernel's
-    rows, X*D and X*M, are scaled in passes of their own (fp8.py); ahead of XLA's matmuls that is fused with other work.
+    The first number is attention's: norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values
+    into that layout and the result out of it, 2(K+N)Hv; addition to the stream 3D. The second is that of the rest: norm
+    and addition again, and the SwiGLU, 3F. With experts: their tokens sorted, X*D, read and written; SwiGLU 3*X*M, of
+    all rows of the buffers; sorted back; weighted and added, X*D + D; the router's E, a few times.
+
+    In FP8 a kernel's rows, X*D and X*M, are scaled in passes of their own (fp8.py). Ahead of XLA's matmuls the scaling
+    is fused with other work.
+
+    Args:
+      expert_buffer_ratio: as for anatomy.activations.
+      row_copies: as for anatomy.activations; each of these devices sorts all the rows.
+      gated: the experts' kernel computes their SwiGLU, hidden, forward and in what is recomputed. Half of it is left,
+        for the gradient.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
@@ -422,11 +466,11 @@ def elementwise_elements(
         return attention, 5 * D + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
-    of_experts = 3 * X * expert_room * M * (0.5 if gated else 1)
+    of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
-        of_experts += X * expert_room * (D + M) * nbytes / anatomy.BYTES[config.dtype]
-    return attention, 5 * D + shared + 5 * X * D * uncut + D + of_experts + 4 * config.num_experts
+        of_experts += X * expert_buffer_ratio * (D + M) * nbytes / anatomy.BYTES[config.dtype]
+    return attention, 5 * D + shared + 5 * X * D * row_copies + D + of_experts + 4 * config.num_experts
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:
@@ -445,8 +489,10 @@ def moved_bytes(run: Run, product: Product) -> float:
     """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
     rows, k, n, matrices = local_shape(run, product)
     operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else run.element
-    more = (4 - run.element) * (k * n + rows * n) * (product.dtype == "f32")  # the weight, and the result
-    return (matrices * k * n + rows * k) * operand + rows * n * run.element + more
+    nbytes = (matrices * k * n + rows * k) * operand + rows * n * run.element
+    if product.dtype == "f32":  # the weight, and the result
+        nbytes += (4 - run.element) * (k * n + rows * n)
+    return nbytes
 
 
 def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
@@ -456,13 +502,13 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
     padded = lambda dim: math.ceil(dim / mxu) * mxu
     for product in products:
         rows, k, n, matrices = local_shape(run, product)
-        padded_rows = rows + matrices * run.efficiency.expert_tile * (product.part == "experts")
+        padded_rows = rows + (matrices * run.efficiency.expert_tile if product.part == "experts" else 0)
         once = max(
             2 * padded_rows * padded(k) * padded(n) / run.flops_per_s(product.dtype),
             moved_bytes(run, product) / (run.hbm_bytes_per_s * run.efficiency.hbm),
         )
         forward += once
-        backward += (2 + product.recomputed) * once
+        backward += (3 if product.recomputed else 2) * once
     return forward, backward
 
 
@@ -470,14 +516,17 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Seconds of a layer and a microbatch, forward and backward, by part."""
     config, e, b, tensor = run.config, run.efficiency, run.tokens, run.tensor
     # The last part of a sequence in its own order has more to do than the mean.
-    keys = layer.keys + (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys * (not anatomy.in_zigzag(config))
+    keys = layer.keys
+    if not anatomy.in_zigzag(config):
+        keys += (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys
     scores = b * keys * config.num_heads / tensor
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
     of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
     peak = run.chip.bf16_flops_per_s / run.chip.devices
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
     attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
-    attention_backward += layer.attention_lost * attention
+    if layer.attention_recomputed:
+        attention_backward += attention
     elementwise = elementwise_s(run, sum(layer.elementwise))
     return {
         "matmul": matmul_s(run, layer.products),
@@ -498,7 +547,10 @@ def behind_mlp_s(run: Run, layer: Layer) -> float:
     """
     matmuls = matmul_s(run, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
     forward, attention = compute_s(run, layer)["attention"]
-    return matmuls[1] + attention - layer.attention_lost * forward + 2 * elementwise_s(run, layer.elementwise[0])
+    behind = matmuls[1] + attention
+    if layer.attention_recomputed:
+        behind -= forward
+    return behind + 2 * elementwise_s(run, layer.elementwise[0])
 
 
 def params_of_device(run: Run) -> tuple[float, float]:
@@ -553,66 +605,92 @@ def attention_over_context(run: Run) -> float:
 
 
 def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
-    """Bytes of a device by what they hold, and those that a microbatch puts on its host."""
-    config, sizes, b = run.config, run.sizes, run.tokens
-    experts, others = params_of_device(run)
-    params = experts + others
-    held = lambda nbytes: math.fsum(nbytes(layer) * layer.num_layers for layer in layers) / run.pipe * b / run.tensor
-    # Saved with a name is this device's part of the norms; plain differentiation keeps them as they were gathered, and
-    # what matmuls in 8 bits read as these read it.
-    in_8_bits = lambda layer: (run.element - 1) * read_in_8_bits(run, layer)
-    plain = lambda layer: PLAIN * layer.saved + (run.tensor - 1) * layer.norms - in_8_bits(layer)
-    saved = plain if config.remat == "none" else lambda layer: layer.saved
-    waiting = held(saved) * run.in_flight
-    if config.remat_stage:
-        # Of each the input of the stage, or of its part in a round; and all of the one that is computed again.
-        rounds = config.pipeline_rounds
-        waiting = held(saved) / rounds + run.in_flight * rounds * config.model_dim * run.element * b / run.tensor
-    elif run.pipe > 1:
-        waiting += held(saved)  # those that the backward pass reads are taken out of the others
-    if inputs_in_two_layouts(run):
-        waiting += held(lambda layer: config.model_dim * run.element)
-    if context_in_two_layouts(run):
-        waiting += held(lambda layer: config.num_heads * anatomy.value_dim(config) * run.element)
-    largest = max(layers, key=lambda layer: layer.every)
-    gathered = max(layer.whole_bytes(run) for layer in layers)
-    grads = max(layer.gradient_bytes(run) for layer in layers)
-    whole = sizes["fsdp"] > 1
-    table = config.vocab_size * config.model_dim / run.tensor
-    # In bfloat16 the gradients of all layers and the weights that are multiplied. Stages have these weights twice, and
-    # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
-    stages = (run.element + 4) * (run.pipe > 1) * params
-    replicas = sizes["data"]
-    cut = replicas if config.shard_update else 1
-    if cut > 1:
-        # Whole over `data` are the weights that are multiplied and their gradients; then these in float32, beside the
-        # sums that this device keeps.
-        gradients = max(2 * run.element, 4 + 4 / cut) * params + stages
-    else:
-        # With replicas the tables' sums are not in place: compiled, data:8 on 2x2x1.
-        gradients = 4 * params + 4 * tables_of_device(run) * (replicas > 1) + stages
+    """The bytes of a device by what they hold, and the bytes that a microbatch offloads to its host."""
+    config, params = run.config, sum(params_of_device(run))
     memory = {
-        "weights": 4 * params / cut,
-        # With an offload it comes when the activations are gone.
+        "weights": 4 * params / (run.sizes["data"] if config.shard_update else 1),
+        # An offloaded state comes to the device when the activations are gone.
         "optimizer": 0 if config.offload_optimizer else slots_of_device(run),
-        "gradients": gradients,
-        "saved activations": waiting,
+        "gradients": _gradient_bytes(run, params),
+        "saved activations": _saved_bytes(run, layers),
     }
-    # In turns of two, half of another: compiled, 3.1 and 1.6 GiB more of 70B in one microbatch and in two.
-    of_layer = largest.every * (2 if config.double_buffer else 1.5)
-    in_layer = {
-        # On the device once more is what comes from the host ahead of its layer.
-        "a layer's activations": (of_layer - largest.saved + largest.offloaded) * b / run.tensor,
-        "gathered weights": (1 + config.prefetch) * gathered + grads if whole else 0,
-    }
+    memory |= max(_layer_peak(run, layers), _loss_peak(run), key=lambda nbytes: math.fsum(nbytes.values()))
+    return memory, _of_microbatch(run, layers, lambda layer: layer.offloaded_bytes)
+
+
+def _of_microbatch(run: Run, layers: list[Layer], nbytes: Callable[[Layer], float]) -> float:
+    """The bytes of a microbatch on a device, from those that a layer has a token."""
+    of_model = math.fsum(nbytes(layer) * layer.num_layers for layer in layers)
+    return of_model / run.pipe * run.tokens / run.tensor
+
+
+def _saved_bytes(run: Run, layers: list[Layer]) -> float:
+    """The bytes of the activations that wait for the backward pass, of all microbatches in flight."""
+    config = run.config
+    bytes_of = partial(_of_microbatch, run, layers)
+    saved = bytes_of(lambda layer: layer.saved_bytes)
+    if config.remat == "none":
+        # A name saves a device's shard of the norms. Plain differentiation saves them gathered, and in FP8 what matmuls
+        # read in FP8.
+        fp8 = lambda layer: (run.element - 1) * fp8_operands(run, layer)
+        saved = bytes_of(lambda layer: PLAIN * layer.saved_bytes + (run.tensor - 1) * layer.norm_bytes - fp8(layer))
+    waiting = saved * run.in_flight
+    if config.remat_stage:
+        # The input of the stage, or of its chunk of a round, of each microbatch; all activations of the one that is
+        # computed again.
+        rounds = config.pipeline_rounds
+        waiting = saved / rounds + run.in_flight * rounds * config.model_dim * run.element * run.tokens / run.tensor
+    elif run.pipe > 1:
+        waiting += saved  # a copy of those that the backward pass reads
+    if inputs_in_two_layouts(run):
+        waiting += bytes_of(lambda layer: config.model_dim * run.element)
+    if context_in_two_layouts(run):
+        waiting += bytes_of(lambda layer: config.num_heads * anatomy.value_dim(config) * run.element)
+    return waiting
+
+
+def _gradient_bytes(run: Run, params: float) -> float:
+    """The bytes of the gradients of a device's `params` at their peak, with the weights that are multiplied."""
+    # Stages have the gradients of all layers and the weights that are multiplied, in bfloat16; these weights twice, and
+    # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
+    stages = (run.element + 4) * params if run.pipe > 1 else 0
+    replicas = run.sizes["data"]
+    if run.config.shard_update and replicas > 1:
+        # Gathered over `data` are the weights that are multiplied and their gradients; then these in float32, beside
+        # the sums of this device's shard.
+        return max(2 * run.element, 4 + 4 / replicas) * params + stages
+    # With replicas the tables' sums are not in place: compiled, data:8 on 2x2x1.
+    tables = 4 * tables_of_device(run) if replicas > 1 else 0
+    return 4 * params + tables + stages
+
+
+def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
+    """What a device holds during the backward pass of a layer, beside the state and what is saved."""
+    config = run.config
+    largest = max(layers, key=lambda layer: layer.activation_bytes)
+    # With two layers an iteration, half of another's: compiled, 3.1 and 1.6 GiB more of 70B in one microbatch and two.
+    activations = largest.activation_bytes * (2 if config.double_buffer else 1.5)
+    weights = 0
+    if run.sizes["fsdp"] > 1:
+        gathered = max(layer.gathered_bytes(run) for layer in layers)
+        weights = (2 if config.prefetch else 1) * gathered + max(layer.gradient_bytes(run) for layer in layers)
+    # What comes from the host, ahead of its layer, is on the device once more.
+    activations = activations - largest.saved_bytes + largest.offloaded_bytes
+    peak = {"a layer's activations": activations * run.tokens / run.tensor, "gathered weights": weights}
     if over_context := attention_over_context(run):
-        in_layer["attention over context"] = over_context * b / run.tensor
-    in_loss = {
-        "unembedding": ((1 if "unembed" in anatomy.fp8_weights(config) else run.element) + 4) * table if whole else 0,
+        peak["attention over context"] = over_context * run.tokens / run.tensor
+    return peak
+
+
+def _loss_peak(run: Run) -> dict[str, float]:
+    """What a device holds while it computes the loss: the gathered unembedding, its gradient in float32, and logits."""
+    config = run.config
+    table = config.vocab_size * config.model_dim / run.tensor
+    element = 1 if "unembed" in anatomy.fp8_weights(config) else run.element
+    return {
+        "unembedding": (element + 4) * table if run.sizes["fsdp"] > 1 else 0,
         "logits": 2 * 4 * math.prod(loss_chunk(run)) * config.vocab_size / run.tensor,
     }
-    memory |= max(in_layer, in_loss, key=lambda held: math.fsum(held.values()))
-    return memory, held(lambda layer: layer.offloaded)
 
 
 def loss_chunk(run: Run) -> tuple[float, int]:
@@ -623,7 +701,7 @@ def loss_chunk(run: Run) -> tuple[float, int]:
     return sequences, chunk
 
 
-def read_in_8_bits(run: Run, layer: Layer) -> float:
+def fp8_operands(run: Run, layer: Layer) -> float:
     """Elements a token that a layer's matmuls in 8 bits read, each once: those side by side read the same."""
     read = {}
     for product in layer.products:
@@ -661,7 +739,8 @@ def on_host(run: Run, offloaded: float) -> float:
 
     Of a pipeline, which offloads only with remat_stage, in one of its rounds: the one that is computed again.
     """
-    return offloaded / run.config.pipeline_rounds + slots_of_device(run) * run.config.offload_optimizer
+    state = slots_of_device(run) if run.config.offload_optimizer else 0
+    return offloaded / run.config.pipeline_rounds + state
 
 
 def lacking(run: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:

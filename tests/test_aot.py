@@ -226,8 +226,8 @@ def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, 
     assert (message.kind, message.nbytes, message.rings) == ("reduce-scatter", 2 * x.size, ways)
     xla_flags = ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
     of = run_of(from_preset("llama3.1-70b", mesh=mesh, batch=512, xla_flags=xla_flags), chip, chips)
-    thirds = of.pads_sums or columns % 3 == 0
-    predicted = of.collective_s("reduce_scatter", message.nbytes, "fsdp", thirds=thirds)
+    divisible = of.pads_sums or columns % 3 == 0
+    predicted = of.collective_s("reduce_scatter", message.nbytes, "fsdp", divisible_by_3=divisible)
     if ways == 2:
         assert predicted == pytest.approx(message.seconds, rel=0.02)
     else:

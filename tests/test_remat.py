@@ -180,12 +180,12 @@ def test_experts_save_the_rows_that_they_have_room_for(flags, room):
         **SMALL | dict(num_experts=8, experts_per_token=2, expert_dim=32, head_dim=128, remat="minimal") | flags
     )
     run = run_of(config, TPU7X, CHIPS)
-    assert run.expert_room == room
+    assert run.expert_buffer_ratio == room
     assert run.experts_filled == (1 if config.moe_impl == "capacity" else min(1, 1 / room))
     found, _ = stacked(config)
     of_experts = {name: size for (name, _), size in found.items() if name.startswith("expert_")}
-    uncut = 1 if "expert:" in config.mesh else 2
-    sizes = anatomy.activations(config, experts=True, expert_room=room, uncut=uncut)
+    row_copies = 1 if "expert:" in config.mesh else 2
+    sizes = anatomy.activations(config, experts=True, expert_buffer_ratio=room, row_copies=row_copies)
     assert {"expert_gate", "expert_up"} < of_experts.keys()
     assert of_experts == {name: sizes[name] * run.tokens / run.tensor for name in of_experts}
     saved = workload.memory_of(run, workload.layers_of(run))[0]["saved activations"]

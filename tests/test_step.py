@@ -331,14 +331,14 @@ def test_fsdp_hides_behind_compute():
 
 def test_sums_go_over_three_axes_in_thirds_or_round_a_ring():
     run = lambda **flags: predicted(**dict(preset="llama3.1-8b", mesh="fsdp:128", batch=512) | flags).run
-    in_thirds = lambda of: workload.layers_of(of)[0].in_thirds(of)
+    in_thirds = lambda of: workload.layers_of(of)[0].gathered_params_by_3(of)
     plain, wide, padded = run(), run(ff_dim=3 * 4096), run(xla_flags=f"{compiler_flags.PADS_SUMS}=true")
     assert (in_thirds(plain), in_thirds(wide)) == (0, 3 * 4096 * 3 * 4096)
     seconds_of = lambda of, kind, **how: of.collective_s(kind, 1e9, "fsdp", **how)
     link = TPU7X.link_bytes_per_s * workload.TODAY.links
     assert seconds_of(plain, "reduce_scatter") == pytest.approx(1e9 / (2 * link))
     at_once = seconds_of(plain, "all_gather")
-    assert seconds_of(padded, "reduce_scatter") == seconds_of(plain, "reduce_scatter", thirds=True) == at_once
+    assert seconds_of(padded, "reduce_scatter") == seconds_of(plain, "reduce_scatter", divisible_by_3=True) == at_once
     assert at_once < 0.7 * 1e9 / (2 * link)
     # With `tensor` on the dies, two rings share the links; half an axis is no way of its own, for gathers neither.
     assert seconds_of(run(mesh="fsdp:64,tensor:2"), "reduce_scatter") == pytest.approx(1e9 / link)
@@ -346,7 +346,7 @@ def test_sums_go_over_three_axes_in_thirds_or_round_a_ring():
     assert "100% of it round one ring" in said(plain) and "ring" not in said(padded)
     assert "22% of it round one ring" in said(wide)  # attention's matrices
     half = run(mesh="data:2,fsdp:64")
-    assert seconds_of(half, "all_gather") == seconds_of(half, "reduce_scatter", thirds=True) == 1e9 / (2 * link)
+    assert seconds_of(half, "all_gather") == seconds_of(half, "reduce_scatter", divisible_by_3=True) == 1e9 / (2 * link)
 
 
 def test_what_is_recomputed_hides_no_sum():
@@ -679,7 +679,7 @@ def test_saved_activations_are_those_of_transformer(preset):
         saved = transformer.saved_bytes_per_token(config, columns=workload.COLUMNS_OF_A_TILE)
         assert memory["saved activations"] == more * saved * config.seq_len
         assert sum(layer.num_layers for layer in kinds) == config.num_layers
-        counted = sum(layer.num_layers * sum(layer.params.values()) for layer in kinds)
+        counted = sum(layer.num_layers * (layer.params.experts + layer.params.others) for layer in kinds)
         parts = transformer.parts(config)
         outside = sum(parts[name].params for name in ("embedding", "unembedding") if name in parts) + config.model_dim
         assert counted == transformer.num_params(config) - outside
