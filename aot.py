@@ -469,7 +469,7 @@ def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
     expected = predicted(config, args)
     used, limit, held = expected.hbm_bytes, expected.run.hbm_limit, expected.memory
-    memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.lacks() else None
+    memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.shortfall() else None
     if not memory:
         return None
     if memory == "host":  # compiled programs have needed what is predicted (tests/test_remat.py): no margin

@@ -56,7 +56,7 @@ import sampling
 import sharding
 from log import Log, Profile, check_outputs
 from predicted import recompute, transformer
-from predicted.step import GiB, Prediction, cliffs, predict, short_of
+from predicted.step import GiB, Prediction, cliffs, describe_shortfall, predict
 from predicted.workload import run_of
 from sharding import BATCH_SPEC, LOSS_AXES
 
@@ -452,10 +452,11 @@ def introduce(
     )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     if prediction:
+        shortfall = prediction.shortfall()
         log.say(
             f"predicted  {prediction.step_s:.3f} s a step, MFU {prediction.mfu:.1%}, bound by {prediction.bound}; "
             f"{prediction.hbm_bytes / GiB:.1f} of {prediction.run.hbm_limit / GiB:.1f} GiB a device"
-            + ("" if prediction.fits else f", {short_of(prediction.lacks())}; roofline.py plan finds what fits")
+            + (f", {describe_shortfall(shortfall)}; roofline.py plan finds what fits" if shortfall else "")
         )
         for sentence in cliffs(prediction.run):
             log.say(f"cliff      {sentence}")

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import flags as flags_lib
 from hardware import CHIPS, Chip, by, chip_of, parse_topology, si
 from predicted import transformer
-from predicted.step import predict, short_of
+from predicted.step import describe_shortfall, predict
 from predicted.workload import run_of
 
 DAY_S, HOUR_S = 86_400, 3_600
@@ -210,7 +210,7 @@ def print_cost(args: argparse.Namespace) -> None:
         chip, topology = parse_topology(args.topology)
         prediction = predict(run_of(config, chip, topology, num_slices=args.num_slices))
         if not prediction.fits:
-            short = short_of(prediction.lacks())
+            short = describe_shortfall(prediction.shortfall())
             raise ValueError(f"{config.preset} does not fit on {args.topology}, {short}; see: roofline.py step")
         num_chips, step_s, source = prediction.run.num_chips, prediction.step_s, "predicted"
         dtype = prediction.run.dtype

@@ -66,17 +66,17 @@ from predicted.workload import (
     ROWS_OF_A_TILE,
     Layer,
     Run,
-    behind_mlp_s,
+    after_mlp_s,
     compute_s,
-    lacking,
+    host_bytes_of,
     layers_of,
     local_shape,
     loss_chunk,
     memory_of,
     moved_bytes,
-    on_host,
     params_of_device,
     run_of,
+    shortfall_of,
     slots_of_device,
     tables_of_device,
 )
@@ -119,13 +119,13 @@ class Prediction:
     def hbm_bytes(self) -> float:
         return math.fsum(self.memory.values())
 
-    def lacks(self, room: float = 1.0) -> dict[str, float]:
+    def shortfall(self, share: float = 1.0) -> dict[str, float]:
         """{memory, hbm or host: bytes that a device lacks of it}, where it may fill `room` of it; empty if it fits."""
-        return lacking(self.run, self.hbm_bytes, self.host_bytes, room)
+        return shortfall_of(self.run, self.hbm_bytes, self.host_bytes, share)
 
     @property
     def fits(self) -> bool:
-        return not self.lacks()
+        return not self.shortfall()
 
     @property
     def exposed_comm_s(self) -> float:
@@ -179,7 +179,7 @@ def predict(run: Run) -> Prediction:
     parts = [*of_layers, *_pipe(run, math.fsum(part.exposed_s for part in of_layers)), *rest]
     parts.append(_input(run, math.fsum(part.exposed_s for part in parts)))
     passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
-    return Prediction(run, [part for part in parts if part.seconds], memory, on_host(run, host_bytes), passes)
+    return Prediction(run, [part for part in parts if part.seconds], memory, host_bytes_of(run, host_bytes), passes)
 
 
 class Kind:
@@ -272,7 +272,7 @@ def _fsdp(run: Run, kinds: list[Kind]) -> Part:
         scatter = _scatter_s(run, kind.layer)
         moved = gathers * gather + scatter
         # A sum waits for its gradient, and XLA does not carry it on into the next layer.
-        behind = behind_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
+        behind = after_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
         hidden = 0.0
         if config.prefetch:
             hidden = min(gather, kind.forward)
@@ -393,7 +393,7 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     # Of `exchanging` neighbours each gets a part of the heads, and the ring, if there is one, goes across such groups.
     ring = rules.ring_size(config, run.sizes)
     exchanging = ways // ring
-    inner, outer = split(run.reached("context"), exchanging)
+    inner, outer = split(run.effective_links("context"), exchanging)
     copied = run.tensor * math.lcm(config.num_kv_heads // run.tensor, exchanging)  # heads: one that several need, twice
     local = run.tokens * copied * dims
     exchange = collective_s("all_to_all", run.tokens * (config.num_heads + copied) * dims, inner) if inner else 0.0
@@ -401,7 +401,7 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     without_window = transformer.num_global_layers(config) / config.num_layers
     before = min((config.window - 1) * ways / config.seq_len, ways - 1)  # of a halo, in shards
     own = run.tokens * config.num_kv_heads * dims
-    halo = hop(run, run.reached("context"), own * before) if without_window < 1 else 0.0
+    halo = hop(run, run.effective_links("context"), own * before) if without_window < 1 else 0.0
     in_float32 = 4 / run.element
     moved = {
         "ring": (round_ring, in_float32 * round_ring, exchange),
@@ -545,7 +545,7 @@ def _pipe(run: Run, working_s: float) -> list[Part]:
     # Ticks with passes of one kind, and nothing beside them.
     alone = ticks if run.config.pipeline_schedule == "gpipe" else rounds * run.pipe - 1
     stream = run.tokens * run.config.model_dim * run.element / run.tensor
-    message = max(link.hop_s + stream / link.link_bytes_per_s for link in run.reached("pipe"))
+    message = max(link.hop_s + stream / link.link_bytes_per_s for link in run.effective_links("pipe"))
     exposed = 2 * alone * message + (ticks - alone) * max(0.0, 2 * message - tick)
     vM = f"{rounds}*M" if rounds > 1 else "M"
     share = bubble(run.pipe, run.microbatches, rounds)
@@ -620,8 +620,8 @@ def _communication(axis: str, seconds: float, exposed: float, formula: str = "")
 
 def _wires(run: Run, axis: str) -> str:
     """fsdp:128 on x (4 of 44.5 GB/s), ...: a device's links, one way, at the speed that programs reach."""
-    links = ", ".join(f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in run.reached(axis))
-    return f"{axis}:{run.sizes[axis]} on {links}"
+    links = (f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in run.effective_links(axis))
+    return f"{axis}:{run.sizes[axis]} on {', '.join(links)}"
 
 
 # -- command line
@@ -759,7 +759,7 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
         f"  MFU      {found.mfu:.1%}{own}; {found.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
         f"{si(found.flops_per_step, 'FLOP')} a step",
         f"  memory   {found.hbm_bytes / GiB:.1f} of {run.hbm_limit / GiB:.1f} GiB a device"
-        + ("" if found.fits else f": DOES NOT FIT, {short_of(found.lacks())}"),
+        + ("" if found.fits else f": DOES NOT FIT, {describe_shortfall(found.shortfall())}"),
     ]
     held = {name: nbytes for name, nbytes in found.memory.items() if nbytes}
     held |= {"on the host": found.host_bytes} if found.host_bytes else {}
@@ -774,10 +774,10 @@ def describe(found: Prediction, *, explain: bool = False) -> str:
     return "\n".join(lines)
 
 
-def short_of(lacks: dict[str, float]) -> str:
+def describe_shortfall(shortfall: dict[str, float]) -> str:
     """What `Prediction.lacks`, in words."""
     names = {"hbm": "", "host": " of the host's memory"}
-    return " and ".join(f"{nbytes / GiB:.2f} GiB{names[memory]} short" for memory, nbytes in lacks.items())
+    return " and ".join(f"{nbytes / GiB:.2f} GiB{names[memory]} short" for memory, nbytes in shortfall.items())
 
 
 def matmuls(found: Prediction) -> list[tuple[str, float, float, float]]:

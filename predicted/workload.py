@@ -203,7 +203,7 @@ class Run:
         passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
         return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
 
-    def reached(self, axis: str) -> list[Axis]:
+    def effective_links(self, axis: str) -> list[Axis]:
         """The links of a mesh axis, at the speed that programs reach."""
         share = self.efficiency.links
         return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
@@ -224,7 +224,7 @@ class Run:
           divisible_by_3: the number of elements that are summed is a multiple of 3; if not, XLA may pad them
             (`pads_sums`).
         """
-        links = [link for axis in axes for link in self.reached(axis)]
+        links = [link for axis in axes for link in self.effective_links(axis)]
         slices = [link for link in links if link.name.endswith("slices")]
         dies = [link for link in links if link.name.endswith("die to die")]
         wires = [link for link in links if link not in dies + slices]
@@ -540,7 +540,7 @@ def elementwise_s(run: Run, elements: float) -> float:
     return elements * run.element * run.tokens / run.tensor / (run.hbm_bytes_per_s * run.efficiency.elementwise)
 
 
-def behind_mlp_s(run: Run, layer: Layer) -> float:
+def after_mlp_s(run: Run, layer: Layer) -> float:
     """Seconds of a layer's backward pass behind that of its MLP or experts: of attention, and of its matmuls.
 
     What is recomputed is ahead of both.
@@ -734,7 +734,7 @@ def context_in_two_layouts(run: Run) -> bool:
     return ring and "context" in saved and anatomy.value_dim(run.config) > 128
 
 
-def on_host(run: Run, offloaded: float) -> float:
+def host_bytes_of(run: Run, offloaded: float) -> float:
     """Bytes of a device on its host: what a microbatch has offloaded there, and the optimizer state.
 
     Of a pipeline, which offloads only with remat_stage, in one of its rounds: the one that is computed again.
@@ -743,7 +743,7 @@ def on_host(run: Run, offloaded: float) -> float:
     return offloaded / run.config.pipeline_rounds + state
 
 
-def lacking(run: Run, hbm_bytes: float, host_bytes: float, room: float = 1.0) -> dict[str, float]:
+def shortfall_of(run: Run, hbm_bytes: float, host_bytes: float, share: float = 1.0) -> dict[str, float]:
     """{memory: bytes that a device lacks of it}, if it may fill `room` of its own and its host's; empty if it fits."""
-    over = {"hbm": hbm_bytes - room * run.hbm_limit, "host": host_bytes - room * run.host_limit}
+    over = {"hbm": hbm_bytes - share * run.hbm_limit, "host": host_bytes - share * run.host_limit}
     return {memory: nbytes for memory, nbytes in over.items() if nbytes > 0}

@@ -301,7 +301,7 @@ def test_better_is_what_the_planner_finds_and_can_be_asked_for(name, capsys, mon
     roofline.main(["step", f"--recipe={name}", *its["flags"], "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["step_s"] == step_s and found["hbm_bytes"] == its["hbm_bytes"][1]
-    assert found["hbm_bytes"] <= planner.ROOM * found["hbm_limit_bytes"]
+    assert found["hbm_bytes"] <= planner.MEMORY_SHARE * found["hbm_limit_bytes"]
     config = parsed(f"--recipe={name}", *its["flags"])
     of = run_of(config, *parse_topology(RECIPES[name].topology))
     rules.check(config, of.sizes)  # there is code for it

@@ -61,7 +61,7 @@ def test_a_row_by_hand():
 def test_the_best_policy_is_the_shortest_step_that_fits():
     for gib in (96, 50, 44, 35, 28, 24, 23):
         found = predictions(LLAMA(), gib)
-        room = planner.ROOM * 94.74 / 96 * gib * 2**30
+        room = planner.MEMORY_SHARE * 94.74 / 96 * gib * 2**30
         fitting = {name: one.step_s for name, one in found.items() if one.hbm_bytes <= room}
         chosen = recompute.best(found)
         assert chosen in fitting and fitting[chosen] == min(fitting.values())
@@ -81,7 +81,7 @@ def test_of_equal_steps_the_one_that_recomputes_least():
 
 
 def test_nothing_fits():
-    words = r"no policy fits: remat=full lacks least, it needs 20.9 GiB of 9.1 \(92% .*short"
+    words = r"no policy fits: nearest to it is remat=full, which needs 20.9 GiB of 9.1 \(92% .*short"
     with pytest.raises(ValueError, match=words):
         recompute.best(predictions(LLAMA(), 10))
 
@@ -89,7 +89,7 @@ def test_nothing_fits():
 def test_a_host_whose_memory_is_not_published_has_no_end():
     config = from_preset("llama3.1-8b", mesh="fsdp:4", batch=4, remat="minimal_offloaded")
     found = step.predict(run_of(config, hardware.CHIPS["v4"], (2, 2, 1)))
-    assert found.host_bytes > 0 and found.run.host_limit == math.inf and "host" not in found.lacks()
+    assert found.host_bytes > 0 and found.run.host_limit == math.inf and "host" not in found.shortfall()
     assert json.loads(json.dumps(step.as_json(found), allow_nan=False))["host_limit_bytes"] is None
     assert "inf" not in step.describe(found)
 
@@ -159,9 +159,9 @@ def test_a_host_has_an_end_too():
     found = recompute.predictions(config, chip, (4, 4, 4))
     offloaded = found["minimal_offloaded"]
     assert offloaded.run.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.run.hbm_limit
-    assert offloaded.lacks() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
+    assert offloaded.shortfall() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
     assert recompute.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
-    assert step.short_of(offloaded.lacks()) == "73.24 GiB of the host's memory short"
+    assert step.describe_shortfall(offloaded.shortfall()) == "73.24 GiB of the host's memory short"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_auto_is_the_shortest_predicted_step_of_all_that_fit(preset, chips, batc
     assert chosen.remat != "auto" and dataclasses.replace(chosen, remat="auto") == config
     run = lambda name: run_of(dataclasses.replace(config, remat=name), TPU7X, chips)
     found = {name: step.predict(run(name)) for name in REMAT_POLICIES if name != "custom"}
-    fitting = [one.step_s for one in found.values() if not one.lacks(planner.ROOM)]
+    fitting = [one.step_s for one in found.values() if not one.shortfall(planner.MEMORY_SHARE)]
     assert found[chosen.remat].step_s == min(fitting)
     assert recompute.resolve(chosen, TPU7X, chips) is chosen  # nothing is left to choose
 
@@ -238,7 +238,7 @@ def test_json_has_the_numbers_of_the_rows(capsys):
     [
         (["--remat=atuo"], "remat='atuo' is not one of none, full"),
         (["--rematt=auto"], "did you mean --remat"),
-        (["--preset=llama3.1-70b", "--remat=auto"], "no policy fits: remat="),
+        (["--preset=llama3.1-70b", "--remat=auto"], "no policy fits: nearest to it is remat="),
         (["--mesh=fsdp:16"], "mesh fsdp:16 is for 16 devices and there are 8"),
     ],
 )

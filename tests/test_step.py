@@ -352,7 +352,7 @@ def test_sums_go_over_three_axes_in_thirds_or_round_a_ring():
 def test_what_is_recomputed_hides_no_sum():
     """It is ahead of the MLP's gradients; and what is behind them is a quarter with a quarter of the tokens."""
     run = lambda **flags: predicted(preset="llama3.1-70b", mesh="fsdp:128", batch=512, **flags).run
-    behind = lambda of: workload.behind_mlp_s(of, *workload.layers_of(of))
+    behind = lambda of: workload.after_mlp_s(of, *workload.layers_of(of))
     kept, again, parts = run(remat="none"), run(remat="full"), run(remat="full", microbatches=4)
     assert behind(kept) == pytest.approx(behind(again)) == pytest.approx(4 * behind(parts))
     by_part = workload.compute_s(kept, *workload.layers_of(kept))
