@@ -1,7 +1,7 @@
-"""A layer's mixture of experts: router, dispatch to the experts (moe.py), their MLPs, and the metrics of all that.
+"""The mixture of experts of a layer: router, dispatch to the experts (moe.py), their MLPs, and the metrics.
 
-**Idea** (Shazeer et al. 2017, arXiv:1701.06538). In place of one MLP there are many, of which a router
-chooses a few for each token. moe.py has the algorithms, on arrays alone. Here they meet config, mesh axes and FP8.
+**Idea** (Shazeer et al. 2017, arXiv:1701.06538). In place of one MLP there are many, and a router chooses a few of them
+for each token. moe.py has the algorithms, on arrays alone. This file connects them to config, mesh axes and FP8.
 
 **On TPU7x.** The shared experts do not depend on the rows that travel, and could be computed meanwhile. XLA:TPU does
 not do so (compiled, DeepSeek-V3).
@@ -25,10 +25,10 @@ from parameters import Layers, Params, fp8_recipe
 
 
 def mixture(w: Layers, h_btd, metrics, i, config: Config):
-    """(y_btd, metrics): the mixture of h_btd by the i-th layer that has experts, and the metrics with its share added.
+    """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
 
-    With experts on several devices their rows travel sharded over `tensor`, and are gathered where they are multiplied.
-    On one device a token is gathered once for all of its experts, and their sum is scattered.
+    If the experts are on several devices, rows travel sharded over `tensor` and are gathered where they are multiplied.
+    Otherwise a token is gathered over `tensor` once for all of its experts, and their sum is reduce-scattered.
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, h_td, config)
@@ -37,40 +37,40 @@ def mixture(w: Layers, h_btd, metrics, i, config: Config):
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
     def experts(x, sizes):
-        """The experts on sorted rows [r, D], or on [e, c, D]: {U_tensor}."""
+        """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if experts_travel else x
-        product = remat.named(gated(w, x, sizes, config), "expert_product")
-        (y,) = grouped(product, (w.expert_down,), sizes, config, transpose=True)
+        product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
+        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True)  # {U_tensor}
         if config.expert_bias:
-            y = moe.add_bias(y, in_partial_sum(w.bias_expert_down), sizes)
+            y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes)
         return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
 
     x_td = h_td if experts_travel else gather(h_td, dim=1)
-    y_td, dropped = dispatch(x_td, routing, experts, config)
+    y_td, dropped = apply_experts(x_td, routing, experts, config)
     y_td = y_td if experts_travel else scatter(y_td, dim=1)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, dropped, config)
 
 
-def gated(w: Layers, x, sizes, config: Config):
-    """The experts' activation: `moe.swiglu` of x @ expert_gate and x @ expert_up."""
+def expert_activation(w: Layers, x, sizes, config: Config):
+    """`moe.swiglu` of x @ expert_gate and x @ expert_up, for each expert's rows."""
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
     if swiglu_in_kernel(config):
         if isinstance(w.expert_gate, fp8.Weight):
             activation = partial(moe.swiglu, limit=config.swiglu_limit)
             return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names)
         return moe.gated_matmul(x, *weights, sizes, config.swiglu_limit, names)
-    products = grouped(x, weights, sizes, config)
+    products = expert_matmuls(x, weights, sizes, config)
     if config.expert_bias:
         biases = (w.bias_expert_gate, w.bias_expert_up)
         products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
     return moe.swiglu(*map(remat.named, products, names), config.swiglu_limit)
 
 
-def grouped(
+def expert_matmuls(
     x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config, transpose: bool = False
 ) -> tuple[jax.Array, ...]:
-    """x @ w of each expert, for each of `weights`; x and `transpose` as in `moe.grouped_matmul`."""
+    """x @ w for each of `weights` and each expert's rows; x, sizes and `transpose` as in `moe.grouped_matmul`."""
     if not isinstance(weights[0], fp8.Weight):
         return tuple(moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
     recipe = fp8_recipe(config)
@@ -80,44 +80,44 @@ def grouped(
     return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
 
 
-def in_partial_sum(bias: jax.Array) -> jax.Array:
-    """A bias that all devices of `tensor` have whole, to be added to a {U_tensor}: one summand has it."""
+def as_partial_sum(bias: jax.Array) -> jax.Array:
+    """A bias that all devices of `tensor` hold, as a partial sum {U_tensor}: the first has it, the others zeros."""
     return jnp.where(lax.axis_index("tensor") == 0, bias, 0)
 
 
 def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
-    """Logits and choices, in float32, the same on all devices of `tensor`.
+    """(logits, routing), in float32, the same on all devices of `tensor`.
 
-    By default a TPU rounds float32 to bfloat16 and multiplies once. To use all bits of the weights takes three passes:
-    1.5 times the time forward, 1.8 with the backward pass (compiled; 8,192 tokens, D = 4096, E = 128). Of a layer of
-    Qwen3 235B that is 0.3%.
+    By default a TPU rounds float32 to bfloat16 and multiplies once. Using all bits of the weights takes three passes:
+    1.5 times the time forward, 1.8 with the backward pass (compiled; 8,192 tokens, D = 4096, E = 128). That is 0.3% of
+    a layer of Qwen3 235B.
     """
     precision = lax.Precision.HIGHEST
     logits_tE = lax.dot(h_td, w.w_router, precision=precision, preferred_element_type=jnp.float32)  # {U_tensor}
     if config.expert_bias:
-        logits_tE += in_partial_sum(w.bias_router)
+        logits_tE += as_partial_sum(w.bias_router)
     logits_tE = remat.named(lax.psum(logits_tE, "tensor"), "router_logits")
-    bias_E = lax.psum(in_partial_sum(w.selection_bias), "tensor") if config.selection_bias else None
+    bias_E = lax.psum(as_partial_sum(w.selection_bias), "tensor") if config.selection_bias else None
     options = dict(scores=config.router_scores, renormalise=config.renormalise, scale=config.router_scale)
     options |= dict(groups=config.router_groups, groups_kept=config.router_groups_kept)
     return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, **options)
 
 
-def dispatch(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:
-    """y_td and the number of dropped (token, choice) pairs, as `config.moe_impl` has it."""
+def apply_experts(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:
+    """(y_td, the number of dropped (token, choice) pairs), by the method `config.moe_impl`."""
     t = x_td.shape[0]
     if config.moe_impl == "reference":
         return moe.reference(x_td, routing, experts, "expert"), 0 * routing.experts_tX[0, 0]
     if config.moe_impl == "capacity":
         return moe.with_capacity(x_td, routing, experts, "expert", expert_capacity(config, t), config.collectives)
-    parts = config.moe_parts
-    room = expert_rows(config, t // parts, lax.axis_size("expert"))
-    dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", room)
-    return dropless(x_td, routing) if parts == 1 else moe.in_parts(dropless, x_td, routing, parts)
+    num_chunks = config.moe_parts
+    buffer_rows = expert_rows(config, t // num_chunks, lax.axis_size("expert"))
+    dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", buffer_rows)
+    return dropless(x_td, routing) if num_chunks == 1 else moe.in_chunks(dropless, x_td, routing, num_chunks)
 
 
 def zero_metrics(config: Config) -> dict[str, jax.Array]:
-    """What the layers of a mixture add to. Each device has its share."""
+    """The metrics before the first layer: zeros, to which each device adds its share; none in a dense model."""
     if not config.num_experts:
         return {}
     loads_LE = jnp.zeros((config.num_layers - config.num_dense_layers, config.num_experts))
@@ -126,13 +126,13 @@ def zero_metrics(config: Config) -> dict[str, jax.Array]:
 
 
 def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Config) -> dict[str, jax.Array]:
-    """With the shares of layer i: loads of the experts, dropped pairs, entropy, and its auxiliary losses."""
-    num_tokens = float(config.batch * config.seq_len)  # times the layers it is past what an int32 holds
+    """The metrics with this device's shares of layer i: expert loads, dropped pairs, entropy, auxiliary losses."""
+    num_tokens = float(config.batch * config.seq_len)  # a float: times the layers it exceeds an int32
     loads_E = moe.loads(routing.experts_tX, config.num_experts).astype(jnp.float32)
     loss = 0.0
     if config.load_balance_loss:
-        everywhere_E = lax.psum(loads_E, sharding.axes_of(sharding.BATCH_SPEC))
-        loss += config.load_balance_loss * moe.load_balance_loss(routing.scores_tE, everywhere_E, num_tokens)
+        total_E = lax.psum(loads_E, sharding.axes_of(sharding.BATCH_SPEC))
+        loss += config.load_balance_loss * moe.load_balance_loss(routing.scores_tE, total_E, num_tokens)
     if config.router_z_loss:
         loss += config.router_z_loss * moe.z_loss(logits_tE, num_tokens)
     entropy = moe.entropy(lax.stop_gradient(routing.scores_tE), num_tokens * metrics["expert_loads"].shape[0])
@@ -145,17 +145,17 @@ def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Co
 
 
 def reported_metrics(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Of the summed metrics, what is shown. Load imbalance: the largest load over the mean one, mean of the layers."""
+    """The metrics to report, from sums over all devices. Load imbalance is max / mean, averaged over the layers."""
     if "expert_loads" not in metrics:
         return metrics
     loads_LE = metrics["expert_loads"]
-    shown = {name: value for name, value in metrics.items() if name not in ("expert_loads", "dropped")}
-    shown["load_imbalance"] = jnp.mean(jnp.max(loads_LE, 1) / jnp.mean(loads_LE, 1))
-    return shown | {"dropped_fraction": metrics["dropped"] / jnp.sum(loads_LE)}
+    reported = {name: value for name, value in metrics.items() if name not in ("expert_loads", "dropped")}
+    reported["load_imbalance"] = jnp.mean(jnp.max(loads_LE, 1) / jnp.mean(loads_LE, 1))
+    return reported | {"dropped_fraction": metrics["dropped"] / jnp.sum(loads_LE)}
 
 
 def update_selection_biases(params: Params, metrics: dict[str, jax.Array], accept: jax.Array, config: Config) -> Params:
-    """The parameters after an accepted step with these loads: outside the gradient, selection biases follow them."""
+    """The parameters with selection biases moved by the expert loads of a step; unchanged if not `accept`."""
     if not config.selection_bias:
         return params
     old_LE = params.layers.selection_bias

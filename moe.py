@@ -1,76 +1,82 @@
-"""Mixture of experts: E feed-forward networks in a layer, of which each token visits X; and experts spread over a mesh.
+"""Mixture of experts: a router sends each token to X of a layer's E feed-forward networks, spread over a mesh axis.
+
+**Idea** (Shazeer et al. 2017, arXiv:1701.06538). Parameters grow with E, FLOPs with X. The arithmetic of an expert is
+that of an MLP. What is new is the communication: each token needs other weights, and how many tokens each expert gets
+is known only at run time.
+
+**Formula.**
 
     scores_E = softmax(x_D @ w_router_DE)         or sigmoid
-    chosen   = the X largest
+    chosen   = the X experts with the largest scores
     y_D      = sum over chosen e of  scores_E[e] * expert_e(x_D)
 
-(Shazeer et al. 2017, arXiv:1701.06538.) Parameters grow with E, FLOPs with X. What is new is not the arithmetic of an
-expert but its way there: each token goes to other weights, and how many go to each is known only when they go.
+**Routing** (`route`) is in float32. Mixtral (arXiv:2401.04088), Qwen 3 (arXiv:2505.09388) and gpt-oss take a softmax
+over all experts, choose the X largest, and may renormalise their weights to a sum of 1. DeepSeek-V3 (arXiv:2412.19437,
+section 2.1.2) takes a sigmoid of each logit and renormalises. With groups, only experts of the best groups can be
+chosen; the score of a group is the sum of its two best.
 
-**Routing** (`route`), in float32. Softmax over all experts and the X largest, their weights made to sum to 1 or not
-(Mixtral, arXiv:2401.04088, Qwen 3, arXiv:2505.09388, and gpt-oss do); or a sigmoid of each, of which a sum of 1 is made
-(DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Groups: only the experts of the best groups can be chosen, a group being
-as good as the sum of its two best.
+**Balance.** Without a counterweight a router learns to send all tokens to a few experts. There are two:
 
-**Balance.** Left alone, a router learns to send all to a few. Two ways to keep it from that:
+    a loss      E * sum over e of f_e * p_e     f: share of the choices, p: mean score; 1 when all are equal. From
+                                                Switch (Fedus et al. 2021, arXiv:2101.03961, section 2.2). f counts the
+                                                tokens of all devices, so that a single sequence may prefer some experts
+                                                (Qiu et al. 2025, arXiv:2501.11873)
+    a bias      b_e += u * sign(mean load - load of e)   after each step, outside the gradient. Experts are chosen by
+                                                scores + b and weighted by scores alone (Wang et al. 2024,
+                                                arXiv:2408.15664), so the gradient of the task is unchanged
 
-    a loss      E * sum over e of f_e * p_e     f: share of the choices, p: mean score. 1 where all is equal. Switch
-                                                (Fedus et al. 2021, arXiv:2101.03961, section 2.2). f counts the tokens
-                                                of all devices, which lets one sequence be of one kind (Qiu et al. 2025,
-                                                arXiv:2501.11873)
-    a bias      b_e += u * sign(mean load - load of e)   after each step, outside the gradient; the choice sees
-                                                scores + b, the weights the scores alone (Wang et al. 2024,
-                                                arXiv:2408.15664). The task's gradient stays as it is
+The z-loss, the mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 2022, ST-MoE, arXiv:2202.08906, section 3).
 
-The z-loss, mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 2022, ST-MoE, arXiv:2202.08906, section 3).
+**Dispatch.** The t tokens of a device make t*X (token, choice) pairs. Three methods bring them to their experts and
+combine the results. All give the same y:
 
-**Dispatch.** t tokens of a device make t*X (token, choice) pairs. Three ways to their experts and back, one result:
+    dropless    Pairs are sorted by expert and sent without padding. They arrive sorted by expert, then by sender, and a
+                grouped matmul (gmm.py) multiplies the rows of each expert by its matrix. The results return by the
+                reverse of the same plan. The receiver's buffer has a static size, `buffer_rows`. Rows that do not fit
+                are dropped and counted; no others are.
+    capacity    Every expert has C = factor * t*X/E slots for the tokens of each device (Lepikhin et al. 2020, GShard,
+                arXiv:2006.16668, section 2.2): dense arrays and an ordinary all-to-all. First choices get slots first;
+                pairs without a slot are dropped and counted. 1 - 1/factor of the matmuls is padding.
+    reference   Every expert multiplies every token, and weights, most of them zero, select. E/X times the FLOPs.
 
-    dropless    Pairs are sorted by expert and sent as they are: as many rows to each device as there are, which write
-                themselves sorted by expert there, whoever sent them. A grouped matmul (gmm.py) multiplies each expert's
-                rows by its matrix; the rows go back the way they came. No padding is multiplied, and nothing dropped
-                that fits in the receiver's buffer: `room` rows, a static bound. What does not is counted.
-    capacity    Every expert has room for C = factor * t*X/E tokens of each device (Lepikhin et al. 2020, GShard,
-                arXiv:2006.16668, section 2.2): dense arrays and an ordinary all-to-all. First choices come first; those
-                that find no room are dropped, and counted. Of the matmuls 1 - 1/factor is padding.
-    reference   Every expert multiplies every token and the weights, zero for most, choose. E/X times the FLOPs.
+    x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  all-to-all  ->  y_td
 
-    x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  back  ->  y_td
+**Chunks** (`in_chunks`). No matmul of a layer can start before its rows arrive, and there is little else to compute.
+With the tokens in n chunks, the rows of one travel while those of another are multiplied:
+
+    links      dispatch 1   dispatch 2   combine 1   combine 2       1 - 1/n of the traffic is beside a matmul
+    experts                 chunk 1      chunk 2
+
+It costs matmuls of fewer rows an expert, and a weight's gradient is a sum of n.
+
+**Layout.** fsdp shards the experts' matrices as one matrix of E*D rows (down's are stored transposed). Each of E
+devices has one expert, each of 2E has half of one, and a gathered shard is contiguous in memory.
 
 **Cost**, a layer, a device, forward, in bfloat16, at C FLOP/s, W bytes/s into a device, on an expert axis of N:
 
     compute              6 t X D M / C
-    all-to-all           4 t X D (1 - 1/N) / W        out and back
-    gather over fsdp     6 E D M / W / N              the expert axis divides it: those experts are here already
+    all-to-all           4 t X D (1 - 1/N) / W        dispatch and combine
+    gather over fsdp     6 E D M / W / N              1/N of the experts: those of this device
 
-With N = 1 (FSDP alone, no all-to-all) the gather hides when t > E/X * C/W tokens a device; on TPU7x C/W is about 2100
-(fsdp.py), and Qwen3-30B (E/X = 16) takes 34,000 tokens. An all-to-all hides when M > 2/3 * C/W at its W, which is less
+With N = 1 (FSDP alone, no all-to-all) the gather hides when t > E/X * C/W tokens a device. On TPU7x C/W is about 2100
+(fsdp.py), which takes 34,000 tokens for Qwen3-30B (E/X = 16). An all-to-all hides when M > 2/3 * C/W. Its W is less
 than a gather's: across a ring of N devices each byte makes N/4 hops. Expert parallelism moves less where
 
     4 t X D < 6 E D M     <=>     t < 1.5 M E/X          18,000 tokens a device of Qwen3-30B, 98,000 of DeepSeek-V3
 
 so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
-with much batch a device found FSDP alone faster; `roofline.py plan` compares.
+with many tokens a device found FSDP alone faster; `roofline.py plan` compares the two.
 
-**Over fsdp** the experts' matrices are cut as one of E*D rows, down's transposed: each of E devices has an expert, each
-of 2E half of one. What is gathered is then a run of memory. Cut by D, every matrix comes in parts of D/N rows; where
-these are no multiple of 8, a register, XLA:TPU copies them to where they belong, and gradients before they are
-scattered: DeepSeek-V3 on `fsdp:512`, 14 rows each, took 4.3 s of a step of 29 for that (compiled).
+**On TPU7x.** With the matrices sharded by D instead, every shard has D/N rows of each matrix. If that is no multiple of
+8, the rows of a register, XLA:TPU copies gathered shards to their place, and gradients before they are scattered. For
+DeepSeek-V3 on `fsdp:512`, with 14 rows each, that took 4.3 s of a step of 29 (compiled). The order of the chunks above
+is what XLA:TPU finds for a layer on its own (compiled, tests/test_moe.py). In a step it hardly does: with two chunks 7%
+of the messages are hidden (docs/RESULTS.md, "Experts").
 
-**In parts** (`in_parts`). Nothing of a layer can be computed before its rows are there, and little else is beside it.
-With the tokens in n parts the rows of one travel while those of another are multiplied:
-
-    links      there 1   there 2   back 1    back 2         1 - 1/n of what travels is beside a matmul
-    experts              of 1      of 2
-
-XLA:TPU finds that order for a layer that stands alone (compiled, tests/test_moe.py). In a step it hardly does: of two
-parts 7% of the messages are hidden (RESULTS.md, "Experts"). It costs matmuls of fewer rows an expert, and a weight's
-gradient is a sum of n.
-
-Tokens could go over the axis once, not once for each of their experts there: for N <= X an all-gather of x_td, (N-1) t
-D, moves less than X (1 - 1/N) t D. **Left out**, with limits on the devices that a token may go to (DeepSeek-V3, 2.1.2:
-its groups are there for that), its balance within a sequence, routing by the experts' choice (arXiv:2202.09368), noise
-in the router, and forward-mode derivatives.
+**Left out.** Sending a token over the axis once, in place of once for each of its experts there: for N <= X an
+all-gather of x_td, (N-1) t D, moves less than X (1 - 1/N) t D. Limits on the devices to which a token may go, for which
+DeepSeek-V3 has its groups, and its balance within a sequence (section 2.1.2). Experts that choose tokens
+(arXiv:2202.09368), noise in the router, and forward-mode derivatives.
 """
 
 from collections.abc import Callable
@@ -88,7 +94,7 @@ import collectives
 import sharding
 from gmm import gated_gmm, gmm
 
-# experts(x, sizes): [rows, d] sorted by expert, with the rows of each; or [experts, rows, d] and None
+# experts(x, sizes): x is [rows, d], sorted by expert, and `sizes` the rows of each; or [experts, rows, d] and None.
 Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
@@ -96,11 +102,11 @@ Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 class Routing(NamedTuple):
-    """What a router says of t tokens."""
+    """The router's decision for t tokens."""
 
-    experts_tX: jax.Array  # int32: chosen, the best first
-    weights_tX: jax.Array  # float32: of their results, differentiable in the logits
-    scores_tE: jax.Array  # float32: of all experts, a sum of 1
+    experts_tX: jax.Array  # int32: the chosen experts, the best first
+    weights_tX: jax.Array  # float32: the weights of their results, differentiable in the logits
+    scores_tE: jax.Array  # float32: the scores of all experts, with a sum of 1
 
 
 def route(
@@ -114,18 +120,16 @@ def route(
     groups_kept: int = 1,
     scale: float = 1.0,
 ) -> Routing:
-    """Chooses experts for each token, and says how much each of them counts.
+    """Chooses experts for each token, and the weights of their results. Ties go to the expert with the lower number.
 
     Args:
       logits_tE: float32.
-      choices: X, how many.
-      scores: softmax over the experts, or sigmoid of each.
-      renormalise: the weights of the chosen ones are divided by their sum.
+      choices: X, the number of experts a token.
+      scores: "softmax" over the experts, or "sigmoid" of each.
+      renormalise: divide the weights of the chosen experts by their sum.
       bias_E: added to the scores for the choice only.
-      groups: the experts are cut into so many, of which the `groups_kept` best can be chosen from.
-      scale: of the weights, in the end (DeepSeek-V3: 2.5).
-
-    Of equal scores the lower number is chosen.
+      groups: number of groups of experts. Only experts of the `groups_kept` best groups can be chosen.
+      scale: factor of all weights (DeepSeek-V3: 2.5).
     """
     t, E = logits_tE.shape
     scores_tE = jax.nn.softmax(logits_tE) if scores == "softmax" else jax.nn.sigmoid(logits_tE)
@@ -133,11 +137,11 @@ def route(
     if groups_kept < groups:
         by_group = choice_tE.reshape(t, groups, E // groups)
         best_two = top_k(by_group, min(2, E // groups))[0]
-        kept = top_k(jnp.sum(best_two, -1), groups_kept)[1]
-        is_kept = jnp.any(kept[:, :, None] == jnp.arange(groups), 1)
-        choice_tE = jnp.where(is_kept[:, :, None], by_group, -jnp.inf).reshape(t, E)
+        best_groups = top_k(jnp.sum(best_two, -1), groups_kept)[1]
+        is_best = jnp.any(best_groups[:, :, None] == jnp.arange(groups), 1)
+        choice_tE = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(t, E)
     experts_tX = top_k(choice_tE, choices)[1]
-    # A sum over all of them, of which one is chosen: the gradient of a look-up would be a scatter.
+    # A masked sum in place of a look-up, whose gradient would be a scatter.
     chosen_tXE = experts_tX[..., None] == jnp.arange(E)
     weights_tX = jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1)
     if renormalise:
@@ -148,49 +152,49 @@ def route(
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest along the last dim, and their places, as `lax.top_k`; at least k of them must be above -inf.
+    """(values, indices) of the k largest along the last dim, as `lax.top_k`. At least k must be above -inf.
 
-    One maximum after the other. XLA:TPU sorts every row for its own: 5.8 ms for the 8 best of 128 of 65,536 tokens
-    (Qwen3 235B), 11.6 ms of 256 (DeepSeek-V3), where this takes 1.8 and 1.9 (compiled).
+    It takes one maximum after the other. XLA:TPU sorts every row for `lax.top_k`: 5.8 ms for the 8 best of 128 of
+    65,536 tokens (Qwen3 235B), 11.6 ms of 256 (DeepSeek-V3), where this takes 1.8 and 1.9 (compiled).
     """
-    number, values, places = jnp.arange(x.shape[-1]), [], []
+    number, values, indices = jnp.arange(x.shape[-1]), [], []
     for _ in range(k):
         values.append(jnp.max(x, -1))
-        places.append(jnp.argmax(x, -1).astype(jnp.int32))
-        x = jnp.where(number == places[-1][..., None], -jnp.inf, x)
-    return jnp.stack(values, -1), jnp.stack(places, -1)
+        indices.append(jnp.argmax(x, -1).astype(jnp.int32))
+        x = jnp.where(number == indices[-1][..., None], -jnp.inf, x)
+    return jnp.stack(values, -1), jnp.stack(indices, -1)
 
 
 def loads(experts_tX: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [E]: how many of the choices fell on each expert."""
+    """The number of choices of each expert, int32 [E]."""
     chosen_tXE = experts_tX[..., None] == jnp.arange(num_experts)
     return jnp.sum(chosen_tXE, (0, 1), dtype=jnp.int32)
 
 
 def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of E * sum f_e * p_e: 1 where all experts have as much, E where one has all.
+    """This device's share of E * sum f_e * p_e, which is 1 for equal loads and E if one expert has all.
 
     Args:
-      scores_tE: of this device's tokens; the gradient flows through them.
-      loads_E: of the tokens over which it is to be balanced, those of other devices included.
-      num_tokens: of all tokens whose shares are added up.
+      scores_tE: the scores of this device's tokens, through which the gradient flows.
+      loads_E: the choices of all tokens to balance over, those of other devices included.
+      num_tokens: the number of all tokens whose shares are summed.
     """
     f_E = loads_E / jnp.sum(loads_E)
     return scores_tE.shape[1] * jnp.sum(f_E * jnp.sum(scores_tE, 0)) / num_tokens
 
 
 def z_loss(logits_tE: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of the mean of log(Z)^2, Z the denominator of the softmax."""
+    """This device's share of the mean of log(Z)^2, where Z is the denominator of the softmax."""
     return jnp.sum(jax.nn.logsumexp(logits_tE, -1) ** 2) / num_tokens
 
 
 def entropy(scores_tE: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of the mean entropy, in nats: log(E) of one that knows nothing, 0 of a sure one."""
+    """This device's share of the mean entropy of the scores, in nats: log(E) if all are equal, 0 if one is 1."""
     return -jnp.sum(jax.scipy.special.xlogy(scores_tE, scores_tE)) / num_tokens
 
 
 def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
-    """The bias [..., E] after a step with these loads [..., E]: up for experts below the mean, down for those above."""
+    """The bias [..., E] after a step with these loads [..., E]: raised below the mean load, lowered above it."""
     return bias + rate * jnp.sign(jnp.mean(loads, -1, keepdims=True) - loads)
 
 
@@ -200,9 +204,12 @@ def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
 def grouped_matmul(
     x_rK: jax.Array, w_eKN: jax.Array, sizes_e: jax.Array | None, *, transpose: bool = False
 ) -> jax.Array:
-    """Each expert's rows times its matrix: x_rK sorted by expert, `sizes_e` of each; or x_ecK and None. Differentiable.
+    """Each expert's rows times its matrix. Differentiable; on a TPU by the kernels of gmm.py.
 
-    With `transpose` w_eNK. Rows behind the last group give zeros. On a TPU the kernels of gmm.py.
+    Args:
+      x_rK: rows sorted by expert, or x_ecK. Rows after the last group give zeros.
+      w_eKN: a matrix for each expert, or w_eNK with `transpose`.
+      sizes_e: the number of rows of each expert; None for x_ecK.
     """
     if sizes_e is None:
         return _products(x_rK, w_eKN, transpose)
@@ -219,10 +226,10 @@ def gated_matmul(
     limit: float = 0.0,
     names: tuple[str, str] = ("gate", "up"),
 ) -> jax.Array:
-    """`swiglu` of `grouped_matmul` with gate and with up, which a policy of `jax.checkpoint` knows by these names.
+    """`swiglu` of the grouped matmuls with gate and up, whose results `jax.checkpoint` policies know by `names`.
 
-    On a TPU one kernel computes all three. The activation then hides behind the matmuls, while on its own it would take
-    the vector units 0.15 of the time of an expert's three matmuls of 4096 (compiled, gmm.py).
+    On a TPU one kernel computes all three, and the activation hides behind the matmuls. On its own it would take the
+    vector units 0.15 of the time of an expert's three matmuls of 4096 (compiled, gmm.py).
     """
     activation = partial(swiglu, limit=limit)
     if sizes_e is not None and sharding.platform() == "tpu":
@@ -232,7 +239,7 @@ def gated_matmul(
 
 
 def _products(x_ecK, w, transpose):
-    """x_ecK . w_eKN, or w_eNK as it lies: a copy with dims swapped would be kept for the gradient, of every layer."""
+    """x_ecK . w_eKN, or x_ecK . w_eNK without transposing it: the copy would be a saved residual of every layer."""
     if not transpose:
         return jnp.matmul(x_ecK, w)
     w_eNK = w
@@ -240,10 +247,10 @@ def _products(x_ecK, w, transpose):
 
 
 def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64):
-    """The same in plain jax.numpy: tiles of rows of one expert, each with a copy of its matrix.
+    """`grouped_matmul` in plain jax.numpy: tiles of rows of one expert, each times a copy of its matrix.
 
-    `jax.lax.ragged_dot` has every expert multiply all rows where there is no kernel for it: on a CPU, with 8 experts of
-    512 rows, forward and backward take 12 times as long as this (measured).
+    Without a kernel, `jax.lax.ragged_dot` has every expert multiply all rows. On a CPU, with 8 experts of 512 rows,
+    forward and backward take 12 times as long as this (measured).
     """
     num_rows, num_experts = x_rK.shape[0], w_eKN.shape[0]
     tiles_e = -(-sizes_e // rows)
@@ -252,7 +259,7 @@ def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64)
     expert = jnp.minimum(jnp.searchsorted(last_e, tile, side="right"), num_experts - 1)
     nth = tile - (last_e - tiles_e)[expert]
     row = ((end_e - sizes_e)[expert] + nth * rows)[:, None] + jnp.arange(rows)
-    row = jnp.where(row < end_e[expert][:, None], row, num_rows)  # past the end: nobody's
+    row = jnp.where(row < end_e[expert][:, None], row, num_rows)  # past the end: dropped
     tiles = jnp.take(x_rK, row, axis=0, mode="fill", fill_value=0)
     products = _products(tiles, w_eKN[expert], transpose)
     out = jnp.zeros_like(products, shape=(num_rows, products.shape[2]))
@@ -260,18 +267,18 @@ def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64)
 
 
 def add_bias(y_rm: jax.Array, bias_em: jax.Array, sizes_e: jax.Array | None) -> jax.Array:
-    """A bias an expert, on rows as `grouped_matmul` has them. Rows behind the last group give zeros."""
+    """Adds each expert's bias to its rows, sorted as in `grouped_matmul`. Rows after the last group become zeros."""
     if sizes_e is None:
         return y_rm + bias_em[:, None]
     end_e = jnp.cumsum(sizes_e)
     row = jnp.arange(y_rm.shape[0])[:, None]
-    is_of_re = (row >= end_e - sizes_e) & (row < end_e)
-    bias_rm = jnp.matmul(is_of_re.astype(bias_em.dtype), bias_em)  # by a product: no scatter in its gradient
+    is_in_re = (row >= end_e - sizes_e) & (row < end_e)
+    bias_rm = jnp.matmul(is_in_re.astype(bias_em.dtype), bias_em)  # a look-up's gradient would be a scatter
     return jnp.where(row < end_e[-1], y_rm + bias_rm, 0)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
-    """silu(gate) * up; with a limit as gpt-oss has it: clamped, the sigmoid steeper, and `up` counted from -1.
+    """silu(gate) * up. With a limit the variant of gpt-oss: both clamped, a steeper sigmoid, and up + 1 in place of up.
 
     Source: the `swiglu` of openai/gpt-oss (gpt_oss/torch/model.py).
     """
@@ -285,7 +292,7 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
 
 
 class Missing(NamedTuple):
-    """Which of `copy_rows`' places may be past the end."""
+    """Which indices of `copy_rows` may be past the end."""
 
     sources: bool
     copies: bool
@@ -295,19 +302,19 @@ NONE_MISSING = Missing(sources=False, copies=False)
 
 
 def copy_rows(x: jax.Array, source: jax.Array, copies: jax.Array, missing: Missing) -> jax.Array:
-    """x[source]: zeros where `source` is past the end.
+    """x[source], with zeros where `source` is past the end.
 
-    `copies` says the same from the other side, so that the gradient is a look-up too, and no scatter: [k * rows of x],
-    the rows of the result that are copies of a row of x, k of them at most; past the end where there is none.
+    `copies` is the inverse, so that the gradient is a look-up and not a scatter. If a row of x has at most k copies, it
+    has k * (rows of x) entries: the rows of the result that are copies of each row of x, or an index past the end.
 
-    XLA:TPU looks rows up, and then goes over all of them once more to put zeros for those past the end: 6.2 ms for the
-    524,288 pairs of 4096 in a layer of Qwen3 235B, six times a layer (compiled). So it is asked for where they may be.
+    XLA:TPU goes over all rows a second time to put zeros for indices past the end: 6.2 ms for the 524,288 pairs of 4096
+    in a layer of Qwen3 235B, six times a layer (compiled). `missing` says where that is needed.
     """
     return _copy_rows((x.shape[0], missing), x, source, copies)
 
 
-def _rows(x, places, may_miss):
-    return jnp.take(x, places, axis=0, **dict(mode="fill", fill_value=0) if may_miss else dict(mode="clip"))
+def _rows(x, indices, may_miss):
+    return jnp.take(x, indices, axis=0, **dict(mode="fill", fill_value=0) if may_miss else dict(mode="clip"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -327,19 +334,20 @@ _copy_rows.defvjp(
 
 
 def _sum(terms: list[jax.Array]) -> jax.Array:
-    """In float32, one after the other: XLA:TPU takes longer, by its own estimate, to reduce an array's first dim."""
+    """The sum in float32, term by term: by XLA:TPU's own estimate, reducing an array's first dim takes longer."""
     return sum(term.astype(jnp.float32) for term in terms).astype(terms[0].dtype)
 
 
 class Pairs(NamedTuple):
-    """All (token, choice) pairs of a device, sorted by expert. int32. pair = choice*t + token: first choices first."""
+    """All (token, choice) pairs of a device, sorted by expert, first choices first: pair = choice*t + token. int32."""
 
-    order_p: jax.Array  # which pair stands at each place
-    place_p: jax.Array  # where each pair stands
-    loads_E: jax.Array
+    order_p: jax.Array  # the pair at each position
+    place_p: jax.Array  # the position of each pair
+    loads_E: jax.Array  # the number of pairs of each expert
 
 
 def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
+    """The pairs of these choices."""
     expert_p = experts_tX.T.reshape(-1)
     order_p = jnp.argsort(expert_p, stable=True)
     return Pairs(order_p, jnp.argsort(order_p), loads(experts_tX, num_experts))
@@ -348,36 +356,38 @@ def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
 def combine(
     y_rd: jax.Array, place_p: jax.Array, order_r: jax.Array, weights_tX: jax.Array, missing: Missing
 ) -> jax.Array:
-    """Weighted sum of each token's results, which stand in `y_rd` where `place_p` says."""
+    """The weighted sum of each token's results, which are the rows `place_p` of `y_rd`."""
     t, X = weights_tX.shape
     y_Xtd = copy_rows(y_rd, place_p, order_r, missing).reshape(X, t, *y_rd.shape[1:])
     over_d = lambda weight_t: weight_t.reshape(t, *(1 for _ in y_rd.shape[1:]))
-    return sum(y_Xtd[k] * over_d(weights_tX[:, k]) for k in range(X)).astype(y_rd.dtype)  # in float32, as the weights
+    return sum(y_Xtd[k] * over_d(weights_tX[:, k]) for k in range(X)).astype(y_rd.dtype)  # float32, as the weights
 
 
 # -- dispatch
 
 
-def in_parts(dispatch: Callable, x_td: jax.Array, routing: Routing, parts: int) -> tuple[jax.Array, jax.Array]:
-    """What `dispatch(x_td, routing)` gives, of the tokens in parts: one could compute while another is on its way.
+def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: int) -> tuple[jax.Array, jax.Array]:
+    """`mixture(x_td, routing)` on the tokens in chunks, so that one can be computed while another travels.
 
-    XLA:TPU hides 7% of the messages so, and a step is 6% shorter (compiled, RESULTS.md, "Experts").
-    Each part has a buffer of its own, so that one can be short of room where another is not.
+    XLA:TPU hides 7% of the messages so, and a step is 6% shorter (compiled, docs/RESULTS.md, "Experts"). Each chunk has
+    a buffer of its own, so one may have to drop rows while another has space.
     """
-    cut = zip(*(jnp.split(a, parts) for a in (x_td, *routing)), strict=True)
-    y, dropped = zip(*(dispatch(x_td, Routing(*of_part)) for x_td, *of_part in cut), strict=True)
+    chunks = zip(*(jnp.split(a, num_chunks) for a in (x_td, *routing)), strict=True)
+    y, dropped = zip(*(mixture(x_td, Routing(*chunk)) for x_td, *chunk in chunks), strict=True)
     return jnp.concatenate(y), sum(dropped)
 
 
-def dropless(x_td: jax.Array, routing: Routing, experts: Experts, axis: str, room: int) -> tuple[jax.Array, jax.Array]:
-    """Each token's mixture, y_td, and how many of this device's pairs were dropped. Per-device code.
+def dropless(
+    x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """(y_td, the number of this device's pairs that were dropped). Per-device code.
 
     Args:
-      experts: of this device, on rows sorted by them. What rows behind the last group hold, here and in the cotangent
-        of the result, is anything; what it gives for them is not read.
-      axis: mesh axis of the experts. Of size 1, nothing is sent and nothing dropped.
-      room: rows of the buffer in which other devices' rows arrive, its own among them. Where more come, the last ones
-        in the order of the experts are dropped: their experts add nothing to their tokens.
+      experts: the experts of this device, on sorted rows. Rows after the last group, here and in the cotangent of the
+        result, are uninitialised memory; their results are not read.
+      axis: mesh axis of the experts. With size 1 nothing is sent or dropped.
+      buffer_rows: rows of the buffer that receives the rows of all devices, this one included. If more arrive, those of
+        the last experts are dropped, and these experts add nothing to the tokens.
     """
     (t, E), d = routing.scores_tE.shape, x_td.shape[1]
     pairs = sort_pairs(routing.experts_tX, E)
@@ -385,109 +395,114 @@ def dropless(x_td: jax.Array, routing: Routing, experts: Experts, axis: str, roo
         x_pd = copy_rows(x_td, pairs.order_p % t, pairs.place_p, NONE_MISSING)
         y_pd, dropped = experts(x_pd, pairs.loads_E), 0 * pairs.loads_E[0]
         return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX, NONE_MISSING), dropped
-    there, back, sizes_e, dropped = exchange_plan(pairs.loads_E, axis, room)
-    is_of_pE = routing.experts_tX.T.reshape(-1, 1) == jnp.arange(E)
-    end_p = jnp.sum(jnp.where(is_of_pE, there.start + there.size, 0), 1)  # of the slice that is sent to its expert
+    dispatch_plan, combine_plan, sizes_e, dropped = exchange_plan(pairs.loads_E, axis, buffer_rows)
+    is_for_pE = routing.experts_tX.T.reshape(-1, 1) == jnp.arange(E)
+    end_E = dispatch_plan.input_offsets + dispatch_plan.send_sizes  # of the slice that is sent to each expert
+    end_p = jnp.sum(jnp.where(is_for_pE, end_E, 0), 1)
     num_pairs = end_p.shape[0]
-    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)  # nothing of a dropped one comes back
-    x_pd = copy_rows(in_rows(x_td), pairs.order_p % t, place_p, Missing(sources=False, copies=True))
-    x_rd = exchange(x_pd, room, there, back, axis, t).reshape(room, d)
-    y_rd = in_rows(experts(x_rd, sizes_e))
-    y_pd = exchange(y_rd, num_pairs, back, there, axis, t)
+    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)  # past the end if dropped
+    x_pd = copy_rows(contiguous_rows(x_td), pairs.order_p % t, place_p, Missing(sources=False, copies=True))
+    x_rd = exchange(x_pd, buffer_rows, dispatch_plan, combine_plan, axis, t).reshape(buffer_rows, d)
+    y_rd = contiguous_rows(experts(x_rd, sizes_e))
+    y_pd = exchange(y_rd, num_pairs, combine_plan, dispatch_plan, axis, t)
     missing = Missing(sources=True, copies=False)
     return combine(y_pd, place_p, pairs.order_p, routing.weights_tX, missing).reshape(t, d), dropped
 
 
-def in_rows(x_rd: jax.Array) -> jax.Array:
-    """[r, d / 128, 128] where that divides: in the layout of a TPU, each row is then in one piece.
+def contiguous_rows(x_rd: jax.Array) -> jax.Array:
+    """[r, d / 128, 128] if 128 divides d: in the memory layout of a TPU each row is then contiguous.
 
-    In [r, d] 8 rows lie within each other, and a slice of some is no run of bytes: XLA would bring it into such a form
-    for the exchange, and back, and have what comes before and after work in it at a quarter of the speed. Compiled, a
-    layer of Qwen3-30B with its experts on 4 of 16 devices: with this, buffers that are not filled first, and `_sum`, it
-    takes 23 ms beside its kernels, forward and backward, where it took 33. Where 128 does not divide, it is copies that
-    take the time, 55 ms in a layer of gpt-oss with room for 327,680 rows of 2880; filled up to 2944, 23 registers'
-    columns, they took no less (3072 was not tried).
+    In [r, d] the layout interleaves 8 rows, so a slice of rows is not contiguous. XLA would convert the operand and the
+    result of the exchange, and run what comes before and after in that form at a quarter of the speed. Compiled, a
+    layer of Qwen3-30B with its experts on 4 of 16 devices takes 23 ms beside its kernels, forward and backward, where
+    it took 33; uninitialised buffers and `_sum` are part of that. If 128 does not divide d, the copies take the time:
+    55 ms in a layer of gpt-oss with a buffer of 327,680 rows of 2880. Padded to 2944, 23 registers' columns, they took
+    no less (3072 was not tried).
     """
     return x_rd.reshape(x_rd.shape[0], -1, 128) if x_rd.shape[1] % 128 == 0 else x_rd
 
 
-class Way(NamedTuple):
-    """Rows from device to device, in slices, as many for each device as it has experts: int32 [E]."""
+class SendPlan(NamedTuple):
+    """The slices of rows that this device sends and receives, one for each expert: int32 [E].
 
-    start: jax.Array  # where this device's slices start
-    size: jax.Array
-    target: jax.Array  # where each goes in its receiver's buffer
-    arriving: jax.Array  # the sizes of those that come
+    The names are those of `lax.ragged_all_to_all`. A receiver gets as many slices as it has experts.
+    """
+
+    input_offsets: jax.Array  # where the slices to send start here
+    send_sizes: jax.Array
+    output_offsets: jax.Array  # where each starts in its receiver's buffer
+    recv_sizes: jax.Array
 
 
-def exchange_plan(loads_E: jax.Array, axis: str, room: int) -> tuple[Way, Way, jax.Array, jax.Array]:
-    """The way to the experts, the way back, the rows that each expert of this device gets, the pairs it must drop.
+def exchange_plan(loads_E: jax.Array, axis: str, buffer_rows: int) -> tuple[SendPlan, SendPlan, jax.Array, jax.Array]:
+    """(dispatch plan, combine plan, the rows that each expert of this device gets, the number of pairs it must drop).
 
-    Every device knows how many rows every other one has for each expert, so that all know where each slice lies: in a
-    receiver's buffer first by expert, then by sender. N*E numbers are gathered for it.
+    All devices gather N*E numbers, the rows that each has for each expert. So all know where each slice is in a
+    receiver's buffer, which is sorted by expert, then by sender.
     """
     N, E = lax.axis_size(axis), loads_E.shape[0]
     me = lax.axis_index(axis)
     loads_NE = collectives.all_gather(loads_E, axis, tiled=False, algorithm="xla")
-    of_pair = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where they start among the sender's pairs
-    # In the buffer of each receiver, whose experts are e: [receiver, expert of it, sender].
+    offsets_NE = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where they start among the sender's pairs
+    # In the buffer of each receiver: [receiver, its expert, sender].
     wanted = loads_NE.T.reshape(N, E // N, N)
     ends = jnp.cumsum(wanted.reshape(N, -1), 1).reshape(wanted.shape)
-    in_buffer = jnp.minimum(ends - wanted, room)
-    sizes = jnp.minimum(ends, room) - in_buffer
+    in_buffer = jnp.minimum(ends - wanted, buffer_rows)
+    sizes = jnp.minimum(ends, buffer_rows) - in_buffer
     mine = lambda a: lax.dynamic_index_in_dim(a, me, 0, keepdims=False)
-    sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)  # [receiver, expert of it]
-    received = lambda a: mine(a).T.reshape(E)  # [sender, expert of mine]
-    at_sender = received(jnp.moveaxis(of_pair.reshape(N, N, E // N), 0, 2))
-    there = Way(mine(of_pair), sent(sizes), sent(in_buffer), received(sizes))
-    back = Way(received(in_buffer), received(sizes), at_sender, sent(sizes))
-    return there, back, jnp.sum(mine(sizes), 1), jnp.sum(loads_E) - jnp.sum(sent(sizes))
+    sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)  # [receiver, its expert]
+    received = lambda a: mine(a).T.reshape(E)  # [sender, my expert]
+    at_sender = received(jnp.moveaxis(offsets_NE.reshape(N, N, E // N), 0, 2))
+    dispatch_plan = SendPlan(mine(offsets_NE), sent(sizes), sent(in_buffer), received(sizes))
+    combine_plan = SendPlan(received(in_buffer), received(sizes), at_sender, sent(sizes))
+    return dispatch_plan, combine_plan, jnp.sum(mine(sizes), 1), jnp.sum(loads_E) - jnp.sum(sent(sizes))
 
 
-def exchange(x: jax.Array, rows: int, there: Way, back: Way, axis: str, most: int) -> jax.Array:
-    """Sends x's slices `there`: [rows, ...], where none arrives as it was found. Its gradient comes the way `back`.
+def exchange(x: jax.Array, rows: int, plan: SendPlan, reverse_plan: SendPlan, axis: str, block_rows: int) -> jax.Array:
+    """Sends slices of x by `plan`: [rows, ...], uninitialised where no row arrives. The gradient uses `reverse_plan`.
 
-    On a TPU the collective of that name, which the SparseCores do beside the computation; elsewhere collectives.py's,
-    which pads each slice to the `most` rows that one can have.
+    On a TPU it is `lax.ragged_all_to_all`, which the SparseCores run beside the computation. Elsewhere it is
+    collectives.py's, which pads each slice to `block_rows`, the most that one can have.
     """
-    return _exchange((axis, most), (rows, x.shape[0]), x, there, back)
+    return _exchange((axis, block_rows), (rows, x.shape[0]), x, plan, reverse_plan)
 
 
-def unwritten(shape: tuple[int, ...], dtype) -> jax.Array:
-    """Memory as it is found, NaN perhaps: to be written, or not read."""
+def uninitialised(shape: tuple[int, ...], dtype) -> jax.Array:
+    """Memory with any content, possibly NaN: write it before reading it."""
     return lax.empty(shape, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchange(options, rows, x, there, back):
-    axis, most = options
-    out = lax.pcast(unwritten((rows[0], *x.shape[1:]), x.dtype), tuple(jax.typeof(x).mat.varying), to="varying")
+def _exchange(options, rows, x, plan, reverse_plan):
+    axis, block_rows = options
+    out = lax.pcast(uninitialised((rows[0], *x.shape[1:]), x.dtype), tuple(jax.typeof(x).mat.varying), to="varying")
     if sharding.platform() == "tpu":
-        return lax.ragged_all_to_all(x, out, there.start, there.size, there.target, there.arriving, axis_name=axis)
-    slices = (there.start, there.size, there.target)
-    return collectives.ragged_all_to_all(x, out, *slices, axis, block_rows=most, algorithm="xla")[0]
+        return lax.ragged_all_to_all(x, out, *plan, axis_name=axis)
+    return collectives.ragged_all_to_all(x, out, *plan[:3], axis, block_rows=block_rows, algorithm="xla")[0]
 
 
-def _exchange_backward(options, rows, ways, dy):
-    there, back = ways
-    return _exchange(options, rows[::-1], dy, back, there), None, None
+def _exchange_forward(options, rows, x, plan, reverse_plan):
+    return _exchange(options, rows, x, plan, reverse_plan), (plan, reverse_plan)
 
 
-_exchange.defvjp(
-    lambda options, rows, x, there, back: (_exchange(options, rows, x, there, back), (there, back)), _exchange_backward
-)
+def _exchange_backward(options, rows, plans, dy):
+    plan, reverse_plan = plans
+    return _exchange(options, rows[::-1], dy, reverse_plan, plan), None, None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def with_capacity(
     x_td: jax.Array, routing: Routing, experts: Experts, axis: str, capacity: int, algorithm: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """As `dropless`, where each expert takes `capacity` of this device's pairs, first choices first, and no more."""
+    """`dropless` with a limit: each expert takes at most `capacity` of this device's pairs, first choices first."""
     t, E = routing.scores_tE.shape
     pairs = sort_pairs(routing.experts_tX, E)
     num_pairs = pairs.order_p.shape[0]
     start_E = jnp.cumsum(pairs.loads_E) - pairs.loads_E
     nth = jnp.arange(capacity)
-    slot_EC = jnp.where(nth < pairs.loads_E[:, None], start_E[:, None] + nth, num_pairs)  # place of the pair in it
+    slot_EC = jnp.where(nth < pairs.loads_E[:, None], start_E[:, None] + nth, num_pairs)  # position of its pair
     pair_r = jnp.take(pairs.order_p, slot_EC.reshape(-1), mode="fill", fill_value=num_pairs)
     expert_p = routing.experts_tX.T.reshape(-1)
     nth_p = pairs.place_p - start_E[expert_p]
@@ -505,11 +520,11 @@ def with_capacity(
 
 
 def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
-    """All tokens through all experts. Over `axis` the tokens are gathered, and the experts' sums scattered."""
+    """All tokens through all experts. Over `axis` the tokens are gathered, and the experts' sums reduce-scattered."""
     E = routing.scores_tE.shape[1]
     chosen_tXE = jax.nn.one_hot(routing.experts_tX, E)
     gates_tE = jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
-    gates_te = gates_tE  # of all experts: they are here
+    gates_te = gates_tE  # on one device: all experts are local
     if lax.axis_size(axis) > 1:
         x_td = collectives.all_gather(x_td, axis, dim=0, algorithm="xla")
         gates_te = collectives.all_to_all(gates_tE, axis, split_dim=1, concat_dim=0, algorithm="xla")
@@ -522,7 +537,7 @@ def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) ->
 
 
 def main() -> None:
-    """Eight experts on eight simulated devices: who is chosen, what is dropped, and the error against the reference."""
+    """Eight experts on eight simulated devices: their loads, dropped pairs, and the error against the reference."""
     t, X, E, D, M = 64, 2, 8, 32, 64
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 5)
@@ -531,7 +546,7 @@ def main() -> None:
         jax.random.normal(key, shape) / shape[1] ** 0.5
         for key, shape in zip(keys[1:4], [(E, D, M), (E, D, M), (E, M, D)], strict=True)
     )
-    # A router that likes some experts better, and one that does not.
+    # One router without preferences, one that prefers some experts.
     for name, skew in (("even", 0.0), ("skewed", 1.0)):
         logits_TE = jax.random.normal(keys[4], (8 * t, E)) + skew * jnp.arange(E) / 2
 
@@ -543,22 +558,23 @@ def main() -> None:
 
             want = reference(x_td, routing, experts, "expert")
             share = lambda y_td: jnp.sum((y_td - want) ** 2) / jnp.sum(want**2)
-            ways = {
-                "dropless, room for 4 times the mean": dropless(x_td, routing, experts, "expert", 4 * t * X),
-                "dropless, room for 1.5 times the mean": dropless(x_td, routing, experts, "expert", 3 * t * X // 2),
+            methods = {
+                "dropless, buffer of 4 times the mean": dropless(x_td, routing, experts, "expert", 4 * t * X),
+                "dropless, buffer of 1.5 times the mean": dropless(x_td, routing, experts, "expert", 3 * t * X // 2),
                 "capacity, 1.25 times the mean": with_capacity(x_td, routing, experts, "expert", 5 * t * X // E // 4),
             }
-            told = {
-                way: (lax.pmean(share(y), "expert"), lax.psum(dropped, "expert")) for way, (y, dropped) in ways.items()
+            results = {
+                name: (lax.pmean(share(y), "expert"), lax.psum(dropped, "expert"))
+                for name, (y, dropped) in methods.items()
             }
-            return lax.psum(loads(routing.experts_tX, E), "expert"), told
+            return lax.psum(loads(routing.experts_tX, E), "expert"), results
 
         sharded = jax.shard_map(per_device, mesh=mesh, in_specs=P("expert"), out_specs=P())
-        loads_E, told = jax.jit(sharded)(x_TD, logits_TE, gate, up, down)
+        loads_E, results = jax.jit(sharded)(x_TD, logits_TE, gate, up, down)
         imbalance = loads_E.max() / loads_E.mean()
         print(f"{name} router: tokens by expert {' '.join(map(str, loads_E))}, max/mean {imbalance:.2f}")
-        for way, (error, dropped) in told.items():
-            print(f"    {way:40} dropped {dropped / (8 * t * X):6.1%}   squared error {error:.1e}")
+        for method, (error, dropped) in results.items():
+            print(f"    {method:40} dropped {dropped / (8 * t * X):6.1%}   squared error {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -517,7 +517,7 @@ def _mixtures(kinds: list[Kind]) -> float:
 
 
 def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
-    """Rows of whole registers lie in one piece for their exchange (moe.in_rows); others are brought into that form.
+    """Rows of whole registers travel in one piece (moe.contiguous_rows); others are copied into that form.
 
     Compiled, with room for 327,680 rows of 2880 (gpt-oss-120b on fsdp:64,expert:2), twice what is sent: each of six
     exchanges pads both to 3072 columns, reshapes them, and cuts the result; 32 copies a layer and microbatch, 4.0 s of

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts: its figures, and the precision of its router."""
+"""The mixture of experts of a layer: its metrics, and the precision of its router."""
 
 import dataclasses
 
@@ -17,26 +17,25 @@ import sharding
 from config import Config
 
 
-def test_figures_of_the_loads():
-    """Two layers: 3/2 and 1 times the mean; 3 of 16 choices dropped."""
+def test_reported_metrics_are_load_imbalance_and_dropped_fraction():
+    """Two layers with maxima of 3/2 and 1 times the mean load; 3 of 16 choices dropped."""
     sums = dict(expert_loads=jnp.array([[2.0, 6], [4, 4]]), dropped=jnp.float32(3))
-    found = mixture.reported_metrics(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
-    assert found == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
+    metrics = mixture.reported_metrics(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
+    assert metrics == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
     assert mixture.reported_metrics({}) == {}
 
 
-def elsewhere(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
-    """The share of tokens that the router of layer 0 sends to other experts than float64 says.
+def rerouted(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
+    """The share of tokens that the router of layer 0 sends to other experts than it would in float64.
 
-    `h_TD` in bfloat16 is what there is of a token; weights are taken to the dtype of the computation, and gathered, as
-    a step does it.
+    `h_TD` is bfloat16. The weights are converted to the dtype of the computation and gathered, as in a step.
     """
     specs = parameters.param_specs(config)
     mesh = sharding.make_mesh(placement.parse_mesh(mesh), jax.devices()[:8])
 
     def per_device(params, h_td):
-        whole = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config))
-        layer = jax.tree.map(lambda w: w[0], whole.layers)
+        gathered = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config))
+        layer = jax.tree.map(lambda w: w[0], gathered.layers)
         w_router = fsdp.gather(layer.w_router, P(*specs.layers.w_router[1:]), "fsdp")
         routing = mixture.router(dataclasses.replace(layer, w_router=w_router), h_td, config)[1]
         others = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
@@ -45,17 +44,17 @@ def elsewhere(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
 
     rows = P(placement.BATCH_AXES)
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, P(placement.BATCH_AXES, "tensor")), out_specs=rows)
-    found = np.sort(jax.jit(sharded)(params, h_TD), 1)
+    chosen = np.sort(jax.jit(sharded)(params, h_TD), 1)
     logits = np.asarray(h_TD, np.float64) @ np.asarray(params.layers.w_router[0], np.float64)
     if config.expert_bias:
         logits += np.asarray(params.layers.bias_router[0], np.float64)
     want = np.sort(np.argsort(-logits, 1, kind="stable")[:, : config.experts_per_token], 1)
-    return np.mean((found != want).any(1))
+    return np.mean((chosen != want).any(1))
 
 
 @pytest.mark.parametrize("expert_bias", [False, True])
-def test_a_router_in_bfloat16_sends_tokens_where_float64_does(expert_bias):
-    """128 experts, 8 chosen: 1.5% of the tokens would go elsewhere if the weights were rounded, too."""
+def test_router_of_a_bfloat16_model_routes_as_float64(expert_bias):
+    """128 experts, 8 chosen. If the router's weights were rounded, 1.5% of the tokens would go to other experts."""
     many = dict(num_experts=128, experts_per_token=8, expert_dim=16, model_dim=256, num_layers=1)
     config = Config(**SMALL | many, dtype="bfloat16", expert_bias=expert_bias)
     params = parameters.init_params(config, jax.random.key(1))
@@ -63,9 +62,9 @@ def test_a_router_in_bfloat16_sends_tokens_where_float64_does(expert_bias):
         bias = jax.random.normal(jax.random.key(2), params.layers.bias_router.shape)
         params = dataclasses.replace(params, layers=dataclasses.replace(params.layers, bias_router=bias))
     h_TD = jax.random.normal(jax.random.key(3), (4096, 256), jnp.bfloat16)
-    assert elsewhere(config, params, h_TD) < 0.001
+    assert rerouted(config, params, h_TD) < 0.001
     rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
     logits = np.asarray(h_TD, np.float64) @ np.asarray(params.layers.w_router[0], np.float64)
-    of_rounded = np.asarray(h_TD, np.float64) @ np.asarray(rounded.layers.w_router[0], np.float64)
+    rounded_logits = np.asarray(h_TD, np.float64) @ np.asarray(rounded.layers.w_router[0], np.float64)
     chosen = lambda logits: np.sort(np.argsort(-logits, 1)[:, :8], 1)
-    assert np.mean((chosen(logits) != chosen(of_rounded)).any(1)) > 0.01  # so it would be seen
+    assert np.mean((chosen(logits) != chosen(rounded_logits)).any(1)) > 0.01  # the test would notice

@@ -1,4 +1,4 @@
-"""Routing and dispatch against a plain one-device mixture, token by token; and what travels, counted."""
+"""Routing and dispatch against a plain one-device mixture, token by token; and the rows that are sent."""
 
 import functools
 import math
@@ -31,15 +31,15 @@ E, X, D, M, TOKENS = 8, 2, 16, 12, 64
 
 
 def route_one(logits, choices, scores="softmax", renormalise=True, bias=None, groups=1, groups_kept=1, scale=1.0):
-    """(experts, weights) of one token, in float64, with sorts."""
+    """(experts, weights) of one token, in float64, by sorting."""
     logits = logits.astype(np.float64)
     s = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     s = s if scores == "softmax" else 1 / (1 + np.exp(-logits))
     wanted = s if bias is None else s + bias
     size = len(s) // groups
-    of_group = [np.sort(wanted[g * size : (g + 1) * size])[-2:].sum() for g in range(groups)]
-    kept = sorted(range(groups), key=lambda g: -of_group[g])[:groups_kept]
-    allowed = [e for e in range(len(s)) if e // size in kept]
+    group_scores = [np.sort(wanted[g * size : (g + 1) * size])[-2:].sum() for g in range(groups)]
+    best = sorted(range(groups), key=lambda g: -group_scores[g])[:groups_kept]
+    allowed = [e for e in range(len(s)) if e // size in best]
     chosen = sorted(allowed, key=lambda e: -wanted[e])[:choices]
     weights = s[chosen] / s[chosen].sum() if renormalise else s[chosen]
     return chosen, weights * scale
@@ -59,46 +59,45 @@ def test_routing_equals_one_token_at_a_time(options):
     logits = np.random.default_rng(0).normal(size=(200, E)).astype(np.float32)
     options, bias = dict(options), options.get("bias")
     options.pop("bias", None)
-    found = jax.jit(partial(moe.route, choices=3, bias_E=None if bias is None else jnp.asarray(bias), **options))(
-        logits
-    )
+    bias_E = None if bias is None else jnp.asarray(bias)
+    routing = jax.jit(partial(moe.route, choices=3, bias_E=bias_E, **options))(logits)
     for token, row in enumerate(logits):
         experts, weights = route_one(row, 3, bias=bias, **options)
-        assert found.experts_tX[token].tolist() == experts
-        np.testing.assert_allclose(found.weights_tX[token], weights, rtol=1e-5)
-    np.testing.assert_allclose(jnp.sum(found.scores_tE, -1), 1, rtol=1e-5)
+        assert routing.experts_tX[token].tolist() == experts
+        np.testing.assert_allclose(routing.weights_tX[token], weights, rtol=1e-5)
+    np.testing.assert_allclose(jnp.sum(routing.scores_tE, -1), 1, rtol=1e-5)
 
 
-def test_of_equal_scores_the_first_are_chosen():
+def test_ties_go_to_the_first_experts():
     assert moe.route(jnp.zeros((2, E)), 3).experts_tX.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 12])
-def test_the_largest_are_those_that_jax_finds(k):
-    """Equals and NaN included; as many as there are."""
+def test_top_k_equals_lax_top_k(k):
+    """Also with ties, infinities and NaN, and with k the length of a row."""
     numbers = np.random.default_rng(0).integers(-3, 4, (50, 12)).astype(np.float32)
     numbers[::7, 3], numbers[::5, 1:9], numbers[1, 4] = np.inf, 0.0, np.nan
     for x in (jnp.asarray(numbers), jnp.asarray(numbers).reshape(5, 10, 12)):
-        found, wanted = moe.top_k(x, k), jax.lax.top_k(x, k)
-        np.testing.assert_array_equal(found[0], wanted[0])
-        np.testing.assert_array_equal(found[1], wanted[1])
-        assert found[1].dtype == jnp.int32
+        ours, wanted = moe.top_k(x, k), jax.lax.top_k(x, k)
+        np.testing.assert_array_equal(ours[0], wanted[0])
+        np.testing.assert_array_equal(ours[1], wanted[1])
+        assert ours[1].dtype == jnp.int32
 
 
-def test_the_bias_chooses_and_does_not_weigh():
+def test_the_selection_bias_changes_the_choice_but_not_the_weights():
     logits_tE = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
-    found = moe.route(logits_tE, 2, bias_E=jnp.array([0, -1.0, 0, 1.0]), renormalise=False)
-    assert found.experts_tX.tolist() == [[3, 0]]
-    np.testing.assert_allclose(found.weights_tX, [[0.1, 0.4]], rtol=1e-6)
+    routing = moe.route(logits_tE, 2, bias_E=jnp.array([0, -1.0, 0, 1.0]), renormalise=False)
+    assert routing.experts_tX.tolist() == [[3, 0]]
+    np.testing.assert_allclose(routing.weights_tX, [[0.1, 0.4]], rtol=1e-6)
 
 
 def test_the_bias_follows_the_loads():
     bias = moe.updated_bias(jnp.zeros((2, 3)), jnp.array([[9, 0, 3], [1, 1, 1]]), 0.5)
-    assert bias.tolist() == [[-0.5, 0.5, 0.5], [0, 0, 0]]  # the mean is 4; and 1
+    assert bias.tolist() == [[-0.5, 0.5, 0.5], [0, 0, 0]]  # the mean loads are 4 and 1
 
 
 def test_auxiliary_losses():
-    """Of a router that has not decided, 1 and log(E)^2; of one that sends all to one expert, E."""
+    """A router with equal scores has losses of 1 and log(E)^2; one that sends all tokens to one expert has E."""
     zeros_tE = jnp.zeros((6, E))
     even = moe.route(zeros_tE, X).scores_tE
     assert moe.load_balance_loss(even, jnp.full(E, 5), 6) == pytest.approx(1)
@@ -116,9 +115,9 @@ def test_auxiliary_losses():
 
 
 @pytest.fixture(autouse=True)
-def memory_as_it_is_found(monkeypatch):
-    """On a CPU it would be zeros; what is read of it by mistake is to be seen."""
-    monkeypatch.setattr(moe, "unwritten", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+def uninitialised_memory_is_nan(monkeypatch):
+    """On a CPU it would be zeros, and reading it by mistake would not be noticed."""
+    monkeypatch.setattr(moe, "uninitialised", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
 def test_grouped_matmul_equals_one_expert_at_a_time():
@@ -135,17 +134,20 @@ def test_grouped_matmul_equals_one_expert_at_a_time():
     ours = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=P(), out_specs=P()))
     for sizes in ([30, 1, 0, 70], [0, 0, 0, 128], [0, 0, 0, 0], [64, 64, 0, 0]):
         rows = np.repeat([0, 1, 2, 3, 4], [*sizes, 128 - sum(sizes)])
-        is_of = (rows[:, None] == np.arange(4)).astype(np.float32)  # a row behind the last group is of none
-        ours_alone = lambda a, rows=rows: np.where((rows < 4)[:, None], a, np.nan)
+        member = (rows[:, None] == np.arange(4)).astype(np.float32)  # rows after the last group are in none
+        nan_after_last = lambda a, rows=rows: np.where((rows < 4)[:, None], a, np.nan)
         masked = dy * (rows < 4)[:, None]
-        want = np.einsum("re,rd,edm->rm", is_of, x, w) + is_of @ bias, np.einsum("rm,re,edm->rd", masked, is_of, w)
-        want += np.einsum("rd,re,rm->edm", x, is_of, masked), is_of.T @ dy
-        for a, b in zip(ours(ours_alone(x), w, ours_alone(dy), bias, jnp.array(sizes)), want, strict=True):
+        want = (
+            np.einsum("re,rd,edm->rm", member, x, w) + member @ bias,
+            np.einsum("rm,re,edm->rd", masked, member, w),
+        )
+        want += np.einsum("rd,re,rm->edm", x, member, masked), member.T @ dy
+        for a, b in zip(ours(nan_after_last(x), w, nan_after_last(dy), bias, jnp.array(sizes)), want, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=str(sizes))
 
 
 def test_swiglu_with_a_limit():
-    """By hand: gate 10 is taken as 7, up -9 as -7; sigmoid(1.702 * 7) is 0.9999933, and up counts from -1."""
+    """By hand: gate 10 is clamped to 7, up -9 to -7; sigmoid(1.702 * 7) is 0.9999933, and up is increased by 1."""
     assert float(moe.swiglu(jnp.float32(10), jnp.float32(-9), 7.0)) == pytest.approx(7 * 0.9999933 * -6, rel=1e-6)
     assert float(moe.swiglu(jnp.float32(1), jnp.float32(0.5), 7.0)) == pytest.approx(
         1.5 / (1 + np.exp(-1.702)), rel=1e-6
@@ -165,7 +167,7 @@ def layer() -> tuple:
 
 
 def routings() -> dict[str, np.ndarray]:
-    """What is added to the router's logits."""
+    """Arrays to add to the router's logits."""
     zeros = np.zeros((TOKENS, E), np.float32)
     to_one, some_empty, tied = zeros.copy(), zeros.copy(), zeros.copy()
     to_one[:, 5] = 50
@@ -174,20 +176,23 @@ def routings() -> dict[str, np.ndarray]:
     return {"random": zeros, "even": even, "to one": to_one, "some empty": some_empty, "tied": tied}
 
 
-def mixture(x, router, gate, up, down, extra, tied, kept=None):
-    """The plain layer: every expert, then a weighted sum of those that are chosen and, `kept` [t, E], not dropped."""
+def mixture(x, router, gate, up, down, extra, tied, accepted=None):
+    """The plain layer: every expert, then a weighted sum of the chosen ones, without those not `accepted` [t, E]."""
     logits = jnp.where(tied, 0.0, x @ router) + extra
     top, experts = jax.lax.top_k(logits, X)
     weights = jax.nn.softmax(top)
     gates = jnp.sum(jax.nn.one_hot(experts, E) * weights[..., None], 1)
-    gates = gates if kept is None else gates * kept
+    gates = gates if accepted is None else gates * accepted
     product = jax.nn.silu(jnp.einsum("td,edm->tem", x, gate)) * jnp.einsum("td,edm->tem", x, up)
     y = jnp.einsum("tem,emd,te->td", product, down, gates)
     return jnp.sum(jnp.sin(y) + y**2), y
 
 
-def on_mesh(n: int, impl: str, *, room: float = E, capacity: int = TOKENS, platform_mesh=None):
-    """shard_map of (layer, extra, tied) -> (loss, gradients of the layer, y_TD, dropped); `room` by the mean."""
+def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKENS, platform_mesh=None):
+    """shard_map of (layer, extra, tied) -> (loss, gradients of the layer, y_TD, dropped).
+
+    `buffer_factor`: the size of a receiver's buffer, in multiples of the mean number of rows.
+    """
     mesh = platform_mesh or jax.make_mesh((8 // n, n), AXES, axis_types=(AxisType.Auto,) * 2)
     specs = (P(AXES), P(), P("expert"), P("expert"), P("expert"))
 
@@ -199,11 +204,11 @@ def on_mesh(n: int, impl: str, *, room: float = E, capacity: int = TOKENS, platf
             return moe.grouped_matmul(moe.gated_matmul(x, gate, up, sizes), down, sizes)
 
         dropped = jnp.sum(0 * routing.experts_tX)
-        if impl in ("dropless", "in parts"):
-            parts = 2 if impl == "in parts" else 1
-            rows = int(room * x_td.shape[0] * X) // parts
+        if impl in ("dropless", "in chunks"):
+            num_chunks = 2 if impl == "in chunks" else 1
+            rows = int(buffer_factor * x_td.shape[0] * X) // num_chunks
             dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", rows)
-            y_td, dropped = moe.in_parts(dropless, x_td, routing, parts)
+            y_td, dropped = moe.in_chunks(dropless, x_td, routing, num_chunks)
         elif impl == "capacity":
             y_td, dropped = moe.with_capacity(x_td, routing, experts, "expert", capacity)
         else:
@@ -211,11 +216,11 @@ def on_mesh(n: int, impl: str, *, room: float = E, capacity: int = TOKENS, platf
         return jnp.sum(jnp.sin(y_td) + y_td**2), (y_td, dropped)
 
     def per_device(weights, extra_tE, tied):
-        uncut = [tuple(axis for axis in AXES if axis not in sharding.axes_of(spec)) for spec in specs]
+        replicated_axes = [tuple(axis for axis in AXES if axis not in sharding.axes_of(spec)) for spec in specs]
         vary = lambda w, axes: jax.lax.pcast(w, axes, to="varying") if axes else w
-        weights = tuple(vary(w, axes) for w, axes in zip(weights, uncut, strict=True))
+        weights = tuple(vary(w, axes) for w, axes in zip(weights, replicated_axes, strict=True))
         (share, (y_td, dropped)), grads = jax.value_and_grad(loss, has_aux=True)(weights, extra_tE, tied)
-        grads = tuple(jax.lax.psum(dw, axes) if axes else dw for dw, axes in zip(grads, uncut, strict=True))
+        grads = tuple(jax.lax.psum(dw, axes) if axes else dw for dw, axes in zip(grads, replicated_axes, strict=True))
         return jax.lax.psum(share, AXES), grads, y_td, jax.lax.psum(dropped, AXES)
 
     in_specs, out_specs = (specs, P(AXES), P()), (P(), specs, P(AXES), P())
@@ -236,12 +241,12 @@ QUICK = {(2, "capacity")}
     [
         pytest.param(n, impl, marks=[] if (n, impl) in QUICK else [pytest.mark.slow])
         for n in (1, 2, 4, 8)
-        for impl in ("dropless", "in parts", "capacity", "reference")
+        for impl in ("dropless", "in chunks", "capacity", "reference")
     ],
 )
 def test_dispatch_equals_the_plain_mixture(n, impl):
-    """Loss, gradients and results, however the tokens are routed; nothing is dropped where there is room for all."""
-    sharded = jax.jit(on_mesh(n, impl, room=n))
+    """Loss, gradients and results, however the tokens are routed. Nothing is dropped if the buffer can hold all."""
+    sharded = jax.jit(on_mesh(n, impl, buffer_factor=n))
     for name, extra in routings().items():
         loss, grads, y, dropped = sharded(layer(), extra, name == "tied")
         (want_loss, want_y), want_grads = expected(name)
@@ -252,8 +257,8 @@ def test_dispatch_equals_the_plain_mixture(n, impl):
 
 
 @pytest.mark.slow
-def test_what_a_tpu_calls_is_what_the_cpu_computes(monkeypatch):
-    """gmm.py's functions, here by their references: values and gradients."""
+def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
+    """gmm.py's functions run on the CPU as their references: values and gradients."""
     _, _, gate, up, down = layer()
     x, sizes = jax.random.normal(jax.random.key(0), (40, gate.shape[1])), jnp.array([0, 9, 1, 0, 20, 3, 0, 4])[:E]
 
@@ -261,19 +266,19 @@ def test_what_a_tpu_calls_is_what_the_cpu_computes(monkeypatch):
         product = moe.gated_matmul(x, gate, up, sizes, 7.0)
         return moe.grouped_matmul(product, down.swapaxes(1, 2), sizes, transpose=True)
 
-    found = []
+    results = []
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
         y, pull = jax.vjp(experts, x, gate, up, down)
-        found.append((y, *pull(jnp.cos(y))))
-    for a, b in zip(*found, strict=True):
+        results.append((y, *pull(jnp.cos(y))))
+    for a, b in zip(*results, strict=True):
         assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("sources", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
-def test_zeros_are_put_where_rows_may_be_missing_alone(sources, copies):
-    """Elsewhere XLA:TPU is spared a pass over all rows."""
+def test_missing_rows_are_filled_only_where_they_may_occur(sources, copies):
+    """It spares XLA:TPU a pass over all rows where none is missing."""
     x, order = jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0, 1])
     copy = lambda x: moe.copy_rows(x, order, jnp.argsort(order), moe.Missing(sources, copies))
     run = lambda x, dy: (copy(x), *jax.vjp(copy, x)[1](dy))
@@ -284,61 +289,63 @@ def test_zeros_are_put_where_rows_may_be_missing_alone(sources, copies):
     np.testing.assert_array_equal(dx[order], x)
 
 
-def kept_of(experts, order, rooms) -> np.ndarray:
-    """[TOKENS, E]: pairs that find room, taken in `order`, of (token, choice); `rooms(token, expert)` names the room
-    that a pair takes, and how large that is."""
-    kept, taken = np.ones((TOKENS, E)), {}
+def accepted_pairs(experts, order, buffer_of) -> np.ndarray:
+    """[TOKENS, E]: 1 for the (token, expert) pairs that fit into their buffers, 0 for those that are dropped.
+
+    The (token, choice) pairs arrive in `order`. `buffer_of(token, expert)` is (the buffer of a pair, its size).
+    """
+    accepted, filled = np.ones((TOKENS, E)), {}
     for token, choice in order:
         expert = experts[token, choice]
-        room, size = rooms(token, expert)
-        taken[room] = taken.get(room, 0) + 1
-        kept[token, expert] = taken[room] <= size
-    return kept
+        buffer, size = buffer_of(token, expert)
+        filled[buffer] = filled.get(buffer, 0) + 1
+        accepted[token, expert] = filled[buffer] <= size
+    return accepted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["dropless", "capacity"])
-def test_what_finds_no_room_is_dropped_and_counted(impl):
-    """And all else is as it should be, gradients too."""
+def test_pairs_that_do_not_fit_are_dropped_and_counted(impl):
+    """The results and gradients of the others are right."""
     n, t = 4, TOKENS // 8
     devices = np.arange(TOKENS) // t
-    sharded = jax.jit(on_mesh(n, impl, room=0.75, capacity=2))
+    sharded = jax.jit(on_mesh(n, impl, buffer_factor=0.75, capacity=2))
     grad = jax.jit(jax.value_and_grad(lambda w, *rest: mixture(*w, *rest), has_aux=True))
     for name in ("to one", "some empty", "random"):
         extra = routings()[name]
-        kept = kept_of(*who_comes_when(impl, extra, n, t, devices))
-        (want_loss, want_y), want_grads = grad(layer(), extra, False, kept)
+        accepted = accepted_pairs(*order_of_arrival(impl, extra, n, t, devices))
+        (want_loss, want_y), want_grads = grad(layer(), extra, False, accepted)
         loss, grads, y, dropped = sharded(layer(), extra, False)
-        assert int(dropped) == np.sum(kept == 0) > 0
+        assert int(dropped) == np.sum(accepted == 0) > 0
         assert abs(loss - want_loss) < 1e-5 * want_loss and relative_error(y, want_y) < 1e-5
         for a, b in zip(grads, want_grads, strict=True):
             assert relative_error(a, b) < 1e-5, name
 
 
-def who_comes_when(impl, extra, n, t, devices):
-    """Arguments of `kept_of`."""
+def order_of_arrival(impl, extra, n, t, devices):
+    """The arguments of `accepted_pairs`."""
     x, router, *_ = layer()
     experts = np.asarray(jax.lax.top_k(x @ router + extra, X)[1])
     order = [(token, choice) for choice in range(X) for token in range(TOKENS)]
-    if impl == "capacity":  # of every device for each expert, first choices first
+    if impl == "capacity":  # a buffer for each device and expert; first choices come first
         return experts, order, lambda token, expert: ((devices[token], expert), 2)
-    # Into one buffer a device, sorted by its experts, then by sender and choice.
+    # One buffer a device, sorted by its experts, then by sender and choice.
     order.sort(key=lambda pair: (experts[pair], devices[pair[0]]))
     return experts, order, lambda token, expert: ((devices[token] // n, expert // (E // n)), int(0.75 * t * X))
 
 
-# -- what travels
+# -- communication
 
 
 def moved(function, *args) -> list[tuple[str, tuple, str]]:
-    """(primitive, shape of the operand, dtype) of what a jaxpr moves over `expert`."""
-    found = []
+    """(primitive, shape of the operand, dtype) of each collective over `expert` in a jaxpr."""
+    collectives = []
     for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr):
         axes = eqn.params.get("axis_name", ())
         is_over_experts = "expert" in ([axes] if isinstance(axes, str) else axes)
         if is_over_experts and eqn.primitive.name not in ("pvary", "axis_index", "psum", "psum_invariant"):
-            found.append((eqn.primitive.name, eqn.invars[0].aval.shape, str(eqn.invars[0].aval.dtype)))
-    return found
+            collectives.append((eqn.primitive.name, eqn.invars[0].aval.shape, str(eqn.invars[0].aval.dtype)))
+    return collectives
 
 
 @pytest.mark.parametrize("impl", ["dropless", "capacity", "reference"])
@@ -352,22 +359,22 @@ def tpu_mesh(n: int) -> Mesh:
 
 
 @pytest.mark.slow
-def test_on_a_tpu_rows_travel_as_they_are():
-    """The collective takes the t*X pairs that there are, and the result has the room that was given, both ways and both
-    ways back; beside them only the counts travel: N*E integers, once."""
+def test_on_a_tpu_rows_travel_without_padding():
+    """The operand is the t*X pairs and the result is the buffer, for dispatch and combine, forward and backward. Beside
+    them only the counts travel, once: N*E integers."""
     n, t = 4, TOKENS // 8
-    sharded = on_mesh(n, "dropless", room=1.5, platform_mesh=tpu_mesh(n))
-    found = moved(sharded, layer(), routings()["random"], False)
+    sharded = on_mesh(n, "dropless", buffer_factor=1.5, platform_mesh=tpu_mesh(n))
+    collectives = moved(sharded, layer(), routings()["random"], False)
     pairs, buffer = ((rows, D) for rows in (t * X, t * X * 3 // 2))
-    assert found == [
+    assert collectives == [
         ("all_gather", (E,), "int32"),
         *[("ragged_all_to_all", shape, "float32") for shape in (pairs, buffer, pairs, buffer)],
     ]
 
 
 @pytest.mark.slow
-def test_rows_of_whole_registers(monkeypatch):
-    """They travel as [d / 128, 128]: results and gradients are the reference's, or, short of room, those of [d]."""
+def test_contiguous_rows_give_the_same_results(monkeypatch):
+    """Rows sent as [d / 128, 128]: the reference's results and gradients, or if some are dropped those of [d]."""
     d, t = 256, TOKENS // 8
     keys = jax.random.split(jax.random.key(3), 3)
     shapes = (TOKENS, d), (E, d, d), (TOKENS, E)
@@ -387,13 +394,13 @@ def test_rows_of_whole_registers(monkeypatch):
 
     assert_near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(assert_near, mixed(4 * t * X), mixed("reference"))
-    short_of_room = mixed(t * X // 2)
-    monkeypatch.setattr(moe, "in_rows", lambda x_rd: x_rd)
-    jax.tree.map(assert_near, short_of_room, mixed(t * X // 2))
+    with_drops = mixed(t * X // 2)
+    monkeypatch.setattr(moe, "contiguous_rows", lambda x_rd: x_rd)
+    jax.tree.map(assert_near, with_drops, mixed(t * X // 2))
 
 
-def test_every_row_is_sent_once_to_where_its_expert_is():
-    """What the slices say: each device sends its pairs, no others, into places that none else writes."""
+def test_every_row_is_sent_once_to_the_device_of_its_expert():
+    """By the slices of the plans: each device sends exactly its pairs, into rows that no other device writes."""
     n, t = 4, TOKENS // 8
     x, router, *_ = layer()
     mesh = jax.make_mesh((8 // n, n), AXES, axis_types=(AxisType.Auto,) * 2)
@@ -407,8 +414,8 @@ def test_every_row_is_sent_once_to_where_its_expert_is():
         check_slices(n, t, *jax.device_get(plan(x @ router * (name != "tied") + extra)))
 
 
-def check_slices(n, t, loads, there, back, sizes, dropped):
-    np.testing.assert_array_equal(there.size.sum(1), t * X)  # all pairs, and only these
+def check_slices(n, t, loads, dispatch, combine, sizes, dropped):
+    np.testing.assert_array_equal(dispatch.send_sizes.sum(1), t * X)  # exactly the pairs
     assert not np.any(dropped)
     for group in range(8 // n):
         devices = [group * n + i for i in range(n)]
@@ -416,25 +423,25 @@ def check_slices(n, t, loads, there, back, sizes, dropped):
             writes = []
             for sender, other in enumerate(devices):
                 for e in range(E // n):
-                    of_sender, of_receiver = receiver * (E // n) + e, sender * (E // n) + e
-                    start, size, target = (int(a[other, of_sender]) for a in there[:3])
-                    assert size == loads[other, of_sender] == there.arriving[device, of_receiver]
-                    assert start == np.sum(loads[other, :of_sender])
-                    assert (target, size, start) == tuple(int(a[device, of_receiver]) for a in back[:3])
+                    sent, received = receiver * (E // n) + e, sender * (E // n) + e  # indices in the two plans
+                    start, size, target = (int(a[other, sent]) for a in dispatch[:3])
+                    assert size == loads[other, sent] == dispatch.recv_sizes[device, received]
+                    assert start == np.sum(loads[other, :sent])
+                    assert (target, size, start) == tuple(int(a[device, received]) for a in combine[:3])
                     assert np.sum(sizes[device, :e]) <= target and target + size <= np.sum(sizes[device, : e + 1])
                     writes += range(target, target + size)
             assert sorted(writes) == list(range(np.sum(sizes[device])))
 
 
-def compiled(parts: int) -> str:
-    """The schedule of a layer with 4 experts a device."""
+def compiled(num_chunks: int) -> str:
+    """The scheduled program of a layer with 4 experts a device."""
     n, t, d = 8, 1024, 512
     mesh = tpu_mesh(n)
 
     def per_device(x_td, w_edd, logits_tE):
         experts = lambda x, sizes: moe.grouped_matmul(x, w_edd, sizes)
-        dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", 2 * t * X // parts)
-        return moe.in_parts(dropless, x_td, moe.route(logits_tE, X), parts)[0]
+        dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", 2 * t * X // num_chunks)
+        return moe.in_chunks(dropless, x_td, moe.route(logits_tE, X), num_chunks)[0]
 
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=jax.NamedSharding(mesh, P("expert")))
@@ -444,25 +451,25 @@ def compiled(parts: int) -> str:
 
 @pytest.mark.slow
 def test_compiled_for_tpu7x_the_sparse_cores_send_the_rows():
-    """Asynchronously: started, and waited for later."""
-    program = compiled(parts=1)
+    """They do so asynchronously: one instruction starts it, a later one waits."""
+    program = compiled(num_chunks=1)
     starts = [line for line in program.splitlines() if "ragged-all-to-all" in line and "call-start(" in line]
     assert len(starts) == 2 and all('async_execution_thread="sparsecore"' in line for line in starts)
     assert program.count('custom_call_target="tpu_custom_call"') == 1
 
 
 @pytest.mark.slow
-def test_compiled_for_tpu7x_parts_compute_while_others_are_on_their_way():
-    """One part's rows come while another's are multiplied, and go while the next one's are; of a single part none."""
+def test_compiled_for_tpu7x_one_chunk_is_computed_while_another_travels():
+    """Dispatch and combine of one chunk are beside the matmul of the other. A single chunk has nothing beside it."""
 
-    def kernels_beside(parts: int) -> list[int]:
-        """Of each exchange, in the order of their ends: between its beginning and its end."""
-        program = hlo.parse(compiled(parts))
+    def kernels_beside(num_chunks: int) -> list[int]:
+        """The number of kernels between start and end of each exchange, by the order of the ends."""
+        program = hlo.parse(compiled(num_chunks))
         order = list(program.computations[program.entry].values())
         place = {instruction.name: number for number, instruction in enumerate(order)}
         ends = [i for i in order if i.opcode.endswith("-done") and "ragged-all-to-all" in i.name]
         between = [order[place[end.operands[0]] : place[end.name]] for end in ends]
-        return [sum("tpu_custom_call" in i.attributes.get("custom_call_target", "") for i in its) for its in between]
+        return [sum("tpu_custom_call" in i.attributes.get("custom_call_target", "") for i in span) for span in between]
 
     assert kernels_beside(1) == [0, 0]
     assert kernels_beside(2) == [0, 1, 1, 0]
@@ -472,19 +479,19 @@ def test_compiled_for_tpu7x_parts_compute_while_others_are_on_their_way():
 @pytest.mark.parametrize(
     ("shape", "spec", "copied"), [((4, 224, 512), P(None, "expert"), True), ((4 * 224, 512), P("expert"), False)]
 )
-def test_compiled_for_tpu7x_rows_of_all_matrices_are_gathered_without_copies(shape, spec, copied):
-    """Half of an expert each, not 28 rows of all four, which lie across registers."""
+def test_compiled_for_tpu7x_experts_sharded_as_one_matrix_are_gathered_without_copies(shape, spec, copied):
+    """Each device has half of an expert. With 28 rows of all four instead, shards do not end at registers' edges."""
     n, rows, e, d, m = 8, 1024, 4, 8 * 28, 512
     mesh = tpu_mesh(n)
 
     def gradients(x_rd, w, sizes_e):
-        apart = lambda w: fsdp.gather(w, spec, "expert").reshape(e, d, m)
-        y_rm, backward = jax.vjp(lambda x_rd, w: moe.grouped_matmul(x_rd, apart(w), sizes_e), x_rd, w)
+        unstack = lambda w: fsdp.gather(w, spec, "expert").reshape(e, d, m)
+        y_rm, backward = jax.vjp(lambda x_rd, w: moe.grouped_matmul(x_rd, unstack(w), sizes_e), x_rd, w)
         return backward(y_rm)
 
     arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, its))
-        for shape, dtype, its in (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, layout))
+        for shape, dtype, layout in (
             ((n * rows, d), jnp.bfloat16, P("expert")),
             (shape, jnp.bfloat16, spec),
             ((e,), jnp.int32, P()),
@@ -497,8 +504,8 @@ def test_compiled_for_tpu7x_rows_of_all_matrices_are_gathered_without_copies(sha
 
 
 @pytest.mark.slow
-def test_the_largest_are_found_without_a_sort():
-    """Compiled for TPU7x: `jax.lax.top_k` is one."""
+def test_compiled_for_tpu7x_top_k_does_not_sort():
+    """`jax.lax.top_k` does."""
     scores = jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=jax.NamedSharding(tpu_mesh(8), P("expert")))
     sorts = lambda f: " sort(" in jax.jit(partial(f, k=8)).lower(scores).compile().as_text()
     assert sorts(jax.lax.top_k) and not sorts(moe.top_k)
