@@ -130,9 +130,9 @@ CASES = {
         "llama3.1-8b",
         dict(num_layers=8, mesh="data:8", batch=8, seq_len=2048, remat="full"),
         {
-            f"{optimizer}, {where}": dict(optimizer=optimizer, shard_update=cut)
+            f"{optimizer}, {where}": dict(optimizer=optimizer, shard_update=sharded)
             for optimizer in ("adamw", "sgd")
-            for where, cut in (("whole on each device", False), ("an eighth of it", True))
+            for where, sharded in (("state replicated", False), ("state sharded 8 ways", True))
         },
     ),
     "experts": Case(

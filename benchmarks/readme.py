@@ -68,9 +68,9 @@ def one_device() -> str:
         ratios.append(f"| `{' '.join(flags) or '(default)'}` | {median} | {low} to {high} |")
 
     return (
-        "Time of a step on 8 simulated devices over that of a plain `jax.jit` of the same model and "
-        f"batch on one, in turns on\n{machine()} (`python benchmarks/one_device.py`): what the\nsimulation costs, "
-        "measured. It says nothing about a TPU.\n\n| mesh and flags | median ratio | middle half |\n|---|---|---|\n"
+        "The time of a step on 8 simulated devices, over that of a plain `jax.jit` of the same model and batch on "
+        f"one.\nMeasured, alternating, on {machine()}\n(`python benchmarks/one_device.py`). It is the cost of the "
+        "simulation, and says nothing about a TPU.\n\n| mesh and flags | median ratio | middle half |\n|---|---|---|\n"
         + "\n".join(ratios)
     )
 
@@ -79,8 +79,8 @@ def collectives() -> str:
     lines = [line for _, line in timed_lines("benchmarks/collectives.py", "--topology=tpu7x:4x4x4")]
     return (
         f"`python benchmarks/collectives.py`, libtpu {metadata.version('libtpu')}, a ring of 4 devices along an axis "
-        "of the torus, bfloat16. The MLP is one of a\ntensor-parallel block (D = 4096, F = 14336, 8192 tokens). Times "
-        "are predicted from the compiled schedule: the compiler's\ncycles at 2.2 GHz, links at 89 GB/s one way.\n\n"
+        "of the torus, bfloat16. The MLP is that of\na tensor-parallel block (D = 4096, F = 14336, 8192 tokens). Times "
+        "are predicted from the compiled schedule: the\ncompiler's cycles at 2.2 GHz, links at 89 GB/s one way.\n\n"
         + "\n".join(line for line in lines if line.startswith("|"))
     )
 
@@ -88,10 +88,10 @@ def collectives() -> str:
 def kernels() -> str:
     lines = [line for _, line in timed_lines("benchmarks/kernels.py")]
     return (
-        f"`python benchmarks/kernels.py`: {lines[0]}. Cycles of a TensorCore, counted by `bundles.py` in what the "
-        "compiler made of each kernel,\nin one run; a head is causal, 8192 queries and keys of 128, bfloat16. `reach` "
-        "is the goal. Tiles of the anchors and what is\nnot counted: at the head of the file.\n\n"
-        + "\n".join(line for line in lines if line.startswith("|"))
+        f"`python benchmarks/kernels.py`: {lines[0]}. Cycles of a TensorCore in the program of each\nkernel, counted "
+        "by `compiled/bundles.py` in one run. A head is causal, with 8192 queries and keys of 128, in bfloat16.\n"
+        "`reach` is the goal. The head of the file has the tiles of jax's and tokamax's kernels, and what is not "
+        "counted.\n\n" + "\n".join(line for line in lines if line.startswith("|"))
     )
 
 
