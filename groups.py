@@ -28,15 +28,15 @@ longer than multiplying (`slowdown`), its parts overlap: 14,464 columns, 113 tim
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 
 from tuned import VMEM_BYTES
+
+if TYPE_CHECKING:  # predictions take sizes of tiles from here, and need no jax
+    import jax
 
 # bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
 FLOPS_A_BYTE = 312.6
@@ -67,29 +67,34 @@ class TgmmTiles(NamedTuple):
 # -- tiles
 
 
+def cdiv(a, b):
+    """a / b, rounded up: of ints and of arrays."""
+    return -(-a // b)
+
+
 def heights(tiles: Tiles | TgmmTiles) -> list[int]:
     """Heights of a tile that there is code for. Of gmm, fewer below half of rows, where only small groups need them."""
     if isinstance(tiles, TgmmTiles):
         return list(range(MXU, tiles.rows + 1, MXU))
-    half = pl.cdiv(tiles.rows // 2, tiles.step) * tiles.step
+    half = cdiv(tiles.rows // 2, tiles.step) * tiles.step
     return [*range(min(LEAST_ROWS, half), half, 2 * tiles.step), *range(half, tiles.rows + 1, tiles.step)]
 
 
 def register_rows(*dtypes) -> int:
     """Rows of a register (8 x 128 x 4 bytes) of the narrowest type: a DMA starts and ends at multiples of them."""
-    return 32 // min(jnp.dtype(dtype).itemsize for dtype in dtypes)
+    return 32 // min(np.dtype(dtype).itemsize for dtype in dtypes)
 
 
 def result_dtype(dtype):
     """Of a grouped matmul, where nothing else is asked: that of its operands, of 8 bits bfloat16."""
-    return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
+    return np.dtype(ml_dtypes.bfloat16 if np.dtype(dtype).itemsize == 1 else dtype)
 
 
 def _padded_bytes(shape: Sequence[int], dtype) -> int:
     """Of an array in VMEM, whose last two dims are whole registers (a single row takes but one row of them)."""
     *outer, rows, cols = shape
     unit = 1 if rows == 1 else register_rows(dtype)
-    return int(np.prod(outer)) * pl.cdiv(rows, unit) * unit * pl.cdiv(cols, 128) * 128 * jnp.dtype(dtype).itemsize
+    return int(np.prod(outer)) * cdiv(rows, unit) * unit * cdiv(cols, 128) * 128 * np.dtype(dtype).itemsize
 
 
 def operands_of(gated: bool = False, summed: bool = False, **_) -> tuple[int, int, int]:
@@ -116,8 +121,8 @@ def gmm_buffers(
     return dict(
         lhs=((2, inputs, tiles.rows, K), dtype),
         rhs=((2, matrices, cols, K) if transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
-        lhs_scale=((2, tiles.rows, 1), jnp.float32) if lhs_scale else None,
-        rhs_scale=((2, matrices, 1, cols), jnp.float32) if rhs_scale else None,
+        lhs_scale=((2, tiles.rows, 1), np.float32) if lhs_scale else None,
+        rhs_scale=((2, matrices, 1, cols), np.float32) if rhs_scale else None,
         out=((2, results, tiles.rows, cols), out_dtype),
         shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
@@ -129,8 +134,8 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
     return dict(
         lhs=((2, tiles.rows, tiles.k), dtype),
         dout=((2, tiles.rows, tiles.n), dout_dtype or dtype),
-        scale=((2, 1, tiles.n), jnp.float32) if scale else None,
-        sum=((tiles.k, tiles.n), jnp.float32),
+        scale=((2, 1, tiles.n), np.float32) if scale else None,
+        sum=((tiles.k, tiles.n), np.float32),
         out=((tiles.outs, tiles.k, tiles.n), out_dtype),
         zeros=((K if K % unit else unit, N), out_dtype),
     )
@@ -143,7 +148,7 @@ def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
     """
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds)
     if kinds.get("summed") and kinds.get("rhs_scale"):  # what has scales of its own is not added in the matrix units
-        buffers["product"] = (tiles.rows, tiles.cols), jnp.float32
+        buffers["product"] = (tiles.rows, tiles.cols), np.float32
     return _bytes_of(buffers)
 
 
@@ -165,7 +170,7 @@ def widths(size: int) -> list[int]:
     if size % 128:
         return [size]
     dividing = {width for width in range(128, size + 1, 128) if size % width == 0}
-    overlapping = {MXU * pl.cdiv(size, MXU * count) for count in range(2, size // MXU + 1)}
+    overlapping = {MXU * cdiv(size, MXU * count) for count in range(2, size // MXU + 1)}
     return sorted(dividing | overlapping, reverse=True)
 
 
@@ -174,8 +179,8 @@ def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
 
     A tile of r rows and c columns multiplies r c / (r + c) FLOPs for each byte that HBM brings it, of any type.
     """
-    full = lambda width: pl.cdiv(width, MXU) * MXU
-    overlap = lambda width, size: pl.cdiv(size, width) * full(width) / full(size)
+    full = lambda width: cdiv(width, MXU) * MXU
+    overlap = lambda width, size: cdiv(size, width) * full(width) / full(size)
     if isinstance(tiles, TgmmTiles):
         height, width, computed = tiles.k, tiles.n, overlap(tiles.k, K) * overlap(tiles.n, N)
     else:
@@ -190,7 +195,7 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds
     """
     out_dtype = out_dtype or result_dtype(dtype)
     step = max(32, register_rows(dtype, out_dtype))
-    most = min(640, pl.cdiv(M, step) * step)
+    most = min(640, cdiv(M, step) * step)
     rows = [most] + [rows for rows in (512, 384, 256, 128, 64, 32) if rows < most]
     fitting = [
         tiles
@@ -210,7 +215,7 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **
     Parts of K and N overlap as those of `default_tiles`.
     """
     out_dtype = out_dtype or result_dtype(dtype)
-    rows = range(MXU, min(1024, pl.cdiv(M, MXU) * MXU) + 1, MXU)
+    rows = range(MXU, min(1024, cdiv(M, MXU) * MXU) + 1, MXU)
     sizes = [(k, n) for k in widths(K) for n in widths(N)]
     tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
     worth = lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), K % t.k == N % t.n == 0)
@@ -250,7 +255,7 @@ def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
 
 def _not_cut(**dims: int) -> str:
     """Returns the way out for dims that have but one width."""
-    odd = [f"{name}={size:,} to {pl.cdiv(size, 128) * 128:,}" for name, size in dims.items() if size % 128]
+    odd = [f"{name}={size:,} to {cdiv(size, 128) * 128:,}" for name, size in dims.items() if size % 128]
     return f"; only multiples of 128 are cut: pad {' and '.join(odd)}" if odd else ""
 
 
@@ -263,15 +268,15 @@ class Plan(NamedTuple):
     All int32 [tiles at most] or [groups], in SMEM, where the scalar unit reads them.
     """
 
-    totals: jax.Array  # tiles, groups, first row, end of the last row
-    tile_group: jax.Array  # which of the groups, in the order of those that have rows
-    tile_block: jax.Array  # where it starts: the first tile of a group with the block that holds the group's first row
-    tile_blocks: jax.Array  # its blocks that hold rows of the group
-    tile_write: jax.Array  # of these, the ones to write: not the last one, if the next group has rows in it
-    tile_height: jax.Array  # the height in which it is computed, an index in `heights`
-    group_expert: jax.Array
-    group_start: jax.Array  # row
-    group_end: jax.Array
+    totals: "jax.Array"  # tiles, groups, first row, end of the last row
+    tile_group: "jax.Array"  # which of the groups, in the order of those that have rows
+    tile_block: "jax.Array"  # where it starts: a group's first tile with the block that holds the group's first row
+    tile_blocks: "jax.Array"  # its blocks that hold rows of the group
+    tile_write: "jax.Array"  # of these, the ones to write: not the last one, if the next group has rows in it
+    tile_height: "jax.Array"  # the height in which it is computed, an index in `heights`
+    group_expert: "jax.Array"
+    group_start: "jax.Array"  # row
+    group_end: "jax.Array"
 
 
 def most_tiles(num_rows: int, num_groups: int, unit: int, rows: int) -> int:
@@ -287,6 +292,9 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
       unit: rows of a block.
       step: heights of tiles are multiples of it, but for the last one of a group.
     """
+    import jax.numpy as jnp  # here: see above
+    from jax import lax
+
     per_tile, per_step = tiles.rows // unit, step // unit
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
     wanted = partial(lax.dynamic_slice, start_indices=(offset,), slice_sizes=(num_groups,))
@@ -297,9 +305,9 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
     groups = ordinal[-1] + 1
 
     first = starts // unit
-    blocks = jnp.where(some, pl.cdiv(ends, unit) - first, 0)
-    count = pl.cdiv(blocks, per_tile)  # tiles of each
-    height = pl.cdiv(pl.cdiv(blocks, jnp.maximum(count, 1)), per_step) * per_step
+    blocks = jnp.where(some, cdiv(ends, unit) - first, 0)
+    count = cdiv(blocks, per_tile)  # tiles of each
+    height = cdiv(cdiv(blocks, jnp.maximum(count, 1)), per_step) * per_step
     before = jnp.cumsum(count) - count
 
     t = jnp.arange(most_tiles(num_rows, num_groups, unit, tiles.rows), dtype=jnp.int32)
@@ -319,6 +327,9 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
 
 def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
     """{region: executions} in a call of the kernel for these group sizes: what `bundles.py` wants to know."""
+    import jax  # here: see above
+    import jax.numpy as jnp
+
     unit = register_rows(dtype, out_dtype or result_dtype(dtype))
     step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
     shape = (0, len(group_sizes), num_rows, unit, step, tiles)
@@ -342,7 +353,7 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     Of a named region as counted; of a branch that leads to such, the sum of theirs; of any other one in the loop over
     tiles, the number of tiles.
     """
-    passes = pl.cdiv(K, tiles.k) * pl.cdiv(N, tiles.n) if isinstance(tiles, TgmmTiles) else pl.cdiv(N, tiles.cols)
+    passes = cdiv(K, tiles.k) * cdiv(N, tiles.n) if isinstance(tiles, TgmmTiles) else cdiv(N, tiles.cols)
     counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
     loop = kernel.region("tile")
 
@@ -366,17 +377,17 @@ def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dt
     """Between HBM and VMEM, in a call of the kernel for these group sizes, without scales. kinds: of `vmem_bytes`."""
     inputs, matrices, results = operands_of(**kinds)
     out_dtype = out_dtype or result_dtype(dtype)
-    of_in, of_out = (jnp.dtype(each).itemsize for each in (dtype, out_dtype))
+    of_in, of_out = (np.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)
     unit = register_rows(dtype, out_dtype)
     ends = np.cumsum(sizes)
     starts = ends - sizes
     rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
     if isinstance(tiles, TgmmTiles):
-        across, down = pl.cdiv(N, tiles.n), pl.cdiv(K, tiles.k)
+        across, down = cdiv(N, tiles.n), cdiv(K, tiles.k)
         computed_K, computed_N = down * tiles.k, across * tiles.n
         return rows * (computed_K * across + computed_N * down) * of_in + len(sizes) * computed_K * computed_N * of_out
-    experts, passes = int(np.sum(sizes > 0)), pl.cdiv(N, tiles.cols)
+    experts, passes = int(np.sum(sizes > 0)), cdiv(N, tiles.cols)
     computed_N = passes * tiles.cols
     read = inputs * rows * K * passes + matrices * experts * K * computed_N
     return read * of_in + results * num_rows * computed_N * of_out

@@ -657,6 +657,7 @@ def as_json(found: Prediction) -> dict:
         "passes": found.passes,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
         "memory_bytes": found.memory,
+        "cliffs": cliffs(run),
     }
 
 
@@ -692,7 +693,7 @@ def _cliff_of_experts(run: Run) -> list[str]:
     odd = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
     if not config.num_experts or config.moe_impl != "dropless" or not odd:
         return []
-    import groups  # here, for it needs jax, and what has no such dim needs none
+    import groups  # here, for it needs numpy, and what has no such dim needs none
 
     rows, experts = round(run.tokens * config.experts_per_token), config.num_experts // run.sizes["expert"]
     dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype

@@ -18,6 +18,15 @@ def test_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], cwd=Path(roofline.__file__).parent, check=True)
 
 
+def test_sizes_of_experts_that_no_tile_divides_need_no_jax_either():
+    code = "import sys, roofline; roofline.main(sys.argv[1:]); assert not {'jax', 'matplotlib'} & set(sys.modules)"
+    flags = "step --json --topology=tpu7x:4x4x4 --preset=gpt-oss-120b --mesh=fsdp:64,expert:2 --batch=128 --expert_dim=2881"
+    root = Path(roofline.__file__).parent
+    said = subprocess.run([sys.executable, "-c", code, *flags.split()], cwd=root, check=True, capture_output=True)
+    (cliff,) = json.loads(said.stdout)["cliffs"]
+    assert cliff.startswith("model_dim=2,880 and expert_dim=2,881: the experts' kernels are refused, which cut only")
+
+
 # -- command line
 
 
