@@ -15,7 +15,8 @@ Digests of these go over all processes, the texts themselves only where digests 
 takes part, so that processes with unlike meshes can still tell each other. What keeps one process from starting
 (`--corpus` is not there) is told to all in the same way: every process ends with status 1 and the same difference.
 
-Left out: a process whose command line cannot be read ends before it could tell; the others wait for it to connect.
+Left out: a process whose command line cannot be read ends before it could tell; the others wait for it to connect,
+five times `--peer_timeout`, and process 0 then says how many came.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 On a TPU slice each host runs the program once, on its own chips; the same holds for processes with simulated devices.
 `jax.distributed` connects them: process 0 listens, the others report to it, and one that is silent for `peer_timeout`
-seconds is taken for lost (at the start, one that has not come within five minutes). The others cannot go on without its
-shards, so they end, with a message, and are started again from the newest checkpoint.
+seconds is taken for lost (at the start, one that has not come within five times as long). The others cannot go on
+without its shards, so they end, with a message, and are started again from the newest checkpoint.
 """
 
 import contextlib
@@ -14,7 +14,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
@@ -28,6 +31,7 @@ LOST_PEER = (
     "another process of this run is lost; when all are started again, the same command resumes from the newest "
     "checkpoint"
 )
+START_TIMEOUTS = 5  # of `peer_timeout`, within which all processes must have connected
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
@@ -60,12 +64,14 @@ def start(config: Config) -> list[jax.Device]:
             sys.stdout = command.output(os.dup(1))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
+        _reasons.append(partial(not_all_came, config, coordinator, time.monotonic()))
         try:
             jax.distributed.initialize(
                 coordinator or None,
                 config.num_processes or None,
                 config.process_id if config.process_id >= 0 else None,
                 coordinator_bind_address=bound_to or None,
+                initialization_timeout=START_TIMEOUTS * config.peer_timeout,
                 heartbeat_timeout_seconds=config.peer_timeout,
                 shutdown_timeout_seconds=config.peer_timeout,
             )
@@ -77,6 +83,8 @@ def start(config: Config) -> list[jax.Device]:
                 f"{named}the processes of this run cannot find each other ({error}): give each a "
                 "--coordinator=HOST:PORT, --num_processes=N and --process_id=I, or leave the environment without it"
             ) from None
+        finally:
+            _reasons.pop()
         if jax.process_count() == 1:  # a slice of one host: there is nobody to lose
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
     if config.compilation_cache:
@@ -159,11 +167,33 @@ def simulated_sizes(config: Config) -> dict[str, int] | None:
     return placement.fill_mesh(placement.parse_mesh(config.mesh), num_simulated(config.mesh))
 
 
+_reasons = [lambda: LOST_PEER]  # the last one says why jax.distributed ends this process
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _last_words(_signal):
     """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
-    os.write(2, f"train.py: error: {LOST_PEER}\n".encode())
+    os.write(2, f"train.py: error: {_reasons[-1]()}\n".encode())
     os._exit(1)
+
+
+def not_all_came(config: Config, coordinator: str, begun: float) -> str:
+    """The sentence for processes that did not all connect, or that expect another number of them."""
+    came, several = "", f"the {config.num_processes}" if config.num_processes else "the"
+    if config.process_id == 0 and (number := num_connected(int(coordinator.rpartition(":")[2]))):
+        came = f" ({number} did)"
+    return (
+        f"{several} processes of this run did not all connect to {coordinator or 'each other'} within "
+        f"{time.monotonic() - begun:.0f} s{came}: start one for each --process_id from 0 on, all with the same "
+        "--coordinator and --num_processes; one that has ended has printed why"
+    )
+
+
+def num_connected(port: int) -> int:
+    """Processes that are connected to a port of this host, itself among them; 0 where the kernel does not say."""
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
+    rows = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)  # 01 is an open connection
 
 
 @contextlib.contextmanager

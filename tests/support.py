@@ -353,7 +353,7 @@ def start_two(
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     files = dict(checkpoint_dir=directory / "checkpoints", metrics_file=directory / "metrics.jsonl")
-    values = values | files | dict(steps=20, coordinator=f"localhost:{port}", num_processes=2)
+    values = dict(num_processes=2) | values | files | dict(steps=20, coordinator=f"localhost:{port}")
     programs = {0: program, 1: program} | (own or {})
     both = values | dict(process_id=0), values | dict(process_id=1) | dict(second)
     return [start(each, directory / f"{i}.out", program=programs[i]) for i, each in enumerate(both)]
