@@ -207,7 +207,7 @@ def end_at_once_when_interrupted() -> None:
 
     While jax is imported and traces, a KeyboardInterrupt is lost in its garbage collector's callback, or aborts C++.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored: in the background
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 

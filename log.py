@@ -37,7 +37,8 @@ class Log:
         self.terminal = self.speaks and sys.stdout.isatty()
         self.file, self.first_step = None, first_step
         if self.speaks and config.metrics_file:
-            self.file, moved = open_metrics(config.metrics_file, first_step)
+            evaluates = bool(config.eval_batches) and first_step == config.steps  # again, where all steps are done
+            self.file, moved = open_metrics(config.metrics_file, first_step, evaluates)
             if moved:
                 self.say(f"metrics    of the run before are in {moved}")
         self.pending = None  # (metrics on the devices, seconds waited for input) of the step that runs
@@ -199,11 +200,11 @@ def check_outputs(config: Config) -> None:
         outputs.check_writable(f"--profile_dir={config.profile_dir}", Path(config.profile_dir, PROGRAM))
 
 
-def open_metrics(path: str, first_step: int) -> tuple[IO, str]:
+def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[IO, str]:
     """The metrics file, opened to append.
 
-    A resumed run keeps the lines up to its first step. Before a new one the old file is moved to the first of PATH.1,
-    PATH.2 and so on that is free.
+    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once. Before
+    a new one the old file is moved to the first of PATH.1, PATH.2 and so on that is free.
 
     Returns:
       The file, and where an old one is now; "" where none was moved.
@@ -221,7 +222,9 @@ def open_metrics(path: str, first_step: int) -> tuple[IO, str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
             whole = [line for line in lines if line.endswith("}")]  # a killed run may end in half a line
-            kept = [line for line in whole if json.loads(line)["step"] <= first_step]
+            rows = [(line, json.loads(line)) for line in whole]
+            again = lambda row: evaluates and "eval_loss" in row and row["step"] == first_step
+            kept = [line for line, row in rows if row["step"] <= first_step and not again(row)]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
         with outputs.replacing(file) as unfinished:

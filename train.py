@@ -9,6 +9,11 @@ flag), data.py (batches), parameters.py and model.py (the weights, and the loss 
 (who holds what, and when it moves), evaluation.py, sampling.py, processes.py, checkpoint.py and log.py.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are imported is no traceback
+
 import contextlib
 import dataclasses
 import os
@@ -307,8 +312,16 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         introduce(log, config, mesh, corpus, resumed, prediction)
         for note in notes:
             log.say(f"note       {note}")
+        eval_step, eval_loss = evaluation.make_eval_step(config, mesh), None
+
+        def evaluate(state: State) -> float:
+            scaling = calibration.expected(state.amax, config)
+            return evaluation.evaluate(eval_step, state.params, corpus, config, mesh, scaling)
+
         if first_step >= config.steps:
             log.say(f"done       before: all of --steps={config.steps}")
+            if config.eval_batches and first_step == config.steps:  # the run before may have ended in its evaluation
+                log.evaluation(last_step, evaluate(state))
             return {}
 
         beside = ThreadPoolExecutor(1)
@@ -320,7 +333,6 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
         step_fn, compile_s = compiling.result()
         processes.wait_for_all()
-        eval_step, eval_loss = evaluation.make_eval_step(config, mesh), None
         since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
         log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
 
@@ -354,9 +366,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             if saves:  # before the evaluation, which may fail
                 checkpoint.save(checkpoints, last_step, state, config, contents)
             if evaluates:
-                eval_loss = evaluation.evaluate(
-                    eval_step, state.params, corpus, config, mesh, calibration.expected(state.amax, config)
-                )
+                eval_loss = evaluate(state)
                 log.evaluation(last_step, eval_loss)
             if evaluates or saves:
                 log.start_clock()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -157,7 +158,22 @@ def test_a_run_that_is_done_says_so(steps, copy, capsys):
     assert train.run(dataclasses.replace(copy, steps=steps)) == {}
     out = capsys.readouterr().out
     assert "resumed    from step 20" in out and f"done       before: all of --steps={steps}\n" in out
-    assert steps_in(copy.checkpoint_dir) == [15, 20]
+    assert steps_in(copy.checkpoint_dir) == [15, 20] and "held-out loss" not in out
+
+
+@pytest.mark.slow
+def test_a_run_that_died_in_its_last_evaluation_evaluates_when_it_is_resumed(copy, tmp_path, monkeypatch, capsys):
+    """And one that did not die has its loss in the metrics once."""
+    run = dataclasses.replace(copy, eval_batches=2, steps=22, metrics_file=str(tmp_path / "metrics.jsonl"))
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="dies"):
+        patch.setattr(train.evaluation, "evaluate", Mock(side_effect=RuntimeError("dies")))
+        train.run(run)
+    assert max(steps_in(copy.checkpoint_dir)) == 22
+    for _ in range(2):
+        assert train.run(run) == {}
+        (loss,) = re.findall(r"^step 22/22  held-out loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+        rows = [json.loads(line) for line in Path(run.metrics_file).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [21, 22, 22] and f"{rows[-1]['eval_loss']:.4f}" == loss
 
 
 # -- interruptions

@@ -20,7 +20,9 @@ def test_needs_no_jax():
 
 def test_sizes_of_experts_that_no_tile_divides_need_no_jax_either():
     code = "import sys, roofline; roofline.main(sys.argv[1:]); assert not {'jax', 'matplotlib'} & set(sys.modules)"
-    flags = "step --json --topology=tpu7x:4x4x4 --preset=gpt-oss-120b --mesh=fsdp:64,expert:2 --batch=128 --expert_dim=2881"
+    flags = (
+        "step --json --topology=tpu7x:4x4x4 --preset=gpt-oss-120b --mesh=fsdp:64,expert:2 --batch=128 --expert_dim=2881"
+    )
     root = Path(roofline.__file__).parent
     said = subprocess.run([sys.executable, "-c", code, *flags.split()], cwd=root, check=True, capture_output=True)
     (cliff,) = json.loads(said.stdout)["cliffs"]
