@@ -1,14 +1,15 @@
 """The anatomy of a model: every weight, activation and recomputation policy, written down once, without JAX.
 
-**Idea.** WEIGHTS is the model as a table: the dims of each weight by letter, its layout on the mesh, how it starts, and
-the models that have it. parameters.py makes arrays of it, and the predictions count parameters, FLOPs and bytes by it.
-`activations` is the same for what a layer computes, and POLICIES names what each recomputation policy saves of that.
+**Idea.** WEIGHTS is the model as a table: the dims of each weight by letter, its layout on the mesh, its initial
+values, and the models that have it. parameters.py makes arrays from it, and the predictions count parameters, FLOPs and
+bytes with it. `activations` is the same for the tensors that a layer computes. POLICIES has those that each
+recomputation policy saves.
 
-**Layout.** The letters are those of sharding.py. In a layout each dim has the mesh axes that shard it, outermost first:
-L, the stack of layers, is sharded over pipe; heads and hidden dims over tensor; one large dim over fsdp.
+**Layout.** The letters are those of sharding.py. A layout has for each dim the mesh axes that shard it, outermost
+first. L, the stack of layers, is sharded over pipe; heads and hidden dims over tensor; one large dim over fsdp.
 
-**On TPU7x.** The matrices of a layer's experts are stored one below the other, [E*D, M], and fsdp shards the rows of
-them all as those of one matrix (moe.py). Down's are stored transposed, so that all three have the same shape.
+**Experts.** The matrices of a layer's experts are stored one below the other, [E*D, M], and fsdp shards the rows of all
+of them as those of one matrix (moe.py). Down's are stored transposed, so that all three have the same shape.
 """
 
 import math
@@ -30,13 +31,13 @@ class Weight:
 
     Attributes:
       part: the part of the model under which it is counted, one of PARTS.
-      dims: a letter for each dim. A weight of a layer begins with L.
+      dims: a letter for each dim. The weights of layers begin with L.
       layout: for each dim the mesh axes that shard it: a name, several, or None.
-      start: ONES, ZEROS, or the dims of the fan-in of a normal distribution. L there: 2 * num_layers times the fan-in,
-        for a matrix that adds to the residual stream.
-      makes: the activation that its matmul makes; none for what no matmul multiplies.
-      present: whether a layer has it, by the config and by whether the layer is one with experts.
-      by_expert: it consists of num_experts equal pieces, of which a token meets experts_per_token.
+      start: ONES, ZEROS, or the dims of the fan-in of a normal distribution. An L multiplies the fan-in by
+        2 * num_layers, for a matrix that adds to the residual stream.
+      makes: the activation that its matmul computes; empty if no matmul multiplies it.
+      present: (config, whether the layer has experts) -> whether the layer has this weight.
+      by_expert: whether it consists of num_experts equal pieces, experts_per_token of which a token uses.
     """
 
     part: str
@@ -63,11 +64,11 @@ _expert_bias = lambda c, experts: experts and c.expert_bias
 _selection_bias = lambda c, experts: experts and c.selection_bias
 _shared = lambda c, experts: experts and c.num_shared_experts
 
-_SPREAD = ("tensor", "fsdp")  # of one dim: for what every device of `tensor` needs whole, and gathers
-_ROWS = ("expert", "fsdp")  # the rows of all experts' matrices
+_SPREAD = ("tensor", "fsdp")  # both for one dim: every device of `tensor` needs all of it, and gathers it
+_ROWS = ("expert", "fsdp")  # for the rows of all experts' matrices
 WEIGHTS = {
     "embed": Weight("embedding", "VD", ("tensor", "fsdp"), ""),
-    # every layer
+    # all layers
     "norm_attention": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
     "w_o": Weight("attention", "LNUD", ("pipe", "tensor", None, "fsdp"), "NUL", "out_proj"),
     "norm_mlp": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
@@ -75,7 +76,7 @@ WEIGHTS = {
     "w_q": Weight("attention", "LDNH", ("pipe", "fsdp", "tensor", None), "D", "query_proj", _query),
     "w_k": Weight("attention", "LDKH", ("pipe", "fsdp", "tensor", None), "D", "key_proj", _key_value),
     "w_v": Weight("attention", "LDKU", ("pipe", "fsdp", "tensor", None), "D", "value_proj", _key_value),
-    # or from latents
+    # queries, keys and values from latents instead
     "w_q_down": Weight("attention", "LDQ", ("pipe", _SPREAD, None), "D", "query_latent", _query_latent),
     "norm_q_latent": Weight("norms", "LQ", ("pipe", "fsdp"), ONES, "", _query_latent),
     "w_q_up": Weight("attention", "LQNH", ("pipe", "fsdp", "tensor", None), "Q", "query_proj", _query_latent),
@@ -84,7 +85,7 @@ WEIGHTS = {
     "norm_kv_latent": Weight("norms", "LC", ("pipe", "fsdp"), ONES, "", _key_value_latent),
     "w_k_up": Weight("attention", "LCNI", ("pipe", "fsdp", "tensor", None), "C", "key_proj", _key_value_latent),
     "w_v_up": Weight("attention", "LCNU", ("pipe", "fsdp", "tensor", None), "C", "value_proj", _key_value_latent),
-    # additions of some models to attention
+    # additions to attention in some models
     "norm_q": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
     "norm_k": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
     "bias_q": Weight("biases", "LNH", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
@@ -96,7 +97,7 @@ WEIGHTS = {
     "w_gate": Weight("mlp", "LDF", ("pipe", "fsdp", "tensor"), "D", "mlp_gate", _dense),
     "w_up": Weight("mlp", "LDF", ("pipe", "fsdp", "tensor"), "D", "mlp_up", _dense),
     "w_down": Weight("mlp", "LFD", ("pipe", "tensor", "fsdp"), "FL", "mlp_down", _dense),
-    # or a mixture of experts with its router, and what all tokens share
+    # a mixture of experts instead, with its router and shared experts
     "w_router": Weight("router", "LDE", ("pipe", _SPREAD, None), "D", "router_logits", _experts),
     "expert_gate": Weight("experts", "LZM", ("pipe", _ROWS, "tensor"), "D", "expert_gate", _experts, True),
     "expert_up": Weight("experts", "LZM", ("pipe", _ROWS, "tensor"), "D", "expert_up", _experts, True),
@@ -109,27 +110,28 @@ WEIGHTS = {
     "shared_gate": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_gate", _shared),
     "shared_up": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_up", _shared),
     "shared_down": Weight("shared experts", "LJD", ("pipe", "tensor", "fsdp"), "JL", "shared_down", _shared),
-    # behind the layers
+    # after the layers
     "norm": Weight("norms", "D", (_SPREAD,), ONES),
     "unembed": Weight("unembedding", "VD", ("tensor", "fsdp"), "D", "logits", _untied),
 }
 PARTS = ("embedding", "attention", "mlp", "experts", "router", "shared experts", "norms", "biases", "unembedding")
-# The router's weights are not rounded to the computation's dtype: rounded logits choose other experts, and a bias that
-# only chooses grows by steps too small for bfloat16.
+# The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
+# the selection bias changes by steps too small for bfloat16.
 FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias"})
 
 
 def key_dim(config: Config) -> int:
-    """Hk: dims of a head's query and key."""
+    """Hk, the dims of a query and a key."""
     return config.head_dim + config.rope_head_dim
 
 
 def value_dim(config: Config) -> int:
-    """Hv: dims of a head's value."""
+    """Hv, the dims of a value."""
     return config.value_head_dim or config.head_dim
 
 
 def num_expert_layers(config: Config) -> int:
+    """The number of layers with experts."""
     return config.num_layers - config.num_dense_layers if config.num_experts else 0
 
 
@@ -156,14 +158,14 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def layer_stacks(config: Config) -> dict[str, tuple[int, bool]]:
-    """The stacks of layers that are alike: (how many, whether with experts), by the name of the stack in Params."""
+    """The stacks of equal layers, {field of Params: (number of layers, whether they have experts)}."""
     num_dense = config.num_dense_layers
     stacks = {"layers": (config.num_layers - num_dense, bool(config.num_experts))}
     return stacks | ({"dense_layers": (num_dense, False)} if num_dense else {})
 
 
 def layer_weights(config: Config, *, experts: bool) -> dict[str, Weight]:
-    """The weights of a layer with experts, or of a dense one."""
+    """The weights of a layer with experts, or of a dense layer."""
     return {name: w for name, w in WEIGHTS.items() if w.dims[0] == "L" and w.present(config, experts)}
 
 
@@ -182,14 +184,14 @@ def weight_names(config: Config) -> frozenset[str]:
 
 
 def in_zigzag(config: Config) -> bool:
-    """Whether a sequence over `context` is laid out in zigzag order. A window needs the positions in order."""
+    """Whether a sequence is sharded over `context` in zigzag order. A window needs positions in order."""
     return config.context_balance and not config.window
 
 
 # -- FP8
 
 
-# The weights of a layer whose matmuls --fp8_modules names. A group multiplies the same x.
+# The weights of a layer by the names of --fp8_modules. Those of a group multiply the same x.
 FP8_MODULES = {
     "qkv": (("w_q", "w_k", "w_v"),),
     "out": (("w_o",),),
@@ -199,14 +201,14 @@ FP8_MODULES = {
 
 
 def fp8_groups(config: Config) -> list[tuple[str, ...]]:
-    """The weights of a layer whose matmuls are in FP8, in the groups that multiply the same x."""
+    """The weights of a layer whose matmuls are in FP8, in groups that multiply the same x."""
     modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
-    of_modules = [group for module in modules for group in FP8_MODULES.get(module, ())]
-    return [group for group in of_modules if weight_names(config) >= {*group}]
+    groups = [group for module in modules for group in FP8_MODULES.get(module, ())]
+    return [group for group in groups if weight_names(config) >= {*group}]
 
 
 def fp8_weights(config: Config) -> frozenset[str]:
-    """The weights that are multiplied and gathered in FP8. Those of `fp8_skip_layers` are among them."""
+    """The names of weights that are multiplied and gathered in FP8, in layers other than `fp8_skip_layers`."""
     logits = config.fp8 != "none" and "unembed" in config.fp8_modules.split(",")
     return frozenset(name for group in fp8_groups(config) for name in group) | ({"unembed"} if logits else set())
 
@@ -214,17 +216,18 @@ def fp8_weights(config: Config) -> frozenset[str]:
 # -- logits
 
 
-LOGITS_BYTES = 2**28  # bytes of logits that a device has at once, unless --loss_chunk says how many positions
+LOGITS_BYTES = 2**28  # at most so many bytes of logits exist on a device at a time, without --loss_chunk
 
 
 def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: float) -> int:
-    """Positions of each sequence whose logits a device has at once: at most `config.loss_chunk`, in about equal chunks.
+    """Positions of each sequence whose logits a device computes at a time: at most `loss_chunk`, in equal chunks.
 
-    With loss_chunk=0 the chunk has at most LOGITS_BYTES of logits in float32. Block-scaled FP8 takes whole blocks.
+    With loss_chunk=0 a chunk has at most LOGITS_BYTES of logits in float32. For block-scaled FP8 chunks are rounded up
+    to whole blocks.
 
     Args:
-      sequences: the sequences of a microbatch on a device.
-      positions: the positions of each of them on a device.
+      sequences: sequences of a microbatch on a device.
+      positions: positions of each of them on a device.
       vocabulary: a device's share of the vocabulary.
     """
     most = config.loss_chunk or max(1, int(LOGITS_BYTES / (4 * sequences * vocabulary)))
@@ -238,9 +241,9 @@ def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: flo
 # -- activations
 
 
-# These stay in float32 whatever the dtype of the computation.
+# Activations that are in float32 whatever the dtype of the computation.
 FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
-# These end a sub-layer and are added to the residual stream: the backward pass reads the sum, not the summand.
+# Results that end a sub-layer and are added to the residual stream: the backward pass reads the sum, not the summand.
 UNREAD_ACTIVATIONS = {"out_proj", "mlp_down", "shared_down"}
 
 
@@ -250,67 +253,64 @@ def expert_capacity(config: Config, tokens: int) -> int:
 
 
 def expert_rows(config: Config, tokens: int, devices: int) -> int:
-    """Rows of the buffer of a device's experts, where each of `devices` along `expert` has `tokens` tokens (moe.py).
+    """Rows of the buffer of a device's experts, if each of `devices` along `expert` has `tokens` tokens (moe.py).
 
-    Without drops on one device the buffer has the rows that the router makes of its tokens. On several it has more,
-    since none knows beforehand what it receives. With a capacity every expert has as many rows, and in the reference
+    `dropless` on one device needs the (token, choice) pairs of its tokens. On several it needs more, since no device
+    knows beforehand how many rows it receives. With `capacity` every expert has equally many rows, in the `reference`
     every expert has all tokens. The experts' activations have all these rows, filled or not.
     """
     E, X = config.num_experts, config.experts_per_token
     if config.moe_impl != "dropless":
         return E * (tokens if config.moe_impl == "reference" else expert_capacity(config, tokens))
-    most = devices * tokens * min(X, E // devices)  # all tokens send all that they can
-    wanted = -int(-config.buffer_factor * tokens * X // 32) * 32  # whole registers, of any type
-    return tokens * X if devices == 1 else min(most, wanted)
+    largest = devices * tokens * min(X, E // devices)  # if all choices fall on the experts of one device
+    wanted = -int(-config.buffer_factor * tokens * X // 32) * 32  # whole registers of any dtype
+    return tokens * X if devices == 1 else min(largest, wanted)
 
 
 def activations(
     config: Config, *, experts: bool = False, fused: bool = True, expert_buffer_ratio: float = 1, row_copies: int = 1
 ) -> dict[str, float]:
-    """Elements a token of every tensor of one layer that a policy may save, in the order in which they are made.
+    """Elements a token of every tensor of a layer that a policy may save, in the order in which they are computed.
 
     Args:
-      experts: the layer is one with experts, not a dense one.
-      fused: attention is a kernel, which saves its result and the log-sum-exp of the scores, not all scores.
-      expert_buffer_ratio: the ratio of `expert_rows` to the rows that the router makes of the tokens.
-      row_copies: devices along `tensor` that each hold the rows of experts unsharded (mixture.py), else 1.
+      experts: whether the layer has experts.
+      fused: whether attention is a kernel, which saves its result and the log-sum-exp of the scores, not the scores.
+      expert_buffer_ratio: the ratio of `expert_rows` to the (token, choice) pairs.
+      row_copies: the size of `tensor` if each of its devices holds full rows of experts (mixture.py), else 1.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     X, M = config.experts_per_token, config.expert_dim
     Hk, Hv = key_dim(config), value_dim(config)
-    found = {"decoder_layer_input": D, "norm_attention": D}
+    elements = {"decoder_layer_input": D, "norm_attention": D}
     if config.kv_lora_rank:
-        # Before their norms; the normed ones are the operands of the matmuls that follow.
+        # Before and after their norms. The latter are the operands of the next matmuls.
         if config.q_lora_rank:
-            found |= {"query_latent": config.q_lora_rank, "query_latent_norm": config.q_lora_rank}
-        found |= {"kv_latent": config.kv_lora_rank, "kv_latent_norm": config.kv_lora_rank}
+            elements |= {"query_latent": config.q_lora_rank, "query_latent_norm": config.q_lora_rank}
+        elements |= {"kv_latent": config.kv_lora_rank, "kv_latent_norm": config.kv_lora_rank}
     if config.qk_norm:
-        found |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
-    found |= {
-        "query_proj": N * Hk,
-        "key_proj": K * Hk,
-        "value_proj": K * Hv,
-    }  # with their rotation, which needs nothing saved
-    found |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
-    found |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
+        elements |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
+    # After rotary positions, whose backward pass reads nothing.
+    elements |= {"query_proj": N * Hk, "key_proj": K * Hk, "value_proj": K * Hv}
+    elements |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
+    elements |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
     if not experts:
         F = config.ff_dim
-        return found | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
+        return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     rows = X * expert_buffer_ratio
-    found |= {"router_logits": config.num_experts, "expert_input": rows * D * row_copies}
-    found |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
-    found |= {"expert_down": rows * D * row_copies}
+    elements |= {"router_logits": config.num_experts, "expert_input": rows * D * row_copies}
+    elements |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
+    elements |= {"expert_down": rows * D * row_copies}
     if config.num_shared_experts:
         shared = config.num_shared_experts * M
-        found |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
-    return found
+        elements |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
+    return elements
 
 
 _QKV = frozenset({"query_proj", "key_proj", "value_proj"})
 _DOTS = _QKV | {"out_proj"}
 _MLP = frozenset(f"{part}_{name}" for part in ("mlp", "expert", "shared") for name in ("gate", "up", "down"))
 _KERNEL = frozenset({"context", "log_sum_exp"})
-# What each of config.REMAT_POLICIES saves beside the layer's input: on the device, and on the host.
+# {policy of config.REMAT_POLICIES: (saved on the device, offloaded to the host)}, in addition to the layer's input.
 POLICIES = {
     "full": (frozenset(), frozenset()),
     "save_out_proj": (frozenset({"out_proj"}), frozenset()),
@@ -327,7 +327,7 @@ POLICIES = {
 def saved_names(config: Config) -> frozenset[str]:
     """The activations that `config.remat` saves, on the device or on the host.
 
-    The policy `none`, which recomputes nothing, saves all that the backward pass reads.
+    The policy `none` recomputes nothing, so it saves all that the backward pass reads.
     """
     if config.remat == "none":
         every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
@@ -346,21 +346,20 @@ def offloaded_names(config: Config) -> frozenset[str]:
 
 
 def swiglu_in_kernel(config: Config) -> bool:
-    """Whether the kernel that multiplies experts' rows by gate and up computes their SwiGLU, too (gmm.gated_gmm).
+    """Whether one kernel computes gate, up and their SwiGLU for experts (gmm.gated_gmm).
 
-    Rematerialisation repeats a kernel as a whole. A policy may save gate or up but not the product, which down's
-    gradient reads. The kernel would then repeat matmuls whose results are saved. So two matmuls and XLA's SwiGLU take
-    its place, and the SwiGLU alone is repeated.
+    Recomputation repeats all of a kernel. A policy may save gate or up but not their product, which down's gradient
+    reads. The kernel would then repeat matmuls whose results are saved. So two matmuls and XLA's SwiGLU take its place,
+    and only the SwiGLU is repeated.
     """
     saved, products = saved_names(config), {"expert_gate", "expert_up"}
-    saves_a_part = bool(saved & products) and not saved >= products | {"expert_product"}
-    return config.moe_impl == "dropless" and not config.expert_bias and not saves_a_part
+    saves_some = bool(saved & products) and not saved >= products | {"expert_product"}
+    return config.moe_impl == "dropless" and not config.expert_bias and not saves_some
 
 
 def read_names(saved: Collection[str]) -> frozenset[str]:
-    """The `saved` activations that the backward pass reads; no other takes memory, whatever the policy says.
+    """The `saved` activations that the backward pass reads. The others take no memory, whatever the policy says.
 
-    It does not read what is only added to the residual stream: a layer's result, and attention's projection where the
-    sum is saved.
+    It does not read a layer's result, nor attention's output projection if its sum with the residual stream is saved.
     """
     return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())

@@ -1,29 +1,29 @@
-"""The optimizer state in the host's memory, on the device one layer at a time.
+"""The optimizer state in host memory, with one layer at a time on the device.
 
-Adam keeps two numbers a parameter, its slots, that are read once a step (Kingma & Ba 2015, arXiv:1412.6980): 8 of the
-16 bytes a parameter that training in float32 holds, idle through forward and backward pass. Here they wait on the host
-(Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840, where the host also computes: here the device does; Rajbhandari et al.
-2021, ZeRO-Infinity, arXiv:2104.07857). The layers of a stack are updated in a loop, in place,
+**Idea** (Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857).
+Adam has two slots a parameter, which are read once a step (Kingma & Ba 2015, arXiv:1412.6980). They are 8 of the 16
+bytes a parameter of training in float32, and idle through forward and backward pass. Here they are stored on the host.
+In ZeRO-Offload the host also computes the update; here the device does. The layers of a stack are updated in a loop, in
+place:
 
     for each layer:  slots = device(slots_on_host[layer]);  params[layer], slots = update(grads[layer], slots);
                      slots_on_host[layer] = host(slots)
 
-so that HBM holds the slots of one layer, and the host one copy of each. Moving all at once would need room for all.
+So HBM holds the slots of one layer, and the host one copy of each. Moving all at once would need HBM for all.
 
 **Cost** a step, with P parameters a device, s bytes of slots each (8 for Adam, 6 with its first moment in bfloat16) and
 a link to the host of W bytes/s in each direction:
 
-    HBM      s*P bytes less, and a layer's slots in its place
-    time     s*P / W for each way, with nothing beside it: the update has 10 FLOPs a parameter
+    HBM      s*P bytes less, and a layer's slots in their place
+    time     s*P / W each way, with nothing to overlap: the update has 10 FLOPs a parameter
 
-A TPU7x device (W = 16e9, the figure of other chips) takes 0.28 s each way for Llama 3.1 70B on 128 devices, with s = 8,
-beside a step of 10 s. So it pays where the room buys a batch, or a policy that recomputes less, worth more than that;
-over many devices, FSDP has made the slots small already.
+**On TPU7x.** A device (W = 16e9, the figure of other chips) takes 0.28 s each way for Llama 3.1 70B on 128 devices,
+with s = 8, beside a step of 10 s. It pays if the free memory buys a larger batch, or a policy that recomputes less,
+worth more than that. On many devices FSDP has made the slots small already.
 
-Only what is elementwise can be updated in parts: adamw and sgd. Adafactor's slots are small as they are.
-
-**Left out**: the transfer of a layer beside the update of another, and the update of a layer as soon as the backward
-pass has its gradient, which clipping by the norm of all gradients forbids.
+**Left out.** Optimizers that are not elementwise: adamw and sgd can be updated layer by layer, but adafactor cannot,
+and its slots are small. Overlap of one layer's transfer with another's update. Updates as soon as the backward pass has
+a layer's gradient, which clipping by the norm of all gradients forbids.
 """
 
 import jax
@@ -35,16 +35,17 @@ MEMORY = "pinned_host"
 
 
 def update(transform, grads, state, params, accept):
-    """`transform.update` and its result added to the parameters, stack by stack, layer by layer. Per-device code.
+    """Applies `transform` to the parameters, stack by stack and layer by layer. Per-device code.
 
     Args:
-      transform: an elementwise optax.GradientTransformation: it does the same to a part of a tree as to the whole.
-      grads, params: trees of one type, a dataclass; its fields that are trees themselves are stacks of layers, whose
-        arrays have a leading layer dim.
-      state: of `transform`; the trees of that type in it (the slots) lie in host memory, all else (counts) does not.
-      accept: bool scalar. Where it is false, parameters and state come back as they were.
+      transform: an elementwise optax.GradientTransformation, which treats part of a tree as it treats all of it.
+      grads, params: trees of one type, a dataclass. Its fields that are trees are stacks of layers, whose arrays have a
+        leading layer dim.
+      state: the state of `transform`. Trees of that type in it are the slots, in host memory; the rest is counts.
+      accept: bool scalar. If it is false, parameters and state are returned unchanged.
 
-    Returns: (params, state), the slots in host memory again.
+    Returns:
+      (params, state), with the slots in host memory.
     """
     is_slots = lambda x: isinstance(x, type(params))
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_slots)
@@ -56,7 +57,7 @@ def update(transform, grads, state, params, accept):
         return treedef.unflatten([next(slots if is_slots(leaf) else counts) for leaf in leaves])
 
     def updated(grads, slots, params):
-        """(params, slots, counts) of a part of the trees, which is on the device, with or without its layer dim."""
+        """(params, slots, counts) after the update of part of the trees, with or without the layer dim."""
         updates, new_state = transform.update(grads, join(slots, counts), params)
         new_leaves = treedef.flatten_up_to(new_state)
         new_slots = [leaf for leaf in new_leaves if is_slots(leaf)]
@@ -66,21 +67,20 @@ def update(transform, grads, state, params, accept):
 
     stack_of = jax.tree.map_with_path(lambda path, _: path[0].name if len(path) > 1 else "", params)
     new_params, new_slots = params, slots
-    for stack in sorted(set(jax.tree.leaves(stack_of))):  # the first is "", of what is in no stack
-        one = (_part(stack_of, stack, params), [_part(stack_of, stack, tree) for tree in slots])
-        grads_of = _part(stack_of, stack, grads)
+    for stack in sorted(set(jax.tree.leaves(stack_of))):  # the first is "", for leaves outside of stacks
+        part_grads, part_params, *part_slots = (_part(stack_of, stack, tree) for tree in (grads, params, *slots))
         if stack:
-            one = _layer_by_layer(updated, grads_of, *one)
+            part_params, part_slots = _layer_by_layer(updated, part_grads, part_params, part_slots)
         else:
-            *one, new_counts = updated(grads_of, _to_device(one[1]), one[0])
-            one = one[0], _to_host(one[1])
-        new_params = _merged(stack_of, stack, new_params, one[0])
-        new_slots = [_merged(stack_of, stack, *pair) for pair in zip(new_slots, one[1], strict=True)]
+            part_params, part_slots, new_counts = updated(part_grads, _to_device(part_slots), part_params)
+            part_slots = _to_host(part_slots)
+        new_params = _merged(stack_of, stack, new_params, part_params)
+        new_slots = [_merged(stack_of, stack, *pair) for pair in zip(new_slots, part_slots, strict=True)]
     return new_params, join(new_slots, new_counts)
 
 
 def _layer_by_layer(updated, grads_L, params_L, slots_L):
-    """In place: params_L and slots_L are what the loop carries, and a layer of them is taken out and put back."""
+    """(params_L, slots_L) after the update, in place: they are the loop carry, and each layer is written back to it."""
 
     def layer(i, carry):
         params_L, slots_L = carry
@@ -92,11 +92,12 @@ def _layer_by_layer(updated, grads_L, params_L, slots_L):
 
 
 def _part(stack_of, stack, tree):
-    """The leaves of a stack, None in place of the others."""
+    """The tree with the leaves of a stack, and None in place of the others."""
     return jax.tree.map(lambda name, leaf: leaf if name == stack else None, stack_of, tree)
 
 
 def _merged(stack_of, stack, tree, part):
+    """The tree with the leaves of a stack replaced by those of `part`."""
     return jax.tree.map(lambda name, leaf, new: new if name == stack else leaf, stack_of, tree, part)
 
 

@@ -1,4 +1,4 @@
-"""8-bit matmuls against float64 and against a plain emulation, and what they keep and move."""
+"""FP8 matmuls against float64 and against a plain emulation; the residuals they save and the bytes they move."""
 
 import functools
 import json
@@ -47,17 +47,17 @@ def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def weight(w, recipe, *known, **also_known):
-    return fp8.Weight(fp8.quantize(w, recipe, (0,), axes=(), is_weight=True), *known, **also_known)
+def weight(w, recipe, *scaling, **options):
+    return fp8.Weight(fp8.quantize(w, recipe, (0,), axes=(), is_weight=True), *scaling, **options)
 
 
 def near(x):
-    """x within a factor of 8: a float32 holds the sums of their products in 8 bits exactly, in any order."""
+    """x clipped to a factor of 8, so that a float32 holds sums of FP8 products exactly, in any order."""
     return jnp.sign(x) * jnp.clip(jnp.abs(x), 0.3, 2.4)
 
 
 def gradients(multiply, x, w, dy):
-    """y, dx, dw"""
+    """(y, dx, dw) of a product."""
     y, back = jax.vjp(multiply, x, w)
     return y, *back(dy)
 
@@ -70,7 +70,7 @@ def f64(x):
 
 
 def nearest(x, dtype):
-    """Of all 256 numbers of a format, the nearest to each x, of two that are as near the one that ends in 0."""
+    """The nearest to each x of all 256 numbers of a format; of two that are equally near the one that ends in 0."""
     codes = np.arange(256, dtype=np.uint8)
     numbers = codes.view(dtype).astype(np.float64)
     codes, numbers = codes[np.isfinite(numbers)], numbers[np.isfinite(numbers)]
@@ -87,23 +87,23 @@ def test_casts_are_to_nearest_even_and_saturate(name):
     numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
     numbers = np.sort(numbers[np.isfinite(numbers)])
     x = np.concatenate([spread, numbers, (numbers[1:] + numbers[:-1]) / 2, [1e9, -1e9, 0, -0.0]]).astype(np.float32)
-    found = f64(fp8.cast(jnp.asarray(x), jnp.float32(1), dtype))
-    np.testing.assert_array_equal(found, nearest(x.astype(np.float64), dtype))
-    assert found.max() == largest and found.min() == -largest
+    rounded = f64(fp8.cast(jnp.asarray(x), jnp.float32(1), dtype))
+    np.testing.assert_array_equal(rounded, nearest(x.astype(np.float64), dtype))
+    assert rounded.max() == largest and rounded.min() == -largest
     inside = np.abs(x) <= largest
-    assert (np.abs(found - x)[inside] <= np.maximum(relative * np.abs(x), absolute)[inside]).all()
+    assert (np.abs(rounded - x)[inside] <= np.maximum(relative * np.abs(x), absolute)[inside]).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_so(name, saturates):
+def test_non_finite_numbers_stay_non_finite(name, saturates):
     dtype, largest, *_ = FORMATS[name]
     x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0, -3.0])
     for key in (None, jax.random.key(0)):
-        found = f64(jax.jit(partial(fp8.cast, dtype=dtype, saturates=saturates))(x, jnp.float32(1), key=key))
-        assert np.isnan(found[0]) and not np.isfinite(found[1:3]).any()
-        np.testing.assert_array_equal(found[3:], [1, -3])
+        rounded = f64(jax.jit(partial(fp8.cast, dtype=dtype, saturates=saturates))(x, jnp.float32(1), key=key))
+        assert np.isnan(rounded[0]) and not np.isfinite(rounded[1:3]).any()
+        np.testing.assert_array_equal(rounded[3:], [1, -3])
     assert fp8.scale_of(fp8.amax_of(x), dtype) == 1
     y = fp8.dot(x[None], jnp.ones((5, 2)), Recipe())
     assert not np.isfinite(y).any()
@@ -117,20 +117,20 @@ def test_scales_are_the_smallest_powers_of_two(name):
     scale = f64(fp8.scale_of(jnp.asarray(amax), dtype))
     np.testing.assert_array_equal(scale, 2 ** np.ceil(np.log2(amax.astype(np.float64) / largest)))
     np.testing.assert_array_equal(f64(fp8.inverse(jnp.asarray(scale, jnp.float32))), 1 / scale)
-    smallest = fp8.scale_of(jnp.float32(2.0**-126), dtype)  # no smaller normal number: the scale is one as well
+    smallest = fp8.scale_of(jnp.float32(2.0**-126), dtype)  # the smallest normal number is its own scale
     np.testing.assert_array_equal(f64(smallest), 2.0**-126)
-    for none in (0.0, jnp.inf, jnp.nan):
-        assert fp8.scale_of(jnp.float32(none), dtype) == 1
+    for amax in (0.0, jnp.inf, jnp.nan):
+        assert fp8.scale_of(jnp.float32(amax), dtype) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_stochastic_rounding_has_the_right_mean(name):
-    """The mean of n is within 5 standard errors, step/2/sqrt(n), of x; to nearest it is not."""
+    """The mean of n draws is within 5 standard errors, step/2/sqrt(n), of x. Rounding to nearest is not."""
     dtype, *_ = FORMATS[name]
     n = 20_000
     ulp = 2.0 ** -jnp.finfo(dtype).nmant
-    for x, step in ((1.03, ulp), (1.2, ulp), (-5.9, 4 * ulp)):  # nearer to the one below, and to the one above
+    for x, step in ((1.03, ulp), (1.2, ulp), (-5.9, 4 * ulp)):  # nearer to the number below, and to the one above
         rounded = f64(fp8.cast(jnp.full(n, x), jnp.float32(1), dtype, key=jax.random.key(0)))
         assert (
             abs(rounded.mean() - x)
@@ -150,13 +150,15 @@ def test_stochastic_rounding_has_the_right_mean(name):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
 def test_numbers_of_the_format_stay_whatever_is_drawn(monkeypatch, name, draw):
-    """The largest too: one step more, which 3e-7 of the draws once gave, would be infinity, or NaN."""
+    """Also the largest: one step more, which 3e-7 of the draws once gave, would be infinity or NaN."""
     dtype, largest, *_ = FORMATS[name]
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw, jnp.float32))
     numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     numbers = numbers[np.isfinite(numbers)]
     assert numbers.max() == largest and numbers.min() == -largest
-    rounded = lambda x, **how: f64(fp8.cast(jnp.asarray(x), jnp.float32(1), dtype, key=jax.random.key(0), **how))
+    rounded = lambda x, **options: f64(
+        fp8.cast(jnp.asarray(x), jnp.float32(1), dtype, key=jax.random.key(0), **options)
+    )
     for saturates in (True, False):
         np.testing.assert_array_equal(rounded(numbers, saturates=saturates), numbers)
     beyond = np.float32([largest * 1.01, -largest * 1.01, 1e30, -1e30])
@@ -168,7 +170,7 @@ def test_numbers_of_the_format_stay_whatever_is_drawn(monkeypatch, name, draw):
 @pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_with_the_largest_number_stay_finite(monkeypatch, name, draw):
-    """Dynamic scales put the largest element of a gradient on the largest number, if its mantissa is 1.75."""
+    """A dynamic scale maps the largest element of a gradient to the largest number if its mantissa is 1.75."""
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw, jnp.float32))
     recipe = Recipe(rounding="stochastic", gradients=name)
     x, w, dy = normal(8, 16), normal(16, 8, seed=1), normal(8, 8, seed=2).clip(-1, 1).at[0, 0].set(1.75)
@@ -178,7 +180,7 @@ def test_gradients_with_the_largest_number_stay_finite(monkeypatch, name, draw):
 
 @pytest.mark.parametrize("is_weight", [True, False])
 def test_fixed_scales_saturate(is_weight):
-    """+-224 lie at half of e4m3's range, with a scale of 1/2; what is past them stays at the largest number, 224."""
+    """The scale for +-224 is 1/2, and larger numbers saturate at 224."""
     x = jnp.array([[0.0, 1.0, -3.5, 224.0, -224.0, 225.0, -1e4, 3e38]])
     q = fp8.quantize(x, RECIPES["fixed"], (1,), axes=(), is_weight=is_weight)
     np.testing.assert_array_equal(f64(q.values) * f64(q.scale), [[0, 1, -3.5, 224, -224, 224, -224, 224]])
@@ -199,44 +201,44 @@ def amaxes(recipe, *arrays):
 
 
 def plain_error(x, scale, dtype_name):
-    """Bound of |x - s q|, element by element."""
+    """The bound of |x - s q| for each element."""
     _, _, relative, absolute = FORMATS[dtype_name]
     return np.maximum(relative * np.abs(f64(x)), absolute * f64(scale))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_matmuls_are_within_their_bound_of_float64(name):
-    """|y - x w| <= E_x |w| + |x| E_w + E_x E_w + the rounding of K float32 sums, with E the bound of an element."""
+    """|y - x w| <= E_x |w| + |x| E_w + E_x E_w + the rounding of K float32 sums, where E is the bound of an element."""
     recipe = RECIPES[name]
     x, w = normal(24, 64) * jnp.exp2(jnp.arange(24) % 9 - 4)[:, None], normal(64, 32, seed=1) / 8
-    found = fp8.quantize(x, recipe, (1,), amax=amaxes(recipe, x)[0])
-    found_w = fp8.quantize(w, recipe, (0,), axes=(), is_weight=True)
+    q_x = fp8.quantize(x, recipe, (1,), amax=amaxes(recipe, x)[0])
+    q_w = fp8.quantize(w, recipe, (0,), axes=(), is_weight=True)
     if recipe.granularity == "block":
-        e_x = plain_error(x, np.repeat(found.scale, BLOCK, 1), "e4m3")
-        e_w = plain_error(w, np.repeat(np.repeat(found_w.scale, BLOCK, 0), BLOCK, 1), "e4m3")
+        e_x = plain_error(x, np.repeat(q_x.scale, BLOCK, 1), "e4m3")
+        e_w = plain_error(w, np.repeat(np.repeat(q_w.scale, BLOCK, 0), BLOCK, 1), "e4m3")
     else:
-        e_x, e_w = plain_error(x, found.scale, "e4m3"), plain_error(w, found_w.scale, "e4m3")
-    y = f64(fp8.dot(found, fp8.Weight(found_w, amax_dy=jnp.float32(1)), recipe))
+        e_x, e_w = plain_error(x, q_x.scale, "e4m3"), plain_error(w, q_w.scale, "e4m3")
+    y = f64(fp8.dot(q_x, fp8.Weight(q_w, amax_dy=jnp.float32(1)), recipe))
     x, w = f64(x), f64(w)
     bound = e_x @ abs(w) + abs(x) @ e_w + e_x @ e_w
     bound += 64 * 2**-23 * (abs(x) @ abs(w) + bound)
     assert (abs(y - x @ w) <= bound).all()
-    assert np.linalg.norm(y - x @ w) > np.linalg.norm(x @ w) / 1000  # it is 8 bits, after all
+    assert np.linalg.norm(y - x @ w) > np.linalg.norm(x @ w) / 1000  # so the matmul is in FP8
 
 
-def test_with_an_outlier_finer_scales_do_better():
-    """A row that shares no scale with it does not know of the outlier; in blocks, nor do most of its own."""
+def test_finer_scales_confine_an_outlier():
+    """Per axis it affects only its own row; in blocks only its own block."""
     w = normal(64, 32, seed=1).at[0].set(0)
     error = lambda recipe, x: fp8.matmul_error(recipe, x, w)
     element, column = normal(24, 64).at[0, 0].set(1e6), normal(24, 64).at[:, 0].set(1e6)
     coarse, fine, finest = (RECIPES[name] for name in ("per_tensor", "per_axis", "block"))
     assert error(coarse, element) > 10 * error(fine, element) and error(fine, element) < 0.05
-    assert error(fine, column) > 3 * error(finest, column)  # 7 other elements of 64 are in the outlier's block
+    assert error(fine, column) > 3 * error(finest, column)  # the outlier's block has 7 other elements of 64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_nothing_and_zeros(name):
+def test_empty_and_zero_operands(name):
     recipe, zero = RECIPES[name], jnp.float32(0)
 
     @jax.jit
@@ -250,11 +252,11 @@ def test_nothing_and_zeros(name):
         assert (dx.shape, dw.shape, y.shape) == shapes and not (dx.any() or dw.any() or y.any())
 
 
-# -- gradients, against the same recipe written plainly
+# -- gradients against a plain emulation
 
 
 def emulated_cast(x, amax, name, expected=None):
-    """(q as float32, s) by numpy: scales from logarithms, rounding by the dtype's own cast."""
+    """(q as float32, s) by numpy: scales from logarithms, rounding by the cast of the dtype."""
     dtype, largest, *_ = FORMATS[name]
     amax = np.asarray(amax, np.float64)
     scale = np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.where(amax > 0, amax, 1) / largest)), 1.0)
@@ -263,7 +265,7 @@ def emulated_cast(x, amax, name, expected=None):
 
 
 def blocks(x, m, n):
-    """Largest element of the block of each element."""
+    """The largest element of each element's block."""
     M, N = x.shape
     largest = np.abs(x).reshape(M // m, m, N // n, n).max((1, 3))
     return np.repeat(np.repeat(largest, m, 0), n, 1)
@@ -278,15 +280,15 @@ def block_matmul(a, s_a, b, s_b):
 
 
 def emulate(recipe, x, w, dy, amax_x, amax_dy):
-    """y, dx, dw of matrices."""
+    """(y, dx, dw) of matrices."""
     x, w, dy, g = *map(np.asarray, (x, w, dy)), recipe.gradients
     if recipe.granularity == "block":
         x_q, s_x = emulated_cast(x, blocks(x, 1, BLOCK), "e4m3")
         w_q, s_w = emulated_cast(w, blocks(w, BLOCK, BLOCK), "e4m3")
-        again = np.asarray(x_q * s_x).T
-        again_q, s_again = emulated_cast(again, blocks(again, 1, BLOCK), "e4m3")
+        x_t = np.asarray(x_q * s_x).T
+        x_t_q, s_x_t = emulated_cast(x_t, blocks(x_t, 1, BLOCK), "e4m3")
         dx = block_matmul(*emulated_cast(dy, blocks(dy, 1, BLOCK), g), w_q.T, s_w.T)
-        dw = block_matmul(again_q, s_again, *emulated_cast(dy, blocks(dy, BLOCK, BLOCK), g))
+        dw = block_matmul(x_t_q, s_x_t, *emulated_cast(dy, blocks(dy, BLOCK, BLOCK), g))
         return block_matmul(x_q, s_x, w_q, s_w), dx, dw
     if recipe.granularity == "per_axis":
         x_q, s_x = emulated_cast(x, np.abs(x).max(1, keepdims=True), "e4m3")
@@ -310,7 +312,7 @@ def test_gradients_equal_a_plain_emulation(name):
         jnp.sign(normal(*shape, seed=seed)) * jnp.clip(jnp.abs(normal(*shape, seed=seed)), 0.3, 2.4)
     )
     x, w, dy = some(16, 32, seed=0), some(32, 24, seed=1) / 8, some(16, 24, seed=2) * 1e-4
-    amax_x, amax_dy = jnp.float32(1), jnp.float32(1e-4)  # less than there is: some saturate
+    amax_x, amax_dy = jnp.float32(1), jnp.float32(1e-4)  # less than the maxima: some elements saturate
 
     def multiply(x, w, amax_x, amax_dy):
         return fp8.dot(x, weight(w, recipe, amax_x, amax_dy), recipe)
@@ -320,18 +322,19 @@ def test_gradients_equal_a_plain_emulation(name):
         y, back = jax.vjp(multiply, x, w, amax_x, amax_dy)
         return y, *back(dy)
 
-    y, dx, dw, told_x, told_dy = ours(x, w, amax_x, amax_dy, dy)
+    y, dx, dw, observed_x, observed_dy = ours(x, w, amax_x, amax_dy, dy)
     for found, expected in zip((y, dx, dw), emulate(recipe, x, w, dy, amax_x, amax_dy), strict=True):
         np.testing.assert_array_equal(found, expected)
     static = recipe.scaling == "static"
-    assert told_x == (0 if static else jnp.abs(x).max()) and told_dy == (0 if static else jnp.abs(dy).max())
+    assert observed_x == (0 if static else jnp.abs(x).max())
+    assert observed_dy == (0 if static else jnp.abs(dy).max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.uses_amax])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_logits_and_their_gradients_equal_a_plain_emulation(name, dtype):
-    """[b, c, D], [v, D]; in bfloat16 the logits and dw are the float32 that they are without."""
+    """x [b, c, D] and w [v, D]. With bfloat16 operands the logits and dw are still float32."""
     recipe = RECIPES[name]
     x, w, dy = near(normal(2, 8, 32)), near(normal(24, 32, seed=1)) / 8, near(normal(2, 8, 24, seed=2)) * 1e-4
     x, w = x.astype(dtype), w.astype(dtype)
@@ -339,11 +342,11 @@ def test_logits_and_their_gradients_equal_a_plain_emulation(name, dtype):
     y, gradients = fp8.logits(x, jnp.zeros_like(w), (q.values, q.scale, None), 0, recipe)
     dx, dw = gradients(dy)
     flat = lambda a: a.reshape(-1, a.shape[-1])
-    whole = lambda a: flat(a.astype(jnp.float32))
-    expected, expected_dx, expected_dw = emulate(recipe, whole(x), w.astype(jnp.float32).T, flat(dy), None, None)
+    flat_f32 = lambda a: flat(a.astype(jnp.float32))
+    expected, expected_dx, expected_dw = emulate(recipe, flat_f32(x), w.astype(jnp.float32).T, flat(dy), None, None)
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, dtype, jnp.float32)
     np.testing.assert_array_equal(flat(y), expected)
-    np.testing.assert_array_equal(whole(dx), np.asarray(expected_dx).astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(flat_f32(dx), np.asarray(expected_dx).astype(dtype).astype(np.float32))
     np.testing.assert_array_equal(dw, expected_dw.T)
 
 
@@ -364,15 +367,15 @@ def test_gradients_are_within_their_bound_of_float64(name):
     dx, dw = jax.vjp(partial(fp8.dot, recipe=recipe), x, w)[1](dy)
     unit = 2**-3 if recipe.gradients == "e5m2" else 2**-4
     x, w, dy = map(f64, (x, w, dy))
-    share = unit + 2**-4 + unit * 2**-4 + 1e-3  # of what is 2^-10 of the largest and more; 1e-3 is for all that is less
+    share = unit + 2**-4 + unit * 2**-4 + 1e-3  # of elements above 2^-10 of the largest; 1e-3 is for all others
     assert (abs(f64(dx) - dy @ w.T) <= share * (abs(dy) @ abs(w.T))).all()
     assert (abs(f64(dw) - x.T @ dy) <= share * (abs(x.T) @ abs(dy))).all()
 
 
 @pytest.mark.slow
 def test_stochastic_gradients_have_the_right_mean():
-    """Over 400 keys, within 5 standard errors everywhere; rounded to nearest, they are not."""
-    x, w = jnp.eye(8), jnp.eye(8)  # exact in 8 bits, so that dx is dy, quantised
+    """The mean over 400 keys is within 5 standard errors everywhere. Rounding to nearest is not."""
+    x, w = jnp.eye(8), jnp.eye(8)  # exact in FP8, so that dx is the quantised dy
     dy = normal(8, 8, seed=2)
     take = lambda recipe, key: jax.vjp(lambda x: fp8.dot(x, weight(w, recipe, key=key), recipe), x)[1](dy)[0]
     stochastic = Recipe(rounding="stochastic")
@@ -384,30 +387,30 @@ def test_stochastic_gradients_have_the_right_mean():
 
 @pytest.mark.slow
 def test_several_dims_and_batches():
-    """[E, b, t, N, H] . [E, N, H, D, F] is as many matrices as E."""
+    """[E, b, t, N, H] . [E, N, H, D, F] is E products of matrices."""
     x, w, dy = near(normal(3, 2, 8, 4, 4)), near(normal(3, 4, 4, 4, 2, seed=1)), near(normal(3, 2, 8, 4, 2, seed=2))
-    # Equally large ones, so that what all of E share is what each has.
+    # All E have the same maximum, so that the shared scale is the scale of each.
     x, w, dy = (a.at[(slice(None), *[0] * (a.ndim - 1))].set(3.0) for a in (x, w, dy))
     for name in ("per_tensor", "per_axis"):
-        found = jax.jit(partial(gradients, partial(fp8.dot, recipe=RECIPES[name], contracted=2, batch=1)))(x, w, dy)
+        batched = jax.jit(partial(gradients, partial(fp8.dot, recipe=RECIPES[name], contracted=2, batch=1)))(x, w, dy)
         plain = jax.jit(partial(gradients, partial(fp8.dot, recipe=RECIPES[name])))
         for e in range(3):
             expected = plain(x[e].reshape(16, 16), w[e].reshape(16, 8), dy[e].reshape(16, 8))
-            for a, b in zip(found, expected, strict=True):
+            for a, b in zip(batched, expected, strict=True):
                 np.testing.assert_array_equal(a[e], b.reshape(a[e].shape))
     multiply = partial(fp8.dot, recipe=RECIPES["block"])
-    found = gradients(partial(multiply, contracted=2), x[0], w[0], dy[0])
+    batched = gradients(partial(multiply, contracted=2), x[0], w[0], dy[0])
     expected = gradients(multiply, x[0].reshape(16, 16), w[0].reshape(16, 8), dy[0].reshape(16, 8))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(batched, expected, strict=True):
         np.testing.assert_array_equal(a, b.reshape(a.shape))
 
 
-# -- what is kept and moved
+# -- residuals and messages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block", "delayed"])
-def test_what_is_kept_for_the_backward_pass_is_8_bits(name):
+def test_saved_residuals_are_fp8(name):
     recipe = RECIPES[name]
     x, w = normal(16, 32, dtype=jnp.bfloat16), normal(32, 24, seed=1, dtype=jnp.bfloat16)
     amax = jnp.float32(4)
@@ -415,8 +418,8 @@ def test_what_is_kept_for_the_backward_pass_is_8_bits(name):
     def layer(x, w):
         return fp8.dot(2 * x, weight(w, recipe, amax, amax), recipe)
 
-    kept = [a for a in jax.tree.leaves(jax.vjp(layer, x, w)[1]) if a.size >= 16 * 24]
-    assert sorted(a.dtype.name for a in kept) == ["float8_e4m3fn", "float8_e4m3fn"]
+    saved = [a for a in jax.tree.leaves(jax.vjp(layer, x, w)[1]) if a.size >= 16 * 24]
+    assert sorted(a.dtype.name for a in saved) == ["float8_e4m3fn", "float8_e4m3fn"]
 
 
 def mesh_of(**sizes):
@@ -426,7 +429,7 @@ def mesh_of(**sizes):
 @pytest.mark.parametrize("algorithm", ["xla", pytest.param("ring", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block"])
 def test_one_and_eight_devices_agree(name, algorithm):
-    """y, dx, dw with x cut by rows, w by columns (x's features before the gather), and w gathered as fsdp does."""
+    """y, dx, dw with x sharded by rows and features, w by rows and columns; both are gathered as in the model."""
     x, w, dy = normal(64, 64), normal(64, 64, seed=1) / 8, normal(64, 64, seed=2) * 1e-4
     x = x.at[3, 7].set(100.0)
 
@@ -450,9 +453,8 @@ def test_one_and_eight_devices_agree(name, algorithm):
     expected = jax.jit(partial(train, recipe=Recipe(**options), spread=False))(x, w, dy)
     for a, b in zip(jax.jit(sharded)(x, w, dy), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * jnp.abs(b).max())
-    found = list(equations(jax.make_jaxpr(sharded)(x, w, dy).jaxpr))
     moved = {"all_gather": [], "ppermute": [], "reduce_scatter": []}
-    for eqn in found:
+    for eqn in equations(jax.make_jaxpr(sharded)(x, w, dy).jaxpr):
         if eqn.primitive.name in moved and eqn.invars[0].aval.size > 256:
             moved[eqn.primitive.name].append(eqn.invars[0].aval.dtype.name)
     if algorithm == "xla":
@@ -463,8 +465,8 @@ def test_one_and_eight_devices_agree(name, algorithm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["per_tensor", "per_axis", "block"])
-def test_eight_devices_find_the_scales_of_one(name):
-    """Bit for bit: the values and the scales of an activation and of a weight."""
+def test_quantisation_on_eight_devices_equals_that_on_one(name):
+    """The values and the scales, bit for bit."""
     x, recipe = normal(64, 64) * jnp.exp2(jnp.arange(64) % 7)[:, None], RECIPES[name]
     axes = {"per_tensor": ("x", "y"), "per_axis": ("y",), "block": ()}[name]
     scale = {"per_tensor": P(), "per_axis": P("x"), "block": P("x", "y")}[name]
@@ -475,7 +477,7 @@ def test_eight_devices_find_the_scales_of_one(name):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(eight)(x), quantise(x, ()))
 
 
-# -- what can be wrong
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -489,7 +491,7 @@ def test_eight_devices_find_the_scales_of_one(name):
         (dict(block=0), "block=0 must be at least 1"),
     ],
 )
-def test_recipes_that_are_none(options, message):
+def test_invalid_recipes_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Recipe(**options)
 
@@ -500,13 +502,13 @@ def test_recipes_that_are_none(options, message):
     [
         (Recipe(), ((4, 8), (4, 8)), {}, r"\(4, 8\) and \(4, 8\) with 0 batch and 1 contracted"),
         (Recipe(), ((2, 4, 8), (3, 8, 8)), dict(batch=1), "with 1 batch"),
-        (RECIPES["block"], ((4, 12), (12, 8)), {}, "block of 8 x 8 does not cut 12 x 8"),
+        (RECIPES["block"], ((4, 12), (12, 8)), {}, "blocks of 8 x 8 do not divide 12 x 8"),
         (RECIPES["block"], ((2, 8, 8), (2, 8, 8)), dict(batch=1), "no batch dims"),
         (Recipe(rounding="stochastic"), ((4, 8), (8, 4)), {}, "needs a key"),
         (Recipe("delayed"), ((4, 8), (8, 4)), {}, "delayed scaling needs the amax of its operand"),
     ],
 )
-def test_matmuls_that_are_none(recipe, shapes, options, message):
+def test_invalid_matmuls_are_refused(recipe, shapes, options, message):
     x, w = (jnp.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         fp8.dot(x, w, recipe, **options)
@@ -515,8 +517,8 @@ def test_matmuls_that_are_none(recipe, shapes, options, message):
 
 
 @pytest.mark.parametrize("scaling", ["static", "delayed"])
-def test_elements_that_are_expected_make_the_scale_and_larger_ones_saturate(scaling):
-    """7 / 448 is a power of two, so it is the scale itself."""
+def test_expected_maxima_set_the_scale_and_larger_elements_saturate(scaling):
+    """7 / 448 is a power of two, so it is the scale."""
     q = fp8.quantize(jnp.array([0.5, 100.0]), Recipe(scaling), (0,), amax=jnp.float32(7.0))
     np.testing.assert_array_equal(q.values.astype(jnp.float32) * q.scale, [0.5, 7.0])
     assert q.scale == 2.0**-6
@@ -529,23 +531,23 @@ def test_elements_that_are_expected_make_the_scale_and_larger_ones_saturate(scal
 @pytest.mark.parametrize("sizes", [[24, 0, 40, 17], [96, 0, 0, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize(("gradients", "transpose"), [("e5m2", False), ("e4m3", False), ("e5m2", True)])
 def test_grouped_equals_a_plain_emulation(sizes, gradients, transpose):
-    """Row by row with the matrix of its group, the same scales; what stands behind the last group is NaN."""
+    """Each row times the matrix of its group, with the same scales. Rows after the last group are NaN."""
     recipe = Recipe(gradients=gradients)
     keys = jax.random.split(jax.random.key(1), 3)
     x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((96, 32), (4, 32, 16), (96, 16)), strict=True))
-    x, dy = 8 * x, dy / 8  # so that no two scales are alike
+    x, dy = 8 * x, dy / 8  # so that all scales differ
     rows = np.repeat([0, 1, 2, 3, 0], [*sizes, 96 - sum(sizes)])
     own = (np.arange(96) < sum(sizes))[:, None]
 
-    def eight_bits(a, dtype):
+    def quantised(a, dtype):
         scale = fp8.scale_of(fp8.amax_of(a), dtype)
         return np.asarray(fp8.cast(a, scale, dtype).astype(jnp.float32) * scale, np.float64)
 
-    q_x, q_dy = eight_bits(jnp.where(own, x, 0), fp8.E4M3), eight_bits(jnp.where(own, dy, 0), fp8.GRADIENTS[gradients])
-    q_w = eight_bits(w, fp8.E4M3)
-    of_row = np.eye(4)[rows] * own
+    q_x, q_dy = quantised(jnp.where(own, x, 0), fp8.E4M3), quantised(jnp.where(own, dy, 0), fp8.GRADIENTS[gradients])
+    q_w = quantised(w, fp8.E4M3)
+    member = np.eye(4)[rows] * own
     want = np.einsum("rk,rkn->rn", q_x, q_w[rows]), np.einsum("rn,rkn->rk", q_dy, q_w[rows])
-    want += (np.einsum("re,rk,rn->ekn", of_row, q_x, q_dy),)
+    want += (np.einsum("re,rk,rn->ekn", member, q_x, q_dy),)
 
     def grouped(x, w):
         w = w.swapaxes(1, 2) if transpose else w
@@ -562,8 +564,8 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients, transpose):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_gated_is_the_activation_of_two_that_are_grouped(rounding):
-    """And so are its gradients, each rounded with the key of its weight."""
+def test_gated_dot_equals_the_activation_of_two_grouped_dots(rounding):
+    """Gradients included, each rounded with the key of its weight."""
     recipe, sizes = Recipe(rounding=rounding), jnp.array([24, 0, 40, 17])
     keys = jax.random.split(jax.random.key(1), 6)
     x, *weights = (jax.random.normal(k, s) for k, s in zip(keys[:3], ((96, 32), (4, 32, 16), (4, 32, 16)), strict=True))
@@ -576,15 +578,15 @@ def test_gated_is_the_activation_of_two_that_are_grouped(rounding):
             return fp8.gated_dot(x, gate, up, sizes, recipe, activation)
         return activation(*fp8.grouped_dot(x, (gate, up), sizes, recipe))
 
-    (y, pull), (want, pull_apart) = (jax.vjp(partial(run, fused), x, *weights) for fused in (True, False))
+    (y, pull), (want, want_pull) = (jax.vjp(partial(run, fused), x, *weights) for fused in (True, False))
     dy = jax.random.normal(keys[5], y.shape)
-    for a, b in zip((y, *pull(dy)), (want, *pull_apart(dy)), strict=True):
+    for a, b in zip((y, *pull(dy)), (want, *want_pull(dy)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
 
 
 @pytest.mark.slow
 def test_grouped_rows_of_all_devices_have_one_scale():
-    """An outlier on one of 8 costs all of them the bits of what is 2^16 times smaller, 2^31 times of a gradient."""
+    """An outlier on one of 8 devices costs all of them precision: 2^16 times the rest in x, 2^31 times in dy."""
     keys = jax.random.split(jax.random.key(2), 3)
     x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((64, 32), (1, 32, 16), (64, 16)), strict=True))
     x, dy = x.at[3].mul(2.0**16), dy.at[3].mul(2.0**31)
@@ -602,15 +604,16 @@ def test_grouped_rows_of_all_devices_have_one_scale():
         dx, dw = vjp(dy)
         return y, dx, jax.lax.psum(dw, axes) if axes else dw
 
-    rows, whole = P("a"), P()
+    rows, replicated = P("a"), P()
     spread = jax.shard_map(
-        partial(train, axes=("a",)), mesh=mesh, in_specs=(rows, whole, rows), out_specs=(rows, rows, whole)
+        partial(train, axes=("a",)), mesh=mesh, in_specs=(rows, replicated, rows), out_specs=(rows, rows, replicated)
     )
-    found, expected, alone = jax.jit(spread)(x, w, dy), train(x, w, dy), train(x[8:], w, dy[8:])
-    for a, b in zip(found, expected, strict=True):
+    sharded, expected, alone = jax.jit(spread)(x, w, dy), train(x, w, dy), train(x[8:], w, dy[8:])
+    for a, b in zip(sharded, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
-    np.testing.assert_array_equal(found[0][8:], expected[0][8:])
-    assert all(relative_error(a[8:], b) > 0.01 for a, b in zip(found[:2], alone[:2], strict=True))  # it would be seen
+    np.testing.assert_array_equal(sharded[0][8:], expected[0][8:])
+    # With a scale of its own, a device without the outlier would give other results.
+    assert all(relative_error(a[8:], b) > 0.01 for a, b in zip(sharded[:2], alone[:2], strict=True))
 
 
 # -- in the model
@@ -651,38 +654,38 @@ def loss_and_gradients(mesh, options):
     ],
 )
 def test_every_mesh_trains_as_one_device(name, mesh, options):
-    """The same 8-bit numbers on all of them, so that what differs is the order of float32 sums, 2^-24 each.
+    """All meshes compute the same FP8 numbers, so only the order of float32 sums differs, 2^-24 each.
 
-    (That is no law for every mesh with `tensor`: sums in another order can lie on the other side of a boundary. Nor
-    where a matmul of float32 comes before one of 8 bits: its last bit is another for another number of rows, on some
-    processors. One of the 8-bit numbers then differs by 2^-4, which is 1% of a gradient here.)
+    (It need not hold for every mesh with `tensor`: a sum in another order can be on the other side of a rounding
+    boundary. Nor after a float32 matmul, whose last bit depends on the number of rows on some processors. One FP8
+    number then differs by 2^-4, which is 1% of a gradient here.)
     """
-    rounds_otherwise = name in ("logits", "experts")
+    rounds_differently = name in ("logits", "experts")
     recipe = tuple(FLAGS[name].items())
     loss, grads = loss_and_gradients(mesh, recipe + tuple(options.items()))
     expected, expected_grads = loss_and_gradients("fsdp:1", recipe)
-    assert abs(loss - expected) < (1e-5 if rounds_otherwise else 1e-6) * expected
-    assert_close(grads, expected_grads, 0.02 if rounds_otherwise else 2e-6)
+    assert abs(loss - expected) < (1e-5 if rounds_differently else 1e-6) * expected
+    assert_close(grads, expected_grads, 0.02 if rounds_differently else 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_gradients_are_near_those_of_float32(name):
-    """Two roundings of up to 2^-4 and one of up to 2^-3 in each matmul, through three layers and back."""
+    """Each matmul rounds twice by up to 2^-4 and once by up to 2^-3, through three layers and back."""
     loss, grads = loss_and_gradients("fsdp:1", tuple(FLAGS[name].items()))
     model = tuple((flag, value) for flag, value in FLAGS[name].items() if not flag.startswith("fp8"))
     expected, expected_grads = loss_and_gradients("fsdp:1", model)
     assert 0 < abs(loss - expected) < 0.01 * expected
     each = jax.tree.leaves_with_path(jax.tree.map(relative_error, grads, expected_grads))
     errors = {jax.tree_util.keystr(path): error for path, error in each}
-    # A router's gradient jumps where a rounding has a token choose another expert.
+    # A router's gradient jumps if rounding makes a token choose another expert.
     assert errors.pop(".layers.w_router", 0) < 0.5
     assert 0.01 < max(errors.values()) < 0.4
 
 
 @pytest.mark.slow
-def test_logits_in_blocks_are_near_where_chunks_do_not_fill_the_sequence():
-    """20 positions of 16 sequences in blocks of 64: 3 chunks of 8, where 4 positions would be whole blocks, too."""
+def test_logits_in_blocks_are_near_those_of_float32_with_a_padded_chunk():
+    """20 positions of 16 sequences in blocks of 64: 3 chunks of 8 positions. Chunks of 4 would be whole blocks, too."""
     model = dict(seq_len=20, loss_chunk=7)
     recipe = dict(fp8="dynamic", fp8_granularity="block", fp8_block=64, fp8_modules="unembed")
     loss, grads = loss_and_gradients("fsdp:1", tuple((model | recipe).items()))
@@ -695,53 +698,54 @@ def test_logits_in_blocks_are_near_where_chunks_do_not_fill_the_sequence():
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_weights_are_gathered_in_8_bits_and_gradients_scattered_unquantised(prefetch, remat):
+def test_weights_are_gathered_in_fp8_and_gradients_scattered_unquantised(prefetch, remat):
     options = dict(mesh="fsdp:8", dtype="bfloat16", prefetch=prefetch, remat=remat)
     moved = {fp8: collectives(Config(**SMALL, **options, fp8=fp8), "fsdp") for fp8 in ("none", "dynamic")}
-    of = lambda fp8, primitive, dtype: [
-        shape for name, found, shape in moved[fp8] if name == primitive and found == dtype and len(shape) > 1
+    shapes = lambda fp8, primitive, dtype: [
+        shape for name, its_dtype, shape in moved[fp8] if name == primitive and its_dtype == dtype and len(shape) > 1
     ]
-    matrices = of("none", "all_gather", "bfloat16")
-    gathered = of("dynamic", "all_gather", "float8_e4m3fn"), of("dynamic", "all_gather", "bfloat16")
+    matrices = shapes("none", "all_gather", "bfloat16")
+    gathered = shapes("dynamic", "all_gather", "float8_e4m3fn"), shapes("dynamic", "all_gather", "bfloat16")
     assert sorted(gathered[0] + gathered[1]) == sorted(matrices)
     assert len(gathered[1]) <= 6  # both embeddings, and the norms of all layers
-    assert sorted(of("dynamic", "reduce_scatter", "bfloat16")) == sorted(of("none", "reduce_scatter", "bfloat16"))
+    scattered, expected = (sorted(shapes(fp8, "reduce_scatter", "bfloat16")) for fp8 in ("dynamic", "none"))
+    assert scattered == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied_embeddings", [False, True])
-def test_the_unembedding_is_gathered_in_8_bits(tied_embeddings):
+def test_the_unembedding_is_gathered_in_fp8(tied_embeddings):
     options = dict(mesh="fsdp:8", dtype="bfloat16", fp8="dynamic", tied_embeddings=tied_embeddings)
-    whole = (SMALL["model_dim"], SMALL["vocab_size"])
+    full = (SMALL["model_dim"], SMALL["vocab_size"])
     shard = (SMALL["model_dim"] // 8, SMALL["vocab_size"])
     for modules, number in (("qkv,out,mlp", 0), ("unembed", 1)):
         moved = collectives(Config(**SMALL, **options, fp8_modules=modules), "fsdp")
         assert moved.count(("all_gather", "float8_e4m3fn", shard)) == number
         assert moved.count(("all_gather", "bfloat16", shard[::-1])) == 2 - number
-        assert moved.count(("reduce_scatter", "bfloat16", whole)) == number
+        assert moved.count(("reduce_scatter", "bfloat16", full)) == number
 
 
 @pytest.mark.slow
-def test_what_a_layer_keeps_is_8_bits_where_a_matmul_reads_it():
-    """Without recomputation, of the four activations that only matmuls read; no weight is kept whole, in any dtype."""
-    kept = {}
-    in_rows = lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1])  # a matmul's are [b*t, D] (tensor.matmul)
+def test_a_layer_saves_fp8_for_its_matmuls():
+    """Without recomputation, activations that only matmuls read are saved in FP8. No gathered weight is saved."""
+    saved = {}
+    merged = lambda shape: (shape[0], math.prod(shape[1:-1]), shape[-1])  # they are [b*t, D] (tensor.matmul)
     for fp8_ in ("none", "dynamic"):
         config = Config(**SMALL, mesh="fsdp:8", dtype="bfloat16", fp8=fp8_)
         forward = next(eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan")
-        kept[fp8_] = [(v.aval.dtype.name, in_rows(v.aval.shape)) for v in forward.outvars if v.aval.ndim > 2]
-    wide = in_rows((SMALL["num_layers"], 2, SMALL["seq_len"], SMALL["ff_dim"]))
+        saved[fp8_] = [(v.aval.dtype.name, merged(v.aval.shape)) for v in forward.outvars if v.aval.ndim > 2]
+    wide = merged((SMALL["num_layers"], 2, SMALL["seq_len"], SMALL["ff_dim"]))
     stream = (*wide[:-1], SMALL["model_dim"])
-    count = lambda fp8_, dtype, shape: kept[fp8_].count((dtype, shape))
+    count = lambda fp8_, dtype, shape: saved[fp8_].count((dtype, shape))
     assert count("dynamic", "float8_e4m3fn", stream) == 2 and count("dynamic", "float8_e4m3fn", wide) == 1
     assert count("none", "bfloat16", stream) == count("dynamic", "bfloat16", stream) + 2
     assert count("none", "bfloat16", wide) == count("dynamic", "bfloat16", wide) + 1
     for weight in ((64, 32), (32, 64), (64, 16, 4), (16, 4, 64)):
-        assert in_rows((SMALL["num_layers"], *weight)) not in [shape for _, shape in kept["dynamic"]]
+        assert merged((SMALL["num_layers"], *weight)) not in [shape for _, shape in saved["dynamic"]]
 
 
 def gradients_of_w_q(config):
-    """A function of (batch, key)."""
+    """(batch, key) -> the gradient of w_q."""
     mesh, _, place = on_mesh(config)
     params, specs = place(init(config)), parameters.param_specs(config)
     take = jax.jit(
@@ -764,8 +768,8 @@ STOCHASTIC = dict(mesh="fsdp:8", fp8="dynamic", fp8_rounding="stochastic")
 def test_stochastic_rounding_in_the_model_repeats_with_the_seed():
     config = Config(**SMALL, **STOCHASTIC)
     take, batch = gradients_of_w_q(config), make_batch(config)
-    found = [take(batch, jax.random.key(seed)) for seed in (0, 0, 1)]
-    assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
+    grads = [take(batch, jax.random.key(seed)) for seed in (0, 0, 1)]
+    assert (grads[0] == grads[1]).all() and (grads[0] != grads[2]).any()
 
 
 @pytest.mark.slow
@@ -777,10 +781,10 @@ def test_every_layer_weight_microbatch_and_device_has_its_own_noise(monkeypatch)
     keys = set()
 
     def with_scales(w, amax, key, config):
-        known = parameters.with_scales(w, amax, key, config)
-        for weight in (known.w_q, known.w_o, known.w_down):
+        weights = parameters.with_scales(w, amax, key, config)
+        for weight in (weights.w_q, weights.w_o, weights.w_down):
             jax.debug.callback(lambda data: keys.add(data.tobytes()), jax.random.key_data(weight.key))
-        return known
+        return weights
 
     monkeypatch.setattr(model, "with_scales", with_scales)
     gradients_of_w_q(config)(make_batch(config), jax.random.key(0))
@@ -790,12 +794,12 @@ def test_every_layer_weight_microbatch_and_device_has_its_own_noise(monkeypatch)
 
 @pytest.mark.slow
 def test_each_microbatch_has_its_own_noise():
-    """Two that are equal give the mean of two draws."""
+    """Two equal microbatches give the mean of two draws."""
     one, two = Config(**SMALL, **STOCHASTIC), Config(**SMALL, **STOCHASTIC, microbatches=2)
     batch, key = make_batch(one), jax.random.key(0)
-    of_device = lambda a: a.reshape(8, -1, *a.shape[1:])  # a device's rows lie together
-    twice = jax.tree.map(lambda a: jnp.concatenate([of_device(a)] * 2, 1).reshape(-1, *a.shape[1:]), batch)
-    first, second = (gradients_of_w_q(one)(batch, its) for its in jax.random.split(key))
+    by_device = lambda a: a.reshape(8, -1, *a.shape[1:])  # each device has consecutive rows
+    twice = jax.tree.map(lambda a: jnp.concatenate([by_device(a)] * 2, 1).reshape(-1, *a.shape[1:]), batch)
+    first, second = (gradients_of_w_q(one)(batch, k) for k in jax.random.split(key))
     assert (first != second).any()
     np.testing.assert_allclose(gradients_of_w_q(two)(twice, key), (first + second) / 2, atol=1e-6 * abs(first).max())
 
@@ -815,7 +819,7 @@ def test_each_microbatch_has_its_own_noise():
         (dict(fp8="dynamic", fp8_modules="moe"), "fsdp:8", "fp8_modules=moe: this model has no such matmuls"),
     ],
 )
-def test_recipes_that_do_not_go_with_a_run(flags, mesh, message):
+def test_recipes_that_do_not_fit_a_run_are_refused(flags, mesh, message):
     with pytest.raises(ValueError, match=message):
         config = from_preset(**{"preset": "tiny"} | flags, mesh=mesh)
         rules.check(config, placement.fill_mesh(placement.parse_mesh(mesh), 8))
@@ -830,17 +834,17 @@ def test_demonstration(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient, other", [("e5m2", "f8e5m2"), ("e4m3", "f8e4m3fn")])
 def test_compiled_the_matrix_units_get_both_formats(gradient, other):
-    """Forward, and of both gradients: e4m3 with e4m3, and with what gradients are in."""
+    """The forward matmul multiplies e4m3 with e4m3, both gradients multiply e4m3 with the format of gradients."""
     device = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[0]
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device))
     multiply = partial(fp8.dot, recipe=Recipe(gradients=gradient))
     program = jax.jit(partial(gradients, multiply)).lower(shaped(512, 1024), shaped(1024, 256), shaped(512, 256))
-    found = []
+    operands = []
     for computation in hlo.parse(program.compile().as_text()).computations.values():
-        for one in computation.values():
-            if one.opcode == "convolution":
-                found.append(sorted(computation[operand].shapes[0].dtype for operand in one.operands))
-    assert sorted(found) == sorted([["f8e4m3fn"] * 2, *[sorted(["f8e4m3fn", other])] * 2])
+        for instruction in computation.values():
+            if instruction.opcode == "convolution":
+                operands.append(sorted(computation[operand].shapes[0].dtype for operand in instruction.operands))
+    assert sorted(operands) == sorted([["f8e4m3fn"] * 2, *[sorted(["f8e4m3fn", other])] * 2])
 
 
 # -- benchmarks/fp8.py and fp8_quality.py
@@ -880,19 +884,19 @@ ENTRY %main (p: ({0}[16,64], {0}[8,8], bf16[4,2,32,8])) -> ({0}[16,64], {0}[8,8]
 def test_the_benchmark_reads_operands_casts_and_bytes(cast):
     line = "  %wide = bf16[16,64]{1,0} convert(%a)\n" if cast else ""
     text = LOOP.format("f8e4m3fn", "%wide, %b" if cast else "%a, %b", line)
-    found = benchmark.read(benchmark.hlo.parse(text), Config(num_layers=4, seq_len=32))
+    result = benchmark.read(benchmark.hlo.parse(text), Config(num_layers=4, seq_len=32))
     kind = "bf16 x f8e4m3fn" if cast else "f8e4m3fn x f8e4m3fn"
-    assert found["matmuls"] == {kind: 1} and found["matmul_cycles"] == {kind: 77} and found["casts"] == cast
-    assert found["gathered_bytes"] == {"f8e4m3fn": 64 * 8} and list(found["kept_bytes"].values()) == [2 * 32 * 8 * 2]
+    assert result["matmuls"] == {kind: 1} and result["matmul_cycles"] == {kind: 77} and result["casts"] == cast
+    assert result["gathered_bytes"] == {"f8e4m3fn": 64 * 8} and list(result["kept_bytes"].values()) == [2 * 32 * 8 * 2]
 
 
 def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
-    """Of five runs in 8 bits three have one in bfloat16: of the same seed on the same corpus."""
-    plain = [("bfloat16", "a", 0, 2.0), ("bfloat16", "a", 1, 4.0), ("bfloat16", "b", 1, 5.0)]
-    eight = [("per_axis", "a", 1, 4.1), ("block", "a", 0, 2.0), ("block", "a", 2, 9.0), ("block", "b", 0, 9.0)]
-    for recipe, corpus, seed, loss in [*plain, *eight, ("block", "b", 1, 5.2)]:
-        one = dict(model="tiny", recipe=recipe, seed=seed, steps=9, corpus=corpus, eval_loss=loss, losses=[loss] * 40)
-        (tmp_path / f"{recipe}-{corpus}-{seed}.json").write_text(json.dumps(one))
+    """Three of five FP8 runs have a bfloat16 run of the same seed on the same corpus."""
+    bf16_runs = [("bfloat16", "a", 0, 2.0), ("bfloat16", "a", 1, 4.0), ("bfloat16", "b", 1, 5.0)]
+    fp8_runs = [("per_axis", "a", 1, 4.1), ("block", "a", 0, 2.0), ("block", "a", 2, 9.0), ("block", "b", 0, 9.0)]
+    for recipe, corpus, seed, loss in [*bf16_runs, *fp8_runs, ("block", "b", 1, 5.2)]:
+        run = dict(model="tiny", recipe=recipe, seed=seed, steps=9, corpus=corpus, eval_loss=loss, losses=[loss] * 40)
+        (tmp_path / f"{recipe}-{corpus}-{seed}.json").write_text(json.dumps(run))
     runs = fp8_quality.found(tmp_path, 9)
     assert fp8_quality.table(runs).splitlines() == [
         "| model | recipe | a: seed 0, 1, 2 | b: seed 0, 1, 2 | against bfloat16 |",
@@ -906,7 +910,7 @@ def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
     assert fp8_quality.found(tmp_path, 10) == {}
 
 
-def test_the_table_of_losses_that_is_shown_is_of_the_runs_that_are_kept():
+def test_the_published_table_of_losses_is_that_of_the_stored_runs():
     root = Path(fp8_quality.__file__).parents[1]
     table = fp8_quality.table(fp8_quality.found(root / "benchmarks/fp8_quality_runs", 400))
     assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "docs/RESULTS.md").read_text()
