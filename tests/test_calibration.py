@@ -1,4 +1,4 @@
-"""The largest elements of 8-bit operands: what is remembered, what is profiled, and what runs with it."""
+"""The largest elements of FP8 operands: the history of a delayed run, the profile of a static one."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ OPERANDS |= {"w_gate": BOTH, "w_up": GRADIENT, "w_down": BOTH}
 
 
 def steps(config, number):
-    """States after 0, 1, ... steps, and the losses."""
+    """(the states after 0, 1, ... steps, the losses)."""
     mesh, _, _ = on_mesh(config, jax.devices()[:1] if config.mesh == "fsdp:1" else None)
     state = first_state(config, mesh, parameters.init_params(config, jax.random.key(0)))
     step, states, losses = train.make_train_step(config, mesh), [jax.device_get(state)], []
@@ -41,20 +41,20 @@ def steps(config, number):
 @pytest.mark.parametrize(
     "options", [dict(mesh="data:2,fsdp:2,tensor:2", remat="full"), dict(mesh="fsdp:8", microbatches=2)]
 )
-def test_what_is_remembered_is_what_one_device_finds(options):
-    """After the first step the largest elements of each operand: of 8 devices as of one, of microbatches as of all."""
+def test_observed_maxima_are_those_of_one_device(options):
+    """After the first step, for each operand, over all devices and all microbatches."""
     one, _ = steps(Config(**SMALL, fp8="calibrate", mesh="fsdp:1"), 1)
     eight, _ = steps(Config(**SMALL, fp8="calibrate", **options), 1)
-    found = eight[1].amax
-    assert {name: {*kinds} for name, kinds in found.items()} == OPERANDS
-    for a in jax.tree.leaves(found):
+    observed = eight[1].amax
+    assert {name: {*kinds} for name, kinds in observed.items()} == OPERANDS
+    for a in jax.tree.leaves(observed):
         assert a.shape == (1, SMALL["num_layers"]) and (a > 0).all()
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, one[1].amax)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), observed, one[1].amax)
 
 
 @pytest.mark.slow
-def test_delayed_scales_follow():
-    """The first step guesses, the second knows the first, and losses are those of dynamic scales within 1%."""
+def test_delayed_scales_follow_the_operands():
+    """The first step has a guess, the second the maxima of the first. Losses are within 1% of dynamic scaling's."""
     config = Config(**SMALL, fp8="delayed", mesh="fsdp:8")
     states, losses = steps(config, 3)
     first, second, third, _ = (state.amax["w_gate"] for state in states)
@@ -66,13 +66,13 @@ def test_delayed_scales_follow():
     np.testing.assert_allclose(losses, dynamic, rtol=0.01)
 
 
-def test_a_history_forgets_its_guess_then_keeps_the_largest_of_the_last_steps():
+def test_a_history_drops_its_guess_and_then_has_the_last_steps():
     config = Config(**SMALL, fp8="delayed")
     history, layers = calibration.initial(config), np.ones(SMALL["num_layers"], np.float32)
     assert (history["w_q"]["dy"][0] == 8 / (16 * 24)).all()  # tokens
     for step, largest in enumerate((3.0, 1.0, 2.0)):
-        found = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
-        history = calibration.updated(history, found, jnp.int32(step), config)
+        observed = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
+        history = calibration.updated(history, observed, jnp.int32(step), config)
     for amax_SL in jax.tree.leaves(history):
         np.testing.assert_array_equal(amax_SL, np.outer([2, 1, 3] + [0] * (calibration.HISTORY - 3), layers))
     jax.tree.map(
@@ -80,12 +80,12 @@ def test_a_history_forgets_its_guess_then_keeps_the_largest_of_the_last_steps():
     )
 
 
-def test_a_profile_keeps_the_largest_of_all_steps_and_a_static_scale_has_twice_that(tmp_path):
+def test_a_profile_has_the_largest_of_all_steps_and_a_static_scale_twice_that(tmp_path):
     config = Config(**SMALL, fp8="calibrate", fp8_scales=str(tmp_path / "scales.json"))
     history, layers = calibration.initial(config), np.ones(SMALL["num_layers"], np.float32)
     for step, largest in enumerate((3.0, 1.0)):
-        found = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
-        history = calibration.updated(history, found, jnp.int32(step), config)
+        observed = jax.tree.map(lambda _, largest=largest: largest * jnp.asarray(layers), history)
+        history = calibration.updated(history, observed, jnp.int32(step), config)
     calibration.save(history, config)
     expected = calibration.expected({}, dataclasses.replace(config, fp8="static"))
     assert {name: {*kinds} for name, kinds in expected.items()} == OPERANDS
@@ -93,7 +93,7 @@ def test_a_profile_keeps_the_largest_of_all_steps_and_a_static_scale_has_twice_t
 
 
 @pytest.mark.slow
-def test_a_profile_is_written_read_and_used(tmp_path):
+def test_a_static_run_uses_the_profile_that_was_written(tmp_path):
     path = str(tmp_path / "scales.json")
     profile = Config(**SMALL, fp8="calibrate", fp8_scales=path, mesh="fsdp:8")
     states, losses = steps(profile, 2)
@@ -110,7 +110,7 @@ def test_a_profile_is_written_read_and_used(tmp_path):
     np.testing.assert_allclose(static_losses, losses, rtol=0.01)
 
 
-def test_files_that_cannot_be_used(tmp_path):
+def test_unusable_profiles_are_refused(tmp_path):
     path = tmp_path / "scales.json"
     config = Config(**SMALL, fp8="calibrate", fp8_scales=str(path))
     calibration.save(calibration.initial(config), config)
@@ -140,7 +140,7 @@ def test_files_that_cannot_be_used(tmp_path):
     check("has no effect: fp8=dynamic finds its scales without a file", fp8="dynamic")
 
 
-def test_identity_is_of_the_content_and_not_of_the_path(tmp_path):
+def test_identity_depends_on_the_content_and_not_on_the_path(tmp_path):
     configs = [Config(**SMALL, fp8="calibrate", fp8_scales=str(tmp_path / f"{name}.json")) for name in "abc"]
     for config, factor in zip(configs, (1.0, 1.0, 2.0), strict=True):
         calibration.save(jax.tree.map(lambda amax, by=factor: amax + by, calibration.initial(config)), config)
@@ -149,22 +149,22 @@ def test_identity_is_of_the_content_and_not_of_the_path(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ends_can_stay_unquantised():
-    """With all layers but none in the middle it would be float32; the loss is nearer to it than with all in 8 bits."""
+def test_the_first_and_last_layers_can_stay_unquantised():
+    """The loss is then nearer to that of float32 than with all layers in FP8."""
     loss = lambda **options: steps(Config(**SMALL, mesh="fsdp:8", **options), 1)[1][0]
     exact, all_, middle = loss(), loss(fp8="dynamic"), loss(fp8="dynamic", fp8_skip_layers=1)
     assert 0 < abs(middle - exact) < abs(all_ - exact)
-    in_8_bits = lambda eqn: eqn.primitive.name == "dot_general" and eqn.invars[0].aval.dtype.itemsize == 1
-    whole = Config(**SMALL, mesh="fsdp:8", fp8="dynamic")
-    counts = [sum(map(in_8_bits, equations(trace(dataclasses.replace(whole, fp8_skip_layers=n))))) for n in (0, 1)]
-    assert counts[0] == counts[1] > 0  # in one loop, and in one of three
+    is_fp8 = lambda eqn: eqn.primitive.name == "dot_general" and eqn.invars[0].aval.dtype.itemsize == 1
+    all_layers = Config(**SMALL, mesh="fsdp:8", fp8="dynamic")
+    counts = [sum(map(is_fp8, equations(trace(dataclasses.replace(all_layers, fp8_skip_layers=n))))) for n in (0, 1)]
+    assert counts[0] == counts[1] > 0  # in the only loop, and in one of three
     with pytest.raises(ValueError, match="fp8_skip_layers=2 at each end leaves none of 3"):
         loss(fp8="dynamic", fp8_skip_layers=2)
     assert jnp.isfinite(loss(fp8="delayed", fp8_skip_layers=1, fp8_modules="qkv,out,mlp,unembed"))
 
 
 @pytest.mark.slow
-def test_a_run_profiles_and_another_uses_it(tmp_path, capsys):
+def test_one_run_profiles_and_another_uses_the_profile(tmp_path, capsys):
     common = SMALL | dict(mesh="fsdp:8", steps=4, eval_every=2, sample=4, log_every=1, compilation_cache="")
     common |= dict(fp8_scales=str(tmp_path / "scales.json"))
     profiled = train.run(Config(**common, fp8="calibrate"))
@@ -177,10 +177,10 @@ def test_a_run_profiles_and_another_uses_it(tmp_path, capsys):
 def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
     common = SMALL | dict(mesh="fsdp:8", sample=0, eval_every=0, log_every=1, compilation_cache="", fp8="delayed")
     common |= dict(steps=4, save_every=2)
-    whole = train.run(Config(**common, checkpoint_dir=str(tmp_path / "a")))
+    uninterrupted = train.run(Config(**common, checkpoint_dir=str(tmp_path / "a")))
     config = Config(**common, checkpoint_dir=str(tmp_path / "b"))
     train.run(config)
     shutil.rmtree(tmp_path / "b" / "4")
-    assert train.run(config)["eval_loss"] == whole["eval_loss"]
+    assert train.run(config)["eval_loss"] == uninterrupted["eval_loss"]
     with pytest.raises(ValueError, match="fp8 is 'delayed' there and 'dynamic' here"):
         train.run(dataclasses.replace(config, fp8="dynamic"))

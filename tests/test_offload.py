@@ -1,4 +1,4 @@
-"""The optimizer state on the host: the same update, and in the memory that it is said to be in."""
+"""The optimizer state in host memory: the update, the memory kinds, the prediction and the compiled program."""
 
 import dataclasses
 from functools import partial
@@ -43,25 +43,25 @@ def test_training_equals_the_reference(option):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Stacked:
-    """A tree as offload.py takes them: an array, and a stack of three layers."""
+    """A tree for offload.py: an array, and a stack of three layers."""
 
     embed: jax.Array
     layers: dict[str, jax.Array]
 
 
-def drawn(seed: int) -> Stacked:
+def random_tree(seed: int) -> Stacked:
     values = np.random.default_rng(seed).standard_normal(20).astype(np.float32)
     return Stacked(jnp.asarray(values[:2]), {"w": jnp.asarray(values[2:].reshape(3, 6))})
 
 
-def test_an_update_layer_by_layer_is_the_one_of_all_at_once():
+def test_an_update_layer_by_layer_equals_one_of_all_layers_at_once():
     transform = optax.adamw(0.1)
-    params, plain = drawn(0), drawn(0)
+    params, plain = random_tree(0), random_tree(0)
     expected, is_slots = transform.init(params), lambda x: isinstance(x, Stacked)
     state = jax.tree.map(lambda x: offload._to_host(x) if is_slots(x) else x, expected, is_leaf=is_slots)
     on_device = jax.jit(lambda *args: offload.update(transform, *args))
     for seed, accept in enumerate((True, True, False), start=1):
-        grads = drawn(seed)
+        grads = random_tree(seed)
         params, state = on_device(grads, state, params, jnp.bool_(accept))
         if accept:
             updates, expected = transform.update(grads, expected, plain)
@@ -82,15 +82,15 @@ def first_step(config: Config, params=None):
 
 
 @pytest.mark.slow
-def test_the_slots_lie_on_the_host_and_all_else_does_not():
+def test_only_the_slots_are_in_host_memory():
     _, after = first_step(Config(**SMALL, mesh=MESH, offload_optimizer=True))
     for path, leaf in jax.tree.leaves_with_path(after):
-        of_adam = {getattr(key, "name", "") for key in path} & {*SLOTS}
-        assert leaf.sharding.memory_kind == (offload.MEMORY if of_adam else "device"), jax.tree_util.keystr(path)
+        slot = {getattr(key, "name", "") for key in path} & {*SLOTS}
+        assert leaf.sharding.memory_kind == (offload.MEMORY if slot else "device"), jax.tree_util.keystr(path)
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_change_nothing():
+def test_non_finite_gradients_change_nothing():
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True)
     params = init(config)
     params = dataclasses.replace(params, norm=params.norm.at[0].set(jnp.nan))
@@ -101,7 +101,7 @@ def test_gradients_that_are_not_finite_change_nothing():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_comes_back_to_the_host(tmp_path):
+def test_a_checkpoint_is_restored_to_host_memory(tmp_path):
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True, checkpoint_dir=str(tmp_path))
     _, state = first_step(config)
     with checkpoint.opened(config) as checkpoints:
@@ -126,21 +126,23 @@ COMPILED = dict(
 CHIP, CHIPS = hardware.CHIPS["tpu7x"], (2, 2, 1)
 
 
-def test_the_prediction_moves_the_slots():
-    here, there = (step.predict(run_of(Config(**COMPILED, offload_optimizer=on), CHIP, CHIPS)) for on in (False, True))
-    slots = slots_of_device(here.run)
-    assert slots == here.memory["optimizer"] == 8 * transformer.num_params(here.run.config) / 8
-    assert here.hbm_bytes - there.hbm_bytes == slots == there.host_bytes
-    (part,) = [part for part in there.parts if part.name == "optimizer offload"]
-    assert part.exposed_s == 2 * slots / 16e9 == pytest.approx(there.step_s - here.step_s)
+def test_the_prediction_moves_the_slots_to_the_host():
+    plain, offloaded = (
+        step.predict(run_of(Config(**COMPILED, offload_optimizer=on), CHIP, CHIPS)) for on in (False, True)
+    )
+    slots = slots_of_device(plain.run)
+    assert slots == plain.memory["optimizer"] == 8 * transformer.num_params(plain.run.config) / 8
+    assert plain.hbm_bytes - offloaded.hbm_bytes == slots == offloaded.host_bytes
+    (part,) = [part for part in offloaded.parts if part.name == "optimizer offload"]
+    assert part.exposed_s == 2 * slots / 16e9 == pytest.approx(offloaded.step_s - plain.step_s)
 
 
 @pytest.mark.slow
-def test_compiled_the_slots_are_on_the_host_once():
-    """Not a second copy of them there, and on the device no more than those of a layer and of the two vocabularies."""
+def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots():
+    """The device has no more than those of a layer, the embedding and the unembedding."""
     lowered = (aot.lower_step(Config(**COMPILED, offload_optimizer=on), "tpu7x:2x2x1") for on in (False, True))
-    here, there = (aot.compile_step(it, ON_TENSOR_CORES, "")[0] for it in lowered)
+    plain, offloaded = (aot.compile_step(program, ON_TENSOR_CORES, "")[0] for program in lowered)
     slots = slots_of_device(run_of(Config(**COMPILED), CHIP, CHIPS))
-    assert there["host_bytes"] == pytest.approx(slots, rel=0.01) and here["host_bytes"] == 0
-    assert here["argument_bytes"] - there["argument_bytes"] == pytest.approx(slots, rel=0.01)
-    assert here["peak_hbm_bytes"] - there["peak_hbm_bytes"] > 0.8 * slots
+    assert offloaded["host_bytes"] == pytest.approx(slots, rel=0.01) and plain["host_bytes"] == 0
+    assert plain["argument_bytes"] - offloaded["argument_bytes"] == pytest.approx(slots, rel=0.01)
+    assert plain["peak_hbm_bytes"] - offloaded["peak_hbm_bytes"] > 0.8 * slots

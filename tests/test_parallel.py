@@ -19,7 +19,7 @@ MESHES = [
     if np.prod(sizes) == 8
 ]
 OPTIONS = [
-    dict(norm_eps=0.1, rope_theta=50.0),  # other than those that might stand in the code
+    dict(norm_eps=0.1, rope_theta=50.0),  # unlike constants that the code might have in their place
     dict(prefetch=False),
     dict(microbatches=2),
     dict(shard_update=True),
@@ -32,17 +32,17 @@ QUICK = "data:2,fsdp:2,tensor:2"
 
 
 def cases(options):
-    """Each mesh with every fourth option; test_composition.py has pairs of all.
+    """Each mesh with every fourth option; test_composition.py has pairs of all settings.
 
-    Two meshes have the plain set in any case, one of them in the quick selection.
+    Two meshes always have the first option, one of them in the quick selection.
     """
     params = []
     for (row, mesh), (column, option) in itertools.product(enumerate(MESHES), enumerate(options)):
-        plain = mesh in (QUICK, "data:1,fsdp:8,tensor:1") and option is options[0]
-        if (row + column) % 4 and not plain:
+        always = mesh in (QUICK, "data:1,fsdp:8,tensor:1") and option is options[0]
+        if (row + column) % 4 and not always:
             continue
         name = "-".join([mesh] + [f"{key}={value}" for key, value in option.items()])
-        params.append(pytest.param(mesh, option, id=name, marks=[] if plain and mesh == QUICK else [pytest.mark.slow]))
+        params.append(pytest.param(mesh, option, id=name, marks=[] if always and mesh == QUICK else [pytest.mark.slow]))
     return params
 
 
@@ -53,8 +53,8 @@ def test_loss_and_gradients_equal_the_reference(mesh, option):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [dict(double_buffer=True), dict(double_buffer=True, remat="full")])
-def test_turns_of_several_layers_equal_the_reference(option):
-    """And layers that are left over: five by twos and threes."""
+def test_double_buffering_equals_the_reference(option):
+    """With five layers, so that one is left over."""
     check_gradients(Config(**SMALL | dict(num_layers=5, microbatches=2), mesh="fsdp:4,tensor:2", **option))
 
 
@@ -83,7 +83,7 @@ THREES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), THREES, ids=str)
 def test_axes_of_three_equal_the_reference(mesh, option):
-    """Of no power of two, so that nothing fits because it fits 8 devices, and the middle device has two sides."""
+    """A size that is no power of two: nothing fits only because it fits 8 devices, and a device has two neighbours."""
     check_gradients(Config(**SMALL | SIX | option, mesh=mesh), devices=jax.devices()[:6])
 
 
@@ -99,19 +99,19 @@ def test_axes_of_three_equal_the_reference(mesh, option):
     ],
     ids=str,
 )
-def test_a_step_shows_the_cross_entropy_and_what_is_added_to_it(options):
-    """So that its loss compares with the held-out one; where nothing is added, nothing more is shown."""
+def test_a_step_reports_the_cross_entropy_and_the_auxiliary_losses(options):
+    """Its loss can be compared with the held-out loss. Without auxiliary losses it reports none."""
     config = Config(**SMALL | options)
     mesh, _, _ = on_mesh(config)
     params, batch = init(config), make_batch(config)
     state = first_state(config, mesh, params)
     _, metrics = train.make_train_step(config, mesh)(state, laid_out(batch, config, mesh))
-    nothing = dict(z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
-    alone = float(reference.loss(params, batch, dataclasses.replace(config, **nothing)))
-    added = float(reference.loss(params, batch, config)) - alone
-    assert float(metrics["loss"]) == pytest.approx(alone, rel=1e-5)
-    assert ("auxiliary_loss" in metrics) == (added > 0.05) and (added > 0.05) == ("z_loss" in options)
-    assert float(metrics.get("auxiliary_loss", 0)) == pytest.approx(added, rel=1e-3, abs=1e-6)
+    without = dict(z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
+    cross_entropy = float(reference.loss(params, batch, dataclasses.replace(config, **without)))
+    auxiliary = float(reference.loss(params, batch, config)) - cross_entropy
+    assert float(metrics["loss"]) == pytest.approx(cross_entropy, rel=1e-5)
+    assert ("auxiliary_loss" in metrics) == (auxiliary > 0.05) and (auxiliary > 0.05) == ("z_loss" in options)
+    assert float(metrics.get("auxiliary_loss", 0)) == pytest.approx(auxiliary, rel=1e-3, abs=1e-6)
 
 
 STEP_OPTIONS = [dict(), dict(microbatches=2, shard_update=True), dict(collectives="ring_bidirectional")]
@@ -135,12 +135,12 @@ def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     ids=lambda option: "-".join(f"{key}={value}" for key, value in option.items()),
 )
 def test_optimizers_equal_the_reference(optimizer):
-    # A first moment in bfloat16 rounds a last-bit difference of the gradients up to one of its own, 2^-9 of an update.
+    # Rounding the first moment to bfloat16 can turn a last-bit difference of gradients into 2^-9 of an update.
     tolerance = 1e-4 if "mu_dtype" in optimizer else 1e-5
     check_steps(Config(**SMALL | optimizer, mesh="data:2,fsdp:2,tensor:2", shard_update=True), 3, tolerance)
 
 
-VARIANTS = [  # two in a model where they are of different parts of it
+VARIANTS = [  # two at a time if they concern different parts of the model
     dict(qk_norm=True, z_loss=0.01, norm_eps=0.1),
     dict(qkv_bias=True, tied_embeddings=True),
     dict(window=5),
@@ -149,7 +149,7 @@ VARIANTS = [  # two in a model where they are of different parts of it
     dict(num_heads=8, output_bias=True),
     dict(attention_sinks=True),
     dict(loss_chunk=24),
-    dict(model_dim=40),  # shards of no whole registers, which travel as blocks
+    dict(model_dim=40),  # shards are not whole registers, and travel as blocks
 ]
 EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
 LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6, norm_eps=0.1)
@@ -167,7 +167,7 @@ VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(at
     ],
     ids=str,
 )
-def test_chunks_that_do_not_fill_the_sequence_equal_the_reference(options):
+def test_padded_chunks_of_the_loss_equal_the_reference(options):
     check_gradients(Config(**SMALL | options))
 
 
@@ -184,7 +184,7 @@ def test_model_variants_equal_the_reference(mesh, variant):
     check_gradients(Config(**SMALL | variant, mesh=mesh))
 
 
-EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
+EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
     ("fsdp:8", dict()),
     ("expert:8", dict()),
     ("fsdp:2,expert:4", dict(prefetch=False)),
@@ -214,9 +214,9 @@ EXPERT_MESHES = [  # every size of expert, with and without fsdp and tensor
             option,
             id="-".join([name, mesh, *(f"{key}={value}" for key, value in option.items())]),
         )
-        for turn, name in enumerate(MIXTURES)
+        for index, name in enumerate(MIXTURES)
         for number, (mesh, option) in enumerate(EXPERT_MESHES)
-        if number % len(MIXTURES) == turn or (name, number) == ("deepseek", 3)  # the models in turn, and one more
+        if number % len(MIXTURES) == index or (name, number) == ("deepseek", 3)  # alternating models, and one more
     ],
 )
 def test_mixtures_equal_the_reference(name, mesh, option):
@@ -225,11 +225,11 @@ def test_mixtures_equal_the_reference(name, mesh, option):
 
 @pytest.mark.slow
 def test_bfloat16_stays_near_the_reference():
-    """25 unit round-offs of 2^-9, through three layers and back (about 17 are seen)."""
+    """Within 25 unit round-offs of 2^-9, through three layers and back (about 17 were observed)."""
     check_gradients(Config(**SMALL, dtype="bfloat16", mesh="data:2,fsdp:2,tensor:2"), tolerance=25 * 2**-9)
 
 
-# Documents of a dozen tokens, over parts of 3 to 16.
+# Documents of a dozen tokens, on sequence shards of 3 to 16.
 CONTEXT = [
     ("fsdp:2,context:2,tensor:2", dict()),
     ("context:8", dict(context_impl="all_gather", seq_len=48, num_kv_heads=16, max_logit=8.0)),
@@ -249,13 +249,13 @@ CONTEXT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), CONTEXT, ids=str)
-def test_sequences_that_are_cut_equal_the_reference(mesh, option):
+def test_sharded_sequences_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL | option, mesh=mesh))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [dict(), dict(context_impl="all_to_all", microbatches=2, shard_update=True)])
-def test_parameters_after_steps_on_cut_sequences_equal_the_reference(option):
+def test_parameters_after_steps_on_sharded_sequences_equal_the_reference(option):
     check_steps(Config(**SMALL | option, mesh="data:2,context:2,tensor:2"), steps=3)
 
 
@@ -266,10 +266,10 @@ FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attenti
 @pytest.mark.parametrize(
     "option",
     [dict(max_logit=8.0), dict(window=5, global_every=2, attention_sinks=True)],
-    ids=["max logit", "windows in turn and sinks"],
+    ids=["max logit", "alternating windows and sinks"],
 )
 def test_flash_attention_equals_the_reference(option):
-    """The kernels in the simulator, which needs devices to spare; documents are packed, the length is no block's."""
+    """By interpreted kernels, on two devices. Documents are packed, and blocks do not divide the length."""
     check_gradients(Config(**FLASH, **option), devices=jax.devices()[:2])
 
 
@@ -282,8 +282,8 @@ def test_plain_attention_with_a_max_logit_equals_the_reference(dtype, tolerance)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["reference", "flash"])
-def test_a_max_logit_that_is_far_off_makes_no_number(attention):
-    """So that the step is skipped and counted, and no gradient of a wrong softmax is taken."""
+def test_a_max_logit_that_is_far_off_gives_nan(attention):
+    """So the step is skipped and counted, and no gradient of a wrong softmax is used."""
     config = Config(**FLASH | dict(max_logit=1000.0, attention=attention))
     _, per_device, place = on_mesh(config, jax.devices()[:2])
     loss, *_ = per_device(place(init(config)), make_batch(config))

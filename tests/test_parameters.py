@@ -1,4 +1,4 @@
-"""Sizes of the published models, and which parts of a mesh they can be cut into."""
+"""Sizes of the published models, the meshes that can shard them, and their initial values."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_presets_have_the_published_number_of_parameters(preset):
 
 
 def test_gemma_like_is_about_as_large_as_gemma():
-    """30.7e9 parameters are published; here the global layers have the heads of the local ones."""
+    """30.7e9 parameters are published. Here the global layers have the heads of the local ones."""
     assert transformer.num_params(from_preset("gemma-31b-like")) == pytest.approx(30.7e9, rel=0.02)
 
 
@@ -37,7 +37,7 @@ EXPERT_POD = placement.fill_mesh(placement.parse_mesh("fsdp:*,expert:4"), 128)
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
-def test_presets_can_be_cut_as_a_pod_would(preset):
+def test_presets_can_be_sharded_over_a_pod(preset):
     config = from_preset(preset)
     rules.check(config, EXPERT_POD if config.num_experts else POD)
 
@@ -51,12 +51,12 @@ EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16)
         (dict(), "expert:8", "mesh axis expert:8 is for mixtures of experts, and num_experts is 0: use fsdp"),
         (EXPERTS | dict(num_experts=4), "expert:8", r"num_experts=4 must be a multiple of expert=8"),
         (EXPERTS | dict(expert_dim=12), "tensor:8", r"expert_dim=12 must be a multiple of tensor=8"),
-        (EXPERTS | dict(moe_parts=3), "fsdp:8", None),  # without an expert axis there are no parts
+        (EXPERTS | dict(moe_parts=3), "fsdp:8", None),  # without an expert axis there are no chunks
         (EXPERTS | dict(moe_parts=3), "expert:8", "tokens of a device=256 must be a multiple of moe_parts=3"),
-        (EXPERTS | dict(num_shared_experts=3, expert_dim=4), "fsdp:2,tensor:4", None),  # they are cut as one
+        (EXPERTS | dict(num_shared_experts=3, expert_dim=4), "fsdp:2,tensor:4", None),  # they are sharded as one MLP
     ],
 )
-def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
+def test_experts_that_cannot_be_sharded_are_refused(flags, mesh, message):
     check = lambda: rules.check(Config(**flags), placement.parse_mesh(mesh))
     if message is None:
         return check()
@@ -64,13 +64,13 @@ def test_experts_that_cannot_be_cut_are_refused(flags, mesh, message):
         check()
 
 
-def test_a_scale_is_of_all_devices_that_have_a_part():
-    """Of an activation all axes have one but the stages, which have activations of their own."""
+def test_an_fp8_scale_is_shared_by_all_devices_with_a_shard():
+    """All axes shard an activation except `pipe`, whose stages have activations of their own."""
     recipe = parameters.fp8_recipe(Config(fp8="dynamic"))
     assert {*recipe.axes} == {*placement.MESH_AXES} - {"pipe"} and recipe.feature_axes == ("tensor",)
 
 
-def test_the_router_is_float32_in_a_step_of_any_dtype_and_nothing_else_is():
+def test_only_the_router_is_float32_in_a_step_in_bfloat16():
     config = Config(**EXPERTS, selection_bias=True, expert_bias=True, num_dense_layers=1, dtype="bfloat16")
     dtypes = jax.tree.leaves_with_path(parameters.compute_dtypes(config))
     in_float32 = {jax.tree_util.keystr(path) for path, dtype in dtypes if dtype == jnp.float32}
@@ -87,14 +87,14 @@ def test_flops_per_token_are_six_times_the_matmul_parameters_and_attention():
     assert flops == 6 * (transformer.num_params(config) - norms - look_up) + attention
 
 
-# -- how they start
+# -- initial values
 
 WIDTHS = dict(vocab_size=64, num_layers=4, model_dim=48, ff_dim=40, num_heads=4, num_kv_heads=2, head_dim=6)
 DENSE = dict(embed=1, unembed=1 / 48, w_q=1 / 48, w_k=1 / 48, w_v=1 / 48, w_gate=1 / 48, w_up=1 / 48)
-DENSE |= dict(w_o=1 / (4 * 6) / 8, w_down=1 / 40 / 8)  # what adds to the stream: by 2 * 4 layers less
+DENSE |= dict(w_o=1 / (4 * 6) / 8, w_down=1 / 40 / 8)  # they add to the residual stream: 2 * 4 layers times less
 ONES = dict.fromkeys("norm norm_attention norm_mlp".split(), "ones")
 MIXTURE = DENSE | dict(w_router=1 / 48, expert_gate=1 / 48, expert_up=1 / 48, expert_down=1 / 16 / 8)
-STARTS = {  # flags: the variance of each weight, or what each of its elements is
+STARTS = {  # model: (flags, the variance of each weight, or the value of all its elements)
     "dense": (
         dict(qk_norm=True, qkv_bias=True, output_bias=True, attention_sinks=True),
         DENSE
@@ -122,14 +122,14 @@ STARTS = {  # flags: the variance of each weight, or what each of its elements i
 
 
 @pytest.mark.parametrize("model", STARTS)
-def test_every_weight_starts_as_the_table_says(model):
-    """A normal distribution of mean 0 and this variance, each layer's and each weight's drawn for itself."""
+def test_initial_values_are_those_of_the_table(model):
+    """A normal distribution of mean 0 and the variance of the table, drawn independently for each layer and weight."""
     flags, starts = STARTS[model]
     config, seen, drawn = Config(**WIDTHS | flags), set(), []
     init = jax.jit(lambda seed: parameters.init_params(config, jax.random.key(seed)))
     params, again, other = (jax.device_get(init(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, params, again)
-    for (path, w), of_other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(other), strict=True):
+    for (path, w), w_other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(other), strict=True):
         name = path[-1].name
         seen.add(name)
         assert w.dtype == np.float32
@@ -137,10 +137,10 @@ def test_every_weight_starts_as_the_table_says(model):
             np.testing.assert_array_equal(w, 1 if starts[name] == "ones" else 0)
             continue
         z = w / starts[name] ** 0.5
-        for power, mean, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):  # of z^power
+        for power, mean, variance in ((1, 0, 1), (2, 1, 2), (4, 3, 96)):  # mean and variance of z^power
             assert abs(np.mean(z**power) - mean) < 5 * (variance / z.size) ** 0.5, (name, power)
         stack = z if len(path) > 1 else z[None]
-        drawn += [layer.ravel()[:96] for layer in stack] + [(of_other / starts[name] ** 0.5).ravel()[:96]]
+        drawn += [layer.ravel()[:96] for layer in stack] + [(w_other / starts[name] ** 0.5).ravel()[:96]]
     assert seen == starts.keys()
     correlation = np.corrcoef(drawn) - np.eye(len(drawn))
     assert np.abs(correlation).max() < 6 / 96**0.5

@@ -1,4 +1,4 @@
-"""What a policy keeps, repeats and costs: read off the jaxpr, and off the program that TPU7x would run."""
+"""The tensors that a policy saves, the FLOPs it repeats and its cost, read from jaxprs and compiled programs."""
 
 import dataclasses
 import math
@@ -46,14 +46,14 @@ CUSTOM = (
 POLICIES = [dict(remat=name) for name in REMAT_POLICIES if name not in ("none", "custom")]
 POLICIES += [dict(remat="custom", remat_tensors=tensors) for tensors in CUSTOM]
 named = lambda flags: flags.get("remat_tensors") or flags["remat"]
-MODELS = {"plain": dict(), "qk_norm": dict(qk_norm=True, num_kv_heads=4)}  # grouped queries, both
+MODELS = {"plain": dict(), "qk_norm": dict(qk_norm=True, num_kv_heads=4)}  # both with grouped queries
 
 
-# -- what runs
+# -- the program
 
 
 def cases():
-    """Every policy with the plain model, some with the other one, of which the quick selection has two."""
+    """Every policy with the plain model, and some with the other."""
     quick, some = ("minimal_offloaded", CUSTOM[2]), ("full", "save_dot_with_context_except_mlp", CUSTOM[1])
     for policy in POLICIES:
         yield pytest.param(policy, id=f"plain-{named(policy)}", marks=pytest.mark.slow)
@@ -63,13 +63,14 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def kept():
+def cache():
+    """The results without recomputation, by config."""
     return {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", list(cases()))
-def test_loss_and_gradients_are_those_without_recomputation(flags, kept):
+def test_loss_and_gradients_are_those_without_recomputation(flags, cache):
     config = Config(**SMALL | dict(num_layers=2) | flags, mesh=MESH)
     once = dataclasses.replace(config, remat="none", remat_tensors="")
     params, batch = init(config), make_batch(config)
@@ -79,19 +80,19 @@ def test_loss_and_gradients_are_those_without_recomputation(flags, kept):
         loss, _, grads = per_device(place(params), batch)
         return jax.device_get((loss, grads))
 
-    if once not in kept:
-        kept[once] = gradients(once)
-    (loss, grads), (want_loss, want_grads) = gradients(config), kept[once]
+    if once not in cache:
+        cache[once] = gradients(once)
+    (loss, grads), (want_loss, want_grads) = gradients(config), cache[once]
     assert abs(loss - want_loss) <= 1e-6 * abs(want_loss)
     assert_close(grads, want_grads, 1e-6)
 
 
-def stacked(config: Config) -> tuple[Counter, Counter]:
-    """What the forward loop over the layers hands to the backward pass, a device: {(name, space): elements a layer}.
+def saved_residuals(config: Config) -> tuple[Counter, Counter]:
+    """What the forward loop over layers saves for the backward pass, on a device.
 
-    And {shape: count} of all that has no name, but for numbers of which a layer has one.
+    ({(name, memory space): elements a layer}, {shape: count} of arrays without a name). Scalars are left out.
     """
-    found, nameless = Counter(), Counter()
+    by_name, nameless = Counter(), Counter()
     for eqn in equations(trace(config)):
         if eqn.primitive.name != "scan" or eqn.params["length"] != config.num_layers or eqn.params["reverse"]:
             continue
@@ -101,15 +102,15 @@ def stacked(config: Config) -> tuple[Counter, Counter]:
             continue  # the loop over the chunks of the loss
         for var, out in zip(body.outvars, eqn.outvars, strict=True):
             if out.aval.shape == var.aval.shape or out.aval.size == config.num_layers:
-                continue  # carried, not stacked; or the number of the layer
+                continue  # part of the carry, or the number of the layer
             maker = makes.get(var)
             while maker is not None and maker.primitive.name in ("reduce_precision", "device_put"):
                 maker = makes.get(maker.invars[0])
             if maker is not None and maker.primitive.name == "name":
-                found[maker.params["name"], out.aval.memory_space.name] += math.prod(var.aval.shape)
+                by_name[maker.params["name"], out.aval.memory_space.name] += math.prod(var.aval.shape)
             else:
                 nameless[var.aval.shape] += 1
-    return found, nameless
+    return by_name, nameless
 
 
 @pytest.mark.slow
@@ -146,61 +147,61 @@ def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", POLICIES, ids=named)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_layer_saves_what_its_policy_promises_and_no_more(model, flags):
+def test_a_layer_saves_the_names_of_its_policy_and_no_more(model, flags):
     config = Config(**SMALL | MODELS[model] | flags, mesh=MESH)
-    found, nameless = stacked(config)
+    by_name, nameless = saved_residuals(config)
     offloaded = anatomy.offloaded_names(config)
     sizes = anatomy.activations(config, fused=False)
-    tokens = config.batch * config.seq_len // 4  # of a device; tensor:2 cuts everything that has a name
-    assert found == {
+    tokens = config.batch * config.seq_len // 4  # of a device; tensor:2 shards every tensor with a name
+    assert by_name == {
         (name, "Host" if name in offloaded else "Device"): sizes[name] * tokens // 2
         for name in anatomy.read_names(anatomy.saved_names(config))
         if name in sizes
     }
     assert not nameless  # neither segments nor the rotary tables, which are the same for all layers
-    # And so the bytes are those that are predicted, but for the log-sum-exp that only a kernel has.
+    # So the bytes are the predicted ones, except for the log-sum-exp, which only a kernel has.
     nbytes = transformer.saved_bytes_per_layer(config, anatomy.saved_names(config) - {"log_sum_exp"})
-    assert 4 * sum(found.values()) == nbytes * tokens / 2
+    assert 4 * sum(by_name.values()) == nbytes * tokens / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "room"),
+    ("flags", "ratio"),
     [
         (dict(mesh="fsdp:2,expert:2,tensor:2"), 2),  # buffer_factor
-        (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=1.25), 4 / 3),  # of 120 rows whole registers
-        (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=0.5), 0.5),  # all of it filled
-        (dict(mesh="expert:8", experts_per_token=1, buffer_factor=9.0), 8),  # more cannot come
+        (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=1.25), 4 / 3),  # 120 rows, rounded up to whole registers
+        (dict(mesh="fsdp:2,expert:2,tensor:2", buffer_factor=0.5), 0.5),  # all rows are filled
+        (dict(mesh="expert:8", experts_per_token=1, buffer_factor=9.0), 8),  # the most that can arrive
         (dict(mesh="fsdp:2,expert:2,tensor:2", moe_impl="capacity", capacity_factor=1.5), 1.5),
         (dict(mesh="fsdp:4,tensor:2"), 1),
     ],
 )
-def test_experts_save_the_rows_that_they_have_room_for(flags, room):
+def test_experts_save_all_rows_of_their_buffer(flags, ratio):
     config = Config(
         **SMALL | dict(num_experts=8, experts_per_token=2, expert_dim=32, head_dim=128, remat="minimal") | flags
     )
     run = run_of(config, TPU7X, CHIPS)
-    assert run.expert_buffer_ratio == room
-    assert run.experts_filled == (1 if config.moe_impl == "capacity" else min(1, 1 / room))
-    found, _ = stacked(config)
-    of_experts = {name: size for (name, _), size in found.items() if name.startswith("expert_")}
+    assert run.expert_buffer_ratio == ratio
+    assert run.experts_filled == (1 if config.moe_impl == "capacity" else min(1, 1 / ratio))
+    by_name, _ = saved_residuals(config)
+    expert_sizes = {name: size for (name, _), size in by_name.items() if name.startswith("expert_")}
     row_copies = 1 if "expert:" in config.mesh else 2
-    sizes = anatomy.activations(config, experts=True, expert_buffer_ratio=room, row_copies=row_copies)
-    assert {"expert_gate", "expert_up"} < of_experts.keys()
-    assert of_experts == {name: sizes[name] * run.tokens / run.tensor for name in of_experts}
+    sizes = anatomy.activations(config, experts=True, expert_buffer_ratio=ratio, row_copies=row_copies)
+    assert {"expert_gate", "expert_up"} < expert_sizes.keys()
+    assert expert_sizes == {name: sizes[name] * run.tokens / run.tensor for name in expert_sizes}
     saved = workload.memory_of(run, workload.layers_of(run))[0]["saved activations"]
-    assert saved == pytest.approx(4 * sum(found.values()) * config.num_layers)
+    assert saved == pytest.approx(4 * sum(by_name.values()) * config.num_layers)
 
 
 def test_every_activation_of_a_dense_layer_has_its_name():
-    """With the sizes of transformer.py: a name that the model lacked would be promised and not kept."""
+    """With the sizes of anatomy.py. A policy could not save a name that the model does not use."""
     config = Config(**SMALL, mesh=MESH, qk_norm=True)
     names = {}
     for eqn in equations(trace(config)):
         if eqn.primitive.name == "name":
             names[eqn.params["name"]] = math.prod(eqn.outvars[0].aval.shape)
     sizes = anatomy.activations(config, fused=False)
-    del sizes["scores"]  # plain attention's are never kept; a kernel has none
+    del sizes["scores"]  # plain attention never saves them; a kernel has none
     assert names == {name: size * config.batch * config.seq_len // 8 for name, size in sizes.items()}
 
 
@@ -220,21 +221,21 @@ def test_the_backward_pass_repeats_the_matmuls_that_are_predicted(mesh, flags):
     assert repeated == (sum(again.values()) + whole_square) * config.batch * config.seq_len
 
 
-# -- the host's memory
+# -- host memory
 
 
-def test_offload_is_refused_where_there_is_no_host_memory():
+def test_offload_is_refused_without_host_memory():
     memory = lambda kind: SimpleNamespace(kind=kind)
-    device = SimpleNamespace(device_kind="TPU of old", addressable_memories=lambda: [memory("device")])
+    device = SimpleNamespace(device_kind="an old TPU", addressable_memories=lambda: [memory("device")])
     mesh = SimpleNamespace(local_devices=[device])
-    with pytest.raises(ValueError, match=r"query_proj, value_proj to pinned_host, and TPU of old has .* device only"):
+    with pytest.raises(ValueError, match=r"query_proj, value_proj to pinned_host, and an old TPU has .* device only"):
         remat.check_host_memory(Config(remat="qkv_proj_offloaded"), mesh)
     custom = Config(remat="custom", remat_tensors="mlp_up:offload")
     with pytest.raises(ValueError, match="remat=custom offloads mlp_up to"):
         remat.check_host_memory(custom, mesh)
     with pytest.raises(ValueError, match="offload_optimizer puts the optimizer state to pinned_host"):
         remat.check_host_memory(Config(offload_optimizer=True), mesh)
-    remat.check_host_memory(Config(remat="minimal"), mesh)  # which needs none
+    remat.check_host_memory(Config(remat="minimal"), mesh)  # needs none
     remat.check_host_memory(custom, sharding.make_mesh(placement.parse_mesh("fsdp:8")))
 
 
