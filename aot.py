@@ -69,7 +69,7 @@ class DoesNotFitError(ValueError):
     """The compiler refused the program; `found` is what it used, what there is, and the largest buffers."""
 
     def __init__(self, text: str, peak: liveness.Peak | None = None):
-        self.found = liveness.refusal(text) | (peak.in_numbers() if peak else {})
+        self.found = liveness.refusal(text) | (peak.as_dict() if peak else {})
         super().__init__(text)
 
 
@@ -163,7 +163,7 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
         "argument_bytes": analysis.argument_size_in_bytes,
         "temporary_bytes": analysis.temp_size_in_bytes,
         "host_bytes": analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
-        **peak.in_numbers(),
+        **peak.as_dict(),
         "cached": False,
     }
     program = executable.as_text()

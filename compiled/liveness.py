@@ -1,35 +1,37 @@
-"""What fills a device's memory at the worst moment of a compiled program: its buffers, by operation and source line.
+"""Lists the buffers that fill a device's memory at the peak of a compiled program, by operation and source line.
 
-Arrays of a program do not live as long as it runs. Each has a first and a last instruction that needs it, and two whose
-times do not meet may lie in the same place. What a device needs of its memory is therefore decided at one point,
+**Idea.** An array of a program is live from the first to the last instruction that needs it. Two arrays that are never
+live at once may share the same memory. So one point in the order of execution decides how much memory a device needs:
 
-    peak = arguments + max over t of sum of bytes(v), v of the values that are live at t
+    peak = arguments + max over t of sum of bytes(v), for the values v that are live at t
 
-and only who is live there is worth a change: what is freed before or made after costs nothing. So the answer to "what
-fills it" is a point in the order of execution, and a list.
+To save memory, change what is live at that point: what is freed before it or made after it costs nothing. The answer to
+"what fills the memory" is thus a point in the order of execution and a list of buffers.
 
-**Whose statement.** The compiler has all of it, and writes it down beside the program if it is asked to: `xla_dump_to`,
-an option like others of one compilation, also where it then refuses the program for want of memory. Read here are
+**Inputs.** The compiler writes its buffer assignment next to the program if the option `xla_dump_to` of a compilation
+is set, also if it then refuses the program for lack of memory. This module reads
 
-    *-buffer-assignment.txt     the allocations: of an argument, an output, a constant each one; and one for all that is
-                                temporary, in which each value has an offset. Sizes are those in memory: the last two
-                                dims are filled up to tiles, f32[200000,200000] with 128 columns more
-    *-live-range.txt            of each value the first and the last instruction, in the order of execution, bodies of
-                                loops once and in their place
-    *-buffer-assignment-values.txt, and the program's own text: the instructions, with op_name and source line
+    *-buffer-assignment.txt     the allocations: one for each argument, output and constant, and one for all
+                                temporaries, in which each value has an offset. Sizes are those in memory, where the
+                                last two dims are padded to tiles: f32[200000,200000] has 64 columns more
+    *-live-range.txt            the first and the last instruction of each value, in the order of execution; the body
+                                of a loop is listed once, where the loop is
+    *-buffer-assignment-values.txt, and the text of the program: the instructions, with op_name and source line
 
-The same could be worked out from shapes and uses alone, but not which operations write in place: a loop's carried
-values, updates of slices, a donated argument, an asynchronous copy share one buffer with what they come from, and
-counted twice they exceed what the device has. In the assignment they have one place, and a place counts once.
+Shapes and uses alone do not tell which operations write in place. The values that a loop carries, updates of slices, a
+donated argument and an asynchronous copy share a buffer with their operand; counted twice they would exceed the memory
+of the device. In the assignment they have one place (an allocation and an offset), and each place counts once.
 
-**Which name.** What a loop carries has the loop's name, which says nothing. Its name here is that of the operation that
-writes the same place and is nearest to the peak. A copy or a conversion without a name is named after its operand.
+**Names.** A value that a loop carries has the name of the loop, which says little. It is reported under the name of the
+operation that writes the same place closest to the peak. A copy or a conversion without a name is named after its
+operand.
 
-**What remains.** Values that lived longest were placed first and leave holes where none fits. So the sum is less than
-what the compiler sets aside, of Llama 3.1 8B's step on 8 devices by 2.4% with libtpu 0.0.50 and 7.5% with 0.0.42. What
-is set aside decides if a program fits. The peak of `memory_analysis()` is without holes, and printed beside the sum.
+**On TPU7x** the sum is less than the memory that the compiler sets aside. Values with the longest lives are placed
+first and leave holes that no other value fits: 2.4% for Llama 3.1 8B's step on 8 devices with libtpu 0.0.50, 7.5% with
+0.0.42. The memory that is set aside decides whether a program fits. The peak of `memory_analysis()` excludes holes; it
+is printed beside the sum.
 
-**Left out**: VMEM, the host's memory, and the code of the program, which lies in HBM as well (some tens of MB).
+**Left out**: VMEM, the host's memory, and the code of the program, which is in HBM as well (some tens of MB).
 """
 
 import itertools
@@ -49,7 +51,7 @@ LIVE = re.compile(r"^    ([^\s{}:]+)(\{[\d,]*\})?:(\d+)-(\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Buffer:
-    nbytes: int  # in memory, filled up to tiles
+    nbytes: int  # in memory, padded to tiles
     kind: str  # argument, donated argument, output, constant, temporary
     shape: str  # as in f32[8,128]
     op: str  # op_name: the path of functions in the source, or an argument's name
@@ -58,26 +60,26 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Peak:
-    total_bytes: int  # of HBM, that the compiler sets aside
-    op: str  # what runs at the peak
+    total_bytes: int  # HBM that the compiler sets aside
+    op: str  # the operation that runs at the peak
     source: str
-    buffers: tuple[Buffer, ...]  # that are live then, the largest first
+    buffers: tuple[Buffer, ...]  # live at the peak, the largest first
 
     @property
     def live_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def in_numbers(self) -> dict:
+    def as_dict(self) -> dict:
         rows = grouped(self.buffers)
         return {"live_bytes": self.live_bytes, "peak_op": self.op, "peak_source": self.source, "largest_buffers": rows}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A result, or an element of a tuple, with the time from its first to its last use."""
+    """The result of an instruction, or an element of it if it is a tuple, with the time from first to last use."""
 
     number: str
-    is_phi: bool  # one of several that a loop or a branch hands on
+    is_phi: bool  # merges the values that enter a loop, or that leave the branches of a conditional
     nbytes: int
     shape: str
     begin: int
@@ -88,10 +90,10 @@ class Value:
 
 
 def read(folder: str | Path) -> Peak:
-    """The peak of the program that was compiled last with `xla_dump_to` set to this folder.
+    """The peak of the program that was last compiled with `xla_dump_to` set to this folder.
 
     Raises:
-      ValueError: the compiler has left nothing there, or what this cannot read.
+      ValueError: the compiler wrote no buffer assignment there, or one that this cannot parse.
     """
     assignments = sorted(Path(folder).glob("*-buffer-assignment.txt"), key=lambda path: path.stat().st_mtime)
     if not assignments:
@@ -102,48 +104,46 @@ def read(folder: str | Path) -> Peak:
 
 
 def read_refused(folder: str | Path, message: str) -> Peak | None:
-    """The same of a program that was refused; None where it was not for HBM, or before anything was assigned."""
+    """The peak of a program that was refused; None if HBM was not the reason, or no buffers were assigned before."""
     assigned = any(Path(folder).glob("*-buffer-assignment.txt"))
     return read(folder) if assigned and refusal(message)["memory"] == "hbm" else None
 
 
 def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
-    """The texts that the compiler wrote: those above, in this order."""
+    """The peak from the four texts that the compiler wrote (head of this module, in that order)."""
     times = {m[1] + (m[2] or "{}"): (int(m[3]), int(m[4])) for m in re.finditer(LIVE, ranges)}
     names = Names(values, program)
     total_bytes, number, kind, buffers = 0, 0, "", []
     places: dict[tuple[int, int], list[Value]] = {}  # by allocation and offset
     for line in assignment.splitlines()[1:]:
-        if found := ALLOCATION.fullmatch(line):
-            number, kind = number + 1, kind_of(found[2])
-            first, size = True, int(found[1])
+        if match := ALLOCATION.fullmatch(line):
+            number, kind = number + 1, kind_of(match[2])
+            first, size = True, int(match[1])
             total_bytes += size if kind else 0
-        elif not (found := VALUE.fullmatch(line)):
-            raise ValueError(f"no value and no allocation: {line[:80]}")
+        elif not (match := VALUE.fullmatch(line)):
+            raise ValueError(f"neither a value nor an allocation: {line[:80]}")
         elif kind == "temporary":
-            name, shape = found[2] + (found[3] or "{}"), found[7].partition("{")[0]
+            name, shape = match[2] + (match[3] or "{}"), match[7].partition("{")[0]
             if name not in times:
-                raise ValueError(f"{name} has {found[5]} bytes in HBM and no time when it is live")
-            value = Value(found[1], bool(found[4]), int(found[5]), shape, *times[name])
-            places.setdefault((number, int(found[6])), []).append(value)
-        elif kind and first:  # lives as long as the program; later ones are written over it
-            buffers.append(Buffer(size, kind, found[7].partition("{")[0], *names.of(found[1])))
+                raise ValueError(f"{name} has {match[5]} bytes in HBM and no live range")
+            value = Value(match[1], bool(match[4]), int(match[5]), shape, *times[name])
+            places.setdefault((number, int(match[6])), []).append(value)
+        elif kind and first:  # live as long as the program; later values overwrite it
+            buffers.append(Buffer(size, kind, match[7].partition("{")[0], *names.describe(match[1])))
             first = False
     at, _ = busiest(places.values())
     for place in places.values():
         if live := [value for value in place if value.begin <= at <= value.end]:
             value = max(live, key=lambda value: (value.nbytes, not value.is_phi))
-            buffers.append(Buffer(value.nbytes, "temporary", value.shape, *names.of(writer(value, place, at).number)))
-    runs = re.search(rf"^    {at}:(\S+)$", ranges, re.MULTILINE)
-    return Peak(
-        total_bytes,
-        *(names.of_name(runs[1]) if runs else ("", "")),
-        tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)),
-    )
+            described = names.describe(writer(value, place, at).number)
+            buffers.append(Buffer(value.nbytes, "temporary", value.shape, *described))
+    match = re.search(rf"^    {at}:(\S+)$", ranges, re.MULTILINE)
+    op, source = names.describe_instruction(match[1]) if match else ("", "")
+    return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)))
 
 
 def kind_of(allocation: str) -> str:
-    """Of what the compiler says of an allocation; "" if it is not in HBM."""
+    """The kind of a buffer from the compiler's text on its allocation; "" if it is not in HBM."""
     if re.search(r"\bcolor \d", allocation):
         return ""
     if "parameter" in allocation:
@@ -153,7 +153,7 @@ def kind_of(allocation: str) -> str:
 
 
 def busiest(places: Sequence[Sequence[Value]]) -> tuple[int, int]:
-    """(when most bytes are live, how many): in a place those of the largest value that is live there."""
+    """(the time when most bytes are live, their number); a place counts the largest value that is live in it."""
     change: Counter = Counter()
     for place in places:
         bounds = sorted({value.begin for value in place} | {value.end + 1 for value in place})
@@ -166,7 +166,7 @@ def busiest(places: Sequence[Sequence[Value]]) -> tuple[int, int]:
 
 
 def writer(value: Value, place: Sequence[Value], at: int) -> Value:
-    """Who writes what a loop only hands on: of those that share its place the nearest in time."""
+    """The value that is named in place of one that a loop only carries: of those in its place the nearest in time."""
     if not value.is_phi:
         return value
     others = [other for other in place if not other.is_phi and other.nbytes == value.nbytes]
@@ -174,7 +174,7 @@ def writer(value: Value, place: Sequence[Value], at: int) -> Value:
 
 
 class Names:
-    """Operations and source lines of values, from the instructions that the compiler lists with them."""
+    """The operations and source lines of values, from the instructions that the compiler lists with them."""
 
     def __init__(self, values: str, program: str):
         self.sources = hlo.read_sources(program)
@@ -187,8 +187,8 @@ class Names:
                 if index in ("", "{}"):
                     self.number_at.setdefault(name, number)
 
-    def of(self, number: str) -> tuple[str, str]:
-        """(op_name, file:line)."""
+    def describe(self, number: str) -> tuple[str, str]:
+        """(op_name, file:line) of a value."""
         text = self.blocks[number].partition(" from instruction:")[2].rstrip()
         instruction = hlo.read_instruction(text, 0, 1, self.sources)
         op, source = instruction.op_name, instruction.source
@@ -196,18 +196,18 @@ class Names:
             return op or instruction.name, source
         operand = next((self.number_at[name] for name in instruction.operands if name in self.number_at), None)
         if not op and operand and operand != number:
-            op, source = self.of(operand)
+            op, source = self.describe(operand)
         return f"{instruction.opcode} of {op}" if op else re.sub(r"\.\d+$", "", instruction.name), source
 
-    def of_name(self, name: str) -> tuple[str, str]:
-        return self.of(self.number_at[name]) if name in self.number_at else (name, "")
+    def describe_instruction(self, name: str) -> tuple[str, str]:
+        return self.describe(self.number_at[name]) if name in self.number_at else (name, "")
 
 
 # -- a program that was refused
 
 
 def refusal(text: str) -> dict:
-    """What the compiler's message says: which memory, bytes of how many, and the largest buffers if they are there."""
+    """What the compiler's message says: which memory, bytes used and their limit, and the largest buffers if listed."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     number = r"([\d.]+)([KMGT]?)"
     hbm = re.search(rf"Used {number} of {number} hbm|\({number}\) exceeds available HBM \({number}\)", text)
@@ -224,21 +224,21 @@ def refusal(text: str) -> dict:
         name = re.search(r'op_name="?([^"\n]*)', block) or re.search(r"Operator: (.*)", block)
         source = re.search(r'source_file="([^"]*)" source_line=(\d+)', block)
         shape = re.search(r"Shape: ([^\s{]+)", block)
-        where = f"{source[1]}:{source[2]}" if source else ""
+        line = f"{source[1]}:{source[2]}" if source else ""
         nbytes = round(float(size[1]) * units[size[2]])
         buffers.append(
-            Buffer(nbytes, "", shape[1] if shape else "", name[1].strip() if name else "", where),
+            Buffer(nbytes, "", shape[1] if shape else "", name[1].strip() if name else "", line),
         )
     memory = "hbm" if hbm else "vmem" if vmem else "host"
-    found = {"memory": memory, "used_bytes": used, "limit_bytes": limit, "over_bytes": used - limit}
-    return found | {"largest_buffers": grouped(buffers)}
+    figures = {"memory": memory, "used_bytes": used, "limit_bytes": limit, "over_bytes": used - limit}
+    return figures | {"largest_buffers": grouped(buffers)}
 
 
-# -- both, to be shown
+# -- for printing
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[dict]:
-    """Those of one operation and source line together, arguments with those of the same part; the largest first."""
+    """One row per operation and source line, one per subtree of the arguments; the largest first."""
     groups: dict[tuple, list[Buffer]] = {}
     for buffer in buffers:
         op = buffer.op if "/" in buffer.op else re.sub(r"(?<=[\w\])])(\.\w+|\[[^\]]*\])$", ".*", buffer.op)
@@ -253,30 +253,30 @@ def grouped(buffers: Sequence[Buffer]) -> list[dict]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def describe(found: dict, total: float, top: int = 8) -> list[str]:
-    """Lines of text: the largest buffers, and what the compiler's total has beyond all that are live.
+def describe(report: dict, total: float, top: int = 8) -> list[str]:
+    """Lines of text: the largest buffers, and the holes between the live bytes and the compiler's total.
 
     Args:
-      found: `largest_buffers`; of an assignment also `live_bytes`, `peak_op` and `peak_source`; `stated_peak_bytes`:
-        `memory_analysis().peak_memory_in_bytes`, if it was compiled.
-      total: bytes that the compiler sets aside, or wanted to.
+      report: `largest_buffers`; with a buffer assignment also `live_bytes`, `peak_op` and `peak_source`; if the program
+        was compiled `stated_peak_bytes`, which is `memory_analysis().peak_memory_in_bytes`.
+      total: bytes that the compiler sets aside, or would have to.
     """
-    rows, lines = found["largest_buffers"], []
+    rows, lines = report["largest_buffers"], []
     unit, name = (GiB, "GiB") if total >= GiB else (GiB / 1024, "MiB")
-    if live := found.get("live_bytes"):
-        stated, words = found.get("stated_peak_bytes"), ""
+    if live := report.get("live_bytes"):
+        stated, words = report.get("stated_peak_bytes"), ""
         if stated:
             words = f" ({live / stated - 1:+.1%} of memory_analysis's {stated / unit:.2f})"
         lines = [
             f"  live at the peak  {live / unit:.2f} {name}{words}; of the compiler's {total / unit:.2f} "
             f"{(total - live) / unit:.2f}, {1 - live / total:.1%}, are holes. At",
-            f"      {found['peak_source'].rpartition('/')[2]} {found['peak_op'][-96:]}",
+            f"      {report['peak_source'].rpartition('/')[2]} {report['peak_op'][-96:]}",
         ]
-    lines.append(f"  {name:>7}{'count':>6}  {'largest':26}{'from':21}of (compiled)")
+    lines.append(f"  {name:>7}{'count':>6}  {'largest':26}{'source':21}operation (compiled)")
     for row in rows[:top]:
-        where = row["source"].rpartition("/")[2][-20:] or row["kind"]
+        source = row["source"].rpartition("/")[2][-20:] or row["kind"]
         numbers = f"{row['bytes'] / unit:7.2f}{row['count']:6}"
-        lines.append(f"  {numbers}  {row['largest_shape'][:25]:26}{where:21}{row['op'][-68:]}")
+        lines.append(f"  {numbers}  {row['largest_shape'][:25]:26}{source:21}{row['op'][-68:]}")
     if more := rows[top:]:
         lines.append(f"  {sum(r['bytes'] for r in more) / unit:7.2f}{sum(r['count'] for r in more):6}  in all others")
     return lines

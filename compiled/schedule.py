@@ -53,7 +53,7 @@ Between the two devices of a chip W is that of the die-to-die link, with one rin
 are. aot.py passes `chips`; without it, as on the command line, each two consecutive devices are a chip, and rings are
 not capped.
 
-**Constants** (`Rates`), the same as in predicted/workload.py:
+**Constants** (`Rates`; the shares of the peaks are defined in hardware.py):
 
     clock     2.2 GHz      the clock of the published peak. XLA plans with 1.9: its cycles are of that clock where HBM
                            is the bound. At the other extreme all time that is not a transfer is 1.16 times as long

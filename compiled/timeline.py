@@ -1,24 +1,24 @@
-"""Where a profiled run spent its time: the profiler's trace, read with the program that ran.
+"""Reports where a profiled run spent its time, from the profiler's trace and the program that ran.
 
-    python train.py --profile_dir=runs/trace --steps=6         run; steps 3 to 5 are traced
-    python aot.py timeline runs/trace                          read it here; to look at it: xprof runs/trace
-    python aot.py timeline runs/trace --predicted=step.json    beside what `aot.py --json > step.json` said of it
+    python train.py --profile_dir=runs/trace --steps=6         run and trace steps 3 to 5
+    python aot.py timeline runs/trace                          report its times; xprof runs/trace displays the trace
+    python aot.py timeline runs/trace --predicted=step.json    beside the prediction of `aot.py --json > step.json`
 
-The profiler writes when each device began and ended each instruction. What an instruction is for, and which line of
-this project it comes from, stands in the compiled program, which train.py puts beside the trace as train_step.hlo: so
-measured time has the same categories as the predicted time of schedule.py, with one for all copies that are waited for.
-All figures are means over devices and steps.
+**Idea.** The profiler records when each device began and ended each instruction. The purpose of an instruction and its
+line in the source are in the compiled program, which train.py writes next to the trace as train_step.hlo. So measured
+time has the categories of the predicted time (compiled/schedule.py), except that all copies that are waited for are one
+category. All figures are means over devices and steps.
 
-An instruction that contains others (a loop, a call) counts only the time that these leave. What no instruction takes is
-`idle`: the device waited for its host, or on simulated devices for a core. There a collective is mostly waiting for the
-others' turns on the same cores, so that what is measured on simulated devices says how a trace is read, and nothing of
-a TPU.
+An instruction that contains others (a loop, a call) counts only the time that the others leave. Time in which no
+instruction runs is `idle`: the device waits for its host, or a simulated device for a CPU core. On simulated devices a
+collective mostly waits until the other devices get the same cores. So their times show how to read a trace, but say
+nothing about a TPU.
 
-**Matmuls** are beside their FLOPs, counted from the shapes of the instructions that ran, at the speed that one large
-matmul has on the machine that reads the trace, shared by its simulated devices.
+**Matmuls.** A measured matmul is printed beside a prediction for simulated devices: its FLOPs, from the shapes of the
+instructions that ran, at the speed of one large matmul on the machine that reads the trace, shared by all devices.
 
-**Left out**: events of the host. The layout of a TPU's trace, a plane a device and a line of its instructions, is the
-profiler's own; here only traces of simulated devices were read.
+**Left out**: events of the host. For a TPU this follows the profiler's format, one plane per device and one line for
+its instructions; only traces of simulated devices have been read so far.
 """
 
 import json
@@ -45,11 +45,11 @@ MODULE = "jit_train_step"
 
 @dataclass(frozen=True)
 class Event:
-    """An instruction that ran."""
+    """One execution of an instruction."""
 
     name: str
     device: str
-    lane: str  # the thread or the queue, on which events are nested or one after another
+    lane: str  # thread or queue; its events are nested or one after another
     run: int  # which execution of the program
     begin: float  # seconds
     seconds: float
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means of a device and a step."""
+    """Means over devices and steps."""
 
     devices: int
     steps: int
@@ -72,15 +72,15 @@ class Summary:
 
 
 def newest(folder: str) -> Path:
-    """The newest trace under it. Raises ValueError if there is none."""
-    # Where jax.profiler writes, and not all that is under a folder: of / that is the machine.
+    """The newest trace in a folder. Raises ValueError if there is none."""
+    # Only where jax.profiler writes: to search all of a folder such as / would search the machine.
     if traces := sorted(Path(folder).glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime):
         return traces[-1]
     raise ValueError(f"{folder!r} has no *.xplane.pb: python train.py --profile_dir={folder} writes one")
 
 
 def read(planes: Iterable) -> Iterator[Event]:
-    """The instructions of the train step, from what jax.profiler.ProfileData has."""
+    """Yields the instructions of the train step from the planes of jax.profiler.ProfileData."""
     for plane in planes:
         if plane.name.startswith("/device:TPU:"):
             lines = {line.name: list(line.events) for line in plane.lines if line.name in ("XLA Modules", "XLA Ops")}
@@ -92,7 +92,7 @@ def read(planes: Iterable) -> Iterator[Event]:
                         yield Event(name, plane.name, "XLA Ops", run, event.start_ns * 1e-9, event.duration_ns * 1e-9)
             continue
         for line in plane.lines:
-            # Simulated devices run on XLA's threads; on others are Python's calls, many of them.
+            # Simulated devices run on XLA's threads; the other threads have Python's many calls.
             for event in line.events if line.name.startswith("tf_XLA") else ():
                 stats = dict(event.stats)
                 if stats.get("hlo_module") == MODULE and "device_ordinal" in stats:
@@ -101,7 +101,7 @@ def read(planes: Iterable) -> Iterator[Event]:
 
 
 def own_seconds(events: Sequence[Event]) -> list[float]:
-    """Of each event, the seconds in which none within it runs on the same lane."""
+    """The seconds of each event without those of the events nested in it on the same lane."""
     own = [event.seconds for event in events]
     lanes = defaultdict(list)
     for i, event in enumerate(events):
@@ -122,49 +122,49 @@ def own_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def kind_of(program: hlo.Program, instruction: hlo.Instruction) -> str:
-    """Its category, by the names that schedule.py gives predicted time; what begins or ends a transfer waits for it."""
+    """The category of an instruction, as in compiled/schedule.py; the start or end of a transfer counts as a wait."""
     kinds = {opcode.removesuffix("-start").removesuffix("-done") for opcode in opcodes_of(program, instruction)}
     if instruction.opcode.endswith(("-start", "-done")):
         return "waits for collectives" if kinds & {*COLLECTIVES} else "waits for copies"
-    alone = fused_reduce_scatter(program, instruction) or instruction
-    return "synchronous collectives" if alone.opcode in COLLECTIVES else category_of(program, instruction)
+    blocking = fused_reduce_scatter(program, instruction) or instruction
+    return "synchronous collectives" if blocking.opcode in COLLECTIVES else category_of(program, instruction)
 
 
 def summarize(events: Iterable[Event], program: hlo.Program) -> Summary:
-    """Raises ValueError: no event of the train step, or one that the program does not have."""
+    """The summary of a trace. Raises ValueError: no event of the train step, or one that the program does not have."""
     events = list(events)
     if not events:
         raise ValueError(f"the trace has no instruction of {MODULE}")
-    found = {name: (inside, its) for inside in program.computations.values() for name, its in inside.items()}
-    if missing := {event.name for event in events} - found.keys():
+    by_name = {name: (inside, inner) for inside in program.computations.values() for name, inner in inside.items()}
+    if missing := {event.name for event in events} - by_name.keys():
         raise ValueError(f"the program has no {sorted(missing)[0]!r}: trace and {PROGRAM} are not of the same run")
-    ends = defaultdict(list)
+    spans = defaultdict(list)
     for event in events:
-        ends[event.run].append((event.begin, event.begin + event.seconds))
-    step_s = statistics.mean(max(end for _, end in its) - min(begin for begin, _ in its) for its in ends.values())
+        spans[event.run].append((event.begin, event.begin + event.seconds))
+    step_s = statistics.mean(max(end for _, end in run) - min(begin for begin, _ in run) for run in spans.values())
     devices = len({event.device for event in events})
-    share = 1 / devices / len(ends)
+    share = 1 / devices / len(spans)
     seconds, times = Counter(), Counter()
     for event, own in zip(events, own_seconds(events), strict=True):
         seconds[event.name] += own * share
         times[event.name] += share
     categories, lines = Counter(), Counter()
-    for name, its_s in seconds.items():
-        instruction = found[name][1]
-        categories[kind_of(program, instruction)] += its_s
-        lines[instruction.source.removeprefix(f"{ROOT}/") or "(no line)"] += its_s
+    for name, own in seconds.items():
+        instruction = by_name[name][1]
+        categories[kind_of(program, instruction)] += own
+        lines[instruction.source.removeprefix(f"{ROOT}/") or "(no line)"] += own
     idle = step_s - math.fsum(categories.values())
     return Summary(
         devices,
-        len(ends),
+        len(spans),
         step_s,
         dict(categories.most_common()) | {"idle": idle},
         dict(lines.most_common()),
-        tuple((name, its_s, times[name], found[name][1].op_name) for name, its_s in seconds.most_common()),
+        tuple((name, own, times[name], by_name[name][1].op_name) for name, own in seconds.most_common()),
         math.fsum(
             flops * number
             for name, number in times.items()
-            for flops in hlo.matmul_flops(program, *found[name]).values()
+            for flops in hlo.matmul_flops(program, *by_name[name]).values()
         ),
     )
 
@@ -173,7 +173,7 @@ def summarize(events: Iterable[Event], program: hlo.Program) -> Summary:
 
 
 def matmul_speed(n: int = 1024) -> float:
-    """FLOP/s of a float32 matmul [n, n] . [n, n] on this machine, the best of five."""
+    """FLOP/s of a float32 matmul [n, n] . [n, n] on this machine, the best of five runs."""
     import jax
     import jax.numpy as jnp
 
@@ -188,34 +188,36 @@ def matmul_speed(n: int = 1024) -> float:
     return 2 * n**3 / min(once() for _ in range(5))
 
 
-def describe(found: Summary, top: int, matmul_s: float | None, predicted: dict | None) -> str:
-    theirs = predicted["by_category_s"] if predicted else {} if matmul_s is None else {"matmul": matmul_s}
-    lines = [f"{MODULE}: {found.steps} steps on {found.devices} devices; of a device and a step, measured", ""]
-    lines.append(f"  {'where the time goes':28}{'measured':>12}{'of the step':>13}{'predicted':>12}")
-    rows = found.categories | {name: 0.0 for name in theirs if name not in found.categories}
+def describe(summary: Summary, top: int, matmul_s: float | None, predicted: dict | None) -> str:
+    expected_s = predicted["by_category_s"] if predicted else {} if matmul_s is None else {"matmul": matmul_s}
+    lines = [f"{MODULE}: {summary.steps} steps on {summary.devices} devices; measured, a device and a step", ""]
+    lines.append(f"  {'category':28}{'measured':>12}{'of the step':>13}{'predicted':>12}")
+    rows = summary.categories | {name: 0.0 for name in expected_s if name not in summary.categories}
     for name, seconds in rows.items():
-        expected = si(theirs[name], "s") if name in theirs else ""
-        lines.append(f"  {name:28}{si(seconds, 's'):>12}{seconds / found.step_s:13.1%}{expected:>12}")
+        expected = si(expected_s[name], "s") if name in expected_s else ""
+        lines.append(f"  {name:28}{si(seconds, 's'):>12}{seconds / summary.step_s:13.1%}{expected:>12}")
     expected = si(predicted["step_s"], "s") if predicted else ""
-    lines.append(f"  {'step':28}{si(found.step_s, 's'):>12}{1:13.1%}{expected:>12}")
+    lines.append(f"  {'step':28}{si(summary.step_s, 's'):>12}{1:13.1%}{expected:>12}")
     if matmul_s is not None and not predicted:
-        lines += ["", f"  matmul, predicted: {si(found.matmul_flops, 'FLOP')} at the speed of a large matmul here"]
-    lines += ["", f"  {'lines':28}{'measured':>12}{'of the step':>13}"]
-    for line, seconds in list(found.lines.items())[:top]:
-        lines.append(f"  {line[-28:]:28}{si(seconds, 's'):>12}{seconds / found.step_s:13.1%}")
-    lines += ["", f"  {'longest operations':28}{'measured':>12}{'times':>13}   of"]
-    for name, seconds, number, op_name in found.ops[:top]:
+        lines += ["", f"  matmul, predicted: {si(summary.matmul_flops, 'FLOP')} at the speed of a large matmul here"]
+    lines += ["", f"  {'source line':28}{'measured':>12}{'of the step':>13}"]
+    for line, seconds in list(summary.lines.items())[:top]:
+        lines.append(f"  {line[-28:]:28}{si(seconds, 's'):>12}{seconds / summary.step_s:13.1%}")
+    lines += ["", f"  {'longest instructions':28}{'measured':>12}{'times':>13}   operation"]
+    for name, seconds, number, op_name in summary.ops[:top]:
         lines.append(f"  {name[-28:]:28}{si(seconds, 's'):>12}{number:13,.0f}   {op_name[-56:]}")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__, prog="aot.py timeline")
-    parser.add_argument("folder", type=command.path, help="what --profile_dir was")
+    parser.add_argument("folder", type=command.path, help="the --profile_dir of the run")
     parser.add_argument(
-        "--predicted", type=command.path, metavar="FILE", help="what aot.py --json printed for the same step"
+        "--predicted", type=command.path, metavar="FILE", help="the output of aot.py --json for the same step"
     )
-    parser.add_argument("--top", type=command.at_least(0), default=8, help="so many lines and operations [%(default)s]")
+    parser.add_argument(
+        "--top", type=command.at_least(0), default=8, help="number of lines and of instructions to print [%(default)s]"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
     args = command.arguments(parser, argv)
     compiler_flags.without_tpu()
@@ -225,18 +227,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
     predicted = json.loads(command.read_text(args.predicted)) if args.predicted else None
     if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
-        raise ValueError(f"{args.predicted!r} is no step that fits, as aot.py --json prints one")
+        raise ValueError(f"{args.predicted!r} is not the output of aot.py --json for a step that fits")
     try:
-        profile = ProfileData.from_file(str(trace))  # what it gives is only there as long as it is itself
+        profile = ProfileData.from_file(str(trace))  # must outlive its planes and events
     except RuntimeError as error:
-        raise ValueError(f"{trace} is damaged, as of a run that was killed: {error}") from None
-    with warnings.catch_warnings():  # jaxlib 0.12 has types of its own to warn of
+        raise ValueError(f"{trace} is damaged, as after a run that was killed: {error}") from None
+    with warnings.catch_warnings():  # jaxlib 0.12 warns about types of its own
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         events = list(read(profile.planes))
-    found = summarize(events, program)
+    summary = summarize(events, program)
     simulated = not events[0].device.startswith("/device:")
-    matmul_s = found.matmul_flops * found.devices / matmul_speed() if simulated else None
+    matmul_s = summary.matmul_flops * summary.devices / matmul_speed() if simulated else None
     if args.json:
-        print(json.dumps(vars(found) | dict(matmul_predicted_s=matmul_s, predicted=predicted), indent=1))
+        print(json.dumps(vars(summary) | dict(matmul_predicted_s=matmul_s, predicted=predicted), indent=1))
     else:
-        print(describe(found, args.top, matmul_s, predicted))
+        print(describe(summary, args.top, matmul_s, predicted))

@@ -1,4 +1,4 @@
-"""What fills the memory of a compiled program: read from the compiler's own assignment, and from its refusals."""
+"""Tests of compiled/liveness.py: peaks from the compiler's buffer assignment, and from its refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from compiled import liveness
 from compiled.liveness import GiB, grouped, peak, refusal
 
-# -- of a program that is written here: w is donated and updated in a loop that carries a sum
+# -- an assignment written by hand: w is donated and updated in a loop that carries a sum
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 512, thread-local:
@@ -98,36 +98,36 @@ StackFrames
 
 
 def test_the_peak_is_where_most_bytes_are_live_and_a_place_counts_once():
-    found = peak(ASSIGNMENT, RANGES, VALUES, PROGRAM)
-    assert found.total_bytes == 512 + 4096 + 8192 + 20480  # HBM alone: VMEM is color 1, the host 5
-    # At 5: the bfloat16 copy, what the loop left in the place of fusion.5, and fusion.7. Not fusion.8: it comes later.
-    sizes = {(buffer.op, buffer.source): buffer.nbytes for buffer in found.buffers if buffer.kind == "temporary"}
+    result = peak(ASSIGNMENT, RANGES, VALUES, PROGRAM)
+    assert result.total_bytes == 512 + 4096 + 8192 + 20480  # HBM alone: VMEM is color 1, the host 5
+    # Live at 5: the bfloat16 copy, the loop's result in the place of fusion.5, and fusion.7; fusion.8 comes later.
+    sizes = {(buffer.op, buffer.source): buffer.nbytes for buffer in result.buffers if buffer.kind == "temporary"}
     assert sizes == {
         ("convert of batch.tokens", ""): 4096,
         ("jit(f)/add", "/project/model.py:11"): 8192,
         ("jit(f)/mul", "/project/model.py:22"): 4096,
     }
-    assert (found.op, found.source) == ("jit(f)/mul", "/project/model.py:22")
-    assert found.live_bytes == 512 + 4096 + 8192 + 16384
-    assert [buffer.nbytes for buffer in found.buffers] == sorted((b.nbytes for b in found.buffers), reverse=True)
+    assert (result.op, result.source) == ("jit(f)/mul", "/project/model.py:22")
+    assert result.live_bytes == 512 + 4096 + 8192 + 16384
+    assert [buffer.nbytes for buffer in result.buffers] == sorted((b.nbytes for b in result.buffers), reverse=True)
 
 
-def test_a_donated_argument_is_one_buffer_and_told_from_the_others():
+def test_a_donated_argument_is_one_buffer_of_its_own_kind():
     kinds = {buffer.op: (buffer.kind, buffer.nbytes) for buffer in peak(ASSIGNMENT, RANGES, VALUES, PROGRAM).buffers}
     assert kinds["state.params.layers.w_q"] == ("donated argument", 4096)
     assert kinds["batch.tokens"] == ("argument", 8192)
 
 
-def test_what_cannot_be_read_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no value and no allocation: something new"):
+def test_text_that_cannot_be_parsed_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="neither a value nor an allocation: something new"):
         peak(ASSIGNMENT + "something new\n", RANGES, VALUES, PROGRAM)
-    with pytest.raises(ValueError, match=r"convert.4\{\} has 4096 bytes in HBM and no time"):
+    with pytest.raises(ValueError, match=r"convert.4\{\} has 4096 bytes in HBM and no live range"):
         peak(ASSIGNMENT, RANGES.replace("    convert.4{}:2-5\n", ""), VALUES, PROGRAM)
     with pytest.raises(ValueError, match="wrote no buffer assignment"):
         liveness.read(tmp_path)
 
 
-def test_buffers_of_a_line_are_one_row_and_arguments_those_of_a_part():
+def test_buffers_of_one_line_and_arguments_of_one_subtree_are_one_row():
     buffer = lambda nbytes, op, kind="temporary", source="": liveness.Buffer(nbytes, kind, f"u8[{nbytes}]", op, source)
     rows = grouped(
         [
@@ -149,7 +149,7 @@ def test_buffers_of_a_line_are_one_row_and_arguments_those_of_a_part():
     assert len(lines) == 4 and "2      in all others" not in lines[-1] and lines[-1].endswith("3  in all others")
 
 
-# -- of programs that the compiler reads
+# -- compiled programs
 
 
 def traced(function, *shapes: tuple[int, ...], donate: tuple[int, ...] = ()):
@@ -159,7 +159,7 @@ def traced(function, *shapes: tuple[int, ...], donate: tuple[int, ...] = ()):
 
 
 def scanned(x, ws):
-    """Sixteen layers whose inputs are kept for the backward pass."""
+    """Sixteen layers whose inputs are saved for the backward pass."""
 
     def loss(ws):
         y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)
@@ -169,23 +169,23 @@ def scanned(x, ws):
 
 
 @pytest.mark.slow
-def test_the_sum_of_what_is_live_is_the_compilers_total_of_a_loop(tmp_path):
+def test_the_live_bytes_of_a_loop_sum_to_the_compilers_peak(tmp_path):
     lowered = traced(scanned, (8192, 1024), (16, 1024, 1024), donate=(1,))
     stats = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)}).memory_analysis()
-    found = liveness.read(tmp_path)
-    assert found.total_bytes == pytest.approx(getattr(stats, "total_allocation_bytes", found.total_bytes), rel=1e-3)
-    assert found.live_bytes <= found.total_bytes  # counted twice, the loop's arrays would exceed it
-    assert found.live_bytes == pytest.approx(stats.peak_memory_in_bytes, rel=0.02)
-    rows = {row["op"]: row for row in grouped(found.buffers)}
+    result = liveness.read(tmp_path)
+    assert result.total_bytes == pytest.approx(getattr(stats, "total_allocation_bytes", result.total_bytes), rel=1e-3)
+    assert result.live_bytes <= result.total_bytes  # counted twice, the loop's arrays would exceed it
+    assert result.live_bytes == pytest.approx(stats.peak_memory_in_bytes, rel=0.02)
+    rows = {row["op"]: row for row in grouped(result.buffers)}
     assert rows["ws"]["kind"] == "donated argument" and rows["ws"]["bytes"] == 16 * 2**22
     assert rows["x"]["kind"] == "argument" and rows["x"]["bytes"] == 2**25
-    # The largest are what the scan keeps: an array for each layer, under the name of the write, not of the loop.
-    kept = next(row for row in grouped(found.buffers) if "dynamic_update_slice" in row["op"])
-    assert kept["bytes"] >= 16 * 8192 * 1024 * 2 and "test_liveness.py" in kept["source"]
+    # The largest buffer holds what the scan saves for each layer; its name is that of the write, not of the loop.
+    saved = next(row for row in grouped(result.buffers) if "dynamic_update_slice" in row["op"])
+    assert saved["bytes"] >= 16 * 8192 * 1024 * 2 and "test_liveness.py" in saved["source"]
 
 
 def refused(size: int, folder) -> str:
-    """The compiler's own words for a program with an array of size x size in float32."""
+    """The compiler's message for a program with an array of size x size in float32."""
     lowered = traced(lambda x: jnp.sin(x @ x.T).sum(0) @ jnp.cos(x @ x.T), (size, 128))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         lowered.compile(compiler_options={"xla_dump_to": str(folder)})
@@ -195,16 +195,16 @@ def refused(size: int, folder) -> str:
 @pytest.mark.slow
 def test_a_program_that_does_not_fit_in_hbm(tmp_path):
     message = refused(200_000, tmp_path)
-    found = refusal(message)
-    assert found["memory"] == "hbm" and found["limit_bytes"] / GiB == pytest.approx(94.74, abs=0.02)
-    assert found["used_bytes"] >= 200_000**2 * 4
-    assert found["over_bytes"] == found["used_bytes"] - found["limit_bytes"]
-    # What the message does not say is in the assignment: rows of 200,000 floats, filled up to 200,064.
+    parsed = refusal(message)
+    assert parsed["memory"] == "hbm" and parsed["limit_bytes"] / GiB == pytest.approx(94.74, abs=0.02)
+    assert parsed["used_bytes"] >= 200_000**2 * 4
+    assert parsed["over_bytes"] == parsed["used_bytes"] - parsed["limit_bytes"]
+    # The message leaves out what the assignment has: rows of 200,000 floats are padded to 200,064.
     full = liveness.read_refused(tmp_path, message)
     largest = full.buffers[0]
     assert (largest.nbytes, largest.shape) == (200_000 * 200_064 * 4, "f32[200000,200000]")
     assert largest.op.endswith("dot_general") and "test_liveness.py:" in largest.source
-    assert full.live_bytes == pytest.approx(found["used_bytes"], rel=1e-3)
+    assert full.live_bytes == pytest.approx(parsed["used_bytes"], rel=1e-3)
     assert liveness.read_refused(tmp_path, "exceeded scoped vmem") is None
     assert liveness.read_refused(tmp_path / "nothing", message) is None
 
@@ -212,26 +212,26 @@ def test_a_program_that_does_not_fit_in_hbm(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_arrays", [1, 2])
 def test_a_program_that_does_not_fit_on_its_host(num_arrays):
-    """More than 128 GiB of what a loop offloads, in one array and in two: the compiler has other words for each."""
+    """A loop offloads more than 128 GiB, in one array or in two: the compiler words its messages differently."""
     num_layers = 130 // num_arrays + 2
 
     def offloading(x):
         def forward(x, _):
-            kept = [jnp.sin(x + i) for i in range(num_arrays)]
-            return sum(kept), [jax.device_put(one, jax.memory.Space.Host) for one in kept]
+            saved = [jnp.sin(x + i) for i in range(num_arrays)]
+            return sum(saved), [jax.device_put(array, jax.memory.Space.Host) for array in saved]
 
-        def backward(x, kept):
-            return x * sum(jax.device_put(one, jax.memory.Space.Device) for one in kept), None
+        def backward(x, saved):
+            return x * sum(jax.device_put(array, jax.memory.Space.Device) for array in saved), None
 
-        x, kept_L = lax.scan(forward, x, length=num_layers)
-        return lax.scan(backward, x, kept_L, reverse=True)[0]
+        x, saved_L = lax.scan(forward, x, length=num_layers)
+        return lax.scan(backward, x, saved_L, reverse=True)[0]
 
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         traced(offloading, (1024, 1024, 256)).compile()
-    found = refusal(str(error.value))
-    assert (found["memory"], found["limit_bytes"]) == ("host", 128 * GiB)
-    assert found["used_bytes"] == num_layers * num_arrays * GiB
-    assert [row["largest_shape"] for row in found["largest_buffers"]] == [f"f32[{num_layers},1024,1024,256]"] * (
+    parsed = refusal(str(error.value))
+    assert (parsed["memory"], parsed["limit_bytes"]) == ("host", 128 * GiB)
+    assert parsed["used_bytes"] == num_layers * num_arrays * GiB
+    assert [row["largest_shape"] for row in parsed["largest_buffers"]] == [f"f32[{num_layers},1024,1024,256]"] * (
         num_arrays > 1
     )
 
@@ -239,7 +239,7 @@ def test_a_program_that_does_not_fit_on_its_host(num_arrays):
 # -- messages
 
 
-def test_what_the_compiler_says_where_it_lists_the_buffers():
+def test_a_message_that_lists_the_largest_buffers():
     text = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 96.00G of 94.74G hbm. Exceeded by 1.26G.
 
   Largest program allocations in hbm:
@@ -251,9 +251,9 @@ def test_what_the_compiler_says_where_it_lists_the_buffers():
   2. Size: 512.0M
      Shape: f32[8192,16384]{1,0:T(8,128)}
 """
-    found = refusal(text)
-    assert (found["memory"], found["used_bytes"]) == ("hbm", 96 * 2**30)
-    first, second = found["largest_buffers"]
+    parsed = refusal(text)
+    assert (parsed["memory"], parsed["used_bytes"]) == ("hbm", 96 * 2**30)
+    first, second = parsed["largest_buffers"]
     assert first["bytes"] == 2**35 and first["source"] == "/x/model.py:12" and "jit(step)/dot_general" in first["op"]
     assert (second["bytes"], second["largest_shape"], second["op"]) == (2**29, "f32[8192,16384]", "")
 
@@ -296,12 +296,12 @@ def test_what_the_compiler_says_where_it_lists_the_buffers():
     ],
 )
 def test_which_memory_and_how_much_is_missing(text, memory, used, limit):
-    found = refusal(text)
-    assert found["memory"] == memory and found["largest_buffers"] == []
-    assert (found["used_bytes"], found["limit_bytes"]) == pytest.approx((used, limit))
-    assert found["over_bytes"] == pytest.approx(used - limit)
+    parsed = refusal(text)
+    assert parsed["memory"] == memory and parsed["largest_buffers"] == []
+    assert (parsed["used_bytes"], parsed["limit_bytes"]) == pytest.approx((used, limit))
+    assert parsed["over_bytes"] == pytest.approx(used - limit)
 
 
-def test_a_message_of_another_kind_is_shown_as_it_is():
-    found = refusal("RESOURCE_EXHAUSTED: something else\nand more")
-    assert (found["memory"], found["message"]) == ("unknown", "RESOURCE_EXHAUSTED: something else")
+def test_the_first_line_of_an_unknown_message_is_shown():
+    parsed = refusal("RESOURCE_EXHAUSTED: something else\nand more")
+    assert (parsed["memory"], parsed["message"]) == ("unknown", "RESOURCE_EXHAUSTED: something else")

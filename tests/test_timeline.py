@@ -1,4 +1,4 @@
-"""A profiler's trace, read: by hand, and from a run."""
+"""Tests of compiled/timeline.py: a trace written by hand, and the trace of a run."""
 
 import json
 import re
@@ -45,23 +45,23 @@ ENTRY %main (x: f32[4,8]) -> f32[32,8] {
 
 
 def step(run, device, begin):
-    """10 s: a loop of 7, in which a matmul of 4 and an addition of 2 run; a collective of 2; 1 of nothing."""
-    of = lambda name, at, seconds: Event(name, device, "lane " + device, run, begin + at, seconds)
-    return [of("while.3", 0, 7), of("many", 1, 4), of("added", 5, 2), of("gathered", 8, 2)]
+    """Events over 10 s: a loop of 7 around a matmul of 4 and an addition of 2; a collective of 2; 1 s idle."""
+    event = lambda name, at, seconds: Event(name, device, "lane " + device, run, begin + at, seconds)
+    return [event("while.3", 0, 7), event("many", 1, 4), event("added", 5, 2), event("gathered", 8, 2)]
 
 
 def test_time_is_counted_once_and_adds_up():
     events = [event for run in (1, 2) for device in "ab" for event in step(run, device, 100 * run)]
-    found = timeline.summarize(events, PROGRAM)
-    assert (found.devices, found.steps, found.step_s) == (2, 2, 10)
-    assert found.categories == {"matmul": 4, "elementwise": 3, "synchronous collectives": 2, "idle": 1}
-    assert found.lines == {"model.py:7": 4, "model.py:9": 2, "(no line)": 3}
-    assert found.ops[0] == ("many", 4, 1, "f/dot")
-    assert found.matmul_flops == 2 * 4 * 8 * 2
+    summary = timeline.summarize(events, PROGRAM)
+    assert (summary.devices, summary.steps, summary.step_s) == (2, 2, 10)
+    assert summary.categories == {"matmul": 4, "elementwise": 3, "synchronous collectives": 2, "idle": 1}
+    assert summary.lines == {"model.py:7": 4, "model.py:9": 2, "(no line)": 3}
+    assert summary.ops[0] == ("many", 4, 1, "f/dot")
+    assert summary.matmul_flops == 2 * 4 * 8 * 2
 
 
-def test_time_inside_is_of_the_innermost():
-    """A loop in a loop: what runs in the inner one is not taken from the outer one twice."""
+def test_nested_time_counts_for_the_innermost_event():
+    """In nested loops, the time of an event in the inner loop is subtracted from the inner loop alone."""
     spans = {"outer": (0, 10), "inner": (1, 8), "first": (2, 3), "second": (6, 2), "after": (11, 4)}
     events = [Event(name, "a", "lane", 1, begin, seconds) for name, (begin, seconds) in spans.items()]
     assert timeline.own_seconds(events) == [2, 3, 3, 2, 4]
@@ -69,11 +69,11 @@ def test_time_inside_is_of_the_innermost():
 
 
 def test_lanes_do_not_nest_in_each_other():
-    one, other = (Event("added", "a", lane, 0, 0.0, 5.0) for lane in "12")
-    assert timeline.own_seconds([one, other]) == [5, 5]
+    first, second = (Event("added", "a", lane, 0, 0.0, 5.0) for lane in "12")
+    assert timeline.own_seconds([first, second]) == [5, 5]
 
 
-def test_what_cannot_be_read_is_said(tmp_path):
+def test_errors_name_what_the_trace_or_the_program_lacks(tmp_path):
     with pytest.raises(ValueError, match="no instruction of jit_train_step"):
         timeline.summarize([], PROGRAM)
     with pytest.raises(ValueError, match=r"the program has no 'else.1': trace and train_step.hlo are not of the same"):
@@ -88,14 +88,15 @@ def test_what_cannot_be_read_is_said(tmp_path):
         command.run(timeline.main, [str(tmp_path)])
 
 
-def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
+def test_a_damaged_trace_and_a_wrong_prediction_are_errors(tmp_path, capsys):
     trace = tmp_path / "plugins/profile/2026_01_01/host.xplane.pb"
     trace.parent.mkdir(parents=True)
     trace.write_bytes(b"\x0a\xff\xff")
     (tmp_path / timeline.PROGRAM).write_text(
         "HloModule m, is_scheduled=true\n\nENTRY %m (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n"
     )
-    for content, words in (("7", "is no step that fits"), ("[]", "is no step that fits"), ("", "is damaged")):
+    wrong = "is not the output of aot.py --json for a step that fits"
+    for content, words in (("7", wrong), ("[]", wrong), ("", "is damaged")):
         (tmp_path / "predicted").write_text(content)
         with pytest.raises(SystemExit):
             command.run(timeline.main, [str(tmp_path), *([f"--predicted={tmp_path / 'predicted'}"] if content else [])])
@@ -113,7 +114,7 @@ def test_what_is_no_trace_and_no_prediction_is_said(tmp_path, capsys):
         ("%a = f32[8] copy(%x)", "copies and layouts"),
     ],
 )
-def test_what_waits_is_named_as_it_is_predicted(line, kind):
+def test_waits_have_the_categories_of_predictions(line, kind):
     program = hlo.parse(
         "HloModule jit_train_step, is_scheduled=true\n\n"
         "%scattered (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
@@ -142,30 +143,30 @@ def test_planes_of_hosts_and_of_devices():
         line("XLA Modules", event("jit_train_step(123)", 0), event("jit_init(4)", 5)),
         line("XLA Ops", event("%added = f32[4,8]{1,0} add(%p, %p)", 0.5), event("%added = ...", 5.5)),
     )
-    megascale = plane("/device:CUSTOM:Megascale Trace")  # is there once libtpu is loaded
+    megascale = plane("/device:CUSTOM:Megascale Trace")  # appears once libtpu is loaded
     assert list(timeline.read([host, megascale])) == [Event("added", "3", "tf_XLAEigen/1", 7, 1.0, 1.0)]
     assert list(timeline.read([tpu])) == [Event("added", "/device:TPU:0", "XLA Ops", 0, 0.5, 1.0)]
 
 
 @pytest.mark.slow
 def test_a_profiled_run_is_read(tmp_path, capsys):
-    """Its matmuls are those of the model: 6 FLOPs a weight and token, attention with all keys, which it masks."""
+    """Its matmuls are those of the model: 6 FLOPs a weight and token, and attention with all keys, masked or not."""
     options = dict(mesh="fsdp:8", steps=5, sample=0, eval_batches=0, profile_dir=str(tmp_path), compilation_cache="")
     config = Config(**SMALL | options)
     train.run(config)
     capsys.readouterr()
     timeline.main([str(tmp_path), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["devices"], found["steps"]) == (8, 3)
-    assert {"matmul", "synchronous collectives", "elementwise", "idle"} <= found["categories"].keys()
-    assert sum(found["categories"].values()) == pytest.approx(found["step_s"])
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["devices"], summary["steps"]) == (8, 3)
+    assert {"matmul", "synchronous collectives", "elementwise", "idle"} <= summary["categories"].keys()
+    assert sum(summary["categories"].values()) == pytest.approx(summary["step_s"])
     heads = config.num_heads * 2 * config.head_dim
     flops = 6 * (transformer.matmul_params(config) + config.num_layers * heads * config.seq_len)
-    assert found["matmul_flops"] == pytest.approx(flops * config.batch * config.seq_len / 8, rel=0.02)
+    assert summary["matmul_flops"] == pytest.approx(flops * config.batch * config.seq_len / 8, rel=0.02)
     predicted = tmp_path / "step.json"
     by_category_s = {"kernel flash": 0.25, "synchronous collectives": 0.125}
     predicted.write_text(json.dumps(dict(step_s=1.5, by_category_s=by_category_s)))
     timeline.main([str(tmp_path), f"--predicted={predicted}"])
     out = capsys.readouterr().out
     assert re.search(r"synchronous collectives +[\d.]+ m?s +[\d.]+% +125 ms", out)
-    assert "kernel flash" in out and "fsdp.py:" in out and "of a device and a step, measured" in out
+    assert "kernel flash" in out and "fsdp.py:" in out and "measured, a device and a step" in out
