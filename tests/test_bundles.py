@@ -1,4 +1,4 @@
-"""Cycles of kernels: simulation and regions against what is counted by hand, and against the compiler's own word."""
+"""Tests of compiled/bundles.py: cycles and regions against counts by hand and against the compiler's simulation."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from compiled import bundles
 
 
 def listing(*instructions: str) -> str:
-    """As the compiler prints bundles: {address: instructions}."""
+    """Bundles in the compiler's format, "address : > { instructions }"."""
     lines = [f"  {hex(i):>6}   : > {{ {text} }}" for i, text in enumerate(instructions)]
     return "= control target key start\nLH: loop header\n= control target key end\n\n" + "\n".join(lines) + "\n"
 
@@ -32,7 +32,7 @@ PUSH_TRANSPOSED = "%5 = vmatpush3.bf16.xpose.msra.mxu0 %v6"
 BRANCH = "%9 = sbr.rel (%p1) target bundleno = {} (0x0), region = 7"
 
 
-def test_bundles_are_read_with_what_runs_over_several_lines():
+def test_bundles_that_span_lines_are_parsed():
     text = listing("%1 = nothing", "%2 = dma.hbm_to_vmem /* \nbase_bounds: (1, 2)\n */", "").replace(
         "0x0   : >", "0 LB: >>"
     )
@@ -44,20 +44,20 @@ def test_bundles_are_read_with_what_runs_over_several_lines():
 
 
 @pytest.mark.parametrize("text", ["", "no bundles here", listing("", "", "").replace("0x1", "0x2")])
-def test_what_is_not_a_listing_is_an_error(text):
+def test_text_without_a_listing_is_an_error(text):
     with pytest.raises(ValueError, match="not a listing of bundles"):
         bundles.read_bundles(text)
 
 
-# In order, a bundle a cycle. A matmul that starts in cycle t has its result in t + 211; a bf16 or fp8 one keeps its MXU
-# for 8 cycles and fills 4 or 8 registers, a float32 one for 4 and 2.
+# Bundles issue in order, one per cycle. A matmul that starts in cycle t has its result in t + 211. A bfloat16 or FP8
+# matmul keeps its MXU busy for 8 cycles and fills 4 or 8 registers, a float32 matmul for 4 cycles and 2 registers.
 @pytest.mark.parametrize(
     "program, cycles",
     [
         ([""] * 3, 3),
         ([matmul(0), pop(0)], 211 + 1),
         ([matmul(0), pop(0), pop(1), pop(2)], 211 + 3),
-        ([matmul(0), pop(4)], 8),  # another's result; the MXU is busy until 8
+        ([matmul(0), pop(4)], 8),  # the result of another matmul; the MXU is busy until 8
         ([matmul(0), matmul(4), pop(4)], 8 + 211 + 1),
         ([matmul(0), matmul(4, mxu=1), pop(4, mxu=1)], 1 + 211 + 1),
         ([matmul(0, dtype="f8e4m3fn"), pop(7)], 211 + 1),
@@ -67,7 +67,7 @@ def test_what_is_not_a_listing_is_an_error(text):
         ([f"{matmul(0)} ;; {matmul(4)}"] + [""] * 20, 21),
         ([PUSH, PUSH, matmul(0, latched="vlgmr.msra."), pop(0)], 8 + 211 + 1),
         ([PUSH_TRANSPOSED, PUSH, matmul(0, latched="vlgmr.msra."), pop(0)], 12 + 211 + 1),
-        ([PUSH, PUSH, matmul(0), pop(0)], 2 + 211 + 1),  # with the weights that are there
+        ([PUSH, PUSH, matmul(0), pop(0)], 2 + 211 + 1),  # multiplies by the earlier weights
         ([matmul(0), *[""] * 300, pop(0)], 302),
     ],
 )
@@ -79,13 +79,13 @@ def test_simulation_with_another_latency():
     assert bundles.simulate(bundles.read_bundles(listing(matmul(0), pop(0))), latency=100) == 101
 
 
-def test_simulation_refuses_a_type_it_does_not_know():
-    with pytest.raises(ValueError, match=r"vmatmul.mubr.s4.gmra: cycles are known of f32, bf16"):
+def test_simulation_refuses_an_unknown_type():
+    with pytest.raises(ValueError, match=r"vmatmul.mubr.s4.gmra: cycles are known for f32, bf16"):
         bundles.simulate(bundles.read_bundles(listing(matmul(0, dtype="s4"))))
 
 
 def test_loops_branches_and_copies():
-    """Loop over 2-30, in it a branch of which 11-19 are left out, and a copy of 24-25."""
+    """A loop over bundles 2-30; in it a jump over the branch 11-19."""
     program = [""] * 40
     program[4] = BRANCH.format(20)
     program[12] = "%v7 = vadd.f32 %v6, %v5"
@@ -109,10 +109,10 @@ def test_both_sides_of_a_cond_are_branches():
     assert [(span.kind, span.first, span.last) for span in spans] == [("branch", 9, 19), ("branch", 20, 29)]
 
 
-@pytest.mark.parametrize("held, kind", [("dma.hbm_to_vmem /* iteration_bounds: (4,) */", "copy"), ("", "branch")])
-def test_the_grids_own_dma_is_told_from_branches(held, kind):
+@pytest.mark.parametrize("content, kind", [("dma.hbm_to_vmem /* iteration_bounds: (4,) */", "copy"), ("", "branch")])
+def test_copies_of_the_grids_blocks_differ_from_branches(content, kind):
     program = [""] * 20
-    program[1], program[10] = BRANCH.format(15), held
+    program[1], program[10] = BRANCH.format(15), content
     assert [span.kind for span in bundles.spans_of(bundles.read_bundles(listing(*program)), {}).inside] == [kind]
 
 
@@ -120,15 +120,15 @@ def test_the_grids_own_dma_is_told_from_branches(held, kind):
     "branches, message",
     [
         ({2: BRANCH.format(20), 12: BRANCH.format(25)}, "overlap"),
-        ({2: "%9 = sbr.ind %s1"}, "bundle 2 branches to nobody knows where"),
+        ({2: "%9 = sbr.ind %s1"}, "bundle 2 branches to an unknown target"),
     ],
 )
-def test_jumps_that_make_no_tree_are_an_error(branches, message):
+def test_jumps_that_form_no_tree_are_an_error(branches, message):
     with pytest.raises(ValueError, match=message):
         bundles.spans_of(bundles.read_bundles(listing(*[branches.get(i, "") for i in range(40)])), {})
 
 
-def test_trips_are_read():
+def test_trips_are_parsed():
     text = "\n".join(
         [
             "$region0: #{flash.1}",
@@ -144,7 +144,7 @@ def test_trips_are_read():
     assert bundles.read_trips(text) == {115: 66, 9: 3}
 
 
-def test_result_latency_is_read():
+def test_result_latency_is_parsed():
     path = """
   Length to end: 225, %1 = vmatmul.mubr.bf16.gmra.mrb[248].mxu0 %v15253
   Length to end: 217, %2 = vmatmul.mubr.bf16.gmra.mrb[252].mxu0 %v15261
@@ -154,11 +154,11 @@ def test_result_latency_is_read():
     assert bundles.result_latency("  Length to end: 5, %v10100 = vpop.f32.mrb[253].mxu0") is None
 
 
-# -- a kernel as the compiler would dump it
+# -- a kernel in the format of the compiler's dump
 
 
 def dump() -> dict[str, str]:
-    """50 bundles: 0-1; the loop over the grid in 2-41, 6 rounds; in it the step, 10-35, in it a branch and a loop."""
+    """50 bundles: the loop over the grid in 2-41, 6 iterations; in it the step, 10-35; in it a branch and a loop."""
     program = [""] * 50
     program[2] = "%1 = smov 0 /* Start region 94 */"
     program[3] = BRANCH.format(36)
@@ -186,8 +186,8 @@ def kernel(moved=16770) -> bundles.Kernel:
 
 
 def test_regions():
-    found = [(r.kind, r.names, r.first, r.last, r.cycles, r.executions) for r, _ in bundles.walk(kernel().root)]
-    assert found == [
+    regions = [(r.kind, r.names, r.first, r.last, r.cycles, r.executions) for r, _ in bundles.walk(kernel().root)]
+    assert regions == [
         ("kernel", (), 0, 49, 50 - 40, 1),
         ("grid", (), 2, 41, 40 - 26, 6),
         ("step", ("block",), 10, 35, 26 - 4 - 9, 4),
@@ -204,7 +204,7 @@ def test_slots_in_use():
 
 
 def test_cycles_of_a_call():
-    """10 + 14 * 6 + 13 * 4, and what is in the step: 4 for each start, 9 for each iteration."""
+    """10 + 14 * 6 + 13 * 4 cycles, and in the step 4 for each `begin` and 9 for each iteration over `keys`."""
     call = kernel().cycles({"begin": 2, "keys": 100})
     assert call.compute == 10 + 14 * 6 + 13 * 4 + 2 * 4 + 100 * 9
     assert kernel().cycles([2, 100]) == call
@@ -218,17 +218,17 @@ def test_a_branch_around_a_loop_is_executed_as_often_as_it_can_be():
     inner = bundles.Region("loop", ("keys",), 3, 4, 10, {}, None, None, ())
     guard = bundles.Region("branch", (), 2, 5, 100, {}, None, None, (inner,))
     root = bundles.Region("kernel", (), 0, 9, 7, {}, 1, None, (guard,))
-    one = bundles.Kernel("k.1", root, 0, 0, (), 0, 0)
-    assert one.cycles({"keys": 50}).compute == 7 + 100 + 500
-    assert one.cycles({"keys": 0}).compute == one.cycles(otherwise=0).compute == 7
+    kernel = bundles.Kernel("k.1", root, 0, 0, (), 0, 0)
+    assert kernel.cycles({"keys": 50}).compute == 7 + 100 + 500
+    assert kernel.cycles({"keys": 0}).compute == kernel.cycles(otherwise=0).compute == 7
 
 
-def test_constant_loops_in_a_branch_follow_it():
+def test_a_constant_loop_in_a_branch_multiplies_its_executions():
     inner = bundles.Region("loop", ("keys",), 3, 4, 10, {}, None, 8, ())
     branch = bundles.Region("branch", ("some",), 2, 5, 100, {}, None, None, (inner,))
-    one = bundles.Kernel("k.1", bundles.Region("kernel", (), 0, 9, 7, {}, 1, None, (branch,)), 0, 0, (), 0, 0)
-    assert [region.names for region in one.unknown()] == [("some",)]
-    assert one.cycles({"some": 3}).compute == 7 + 3 * 100 + 3 * 8 * 10
+    kernel = bundles.Kernel("k.1", bundles.Region("kernel", (), 0, 9, 7, {}, 1, None, (branch,)), 0, 0, (), 0, 0)
+    assert [region.names for region in kernel.unknown()] == [("some",)]
+    assert kernel.cycles({"some": 3}).compute == 7 + 3 * 100 + 3 * 8 * 10
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_constant_loops_in_a_branch_follow_it():
         ({"executions": [1]}, "1 executions for the 2 regions of k.1: begin, keys"),
     ],
 )
-def test_what_is_not_known_must_be_given(arguments, message):
+def test_unknown_executions_must_be_given(arguments, message):
     with pytest.raises(ValueError, match=message):
         kernel().cycles(**arguments)
 
@@ -263,13 +263,13 @@ def test_bytes_that_depend_on_data_must_be_given():
         ({"schedule": "nothing"}, "not a listing"),
     ],
 )
-def test_a_dump_that_cannot_be_read_is_an_error(changed, message):
+def test_a_dump_that_cannot_be_parsed_is_an_error(changed, message):
     with pytest.raises(ValueError, match=message):
         bundles.regions_of(dump() | changed, (2, 2))
 
 
 def test_a_grid_without_a_branch_for_its_step_is_an_error():
-    with pytest.raises(ValueError, match="6 rounds for the 5 steps of a grid, and no branch"):
+    with pytest.raises(ValueError, match="6 iterations for the 5 steps of a grid, and no branch"):
         text = dump()["schedule"].replace(BRANCH.format(36), "").replace(BRANCH.format(22), "")
         bundles.regions_of(dump() | {"schedule": text}, (5,))
 
@@ -281,36 +281,36 @@ def call_of(name: str) -> str:
 
 
 def kernels_of(folder, dumps, calls=("k.1",)):
-    """Of a folder with the dumps of compiles of k.1, in their order."""
+    """The kernels read from a folder with the dumps of successive compilations of k.1."""
     for time, texts in enumerate(dumps):
         for number, (kind, label) in enumerate(bundles.PASSES.items()):
             (folder / f"{time}-k.1-0{number}-{label}.txt").write_text(texts[kind])
-    found = {"program": "\n".join(map(call_of, calls)), "scoped": len(dumps) == 2}
-    return list(bundles._kernels(folder, found | {"grids": {"k": {"grid": [2, 2], "moved": 16770, "ends": 1677}}}))
+    result = {"program": "\n".join(map(call_of, calls)), "scoped": len(dumps) == 2}
+    return list(bundles._kernels(folder, result | {"grids": {"k": {"grid": [2, 2], "moved": 16770, "ends": 1677}}}))
 
 
 def without_scopes() -> dict[str, str]:
     return dump() | {"schedule": re.sub("TraceMeStart", "", dump()["schedule"])}
 
 
-def test_names_are_of_the_compile_with_scopes_and_cycles_of_the_other(tmp_path):
-    (found,) = kernels_of(tmp_path, [without_scopes(), dump()])
-    assert found == kernel()
+def test_names_come_from_the_compilation_with_scopes_and_cycles_from_the_other(tmp_path):
+    (compiled,) = kernels_of(tmp_path, [without_scopes(), dump()])
+    assert compiled == kernel()
     waits = without_scopes()["schedule"].replace("%1 = smov 0", f"{pop(0)} ;; {matmul(0)} ;; %1 = smov 0", 1)
     waits = waits.replace(hex(3) + "   : > { ", hex(3) + f"   : > {{ {pop(0)} ;; ", 1)
-    (found,) = kernels_of(tmp_path, [without_scopes() | {"schedule": waits}, dump()])
-    assert found.root.children[0].cycles == kernel().root.children[0].cycles + 210
-    assert found.region("begin") == kernel().region("begin") and not found.cycles_with_scopes
+    (compiled,) = kernels_of(tmp_path, [without_scopes() | {"schedule": waits}, dump()])
+    assert compiled.root.children[0].cycles == kernel().root.children[0].cycles + 210
+    assert compiled.region("begin") == kernel().region("begin") and not compiled.cycles_with_scopes
 
 
 def test_cycles_are_with_scopes_if_the_regions_differ_without(tmp_path):
     other = without_scopes()["schedule"].replace(BRANCH.format(22), "")
-    (found,) = kernels_of(tmp_path, [without_scopes() | {"schedule": other}, dump()])
-    assert found.cycles_with_scopes and found.root == kernel().root
+    (compiled,) = kernels_of(tmp_path, [without_scopes() | {"schedule": other}, dump()])
+    assert compiled.cycles_with_scopes and compiled.root == kernel().root
 
 
 def test_every_kernel_must_be_in_the_dump(tmp_path):
-    assert [found.name for found in kernels_of(tmp_path, [dump()], calls=("k.1", "k.2"))] == ["k.1"]  # equal: one dump
+    assert [k.name for k in kernels_of(tmp_path, [dump()], calls=("k.1", "k.2"))] == ["k.1"]  # equal kernels: one dump
     with pytest.raises(ValueError, match=r"\[0, 0, 0, 0\] dumps of other.1 in 1 compiles"):
         kernels_of(tmp_path, [dump()], calls=("other.1",))
 
@@ -334,34 +334,34 @@ def blocks_of(grid, in_spec, out_spec, scalars=0):
 @pytest.mark.parametrize(
     "in_map, out_map, moved, ends",
     [
-        # all rows once, in blocks of 32 of which the last has 4: 2 bytes in, 4 out
+        # All rows once, in blocks of 32 (the last block has 4 rows); elements of 2 bytes in, 4 bytes out.
         (lambda i, j: (i, j), lambda i, j: (i, j), 100 * 256 * 6, 32 * 128 * 2 + 4 * 128 * 4),
-        # a block stays while its place does
+        # A block is not moved again while its index stays the same.
         (lambda i, j: (i, 0), lambda i, j: (i, j), 100 * 128 * 2 + 100 * 256 * 4, 32 * 128 * 2 + 4 * 128 * 4),
-        # and comes again for every row
+        # The blocks of the operand are moved again for every row of the grid.
         (lambda i, j: (0, j), lambda i, j: (i, j), 4 * 32 * 256 * 2 + 100 * 256 * 4, 32 * 128 * 2 + 4 * 128 * 4),
     ],
 )
 def test_bytes_that_a_grid_moves(in_map, out_map, moved, ends):
-    found = blocks_of((4, 2), pl.BlockSpec((32, 128), in_map), pl.BlockSpec((32, 128), out_map))
-    assert (tuple(found["grid"]), found["moved"], found["ends"]) == ((4, 2), moved, ends)
+    grid = blocks_of((4, 2), pl.BlockSpec((32, 128), in_map), pl.BlockSpec((32, 128), out_map))
+    assert (tuple(grid["grid"]), grid["moved"], grid["ends"]) == ((4, 2), moved, ends)
 
 
-def test_bytes_of_blocks_whose_place_is_data_are_not_known():
-    whole = pl.BlockSpec((32, 256), lambda i, table: (i, 0))
-    assert blocks_of((4,), whole, whole, scalars=1)["moved"] == 100 * 256 * 6
-    assert blocks_of((4,), pl.BlockSpec((32, 256), lambda i, table: (table[i], 0)), whole, scalars=1)["moved"] is None
+def test_bytes_of_blocks_whose_index_is_data_are_unknown():
+    rows = pl.BlockSpec((32, 256), lambda i, table: (i, 0))
+    assert blocks_of((4,), rows, rows, scalars=1)["moved"] == 100 * 256 * 6
+    assert blocks_of((4,), pl.BlockSpec((32, 256), lambda i, table: (table[i], 0)), rows, scalars=1)["moved"] is None
 
 
-def test_what_the_kernel_moves_itself_is_not_counted():
-    found = blocks_of((4,), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec((32, 256), lambda i: (i, 0)))
-    assert found["moved"] == 100 * 256 * 4
+def test_bytes_that_the_kernel_itself_moves_are_not_counted():
+    grid = blocks_of((4,), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec((32, 256), lambda i: (i, 0)))
+    assert grid["moved"] == 100 * 256 * 4
 
 
 # -- refusals
 
 
-def test_refusals_say_bytes_and_limit():
+def test_refusals_state_bytes_and_limit():
     text = "RESOURCE_EXHAUSTED: Scoped allocation with size 48.00M and limit 32.00M exceeded scoped vmem limit by 16M"
     assert bundles.refusal(text).startswith("VMEM: 50,331,648 bytes are used and 33,554,432 the limit")
     text = "XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 66.5M of 63.5M vmem. Exceeded"
@@ -373,7 +373,7 @@ def test_refusals_say_bytes_and_limit():
 
 
 @pytest.mark.parametrize("builder", ["dense", "dense:", ":build", "dense.build", "dense:a b"])
-def test_a_builder_must_be_named(builder):
+def test_a_builder_is_a_module_and_a_function(builder):
     with pytest.raises(ValueError, match="module:function"):
         bundles.measure(builder)
     with pytest.raises(ValueError, match="module:function"):
@@ -393,13 +393,13 @@ def test_a_child_that_takes_too_long_is_an_error():
 
 
 def test_command(monkeypatch, capsys):
-    asked = []
+    calls = []
     report = bundles.Report("m:b", {"seq": 8}, "", (kernel(),), 1.0)
-    monkeypatch.setattr(bundles, "measure", lambda builder, **options: asked.append((builder, options)) or report)
+    monkeypatch.setattr(bundles, "measure", lambda builder, **options: calls.append((builder, options)) or report)
     assert bundles.main(["m:b", "seq=8", "kind=fast", "tiles=[1, 2]"]) == 0
-    assert asked == [("m:b", {"flags": "", "seq": 8, "kind": "fast", "tiles": [1, 2]})]
-    said = capsys.readouterr().out
-    assert "k.1: grid 2x2, 1,000 bytes of VMEM of 2,000" in said and re.search(r"\n {6}begin +4 +\? +0% +0% +25%", said)
+    assert calls == [("m:b", {"flags": "", "seq": 8, "kind": "fast", "tiles": [1, 2]})]
+    out = capsys.readouterr().out
+    assert "k.1: grid 2x2, 1,000 bytes of VMEM of 2,000" in out and re.search(r"\n {6}begin +4 +\? +0% +0% +25%", out)
     assert bundles.main(["m:b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"][0]["root"]["children"][0]["kind"] == "grid"
     monkeypatch.setattr(bundles, "measure", lambda *_, **__: bundles.Report("m:b", {}, "no VMEM", (), 1.0))
@@ -420,10 +420,10 @@ def test_command_refuses(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_schedule_of_a_compiled_kernel(monkeypatch):
-    """The simulation finds nothing to wait for in the schedule, and comes to the same without its empty bundles."""
-    dumps, read = [], bundles.regions_of
+    """The simulation finds no wait in the schedule, and about the same cycles without its empty bundles."""
+    dumps, regions_of = [], bundles.regions_of
     monkeypatch.setitem(bundles.PASSES, "final", "final_bundles")
-    monkeypatch.setattr(bundles, "regions_of", lambda dump, grid: dumps.append(dump) or read(dump, grid))
+    monkeypatch.setattr(bundles, "regions_of", lambda dump, grid: dumps.append(dump) or regions_of(dump, grid))
     report = bundles.measure("dense:build", M=512, K=1024, N=512)
     assert report.error == ""
     schedule = bundles.read_bundles(dumps[0]["schedule"])
@@ -440,7 +440,7 @@ def test_named_regions_of_a_compiled_kernel():
     assert report.error == "" and not report.kernel().cycles_with_scopes
     named = {name: region for region, _ in bundles.walk(report.kernel().root) for name in region.names}
     assert set(named) == {"begin", "add", "add what is left", "end"}
-    # a quarter of 512^3 takes 512 cycles on two MXUs; zeros fill two of 8x128 a cycle
+    # A quarter of 512^3 takes 512 cycles on two MXUs; two tiles of 8x128 zeros are stored per cycle.
     assert 512 < named["add"].cycles < 1000 and 512 * 512 / 1024 / 2 - 10 <= named["begin"].cycles < 160
     assert {region.kind for region, _ in bundles.walk(report.kernel().root)} >= {"grid", "step", "copy", "branch"}
     assert 3 * 2**20 < report.kernel().vmem_bytes < 6 * 2**20
@@ -448,14 +448,14 @@ def test_named_regions_of_a_compiled_kernel():
 
 @pytest.mark.slow
 def test_cycles_are_those_of_the_compilers_simulation():
-    """336,362 by libtpu 0.0.50.1 (`bundles.profile`); that of 0.0.42.1 dies of the question."""
+    """336,362 by libtpu 0.0.50.1 (`bundles.profile`); the simulation of 0.0.42.1 crashes."""
     report = bundles.measure("test_bundles:build_matmul")
     assert report.error == ""
     assert report.cycles({"begin": 32, "end": 32}).total == pytest.approx(336_362, rel=0.015)
 
 
 @pytest.mark.slow
-def test_many_and_what_does_not_fit(capsys):
+def test_many_jobs_of_which_one_does_not_fit(capsys):
     jobs = [("test_bundles:build_matmul", {"size": size, "tile": tile}) for size, tile in [(4096, 4096), (1024, 512)]]
     large, small = bundles.measure_many(jobs)
     assert large.error.startswith("VMEM: ") and "33,554,432 the limit" in large.error
@@ -464,7 +464,7 @@ def test_many_and_what_does_not_fit(capsys):
 
 
 def build_matmul(size=4096, tile=1024):
-    """Blocks of 512 x tile, summed over K in blocks of tile."""
+    """A matmul in blocks of 512 x tile, summed over K in blocks of tile."""
 
     def body(lhs_mk, rhs_kn, out_mn, sum_mn):
         @pl.when(pl.program_id(2) == 0)
