@@ -1,32 +1,32 @@
-"""Compile the train step for a TPU slice that is not there, and read what the compiler says: memory, schedule, time.
+"""Compiles the train step for a TPU slice without having one, and reports its memory, schedule and time.
 
     python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --seq_len=2048
     python aot.py --topology=tpu7x:4x4x4 --preset=llama3.1-70b --batch=128 --xla_flags=recommended --json
     python aot.py --topology=tpu7x:2x2x1 --preset=llama3.1-8b --batch=8 --compare=prefetch
-    python aot.py results [REGEX]           what is kept of compiled steps (compiled/results.py)
-    python aot.py schedule FILE.hlo         where the time of a compiled program goes (compiled/schedule.py)
-    python aot.py timeline DIR              where that of a profiled run went (compiled/timeline.py)
-    python aot.py bundles MODULE:BUILDER    the cycles of a kernel (compiled/bundles.py)
+    python aot.py results [REGEX]           stored results of compiled steps (compiled/results.py)
+    python aot.py schedule FILE.hlo         time of a compiled program, by operation (compiled/schedule.py)
+    python aot.py timeline DIR              time of a profiled run, by operation (compiled/timeline.py)
+    python aot.py bundles MODULE:BUILDER    cycles of a kernel (compiled/bundles.py)
 
-libtpu, the compiler and runtime of TPUs, compiles for any slice on any x86 machine (`pip install -e ".[tpu]"`). What is
-compiled here is train.py's own step, `train.make_train_step`, with the flags of train.py, for the devices of the
-topology; no array is ever made, and a model that fills a pod compiles on a laptop. It reports
+**Idea.** libtpu, the compiler and runtime of TPUs, compiles for any slice on any x86 machine (`pip install -e
+".[tpu]"`). This script compiles train.py's own step, `train.make_train_step`, with the flags of train.py, for the
+devices of the topology. No array is allocated: a model that fills a pod compiles on a laptop. The report has
 
-    memory      what the program needs of a device's HBM, and of its host; the largest buffers that are live when it
-                needs most, by operation and source line (liveness.py). For a program that does not fit: the same, by
-                how much it does not, and flags with which the planner predicts that it does; the exit status is then 3
-    schedule    every collective: how often, how large, on which engine, what hides it; the time of the step, as
-                schedule.py walks the program's order of execution with the compiler's own estimates of cycles,
-                and of kernels with what bundles.py counts
-    prediction  beside it what roofline.py predicts of the same step
+    memory      bytes of HBM and of host memory that the program needs; the largest buffers that are live at the peak,
+                by operation and source line (compiled/liveness.py). For a program that does not fit also the excess,
+                and flags with which the planner predicts that it fits; the exit status is then 3
+    schedule    every collective: count, size, engine, and the computation that hides it. The time of the step:
+                compiled/schedule.py walks the program in order of execution with the compiler's estimates of cycles,
+                and with the cycles of kernels that compiled/bundles.py counts
+    prediction  for comparison, the prediction of roofline.py for the same step
 
-Compiled is the memory, the order and the engines. The seconds are predicted from what is compiled; no TPU has run it.
+Memory, order and engines are compiled. The seconds are predicted from the compiled program; no TPU has run it.
 
-**Traps**, all of which are taken care of here. A slice of whole cubes wraps around, but the compiler has to be told.
-Devices must stand in the order of their ids, or collectives over a slice take a third of the links, or turn into others
-(sharding.py). The compiled program cannot be read back from JAX's compilation cache: what is extracted of it is kept,
-by the program, its devices in their order, the flags and the versions. Two processes fight over libtpu's lock unless
-they are told not to.
+**Traps** that this script handles. A slice of whole cubes wraps around; the compiler needs the option `wrap` for that.
+Devices must be in the order of their ids, or collectives over a slice use a third of the links or become other
+collectives (sharding.py). A compiled program cannot be read back from JAX's compilation cache, so its report and text
+are cached here, under the program, its devices in order, the flags and the versions. Two processes block each other on
+libtpu's lock unless several are allowed.
 """
 
 import argparse
@@ -62,14 +62,14 @@ if TYPE_CHECKING:
     import jax
 
 DOES_NOT_FIT = 3  # exit status
-MARGIN = 1.1  # a step is refused without being compiled if its predicted memory is past the limit by this factor
+MARGIN = 1.1  # a step is refused without compilation if its predicted memory exceeds the limit by this factor
 
 
 class DoesNotFitError(ValueError):
-    """The compiler refused the program; `found` is what it used, what there is, and the largest buffers."""
+    """The compiler refused the program; `details` has the memory used, the limit, and the largest buffers."""
 
     def __init__(self, text: str, peak: liveness.Peak | None = None):
-        self.found = liveness.refusal(text) | (peak.as_dict() if peak else {})
+        self.details = liveness.refusal(text) | (peak.as_dict() if peak else {})
         super().__init__(text)
 
 
@@ -77,18 +77,18 @@ class DoesNotFitError(ValueError):
 
 
 class Lowered(NamedTuple):
-    """A step before it is compiled."""
+    """A step that is lowered but not compiled."""
 
     program: "jax.stages.Lowered"
-    devices: list  # of the mesh, in its order, which the program's text does not have
+    devices: list  # of the mesh, in its order, which the text of the program does not contain
 
     @property
     def chips(self) -> list[tuple[int, ...]]:
-        """(slice, x, y, z) of the chip that each device is on, in the program's order."""
+        """(slice, x, y, z) of the chip of each device, in the program's order."""
         return [(getattr(d, "slice_index", 0), *d.coords) for d in self.devices]
 
     def key(self, flags: dict[str, str]) -> str:
-        """The same for what compiles to the same."""
+        """The cache key: the same for steps that compile to the same program."""
         import jax
         import libtpu
 
@@ -99,10 +99,11 @@ class Lowered(NamedTuple):
 
 
 def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
-    """The step of train.py for the devices of a topology, as jax lowers it: nothing is compiled yet, or made.
+    """The step of train.py, lowered for the devices of a topology; nothing is compiled or allocated.
 
     Raises:
-      ValueError: there is no such slice, the mesh does not make up its devices, or cannot cut the model or the batch.
+      ValueError: there is no such slice, the mesh is for another number of devices, or it cannot shard the model or the
+        batch.
     """
     import jax
     from jax.experimental import topologies
@@ -121,8 +122,8 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
         if "opology" not in str(error):
             raise
         raise ValueError(
-            f"topology={topology}: libtpu has no such slice ({error}); a slice is of whole hosts, {by(chip.host)} "
-            "chips each; roofline.py predicts a part of one"
+            f"topology={topology}: libtpu has no such slice ({error}); a slice has whole hosts of {by(chip.host)} "
+            "chips each; roofline.py predicts part of a host"
         ) from None
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
     config = rules.settled(config, dict(mesh.shape))
@@ -131,17 +132,17 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
 
 
 def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
-    """What the compiled program needs, and its HLO in the order of execution; from `cache` if it was compiled before.
+    """(memory that the compiled program needs, its HLO in order of execution); from `cache` if compiled before.
 
     Raises:
-      DoesNotFitError: the compiler refused it for want of memory.
+      DoesNotFitError: the compiler refused the program for lack of memory.
     """
     import jax
 
-    kept = Path(cache) / "aot" / lowered.key(flags) if cache else None
-    if kept and (kept / "found.json").exists():
-        memory = json.loads((kept / "found.json").read_text())
-        return memory | {"cached": True}, gzip.decompress((kept / "program.hlo.gz").read_bytes()).decode()
+    entry = Path(cache) / "aot" / lowered.key(flags) if cache else None
+    if entry and (entry / "found.json").exists():
+        memory = json.loads((entry / "found.json").read_text())
+        return memory | {"cached": True}, gzip.decompress((entry / "program.hlo.gz").read_bytes()).decode()
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder} | compiler_flags.compiler_options(flags)
@@ -158,8 +159,8 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
     analysis = executable.memory_analysis()
     memory = {
         "compile_s": compile_s,
-        "peak_hbm_bytes": peak.total_bytes,  # this decides whether it fits
-        "stated_peak_bytes": analysis.peak_memory_in_bytes,  # of what is live, on the host too
+        "peak_hbm_bytes": peak.total_bytes,  # decides whether the program fits
+        "stated_peak_bytes": analysis.peak_memory_in_bytes,  # of live buffers, on the host too
         "argument_bytes": analysis.argument_size_in_bytes,
         "temporary_bytes": analysis.temp_size_in_bytes,
         "host_bytes": analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
@@ -167,26 +168,28 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
         "cached": False,
     }
     program = executable.as_text()
-    if kept:
-        kept.mkdir(parents=True, exist_ok=True)
-        with outputs.replacing(kept / "program.hlo.gz", "wb") as file:
+    if entry:
+        entry.mkdir(parents=True, exist_ok=True)
+        with outputs.replacing(entry / "program.hlo.gz", "wb") as file:
             file.write(gzip.compress(program.encode(), 1))
-        with outputs.replacing(kept / "found.json") as file:  # the last: where it is, the other is whole
+        with outputs.replacing(entry / "found.json") as file:  # last: if it exists, so does the program
             json.dump(memory, file)
     return memory, program
 
 
 def kernels_of(lowered: Lowered) -> list[dict[str, str]]:
-    """What the project's own kernels in a program that is not compiled yet say of themselves (tuned.metadata)."""
-    said = re.findall(r'kernel_metadata = "([^"]*tuned_key[^"]*)"', lowered.program.as_text())
-    plain = (re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), text) for text in said)
+    """The metadata (tuned.metadata) of the project's own kernels in a lowered program."""
+    texts = re.findall(r'kernel_metadata = "([^"]*tuned_key[^"]*)"', lowered.program.as_text())
+    plain = (re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), text) for text in texts)
     return [json.loads(text) for text in dict.fromkeys(plain)]
 
 
 def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) -> dict[str, float]:
-    """{tuned_key, blocks, calls, a line each: cycles}. Each is compiled alone, two at a time (bundles.py).
+    """{tuned_key, blocks and calls, a line each: cycles}. Compiles each kernel alone, two at a time.
 
-    filled: the share of the experts' rows that they multiply (kernels.cycles_of).
+    Args:
+      calls: the metadata of the kernels.
+      filled: the share of the experts' rows that the kernels multiply (kernels.cycles_of).
     """
     import jax
     import libtpu
@@ -195,37 +198,37 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) ->
 
     version = kernels.version()
 
-    def cycles_of(said):
-        of_experts = filled if "gmm" in said["tuned_key"] else None
-        content = json.dumps([said, of_experts, version, jax.__version__, libtpu.__version__], sort_keys=True)
+    def cycles_of(call):
+        filled_of_gmm = filled if "gmm" in call["tuned_key"] else None
+        content = json.dumps([call, filled_of_gmm, version, jax.__version__, libtpu.__version__], sort_keys=True)
         number = hashlib.sha256(content.encode()).hexdigest()
-        kept = Path(cache) / "aot" / f"kernel-{number}.json" if cache else None
-        if kept and kept.exists():
-            return json.loads(kept.read_text())["cycles"]
-        cycles = kernels.cycles_of(said, filled)
-        if kept:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with outputs.replacing(kept) as file:
-                json.dump(said | {"cycles": cycles}, file)
+        entry = Path(cache) / "aot" / f"kernel-{number}.json" if cache else None
+        if entry and entry.exists():
+            return json.loads(entry.read_text())["cycles"]
+        cycles = kernels.cycles_of(call, filled)
+        if entry:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with outputs.replacing(entry) as file:
+                json.dump(call | {"cycles": cycles}, file)
         return cycles
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(map(_call, calls), pool.map(cycles_of, calls), strict=True))
+        return dict(zip(map(_call_key, calls), pool.map(cycles_of, calls), strict=True))
 
 
-def _call(said: dict[str, str]) -> str:
-    return "\n".join(said[name] for name in ("tuned_key", "blocks", "calls"))
+def _call_key(metadata: dict[str, str]) -> str:
+    return "\n".join(metadata[name] for name in ("tuned_key", "blocks", "calls"))
 
 
 def cycles_by_name(program: hlo.Program, cycles: dict[str, float]) -> dict[str, float]:
-    """{pattern of a name: cycles} of the kernels in a compiled program, for schedule.walk."""
-    found = {}
+    """{pattern of a name: cycles} for the kernels in a compiled program, for schedule.walk."""
+    patterns = {}
     for computation in program.computations.values():
         for instruction in computation.values():
-            said = dict(re.findall(r'"(\w+)":"([^"]*)"', instruction.attributes.get("frontend_attributes", "")))
-            if "tuned_key" in said:
-                found[f"^{re.escape(instruction.name)}$"] = cycles[_call(said)]
-    return found
+            metadata = dict(re.findall(r'"(\w+)":"([^"]*)"', instruction.attributes.get("frontend_attributes", "")))
+            if "tuned_key" in metadata:
+                patterns[f"^{re.escape(instruction.name)}$"] = cycles[_call_key(metadata)]
+    return patterns
 
 
 # -- reporting
@@ -236,14 +239,14 @@ def predicted(config: Config, args: argparse.Namespace) -> Prediction:
 
 
 def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
-    """Compiles, reads and predicts; everything as numbers."""
+    """Compiles and predicts a step; returns the report, in seconds and bytes."""
     chip, chips = parse_topology(args.topology)
     kernels = schedule.parse_pairs(args.kernel, "--kernel")
     expected = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
-    with ThreadPoolExecutor(1) as beside:  # kept in the cache, also if the step is refused
+    with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
         filled = expected.run.experts_filled
-        cycles = beside.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
+        cycles = pool.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
         with outputs.replacing(args.hlo_out) as file:
@@ -282,18 +285,18 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
 
 
 def at_peak(program: hlo.Program, breakdown: schedule.Breakdown, chip: Chip) -> dict[str, float]:
-    """{operation: seconds} that the matmuls in it would take at the peak of the matrix units; none of a kernel."""
-    found = {name: (inside, its) for inside in program.computations.values() for name, its in inside.items()}
+    """{operation: seconds of its matmuls at the peak of the matrix units}; kernels are left out."""
+    by_name = {name: (inside, inner) for inside in program.computations.values() for name, inner in inside.items()}
     ideal_s = {}
     for op in breakdown.ops:
-        if op.name in found and (flops := hlo.matmul_flops(program, *found[op.name])):
+        if op.name in by_name and (flops := hlo.matmul_flops(program, *by_name[op.name])):
             peaks = {bits: chip.flops_per_s("fp8" if bits == 8 else "bf16") / chip.devices for bits in flops}
             ideal_s[op.name] = op.count * sum(flops[bits] / peaks[bits] for bits in flops)
     return ideal_s
 
 
 def collectives(breakdown: schedule.Breakdown, sizes: dict[str, int]) -> list[dict]:
-    """Each collective of the program, the most exposed first."""
+    """A row for each collective of the program, the most exposed first."""
     rows = []
     for message in breakdown.collectives:
         rows.append(
@@ -331,52 +334,52 @@ def mesh_axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> list[st
     return [axis for axis, indices in zip(sizes, zip(*places, strict=True), strict=True) if len({*indices}) > 1]
 
 
-def describe(found: dict) -> str:
-    """The report as a person reads it."""
-    slices = f"{found['num_slices']} slices of " if found["num_slices"] > 1 else ""
-    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-    by_hand = compiler_flags.unknown(found["xla_flags"])
-    how = "read from the cache, it took" if found["cached"] else "in"
-    flags = ", ".join(f"{name}={value}" for name, value in found["xla_flags"].items()) or "none but the defaults"
+def describe(result: dict) -> str:
+    """A report as text."""
+    slices = f"{result['num_slices']} slices of " if result["num_slices"] > 1 else ""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
+    by_hand = compiler_flags.unknown(result["xla_flags"])
+    compiled = "read from the cache, it took" if result["cached"] else "in"
+    flags = ", ".join(f"{name}={value}" for name, value in result["xla_flags"].items()) or "none but the defaults"
     flags += f" ({', '.join(by_hand)}: not in compiler_flags.py)" if by_hand else ""
-    step_s, roofline = found["step_s"], found["roofline"]
-    gib = lambda name: f"{found[name] / GiB:.2f}"
-    of_host = f" of {gib('host_limit_bytes')}" if found["host_bytes"] and found["host_limit_bytes"] else ""
+    step_s, roofline = result["step_s"], result["roofline"]
+    gib = lambda name: f"{result[name] / GiB:.2f}"
+    host_limit = f" of {gib('host_limit_bytes')}" if result["host_bytes"] and result["host_limit_bytes"] else ""
     lines = [
-        f"{found['preset']} on {slices}{found['topology']}, {found['num_chips']:,} chips, mesh {mesh}, "
-        f"remat {found['remat']}",
-        f"  compiled    {how} {found['compile_s']:.0f} s; flags {flags}",
+        f"{result['preset']} on {slices}{result['topology']}, {result['num_chips']:,} chips, mesh {mesh}, "
+        f"remat {result['remat']}",
+        f"  compiled    {compiled} {result['compile_s']:.0f} s; flags {flags}",
         f"  memory      {gib('peak_hbm_bytes')} of {gib('hbm_limit_bytes')} GiB a device, arguments "
-        f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')}{of_host} (compiled; by roofline.py "
+        f"{gib('argument_bytes')} of it; on its host {gib('host_bytes')}{host_limit} (compiled; by roofline.py "
         f"{roofline['hbm_bytes'] / GiB:.2f})",
-        f"  step        {si(step_s, 's')}, MFU {found['mfu']:.1%}, {found['tokens_per_s_per_chip']:,.0f} tokens/s a "
+        f"  step        {si(step_s, 's')}, MFU {result['mfu']:.1%}, {result['tokens_per_s_per_chip']:,.0f} tokens/s a "
         "chip (predicted from the compiled schedule)",
         f"  roofline    {si(roofline['step_s'], 's')}, bound by {roofline['bound']} (predicted)",
-        f"  exposed     {si(found['exposed_comm_s'], 's')} of communication, {found['exposed_comm_s'] / step_s:.1%}",
+        f"  exposed     {si(result['exposed_comm_s'], 's')} of communication, {result['exposed_comm_s'] / step_s:.1%}",
         "",
-        *liveness.describe(found, found["peak_hbm_bytes"]),
+        *liveness.describe(result, result["peak_hbm_bytes"]),
         "",
-        f"  {'where the time goes':24}{'time':>12}{'of the step':>13}",
+        f"  {'category':24}{'time':>12}{'of the step':>13}",
     ]
-    for name, seconds in found["by_category_s"].items():
-        peak = f"   at {found['matmul_of_peak']:.1%} of the peak" if name == "matmul" else ""
+    for name, seconds in result["by_category_s"].items():
+        peak = f"   at {result['matmul_of_peak']:.1%} of the peak" if name == "matmul" else ""
         lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}{peak}")
     lines += [
         "",
-        f"  {'collective':19}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  of",
+        f"  {'collective':19}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  operation",
     ]
-    for row in found["collectives"][:16]:
+    for row in result["collectives"][:16]:
         axes = "slices" if row["engine"] == "network" else ",".join(row["mesh_axes"]) or "all"
         numbers = (
             f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>13}{si(row['exposed_s'], 's'):>13}"
         )
         lines.append(f"  {row['kind']:19}{axes:14}{row['engine']:11}{numbers}  {row['op'][-33:]}")
-    if more := found["collectives"][16:]:
+    if more := result["collectives"][16:]:
         lines.append(
             f"  and {len(more)} more, {si(sum(row['exposed_s'] for row in more), 's')} of them exposed (--json)"
         )
-    lines += ["", f"  {'longest operations':24}{'time':>12}{'count':>7}{'of peak':>9}  of"]
-    for op in found["top_ops"]:
+    lines += ["", f"  {'longest operations':24}{'time':>12}{'count':>7}{'of peak':>9}  name"]
+    for op in result["top_ops"]:
         name = (op["op_name"] or op["name"])[-72:]
         peak = f"{op['of_peak']:9.1%}" if op["of_peak"] else " " * 9
         lines.append(f"  {op['category'][:22]:24}{si(op['seconds'], 's'):>12}{op['count']:7}{peak}  {name}")
@@ -384,7 +387,7 @@ def describe(found: dict) -> str:
 
 
 def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> list[dict]:
-    """Two settings of one thing: prefetch, sparsecore (offload of collectives), or vmem (of an operation)."""
+    """The reports for two settings of prefetch, sparsecore (offload of collectives), or vmem (of an operation)."""
     offload = "xla_tpu_enable_sparse_core_collective_offload_"
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     settings = {
@@ -396,7 +399,7 @@ def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> 
             (f"vmem={kib} KiB", config, flags | {"xla_tpu_scoped_vmem_limit_kib": kib}) for kib in ("32768", "61440")
         ],
     }
-    return [{"setting": name} | report(one, args, its) for name, one, its in settings[args.compare]]
+    return [{"setting": name} | report(variant, args, options) for name, variant, options in settings[args.compare]]
 
 
 COMMANDS = {"results": results.main, "schedule": schedule.main, "timeline": timeline.main, "bundles": bundles.main}
@@ -408,14 +411,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     parser = command.parser(__file__, usage="%(prog)s [--flag=value ...]\n       %(prog)s COMMAND ...")
     machine = parser.add_argument_group("compiler")
-    machine.add_argument("--compile_anyway", action="store_true", help="compile what is predicted not to fit, too")
+    machine.add_argument("--compile_anyway", action="store_true", help="compile even if predicted not to fit")
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
-    about = "cycles of kernels other than the project's own, or in their place; may be given several times"
+    about = "cycles of kernels that are not the project's own, or that replace their count; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     machine.add_argument(
         "--hlo_out", type=command.path, metavar="FILE", help="write the compiled program, in order of execution, here"
     )
-    about = "keep what is found in results_tpu7x.json, which `aot.py results` shows"
+    about = "store the result in compiled/results_tpu7x.json, which `aot.py results` shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
     flags_lib.add_run_flags(parser, "tpu7x:2x2x1")
@@ -431,34 +434,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.hlo_out:
             outputs.check_writable(f"--hlo_out={args.hlo_out}", args.hlo_out)
         flags = compiler_flags.for_run(config)
-        if not args.compile_anyway and (found := predicted_refusal(config, args)):
-            return refuse(config, args, found)
+        if not args.compile_anyway and (refusal := predicted_refusal(config, args)):
+            return refuse(config, args, refusal)
         if not importlib.util.find_spec("libtpu"):
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
         compiler_flags.without_tpu()
         compiler_flags.set_init_args(flags)
-        found = compare(config, args, flags) if args.compare else report(config, args, flags)
+        result = compare(config, args, flags) if args.compare else report(config, args, flags)
     except DoesNotFitError as error:
-        status = refuse(config, args, error.found)
-        found = {"fits": False, **error.found}
+        status = refuse(config, args, error.details)
+        result = {"fits": False, **error.details}
     else:
-        status = say(found, args)
+        status = print_report(result, args)
     if args.keep:
         try:
-            results.keep(predicted(config, args), found)
+            results.save(predicted(config, args), result)
         except (ValueError, OSError) as error:
-            raise ValueError(f"what was found is not kept: {error}") from None
+            raise ValueError(f"the result is not stored: {error}") from None
     return status
 
 
-def say(found: dict | list[dict], args: argparse.Namespace) -> int:
-    """Prints a report, or the two of --compare."""
+def print_report(result: dict | list[dict], args: argparse.Namespace) -> int:
+    """Prints a report, or the two reports of --compare. Returns the exit status."""
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     elif args.compare:
-        print("\n\n".join(f"{one['setting']}: {describe(one)}" for one in found))
+        print("\n\n".join(f"{each['setting']}: {describe(each)}" for each in result))
     else:
-        print(describe(found))
+        print(describe(result))
     return 0
 
 
@@ -466,15 +469,15 @@ def say(found: dict | list[dict], args: argparse.Namespace) -> int:
 
 
 def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
-    """As the compiler's, of a step whose predicted memory is past the limit by more than predictions are wrong by."""
+    """A refusal in the format of the compiler's, if the predicted memory exceeds the limit by more than its error."""
     expected = predicted(config, args)
-    used, limit, held = expected.hbm_bytes, expected.run.hbm_limit, expected.memory
+    used, limit, parts = expected.hbm_bytes, expected.run.hbm_limit, expected.memory
     memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.shortfall() else None
     if not memory:
         return None
-    if memory == "host":  # compiled programs have needed what is predicted (tests/test_remat.py): no margin
-        used, limit, held = expected.host_bytes, expected.run.host_limit, {"offloaded": expected.host_bytes}
-    largest = sorted(held.items(), key=lambda item: -item[1])
+    if memory == "host":  # no margin: compiled programs have needed exactly what is predicted (tests/test_remat.py)
+        used, limit, parts = expected.host_bytes, expected.run.host_limit, {"offloaded": expected.host_bytes}
+    largest = sorted(parts.items(), key=lambda item: -item[1])
     rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
     return {
         "kind": "predicted",
@@ -487,50 +490,52 @@ def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     }
 
 
-def way_out(config: Config, args: argparse.Namespace, found: dict) -> dict:
-    """What the planner would change so that it fits, and its prediction then.
+def way_out(config: Config, args: argparse.Namespace, refusal: dict) -> dict:
+    """The flags that the planner would change so that the step fits, and the prediction with them.
 
-    The refused step is predicted too. If the compiler needs more for it, other steps are taken to need as much more in
-    proportion, and so the planner is given a chip with that much less memory.
+    If the compiler needs more memory for the refused step than predicted, other steps are assumed to need more by the
+    same factor. So the planner plans for a chip with memory smaller by that factor.
     """
-    if found["memory"] == "vmem":
+    if refusal["memory"] == "vmem":
         words = "--xla_flags=xla_tpu_scoped_vmem_limit_kib=61440, or smaller blocks of the kernel that it names"
         return {"flags": [], "words": words}
     chip, chips = parse_topology(args.topology)
     refused = predicted(config, args)
-    more = max(found["used_bytes"] / refused.hbm_bytes, 1.0) if found["memory"] == "hbm" else 1.0
-    smaller = dataclasses.replace(chip, hbm_bytes=chip.hbm_bytes / more)
+    factor = max(refusal["used_bytes"] / refused.hbm_bytes, 1.0) if refusal["memory"] == "hbm" else 1.0
+    smaller = dataclasses.replace(chip, hbm_bytes=chip.hbm_bytes / factor)
     try:
         best = planner.plan(config, smaller, chips, num_slices=args.num_slices).best
     except ValueError as error:
         needs = (
-            f"; the compiler needs {more:.3g} times what is predicted of this step, and so of all" if more > 1 else ""
+            f"; the compiler needs {factor:.3g} times the prediction for this step, which is assumed for all"
+            if factor > 1
+            else ""
         )
         return {"flags": [], "words": f"a smaller --batch or a larger --topology{needs}: {error}"}
-    words = f"{si(best.step_s, 's')} a step, {more * best.hbm_bytes / GiB:.2f} GiB a device (predicted)"
+    words = f"{si(best.step_s, 's')} a step, {factor * best.hbm_bytes / GiB:.2f} GiB a device (predicted)"
     flags = planner.changed_flags(config, refused.run.sizes, best)
-    return {"flags": flags, "words": words, "step_s": best.step_s, "hbm_bytes": more * best.hbm_bytes}
+    return {"flags": flags, "words": words, "step_s": best.step_s, "hbm_bytes": factor * best.hbm_bytes}
 
 
-def refuse(config: Config, args: argparse.Namespace, found: dict) -> int:
-    """Says what does not fit, by how much, what fills the memory, and what would fit."""
-    ways = way_out(config, args, found)
+def refuse(config: Config, args: argparse.Namespace, refusal: dict) -> int:
+    """Prints the excess memory, what fills the memory, and flags that would fit. Returns the exit status."""
+    proposal = way_out(config, args, refusal)
     if args.json:
-        print(json.dumps({"fits": False, **found, "way_out": ways}))
+        print(json.dumps({"fits": False, **refusal, "way_out": proposal}))
         return DOES_NOT_FIT
-    if found["memory"] == "unknown":
-        print(f"does not fit: {found['message']}")
+    if refusal["memory"] == "unknown":
+        print(f"does not fit: {refusal['message']}")
     else:
-        used, limit, over = (found[name] / GiB for name in ("used_bytes", "limit_bytes", "over_bytes"))
-        kind = found.get("kind", "compiled")
-        print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {found['memory']}, {over:.2f} GiB over ({kind})")
-    if parts := found.get("parts"):
+        used, limit, over = (refusal[name] / GiB for name in ("used_bytes", "limit_bytes", "over_bytes"))
+        kind = refusal.get("kind", "compiled")
+        print(f"does not fit: {used:.2f} of {limit:.2f} GiB of {refusal['memory']}, {over:.2f} GiB over ({kind})")
+    if parts := refusal.get("parts"):
         print("  of it       " + ", ".join(f"{part['name']} {part['bytes'] / GiB:.2f}" for part in parts) + " GiB")
-        limit = "lets a TPU7x device have 128 GiB of it" if found["memory"] == "host" else "has the last word"
+        limit = "allows a TPU7x device 128 GiB of it" if refusal["memory"] == "host" else "decides"
         print(f"  not compiled; --compile_anyway asks the compiler, which {limit}")
-    if found["largest_buffers"]:
-        print(*liveness.describe(found, found["used_bytes"]), sep="\n")
-    print(f"  way out: {' '.join(ways['flags'])}{': ' if ways['flags'] else ''}{ways['words']}")
+    if refusal["largest_buffers"]:
+        print(*liveness.describe(refusal, refusal["used_bytes"]), sep="\n")
+    print(f"  way out: {' '.join(proposal['flags'])}{': ' if proposal['flags'] else ''}{proposal['words']}")
     return DOES_NOT_FIT
 
 

@@ -52,7 +52,7 @@ def row(name: str) -> dict:
         predicted_of_measured_s=of_it,
         ratio=of_it / measured_s if measured_s else None,
     )
-    told = dict(recipe=name, source=recipe.source, differs=recipe.differs, compiled=results.find(found))
+    told = dict(recipe=name, source=recipe.source, differs=recipe.differs, compiled=results.load(found))
     return told | as_json(found) | measured
 
 
@@ -70,9 +70,9 @@ def better(name: str) -> dict:
         step_s=(own.step_s, found.step_s),
         mfu=(own.mfu, found.mfu),
         hbm_bytes=(own.hbm_bytes, found.hbm_bytes),
-        compiled=(results.find(own), results.find(found)),
+        compiled=(results.load(own), results.load(found)),
         gain=own.step_s / found.step_s - 1,
-        compiled_gain=_gain(results.find(own), results.find(found)),
+        compiled_gain=_gain(results.load(own), results.load(found)),
         more_s=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
     )
 
@@ -116,7 +116,7 @@ def _compiled(found: dict | None) -> str:
     if found is None:
         return ""
     needed = results.memory_of(found)
-    return f"{results.of_step(found)}, {needed / GiB:.1f}" if needed else results.of_step(found)
+    return f"{results.step_text(found)}, {needed / GiB:.1f}" if needed else results.step_text(found)
 
 
 def say_better(its: dict) -> str:

@@ -181,7 +181,7 @@ def table(name: str, compile_missing: bool = False) -> str:
         if not expected.fits:
             cells[:3] = ["does not fit", "", ""]
         if case.is_compiled:
-            its = results.ask(expected) if compile_missing else results.find(expected)
+            its = results.load_or_compile(expected) if compile_missing else results.load(expected)
             if its and its["fits"]:
                 cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
             else:

@@ -39,7 +39,7 @@ def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
     hbm, step_s = f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"
     if not with_compiler:
         return [hbm, step_s]
-    found = results.ask(expected)
+    found = results.load_or_compile(expected)
     needed = results.memory_of(found)
     on_host = found["host_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "host" else 0
     needs = f"{needed / GiB:.1f}" if needed else ""  # refused for want of another memory, this one is not said

@@ -123,9 +123,9 @@ def main() -> None:
         its = [row for model in models for row in rows(model, kind, slices)]
         for row in its:
             of = results.prediction_of(" ".join(row["flags"]))
-            its_compiled = results.find(of)
+            its_compiled = results.load(of)
             if args.compile and kind == "weak" and row["model"] == models[0]:
-                its_compiled = results.ask(of)
+                its_compiled = results.load_or_compile(of)
             if its_compiled:
                 row["compiled"] = its_compiled
         if not args.json:

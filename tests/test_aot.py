@@ -1,4 +1,4 @@
-"""The compiler as judge: what is read of a compiled step, of a refusal, and what is kept of it."""
+"""Tests of aot.py: reports of compiled steps, refusals, and the cache."""
 
 import argparse
 import dataclasses
@@ -36,7 +36,6 @@ SMALL = (
     "--num_layers=4 --model_dim=512 --ff_dim=1024 --num_heads=4 --num_kv_heads=2 --head_dim=128 --seq_len=512 "
     "--vocab_size=2048 --dtype=bfloat16 --remat=full --mesh=fsdp:8 --batch=8"
 ).split()
-# Collectives by the TensorCores compile in a third of the time: for tests that do not ask who runs them.
 # -- a compiled step
 
 
@@ -45,61 +44,61 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def ran(capsys, cache, *flags: str) -> str:
+def output_of(capsys, cache, *flags: str) -> str:
     assert aot.main([*SMALL, f"--compilation_cache={cache}", *flags]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
+def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, cache, tmp_path):
     path = tmp_path / "step.hlo"
-    found = json.loads(ran(capsys, cache, "--json", f"--hlo_out={path}"))
+    result = json.loads(output_of(capsys, cache, "--json", f"--hlo_out={path}"))
     keys = "fits step_s mfu peak_hbm_bytes exposed_comm_s collectives compile_s tokens_per_s_per_chip roofline"
     keys += " largest_buffers live_bytes peak_op peak_source"
-    assert {*keys.split()} <= found.keys() and found["fits"] and not found["cached"]
+    assert {*keys.split()} <= result.keys() and result["fits"] and not result["cached"]
     assert path.read_text().startswith("HloModule jit_train_step, is_scheduled=true")
-    # Weights and moments in float32, an eighth of them each: no array is whole.
-    params = found["argument_bytes"] / 12 * 8
+    # Weights and moments in float32, an eighth of each: every array is sharded.
+    params = result["argument_bytes"] / 12 * 8
     config = Config(**{n: int(v) for n, v in (f[2:].split("=") for f in SMALL) if v.isdecimal()}, mesh="fsdp:8")
     from predicted import transformer
 
     assert params == pytest.approx(transformer.num_params(config), rel=0.02)
-    assert found["argument_bytes"] < found["peak_hbm_bytes"] < found["hbm_limit_bytes"]
-    assert found["step_s"] == pytest.approx(sum(found["by_category_s"].values()))
-    assert found["mfu"] == pytest.approx(found["flops_per_step"] / found["step_s"] / 4 / 2307e12)
+    assert result["argument_bytes"] < result["peak_hbm_bytes"] < result["hbm_limit_bytes"]
+    assert result["step_s"] == pytest.approx(sum(result["by_category_s"].values()))
+    assert result["mfu"] == pytest.approx(result["flops_per_step"] / result["step_s"] / 4 / 2307e12)
 
-    # All matmuls but the attention kernel's, as they are counted, and rotary embeddings, which are one in all passes.
+    # All matmuls outside of the attention kernel; rotary embeddings are a matmul in each pass.
     forward = transformer.forward_flops_per_token(config)
     again = transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
     flops = sum(3 * forward[name] + again.get(name, 0) for name in ("attention", "mlp", "unembedding"))
     flops += 3 * 4 * (4 + 2) * 2 * 128 * 128  # passes, layers, heads
     seconds = flops * config.batch * config.seq_len / 4 / 2307e12
-    assert found["matmul_of_peak"] * found["by_category_s"]["matmul"] == pytest.approx(seconds, rel=0.01)
-    assert all(op["of_peak"] is None or 0 < op["of_peak"] < 1 for op in found["top_ops"])
-    assert any(op["of_peak"] for op in found["top_ops"])
+    assert result["matmul_of_peak"] * result["by_category_s"]["matmul"] == pytest.approx(seconds, rel=0.01)
+    assert all(op["of_peak"] is None or 0 < op["of_peak"] < 1 for op in result["top_ops"])
+    assert any(op["of_peak"] for op in result["top_ops"])
 
-    # What is live at the peak is all that the compiler sets aside, but for holes; and arguments are what it says.
-    buffers = found["largest_buffers"]
-    assert sum(row["bytes"] for row in buffers) == found["live_bytes"]
-    assert 0.8 * found["peak_hbm_bytes"] < found["live_bytes"] <= found["peak_hbm_bytes"]
+    # The live buffers are the memory that the compiler sets aside, without holes; the arguments are those it reports.
+    buffers = result["largest_buffers"]
+    assert sum(row["bytes"] for row in buffers) == result["live_bytes"]
+    assert 0.8 * result["peak_hbm_bytes"] < result["live_bytes"] <= result["peak_hbm_bytes"]
     donated = sum(row["bytes"] for row in buffers if row["kind"] == "donated argument")
-    assert donated == pytest.approx(found["argument_bytes"], rel=0.01)  # all but the batch
+    assert donated == pytest.approx(result["argument_bytes"], rel=0.01)  # all but the batch
     weights = next(row for row in buffers if row["op"] == "state.params.layers.*")
     assert (weights["count"], weights["bytes"]) == (9, pytest.approx(donated / 3, rel=0.2))
     assert any(row["source"].endswith(".py:" + row["source"].rpartition(":")[2]) for row in buffers)
 
     # FSDP: 7 matrices and 2 norms of 4 layers gathered forward and backward, their gradients scattered once.
-    rows = [row for row in found["collectives"] if row["mesh_axes"] == ["fsdp"]]
-    of = lambda kind, least: [row for row in rows if row["kind"] == kind and row["bytes"] >= least]
-    matrices = 256 * 512 * 2  # the smallest of them, w_k, in bytes
-    assert sum(row["count"] for row in of("all-gather", matrices) if "while" in row["op"]) == 2 * 7 * 4
-    assert sum(row["count"] for row in of("reduce-scatter", matrices) if "while" in row["op"]) == 7 * 4
-    assert {row["engine"] for row in of("all-gather", matrices) + of("reduce-scatter", matrices)} == {"SparseCore"}
-    assert not any(row["synchronous"] for row in of("all-gather", matrices))
+    rows = [row for row in result["collectives"] if row["mesh_axes"] == ["fsdp"]]
+    smallest = 256 * 512 * 2  # bytes of w_k
+    matrices = lambda kind: [row for row in rows if row["kind"] == kind and row["bytes"] >= smallest]
+    assert sum(row["count"] for row in matrices("all-gather") if "while" in row["op"]) == 2 * 7 * 4
+    assert sum(row["count"] for row in matrices("reduce-scatter") if "while" in row["op"]) == 7 * 4
+    assert {row["engine"] for row in matrices("all-gather") + matrices("reduce-scatter")} == {"SparseCore"}
+    assert not any(row["synchronous"] for row in matrices("all-gather"))
 
-    again = json.loads(ran(capsys, cache, "--json"))
-    assert again.pop("cached") and again == {name: value for name, value in found.items() if name != "cached"}
-    shown = ran(capsys, cache)
+    again = json.loads(output_of(capsys, cache, "--json"))
+    assert again.pop("cached") and again == {name: value for name, value in result.items() if name != "cached"}
+    shown = output_of(capsys, cache)
     for words in (
         "tpu7x:2x2x1, 4 chips, mesh fsdp 8",
         "(predicted from the compiled schedule)",
@@ -112,35 +111,37 @@ def test_a_step_is_compiled_once_and_read_twice(capsys, cache, tmp_path):
     assert max(map(len, shown.splitlines())) <= 132
 
 
-def test_cycles_of_a_kernel_are_kept_until_its_code_changes(monkeypatch, tmp_path):
-    counted, said = [], dict(tuned_key="gmm M=8 chip=tpu7x", blocks="rows=8", calls="1")
-    monkeypatch.setattr(kernels, "cycles_of", lambda *said: counted.append(said) or 100.0 * len(counted))
-    ask = lambda filled: [*aot.kernel_cycles([said], filled, str(tmp_path)).values()]
-    assert ask(1.0) == ask(1.0) == [100.0]
-    assert ask(0.5) == ask(0.5) == [200.0]
+def test_cycles_of_a_kernel_are_cached_until_its_code_changes(monkeypatch, tmp_path):
+    counted, call = [], dict(tuned_key="gmm M=8 chip=tpu7x", blocks="rows=8", calls="1")
+    monkeypatch.setattr(kernels, "cycles_of", lambda *args: counted.append(args) or 100.0 * len(counted))
+    cycles = lambda filled: [*aot.kernel_cycles([call], filled, str(tmp_path)).values()]
+    assert cycles(1.0) == cycles(1.0) == [100.0]
+    assert cycles(0.5) == cycles(0.5) == [200.0]
     monkeypatch.setattr(kernels, "version", lambda: "another")
-    assert ask(1.0) == ask(1.0) == [300.0] and counted == [(said, 1.0), (said, 0.5), (said, 1.0)]
+    assert cycles(1.0) == cycles(1.0) == [300.0] and counted == [(call, 1.0), (call, 0.5), (call, 1.0)]
     for package in (jax, libtpu):
         monkeypatch.setattr(package, "__version__", "another")
-        assert ask(1.0) == ask(1.0) == [100.0 * len(counted)]
+        assert cycles(1.0) == cycles(1.0) == [100.0 * len(counted)]
     assert len(counted) == 5
 
 
 @pytest.mark.slow
-def test_prefetch_hides_what_the_layer_would_wait_for(capsys, cache):
-    with_it, without = json.loads(ran(capsys, cache, "--json", "--compare=prefetch"))
+def test_prefetch_computes_more_beside_the_gathers(capsys, cache):
+    with_it, without = json.loads(output_of(capsys, cache, "--json", "--compare=prefetch"))
     assert (with_it["setting"], without["setting"]) == ("prefetch=True", "prefetch=False")
-    gathers = lambda found: [row for row in found["collectives"] if row["kind"] == "all-gather" and row["bytes"] > 2e5]
-    count = lambda found: sum(row["count"] for row in gathers(found))
-    beside = lambda found: sum(row["computed_between_s"] for row in gathers(found))
-    # One layer more each way, the last one's, which nobody needs; and more computation beside them.
+    gathers = lambda result: [
+        row for row in result["collectives"] if row["kind"] == "all-gather" and row["bytes"] > 2e5
+    ]
+    count = lambda result: sum(row["count"] for row in gathers(result))
+    computed_s = lambda result: sum(row["computed_between_s"] for row in gathers(result))
+    # Prefetch gathers one layer more in each pass: the last iteration's, which is not used.
     assert count(with_it) == count(without) + 2 * 7
-    assert beside(with_it) > 1.5 * beside(without)
+    assert computed_s(with_it) > 1.5 * computed_s(without)
 
 
 @pytest.mark.slow
 def test_a_program_grows_neither_with_its_layers_nor_with_its_devices():
-    """Its instructions are counted, not seconds: a layer, or a device, that was written out would add hundreds."""
+    """Counts instructions: unrolled layers, or code per device, would add hundreds."""
 
     def num_instructions(topology: str, **changes) -> int:
         dims = dict(model_dim=256, ff_dim=512, num_heads=2, num_kv_heads=1, head_dim=128, seq_len=256, vocab_size=1024)
@@ -152,15 +153,15 @@ def test_a_program_grows_neither_with_its_layers_nor_with_its_devices():
     deep = num_instructions("tpu7x:2x2x1", num_layers=16, mesh="fsdp:8", batch=8)
     wide = num_instructions("tpu7x:4x4x4", num_layers=4, mesh="data:16,fsdp:8", batch=128)
     assert small > 1000
-    assert abs(deep - small) < 0.03 * small  # not to the last one
+    assert abs(deep - small) < 0.03 * small
     assert abs(wide - small) < 0.03 * small
 
 
 # -- refusals
 
 
-def test_a_part_of_a_host_is_refused_with_a_sentence(monkeypatch):
-    """As libtpu 0.0.42 does; later ones take it."""
+def test_a_slice_smaller_than_a_host_is_an_error(monkeypatch):
+    """libtpu 0.0.42 refuses it; later versions accept it."""
 
     def refused(**_):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Topology is no host")
@@ -177,8 +178,8 @@ BETWEEN = dict(batch=32, seq_len=512, vocab_size=2048, num_layers=2, model_dim=1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(mesh="data:2,fsdp:8"), dict(mesh="pipe:2,fsdp:8", microbatches=4)])
-def test_what_crosses_slices_is_what_is_predicted(flags):
-    """All groups of collectives lie within a slice; between them go sums of shards, or messages of stages."""
+def test_bytes_between_slices_are_those_predicted(flags):
+    """All groups of collectives are within a slice; between slices go sums of shards, or messages between stages."""
     config = Config(**BETWEEN | flags)
     _, text = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1", 2), ON_TENSOR_CORES, "")
     breakdown = schedule.walk(hlo.parse(text), uncounted=True)
@@ -187,7 +188,7 @@ def test_what_crosses_slices_is_what_is_predicted(flags):
     tables = 2 * config.vocab_size * config.model_dim
     if "data" in config.mesh:  # this device's shards of all gradients, in float32
         expected = 4 * transformer.num_params(config) / 8
-    else:  # a message a tick and way, and the gradients of embedding and unembedding
+    else:  # a message per tick and direction, and the gradients of embedding and unembedding
         b = config.batch // 8 // config.microbatches
         message = 2 * b * config.seq_len * config.model_dim
         expected = 2 * (config.microbatches + 1) * message + 4 * tables / 8
@@ -199,7 +200,7 @@ PADDED = {compiler_flags.PADS_SUMS: "true"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "topology, mesh, columns, flags, ways",
+    "topology, mesh, columns, flags, rings",
     [
         ("4x4x4", "fsdp:128", 2048, {}, 2),
         ("4x4x4", "fsdp:128", 1536, {}, 6),
@@ -210,40 +211,40 @@ PADDED = {compiler_flags.PADS_SUMS: "true"}
         ("4x4x4", "data:4,fsdp:32", 2048, {}, 4),
     ],
 )
-def test_a_sum_goes_the_ways_that_are_predicted(topology, mesh, columns, flags, ways):
-    """Round a ring of all devices in just the time; over all axes in phases, which the walk takes to be of one size."""
+def test_a_reduce_scatter_uses_the_rings_that_are_predicted(topology, mesh, columns, flags, rings):
+    """On one ring the predicted time is close; over all axes the walk assumes that all phases have one size."""
     chip, chips = parse_topology(f"tpu7x:{topology}")
     wrap = tuple(axis.wrap for axis in chip.axes(chips))
     devices = topologies.get_topology_desc(platform="tpu", topology_name=f"tpu7x:{topology}", wrap=wrap).devices
     on = sharding.make_mesh(placement.parse_mesh(mesh), devices)
     x = jax.ShapeDtypeStruct((3584 * on.shape["fsdp"], columns), "bfloat16", sharding=NamedSharding(on, P()))
     scatter = partial(jax.lax.psum_scatter, axis_name="fsdp", tiled=True)
-    # Without the check: a sum of what is alike on all devices, as here, is what it refuses.
+    # check_vma would refuse the sum of an array that is replicated.
     sums = jax.shard_map(scatter, mesh=on, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
     program = hlo.parse(jax.jit(sums).lower(x).compile(compiler_options=flags).as_text())
     breakdown = schedule.walk(program, chips=[(0, *device.coords) for device in on.devices.flat])
     (message,) = breakdown.collectives
-    assert (message.kind, message.nbytes, message.rings) == ("reduce-scatter", 2 * x.size, ways)
+    assert (message.kind, message.nbytes, message.rings) == ("reduce-scatter", 2 * x.size, rings)
     xla_flags = ",".join(f"{name}={value}" for name, value in flags.items()) or "none"
-    of = run_of(from_preset("llama3.1-70b", mesh=mesh, batch=512, xla_flags=xla_flags), chip, chips)
-    divisible = of.pads_sums or columns % 3 == 0
-    predicted = of.collective_s("reduce_scatter", message.nbytes, "fsdp", divisible_by_3=divisible)
-    if ways == 2:
+    run = run_of(from_preset("llama3.1-70b", mesh=mesh, batch=512, xla_flags=xla_flags), chip, chips)
+    divisible = run.pads_sums or columns % 3 == 0
+    predicted = run.collective_s("reduce_scatter", message.nbytes, "fsdp", divisible_by_3=divisible)
+    if rings == 2:
         assert predicted == pytest.approx(message.seconds, rel=0.02)
     else:
         assert message.seconds < predicted < 2 * message.seconds
 
 
-def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order_and_of_the_versions(monkeypatch):
-    """Its text knows the mesh, and not which chips and cores that is made of."""
+def test_the_cache_key_depends_on_the_order_of_the_devices_and_on_the_versions(monkeypatch):
+    """The text of a program has the mesh, but not its chips and cores."""
     program = SimpleNamespace(as_text=lambda: "module")
-    of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    devices = {name: of(name) for name in ("tpu7x:2x2x1", "v6e:2x4", "v6e:4x2")}
+    devices_of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    devices = {name: devices_of(name) for name in ("tpu7x:2x2x1", "v6e:2x4", "v6e:4x2")}
     sizes = placement.parse_mesh("fsdp:4,tensor:2")
     order = lambda core_axis: sharding.make_mesh(sizes, devices["tpu7x:2x2x1"], core_axis).devices.flat
     lowered = [aot.Lowered(program, list(order(axis))) for axis in ("", "tensor", "fsdp")]
-    lowered += [aot.Lowered(program, list(its)) for name, its in devices.items() if name != "tpu7x:2x2x1"]
-    keys = [it.key({}) for it in lowered]
+    lowered += [aot.Lowered(program, list(chips)) for name, chips in devices.items() if name != "tpu7x:2x2x1"]
+    keys = [step.key({}) for step in lowered]
     assert keys[0] == keys[1] and len({*keys}) == len(keys) - 1
     assert lowered[0].key({"xla_flag": "true"}) not in keys
     assert aot.Lowered(SimpleNamespace(as_text=lambda: "another"), lowered[0].devices).key({}) not in keys
@@ -253,7 +254,7 @@ def test_what_is_kept_of_a_program_is_of_its_devices_in_their_order_and_of_the_v
             assert lowered[0].key({}) not in keys
     pairs = lambda chips: [[i for i, chip in enumerate(chips) if chip == each] for each in dict.fromkeys(chips)]
     assert pairs(lowered[1].chips) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # tensor, the inner axis
-    assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, around it
+    assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, the outer axis
 
 
 def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> None:
@@ -279,26 +280,26 @@ def test_a_refusal_ends_with_status_3_the_buffers_and_the_way_out(capsys, monkey
     assert " 100.00     1  bf16[32,8,4096]" in out and "model.py:12" in out and "model.py:34" in out
     assert "way out: --" in out and "a step" in out and "(predicted)" in out
     assert aot.main([*flags, "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is False and found["used_bytes"] == pytest.approx(152.11 * 2**30)
-    assert found["over_bytes"] == pytest.approx(57.36 * 2**30)
-    assert found["largest_buffers"][0]["bytes"] == 100 * 2**30
-    # The flags are ready to paste: with them the same step is predicted to take what is said, and to fit.
-    ways = found["way_out"]
-    assert ways["flags"] and ways["hbm_bytes"] < found["limit_bytes"]
-    config = proposed([flag for flag in flags if flag != "--compile_anyway"], ways["flags"])
+    refusal = json.loads(capsys.readouterr().out)
+    assert refusal["fits"] is False and refusal["used_bytes"] == pytest.approx(152.11 * 2**30)
+    assert refusal["over_bytes"] == pytest.approx(57.36 * 2**30)
+    assert refusal["largest_buffers"][0]["bytes"] == 100 * 2**30
+    # With the proposed flags the prediction for the step is the one that was printed, and it fits.
+    proposal = refusal["way_out"]
+    assert proposal["flags"] and proposal["hbm_bytes"] < refusal["limit_bytes"]
+    config = changed([flag for flag in flags if flag != "--compile_anyway"], proposal["flags"])
     chip, chips = aot.parse_topology("tpu7x:2x2x1")
     again = aot.predict(aot.run_of(config, chip, chips))
-    assert again.step_s == pytest.approx(ways["step_s"]) and again.hbm_bytes <= ways["hbm_bytes"]
+    assert again.step_s == pytest.approx(proposal["step_s"]) and again.hbm_bytes <= proposal["hbm_bytes"]
 
 
-def proposed(flags: list[str], changes: list[str]) -> Config:
+def changed(flags: list[str], changes: list[str]) -> Config:
     parser = argparse.ArgumentParser()
     aot.flags_lib.add_flags(parser)
     return aot.flags_lib.from_args(parser.parse_args([*flags, *changes]))
 
 
-def test_what_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
+def test_a_step_that_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
     monkeypatch.setattr(aot, "lower_step", lambda *_: pytest.fail("lowered"))
     flags = ["--preset=llama3.1-8b", "--remat=none", "--batch=64", "--seq_len=8192", "--mesh=fsdp:8"]
     assert aot.main(flags) == aot.DOES_NOT_FIT
@@ -306,18 +307,19 @@ def test_what_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
     assert "GiB over (predicted)" in out and "saved activations" in out and "--compile_anyway" in out
     assert "way out: --" in out
     assert aot.main([*flags, "--json"]) == aot.DOES_NOT_FIT
-    found = json.loads(capsys.readouterr().out)
-    assert found["kind"] == "predicted" and found["over_bytes"] == found["used_bytes"] - found["limit_bytes"] > 0
-    assert sum(part["bytes"] for part in found["parts"]) == pytest.approx(found["used_bytes"])
+    refusal = json.loads(capsys.readouterr().out)
+    assert refusal["kind"] == "predicted"
+    assert refusal["over_bytes"] == refusal["used_bytes"] - refusal["limit_bytes"] > 0
+    assert sum(part["bytes"] for part in refusal["parts"]) == pytest.approx(refusal["used_bytes"])
     flags = ["--topology=tpu7x:4x4x4", "--preset=llama3.1-70b", "--batch=16", "--seq_len=131072"]
     assert aot.main([*flags, "--mesh=fsdp:16,tensor:2,context:4", "--remat=minimal_offloaded"]) == aot.DOES_NOT_FIT
     out = capsys.readouterr().out
-    # The compiler has the same words for it: "Used 185.00G of 128.00G host".
+    # The compiler reports the same use: "Used 185.00G of 128.00G host".
     assert "does not fit: 185.00 of 111.76 GiB of host, 73.24 GiB over (predicted)" in out
     assert "--compile_anyway" in out and "way out: --" in out
 
 
-def test_the_policy_of_auto_is_the_one_that_is_compiled(capsys, monkeypatch):
+def test_remat_auto_compiles_the_policy_that_it_chooses(capsys, monkeypatch):
     compiled = []
     monkeypatch.setattr(aot, "report", lambda config, *_: compiled.append(config.remat) or {})
     flags = ["--preset=llama3.1-8b", "--remat=auto", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--json"]
@@ -326,14 +328,14 @@ def test_the_policy_of_auto_is_the_one_that_is_compiled(capsys, monkeypatch):
     assert compiled == [aot.recompute.auto(config, *aot.parse_topology("tpu7x:2x2x1"))]
 
 
-def test_the_way_out_where_there_is_no_room_at_all(capsys, monkeypatch):
+def test_the_way_out_if_nothing_fits(capsys, monkeypatch):
     refuses(monkeypatch, TOO_LARGE)
     assert aot.main(["--preset=llama3.1-70b", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--compile_anyway"]) == 3
     out = capsys.readouterr().out
     assert "way out: a smaller --batch or a larger --topology" in out and "nothing fits: llama3.1-70b on 4 chips" in out
 
 
-def test_the_way_out_of_vmem_and_of_what_is_not_known(capsys, monkeypatch):
+def test_the_way_out_for_vmem_and_for_an_unknown_message(capsys, monkeypatch):
     refuses(monkeypatch, "RESOURCE_EXHAUSTED: Scoped allocation with size 48.00M and limit 32.00M exceeded scoped vmem")
     assert aot.main(["--preset=tiny", "--batch=8", "--mesh=fsdp:8"]) == 3
     out = capsys.readouterr().out
@@ -345,7 +347,7 @@ def test_the_way_out_of_vmem_and_of_what_is_not_known(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_that_the_compiler_refuses(capsys):
-    """A vocabulary that is whole on each device: gradients and state of it exceed HBM, and the planner cuts it."""
+    """With an unsharded vocabulary its gradients and optimizer state exceed HBM; the planner shards it."""
     dims = "--num_layers=2 --model_dim=256 --ff_dim=512 --num_heads=2 --num_kv_heads=1 --seq_len=256 --remat=none"
     flags = [
         *SMALL,
@@ -357,23 +359,23 @@ def test_a_step_that_the_compiler_refuses(capsys):
         f"--xla_flags={','.join('='.join(flag) for flag in ON_TENSOR_CORES.items())}",
     ]
     assert aot.main([*flags, "--json"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert found["memory"] == "hbm" and 0 < found["over_bytes"] < 30 * aot.GiB
-    assert found["live_bytes"] == pytest.approx(found["used_bytes"], rel=0.01)
-    matrix = 12 * 2**20 * 256 * 4  # in float32: embedding and unembedding are two
-    mu = next(row for row in found["largest_buffers"] if row["op"] == "state.opt_state[1][0].mu.*")
+    refusal = json.loads(capsys.readouterr().out)
+    assert refusal["memory"] == "hbm" and 0 < refusal["over_bytes"] < 30 * aot.GiB
+    assert refusal["live_bytes"] == pytest.approx(refusal["used_bytes"], rel=0.01)
+    matrix = 12 * 2**20 * 256 * 4  # bytes of the embedding in float32; the unembedding is as large
+    mu = next(row for row in refusal["largest_buffers"] if row["op"] == "state.opt_state[1][0].mu.*")
     assert (mu["count"], mu["kind"]) == (3, "donated argument") and mu["bytes"] == pytest.approx(2 * matrix, rel=1e-3)
-    gradients = [row for row in found["largest_buffers"] if row["kind"] == "temporary" and row["bytes"] >= matrix]
+    gradients = [row for row in refusal["largest_buffers"] if row["kind"] == "temporary" and row["bytes"] >= matrix]
     assert gradients and all(".py:" in row["source"] for row in gradients)
-    # With what is proposed each device has an eighth.
-    assert found["way_out"]["flags"][0].startswith("--mesh=fsdp:8")
-    assert found["way_out"]["hbm_bytes"] < found["limit_bytes"]
+    # The proposed mesh gives each device an eighth.
+    assert refusal["way_out"]["flags"][0].startswith("--mesh=fsdp:8")
+    assert refusal["way_out"]["hbm_bytes"] < refusal["limit_bytes"]
 
 
 # -- flags
 
 
-def test_help_answers_at_once_and_without_jax():
+def test_help_does_not_import_jax():
     command = [sys.executable, "-X", "importtime", ROOT / "aot.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "--topology" in done.stdout and "--num_layers" in done.stdout
@@ -400,7 +402,7 @@ def test_wrong_flags(capsys, monkeypatch, flags, words):
     assert words in capsys.readouterr().err
 
 
-def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
+def test_without_libtpu_the_error_names_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         command.run(aot.main, ["--batch=8"])

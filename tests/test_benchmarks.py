@@ -375,7 +375,7 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
     }
     other = dict(fits=True, peak_hbm_bytes=2**30, host_bytes=0)
     of = lambda expected: (expected.run.config.remat, expected.run.config.seq_len)
-    monkeypatch.setattr(memory.results, "ask", lambda expected: found.get(of(expected), other))
+    monkeypatch.setattr(memory.results, "load_or_compile", lambda expected: found.get(of(expected), other))
     memory.main(["8b"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in lines} == {head.count("|")}

@@ -26,7 +26,7 @@ def test_its_table_is_the_one_of_today(name):
 def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
     """A compiler's flag has a compiled step and no predicted one; what does not fit has only its memory."""
     kept = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
-    monkeypatch.setattr(results, "find", lambda _: kept)
+    monkeypatch.setattr(results, "load", lambda _: kept)
     rows = cases.table("vmem").splitlines()[4:]
     assert all(row.endswith("| 2.000 s | 50.0% | 25.0% | 2.0 |") for row in rows)
     assert [row.count("|  |  |  |  |") for row in rows] == [1, 0, 1, 1]
@@ -35,7 +35,7 @@ def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
 
 def test_what_is_missing_is_asked_for_if_told(monkeypatch):
     asked = []
-    monkeypatch.setattr(results, "ask", lambda its: asked.append(its) or dict(fits=False))
+    monkeypatch.setattr(results, "load_or_compile", lambda its: asked.append(its) or dict(fits=False))
     assert cases.table("cores", compile_missing=True).endswith("| refused |  |  |  |")
     assert [its.run.config.core_axis for its in asked] == ["", "fsdp", ""]
 

@@ -1,4 +1,4 @@
-"""What the compiler said of steps: kept and found by what makes the program, and not far from what is predicted."""
+"""Tests of compiled/results.py: stored under the flags that determine the program, and close to predictions."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from placement import parse_mesh
 from predicted.step import predict
 from predicted.workload import run_of
 
-FOUND = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.1, peak_hbm_bytes=2**35, host_bytes=0, compile_s=9.0)
+RESULT = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.1, peak_hbm_bytes=2**35, host_bytes=0, compile_s=9.0)
 REFUSED = dict(fits=False, memory="hbm", used_bytes=2**37)
 
 
@@ -29,31 +29,31 @@ def predicted(config, topology="tpu7x:4x4x4", **options):
     return predict(run_of(config, *parse_topology(topology), **options))
 
 
-def test_key_is_what_makes_the_program():
+def test_the_key_has_the_flags_that_determine_the_program():
     recipe = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16", steps=7, sample=0, seed=3, compilation_cache=""))
     key = results.key_of(recipe)
     assert key.startswith("--topology=tpu7x:4x4x4 --preset=llama3.1-70b ")
     assert "recipe" not in key and "steps" not in key and "mu_dtype=bfloat16" in key
     assert results.key_of(results.prediction_of(key)) == key
     assert results.prediction_of(key).step_s == recipe.step_s
-    of = lambda mesh, **flags: results.key_of(
+    key_of_mesh = lambda mesh, **flags: results.key_of(
         predicted(flags_lib.from_preset("llama3.1-8b", mesh=mesh, batch=128, remat="full", **flags))
     )
-    assert of("fsdp:*") == of("fsdp:128") != of("fsdp:64,context:2")
-    assert of("fsdp:128", prefetch=False) == of("fsdp:128") + " --no-prefetch"
+    assert key_of_mesh("fsdp:*") == key_of_mesh("fsdp:128") != key_of_mesh("fsdp:64,context:2")
+    assert key_of_mesh("fsdp:128", prefetch=False) == key_of_mesh("fsdp:128") + " --no-prefetch"
     slices = predicted(flags_lib.from_preset("llama3.1-8b", mesh="data:2,fsdp:128", batch=256), num_slices=2)
     assert "--num_slices=2" in results.key_of(slices)
     assert results.prediction_of(results.key_of(slices)).run.num_slices == 2
 
 
-# -- every field of a run is in the key, or changes nothing
+# -- every field of Config is in the key or does not change the program
 
 MIXED = dict(num_experts=8, experts_per_token=2, expert_dim=128)
 CAPACITY = MIXED | dict(moe_impl="capacity")
 LATENT = dict(kv_lora_rank=64, q_lora_rank=64, rope_head_dim=16)
 FP8 = dict(fp8="dynamic")
 CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
-OF_THE_PROGRAM = {  # another value of each, with what it needs to have an effect
+PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and another value
     "preset": ({}, "tiny-moe"),
     "batch": ({}, 32),
     "seq_len": ({}, 256),
@@ -135,7 +135,7 @@ OF_THE_PROGRAM = {  # another value of each, with what it needs to have an effec
     "offload_optimizer": ({}, True),
     "xla_flags": ({}, "recommended"),
 }
-OF_THE_RUN = dict(  # the program does not know of these
+RUN_FIELDS = dict(  # not used by the program
     corpus="c.bin", eval_every=7, eval_batches=3, log_every=3, metrics_file="m", sample=5, profile_dir="p"
 ) | dict(
     profile_steps="1:2",
@@ -146,16 +146,16 @@ OF_THE_RUN = dict(  # the program does not know of these
     num_processes=2,
     process_id=1,
 )
-OF_THE_RUN |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
-NUMBERS = dict(  # constants in it, and nothing else
+RUN_FIELDS |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
+NUMBERS = dict(  # only constants of the program
     steps=70, seed=3, learning_rate=0.1, warmup_ratio=0.2, final_lr_ratio=0.3, weight_decay=0.4, beta1=0.5, beta2=0.6
 )
 
 
 def test_every_field_is_of_the_program_or_of_the_run():
-    """A new one has to be put into a table here, and into compiled.py's if it is of the run."""
+    """Add a new field to a table here and, if it does not change the program, to compiled/results.py."""
     fields = {field.name for field in dataclasses.fields(config_lib.Config)}
-    tables = [*OF_THE_PROGRAM, *OF_THE_RUN, *NUMBERS, "recipe"]  # a recipe is the flags that it stands for
+    tables = [*PROGRAM_FIELDS, *RUN_FIELDS, *NUMBERS, "recipe"]  # a recipe is a set of flags
     assert len(tables) == len(fields) and fields == {*tables}
 
 
@@ -165,16 +165,16 @@ def key(**flags) -> str:
     return results.key_of(predicted(config, "tpu7x:1x2x3" if "pipe:3" in config.mesh else "tpu7x:2x2x1"))
 
 
-@pytest.mark.parametrize("field", OF_THE_PROGRAM)
-def test_what_makes_the_program_is_in_the_key(field):
-    needed, value = OF_THE_PROGRAM[field]
-    one, other = key(**needed), key(**needed | {field: value})
-    assert one != other and f"--{'no-' if value is False else ''}{field}" in other
-    assert results.key_of(results.prediction_of(other)) == other
+@pytest.mark.parametrize("field", PROGRAM_FIELDS)
+def test_fields_that_change_the_program_are_in_the_key(field):
+    needed, value = PROGRAM_FIELDS[field]
+    default, changed = key(**needed), key(**needed | {field: value})
+    assert default != changed and f"--{'no-' if value is False else ''}{field}" in changed
+    assert results.key_of(results.prediction_of(changed)) == changed
 
 
-def test_what_is_of_the_run_is_not_in_the_key():
-    assert key() == key(**OF_THE_RUN, **NUMBERS)
+def test_fields_of_the_run_are_not_in_the_key():
+    assert key() == key(**RUN_FIELDS, **NUMBERS)
 
 
 def program(**flags) -> str:
@@ -194,37 +194,38 @@ def program(**flags) -> str:
     ],
     ids=lambda model: model.get("optimizer", "adamw"),
 )
-def test_what_is_not_in_the_key_changes_no_more_than_constants(model):
-    """As the step is lowered: the same text, and with other numbers the same but for these."""
+def test_fields_outside_the_key_change_only_constants(model):
+    """The lowered step has the same text; with other numbers only its constants differ."""
     plain = program(**model)
-    assert program(**model, **OF_THE_RUN) == plain
-    numbers = {name: value for name, value in NUMBERS.items() if name not in NEEDLESS[model.get("optimizer", "adamw")]}
+    assert program(**model, **RUN_FIELDS) == plain
+    numbers = {name: value for name, value in NUMBERS.items() if name not in UNUSED[model.get("optimizer", "adamw")]}
     other = program(**model, **numbers)
     constant = re.compile(r"(stablehlo.constant )?dense<[^>]*>")
     assert other != plain and constant.sub("", other) == constant.sub("", plain)
 
 
-NEEDLESS = {"adamw": (), "adafactor": ("beta1", "beta2"), "sgd": ("beta2", "weight_decay")}  # refused there
+UNUSED = {"adamw": (), "adafactor": ("beta1", "beta2"), "sgd": ("beta2", "weight_decay")}  # refused by the optimizer
 
 
-def test_what_is_kept_is_found(tmp_path):
-    file, of = tmp_path / "compiled.json", predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
-    assert results.find(of, file) is None
-    results.keep(of, FOUND | dict(largest_buffers=[1, 2]), file)
-    its = results.find(of, file)
-    assert its.items() > FOUND.items() and {"jax", "libtpu"} == its.keys() - FOUND.keys()
-    assert results.memory_of(its) == 2**35 and results.of_step(its) == "2.00 s" and results.of_step(None) == ""
-    results.keep(of, REFUSED, file)
-    its = results.find(of, file)
-    assert results.of_step(its) == "refused" and results.memory_of(its) == 2**37
+def test_a_saved_result_is_loaded(tmp_path):
+    file, prediction = tmp_path / "compiled.json", predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
+    assert results.load(prediction, file) is None
+    results.save(prediction, RESULT | dict(largest_buffers=[1, 2]), file)
+    stored = results.load(prediction, file)
+    assert stored.items() > RESULT.items() and {"jax", "libtpu"} == stored.keys() - RESULT.keys()
+    assert results.memory_of(stored) == 2**35
+    assert results.step_text(stored) == "2.00 s" and results.step_text(None) == ""
+    results.save(prediction, REFUSED, file)
+    stored = results.load(prediction, file)
+    assert results.step_text(stored) == "refused" and results.memory_of(stored) == 2**37
     assert results.memory_of(dict(fits=False, memory="vmem")) is None
-    (row,) = results.rows("70b.*fsdp:128", file)
-    assert row["predicted"]["step_s"] == of.step_s and not results.rows("70c", file)
+    (row,) = results.list_rows("70b.*fsdp:128", file)
+    assert row["predicted"]["step_s"] == prediction.step_s and not results.list_rows("70c", file)
     assert "refused" in results.table([row]) and "128.0" in results.table([row])
 
 
-def test_keys_are_read_as_a_shell_reads_them():
-    of = predicted(
+def test_keys_are_parsed_as_a_shell_parses_them():
+    prediction = predicted(
         flags_lib.from_preset(
             "llama3.1-8b",
             mesh="fsdp:64,tensor:2",
@@ -236,20 +237,21 @@ def test_keys_are_read_as_a_shell_reads_them():
             prefetch=False,
         )
     )
-    key = results.key_of(of)
-    assert "'--remat_tensors=mlp_up:device, context:offload'" in key and results.prediction_of(key).run == of.run
+    key = results.key_of(prediction)
+    assert "'--remat_tensors=mlp_up:device, context:offload'" in key
+    assert results.prediction_of(key).run == prediction.run
     for wrong in ("--preset=llama3.1-8b --no_such_flag=1", "--preset=llama3.1-8b --batch=many"):
         with pytest.raises(ValueError, match=r"no_such_flag|batch"):
             results.prediction_of(wrong)
 
 
-def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_parsed_is_left_unchanged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "FILE", tmp_path / "compiled.json")
-    of = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
-    assert results.read() == {} and results.find(of) is None
+    prediction = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16"))
+    assert results.read() == {} and results.load(prediction) is None
     results.FILE.write_text(text := "<<<<<<< HEAD")
     with pytest.raises(ValueError, match=r"compiled.json cannot be read as version 1: restore it"):
-        results.keep(of, FOUND)
+        results.save(prediction, RESULT)
     with pytest.raises(SystemExit):
         command.run(results.main, [])
     assert "cannot be read" in capsys.readouterr().err and results.FILE.read_text() == text
@@ -259,29 +261,29 @@ def test_a_file_that_cannot_be_read_is_left_as_it_is(tmp_path, monkeypatch, caps
     assert "there is no flag '--no_such_flag=1'" in out and "1 of 1 in compiled.json, compiled by libtpu 0.0.50" in out
 
 
-def test_what_is_not_kept_is_asked_of_aot(tmp_path, monkeypatch):
+def test_a_missing_result_is_compiled_by_aot(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FILE", tmp_path / "compiled.json")
-    of, asked = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16")), []
+    prediction, runs = predicted(flags_lib.from_recipe("llama3.1-70b-8k-bf16")), []
 
     def run(command, env, **_):
-        asked.append((command, env["IRONWOOD_TUNED"]))
-        if len(asked) == 2:
-            results.keep(of, FOUND)
+        runs.append((command, env["IRONWOOD_TUNED"]))
+        if len(runs) == 2:
+            results.save(prediction, RESULT)
         return SimpleNamespace(stderr="no libtpu")
 
     monkeypatch.setattr(results.subprocess, "run", run)
     with pytest.raises(SystemExit, match=r"aot.py --topology=.* --keep: no libtpu"):
-        results.ask(of)
-    assert results.ask(of)["step_s"] == results.ask(of)["step_s"] == 2.0
-    assert len(asked) == 2 and asked[0][1] == os.devnull and "--compile_anyway" in asked[0][0]
+        results.load_or_compile(prediction)
+    assert results.load_or_compile(prediction)["step_s"] == results.load_or_compile(prediction)["step_s"] == 2.0
+    assert len(runs) == 2 and runs[0][1] == os.devnull and "--compile_anyway" in runs[0][0]
 
 
-def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
-    kept = []
-    monkeypatch.setattr(results, "keep", lambda of, found: kept.append((results.key_of(of), found)))
-    monkeypatch.setattr(aot, "report", lambda *_: FOUND)
+def test_aot_saves_a_result_and_a_refusal(capsys, monkeypatch):
+    saved = []
+    monkeypatch.setattr(results, "save", lambda prediction, result: saved.append((results.key_of(prediction), result)))
+    monkeypatch.setattr(aot, "report", lambda *_: RESULT)
     flags = ["--preset=llama3.1-8b", "--batch=8", "--seq_len=8192", "--mesh=fsdp:8", "--remat=full", "--json"]
-    assert aot.main(flags) == 0 and not kept
+    assert aot.main(flags) == 0 and not saved
     assert aot.main([*flags, "--keep"]) == 0
 
     def refused(*_):
@@ -289,8 +291,8 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
 
     monkeypatch.setattr(aot, "report", refused)
     assert aot.main([*flags, "--keep"]) == aot.DOES_NOT_FIT
-    (key, found), (same, its) = kept
-    assert key == same and found == FOUND and not its["fits"]
+    (key, result), (same_key, refusal) = saved
+    assert key == same_key and result == RESULT and not refusal["fits"]
     assert "--topology=tpu7x:2x2x1" in key and "--batch=8" in key
     for other in ("--compare=prefetch", "--kernel=x=1"):
         with pytest.raises(SystemExit):
@@ -300,27 +302,28 @@ def test_aot_keeps_what_it_finds_and_a_refusal(capsys, monkeypatch):
     def cannot(*_):
         raise OSError("read-only")
 
-    monkeypatch.setattr(aot, "report", lambda *_: FOUND)
-    monkeypatch.setattr(results, "keep", cannot)
+    monkeypatch.setattr(aot, "report", lambda *_: RESULT)
+    monkeypatch.setattr(results, "save", cannot)
     with pytest.raises(SystemExit):
         command.run(aot.main, [*flags, "--keep"])
-    said = capsys.readouterr()
-    assert json.loads(said.out) == FOUND and "what was found is not kept: read-only" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == RESULT and "the result is not stored: read-only" in printed.err
 
 
 @pytest.mark.parametrize("key", results.read())
-def test_predictions_are_near_what_was_compiled(key):
-    """The key is today's; memory within 15%, and steps within 20%; with the recommended flags they may be 25% too long.
+def test_predictions_are_close_to_compiled_steps(key):
+    """Memory is within 15%, the step within 20%; with the recommended flags the prediction may be 25% too long.
 
-    What flags of the compiler gain is not predicted: the VMEM that these give to matmuls takes 11% off a step of 8B.
+    Predictions ignore the compiler's flags: the VMEM that the recommended ones give to matmuls takes 11% off a step of
+    8B. Each stored key is also the one that today's flags give.
     """
-    its, expected = results.read()[key], results.prediction_of(key)
-    assert results.key_of(expected) == key
-    if needed := results.memory_of(its):
-        assert expected.hbm_bytes == pytest.approx(needed, rel=0.15)
-    if its["fits"] and "=" not in expected.run.config.xla_flags:
-        recommended = expected.run.config.xla_flags == "recommended"
-        assert 0.8 <= expected.step_s / its["step_s"] <= (1.25 if recommended else 1.2)
+    result, prediction = results.read()[key], results.prediction_of(key)
+    assert results.key_of(prediction) == key
+    if needed := results.memory_of(result):
+        assert prediction.hbm_bytes == pytest.approx(needed, rel=0.15)
+    if result["fits"] and "=" not in prediction.run.config.xla_flags:
+        recommended = prediction.run.config.xla_flags == "recommended"
+        assert 0.8 <= prediction.step_s / result["step_s"] <= (1.25 if recommended else 1.2)
 
 
 def test_command(capsys):
