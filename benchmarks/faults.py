@@ -50,6 +50,7 @@ from benchmarks.trials import (
     corpora,
     digest_of,
     digests,
+    pass_on_no_ignored_signals,
     reference,
 )
 
@@ -213,6 +214,7 @@ def choose(names: list[str], every: list[Trial]) -> list[Trial]:
 
 
 def main() -> int:
+    pass_on_no_ignored_signals()
     parser = command.parser(__file__)
     parser.add_argument("names", nargs="*", metavar="TRIAL", help="kinds or numbers of trials, or flips; default: all")
     parser.add_argument("--seed", type=command.at_least(0), default=0, help="of moments and damages [%(default)s]")

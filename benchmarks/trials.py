@@ -66,6 +66,16 @@ class Scene:
 # -- runs
 
 
+def pass_on_no_ignored_signals() -> None:
+    """Lets the programs that this one starts take SIGHUP and SIGINT, where nohup or a shell's & had it ignore them.
+
+    What is ignored is inherited, a handler is not.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def signalled(
     target: str, call: int, change: int = 0, number: int = signal.SIGSTOP, then_s: int = 0
 ) -> tuple[str, str]:

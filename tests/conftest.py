@@ -14,8 +14,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # takes twice as l
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
 compiler_flags.without_tpu()
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup pytest: a program that a test starts would ignore it, too
-    signal.signal(signal.SIGHUP, lambda *_: None)
+for number in (signal.SIGHUP, signal.SIGINT):  # nohup pytest, or a shell's &: programs of tests would ignore them, too
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -328,13 +328,15 @@ def run_values(directory: Path) -> Iterator[dict]:
     compilation_cache.reset_cache()
 
 
-def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subprocess.Popen:
+def start(
+    values: dict, out: Path, *more: str, program=("train.py",), variables: dict | None = None
+) -> subprocess.Popen:
     """Starts `python train.py` as a terminal would: of the variables that conftest.py sets, it sees only XLA_FLAGS.
 
-    Its stdout goes to `out`, its stderr to the file of that name with the suffix .err.
+    It also sees `variables`. Its stdout goes to `out`, its stderr to the file of that name with the suffix .err.
     """
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (variables or {})
     flags = [f"--{name}={value}" for name, value in values.items()]
     with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
         return subprocess.Popen(
@@ -343,7 +345,12 @@ def start(values: dict, out: Path, *more: str, program=("train.py",)) -> subproc
 
 
 def start_two(
-    values: dict, directory: Path, program=("train.py",), second=(), own: dict[int, tuple] | None = None
+    values: dict,
+    directory: Path,
+    program=("train.py",),
+    second=(),
+    own: dict[int, tuple] | None = None,
+    variables: dict | None = None,
 ) -> list[subprocess.Popen]:
     """Starts both processes of one run; process i writes to `i.out` and `i.err` in the directory.
 
@@ -356,7 +363,9 @@ def start_two(
     values = dict(num_processes=2) | values | files | dict(steps=20, coordinator=f"localhost:{port}")
     programs = {0: program, 1: program} | (own or {})
     both = values | dict(process_id=0), values | dict(process_id=1) | dict(second)
-    return [start(each, directory / f"{i}.out", program=programs[i]) for i, each in enumerate(both)]
+    return [
+        start(each, directory / f"{i}.out", program=programs[i], variables=variables) for i, each in enumerate(both)
+    ]
 
 
 def wait_until(condition: Callable, process: subprocess.Popen, timeout_s: float = 120):

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import signal
 import subprocess
 
 import numpy as np
@@ -54,6 +55,18 @@ def test_an_end_without_its_one_sentence_is_seen(complained, why):
     trials.expect(End(1, "", "usage: train.py\ntrain.py: error: the corpus is gone\n", 0.0), 1, "corpus")
     with pytest.raises(BrokenError, match="and yet"):
         trials.expect(End(0, "", "train.py: error: the corpus is gone\n", 0.0), 0)
+
+
+def test_programs_take_signals_that_are_ignored_here(scene):
+    """As under nohup: else a drill of SIGHUP would find that nothing happens."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        dies = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
+        assert python(scene, dies).status == 0
+        trials.pass_on_no_ignored_signals()
+        assert python(scene, dies).status == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_wrong_array_and_a_lost_step_are_seen(tmp_path):

@@ -260,7 +260,8 @@ def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_sentence(values,
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_termination_of_one_process_ends_both_behind_the_same_step(number, values, one, tmp_path):
     in_a_step = {1: trials.signalled("log.Log.step", 5, number=number, then_s=1)}  # jax.distributed looks every second
-    processes = start_two(values, tmp_path, own=in_a_step)
+    every_word = dict(TF_CPP_MIN_LOG_LEVEL="0")  # it says when it sees the signal, and on which step all agree
+    processes = start_two(values, tmp_path, own=in_a_step, variables=every_word)
     end_with([128 + signal.SIGTERM, 128 + number], processes, tmp_path)
     (step,) = steps_in(tmp_path / "checkpoints")
     assert 4 < step < 20
