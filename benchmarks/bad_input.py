@@ -1,14 +1,13 @@
 """Bad command lines over every program: each ends within 10 s with a sentence and a status, before any work begins.
 
-    python benchmarks/bad_input.py                  all that benchmarks/bad_input.json does not hold yet (10 minutes)
-    python benchmarks/bad_input.py train.py data    those of programs with these words in their command, anew
-    python benchmarks/bad_input.py --table          what is kept, without running anything
+    python benchmarks/bad_input.py                  all (5 minutes), and records the counts in benchmarks/bad_input.json
+    python benchmarks/bad_input.py train.py data    those of programs with these words in their command
+    python benchmarks/bad_input.py --table          the recorded counts, without running anything
 
 They are generated from the flags that each program's parser has (wrong types, empty, negative and huge values, nan,
 URLs, values for switches, typos); flags that contradict each other are from refused.py; some are written by hand. Each
 runs in a fork of this process, which has imported everything once. What it would work with, a compile or another
 program, ends it: the line was accepted. That is a fault, as a traceback is, or silence, but for the lines of RIGHT.
-Verdicts are kept with the code that they belong to.
 """
 
 import argparse
@@ -33,8 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import command
 from benchmarks import faults
 
-KEPT = ROOT / "benchmarks/bad_input.json"
-LIMIT_S = 10
+RECORDED = ROOT / "benchmarks/bad_input.json"
+LIMIT_S = 10  # of CPU time, so that a busy machine makes nothing hang; by the clock six times as long
 BEGAN = 99  # status of a fork that would have begun its work
 OF_EACH_PROGRAM = 24  # generated lines, at most; of train.py all
 PROGRAMS = [
@@ -290,8 +289,8 @@ def outcome(line: str) -> tuple[str, str]:
         child = os.fork()
         if not child:
             _child(program, given, out.fileno(), err.fileno())
-        status, ends = None, time.monotonic() + LIMIT_S
-        while status is None and time.monotonic() < ends:
+        status, ends = None, time.monotonic() + 6 * LIMIT_S
+        while status is None and time.monotonic() < ends and cpu_seconds(child) < LIMIT_S:
             pid, code = os.waitpid(child, os.WNOHANG)
             status = os.waitstatus_to_exitcode(code) if pid else time.sleep(0.01)
         if status is None:
@@ -307,6 +306,12 @@ def outcome(line: str) -> tuple[str, str]:
     if status in (0, BEGAN):
         return "accepted", last
     return "refused" if re.search(r"\w: \S", last) else "silent", last
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time that a process has taken, all its threads together; one that has ended must not have been waited for."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _child(program: str, given: list[str], out: int, err: int) -> None:
@@ -360,48 +365,60 @@ def odd_files():
         yield
 
 
+def counted(verdicts: dict[str, str]) -> dict[str, dict[str, int]]:
+    """{program: {verdict: command lines}} of {command line: verdict}."""
+    counts = {}
+    for line, verdict in verdicts.items():
+        counts.setdefault(line.split()[0], Counter())[verdict] += 1
+    return counts
+
+
 def table(kept: dict) -> str:
-    """How many lines each program refused, and what else came of them."""
-    programs = Counter(line.split()[0] for line in kept["lines"])
-    verdicts = Counter(kept["lines"].values())
-    each = ", ".join(f"{program} {count}" for program, count in programs.most_common())
-    said = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name] or name in ("refused", "right"))
-    return f"On {kept['machine']}, measured: {len(kept['lines']):,} command lines, {said}.\nBy program: {each}."
+    """Command lines by program and verdict; benchmarks together, and demonstrations."""
+    rows = {}
+    for program, counts in sorted(kept["counts"].items(), key=lambda row: -sum(row[1].values())):
+        few = sum(counts.values()) < 30
+        name = "benchmarks/*.py" if program.startswith("benchmarks/") else "others" if few else program
+        rows[name] = rows.get(name, Counter()) + Counter(counts)
+    rows["others"] = rows.pop("others", Counter())
+    rows["in all"] = sum(rows.values(), Counter())
+    lines = [f"On {kept['machine']}, measured:", ""]
+    lines += ["| program | command lines | refused | right | faults |", "|---|---|---|---|---|"]
+    for name, counts in rows.items():
+        cells = counts.total(), counts["refused"], counts["right"], sum(counts[fault] for fault in FAULTS)
+        lines.append(f"| {name} | {' | '.join(f'{cell:,}' for cell in cells)} |")
+    return "\n".join(lines)
 
 
-VERDICTS = ("refused", "right", "accepted", "silent", "traceback", "hung")  # the last four are faults
+FAULTS = ("accepted", "silent", "traceback", "hung")  # the verdicts beside refused and right
 
 
 def main() -> None:
     parser = command.parser(__file__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="of the commands to try; default: all")
     parser.add_argument("--sample", type=command.at_least(0), default=0, help="try so many, evenly chosen; 0 is all")
-    parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
+    parser.add_argument("--table", action="store_true", help="show the recorded counts, and run nothing")
     args = command.arguments(parser)
-    now = dict(code=faults.code(*sorted(ROOT.glob("benchmarks/*.py"))), machine=faults.machine(), lines={})
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else now
     if args.table:
-        return print(table(kept))
+        return print(table(json.loads(RECORDED.read_text())))
+    code = faults.code(*sorted(ROOT.glob("benchmarks/*.py")))  # before they run
     prepared()
-    chosen, keeps = lines(args.words, args.sample), not args.words and not args.sample
+    chosen, verdicts = lines(args.words, args.sample), {}
     if not chosen:
         raise ValueError(f"no program has {' or '.join(args.words)} in its command")
-    done = kept["lines"] if keeps and kept["code"] == now["code"] else {}
-    now["lines"] = {line: done[line] for line in chosen if done.get(line) in ("refused", "right")}
     with odd_files():
-        for number, line in enumerate(line for line in chosen if line not in now["lines"]):
+        for line in chosen:
             verdict, last = outcome(line)
             if verdict == "accepted" and reason(line) is not None:
                 verdict = "right"
-            now["lines"][line] = verdict
-            if verdict not in ("refused", "right"):
+            verdicts[line] = verdict
+            if verdict in FAULTS:
                 print(f"{verdict:10} {line}\n           {last[:200]}", flush=True)
-            if keeps and number % 50 == 0:
-                faults.store(KEPT, now)
-    if keeps:
-        faults.store(KEPT, now)
-    bad = sum(verdict not in ("refused", "right") for verdict in now["lines"].values())
-    print(f"{table(now)}\n{len(chosen)} command lines, {bad} faults")
+    counts = dict(code=code, machine=faults.machine(), counts=counted(verdicts))
+    if not args.words and not args.sample:
+        faults.store(RECORDED, counts)
+    bad = sum(verdict in FAULTS for verdict in verdicts.values())
+    print(f"{table(counts)}\n\n{len(chosen)} command lines, {bad} faults")
     sys.exit(bool(bad))
 
 

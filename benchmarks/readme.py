@@ -116,6 +116,10 @@ def faults() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/faults.py", "--table"))
 
 
+def bad_command_lines() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/bad_input.py", "--table"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -150,6 +154,7 @@ BLOCKS = {
     "endurance": endurance,
     "planted errors": planted_errors,
     "faults": faults,
+    "bad command lines": bad_command_lines,
     "memory of 70B": memory_of_70b,
     "cliffs": cliffs,
     "recipes": recipes,
