@@ -182,7 +182,7 @@ def amax_of(x: jax.Array, dims: tuple[int, ...] | None = None, axes: tuple[str, 
 
 
 def scale_of(amax: jax.Array, dtype) -> jax.Array:
-    """The smallest power of two s with amax / s <= the largest number of `dtype`; 1 where amax is 0 or not finite."""
+    """The smallest power of two s with amax / s <= the largest number of `dtype`; 1 if amax is 0 or not finite."""
     # A float32 has 23 bits of mantissa below 8 of exponent, biased by 127. The largest number of both formats is 1.75 *
     # 2^n, so the exponent of s is that of amax less n, and one more if the mantissa is above 1.75, 0x600000. Then the
     # sum below carries.

@@ -47,6 +47,25 @@ if TYPE_CHECKING:  # only annotations name it
     import data
 
 
+def loss_fn(
+    params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NO_SCALING
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This device's shares of the loss and of the metrics: their sums over all mesh axes but `tensor` are the values.
+
+    Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.whole_over_data` makes the `params`. A
+    dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
+    A pipeline runs the batch in `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
+    """
+    if lax.axis_size("pipe") > 1:
+        shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
+        return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
+    x = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling)
+    return loss_and_metrics(params, x, batch, config, scaling.key)
+
+
+# -- the layers
+
+
 def embed_tokens(params: Params, batch: "data.Batch", config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The input of the layers: the residual stream x_btd, and the metrics to which the layers add (see `loss_fn`).
 
@@ -102,10 +121,10 @@ def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, s
 
 
 def layer_gather(layers: Layers, config: Config, stack: str):
-    """(layers, gather): the stack with its norms and biases gathered, and the function that gathers one layer's rest.
+    """(layers, gather): the stack with its norms and biases gathered, and a function that gathers a layer's matrices.
 
     The norms and biases of all layers are gathered at once. Inside the loop each would be a message of a few kilobytes,
-    which is all latency. `gather`: ((shards of a layer, amax)) -> (weights, amax).
+    which is all latency. `gather`: (shards of a layer, amax) -> (weights, amax).
     """
     specs, matrices = getattr(param_specs(config), stack), getattr(is_matrix(config), stack)
     contracted = getattr(fp8_contracted(config), stack)  # 0 for weights that are not in FP8
@@ -122,6 +141,11 @@ def layer_gather(layers: Layers, config: Config, stack: str):
         return unstack_experts(jax.tree.map(gather_weight, shards, specs, matrices, contracted), config), amax
 
     return layers, gather
+
+
+def _gather(w: jax.Array, spec: P, config: Config) -> jax.Array:
+    """A weight, gathered over fsdp."""
+    return fsdp.gather(w, spec, "fsdp", config.collectives)
 
 
 def is_global_layer(i, first_layer, num_layers: int, config: Config):
@@ -148,14 +172,12 @@ def _rounding_key(key: jax.Array | None, config: Config) -> jax.Array | None:
     return jax.random.fold_in(jax.random.key(0) if key is None else key, lax.axis_index(axes))
 
 
+# -- the output
+
+
 def final_norm(params: Params, x_btd: jax.Array, config: Config) -> jax.Array:
     """The norm after the last layer."""
     return rms_norm(x_btd, _gather(params.norm, param_specs(config).norm, config), config.norm_eps)
-
-
-def _gather(w: jax.Array, spec: P, config: Config) -> jax.Array:
-    """A weight, gathered over fsdp."""
-    return fsdp.gather(w, spec, "fsdp", config.collectives)
 
 
 def unembedding(params: Params, config: Config) -> jax.Array:
@@ -165,7 +187,7 @@ def unembedding(params: Params, config: Config) -> jax.Array:
 
 
 def output_layer(params: Params, key: jax.Array | None, config: Config):
-    """(w_vD, operand, matmul) as `cross_entropy` takes them: in FP8 if the config says so."""
+    """(w_vD, operand, matmul) for `cross_entropy`, in FP8 if the config says so."""
     recipe = unembedding_recipe(config)
     if recipe is None:
         return unembedding(params, config), None, vocabulary.matmul
@@ -191,22 +213,6 @@ def loss_and_metrics(
     )
     loss += (auxiliary_loss := metrics.get("auxiliary_loss", 0))
     return loss, metrics | {"auxiliary_loss": auxiliary_loss + z_part} if config.z_loss else metrics
-
-
-def loss_fn(
-    params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NO_SCALING
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This device's shares of the loss and of the metrics: their sums over all mesh axes but `tensor` are the values.
-
-    Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.whole_over_data` makes the `params`. A
-    dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
-    A pipeline runs the batch in `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
-    """
-    if lax.axis_size("pipe") > 1:
-        shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
-        return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
-    x = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling)
-    return loss_and_metrics(params, x, batch, config, scaling.key)
 
 
 # -- in pipeline stages
@@ -238,7 +244,7 @@ def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, conf
 
 
 def pipelined_loss_and_grads(params: Params, batch: "data.Batch", config: Config):
-    """`loss_fn` of a pipeline, and its gradients. Each stage returns a share of those of the weights outside layers."""
+    """(`loss_fn`, its gradients) of a pipeline. Gradients of weights outside the layers are this stage's shares."""
     arguments = pipelined(params, batch, loss_and_metrics, config.microbatches, config)
     shares, dlayers_R, grads = pipeline.loss_and_grads(*arguments)
     return shares, dataclasses.replace(grads, layers=pipeline.in_order(dlayers_R, config.pipeline_rounds))

@@ -1,6 +1,6 @@
 """The parameters as arrays: shapes, layouts and initial values from the table in anatomy.py, and their FP8 recipes.
 
-Master weights are float32. The computation is in `config.dtype`, and in FP8 where the config says so.
+Master weights are float32. The computation is in `config.dtype`, and in FP8 if the config says so.
 """
 
 import dataclasses

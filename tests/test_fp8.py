@@ -323,8 +323,8 @@ def test_gradients_equal_a_plain_emulation(name):
         return y, *back(dy)
 
     y, dx, dw, observed_x, observed_dy = ours(x, w, amax_x, amax_dy, dy)
-    for found, expected in zip((y, dx, dw), emulate(recipe, x, w, dy, amax_x, amax_dy), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip((y, dx, dw), emulate(recipe, x, w, dy, amax_x, amax_dy), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     static = recipe.scaling == "static"
     assert observed_x == (0 if static else jnp.abs(x).max())
     assert observed_dy == (0 if static else jnp.abs(dy).max())

@@ -126,20 +126,20 @@ def saved_residuals(config: Config) -> tuple[Counter, Counter]:
         (dict(remat="custom", remat_tensors="expert_up:device,expert_product:device"), 0),
     ],
 )
-def test_a_tpu_multiplies_by_gate_and_up_as_often_as_is_predicted(flags, kernels, fp8, monkeypatch):
-    """And the kernel that computes their SwiGLU, too, stands where the roofline has it."""
+def test_a_tpu_multiplies_by_gate_and_up_as_often_as_predicted(flags, kernels, fp8, monkeypatch):
+    """The kernel that also computes their SwiGLU runs as often as predicted, too."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     config = Config(**SMALL | MIXTURES["mixtral"] | flags | fp8, mesh="data:8", attention="reference")
     calls = [eqn.params["metadata"] or {} for eqn in equations(trace(config)) if eqn.primitive.name == "pallas_call"]
     keys = [tuned.shape_of(call["tuned_key"]) for call in calls]
     shape = config.model_dim, config.expert_dim
-    of_weights = [s for name, s in keys if name == "gmm" and (s["K"], s["N"]) == shape and "transpose_rhs" not in s]
-    gated = ["gated" in s for s in of_weights]
+    shapes = [s for name, s in keys if name == "gmm" and (s["K"], s["N"]) == shape and "transpose_rhs" not in s]
+    gated = ["gated" in s for s in shapes]
     assert gated.count(True) == kernels
     weights, saved = transformer.weights(config), anatomy.saved_names(config)
     again = sum(transformer.multiplied_again(weights[name], saved) for name in ("expert_gate", "expert_up"))
-    of_down = 1  # its gradient on the way back, by matrices that lie as those of gate and up do
-    assert 2 * gated.count(True) + gated.count(False) - of_down == 2 + again
+    down = 1  # the gradient through down, whose transposed matrices have the shape of gate's and up's
+    assert 2 * gated.count(True) + gated.count(False) - down == 2 + again
     (layer,) = workload.layers_of(run_of(config, TPU7X, CHIPS))
     assert layer.elementwise == workload.elementwise_elements(config, True, gated=kernels > 0)
 
@@ -208,14 +208,14 @@ def test_every_activation_of_a_dense_layer_has_its_name():
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", POLICIES, ids=named)
 @pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:4,tensor:2"])
-def test_the_backward_pass_repeats_the_matmuls_that_are_predicted(mesh, flags):
+def test_the_backward_pass_repeats_the_predicted_matmuls(mesh, flags):
     config = Config(**SMALL | flags, mesh=mesh)
     once = dataclasses.replace(config, remat="none", remat_tensors="")
-    rotation = (config.head_dim, config.head_dim)  # the matmul of RoPE, which no prediction counts
+    rotation = (config.head_dim, config.head_dim)  # the matmul of RoPE, which predictions leave out
     flops = lambda config: matmul_flops(trace(config), without=rotation)
     repeated = 8 * (flops(config) - flops(once))
     saved = anatomy.saved_names(config)
-    # Plain attention needs its scores again even where its result is there; as a kernel that has their log-sum-exp.
+    # Plain attention recomputes its scores even if its result is saved, as a kernel does that saves their log-sum-exp.
     again = transformer.recomputed_flops_per_token(config, saved, kernel_scores={"context", "log_sum_exp"} <= saved)
     whole_square = again.get("scores", 0) + again.get("mix", 0)
     assert repeated == (sum(again.values()) + whole_square) * config.batch * config.seq_len
@@ -239,7 +239,7 @@ def test_offload_is_refused_without_host_memory():
     remat.check_host_memory(custom, sharding.make_mesh(placement.parse_mesh("fsdp:8")))
 
 
-# -- what the head says
+# -- the numbers of the module's docstring
 
 
 TPU7X, CHIPS = hardware.parse_topology("tpu7x:2x2x1")
@@ -247,14 +247,14 @@ LLAMA = partial(from_preset, "llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=8192
 
 
 def test_the_numbers_of_the_docstring():
-    """What a byte costs by recomputation, in HBM, over the host's link; and which offloads hide."""
-    of = run_of(LLAMA(remat="full"), TPU7X, CHIPS)
-    speed, host = of.flops_per_s(), of.host_bytes_per_s
-    hbm = of.hbm_bytes_per_s * of.efficiency.hbm
+    """The costs of a byte recomputed, saved in HBM and offloaded; and the lengths from which offloads hide."""
+    run = run_of(LLAMA(remat="full"), TPU7X, CHIPS)
+    speed, host = run.flops_per_s(), run.host_bytes_per_s
+    hbm = run.hbm_bytes_per_s * run.efficiency.hbm
     assert (round(speed / 1e12), round(hbm / 1e11), host) == (957, 32, 16e9)
     assert 2 * speed / hbm == pytest.approx(600, rel=0.01) and 2 * speed / host == pytest.approx(120_000, rel=0.01)
-    of_attention = of.efficiency.attention_forward * of.chip.bf16_flops_per_s / of.chip.devices
-    assert round(of_attention / 1e12) == 498 and of_attention / host == pytest.approx(31_000, rel=0.01)
+    attention_speed = run.efficiency.attention_forward * run.chip.bf16_flops_per_s / run.chip.devices
+    assert round(attention_speed / 1e12) == 498 and attention_speed / host == pytest.approx(31_000, rel=0.01)
     for policy, tensors, words in (
         ("custom", "decoder_layer_input:offload", "31,000"),
         ("qkv_proj_offloaded", "", "39,000"),
@@ -262,22 +262,22 @@ def test_the_numbers_of_the_docstring():
     ):
         config = from_preset("llama3.1-70b", remat=policy, remat_tensors=tensors)
         elements = transformer.saved_bytes_per_layer(config, anatomy.offloaded_names(config)) / 2
-        tokens = of_attention / host * elements / config.model_dim
+        tokens = attention_speed / host * elements / config.model_dim
         assert tokens == pytest.approx(float(words.replace(",", "")), rel=0.01)
         assert words in remat.__doc__
         for seq_len, hides in ((0.9 * tokens, False), (1.1 * tokens, True)):
             flags = dict(mesh="fsdp:16,context:8", batch=16, seq_len=round(seq_len / 8192) * 8192)
-            found = step.predict(run_of(dataclasses.replace(config, **flags), TPU7X, (4, 4, 4)))
-            (part,) = (part for part in found.parts if part.name == "host offload")
+            prediction = step.predict(run_of(dataclasses.replace(config, **flags), TPU7X, (4, 4, 4)))
+            (part,) = (part for part in prediction.parts if part.name == "host offload")
             assert (part.exposed_s < 0.01 * part.seconds) == hides, (policy, seq_len)
 
 
 def test_the_policies_of_the_docstring():
-    """The elements a token and layer that its table has, with the dims of Llama 3.1 8B, whose D is NH."""
+    """The elements a token and layer of its table, with the dims of Llama 3.1 8B, where D = NH."""
     config = LLAMA()
     D, N, K, H, F = 4096, 32, 8, 128, 14_336
     with_context = 2 * D + (2 * N + 2 * K) * H
-    for policy, formula, elements, of_kernel in (
+    for policy, formula, elements, log_sum_exp in (
         ("full", "D", D, 0),
         ("save_qkv_proj", "D + (N+2K)H", D + (N + 2 * K) * H, 0),
         ("save_dot_except_mlp", "2D + (N+2K)H", 2 * D + (N + 2 * K) * H, 0),
@@ -286,12 +286,12 @@ def test_the_policies_of_the_docstring():
     ):
         assert re.search(rf"^    {policy} +{re.escape(formula)}   ", remat.__doc__, re.MULTILINE), policy
         nbytes = transformer.saved_bytes_per_layer(dataclasses.replace(config, remat=policy))
-        assert nbytes == 2 * elements + 4 * of_kernel, policy
+        assert nbytes == 2 * elements + 4 * log_sum_exp, policy
 
 
 # -- compiled for TPU7x
 
-# Small, and yet the layers are most of the memory: 8 of them, and hardly a vocabulary.
+# Small, with most of the memory in the layers: 8 of them, and a small vocabulary.
 COMPILED = dict(
     preset="tiny", dtype="bfloat16", num_layers=8, model_dim=1024, ff_dim=4096, num_heads=8, num_kv_heads=2
 ) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=4096, batch=16, mesh="fsdp:8")
@@ -307,7 +307,7 @@ COMPILED = dict(
     ],
 )
 def test_memory_is_that_of_the_compiled_program(policy, options):
-    """The device's within 10%; the host's to the byte, for it has nothing else."""
+    """Device memory within 10%, host memory to the byte."""
     config = Config(**COMPILED | options, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, "")
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
