@@ -15,11 +15,13 @@ well: with it, attention over parts of the keys can be merged into attention ove
 **Left out**: dropout, bias terms, and absolute masks given as arrays.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masks import TRUSTED, UNSEEN, visible
+from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, visible_in_batch
 
 WORTH_CUTTING = 256  # queries: of fewer, four times the operations take longer to compile than the run saves
 
@@ -28,31 +30,18 @@ def attention(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
     v_bskV: jax.Array,
-    *,
-    causal: bool = True,
-    window: int = 0,
-    prefix: jax.Array | int | None = None,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    soft_cap: float = 0.0,
-    max_logit: float | None = None,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     sinks: jax.Array | None = None,
-    q_offset: jax.Array | int = 0,
-    scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Masked attention, the plain way: all scores at once, softmax in float32.
 
     Args:
       q_btnH, k_bskH, v_bskV: queries, keys and values; n a multiple of k.
-      causal: a query sees no key after its own position.
-      window: a query sees at most this many keys back, itself included (and, when not causal, as many ahead); 0 is all.
-      prefix: this many leading keys are seen by the queries before them, too; one number, or one a sequence, prefix_b.
-      segment_ids: (q_ids_bt, kv_ids_bs); a query sees only keys of its own segment.
-      soft_cap: scores become cap * tanh(scores / cap); 0 is off.
-      max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
-        gets NaN, a log-sum-exp of inf (too low) or -inf (too high), and sends no gradient back.
+      mask: which keys a query sees, with one window.
+      scores: with `max_logit` a row that it is too far off for gets NaN, a log-sum-exp of inf (too low) or -inf (too
+        high), and sends no gradient back.
       sinks: sinks_n, a logit in the denominator of each head's softmax.
-      q_offset: position of the first query among the keys.
-      scale: of the scores; None is H**-0.5.
 
     Returns:
       out_btnV in the dtype of the values, and the log-sum-exp of the scores, lse_bnt in float32. A query that sees no
@@ -60,22 +49,25 @@ def attention(
     """
     b, t, n, H = q_btnH.shape
     s, k, V = v_bskV.shape[1:]
-    scale = H**-0.5 if scale is None else scale
     # The G*t queries of a kv head as rows r, so that gradients sum over one dim (tensor.matmul has why).
     q_bkrH = q_btnH.reshape(b, t, k, n // k, H).transpose(0, 2, 3, 1, 4).reshape(b, k, -1, H)
-    scores_bkrs = jnp.einsum("bkrH,bskH->bkrs", q_bkrH, k_bskH, preferred_element_type=jnp.float32) * scale
-    scores_bkGts = scores_bkrs.reshape(b, k, n // k, t, s)
-    if soft_cap:
-        scores_bkGts = soft_cap * jnp.tanh(scores_bkGts / soft_cap)
-    seen_bts = visible(
-        jnp.arange(t)[None, :, None] + q_offset,
-        jnp.arange(s)[None, None, :],
-        causal=causal,
-        window=window,
-        prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
-        segments=None if segment_ids is None else (segment_ids[0][:, :, None], segment_ids[1][:, None, :]),
-    )
-    seen_bkGts = seen_bts[:, None, None]
+    scores_bkrs = jnp.einsum("bkrH,bskH->bkrs", q_bkrH, k_bskH, preferred_element_type=jnp.float32)
+    scores_bkGts = (scores_bkrs * scores.scale_for(H)).reshape(b, k, n // k, t, s)
+    if scores.soft_cap:
+        scores_bkGts = scores.soft_cap * jnp.tanh(scores_bkGts / scores.soft_cap)
+    seen_bkGts = visible_in_batch(t, s, mask)[:, None, None]
+    sinks_kG1 = None if sinks is None else sinks.reshape(k, n // k, 1).astype(jnp.float32)
+    p_bkGts, lse_bkGt, off_bkGt = _softmax(scores_bkGts, seen_bkGts, scores.max_logit, sinks_kG1)
+    out_bkrV = jnp.einsum("bkrs,bskV->bkrV", p_bkGts.astype(v_bskV.dtype).reshape(b, k, -1, s), v_bskV)
+    out_btkGV = out_bkrV.reshape(b, k, n // k, t, V).transpose(0, 3, 1, 2, 4)
+    if off_bkGt is not None:
+        out_btkGV = jnp.where(jnp.moveaxis(off_bkGt, 3, 1)[..., None], jnp.nan, out_btkGV)
+    return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+
+
+def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
+    """(probabilities, log-sum-exp, rows that max_logit is too far off for, or None) of the scores of seen keys."""
+    off_bkGt = None
     scores_bkGts = jnp.where(seen_bkGts, scores_bkGts, UNSEEN)
     if max_logit is None:
         max_bkGt = lax.stop_gradient(jnp.max(scores_bkGts, -1))
@@ -83,23 +75,18 @@ def attention(
         known_bkGt = lax.stop_gradient(_log_sum_exp(scores_bkGts, seen_bkGts, max_logit))
         off_bkGt = jnp.isinf(known_bkGt)
         max_bkGt = jnp.where(off_bkGt, jnp.inf, known_bkGt)  # exp(score - inf) = 0: such rows send back no gradient
-    if sinks is not None:
-        sinks_kG1 = sinks.reshape(k, n // k, 1).astype(jnp.float32)
+    if sinks_kG1 is not None:
         max_bkGt = jnp.maximum(max_bkGt, lax.stop_gradient(sinks_kG1))
     p_bkGts = jnp.where(seen_bkGts, jnp.exp(scores_bkGts - max_bkGt[..., None]), 0.0)
     sum_bkGt = jnp.sum(p_bkGts, -1)
-    if sinks is not None:
+    if sinks_kG1 is not None:
         sum_bkGt += jnp.exp(sinks_kG1 - max_bkGt)
     any_bkGt = sum_bkGt > 0  # false for a query that sees nothing
     safe_bkGt = jnp.where(any_bkGt, sum_bkGt, 1.0)
-    p_bkGts = (p_bkGts / safe_bkGt[..., None]).astype(v_bskV.dtype)
-    out_bkrV = jnp.einsum("bkrs,bskV->bkrV", p_bkGts.reshape(b, k, -1, s), v_bskV)
-    out_btkGV = out_bkrV.reshape(b, k, n // k, t, V).transpose(0, 3, 1, 2, 4)
     lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
-    if max_logit is not None:
+    if off_bkGt is not None:
         lse_bkGt = jnp.where(off_bkGt, known_bkGt, lse_bkGt)
-        out_btkGV = jnp.where(jnp.moveaxis(off_bkGt, 3, 1)[..., None], jnp.nan, out_btkGV)
-    return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+    return p_bkGts / safe_bkGt[..., None], lse_bkGt, off_bkGt
 
 
 def _log_sum_exp(scores_bkGts, seen_bkGts, max_logit):
@@ -118,11 +105,8 @@ def causal_attention(
     q_btnH: jax.Array,
     k_btkH: jax.Array,
     v_btkV: jax.Array,
-    *,
-    window: int = 0,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    soft_cap: float = 0.0,
-    max_logit: float | None = None,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` among the same positions, causal: a quarter of the queries at a time, with the quarters they may see.
@@ -130,23 +114,24 @@ def causal_attention(
     That leaves out 3/8 of the scores, more with a window. Few queries (`WORTH_CUTTING`), or a number that 4 does not
     divide, attend all at once. Keys are cut once and joined for each quarter, so that their gradients are sums of
     slices; of a slice for each quarter they would be sums of arrays of mostly zeros.
+
+    Args: as `attention`; the mask is causal and has no prefix and no offset.
     """
-    options = dict(window=window, soft_cap=soft_cap, max_logit=max_logit, sinks=sinks)
-    t = q_btnH.shape[1]
+    t, window, segments = q_btnH.shape[1], mask.window, mask.segments
     if t < WORTH_CUTTING or t % 4:
-        return attention(q_btnH, k_btkH, v_btkV, segment_ids=segment_ids, **options)
+        return attention(q_btnH, k_btkH, v_btkV, mask, scores, sinks)
     # Without this what made the keys, the rotation of rope, is fused into each quarter and computed anew.
     q_btnH, k_btkH, v_btkV = lax.optimization_barrier((q_btnH, k_btkH, v_btkV))
     q_parts, k_parts, v_parts = [jnp.split(x, 4, 1) for x in (q_btnH, k_btkH, v_btkV)]
-    size, found = t // 4, []
+    size, results = t // 4, []
     for i in range(4):
         first = max(0, i * size - window + 1) // size if window else 0  # the first quarter that one of them may see
         k_bskH, v_bskV = [jnp.concatenate(x[first : i + 1], 1) for x in (k_parts, v_parts)]
         queries, keys = slice(i * size, (i + 1) * size), slice(first * size, (i + 1) * size)
-        ids = None if segment_ids is None else (segment_ids[0][:, queries], segment_ids[1][:, keys])
-        q_offset = queries.start - keys.start
-        found.append(attention(q_parts[i], k_bskH, v_bskV, segment_ids=ids, q_offset=q_offset, **options))
-    out, lse = zip(*found, strict=True)
+        ids = None if segments is None else (segments[0][:, queries], segments[1][:, keys])
+        some = replace(mask, segments=ids, q_offset=queries.start - keys.start)
+        results.append(attention(q_parts[i], k_bskH, v_bskV, some, scores, sinks))
+    out, lse = zip(*results, strict=True)
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
 
 
@@ -154,50 +139,48 @@ def attention_in_chunks(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
     v_bskV: jax.Array,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     *,
     chunk: int,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    q_offset: jax.Array | int = 0,
-    **options,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` of some queries at a time, so that the scores of few exist at once: of t's largest divisor <= chunk.
 
     `jax.grad` of it would keep the scores of all; `attention_gradients` does not.
     """
 
-    def some(x):
+    def one_chunk(x):
         start, q_bcnH, ids_bc = x
-        ids = None if ids_bc is None else (ids_bc, segment_ids[1])
-        return attention(q_bcnH, k_bskH, v_bskV, segment_ids=ids, q_offset=q_offset + start, **options)
+        segments = None if ids_bc is None else (ids_bc, mask.segments[1])
+        some = replace(mask, segments=segments, q_offset=mask.q_offset + start)
+        return attention(q_bcnH, k_bskH, v_bskV, some, scores)
 
-    parts = _chunks(chunk, q_btnH, None if segment_ids is None else segment_ids[0])
-    return tuple(_join(part, dim) for part, dim in zip(lax.map(some, parts), (1, 2), strict=True))
+    chunks = _chunks(chunk, q_btnH, None if mask.segments is None else mask.segments[0])
+    return tuple(_join(part, dim) for part, dim in zip(lax.map(one_chunk, chunks), (1, 2), strict=True))
 
 
 def attention_gradients(
     q_btnH: jax.Array,
     k_bskH: jax.Array,
     v_bskV: jax.Array,
-    out_btnV: jax.Array,
-    lse_bnt: jax.Array,
-    dout_btnV: jax.Array,
-    dlse_bnt: jax.Array,
+    results: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     *,
     chunk: int,
-    causal: bool = True,
-    window: int = 0,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    soft_cap: float = 0.0,
-    q_offset: jax.Array | int = 0,
-    scale: float | None = None,
 ) -> list[jax.Array]:
     """[dq_btnH, dk_bskH, dv_bskV] in float32 from the log-sum-exp: the formulas of flash_backward.py, the plain way.
 
-    Args: as `attention`, its two results, and their gradients. With `out` and `lse` of attention over more keys than
-      these, it is the part of the gradients that these keys make. `chunk` as `attention_in_chunks`.
+    Args:
+      q_btnH, k_bskH, v_bskV, mask, scores: as for `attention`.
+      results, cotangents: (out_btnV, lse_bnt) of `attention`, and the gradients of both. With the results of attention
+        over more keys than these, it is the part of the gradients that these keys make.
+      chunk: as for `attention_in_chunks`.
     """
-    n, s, k, H = q_btnH.shape[2], *k_bskH.shape[1:]
-    scale = H**-0.5 if scale is None else scale
+    (out_btnV, lse_bnt), (dout_btnV, dlse_bnt) = results, cotangents
+    n, s, k, soft_cap = q_btnH.shape[2], *k_bskH.shape[1:3], scores.soft_cap
+    scale = scores.scale_for(q_btnH.shape[3])
     k_bskH, v_bskV = k_bskH.astype(jnp.float32), v_bskV.astype(jnp.float32)
     grouped = lambda x: x.reshape(*x.shape[:2], k, n // k, *x.shape[3:]).astype(jnp.float32)
     q_btkGH, out_btkGV, dout_btkGV = grouped(q_btnH), grouped(out_btnV), grouped(dout_btnV)
@@ -205,20 +188,15 @@ def attention_gradients(
     di_btkG = jnp.sum(out_btkGV * dout_btkGV, -1) - dlse_btkG
     di_btkG = jnp.where(lse_btkG == jnp.inf, 0.0, di_btkG)  # such a row is NaN, and exp(score - inf) = 0: no gradient
 
-    def some(dkv, x):
+    def one_chunk(dkv, x):
         start, q_bckGH, dout_bckGV, lse_bckG, di_bckG, ids_bc = x
         scores_bckGs = jnp.einsum("bckGH,bskH->bckGs", q_bckGH, k_bskH) * scale
         slope = scale
         if soft_cap:
             tanh_bckGs = jnp.tanh(scores_bckGs / soft_cap)
             scores_bckGs, slope = soft_cap * tanh_bckGs, scale * (1 - tanh_bckGs**2)
-        seen_bcs = visible(
-            (jnp.arange(q_bckGH.shape[1]) + start + q_offset)[None, :, None],
-            jnp.arange(s)[None, None],
-            causal=causal,
-            window=window,
-            segments=None if ids_bc is None else (ids_bc[:, :, None], segment_ids[1][:, None]),
-        )
+        some = mask if ids_bc is None else replace(mask, segments=(ids_bc, mask.segments[1]))
+        seen_bcs = visible_in_batch(q_bckGH.shape[1], s, some, start)
         p_bckGs = jnp.where(seen_bcs[:, :, None, None], jnp.exp(scores_bckGs - lse_bckG[..., None]), 0.0)
         dp_bckGs = jnp.einsum("bckGV,bskV->bckGs", dout_bckGV, v_bskV)
         ds_bckGs = p_bckGs * (dp_bckGs - di_bckG[..., None]) * slope
@@ -228,8 +206,8 @@ def attention_gradients(
         return (dk_bskH, dv_bskV), dq_bckGH
 
     zeros = jnp.zeros_like(k_bskH), jnp.zeros_like(v_bskV)
-    chunks = _chunks(chunk, q_btkGH, dout_btkGV, lse_btkG, di_btkG, None if segment_ids is None else segment_ids[0])
-    dkv, dq_bckGH = lax.scan(some, zeros, chunks)
+    chunks = _chunks(chunk, q_btkGH, dout_btkGV, lse_btkG, di_btkG, None if mask.segments is None else mask.segments[0])
+    dkv, dq_bckGH = lax.scan(one_chunk, zeros, chunks)
     return [_join(dq_bckGH, 1).reshape(q_btnH.shape), *dkv]
 
 

@@ -61,6 +61,7 @@ documents are short has less to do.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,65 +75,72 @@ import flash
 import flash_backward
 from attention import attention, attention_gradients, attention_in_chunks
 from collectives import all_gather, all_to_all, reduce_scatter
+from masks import CAUSAL, SCORES, Mask, Scores
 
 IMPLS = ("ring", "all_gather", "all_to_all")
 QUERIES_AT_ONCE = 128  # of the reference: so many rows of scores exist at a time
 NOBODY = -1  # the segment of keys before the first one
 
 
+class Method(NamedTuple):
+    """How the queries of a device meet the keys of the others."""
+
+    axis: str = "context"  # the mesh axis, of size c
+    impl: str = "ring"  # one of IMPLS, in layers without a window
+    head_ways: int = 1  # in a ring: so many neighbours exchange heads, and the ring goes across c/head_ways groups
+    balanced: bool = False  # positions are in the zigzag order of `order(T, ring_size(c, impl, head_ways), True)`
+    algorithm: str = "xla"  # of gathers and exchanges, one of collectives.ALGORITHMS; among head_ways always XLA's
+
+
+RING = Method()
+
+
 def context_attention(
     q_btnH: jax.Array,
     k_btkH: jax.Array,
     v_btkV: jax.Array,
-    *,
-    axis: str = "context",
-    impl: str = "ring",
-    head_ways: int = 1,
-    balanced: bool = False,
-    window: int = 0,
-    segment_ids: jax.Array | None = None,
-    soft_cap: float = 0.0,
-    max_logit: float | None = None,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     sinks: jax.Array | None = None,
-    scale: float | None = None,
+    *,
+    method: Method = RING,
     kernel: bool = False,
     interpret: bool = False,
-    algorithm: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of a sequence that is cut over a mesh axis. Per-device code, differentiable.
 
     Args:
       q_btnH, k_btkH, v_btkV: of this device's positions; n a multiple of k. Head dims of keys and values may differ.
-      axis: the mesh axis, of size c.
-      impl: one of IMPLS; for layers without a window.
-      head_ways: with impl="ring": so many neighbours exchange heads, and the ring goes across c/head_ways groups.
-      balanced: positions are in the zigzag order of `order(T, ring_size(c, impl, head_ways), True)`.
-      window: a query sees at most this many keys back, itself included; 0 is all.
-      segment_ids: ids_bt of this device's positions, at least 0; a query sees only keys of its own segment.
-      soft_cap, sinks, scale: as for `attention.attention`; sinks_n.
-      max_logit: as for `attention.attention`; not where parts of a row are merged, in a ring.
+      mask: causal, without a prefix and an offset; with one window. `segments` are ids_bt of this device's positions,
+        twice, at least 0.
+      scores: `max_logit` not where parts of a row are merged, in a ring.
+      sinks: sinks_n, as for `attention.attention`.
+      method: how queries meet the keys of other devices.
       kernel: flash.py for the blocks; otherwise attention.py, some queries at a time.
       interpret: the kernel is simulated, on CPU.
-      algorithm: who gathers and exchanges, one of collectives.ALGORITHMS; inside groups of head_ways always XLA.
 
     Returns:
       out_btnV in the dtype of the values, and the log-sum-exp of the scores (and the sink), lse_bnt in float32.
 
     Raises:
-      ValueError: heads or positions that cannot be cut, a zigzag order with a window, max_logit in a ring.
+      ValueError: heads or positions that cannot be cut, a zigzag order with a window, max_logit in a ring, a mask that
+        is not causal or has a prefix.
     """
+    axis, impl, head_ways, balanced, _ = method
+    window, max_logit = mask.window, scores.max_logit
+    if not mask.causal or mask.prefix is not None:
+        raise ValueError(f"attention over {axis!r} is causal, without a prefix: causal={mask.causal}")
     c, t = lax.axis_size(axis), q_btnH.shape[1]
     groups = ring_size(c, impl, head_ways)
     if balanced and (window or (groups > 1 and t * c % (2 * groups))):
         raise ValueError(f"zigzag order takes 2*{groups} equal chunks of {t * c} positions, and no window: {window}")
     if max_logit is not None and impl == "ring" and groups > 1 and not window:
         raise ValueError(f"max_logit={max_logit} needs whole rows of scores; a ring merges parts: take another impl")
-    scale = q_btnH.shape[-1] ** -0.5 if scale is None else scale
-    plan = _Plan(axis, groups, impl == "all_gather", balanced, scale, soft_cap, max_logit, kernel, interpret, algorithm)
-    operands = q_btnH, k_btkH, v_btkV, segment_ids, segment_ids
+    plan = _Plan(method, groups, scores, kernel, interpret)
+    operands = q_btnH, k_btkH, v_btkV, *(mask.segments or (None, None))
     if window:
         before = min(window - 1, (c - 1) * t)
-        plan = replace(plan, groups=1, gathers=False, window=window, q_offset=before)
+        plan = replace(plan, groups=1, method=method._replace(impl="ring"), window=window, q_offset=before)
         out_btnV, lse_bnt = _attend(plan, *_with_halo(axis, before, *operands))
     elif groups < c:
         out_bunV, lse_bnu = _attend(plan, *_heads_for_positions(plan, c // groups, *operands))
@@ -177,16 +185,11 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 class _Plan:
     """All that is known when the program is traced."""
 
-    axis: str
+    method: Method
     groups: int  # of the devices of the axis: parts that the sequence is in
-    gathers: bool  # or goes round a ring
-    balanced: bool
-    scale: float
-    soft_cap: float
-    max_logit: float | None
+    scores: Scores
     kernel: bool
     interpret: bool
-    algorithm: str
     window: int = 0
     q_offset: int = 0  # keys before the first query: the halo
 
@@ -227,30 +230,32 @@ def _heads_for_positions(plan, ways, q_btnH, k_btkH, v_btkV, q_ids_bt, k_ids_bt)
 
 def _exchange(plan, x, split_dim, concat_dim):
     if plan.groups == 1:
-        return all_to_all(x, plan.axis, split_dim=split_dim, concat_dim=concat_dim, algorithm=plan.algorithm)
-    return lax.all_to_all(x, plan.axis, split_dim, concat_dim, axis_index_groups=_neighbours(plan), tiled=True)
+        return all_to_all(
+            x, plan.method.axis, split_dim=split_dim, concat_dim=concat_dim, algorithm=plan.method.algorithm
+        )
+    return lax.all_to_all(x, plan.method.axis, split_dim, concat_dim, axis_index_groups=_neighbours(plan), tiled=True)
 
 
 def _gather(plan, x, dim):
     """Of the neighbours that exchange heads."""
     if plan.groups == 1:
-        return all_gather(x, plan.axis, dim=dim, algorithm=plan.algorithm)
-    return lax.all_gather(x, plan.axis, axis=dim, axis_index_groups=_neighbours(plan), tiled=True)
+        return all_gather(x, plan.method.axis, dim=dim, algorithm=plan.method.algorithm)
+    return lax.all_gather(x, plan.method.axis, axis=dim, axis_index_groups=_neighbours(plan), tiled=True)
 
 
 def _neighbours(plan):
-    return np.arange(lax.axis_size(plan.axis)).reshape(plan.groups, -1).tolist()
+    return np.arange(lax.axis_size(plan.method.axis)).reshape(plan.groups, -1).tolist()
 
 
 def _pass_on(plan, tree):
     """To the next group, from the previous one."""
-    c = lax.axis_size(plan.axis)
+    c = lax.axis_size(plan.method.axis)
     to_next = [(i, (i + c // plan.groups) % c) for i in range(c)]
-    return jax.tree.map(lambda x: lax.ppermute(x, plan.axis, to_next), tree)
+    return jax.tree.map(lambda x: lax.ppermute(x, plan.method.axis, to_next), tree)
 
 
 def _my_group(plan):
-    return lax.axis_index(plan.axis) // (lax.axis_size(plan.axis) // plan.groups)
+    return lax.axis_index(plan.method.axis) // (lax.axis_size(plan.method.axis) // plan.groups)
 
 
 # -- attention by parts, and its gradient
@@ -260,7 +265,7 @@ def _my_group(plan):
 def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
     """(out_btnV, lse_bnt) over all keys of the sequence. Inside, heads come first: what the kernels take."""
     heads_first = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV)]
-    forward = _gathered if plan.gathers else _ring
+    forward = _gathered if plan.method.impl == "all_gather" else _ring
     out_bntV, lse_bnt = forward(plan, *heads_first, q_ids_bt, k_ids_bs)
     return out_bntV.swapaxes(1, 2).astype(v_bskV.dtype), lse_bnt
 
@@ -277,7 +282,7 @@ def _attend_backward(plan, saved, cotangents):
     dout_btnV, dlse_bnt = cotangents
     lse_bnt = jnp.where(jnp.isinf(lse_bnt), jnp.inf, lse_bnt)  # exp(score - inf) = 0: such rows send back no gradient
     q, k, v, out, dout = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV, out_btnV, dout_btnV)]
-    backward = _gathered_gradients if plan.gathers else _ring_gradients
+    backward = _gathered_gradients if plan.method.impl == "all_gather" else _ring_gradients
     gradients = backward(plan, (q, out, lse_bnt, dout, dlse_bnt, q_ids_bt), (k, v, k_ids_bs))
     gradients = [dx.swapaxes(1, 2).astype(x.dtype) for dx, x in zip(gradients, saved, strict=False)]
     return *gradients, None, None
@@ -299,7 +304,7 @@ def _ring(plan, q_bntH, k_bksH, v_bksV, q_ids, k_ids):
                 so_far = _put(so_far, merge(_take(so_far, [at], size), part), at)
             return so_far
 
-        return pairs(so_far) if plan.balanced else lax.cond(hop <= _my_group(plan), pairs, lambda x: x, so_far)
+        return pairs(so_far) if plan.method.balanced else lax.cond(hop <= _my_group(plan), pairs, lambda x: x, so_far)
 
     def turn(carry, hop):
         so_far, keys = carry
@@ -326,7 +331,7 @@ def _ring_gradients(plan, queries, keys):
             plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False
         )
         unseen = lambda: zeros((queries[0], *keys[:2]))
-        parts = block() if plan.balanced else lax.cond(hop <= _my_group(plan), block, unseen)
+        parts = block() if plan.method.balanced else lax.cond(hop <= _my_group(plan), block, unseen)
         return list(zip(starts_q, starts_k, _split(parts, len(starts_q)), strict=True))
 
     def add(dq, dkv, found):
@@ -359,7 +364,7 @@ def _pairs(plan, t, hop):
 
     That is group me - hop, an earlier one if hop <= me and else, round the ring, a later one.
     """
-    if not plan.balanced:
+    if not plan.method.balanced:
         return [0], [0], t
     half = t // 2
     early_or_late = jnp.where(hop <= _my_group(plan), 0, half)
@@ -382,26 +387,26 @@ def _gathered_gradients(plan, queries, keys):
     for start, position in zip(starts, positions, strict=True):
         dq, *part = _block_gradients(plan, _take(queries, [start], size), keys, causal=True, q_offset=position)
         dqs, dkv = [*dqs, dq], _add(dkv, part)
-    scatter = partial(reduce_scatter, axis=plan.axis, dim=2, algorithm=plan.algorithm)
+    scatter = partial(reduce_scatter, axis=plan.method.axis, dim=2, algorithm=plan.method.algorithm)
     return jnp.concatenate(dqs, 2), *(scatter(_reorder(plan, dx, to_zigzag=True)) for dx in dkv)
 
 
 def _chunks(plan, t):
     """(starts, their positions in the sequence, positions from each) of this device's queries."""
-    if not plan.balanced:
+    if not plan.method.balanced:
         return [0], [_my_group(plan) * t], t
     half = t // 2
     return [0, half], [_my_group(plan) * half, (2 * plan.groups - 1 - _my_group(plan)) * half], half
 
 
 def _gather_keys(plan, keys):
-    gather = lambda x: all_gather(x, plan.axis, dim=_dim(x), algorithm=plan.algorithm)
+    gather = lambda x: all_gather(x, plan.method.axis, dim=_dim(x), algorithm=plan.method.algorithm)
     return jax.tree.map(lambda x: _reorder(plan, gather(x), to_zigzag=False), keys)
 
 
 def _reorder(plan, x, to_zigzag):
     """Positions of the whole sequence, from zigzag order to their own or back."""
-    if not plan.balanced:
+    if not plan.method.balanced:
         return x
     places = order(2 * plan.groups, plan.groups, True)  # of the chunks
     chunks = jnp.split(x, 2 * plan.groups, _dim(x))
@@ -446,29 +451,25 @@ def _add(a, b):
 def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
     """(out_bntV, lse_bnt) of the queries over these keys alone."""
     (q, q_ids), (k, v, k_ids) = queries, keys
-    ids = None if q_ids is None else (q_ids, k_ids)
-    options = dict(causal=causal, window=window, soft_cap=plan.soft_cap, q_offset=q_offset, scale=plan.scale)
-    options |= dict(max_logit=plan.max_logit)
+    mask = Mask(causal, window, segments=None if q_ids is None else (q_ids, k_ids), q_offset=q_offset)
     if plan.kernel:
-        return flash.forward(q, k, v, segments=ids, interpret=plan.interpret, **options)
+        return flash.forward(q, k, v, mask, plan.scores, interpret=plan.interpret)
     q, k, v = [x.swapaxes(1, 2) for x in (q, k, v)]
-    out, lse = attention_in_chunks(q, k, v, chunk=QUERIES_AT_ONCE, segment_ids=ids, **options)
+    out, lse = attention_in_chunks(q, k, v, mask, plan.scores, chunk=QUERIES_AT_ONCE)
     return out.swapaxes(1, 2), lse
 
 
 def _block_gradients(plan, queries, keys, *, causal, window=0, q_offset=0):
     """(dq, dk, dv) in float32: of these queries and keys, with out and lse of the whole rows."""
     (q, out, lse, dout, dlse, q_ids), (k, v, k_ids) = queries, keys
-    ids = None if q_ids is None else (q_ids, k_ids)
-    options = dict(causal=causal, window=window, soft_cap=plan.soft_cap, q_offset=q_offset, scale=plan.scale)
+    mask = Mask(causal, window, segments=None if q_ids is None else (q_ids, k_ids), q_offset=q_offset)
     if plan.kernel:
-        rows = q, k, v, out, lse, dout, dlse
-        found = flash_backward.backward(*rows, prefix=None, segments=ids, interpret=plan.interpret, **options)
-        return [dx.astype(jnp.float32) for dx in found]
+        rows = q, k, v, (out, lse), (dout, dlse)
+        gradients = flash_backward.backward(*rows, mask, plan.scores, interpret=plan.interpret)
+        return [dx.astype(jnp.float32) for dx in gradients]
     q, k, v, out, dout = [x.swapaxes(1, 2) for x in (q, k, v, out, dout)]
-    rows = q, k, v, out, lse, dout, dlse
-    found = attention_gradients(*rows, chunk=QUERIES_AT_ONCE, segment_ids=ids, **options)
-    return [dx.swapaxes(1, 2) for dx in found]
+    gradients = attention_gradients(q, k, v, (out, lse), (dout, dlse), mask, plan.scores, chunk=QUERIES_AT_ONCE)
+    return [dx.swapaxes(1, 2) for dx in gradients]
 
 
 def main(c: int = 8, T: int = 2048):
@@ -476,16 +477,18 @@ def main(c: int = 8, T: int = 2048):
     q_BTNH, k_BTKH, v_BTKH = [jax.random.normal(jax.random.key(i), (1, T, N, 16)) for i, N in enumerate((8, 4, 4))]
     mesh = jax.make_mesh((c,), ("context",), axis_types=(AxisType.Auto,))
     print(f"{T} positions on {c} simulated devices, float32: largest difference from attention on one device")
-    ways = [dict(impl="ring"), dict(impl="ring", balanced=True), dict(impl="ring", balanced=True, head_ways=2)]
-    ways += [dict(impl="all_gather", balanced=True), dict(impl="all_to_all"), dict(window=300)]
-    for way in ways:
-        ring = ring_size(c, way.get("impl", "ring"), way.get("head_ways", 1))
-        places = order(T, ring, way.get("balanced", False))
-        per_device = lambda q, k, v, way=way: context_attention(q, k, v, **way)[0]
+    methods = [dict(impl="ring"), dict(impl="ring", balanced=True), dict(impl="ring", balanced=True, head_ways=2)]
+    methods += [dict(impl="all_gather", balanced=True), dict(impl="all_to_all")]
+    for fields, window in [(fields, 0) for fields in methods] + [({}, 300)]:
+        method, mask = Method(**fields), Mask(window=window)
+        places = order(T, ring_size(c, method.impl, method.head_ways), method.balanced)
+        per_device = partial(
+            lambda q, k, v, **options: context_attention(q, k, v, **options)[0], mask=mask, method=method
+        )
         run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context")))
         out_BTNH = run(*(x[:, places] for x in (q_BTNH, k_BTKH, v_BTKH)))
-        expected, _ = attention(q_BTNH, k_BTKH, v_BTKH, window=way.get("window", 0))
-        shown = ", ".join(f"{name}={value}" for name, value in way.items())
+        expected, _ = attention(q_BTNH, k_BTKH, v_BTKH, mask)
+        shown = ", ".join(f"{name}={value}" for name, value in (fields or dict(window=window)).items())
         print(f"  {shown:45} {jnp.abs(out_BTNH - expected[:, places]).max():.1e}")
     print(
         "\nkeys that the queries of each device see under a causal mask, of all that they could, to be read off `order`"

@@ -23,8 +23,9 @@ from anatomy import in_zigzag
 from attention import attention, causal_attention
 from collectives import all_reduce
 from config import Config
-from context import context_attention
+from context import Method, context_attention
 from flash import flash_attention
+from masks import Mask, Scores
 from mixture import mixture
 from parameters import Layers
 from remat import named
@@ -140,24 +141,27 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
     kernel, interpret = uses_flash_kernel(config), sharding.platform() != "tpu"
     over_context = lax.axis_size("context") > 1
 
-    def windowed(window):
-        options = dict(window=window, sinks=sinks, max_logit=config.max_logit or None)
-        ids = segments_bt, segments_bt
+    def windowed(window, which=None):
+        mask = Mask(window=window, which=which, segments=(segments_bt, segments_bt))
+        operands = q_btnH, k_btkH, v_btkU, mask, Scores(max_logit=config.max_logit or None), sinks
         if over_context:
-            options |= dict(kernel=kernel, interpret=interpret, algorithm=config.collectives)
-            options |= dict(impl=config.context_impl, head_ways=config.context_heads, balanced=in_zigzag(config))
-            return context_attention(q_btnH, k_btkH, v_btkU, segment_ids=segments_bt, **options)[0]
+            method = Method(
+                impl=config.context_impl,
+                head_ways=config.context_heads,
+                balanced=in_zigzag(config),
+                algorithm=config.collectives,
+            )
+            return context_attention(*operands, method=method, kernel=kernel, interpret=interpret)[0]
         if kernel:
-            options |= dict(which=is_global, interpret=interpret)
-            return flash_attention(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0]
+            return flash_attention(*operands, interpret=interpret)[0]
         # causal_attention works on quarters of the queries, over which the TPU compiler of jax 0.10 crashes.
         plain = attention if sharding.platform() == "tpu" else causal_attention
-        return named(plain(q_btnH, k_btkH, v_btkU, segment_ids=ids, **options)[0], "context")
+        return named(plain(*operands)[0], "context")
 
     if not config.global_every:
         return windowed(config.window)
     if kernel and not over_context:  # flash_attention takes both windows and branches around its kernel alone
-        return windowed((config.window, 0))
+        return windowed((config.window, 0), is_global)
     return lax.cond(is_global, partial(windowed, 0), partial(windowed, config.window))
 
 

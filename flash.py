@@ -72,7 +72,7 @@ from jax.experimental.pallas import tpu as pltpu
 import flash_backward
 import tuned
 from collectives import vary_alike
-from masks import TRUSTED, UNSEEN, block_ranges
+from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, block_ranges, mask_and_scores
 
 LOG2_E = math.log2(math.e)
 LANES = 128  # of a register
@@ -96,17 +96,10 @@ def flash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKV: jax.Array,
-    *,
-    causal: bool = True,
-    window: int | tuple[int, ...] = 0,
-    which: jax.Array | None = None,
-    prefix: jax.Array | int | None = None,
-    segment_ids: tuple[jax.Array, jax.Array] | None = None,
-    soft_cap: float = 0.0,
-    max_logit: float | None = None,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     sinks: jax.Array | None = None,
-    q_offset: jax.Array | int = 0,
-    scale: float | None = None,
+    *,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -115,15 +108,10 @@ def flash_attention(
     Args:
       q_BTNH, k_BSKH, v_BSKV: queries, keys and values of one dtype, bfloat16 or float32. N is a multiple of K: query
         head n takes the keys of head n // (N/K). T and S are any lengths.
-      causal, window, prefix: the mask, as for `masks.visible`; prefix is one number or an array_B. Of several windows
-        `which` is the number of the one that is meant; it may be traced.
-      segment_ids: (ids_BT, ids_BS): a query sees only keys of its own document. Fastest if they do not decrease.
-      soft_cap: scores become cap * tanh(scores / cap); 0 is off.
-      max_logit: takes the place of the largest score (after the cap) of every row. A row that it is too far off for
-        gets NaN, and is counted by `out_of_range`.
+      mask: which keys a query sees. Of several windows `which` is the index of one. Fastest if the segment ids do not
+        decrease.
+      scores: with `max_logit` a row that it is too far off for gets NaN, and is counted by `out_of_range`.
       sinks: array_N, a logit in the denominator of each head; None is none.
-      q_offset: position of the first query among the keys; may be traced.
-      scale: of the scores, H**-0.5 if None.
       blocks: of the forward kernel; None is what was found for it (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
@@ -134,9 +122,8 @@ def flash_attention(
     Raises:
       ValueError: shapes or dtypes do not go together, blocks do not fit, several windows and no `which`.
     """
-    fixed = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale, interpret=interpret)
-    traced = prefix, segment_ids, jnp.asarray(q_offset, jnp.int32), which
-    out_BTNV, lse_BNT = _attend(fixed, (max_logit, blocks), q_BTNH, k_BSKH, v_BSKV, *traced)
+    mask = replace(mask, q_offset=jnp.asarray(mask.q_offset, jnp.int32))
+    out_BTNV, lse_BNT = _attend((scores, blocks, interpret), q_BTNH, k_BSKH, v_BSKV, mask)
     return (out_BTNV, lse_BNT) if sinks is None else with_sinks(out_BTNV, lse_BNT, sinks)
 
 
@@ -157,35 +144,32 @@ def with_sinks(out_BTNV, lse_BNT, sinks_N):
     return out_BTNV, jnp.where(trusted_BNT, jnp.logaddexp(safe_BNT, sinks_BNT), lse_BNT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(fixed, forward_only, q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset, which):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, q_BTNH, k_BSKH, v_BSKV, mask):
+    scores, blocks, interpret = static
     heads_first = [x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV)]
-    max_logit, blocks = forward_only
-    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, which=which)
-    options |= dict(max_logit=max_logit, blocks=blocks)
-    out_BNTV, lse_BNT = forward(*heads_first, **options)
+    out_BNTV, lse_BNT = forward(*heads_first, mask, scores, blocks=blocks, interpret=interpret)
     return out_BNTV.swapaxes(1, 2), lse_BNT
 
 
-def _attend_forward(fixed, forward_only, *args):
-    out_BTNV, lse_BNT = _attend(fixed, forward_only, *args)
+def _attend_forward(static, *args):
+    out_BTNV, lse_BNT = _attend(static, *args)
     # With these two saved, jax.checkpoint need not run the kernel again.
     out_BTNV, lse_BNT = checkpoint_name(out_BTNV, "context"), checkpoint_name(lse_BNT, "log_sum_exp")
     return (out_BTNV, lse_BNT), (*args, out_BTNV, lse_BNT)
 
 
-def _attend_backward(fixed, _, saved, cotangents):
-    q_BTNH, k_BSKH, v_BSKV, prefix, segments, q_offset, which, out_BTNV, lse_BNT = saved
+def _attend_backward(static, saved, cotangents):
+    scores, _, interpret = static  # the blocks are the forward kernel's
+    q_BTNH, k_BSKH, v_BSKV, mask, out_BTNV, lse_BNT = saved
     dout_BTNV, dlse_BNT = cotangents
-    scale = q_BTNH.shape[-1] ** -0.5 if fixed["scale"] is None else fixed["scale"]
-    options = dict(fixed, prefix=prefix, segments=segments, q_offset=q_offset, which=which, scale=scale)
     q_BNTH, k_BKSH, v_BKSV, out_BNTV, dout_BNTV = [
         x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV, out_BTNV, dout_BTNV)
     ]
     lse_BNT = jnp.where(jnp.isinf(lse_BNT), jnp.inf, lse_BNT)  # exp(score - inf) = 0: such rows send back no gradient
-    saved = q_BNTH, k_BKSH, v_BKSV, out_BNTV, lse_BNT
-    gradients = flash_backward.backward(*saved, dout_BNTV, dlse_BNT, **options)
-    return *(x.swapaxes(1, 2) for x in gradients), None, None, None, None
+    results, cotangents = (out_BNTV, lse_BNT), (dout_BNTV, dlse_BNT)
+    gradients = flash_backward.backward(q_BNTH, k_BKSH, v_BKSV, results, cotangents, mask, scores, interpret=interpret)
+    return *(x.swapaxes(1, 2) for x in gradients), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -221,8 +205,8 @@ def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
     return 2 * of_grid + turned + sums + scores + spills
 
 
-def _check(q_BNTH, k_BKSH, v_BKSV, segments, window, soft_cap, blocks):
-    (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
+def _check(q_BNTH, k_BKSH, v_BKSV, mask, soft_cap, blocks):
+    (B, N, T, H), (K, S), segments, window = q_BNTH.shape, k_BKSH.shape[1:3], mask.segments, mask.window
     if k_BKSH.shape != (B, K, S, H) or v_BKSV.shape[:3] != (B, K, S) or N % K:
         raise ValueError(
             f"queries {q_BNTH.shape}, keys {k_BKSH.shape} and values {v_BKSV.shape} (batch, heads, length, dim) must "
@@ -259,96 +243,65 @@ def forward(
     q_BNTH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSV: jax.Array,
+    mask: Mask = CAUSAL,
+    scores: Scores = SCORES,
     *,
-    causal: bool = True,
-    window: int | tuple[int, ...] = 0,
-    which: jax.Array | None = None,
-    prefix: jax.Array | int | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
-    soft_cap: float = 0.0,
-    max_logit: float | None = None,
-    q_offset: jax.Array | int = 0,
-    scale: float | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel, heads first, without derivatives: (out_BNTV, lse_BNT). All else as for `flash_attention`."""
-    shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in segments or ())
-    options = dict(causal=causal, prefix=prefix, segments=segments, soft_cap=soft_cap, max_logit=max_logit)
-    options |= dict(q_offset=q_offset, scale=scale, blocks=blocks, interpret=interpret)
-    windows = window if isinstance(window, tuple) else (window,)
-    calls = [_call_of(q_BNTH, k_BKSH, v_BKSV, window=w, **options) for w in windows]
-    out_BNTV, lse_BN1T = flash_backward.one_of(which, calls, *shared)
+    shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in mask.segments or ())
+    windows = mask.window if isinstance(mask.window, tuple) else (mask.window,)
+    calls = [
+        _call(q_BNTH, k_BKSH, v_BKSV, replace(mask, window=window), scores, blocks, interpret) for window in windows
+    ]
+    out_BNTV, lse_BN1T = flash_backward.one_of(mask.which, calls, *shared)
     return out_BNTV, lse_BN1T[:, :, 0]
 
 
-def _call_of(
-    q_BNTH, k_BKSH, v_BKSV, *, causal, window, prefix, segments, soft_cap, max_logit, q_offset, scale, blocks, interpret
-):
+def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     """The kernel of one window as a function, and the lists that it takes before what all windows share."""
-    (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
-    shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=causal, window=window)
-    key = tuned.key_of("flash_forward", **shape, packed=segments is not None, max_logit=max_logit is not None)
-    blocks = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype, window)
-    _check(q_BNTH, k_BKSH, v_BKSV, segments, window, soft_cap, blocks)
+    (B, N, T, H), (_, K, S, V), segments = q_BNTH.shape, v_BKSV.shape, mask.segments
+    shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=mask.causal, window=mask.window)
+    key = tuned.key_of("flash_forward", **shape, packed=segments is not None, max_logit=scores.max_logit is not None)
+    blocks = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype, mask.window)
+    _check(q_BNTH, k_BKSH, v_BKSV, mask, scores.soft_cap, blocks)
     num_q, num_k = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
-    chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
 
-    mask = dict(causal=causal, window=window, prefix=prefix, segments=segments, q_offset=q_offset)
-    ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), **mask)
+    ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), mask)
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
-    offset = jnp.reshape(jnp.asarray(q_offset, jnp.int32), 1)
-    prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if prefix is None else prefix, jnp.int32), (B,))
+    offset = jnp.reshape(jnp.asarray(mask.q_offset, jnp.int32), 1)
+    prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if mask.prefix is None else mask.prefix, jnp.int32), (B,))
     row = lambda b, i: (b * num_q if len(ranges_bn4) > 1 else 0) + i  # of the lists: of each sequence, or of all
-
-    of_list = lambda b, n, i, j, *_: (row(b, i) * num_k + j, 0, 0)
-    of_q = lambda b, n, i, j, *_: (b, n, i, 0)
-    reached = lambda b, i, j, reach: jnp.clip(j, reach[2 * row(b, i)], reach[2 * row(b, i) + 1])
-    of_k = lambda b, n, i, j, _, __, ___, reach: (b, n // (N // K), reached(b, i, j, reach), 0)
-    in_specs = [
-        pl.BlockSpec((None, 1, tiles.shape[-1]), of_list, memory_space=pltpu.SMEM),
-        pl.BlockSpec((None, None, blocks.q_rows, H), of_q),
-        pl.BlockSpec((None, None, blocks.k_rows, H), of_k),
-        pl.BlockSpec((None, None, blocks.k_rows, V), of_k),
-    ]
-    if segments is not None:
-        in_specs += [
-            pl.BlockSpec((None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, 0, i)),
-            pl.BlockSpec((None, 1, blocks.k_rows), lambda b, n, i, j, *refs: (b, 0, reached(b, i, j, refs[-1]))),
-        ]
-    out_specs = [
-        pl.BlockSpec((None, None, blocks.q_rows, V), of_q),
-        pl.BlockSpec((None, None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, n, 0, i)),
-    ]
-    fixed = _Fixed(
-        *((H**-0.5 if scale is None else scale), soft_cap, max_logit, causal, window),
-        *(prefix is not None, segments is not None, S, N // K, row, blocks),
+    in_specs, out_specs = _specs(blocks, row, num_k, (H, V, N // K), tiles.shape[-1], segments is not None)
+    static = _Static(
+        scale=scores.scale_for(H),
+        soft_cap=scores.soft_cap,
+        max_logit=scores.max_logit,
+        causal=mask.causal,
+        window=mask.window,
+        has_prefix=mask.prefix is not None,
+        has_segments=segments is not None,
+        S=S,
+        G=N // K,
+        row=row,
+        blocks=blocks,
     )
-    f32 = lambda *shape: pltpu.VMEM(shape, jnp.float32)
     call = partial(
         pl.pallas_call,
-        partial(_kernel, fixed),
+        partial(_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, N, num_q, num_k),
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=[  # one chunk more than there are, for tiles of nobody
-                pltpu.VMEM((chunks + 1, blocks.queries // LANES, H, LANES), q_BNTH.dtype),  # lanes apart: a slice of
-                pltpu.VMEM((places, blocks.keys // LANES, V, LANES), v_BKSV.dtype),  # bf16 is then whole registers
-                f32(chunks + 1, V, blocks.queries),
-                f32(chunks + 1, 1, blocks.queries),
-                f32(chunks + 1, 1, blocks.queries),
-                f32(2 * blocks.ahead, blocks.keys, blocks.queries),
-                f32(2 * blocks.ahead, 1, blocks.queries),
-                pltpu.VMEM((blocks.keys, blocks.queries), jnp.int32),
-            ],
+            scratch_shapes=_scratch(blocks, H, V, q_BNTH.dtype),
         ),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 * 2**20),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="flash_forward",
         metadata=tuned.metadata(key, blocks, calls=B * N),
-        cost_estimate=flash_backward.cost_estimate(q_BNTH, k_BKSH, v_BKSV, (1, 1), causal=causal, window=window),
+        cost_estimate=flash_backward.cost_estimate(q_BNTH, k_BKSH, v_BKSV, (1, 1), mask),
     )
 
     def run(lists, *shared):
@@ -357,6 +310,50 @@ def _call_of(
         return call(out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, 1, T), jnp.float32)])(*operands)
 
     return run, [offset, prefixes_B, groups, reach, tiles]
+
+
+def _specs(blocks, row, num_k, head, num_tiles, packed):
+    """(in_specs, out_specs). `row`: of the lists, for a sequence and a superblock of queries. `head`: H, V, G.
+
+    The index of a superblock of keys is clipped to those that are seen: one that is not is not fetched.
+    """
+    H, V, G = head
+    of_list = lambda b, n, i, j, *_: (row(b, i) * num_k + j, 0, 0)
+    of_q = lambda b, n, i, j, *_: (b, n, i, 0)
+    reached = lambda b, i, j, reach: jnp.clip(j, reach[2 * row(b, i)], reach[2 * row(b, i) + 1])
+    of_k = lambda b, n, i, j, _, __, ___, reach: (b, n // G, reached(b, i, j, reach), 0)
+    in_specs = [
+        pl.BlockSpec((None, 1, num_tiles), of_list, memory_space=pltpu.SMEM),
+        pl.BlockSpec((None, None, blocks.q_rows, H), of_q),
+        pl.BlockSpec((None, None, blocks.k_rows, H), of_k),
+        pl.BlockSpec((None, None, blocks.k_rows, V), of_k),
+    ]
+    if packed:
+        in_specs += [
+            pl.BlockSpec((None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, 0, i)),
+            pl.BlockSpec((None, 1, blocks.k_rows), lambda b, n, i, j, *refs: (b, 0, reached(b, i, j, refs[-1]))),
+        ]
+    out_specs = [
+        pl.BlockSpec((None, None, blocks.q_rows, V), of_q),
+        pl.BlockSpec((None, None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, n, 0, i)),
+    ]
+    return in_specs, out_specs
+
+
+def _scratch(blocks, H, V, dtype):
+    """The shapes of `_State`, with one chunk more than there are, for tiles of nobody."""
+    chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
+    f32 = lambda *shape: pltpu.VMEM(shape, jnp.float32)
+    return [
+        pltpu.VMEM((chunks + 1, blocks.queries // LANES, H, LANES), dtype),  # lanes apart: a slice of
+        pltpu.VMEM((places, blocks.keys // LANES, V, LANES), dtype),  # bf16 is then whole registers
+        f32(chunks + 1, V, blocks.queries),
+        f32(chunks + 1, 1, blocks.queries),
+        f32(chunks + 1, 1, blocks.queries),
+        f32(2 * blocks.ahead, blocks.keys, blocks.queries),
+        f32(2 * blocks.ahead, 1, blocks.queries),
+        pltpu.VMEM((blocks.keys, blocks.queries), jnp.int32),
+    ]
 
 
 def _list_tiles(ranges_bn4, num, blocks):
@@ -392,7 +389,7 @@ def _list_tiles(ranges_bn4, num, blocks):
 
 
 @dataclass(frozen=True)
-class _Fixed:
+class _Static:
     """What the kernel is compiled for."""
 
     scale: float
@@ -602,7 +599,7 @@ def build_forward(
     sizes: dict | None = None,
     **options,
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """(function, its arguments) for `bundles.py` and for tests: `forward` with these `options`.
+    """(function, its arguments) for `bundles.py` and for tests: `forward` with these `options`, of Mask and Scores.
 
     Args:
       seq: queries.
@@ -615,18 +612,19 @@ def build_forward(
     shapes += [(1, kv_heads or heads, keys, value_dim or head_dim)]
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     args += [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (seq, keys) if packed]
-    blocks = default_blocks(seq, keys, head_dim, value_dim or head_dim, dtype, options.get("window", 0))
+    mask, scores = mask_and_scores(**options)
+    blocks = default_blocks(seq, keys, head_dim, value_dim or head_dim, dtype, mask.window)
     blocks = replace(blocks, **(sizes or {}))
-    run = lambda q, k, v, *ids: forward(q, k, v, segments=ids or None, blocks=blocks, **options)
+    run = lambda q, k, v, *ids: forward(q, k, v, replace(mask, segments=ids or None), scores, blocks=blocks)
     return run, args
 
 
-def executions(kernel, T: int, S: int, heads: int, blocks: Blocks, **mask) -> list[int]:
-    """Of the regions of a compiled kernel (of bundles.py) that depend on data, for its `cycles`.
+def executions(kernel, T: int, S: int, heads: int, blocks: Blocks, mask: Mask) -> list[int]:
+    """How often each region of a compiled kernel (of bundles.py) that depends on data is executed, for its `cycles`.
 
-    `mask` is that of block_ranges; every query head has keys of its own.
+    Every query head has keys of its own.
     """
-    ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), **mask)
+    ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), mask)
     num = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
     groups = _list_tiles(ranges_bn4, num, blocks)[1].reshape(-1, 2)
     found = []

@@ -42,7 +42,7 @@ leaves out tiles of 256 x 256 that see nothing (10 of 16 are left on the diagona
 prefix, odd offsets, a last block of keys cut short) compares positions. A query that sees no key gets a log-sum-exp so
 high that P is 0: with the UNSEEN of its own, exp(UNSEEN - UNSEEN) would be 1. Beyond T, q and dout are set to 0.
 
-**Cost**, compiled (`python aot.py bundles flash_backward:build_backward H=128`): cycles of blocks of 1024 x 1024
+**Cost**, compiled (`python aot.py bundles flash_backward:build_backward head_dim=128`): cycles of blocks of 1024 x 1024
 
     H                          64     128    192/128    256
     full block               4291    4370       4685   5408
@@ -81,7 +81,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import tuned
 from collectives import vary_alike
-from masks import UNSEEN, block_ranges, visible
+from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
 
 LOG2_E = math.log2(math.e)
 LANES = 128
@@ -154,19 +154,11 @@ def backward(
     q_BNTH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSV: jax.Array,
-    out_BNTV: jax.Array,
-    lse_BNT: jax.Array,
-    dout_BNTV: jax.Array,
-    dlse_BNT: jax.Array,
+    results: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+    mask: Mask,
+    scores: Scores,
     *,
-    causal: bool,
-    window: int | tuple[int, ...],
-    prefix: jax.Array | int | None,
-    segments: tuple[jax.Array, jax.Array] | None,
-    soft_cap: float,
-    q_offset: jax.Array | int,
-    scale: float,
-    which: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -174,20 +166,18 @@ def backward(
 
     Args:
       q_BNTH, k_BKSH, v_BKSV: of one dtype. Query head n uses kv head n // (N/K).
-      out_BNTV, lse_BNT: what the forward pass returned; lse in float32, natural logarithm. Where it is UNSEEN (no key
+      results: (out_BNTV, lse_BNT) of the forward pass; lse in float32, natural logarithm. Where it is UNSEEN (no key
         seen) or infinite (overflow) the query has no gradient.
-      dout_BNTV, dlse_BNT: their gradients.
-      causal, window, prefix, segments, q_offset: as for `masks.block_ranges`. Prefix and q_offset may be traced.
-      which: if `window` is several, the number of the one that is meant; may be traced.
-      soft_cap: scores are soft_cap * tanh(scale * q k^T / soft_cap); 0 is off.
-      scale: of the scores.
+      cotangents: (dout_BNTV, dlse_BNT), the gradients of both.
+      mask, scores: those of the forward pass; `max_logit` is not read.
       blocks: sizes; None is what was found for them (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
     Raises:
       ValueError: shapes or blocks that do not go together, or do not fit into VMEM.
     """
-    (B, N, T, H), (S, V) = q_BNTH.shape, v_BKSV.shape[2:]
+    (B, N, T, H), (S, V), segments = q_BNTH.shape, v_BKSV.shape[2:], mask.segments
+    (out_BNTV, lse_BNT), (dout_BNTV, dlse_BNT) = results, cotangents
     di_BNT = jnp.sum(out_BNTV.astype(jnp.float32) * dout_BNTV.astype(jnp.float32), -1) - dlse_BNT
     dead_BNT = (lse_BNT <= UNSEEN / 2) | (lse_BNT == jnp.inf)
     stats_BN2T = jnp.stack([jnp.where(dead_BNT, NO_GRADIENT, lse_BNT * LOG2_E), jnp.where(dead_BNT, 0.0, di_BNT)], 2)
@@ -195,40 +185,49 @@ def backward(
     shared = q_BNTH, dout_BNTV.astype(q_BNTH.dtype), stats_BN2T, k_BKSH, v_BKSV, ids
 
     def call_of(window):
-        mask = dict(causal=causal, window=window)
-        shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), **mask)
+        shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=mask.causal, window=window)
         key = tuned.key_of("flash_backward", **shape, packed=segments is not None)
         sizes = blocks or tuned.best(key, Blocks) or default_blocks(T, S, H, V, q_BNTH.dtype)
         sizes = _checked(q_BNTH, k_BKSH, v_BKSV, sizes)
         described = tuned.metadata(key, sizes, calls=B * N)
-        static = _Static((T, S), mask, soft_cap, scale, sizes, interpret, described)
+        own = replace(mask, window=window, which=None)
+        static = _Static(
+            lengths=(T, S),
+            mask=Mask(causal=mask.causal, window=window),
+            soft_cap=scores.soft_cap,
+            scale=scores.scale_for(H),
+            blocks=sizes,
+            interpret=interpret,
+            metadata=described,
+        )
         if S <= sizes.resident:
-            scalars, _ = _scalars(static, B, prefix, segments, q_offset)
+            scalars, _ = _scalars(static, B, own)
             return partial(_call, static), scalars
-        return partial(_in_parts, static), (prefix, segments, q_offset)
+        return partial(_in_parts, static), own
 
-    return one_of(which, [call_of(w) for w in (window if isinstance(window, tuple) else (window,))], *shared)
+    windows = mask.window if isinstance(mask.window, tuple) else (mask.window,)
+    return one_of(mask.which, [call_of(window) for window in windows], *shared)
 
 
-def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, *, causal, window) -> pl.CostEstimate:
+def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, mask: Mask) -> pl.CostEstimate:
     """What XLA is told of how long the kernel runs (kernels.py): its multiplications, in the mean of its calls.
 
     Args:
       products: (over or into H, over or into V) of each score. A matrix unit takes 256 at a time, whatever H and V are.
     """
     (B, N, T, H), (S, V) = q_BNTH.shape, v_BKSV.shape[2:]
-    scores = B * N * T * S // 2 if causal else B * N * T * S
-    if window:  # and what of a block is computed beside it
-        scores = min(scores, B * N * min(T, S) * ((1 if causal else 2) * window + 512))
+    scores = B * N * T * S // 2 if mask.causal else B * N * T * S
+    if mask.window:  # and what of a block is computed beside it
+        scores = min(scores, B * N * min(T, S) * ((1 if mask.causal else 2) * mask.window + 512))
     flops = 2 * scores * (products[0] * _up(H, MXU) + products[1] * _up(V, MXU))
     nbytes = sum(x.size * x.dtype.itemsize for x in (q_BNTH, k_BKSH, v_BKSV))
     return pl.CostEstimate(flops=flops, transcendentals=scores, bytes_accessed=2 * nbytes)
 
 
 def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
-    """As many keys at a time as are resident. `mask`: prefix, segments and q_offset."""
+    """As many keys at a time as are resident."""
     (B, N, T, H), (_, K, S, _), blocks = q_BNTH.shape, k_BKSH.shape, static.blocks
-    prefix, segments, q_offset = mask
+    prefix, segments = mask.prefix, mask.segments
 
     def some_keys(dq_BNTH, start, size):
         cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
@@ -237,7 +236,8 @@ def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
         some_segments = None if segments is None else (segments[0], cut(segments[1], axis=1))
         some_ids = None if ids is None else (ids[0], cut(ids[1], axis=2))
         part = replace(static, lengths=(T, size))
-        scalars, seen = _scalars(part, B, some_prefix, some_segments, q_offset - start)
+        own = replace(mask, prefix=some_prefix, segments=some_segments, q_offset=mask.q_offset - start)
+        scalars, seen = _scalars(part, B, own)
         operands = q_BNTH, do_BNTV, stats_BN2T, k_BKsH, v_BKsV, some_ids
         dq_BNTH, dk_BKsH, dv_BKsV = _call(part, scalars, *operands, dq_BNTH, seen)
         return dq_BNTH, (dk_BKsH, dv_BKsV)
@@ -276,7 +276,7 @@ def _checked(q_BNTH, k_BKSH, v_BKSV, blocks):
 @dataclass(frozen=True)
 class _Static:
     lengths: tuple[int, int]
-    mask: dict  # causal, window
+    mask: Mask  # its static fields alone: causal, window
     soft_cap: float
     scale: float
     blocks: Blocks
@@ -284,15 +284,15 @@ class _Static:
     metadata: dict[str, str]
 
 
-def _scalars(static, B, prefix, segments, q_offset):
+def _scalars(static, B, mask):
     """What the kernel has in SMEM, by name, and which blocks of queries see any of the keys (bool)."""
     (T, S), bq, bk = static.lengths, static.blocks.queries, static.blocks.keys
     nq = pl.cdiv(T, bq)
     # Queries beyond T have no gradient, so a last block that they fill up needs no mask.
-    of_q, _ = block_ranges((nq * bq, S), (bq, bk), prefix=prefix, segments=segments, q_offset=q_offset, **static.mask)
-    scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=q_offset, first_q=0)
-    if prefix is not None:
-        scalars["prefix"] = jnp.broadcast_to(prefix, (B,))
+    of_q, _ = block_ranges((nq * bq, S), (bq, bk), mask)
+    scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=mask.q_offset, first_q=0)
+    if mask.prefix is not None:
+        scalars["prefix"] = jnp.broadcast_to(mask.prefix, (B,))
     scalars = {name: jnp.asarray(x, jnp.int32).reshape(-1) for name, x in scalars.items()}
     return scalars, (of_q[..., 3] > of_q[..., 0]).any(0)
 
@@ -348,7 +348,7 @@ def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_
         interpret=pltpu.InterpretParams() if static.interpret is True else static.interpret,
         name="flash_backward",
         metadata=static.metadata,
-        cost_estimate=cost_estimate(q_BNTH, k_BKSH, v_BKSV, (3, 2), **static.mask),
+        cost_estimate=cost_estimate(q_BNTH, k_BKSH, v_BKSV, (3, 2), static.mask),
     )(*scalars.values(), *(array for array, _ in inputs.values()))
 
 
@@ -372,7 +372,7 @@ def _kernel(r, static):
     at = (b * pl.cdiv(static.lengths[0], bq) + block) * 4
     first, full_first, full_end, end = [r.ranges[at + n] for n in range(4)]
     before = full_first - first
-    edges = _edges(bq, bk, **static.mask) if r.prefix is None else []
+    edges = _edges(bq, bk, static.mask) if r.prefix is None else []
 
     def attend(height, scope):
         """The first `height` queries of the block."""
@@ -399,7 +399,7 @@ def _kernel(r, static):
                 _block(r, static, height, j, partial(_seen, r, static, j, block, None))
 
         lax.fori_loop(full_first, full_end, full, None)
-        if any(static.mask.values()) or r.ids is not None or static.lengths[1] % bk:
+        if static.mask.causal or static.mask.window or r.ids is not None or static.lengths[1] % bk:
             lax.fori_loop(0, before + end - full_end, masked, None)
 
     last_height, is_last = _last_height(static.lengths[0], static.blocks), block == static.lengths[0] // bq
@@ -468,7 +468,7 @@ def _block(r, static, queries, j, seen=None, distance=None):
     bk, chunk = static.blocks.keys, static.blocks.chunk
     height, pieces = min(chunk, static.blocks.queries), []
     for c in range(0, bk, chunk):
-        some_seen = lambda q, c=c: distance is None or _tile(distance + q - c, height, chunk, **static.mask)[0]
+        some_seen = lambda q, c=c: distance is None or _tile(distance + q - c, height, chunk, static.mask)[0]
         if live := [q for q in range(0, queries, height) if some_seen(q)]:
             pieces.append((slice(live[0], live[-1] + height), slice(c, c + chunk)))
     ahead = [_scores(r, j, *piece) for piece in pieces[:2]]
@@ -503,13 +503,13 @@ def _seen(r, static, j, block, distance, rows, keys):
     shape = (rows.stop - rows.start, keys.stop - keys.start)
     q_at, k_at = _iota(shape, 0) + rows.start, _iota(shape, 1) + keys.start
     if distance is not None and r.ids is None and S % bk == 0:
-        return visible(q_at + distance, k_at, **static.mask)
+        return visible(q_at + distance, k_at, static.mask)
     q_at, k_at, segments = q_at + (block * bq + r.offset[0]), k_at + j * bk, None
     if r.ids is not None:
         k_ids = r.k_ids[:, pl.ds(pl.multiple_of(j * bk + keys.start, shape[1]), shape[1])]
         segments = _across(r.ids[rows], shape[1]), k_ids
     prefix = None if r.prefix is None else r.prefix[pl.program_id(0)]
-    seen = visible(q_at, k_at, prefix=prefix, segments=segments, **static.mask)
+    seen = visible(q_at, k_at, replace(static.mask, prefix=prefix, segments=segments))
     return seen & (k_at < S) if S % bk else seen
 
 
@@ -517,19 +517,20 @@ def _across(column, width):
     return jnp.concatenate([column] * (width // LANES), 1)
 
 
-def _tile(distance, rows, keys, *, causal, window):
+def _tile(distance, rows, keys, mask):
     """Whether any query of a tile sees any key, and whether each sees all; distance from first key to first query."""
+    causal, window = mask.causal, mask.window
     least, most = distance - keys + 1, distance + rows - 1
     some = (not causal or most >= 0) and (not window or (least < window and most > -window))
     every = (not causal or least >= 0) and (not window or (most < window and least > -window))
     return some, every
 
 
-def _edges(bq, bk, **mask):
+def _edges(bq, bk, mask):
     """Distances, in whole blocks, of the tiles that need a mask."""
-    step, reach = math.gcd(bq, bk), mask["window"] + bq + bk
+    step, reach = math.gcd(bq, bk), mask.window + bq + bk
     distances = range(-_up(reach, step), _up(reach, step) + 1, step)
-    edges = [d for d in distances if _tile(d, bq, bk, **mask) == (True, False)]
+    edges = [d for d in distances if _tile(d, bq, bk, mask) == (True, False)]
     return edges if len(edges) <= 4 else []
 
 
@@ -550,57 +551,42 @@ def build_backward(
     keys: int = 0,
     heads: int = 8,
     kv_heads: int = 0,
-    H: int = 128,
-    V: int = 0,
+    head_dim: int = 128,
+    value_dim: int = 0,
+    packed: bool = False,
     dtype: str = "bfloat16",
-    segments: bool = False,
-    prefix: bool = False,
-    traced_offset: bool = False,
-    q_offset: int = 0,
-    causal: bool = True,
-    window: int = 0,
-    soft_cap: float = 0.0,
     sizes: dict | None = None,
+    **options,
 ):
-    """(function, shapes of its arguments) for bundles.py: `backward` of `seq` queries and `keys` keys, or as many.
-
-    `sizes`, of `Blocks`, replace the default's.
-    """
-    T, S, N, K, V = seq, keys or seq, heads, kv_heads or heads, V or H
-    mask = dict(causal=causal, window=window, soft_cap=soft_cap)
+    """(function, shapes of its arguments) for bundles.py: `backward`. Arguments: as of `flash.build_forward`."""
+    T, S, N, K, H, V = seq, keys or seq, heads, kv_heads or heads, head_dim, value_dim or head_dim
+    mask, scores = mask_and_scores(**options)
     blocks = replace(default_blocks(T, S, H, V, dtype), **(sizes or {}))
     shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
     out_BNTV, lse_BNT = shape(1, N, T, V), shape(1, N, T, dtype="float32")
-    arrays = shape(1, N, T, H), shape(1, K, S, H), shape(1, K, S, V), out_BNTV, lse_BNT, out_BNTV, lse_BNT
-    more = dict(segments=(shape(1, T, dtype="int32"), shape(1, S, dtype="int32")) if segments else None)
-    more |= dict(prefix=shape(1, dtype="int32") if prefix else None)
-    more |= dict(q_offset=shape(dtype="int32") if traced_offset else None)
-
-    def function(arrays, more):
-        more = more if traced_offset else more | dict(q_offset=q_offset)
-        return backward(*arrays, **mask, **more, scale=H**-0.5, blocks=blocks)
-
-    return function, [arrays, more]
+    results = out_BNTV, lse_BNT
+    arrays = shape(1, N, T, H), shape(1, K, S, H), shape(1, K, S, V), results, results
+    segments = (shape(1, T, dtype="int32"), shape(1, S, dtype="int32")) if packed else None
+    run = lambda arrays, ids: backward(*arrays, replace(mask, segments=ids), scores, blocks=blocks)
+    return run, [arrays, segments]
 
 
-def executions(
-    kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, q_offset: int = 0, **mask
-) -> list[int]:
-    """Of the regions of a compiled kernel (of bundles.py) that depend on the mask, for its `cycles`.
+def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, mask: Mask) -> list[int]:
+    """How often each region of a compiled kernel (bundles.py) that depends on the mask is executed, for its `cycles`.
 
-    Where keys take turns, of all the calls together. `mask`: causal and window.
+    Where keys take turns, in all the calls together. Of the mask, `causal`, `window` and `q_offset` count.
     """
     num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
-    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), q_offset=q_offset, **mask)
+    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), mask)
     split = _last_height(T, blocks) < blocks.queries  # the last block of queries has code of its own
     of_scope = {"": of_q[0].tolist()[: num_q - split]} | ({"last ": of_q[0].tolist()[num_q - 1 :]} if split else {})
     parts, counts, edges = pl.cdiv(S, blocks.resident), {}, {}
     for scope, ranges in of_scope.items():
-        at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, **mask), 0), 0, 0
+        at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, mask), 0), 0, 0
         for i, (first, full_first, full_end, end) in enumerate(ranges, num_q - 1 if scope else 0):
             full += full_end - full_first
             for j in [*range(first, full_first), *range(full_end, end)]:
-                distance = i * blocks.queries + q_offset - j * blocks.keys
+                distance = i * blocks.queries + mask.q_offset - j * blocks.keys
                 if distance in at_edge:
                     at_edge[distance] += 1
                 else:

@@ -61,7 +61,7 @@ import tuned
 from compiled import bundles, schedule
 from flash import flash_attention  # noqa: F401
 from gmm import gated_gmm, gmm, room_for_two, summed_gmm, tgmm  # noqa: F401
-from masks import block_ranges
+from masks import Mask, block_ranges
 
 CLOCK_HZ = schedule.TPU7X.kernel_clock_hz
 VMEM_KIB = tuned.VMEM_BYTES // 1024
@@ -113,9 +113,12 @@ def _places(s: dict) -> set[int]:
 
 def _scores(s: dict) -> int:
     """Of a head, without tiles of 128 x 128 that the mask cuts."""
-    mask = dict(causal=s["causal"], window=s["window"], q_offset=s.get("offset", 0))
-    of_q, _ = block_ranges((s["T"], s["S"]), (128, 128), **mask)
+    of_q, _ = block_ranges((s["T"], s["S"]), (128, 128), _mask(s))
     return int((of_q[..., 2] - of_q[..., 1]).sum()) * 128 * 128
+
+
+def _mask(s: dict) -> Mask:
+    return Mask(causal=s["causal"], window=s["window"], q_offset=s.get("offset", 0))
 
 
 def _grouped_products(s: dict) -> int:
@@ -142,17 +145,21 @@ def _forward_rule(s: dict) -> flash.Blocks:
 
 
 def _forward_job(s: dict, blocks: flash.Blocks) -> tuple[str, dict]:
+    options = _attention_options(s, blocks)
+    return "flash:build_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
+
+
+def _attention_options(s: dict, blocks) -> dict:
     options = dict(
         seq=s["T"], keys=s["S"], heads=HEADS, head_dim=s["H"], value_dim=s["V"], dtype=s["dtype"], packed=s["packed"]
     )
     options |= dict(causal=s["causal"], window=s["window"], sizes=dataclasses.asdict(blocks))
-    options |= dict(q_offset=s.get("offset", 0))
-    return "flash:build_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
+    return options | dict(q_offset=s.get("offset", 0))
 
 
 def _forward_cycles(report: bundles.Report, s: dict, blocks: flash.Blocks) -> float:
-    kernel, mask = report.kernel("flash_forward"), dict(causal=s["causal"], window=s["window"])
-    executions = flash.executions(kernel, s["T"], s["S"], HEADS, blocks, q_offset=s.get("offset", 0), **mask)
+    kernel = report.kernel("flash_forward")
+    executions = flash.executions(kernel, s["T"], s["S"], HEADS, blocks, _mask(s))
     moved = HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -169,15 +176,12 @@ def _backward_rule(s: dict) -> flash_backward.Blocks:
 
 
 def _backward_job(s: dict, blocks: flash_backward.Blocks) -> tuple[str, dict]:
-    options = dict(seq=s["T"], keys=s["S"], heads=HEADS, H=s["H"], V=s["V"], dtype=s["dtype"], segments=s["packed"])
-    options |= dict(causal=s["causal"], window=s["window"], sizes=dataclasses.asdict(blocks))
-    options |= dict(q_offset=s.get("offset", 0))
-    return "flash_backward:build_backward", options
+    return "flash_backward:build_backward", _attention_options(s, blocks)
 
 
 def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blocks) -> float:
-    kernel, mask = report.kernel("flash_backward"), dict(causal=s["causal"], window=s["window"])
-    executions = flash_backward.executions(kernel, s["T"], s["S"], HEADS, HEADS, blocks, s.get("offset", 0), **mask)
+    kernel = report.kernel("flash_backward")
+    executions = flash_backward.executions(kernel, s["T"], s["S"], HEADS, HEADS, blocks, _mask(s))
     moved = 2 * HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 

@@ -22,6 +22,10 @@ documents in the order of their ids. For ids in any other order the interval is 
 about (w + block)/block blocks a row, packed documents of d keys about d/block.
 """
 
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -29,24 +33,54 @@ UNSEEN = -1e30  # the score of a key that is not seen, the log-sum-exp of a quer
 TRUSTED = 2.0**96  # with max_logit: sums of exponentials in 1/TRUSTED..TRUSTED lose nothing in float32
 
 
-def visible(
-    q_positions: jax.Array,
-    k_positions: jax.Array,
-    *,
-    causal: bool,
-    window: int = 0,
-    prefix: jax.Array | int | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("which", "prefix", "segments", "q_offset"),
+    meta_fields=("causal", "window"),
+)
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees. `causal` and `window` are static; the other fields may be traced.
+
+    `window` may be several, for a kernel that is compiled with each of them (flash.py): `which` is the index of one.
+    """
+
+    causal: bool = True  # only keys up to the query's own position, and those of the prefix
+    window: int | tuple[int, ...] = 0  # only keys less than this far away; 0 is no window
+    which: jax.Array | None = None
+    prefix: jax.Array | int | None = None  # number of leading keys that `causal` hides from no query; or prefix_B
+    segments: tuple[jax.Array, jax.Array] | None = None  # document ids of queries and of keys, (ids_BT, ids_BS)
+    q_offset: jax.Array | int = 0  # position of the first query among the keys
+
+
+class Scores(NamedTuple):
+    """How the score of a query and a key is computed: s = scale * q . k, then soft_cap * tanh(s / soft_cap)."""
+
+    scale: float | None = None  # None is H**-0.5
+    soft_cap: float = 0.0  # 0 is off
+    max_logit: float | None = None  # used in place of each row's largest score, after the cap
+
+    def scale_for(self, H: int) -> float:
+        return H**-0.5 if self.scale is None else self.scale
+
+
+CAUSAL, SCORES = Mask(), Scores()  # the defaults
+
+
+def mask_and_scores(**options) -> tuple[Mask, Scores]:
+    """Returns the Mask and the Scores that these options are fields of, as a command line gives them."""
+    scores = {name: options.pop(name) for name in Scores._fields if name in options}
+    return Mask(**options), Scores(**scores)
+
+
+def visible(q_positions: jax.Array, k_positions: jax.Array, mask: Mask) -> jax.Array:
     """Whether a query sees a key: bool, of the shape that positions, prefix and segments broadcast to.
 
     Args:
       q_positions, k_positions: in the sequence of the keys, from 0; of shapes that broadcast: [T, 1] and [1, S].
-      causal: only keys up to the query's own position, and those of the prefix.
-      window: only keys less than this far away; 0 is no window.
-      prefix: number of leading keys that `causal` does not hide from anyone.
-      segments: document ids of queries and of keys, of shapes that broadcast as the positions do.
+      mask: `prefix` and `segments` have shapes that broadcast as the positions do; `q_offset` is not read.
     """
+    causal, window, prefix, segments = mask.causal, mask.window, mask.prefix, mask.segments
     distance = q_positions - k_positions
     seen = distance == distance
     if causal:
@@ -58,25 +92,24 @@ def visible(
     return seen
 
 
-def block_ranges(
-    lengths: tuple[int, int],
-    blocks: tuple[int, int],
-    *,
-    causal: bool,
-    window: int = 0,
-    prefix: jax.Array | int | None = None,
-    segments: tuple[jax.Array, jax.Array] | None = None,
-    q_offset: jax.Array | int = 0,
-) -> tuple[jax.Array, jax.Array]:
+def visible_in_batch(T: int, S: int, mask: Mask, first: jax.Array | int = 0) -> jax.Array:
+    """`visible` of T queries, from query `first` on, and all S keys: bool [B, T, S], or [1, T, S] for all sequences."""
+    prefix, segments = mask.prefix, mask.segments
+    mask = replace(
+        mask,
+        prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
+        segments=None if segments is None else (segments[0][:, :, None], segments[1][:, None, :]),
+    )
+    return visible(jnp.arange(T)[None, :, None] + (first + mask.q_offset), jnp.arange(S)[None, None, :], mask)
+
+
+def block_ranges(lengths: tuple[int, int], blocks: tuple[int, int], mask: Mask) -> tuple[jax.Array, jax.Array]:
     """The blocks that a kernel has to visit: (of keys, for each block of queries; of queries, for each block of keys).
 
     Args:
       lengths: (T, S), numbers of queries and of keys.
       blocks: (queries, keys) in a block; the last ones may be cut short, and are then never full.
-      causal, window: as for `visible`.
-      prefix: as for `visible`, one number or an array_B.
-      segments: (ids_BT, ids_BS).
-      q_offset: position of the first query among the keys.
+      mask: with one window.
 
     Returns:
       Two arrays of int32, [b, number of blocks of queries, 4] and [b, number of blocks of keys, 4], with b = 1 where
@@ -84,9 +117,10 @@ def block_ranges(
       full_first <= full_end <= end. Blocks in [full_first, full_end) need no mask; a block that sees nothing, or that
       nobody sees, has first = end.
     """
+    causal, window, prefix, segments = mask.causal, mask.window, mask.prefix, mask.segments
     q_first, q_last, q_whole = _edges(lengths[0], blocks[0])
     k_first, k_last, k_whole = _edges(lengths[1], blocks[1])
-    q_first, q_last, q_whole = [a[None, :, None] for a in (q_first + q_offset, q_last + q_offset, q_whole)]
+    q_first, q_last, q_whole = [a[None, :, None] for a in (q_first + mask.q_offset, q_last + mask.q_offset, q_whole)]
     k_first, k_last, k_whole = [a[None, None, :] for a in (k_first, k_last, k_whole)]
 
     any_seen = (q_last >= q_first) & (k_last >= k_first)  # of a pair of blocks, [b, blocks of queries, blocks of keys]
@@ -149,24 +183,21 @@ def main(length: int = 32, block: int = 4):
     """Four masks over one sequence, as blocks."""
     ids = (jnp.arange(length) // (length // 3))[None]
     masks = {
-        "causal": dict(causal=True),
-        "prefix": dict(causal=True, prefix=length // 3),
-        "window": dict(causal=True, window=length // 4),
-        "documents": dict(causal=True, segments=(ids, ids)),
+        "causal": Mask(),
+        "prefix": Mask(prefix=length // 3),
+        "window": Mask(window=length // 4),
+        "documents": Mask(segments=(ids, ids)),
     }
     pictures = []
     for mask in masks.values():
-        elementwise = dict(mask)
-        if ids_of := elementwise.pop("segments", None):
-            elementwise["segments"] = (ids_of[0][0][:, None], ids_of[1][0][None])
-        seen = visible(jnp.arange(length)[:, None], jnp.arange(length)[None], **elementwise)
+        seen = visible_in_batch(length, length, mask)[0]
         pictures.append(picture(seen, (block, block)).splitlines())
     print("  ".join(f"{name:{length // block + 2}}" for name in masks))
     for rows in zip(*pictures, strict=True):
         print("  ".join(f"{row:{length // block + 2}}" for row in rows))
     print("\n# every query sees every key   + masked   . not visited")
     for name, mask in masks.items():
-        of_keys, _ = block_ranges((length, length), (block, block), **mask)
+        of_keys, _ = block_ranges((length, length), (block, block), mask)
         visited, full = (of_keys[0, :, 3] - of_keys[0, :, 0]).sum(), (of_keys[0, :, 2] - of_keys[0, :, 1]).sum()
         print(f"{name:10} {visited:3} of {(length // block) ** 2} blocks visited, {full} of them without a mask")
 

@@ -131,35 +131,36 @@ class Call:
 
 def forward(column: str, T: int = 8192, H: int = 128, causal=True, window=0, documents=1, max_logit=None) -> Call:
     """Cycles of a head; `documents` of T/documents each."""
-    mask, packed = dict(causal=causal, window=window), documents > 1
+    window_of, packed = dict(causal=causal, window=window), documents > 1
     ids = np.arange(T, dtype=np.int32)[None] // (T // documents)
-    segments = dict(segments=(ids, ids)) if packed else {}
+    mask = masks.Mask(**window_of, segments=(ids, ids) if packed else None)
     limit = {} if max_logit is None else dict(max_logit=max_logit)
     if column == "ironwood":
-        options = dict(seq=T, heads=HEADS, head_dim=H, packed=packed) | mask | limit
-        return Call("flash:build_forward", options, partial(read_forward, T, H, mask | segments))
-    skipped = segments if column == "tokamax" else {}  # jax masks documents, but leaves no block out
+        options = dict(seq=T, heads=HEADS, head_dim=H, packed=packed) | window_of | limit
+        return Call("flash:build_forward", options, partial(read_forward, T, H, mask))
+    if column == "jax":  # masks documents, but leaves no block out
+        mask = masks.Mask(**window_of)
     builder = "build_splash" if column == "jax" else "build_tokamax"
-    options = dict(T=T, H=H, packed=packed) | mask | limit
-    return Call(f"{__file__}:{builder}", options, partial(read_splash, column, T, mask | skipped))
+    options = dict(T=T, H=H, packed=packed) | window_of | limit
+    return Call(f"{__file__}:{builder}", options, partial(read_splash, column, T, mask))
 
 
-def read_splash(column: str, T: int, mask: dict, report: bundles.Report) -> float:
+def read_splash(column: str, T: int, mask: masks.Mask, report: bundles.Report) -> float:
     """Cycles that an anchor's forward pass takes for a head."""
-    blocks = masks.block_ranges((T, T), (BLOCK, BLOCK), **mask)[0][0]
+    blocks = masks.block_ranges((T, T), (BLOCK, BLOCK), mask)[0][0]
     rows, seen, full = len(blocks), int((blocks[:, 3] - blocks[:, 0]).sum()), int((blocks[:, 2] - blocks[:, 1]).sum())
     if column == "jax":
         return read_anchor(seen, [rows, seen, rows], report)
-    masked = mask["causal"] or mask["window"] or "segments" in mask
+    masked = mask.causal or mask.window or mask.segments is not None
     return read_anchor(seen, [rows, full, seen - full, rows] if masked else [rows, rows], report)
 
 
-def read_forward(T: int, H: int, mask: dict, report: bundles.Report) -> float:
+def read_forward(T: int, H: int, mask: masks.Mask, report: bundles.Report) -> float:
     """Of ours, a head. The bytes: q and out once, k and v for each pair of superblocks that is seen."""
-    kernel, sizes = report.kernel("flash_forward"), flash.default_blocks(T, T, H, H, window=mask["window"])
-    pairs = masks.block_ranges((T, T), (sizes.q_rows, sizes.k_rows), **mask)[0][0]
+    kernel, sizes = report.kernel("flash_forward"), flash.default_blocks(T, T, H, H, window=mask.window)
+    pairs = masks.block_ranges((T, T), (sizes.q_rows, sizes.k_rows), mask)[0][0]
     num_pairs = int((pairs[:, 3] - pairs[:, 0]).sum())
-    executions = flash.executions(kernel, T, T, HEADS, sizes, **mask)
+    executions = flash.executions(kernel, T, T, HEADS, sizes, mask)
     moved = HEADS * (T + num_pairs * sizes.k_rows) * 2 * H * 2
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -178,7 +179,7 @@ def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Ca
     cut, full = rows, rows * (rows - 1) // 2
     if column == "ironwood":
         read = read_backward_step if step else partial(read_backward, T, H)
-        return Call("flash_backward:build_backward", dict(seq=T, heads=HEADS, H=H), read)
+        return Call("flash_backward:build_backward", dict(seq=T, heads=HEADS, head_dim=H), read)
     branches = [rows, full + cut, rows] if column == "jax" else [rows, full, cut, rows]
     whole = partial(read_anchor, rows * rows, branches, name="splash_mha_dkv_no_residuals")
     builder = "build_splash" if column == "jax" else "build_tokamax"
@@ -187,7 +188,7 @@ def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Ca
 
 def read_backward(T: int, H: int, report: bundles.Report) -> float:
     kernel, sizes = report.kernel("flash_backward"), flash_backward.default_blocks(T, T, H, H)
-    executions = flash_backward.executions(kernel, T, T, HEADS, HEADS, sizes, causal=True, window=0)
+    executions = flash_backward.executions(kernel, T, T, HEADS, HEADS, sizes, masks.CAUSAL)
     moved = HEADS * T * (7 * H * 2 + 2 * 4)  # q, k, v, dout and three gradients; two numbers of each query
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 

@@ -7,7 +7,7 @@ import pytest
 
 from attention import WORTH_CUTTING, attention, causal_attention
 from flash import out_of_range
-from masks import UNSEEN
+from masks import UNSEEN, Mask, mask_and_scores
 
 
 def inputs(b, t, s, n, k, H, V=None, seed=0):
@@ -17,7 +17,7 @@ def inputs(b, t, s, n, k, H, V=None, seed=0):
 
 
 def one_query_at_a_time(
-    q, k, v, *, causal=True, window=0, prefix=0, segment_ids=None, soft_cap=0.0, sinks=None, q_offset=0, scale=None
+    q, k, v, *, causal=True, window=0, prefix=0, segments=None, soft_cap=0.0, sinks=None, q_offset=0, scale=None
 ):
     """(out, lse) in float64, with Python loops."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -29,7 +29,7 @@ def one_query_at_a_time(
         for j in range(k.shape[1]):
             hidden = causal and j > i + q_offset and j >= np.broadcast_to(prefix, b)[row]
             hidden = hidden or (window and abs(i + q_offset - j) >= window)
-            hidden = hidden or (segment_ids and segment_ids[0][row, i] != segment_ids[1][row, j])
+            hidden = hidden or (segments and segments[0][row, i] != segments[1][row, j])
             if not hidden:
                 score = q[row, i, head] @ k[row, j, kv_head] * (scale or H**-0.5)
                 scores.append(soft_cap * np.tanh(score / soft_cap) if soft_cap else score)
@@ -38,6 +38,11 @@ def one_query_at_a_time(
             lse[row, head, i] = np.logaddexp.reduce(scores)
             out[row, i, head] = np.exp(np.array(scores) - lse[row, head, i]) @ np.array(values)
     return out, lse
+
+
+def attend(q, k, v, attend=attention, sinks=None, **options):
+    """`attention`, or another, with the fields of Mask and Scores as keywords."""
+    return attend(q, k, v, *mask_and_scores(**options), sinks)
 
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3], [1, 2, 2, 2, 2, 2, 0]])
@@ -64,23 +69,23 @@ CASES = {
     "window behind the keys": (dict(b=1, t=5, s=4, H=4) | GQA, dict(window=2, q_offset=2)),
     "symmetric window": (SQUARE | GQA, dict(window=3, causal=False)),
     "symmetric window 1": (SQUARE | GQA, dict(window=1, causal=False)),
-    "segments": (SQUARE | GQA, dict(segment_ids=IDS)),
-    "segments, all keys": (SQUARE | GQA, dict(segment_ids=IDS, causal=False)),
-    "foreign segments": (SQUARE | MHA, dict(segment_ids=(SEGMENTS + 1, SEGMENTS))),
-    "segments and window": (SQUARE | GQA, dict(segment_ids=IDS, window=2)),
+    "segments": (SQUARE | GQA, dict(segments=IDS)),
+    "segments, all keys": (SQUARE | GQA, dict(segments=IDS, causal=False)),
+    "foreign segments": (SQUARE | MHA, dict(segments=(SEGMENTS + 1, SEGMENTS))),
+    "segments and window": (SQUARE | GQA, dict(segments=IDS, window=2)),
     "segments of some keys": (
         dict(b=2, t=2, s=7, H=4) | GQA,
-        dict(segment_ids=(SEGMENTS[:, 3:5], SEGMENTS), q_offset=3, window=2),
+        dict(segments=(SEGMENTS[:, 3:5], SEGMENTS), q_offset=3, window=2),
     ),
     "soft cap": (SQUARE | GQA, dict(soft_cap=0.7)),
     "prefix": (SQUARE | GQA, dict(prefix=3)),
     "prefix of each sequence": (SQUARE | GQA, dict(prefix=np.array([5, 2]))),
     "prefix and window": (SQUARE | GQA, dict(prefix=5, window=3)),
-    "prefix and segments": (SQUARE | GQA, dict(prefix=4, segment_ids=IDS)),
+    "prefix and segments": (SQUARE | GQA, dict(prefix=4, segments=IDS)),
     "sinks": (SQUARE | GQA, dict(sinks=SINKS)),
     "sinks of queries that see nothing": (dict(b=1, t=6, s=4, H=4) | GQA, dict(q_offset=-3, sinks=SINKS)),
     "narrow values": (SQUARE | GQA | dict(V=2), dict(scale=0.3)),
-    "everything": (SQUARE | GQA, dict(segment_ids=IDS, window=3, soft_cap=1.5, causal=False)),
+    "everything": (SQUARE | GQA, dict(segments=IDS, window=3, soft_cap=1.5, causal=False)),
 }
 
 
@@ -88,7 +93,7 @@ CASES = {
 def test_equals_one_query_at_a_time(shape, options):
     q, k, v = inputs(**shape)
     expected_out, expected_lse = one_query_at_a_time(q, k, v, **options)
-    out, lse = jax.jit(lambda q, k, v: attention(q, k, v, **options))(q, k, v)
+    out, lse = jax.jit(lambda q, k, v: attend(q, k, v, **options))(q, k, v)
     assert out.dtype == lse.dtype == jnp.float32
     np.testing.assert_allclose(out, expected_out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
@@ -139,7 +144,7 @@ def with_gradients(qkv, sinks, rows=7, **options):
     d_out, d_lse = (random.standard_normal(shape, np.float32) for shape in (qkv[0].shape, (2, 6, 7)))
 
     def loss(q, k, v, sinks):
-        out, lse = attention(q, k, v, segment_ids=(ids, SEGMENTS), sinks=sinks, **options)
+        out, lse = attend(q, k, v, segments=(ids, SEGMENTS), sinks=sinks, **options)
         total = jnp.sum((out * d_out)[:, :rows]) + jnp.sum((jnp.maximum(lse, -100.0) * d_lse)[..., :rows])
         return total, (out, lse)
 
@@ -202,7 +207,7 @@ def test_gradients(heads, window, soft_cap, causal):
     distance = np.arange(7)[:, None] - np.arange(7)
     seen_bts = SEGMENTS[:, :, None] == SEGMENTS[:, None]
     seen_bts = seen_bts & ((distance >= 0) | (not causal)) & ((np.abs(distance) < window) | (not window))
-    options = dict(causal=causal, window=window, soft_cap=soft_cap, segment_ids=IDS)
+    options = dict(causal=causal, window=window, soft_cap=soft_cap, segments=IDS)
     random = np.random.default_rng(1)
     d_out, d_lse = (random.standard_normal(shape, np.float32) for shape in (q.shape, (2, q.shape[2], 7)))
 
@@ -210,7 +215,7 @@ def test_gradients(heads, window, soft_cap, causal):
         weighted = lambda q, k, v: sum(jnp.sum(a * d) for a, d in zip(f(q, k, v), (d_out, d_lse), strict=True))
         return jax.jit(jax.grad(weighted, argnums=(0, 1, 2)))(q, k, v)
 
-    found = gradients(lambda q, k, v: attention(q, k, v, **options))
+    found = gradients(lambda q, k, v: attend(q, k, v, **options))
     expected = gradients(lambda q, k, v: plain(q, k, v, seen_bts, soft_cap))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -226,7 +231,7 @@ def test_gradients_of_queries_that_see_nothing_are_zero():
     blind, unseen = ~seen_bts.any(2), ~seen_bts.any(1)
     assert blind[:, 2].all() and unseen[:, 4].all() and not (blind.all() or unseen.all())
 
-    f = lambda q, k, v: attention(q, k, v, segment_ids=(q_ids, kv_ids))
+    f = lambda q, k, v: attend(q, k, v, segments=(q_ids, kv_ids))
     out, lse = jax.jit(f)(q, k, v)
     lse = np.asarray(lse).swapaxes(1, 2)
     assert (np.asarray(out)[blind] == 0).all()
@@ -253,7 +258,7 @@ def test_gradients_of_sinks():
         return jnp.einsum("bnts,bsnh->btnh", p, v)
 
     gradients = lambda f: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1, 2, 3)))
-    found = gradients(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks)[0])(q, k, v, sinks)
+    found = gradients(lambda q, k, v, sinks: attend(q, k, v, sinks=sinks)[0])(q, k, v, sinks)
     for a, b in zip(found, gradients(with_a_key_more)(q, k, v, sinks), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
         assert np.abs(b).max() > 0.1
@@ -263,21 +268,21 @@ def test_gradients_of_sinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=3), dict(segment_ids=IDS, soft_cap=2.0)])
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=3), dict(segments=IDS, soft_cap=2.0)])
 @pytest.mark.parametrize("cut", [1, 4])
 def test_parts_of_the_keys_merge_into_all(options, cut):
     """By their log-sum-exp: out = sum of exp(lse_part - lse) * out_part."""
 
     def part(q, k, v, keys, q_offset):
-        ids = {"segment_ids": (SEGMENTS, SEGMENTS[:, keys])} if "segment_ids" in options else {}
-        return attention(q, k[:, keys], v[:, keys], **(options | ids), q_offset=q_offset)
+        ids = {"segments": (SEGMENTS, SEGMENTS[:, keys])} if "segments" in options else {}
+        return attend(q, k[:, keys], v[:, keys], **(options | ids), q_offset=q_offset)
 
     @jax.jit
     def both_ways(q, k, v):
         (out_1, lse_1), (out_2, lse_2) = part(q, k, v, slice(0, cut), 0), part(q, k, v, slice(cut, 7), -cut)
         lse = jnp.logaddexp(lse_1, lse_2)
         share = lambda of: jnp.exp(of - lse).swapaxes(1, 2)[..., None]
-        return (share(lse_1) * out_1 + share(lse_2) * out_2, lse), attention(q, k, v, **options)
+        return (share(lse_1) * out_1 + share(lse_2) * out_2, lse), attend(q, k, v, **options)
 
     merged, whole = both_ways(*inputs(**SQUARE, **GQA))
     for a, b in zip(merged, whole, strict=True):
@@ -293,8 +298,8 @@ CUT = {
     "window of a quarter": (T, dict(window=T // 4)),
     "window of a quarter and one": (T, dict(window=T // 4 + 1)),
     "window of a quarter and two": (T, dict(window=T // 4 + 2)),
-    "segments": (T, dict(segment_ids=True)),
-    "everything": (T, dict(segment_ids=True, window=100, soft_cap=1.5, sinks=SINKS)),
+    "segments": (T, dict(segments=True)),
+    "everything": (T, dict(segments=True, window=100, soft_cap=1.5, sinks=SINKS)),
     "max logit": (T, dict(max_logit=5.0)),
     "not to be cut": (T + 2, dict(window=100)),
 }
@@ -309,16 +314,16 @@ def test_quarters_equal_all_at_once(t, options):
     """Values and gradients; with windows that begin on, before and behind where the keys are cut."""
     q, k, v = inputs(b=2, t=t, s=t, n=6, k=3, H=4)
     options = dict(options)
-    if options.pop("segment_ids", False):
+    if options.pop("segments", False):
         ids = np.sort(np.random.default_rng(1).integers(0, 5, (2, t)), 1)
-        options["segment_ids"] = ids, ids
+        options["segments"] = ids, ids
 
     def both(f):
         total = lambda *qkv: sum(jnp.sum(jnp.sin(a)) for a in f(*qkv))
         return *jax.jit(f)(q, k, v), *jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
 
-    found = both(lambda q, k, v: causal_attention(q, k, v, **options))
-    for a, b in zip(found, both(lambda q, k, v: attention(q, k, v, **options)), strict=True):
+    found = both(lambda q, k, v: attend(q, k, v, causal_attention, **options))
+    for a, b in zip(found, both(lambda q, k, v: attend(q, k, v, **options)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         assert np.abs(b).max() > 0.1
 
@@ -330,7 +335,7 @@ def test_quarters_leave_scores_out(window, scores):
     assert T >= WORTH_CUTTING
 
     def multiplied(f):
-        equations = jax.make_jaxpr(lambda q, k, v: f(q, k, v, window=window))(q, k, v).eqns
+        equations = jax.make_jaxpr(lambda q, k, v: f(q, k, v, Mask(window=window)))(q, k, v).eqns
         dots = [e for e in equations if e.primitive.name == "dot_general"]
         assert dots
         return sum(e.invars[1].aval.size * np.prod(e.invars[0].aval.shape[2]) for e in dots)

@@ -13,7 +13,7 @@ from support import executions
 
 import context
 from attention import attention, attention_gradients, attention_in_chunks
-from masks import UNSEEN, block_ranges
+from masks import UNSEEN, Mask, block_ranges, mask_and_scores
 
 SINKS = np.array([0.0, 1.0, -1.0, 3.0, -40.0, 0.5, 2.0, 0.0], np.float32)
 CUT, LSE_CUT = P(None, "context"), P(None, None, "context")
@@ -46,12 +46,19 @@ def with_gradients(attend, qkv, weights, sinks):
     return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*qkv, sinks)
 
 
+def context_attention(q, k, v, sinks=None, *, segments=None, kernel=False, interpret=False, **options):
+    """`context.context_attention` with the fields of Mask, Scores and Method as keywords."""
+    method = context.Method(**{name: options.pop(name) for name in context.Method._fields if name in options})
+    mask, scores = mask_and_scores(segments=segments, **options)
+    return context.context_attention(q, k, v, mask, scores, sinks, method=method, kernel=kernel, interpret=interpret)
+
+
 def cut_function(c, qkv, ids, *, sinks=False, packed=True, **options):
     """The sharded function of arrays in the order of the devices."""
 
     def per_device(qkv, ids, weights, sinks_n):
-        attend = lambda q, k, v, sinks_n: context.context_attention(
-            q, k, v, segment_ids=ids if packed else None, sinks=sinks_n if sinks else None, **options
+        attend = lambda q, k, v, sinks_n: context_attention(
+            q, k, v, sinks_n if sinks else None, segments=(ids, ids) if packed else None, **options
         )
         sinks_n = jax.lax.pcast(sinks_n, "context", to="varying")
         (dq, dk, dv, dsinks), results = with_gradients(attend, qkv, weights, sinks_n)
@@ -72,9 +79,9 @@ def check(c, tolerance=2e-6, shape=None, **options):
     sharded = jax.jit(cut_function(c, qkv, ids, **options))
     got = sharded([at(x, 1) for x in qkv], at(ids, 1), (at(weights[0], 1), at(weights[1], 2)), SINKS)
 
-    plain = dict(window=options.get("window", 0), soft_cap=options.get("soft_cap", 0.0), segment_ids=(ids, ids))
-    plain["scale"] = options.get("scale")
-    attend = lambda q, k, v, sinks: attention(q, k, v, sinks=sinks if options.get("sinks") else None, **plain)
+    plain = {name: options[name] for name in ("window", "soft_cap", "scale") if name in options}
+    plain = mask_and_scores(segments=(ids, ids), **plain)
+    attend = lambda q, k, v, sinks: attention(q, k, v, *plain, sinks if options.get("sinks") else None)
     want = jax.jit(partial(with_gradients, attend))(qkv, weights, SINKS)
     dims = (1, 1, 1, None), (1, 2)
     for (path, a), b, dim in zip(
@@ -153,15 +160,16 @@ def test_the_kernel_computes_the_same(options):
 @pytest.mark.slow
 def test_queries_at_a_time_change_nothing():
     (q, k, v), ids, (w_out, w_lse) = inputs()
-    mask = dict(window=9, segment_ids=(ids[:, 12:36], ids), q_offset=12, soft_cap=3.0)
+    mask = mask_and_scores(window=9, segments=(ids[:, 12:36], ids), q_offset=12, soft_cap=3.0)
     q, w_out, w_lse = q[:, 12:36], w_out[:, 12:36], w_lse[:, :, 12:36]
-    (out, lse), backward = jax.vjp(jax.jit(lambda *qkv: attention(*qkv, **mask)), q, k, v)
+    (out, lse), backward = jax.vjp(jax.jit(lambda *qkv: attention(*qkv, *mask)), q, k, v)
     dq_dk_dv = jax.jit(backward)((w_out, w_lse))
     for chunk in (1, 7, 24):
-        got = jax.jit(partial(attention_in_chunks, chunk=chunk, **mask))(q, k, v)
+        got = jax.jit(lambda q, k, v, chunk=chunk: attention_in_chunks(q, k, v, *mask, chunk=chunk))(q, k, v)
         np.testing.assert_allclose(got[0], out, atol=1e-6)
         np.testing.assert_allclose(got[1], lse, atol=1e-6)
-        gradients = jax.jit(partial(attention_gradients, chunk=chunk, **mask))(q, k, v, out, lse, w_out, w_lse)
+        call = lambda *arrays, chunk=chunk: attention_gradients(*arrays, *mask, chunk=chunk)
+        gradients = jax.jit(call)(q, k, v, (out, lse), (w_out, w_lse))
         for a, b in zip(gradients, dq_dk_dv, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -181,7 +189,7 @@ def test_rows_that_max_logit_is_too_far_off_for_are_nan_and_send_nothing_back(ma
 
 def test_parts_merge_to_the_whole():
     (q, k, v), _, _ = inputs(T=20)
-    attend = jax.jit(partial(attention, causal=False))
+    attend = jax.jit(partial(attention, mask=Mask(causal=False)))
     parts = [attend(q, k[:, at], v[:, at]) for at in (slice(0, 3), slice(3, 4), slice(4, 20))]
     parts = [(out.swapaxes(1, 2), lse) for out, lse in parts]
     out, lse = attend(q, k, v)
@@ -207,9 +215,9 @@ def test_rows_that_see_no_key_have_no_gradient():
     """Of the first queries with a window into a document that begins later there are none; ids make such rows."""
     (q, k, v), _, weights = inputs(b=1, T=8)
     ids = np.arange(8)[None] + np.int32([[0]])
-    mask = dict(segment_ids=(ids + 100, ids))
-    out, lse = attention_in_chunks(q, k, v, chunk=4, **mask)
-    gradients = attention_gradients(q, k, v, out, lse, *weights, chunk=4, **mask)
+    mask = Mask(segments=(ids + 100, ids))
+    out, lse = attention_in_chunks(q, k, v, mask, chunk=4)
+    gradients = attention_gradients(q, k, v, (out, lse), weights, mask, chunk=4)
     assert (out == 0).all() and (lse == np.float32(UNSEEN)).all()
     assert all((np.asarray(dx) == 0).all() for dx in gradients)
 
@@ -231,7 +239,7 @@ def tiles(q_positions, blocks, T):
     return sum(
         int(np.sum(of_keys[0, :, 3] - of_keys[0, :, 0]))
         for first, size in q_positions
-        for of_keys in [block_ranges((size, T), blocks, causal=True, q_offset=first)[0]]
+        for of_keys in [block_ranges((size, T), blocks, Mask(q_offset=first))[0]]
     )
 
 
@@ -286,7 +294,7 @@ def moved(c, dtype=jnp.bfloat16, gradients=True, **options):
     if gradients:
         function, args = cut_function(c, qkv, ids, **options), (qkv, ids, tuple(weights), SINKS)
     else:
-        attend = lambda q, k, v, ids: context.context_attention(q, k, v, segment_ids=ids, **options)[0]
+        attend = lambda q, k, v, ids: context_attention(q, k, v, segments=(ids, ids), **options)[0]
         function = jax.shard_map(attend, mesh=mesh_of(c), in_specs=CUT, out_specs=CUT)
         args = (*qkv, ids)
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
@@ -340,6 +348,8 @@ def test_nothing_of_the_whole_sequence_is_there_in_a_ring():
         (dict(head_ways=3), "head_ways=3 must divide the 4 devices"),
         (EXCHANGE | dict(head_ways=2), "head_ways=2 must divide the 4 devices of a ring; impl='all_to_all'"),
         (dict(max_logit=3.0), "max_logit=3.0 needs whole rows"),
+        (dict(causal=False), "attention over 'context' is causal, without a prefix: causal=False"),
+        (dict(prefix=3), "attention over 'context' is causal, without a prefix: causal=True"),
     ],
     ids=str,
 )

@@ -92,7 +92,7 @@ def test_exercise_7_ten_times_as_many_or_as_many():
 
 @pytest.mark.slow
 def test_exercise_8_three_of_which_two_need_a_mask():
-    by_queries, _ = masks.block_ranges((32_768, 32_768), (512, 512), causal=True, window=1024)
+    by_queries, _ = masks.block_ranges((32_768, 32_768), (512, 512), masks.Mask(window=1024))
     first, full_first, full_end, end = np.asarray(by_queries)[0, 40]
     assert end - first == 3 and full_end - full_first == 1
 
@@ -123,7 +123,7 @@ def test_exercise_11_seven_or_six():
 @pytest.mark.slow
 def test_exercise_12_a_mean_weighted_by_the_exponentials():
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 2, 4)) for i in range(3))
-    attend = lambda keys: attention.attention(q, k[:, keys], v[:, keys], causal=False)
+    attend = lambda keys: attention.attention(q, k[:, keys], v[:, keys], masks.Mask(causal=False))
     (out_a, lse_a), (out_b, lse_b) = attend(slice(0, 2)), attend(slice(2, 6))
     a, b = (jnp.exp(lse).transpose(0, 2, 1)[..., None] for lse in (lse_a, lse_b))
     out, lse = attend(slice(0, 6))

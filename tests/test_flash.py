@@ -15,11 +15,21 @@ import flags as flags_lib
 import flash
 from compiled import bundles
 from compiled.hlo import parse
-from flash import Blocks, default_blocks, flash_attention, forward, out_of_range, vmem_bytes
-from masks import UNSEEN, block_ranges, visible
+from flash import Blocks, default_blocks, out_of_range, vmem_bytes
+from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
 from tuned import VMEM_BYTES
 
 SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on
+
+
+def forward(*qkv, blocks=None, interpret=False, **options):
+    """`flash.forward` with the fields of Mask and Scores as keywords."""
+    return flash.forward(*qkv, *mask_and_scores(**options), blocks=blocks, interpret=interpret)
+
+
+def flash_attention(*qkv, sinks=None, blocks=None, interpret=False, **options):
+    """`flash.flash_attention`, likewise."""
+    return flash.flash_attention(*qkv, *mask_and_scores(**options), sinks, blocks=blocks, interpret=interpret)
 
 
 def inputs(T, S, N=1, K=1, H=64, V=64, B=1, dtype=jnp.float32, seed=0):
@@ -41,7 +51,7 @@ def mask_of(shape, causal=True, window=0, prefix=None, segments=None, q_offset=0
     if segments is not None:
         segments = segments[0][:, None, :, None], segments[1][:, None, None, :]
     positions = jnp.arange(T)[:, None] + q_offset, jnp.arange(S)[None]
-    mask = visible(*positions, causal=causal, window=window, prefix=prefix, segments=segments)
+    mask = visible(*positions, Mask(causal=causal, window=window, prefix=prefix, segments=segments))
     return np.asarray(jnp.broadcast_to(mask, (B, 1, T, S)))
 
 
@@ -228,7 +238,7 @@ def test_max_logit_that_bounds_the_scores_changes_nothing_and_other_rows_are_cou
     assert (lse[:, :, :3] == UNSEEN).all()  # a row that sees nothing is no error
 
     def others(max_logit, *args):
-        options = dict(q_offset=30, segment_ids=masked["segments"], blocks=SMALL, interpret=True)
+        options = dict(q_offset=30, segments=masked["segments"], blocks=SMALL, interpret=True)
         return flash_attention(*args, max_logit=max_logit, **options)[0].at[:, 5].set(0).sum()
 
     args = [x.swapaxes(1, 2) for x in (q, k, v)]
@@ -277,19 +287,20 @@ def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypat
         lse_BNT = jax.nn.logsumexp(scores_BNTS, -1)
         return jnp.exp(scores_BNTS - lse_BNT[..., None]) @ v_BNSV, lse_BNT
 
-    def backward(q, k, v, out, lse, dout, dlse, *, causal, q_offset, scale, segments, **options):
-        assert options == dict(window=0, which=None, prefix=None, soft_cap=0.0, interpret=True)
-        results, vjp = jax.vjp(lambda *qkv: in_jnp(*qkv, causal, q_offset, scale, segments), q, k, v)
-        for given, result in zip((out, lse), results, strict=True):
-            np.testing.assert_allclose(given, result, atol=1e-5)
-        return vjp((dout, dlse))
+    def backward(q, k, v, given, cotangents, mask, scores, *, interpret):
+        assert (mask.window, mask.which, mask.prefix, scores, interpret) == (0, None, None, Scores(scale=0.2), True)
+        attend = lambda *qkv: in_jnp(*qkv, mask.causal, mask.q_offset, scores.scale, mask.segments)
+        results, vjp = jax.vjp(attend, q, k, v)
+        for a, b in zip(given, results, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        return vjp(cotangents)
 
     monkeypatch.setattr(flash.flash_backward, "backward", backward)
     q, k, v = [x.swapaxes(1, 2) for x in inputs(100, 110, N=2)]
     ids = jnp.zeros((1, 100), jnp.int32), jnp.zeros((1, 110), jnp.int32)
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((1, 100, 2, 64)), jnp.float32)
     loss = lambda f, *qkv: (lambda out, lse: (out * dout).sum() + (lse**2).sum())(*f(*qkv))
-    ours = partial(flash_attention, q_offset=10, scale=0.2, segment_ids=ids, blocks=SMALL, interpret=True)
+    ours = partial(flash_attention, q_offset=10, scale=0.2, segments=ids, blocks=SMALL, interpret=True)
 
     def plain(*qkv):
         out, lse = in_jnp(*(x.swapaxes(1, 2) for x in qkv), True, 10, 0.2, None)
@@ -308,7 +319,7 @@ def test_one_of_several_windows(which):
     ids, sinks = documents(2, 300), jnp.array([0.5, -1.0])
 
     def loss(q, k, v, sinks, **options):
-        attend = partial(flash_attention, segment_ids=(ids, ids), sinks=sinks, blocks=SMALL, interpret=True, **options)
+        attend = partial(flash_attention, segments=(ids, ids), sinks=sinks, blocks=SMALL, interpret=True, **options)
         out, lse = attend(q, k, v)
         return (out**2).sum() + jnp.sin(lse).sum()
 
@@ -331,13 +342,12 @@ QUICK = ("causal", "documents")  # of the masks
 )
 def test_the_list_has_every_tile_that_is_seen_once(mask):
     masks = {name: value for name, value in MASKS[mask].items() if name not in ("soft_cap", "scale")}
-    masks = dict(causal=True) | masks
     B, T, S, num_q, num_k, chunks, places = 2, 330, 330, 3, 2, 4, 3
     blocks = Blocks(128, 192, queries=32, keys=64, full_unroll=2, cut_unroll=2, ahead=1)
 
     @jax.jit
     def lists(q_offset):
-        ranges, _ = block_ranges((T, S), (32, 64), q_offset=q_offset, **masks)
+        ranges, _ = block_ranges((T, S), (32, 64), Mask(q_offset=q_offset, **masks))
         return flash._list_tiles(ranges, (num_q, num_k), blocks)
 
     for q_offset in (0, 150):
@@ -412,7 +422,7 @@ def whole_call(T, mask, report, heads, packed=None):
     """Cycles of all that the kernel does, for lists of tiles as this mask makes them."""
     H = report.options.get("head_dim", 128)
     kernel, sizes = report.kernel("flash_forward"), default_blocks(T, T, H, H)
-    counts = flash.executions(kernel, T, T, heads, sizes, causal=True, segments=packed, **mask)
+    counts = flash.executions(kernel, T, T, heads, sizes, Mask(segments=packed, **mask))
     return kernel.cycles(counts, moved_bytes=0).compute / heads
 
 
@@ -459,7 +469,7 @@ def test_compiled_no_scores_are_in_memory():
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     T, N, H = 16_384, 2, 128
     array = jax.ShapeDtypeStruct((1, T, N, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
-    loss = lambda q, k, v: flash_attention(q, k, v, causal=True)[0].astype(jnp.float32).sum()
+    loss = lambda q, k, v: flash_attention(q, k, v)[0].astype(jnp.float32).sum()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(array, array, array).compile().memory_analysis()
     assert 0 < memory.temp_size_in_bytes < T * T * 2 / 8
@@ -474,7 +484,7 @@ def test_compiled_branches_of_windows_have_the_kernels_alone():
     qkv = [struct((4, 2048, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
 
     def loss(qkv, bias, ids, which):
-        out, _ = flash_attention(*(x + bias for x in qkv), segment_ids=(ids, ids), window=(256, 0), which=which)
+        out, _ = flash_attention(*(x + bias for x in qkv), segments=(ids, ids), window=(256, 0), which=which)
         return jnp.sin(out.astype(jnp.float32)).sum()
 
     others = struct((64,), jnp.bfloat16), struct((4, 2048), jnp.int32), struct((), jnp.int32)

@@ -16,7 +16,7 @@ import flags as flags_lib
 import flash_backward
 from compiled import bundles
 from flash_backward import Blocks, backward, default_blocks, executions, vmem_bytes
-from masks import UNSEEN, visible
+from masks import CAUSAL, UNSEEN, Mask, Scores, mask_and_scores, visible
 
 SMALL = Blocks(queries=128, keys=256, chunk=128, resident=2048)
 SCOPED_BYTES = re.compile(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"')
@@ -29,10 +29,12 @@ def attend(q, k, v, *, scale, causal, window, prefix, segments, soft_cap, q_offs
     seen = visible(
         jnp.arange(T)[:, None] + q_offset,
         jnp.arange(S)[None],
-        causal=causal,
-        window=window,
-        prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
-        segments=None if segments is None else (segments[0][:, :, None], segments[1][:, None]),
+        Mask(
+            causal=causal,
+            window=window,
+            prefix=None if prefix is None else jnp.reshape(prefix, (-1, 1, 1)),
+            segments=None if segments is None else (segments[0][:, :, None], segments[1][:, None]),
+        ),
     )
     seen = np.asarray(seen).reshape(-1, 1, T, S)
     raw = scale * np.einsum("bnth,bnsh->bnts", q, k)
@@ -83,8 +85,8 @@ def gradients(arrays, out, lse, blocks=SMALL, *, prefix, segments, q_offset, **s
     q, k, v, dout, dlse = arrays
 
     def call(prefix, segments, q_offset):
-        traced = dict(prefix=prefix, segments=segments, q_offset=q_offset)
-        return backward(q, k, v, out, lse, dout, dlse, **static, **traced, blocks=blocks, interpret=True)
+        mask = mask_and_scores(prefix=prefix, segments=segments, q_offset=q_offset, **static)
+        return backward(q, k, v, (out, lse), (dout, dlse), *mask, blocks=blocks, interpret=True)
 
     return jax.jit(call)(prefix, segments, jnp.asarray(q_offset))
 
@@ -230,18 +232,18 @@ def test_tiles():
     for causal in (True, False):
         for window in (0, 1, 3, 8):
             for distance in range(-20, 20):
-                seen = np.asarray(visible(q + distance, k, causal=causal, window=window))
-                tile = flash_backward._tile(distance, 4, 6, causal=causal, window=window)
+                seen = np.asarray(visible(q + distance, k, Mask(causal, window)))
+                tile = flash_backward._tile(distance, 4, 6, Mask(causal, window))
                 assert tile == (seen.any(), seen.all()), (causal, window, distance)
 
 
 def test_edges():
     edges = flash_backward._edges
-    assert edges(1024, 1024, causal=True, window=0) == [0]
-    assert edges(1024, 1024, causal=True, window=1024) == [0, 1024]
-    assert edges(1024, 1024, causal=True, window=4096) == [0, 4096]
-    assert edges(512, 1024, causal=True, window=0) == [0, 512]
-    assert edges(1024, 1024, causal=False, window=0) == []
+    assert edges(1024, 1024, CAUSAL) == [0]
+    assert edges(1024, 1024, Mask(window=1024)) == [0, 1024]
+    assert edges(1024, 1024, Mask(window=4096)) == [0, 4096]
+    assert edges(512, 1024, CAUSAL) == [0, 512]
+    assert edges(1024, 1024, Mask(causal=False)) == []
 
 
 def test_errors():
@@ -255,7 +257,8 @@ def test_errors():
     ]:
         q, k, v, dout, dlse = change.get("arrays", arrays)
         with pytest.raises(ValueError, match=match):
-            backward(q, k, v, dout, dlse, dout, dlse, **NO_MASK, scale=1.0, blocks=change.get("blocks"), interpret=True)
+            both = (dout, dlse), (dout, dlse)
+            backward(q, k, v, *both, Mask(causal=False), Scores(), blocks=change.get("blocks"), interpret=True)
 
 
 # -- on TPU7x, as its compiler sees it
@@ -281,11 +284,11 @@ def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_said():
     shapes = [(*shape, group) for shape, (_, group) in attention_shapes().items()]
     for T, H, V, window, G in [*shapes, (2 * 32768, 128, 128, 0, 1)]:  # the last with keys in turns
 
-        def per_device(q, k, v, out, lse, ids, T=T, H=H, window=window):
+        def per_device(q, k, v, out, lse, ids, T=T, window=window):
             ids_here = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index("context") * (T // 2), T // 2, 1)
             offset = jax.lax.axis_index("context") * (T // 2)
-            mask = dict(causal=True, window=window, prefix=None, segments=(ids_here, ids), q_offset=offset)
-            return backward(q, k, v, out, lse, out, lse, **mask, soft_cap=0.0, scale=H**-0.5)
+            mask = Mask(window=window, segments=(ids_here, ids), q_offset=offset)
+            return backward(q, k, v, (out, lse), (out, lse), mask, Scores())
 
         function = jax.shard_map(
             per_device, mesh=mesh, in_specs=(split, whole, whole, split, split, whole), out_specs=split, check_vma=True
@@ -311,7 +314,7 @@ def test_cycles():
     assert 3584 < full <= 4400
     assert edge <= 0.7 * full  # 10 of its 16 tiles
     blocks, kernel = default_blocks(8192, 8192, 128, 128), report.kernel()
-    counts = executions(kernel, 8192, 8192, 8, 8, blocks, causal=True, window=0)
+    counts = executions(kernel, 8192, 8192, 8, 8, blocks, CAUSAL)
     by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
     assert (by_name["full block"], by_name["edge block"], by_name["masked block"]) == (8 * 28, 8 * 8, 0)
     head = kernel.cycles(counts, moved_bytes=0).compute / 8
@@ -322,7 +325,7 @@ def test_cycles():
 def test_a_query_more_than_a_block_takes_a_quarter_of_one():
     """1,025 queries: compiled, 1,024 take 5,212 cycles, and two whole blocks of queries took 15,500."""
     kernel = bundles.measure("flash_backward:build_backward", seq=1025, heads=2).kernel()
-    counts = executions(kernel, 1025, 1025, 2, 2, default_blocks(1025, 1025, 128, 128), causal=True, window=0)
+    counts = executions(kernel, 1025, 1025, 2, 2, default_blocks(1025, 1025, 128, 128), CAUSAL)
     by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
     assert (by_name["full block"], by_name["edge block"]) == (0, 2)
     assert (by_name["last full block"], by_name["last edge block"], by_name["last masked block"]) == (2, 2, 0)

@@ -51,7 +51,7 @@ def test_visible_is_the_mask(mask):
     segments = of_kernel(mask, t, s).get("segments")
     keywords = mask | ({} if segments is None else dict(segments=(segments[0][:, :, None], segments[1][:, None])))
     keywords |= {} if "prefix" not in mask else dict(prefix=np.reshape(mask["prefix"], (-1, 1, 1)))
-    found = masks.visible(np.arange(t)[None, :, None] + q_offset, np.arange(s)[None, None], **keywords)
+    found = masks.visible(np.arange(t)[None, :, None] + q_offset, np.arange(s)[None, None], masks.Mask(**keywords))
     expected = elementwise(t, s, q_offset, **mask)
     np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
     assert expected.any() and (not expected.all() or mask == MASKS["all"])
@@ -64,7 +64,7 @@ def test_ranges_cover_what_is_seen_and_full_ones_need_no_mask(mask, blocks):
     """And they are no wider than the blocks that see something, where a mask gives intervals."""
     for t, s, q_offset in SHAPES:
         seen = elementwise(t, s, q_offset, **mask)
-        ranges = masks.block_ranges((t, s), blocks, q_offset=q_offset, **of_kernel(mask, t, s))
+        ranges = masks.block_ranges((t, s), blocks, masks.Mask(q_offset=q_offset, **of_kernel(mask, t, s)))
         both_ways = (seen, blocks, (t, s)), (seen.swapaxes(1, 2), blocks[::-1], (s, t))
         for (matrix, (block, other), lengths), found in zip(both_ways, ranges, strict=True):
             found = np.broadcast_to(found, (2, *found.shape[1:]))
@@ -88,7 +88,7 @@ def test_ranges_cover_what_is_seen_and_full_ones_need_no_mask(mask, blocks):
 
 @pytest.mark.slow
 def test_a_mask_of_the_whole_batch_has_one_set_of_ranges():
-    of_keys, of_queries = masks.block_ranges((24, 16), (4, 8), causal=True)
+    of_keys, of_queries = masks.block_ranges((24, 16), (4, 8), masks.Mask())
     assert of_keys.shape == (1, 6, 4) and of_queries.shape == (1, 2, 4)
     assert of_keys.dtype == of_queries.dtype == jnp.int32
 
@@ -96,7 +96,7 @@ def test_a_mask_of_the_whole_batch_has_one_set_of_ranges():
 @pytest.mark.slow
 def test_the_offset_may_be_traced():
     """As where a device's queries start depends on its place in the mesh."""
-    f = lambda q_offset: masks.block_ranges((8, 32), (4, 4), causal=True, window=6, q_offset=q_offset)
+    f = lambda q_offset: masks.block_ranges((8, 32), (4, 4), masks.Mask(window=6, q_offset=q_offset))
     for q_offset in (0, 5, 24):
         for traced, known in zip(jax.jit(f)(q_offset), f(q_offset), strict=True):
             np.testing.assert_array_equal(traced, known)
@@ -109,9 +109,9 @@ def test_blocks_visited(n, window):
     """n(n+1)/2 under a causal mask, n of them masked; a window of w blocks leaves w+1 a row, from the w-th row on."""
     visited = lambda r: (int((r[..., 3] - r[..., 0]).sum()), int((r[..., 2] - r[..., 1]).sum()))
     length, block = 16 * n, 16
-    of_keys, of_queries = masks.block_ranges((length, length), (block, block), causal=True)
+    of_keys, of_queries = masks.block_ranges((length, length), (block, block), masks.Mask())
     assert visited(of_keys) == visited(of_queries) == (n * (n + 1) // 2, n * (n - 1) // 2)
-    of_keys, _ = masks.block_ranges((length, length), (block, block), causal=True, window=window * block)
+    of_keys, _ = masks.block_ranges((length, length), (block, block), masks.Mask(window=window * block))
     assert visited(of_keys)[0] == sum(min(i, window) + 1 for i in range(n))
 
 
