@@ -590,8 +590,8 @@ def _gated(options, x, gate, up, sizes_e, keys):
 def _gated_forward(options, x, gate, up, sizes_e, keys):
     _, activation, names = options
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
-    scales = dict(gate_scale=scale_of_gate, up_scale=scale_of_up, out_dtype=x.source.dtype)
-    *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **scales)
+    options = dict(rhs_scale=(scale_of_gate, scale_of_up), out_dtype=x.source.dtype)
+    *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **options)
     products = [*map(checkpoint_name, products, names)]
     return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], sizes_e, keys, products)
 

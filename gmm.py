@@ -82,6 +82,7 @@ from groups import (
     MXU,
     TgmmTiles,
     Tiles,
+    Variant,
     check_tgmm_tiles,
     check_tiles,
     default_tgmm_tiles,
@@ -194,8 +195,7 @@ def gated_products(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     group_offset: jax.Array | int = 0,
-    gate_scale: jax.Array | float | None = None,
-    up_scale: jax.Array | float | None = None,
+    rhs_scale: tuple[jax.Array | float, jax.Array | float] | None = None,
     out_dtype=None,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -203,19 +203,16 @@ def gated_products(
     """(lhs . gate[e], lhs . up[e], `gated_gmm`), for operands of 8 bits, too; not differentiable itself.
 
     Args:
-      gate_scale, up_scale: as `rhs_scale` for `gmm`, for both or for neither.
+      rhs_scale: one for gate and one for up, as for `gmm`.
       out_dtype: as for `gmm`; the others as for `gated_gmm`.
 
     Raises:
-      ValueError: as `gated_gmm`; one scale without the other.
+      ValueError: as `gated_gmm`.
     """
     _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
-    if (gate_scale is None) != (up_scale is None):
-        raise ValueError("gated_products takes scales of both gate and up, or of neither")
-    named = (("gate_scale", gate_scale), ("up_scale", up_scale))
-    scales = None if gate_scale is None else [_column_scale(scale, E, N, name) for name, scale in named]
+    scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
     options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
-    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *(scales or ()))
+    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
     lhs, gate, up, sizes, offset, *scales = vary_alike(arrays)
     return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None)
 
@@ -405,17 +402,18 @@ _gated.defvjp(_gated_forward, _gated_backward)
 def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
-    if tiles or room_for_two(M, K, N, E, pair[0].dtype, out_dtype, transpose_rhs=True, rhs_scale=bool(rhs_scale)):
+    if tiles or room_for_two(M, K, N, E, pair[0].dtype, out_dtype, bool(rhs_scale)):
         return _products(options, pair, rhs, group_sizes, group_offset, None, rhs_scale)[0]
     scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
     one = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
     return sum(map(one, pair, rhs, scales))
 
 
-def room_for_two(M, K, N, E, dtype, out_dtype, **kinds) -> bool:
+def room_for_two(M, K, N, E, dtype, out_dtype, rhs_scale: bool) -> bool:
     """With what is read for each tile, twice lhs and twice rhs, the matrix units would not wait (see **Cost**)."""
     try:
-        cols = default_tiles(M, K, N, E, dtype, out_dtype, summed=True, **kinds).cols
+        variant = Variant(transpose_rhs=True, summed=True, rhs_scale=rhs_scale)
+        cols = default_tiles(M, K, N, E, dtype, out_dtype, variant).cols
     except ValueError:  # not even the smallest tiles
         return False
     return cols == N or FLOPS_A_BYTE * (1 / cols + E / M + 1 / (2 * K)) < 1
@@ -775,17 +773,17 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
     transpose_rhs, out_dtype, tiles, activation, interpret = options
     (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
-    kinds = dict(transpose_rhs=transpose_rhs, gated=activation is not None, summed=len(lhs) == 2)
-    key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **kinds)
-    kinds |= dict(lhs_scale=lhs_scale is not None, rhs_scale=rhs_scale is not None)
-    tiles = tiles or _found(key, Tiles, check_tiles, K, N, dtype, out_dtype, **kinds)
-    tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, **kinds)
-    check_tiles(tiles, K, N, dtype, out_dtype, **kinds)
+    flags = dict(transpose_rhs=transpose_rhs, gated=activation is not None, summed=len(lhs) == 2)
+    key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **flags)
+    variant = Variant(lhs_scale=lhs_scale is not None, rhs_scale=rhs_scale is not None, **flags)
+    tiles = tiles or _tuned(key, Tiles, check_tiles, K, N, dtype, out_dtype, variant)
+    tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, variant)
+    check_tiles(tiles, K, N, dtype, out_dtype, variant)
     unit = register_rows(dtype, out_dtype)
     whole = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
     lhs, lhs_scale = jax.tree.map(whole, (lhs, lhs_scale))
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
-    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, rhs[0].dtype, **kinds)
+    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant, rhs[0].dtype)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
     operands = (plan, lhs, rhs, lhs_scale, rhs_scale)
     shape = jax.ShapeDtypeStruct((lhs[0].shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs[0]).mat)
@@ -795,11 +793,11 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
     return tuple(result[:M] for result in results)
 
 
-def _found(key, make, check, *shape, **kinds):
+def _tuned(key, make, check, *call):
     """What was tuned, if it fits: the key says nothing of scales and of the result's type."""
     if tiles := tuned.best(key, make):
         try:
-            check(tiles, *shape, **kinds)
+            check(tiles, *call)
         except ValueError:
             return None
     return tiles
@@ -807,15 +805,15 @@ def _found(key, make, check, *shape, **kinds):
 
 def _tgmm_call(lhs, dout, group_sizes, group_offset, scale, *, num_groups, out_dtype, tiles, interpret):
     (M, K), N = lhs.shape, dout.shape[1]
-    kinds = dict(scale=scale is not None)
+    scaled = scale is not None
     key = tuned.key_of("tgmm", M=M, K=K, N=N, E=num_groups, dtype=str(lhs.dtype))
-    tiles = tiles or _found(key, TgmmTiles, check_tgmm_tiles, K, N, lhs.dtype, out_dtype, **kinds)
-    tiles = tiles or default_tgmm_tiles(M, K, N, num_groups, lhs.dtype, out_dtype, **kinds)
-    check_tgmm_tiles(tiles, K, N, lhs.dtype, out_dtype, **kinds)
+    tiles = tiles or _tuned(key, TgmmTiles, check_tgmm_tiles, K, N, lhs.dtype, out_dtype, scaled)
+    tiles = tiles or default_tgmm_tiles(M, K, N, num_groups, lhs.dtype, out_dtype, scaled)
+    check_tgmm_tiles(tiles, K, N, lhs.dtype, out_dtype, scaled)
     unit = register_rows(lhs.dtype)
     lhs, dout = (x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0))) for x in (lhs, dout))
     plan = plan_of(group_sizes, group_offset, num_groups, M, unit, tiles.rows, tiles)
-    buffers = tgmm_buffers(tiles, K, N, lhs.dtype, out_dtype, dout.dtype, **kinds)
+    buffers = tgmm_buffers(tiles, K, N, lhs.dtype, out_dtype, dout.dtype, scaled)
     kernel = partial(_tgmm_kernel, tiles=tiles, unit=unit)
     shape = jax.ShapeDtypeStruct((num_groups, K, N), out_dtype, manual_axis_type=jax.typeof(lhs).mat)
     described = tuned.metadata(key, tiles, calls=1)
@@ -856,41 +854,29 @@ def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata
 # -- for bundles.py
 
 
-def build_gmm(
-    M=8192,
-    K=4096,
-    N=1536,
-    groups=8,
-    dtype="bfloat16",
-    out_dtype=None,
-    transpose_rhs=False,
-    lhs_scale=False,
-    rhs_scale=False,
-    summed=False,
-    **tiles,
-):
-    """(function, shapes of its arguments); scales: of lhs's rows, of rhs's columns; tiles: rows, cols, step."""
-    kinds = dict(transpose_rhs=transpose_rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, summed=summed)
-    default = default_tiles(M, K, N, groups, dtype, out_dtype, **kinds)
-    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
+def build_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **options):
+    """(function, shapes of its arguments). Options: the fields of Variant but `gated`, and of Tiles."""
+    variant = Variant(**{name: options.pop(name) for name in Variant._fields if name in options})
+    default = default_tiles(M, K, N, groups, dtype, out_dtype, variant)
+    options = dict(out_dtype=out_dtype, tiles=default._replace(**options))
     shape = jax.ShapeDtypeStruct
-    lhs, rhs = shape((M, K), dtype), shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
-    scales = dict(lhs_scale=shape((M,), jnp.float32)) if lhs_scale else {}
-    scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if rhs_scale else {}
-    call = partial(gmm, transpose_rhs=transpose_rhs)
-    if summed:  # transposed always
+    lhs, rhs = shape((M, K), dtype), shape((groups, N, K) if variant.transpose_rhs else (groups, K, N), dtype)
+    scales = dict(lhs_scale=shape((M,), jnp.float32)) if variant.lhs_scale else {}
+    scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if variant.rhs_scale else {}
+    call = partial(gmm, transpose_rhs=variant.transpose_rhs)
+    if variant.summed:  # transposed always
         call, (lhs, rhs, scales) = summed_gmm, jax.tree.map(lambda a: (a, a), (lhs, rhs, scales))
     run = lambda lhs, rhs, sizes, scales: call(lhs, rhs, sizes, **scales, **options)
     return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
 
 
 def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, **tiles):
-    default = default_tiles(M, K, N, groups, dtype, gated=True, rhs_scale=rhs_scale)
+    default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale))
     shape = jax.ShapeDtypeStruct
     weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
-    scales = dict.fromkeys(("gate_scale", "up_scale"), shape((groups, N), jnp.float32)) if rhs_scale else {}
+    scales = (shape((groups, N), jnp.float32),) * 2 if rhs_scale else None
     options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
-    run = lambda x, gate, up, sizes, scales: gated_products(x, gate, up, sizes, **scales, **options)
+    run = lambda x, gate, up, sizes, scales: gated_products(x, gate, up, sizes, rhs_scale=scales, **options)
     return run, [shape((M, K), dtype), weights, weights, sizes, scales]
 
 

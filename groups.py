@@ -64,6 +64,23 @@ class TgmmTiles(NamedTuple):
     outs: int = 2  # results in VMEM: 2, or 1, which waits for the last one to be written
 
 
+class Variant(NamedTuple):
+    """What gmm's kernel is compiled for, beside shapes and types. All are flags."""
+
+    transpose_rhs: bool = False
+    lhs_scale: bool = False  # one for each row
+    rhs_scale: bool = False  # any other scale
+    gated: bool = False  # one lhs, two rhs, three results
+    summed: bool = False  # two lhs, two rhs, one result
+
+    def operands(self) -> tuple[int, int, int]:
+        """The numbers of lhs, of rhs and of results."""
+        return (1, 2, 3) if self.gated else (2, 2, 1) if self.summed else (1, 1, 1)
+
+
+PLAIN = Variant()
+
+
 # -- tiles
 
 
@@ -97,32 +114,15 @@ def _padded_bytes(shape: Sequence[int], dtype) -> int:
     return int(np.prod(outer)) * cdiv(rows, unit) * unit * cdiv(cols, 128) * 128 * np.dtype(dtype).itemsize
 
 
-def operands_of(gated: bool = False, summed: bool = False, **_) -> tuple[int, int, int]:
-    """Of a call of gmm's kernel, whatever other kinds it is of: how many lhs it has, how many rhs, how many results."""
-    return (1, 2, 3) if gated else (2, 2, 1) if summed else (1, 1, 1)
-
-
-def gmm_buffers(
-    tiles: Tiles,
-    K,
-    N,
-    dtype,
-    out_dtype,
-    rhs_dtype=None,
-    transpose_rhs=False,
-    lhs_scale=False,
-    rhs_scale=False,
-    gated=False,
-    summed=False,
-):
+def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, rhs_dtype=None):
     """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
     unit, cols = register_rows(dtype, out_dtype), tiles.cols
-    inputs, matrices, results = operands_of(gated, summed)
+    inputs, matrices, results = variant.operands()
     return dict(
         lhs=((2, inputs, tiles.rows, K), dtype),
-        rhs=((2, matrices, cols, K) if transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
-        lhs_scale=((2, tiles.rows, 1), np.float32) if lhs_scale else None,
-        rhs_scale=((2, matrices, 1, cols), np.float32) if rhs_scale else None,
+        rhs=((2, matrices, cols, K) if variant.transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
+        lhs_scale=((2, tiles.rows, 1), np.float32) if variant.lhs_scale else None,
+        rhs_scale=((2, matrices, 1, cols), np.float32) if variant.rhs_scale else None,
         out=((2, results, tiles.rows, cols), out_dtype),
         shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
@@ -141,20 +141,17 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
     )
 
 
-def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, **kinds) -> int:
-    """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while.
-
-    kinds: transpose_rhs, lhs_scale (per row), rhs_scale (any other), gated, summed, as flags.
-    """
-    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, **kinds)
-    if kinds.get("summed") and kinds.get("rhs_scale"):  # what has scales of its own is not added in the matrix units
+def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN) -> int:
+    """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while."""
+    buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant)
+    if variant.summed and variant.rhs_scale:  # what has scales of its own is not added in the matrix units
         buffers["product"] = (tiles.rows, tiles.cols), np.float32
     return _bytes_of(buffers)
 
 
-def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds) -> int:
-    """Likewise of `tgmm`. kinds: scale, a flag."""
-    return _bytes_of(tgmm_buffers(tiles, K, N, dtype, out_dtype, **kinds))
+def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = False) -> int:
+    """Likewise of `tgmm`."""
+    return _bytes_of(tgmm_buffers(tiles, K, N, dtype, out_dtype, scale=scale))
 
 
 def _bytes_of(buffers):
@@ -188,7 +185,7 @@ def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
     return max(1.0, FLOPS_A_BYTE * (1 / height + 1 / width)) * computed
 
 
-def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> Tiles:
+def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, variant: Variant = PLAIN) -> Tiles:
     """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest.
 
     Parts of N overlap only where those that divide it are so narrow that HBM keeps the matrix units waiting.
@@ -200,16 +197,16 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds
     fitting = [
         tiles
         for tiles in (Tiles(r, c, step) for r in rows for c in widths(N))
-        if vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds) <= VMEM_BYTES
+        if vmem_bytes(tiles, K, N, dtype, out_dtype, variant) <= VMEM_BYTES
     ]
     if not fitting:
-        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, **kinds)  # says why
+        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, variant)  # says why
     return max(
         fitting, key=lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), N % t.cols == 0, t.rows * t.cols, t.cols)
     )
 
 
-def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **kinds) -> TgmmTiles:
+def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, scale: bool = False) -> TgmmTiles:
     """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least.
 
     Parts of K and N overlap as those of `default_tiles`.
@@ -220,33 +217,33 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, **
     tiles = [TgmmTiles(r, k, n, outs) for r in rows for k, n in sizes for outs in (2, 1)]
     worth = lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), K % t.k == N % t.n == 0)
     size = lambda t: (*worth(t), t.outs, min(t.rows * t.k * t.n, LARGEST_SUM * max(rows)), t.rows, -t.k - t.n)
-    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, **kinds) <= VMEM_BYTES]
+    fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, scale) <= VMEM_BYTES]
     if not fitting:
-        check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, **kinds)
+        check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, scale)
     return max(fitting, key=size)
 
 
-def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, **kinds):
+def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN):
     """Raises ValueError: tiles do not divide what they must, or take more VMEM than there is."""
     unit = register_rows(dtype, out_dtype)
     if tiles.cols not in widths(N):
         raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {widths(N)}")
     if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
-    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_BYTES:
+    if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, variant)) > VMEM_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_BYTES:,}: "
             f"take fewer rows or cols, or cut K into parts and add their results{_not_cut(N=N)}"
         )
 
 
-def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, **kinds):
+def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = False):
     for name, width, size in (("k", tiles.k, K), ("n", tiles.n, N)):
         if width not in widths(size):
             raise ValueError(f"{tiles}: {name} must be {size} or, in parts of multiples of 128, one of {widths(size)}")
     if tiles.rows % MXU or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
-    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, **kinds)) > VMEM_BYTES:
+    if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, scale)) > VMEM_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_BYTES:,}: take less of any"
             f"{_not_cut(K=K, N=N)}"
@@ -270,7 +267,9 @@ class Plan(NamedTuple):
 
     totals: "jax.Array"  # tiles, groups, first row, end of the last row
     tile_group: "jax.Array"  # which of the groups, in the order of those that have rows
-    tile_block: "jax.Array"  # where it starts: a group's first tile with the block that holds the group's first row
+    tile_block: (
+        "jax.Array"  # where it starts: the first tile of a group with the block that holds the group's first row
+    )
     tile_blocks: "jax.Array"  # its blocks that hold rows of the group
     tile_write: "jax.Array"  # of these, the ones to write: not the last one, if the next group has rows in it
     tile_height: "jax.Array"  # the height in which it is computed, an index in `heights`
@@ -373,9 +372,11 @@ def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype,
     return [of(region) for region in kernel.unknown()]
 
 
-def moved_bytes(group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, **kinds) -> int:
-    """Between HBM and VMEM, in a call of the kernel for these group sizes, without scales. kinds: of `vmem_bytes`."""
-    inputs, matrices, results = operands_of(**kinds)
+def moved_bytes(
+    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, variant: Variant = PLAIN
+) -> int:
+    """Between HBM and VMEM, in a call of the kernel for these group sizes, without scales."""
+    inputs, matrices, results = variant.operands()
     out_dtype = out_dtype or result_dtype(dtype)
     of_in, of_out = (np.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)

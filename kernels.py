@@ -122,7 +122,7 @@ def _mask(s: dict) -> Mask:
 
 
 def _grouped_products(s: dict) -> int:
-    _, matrices, _ = groups.operands_of(**_kinds(s))
+    _, matrices, _ = _variant(s).operands()
     return _rows_of_experts(s) * s["K"] * s["N"] * matrices
 
 
@@ -194,11 +194,12 @@ def _gmm_choices(s: dict) -> Iterator[groups.Tiles]:
 
 
 def _gmm_rule(s: dict) -> groups.Tiles:
-    return groups.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"], **_kinds(s))
+    return groups.default_tiles(s["M"], s["K"], s["N"], s["E"], s["dtype"], variant=_variant(s))
 
 
-def _kinds(s: dict) -> dict:
-    return {kind: bool(s.get(kind)) for kind in ("transpose_rhs", "gated", "summed")} | dict(rhs_scale=_scaled(s))
+def _variant(s: dict) -> groups.Variant:
+    flags = {name: bool(s.get(name)) for name in ("transpose_rhs", "gated", "summed")}
+    return groups.Variant(rhs_scale=_scaled(s), **flags)
 
 
 def _scaled(s: dict) -> bool:
@@ -212,10 +213,10 @@ def _result(s: dict):
 
 def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
     options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
-    kinds = _kinds(s)
-    if kinds.pop("gated"):
+    flags = _variant(s)._asdict()
+    if flags.pop("gated"):
         return "gmm:build_gated", options | dict(rhs_scale=_scaled(s))
-    return "gmm:build_gmm", options | kinds
+    return "gmm:build_gmm", options | flags
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
@@ -243,7 +244,7 @@ def ragged(M: int, E: int) -> list[int]:
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     sizes = ragged(_rows_of_experts(s), s["E"])
     executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], **_kinds(s))
+    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -267,7 +268,7 @@ TUNABLES = {
     "gmm": Tunable(
         _gmm_rule,
         _gmm_choices,
-        lambda s, tiles: groups.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], _result(s), **_kinds(s)),
+        lambda s, tiles: groups.vmem_bytes(tiles, s["K"], s["N"], s["dtype"], _result(s), _variant(s)),
         _gmm_job,
         partial(_grouped_cycles, "gmm"),
         _grouped_products,
@@ -410,7 +411,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_input), ("tgmm", sizes)]
         dtype, scaled = jnp.dtype(of_input["dtype"]), "float8" in args.dtype
         both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
-        if room_for_two(*both, transpose_rhs=True, rhs_scale=scaled):
+        if room_for_two(*both, rhs_scale=scaled):
             calls.append(("gmm", of_input | dict(summed=True)))
         # Down's matrices are kept transposed (parameters.py).
         of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]

@@ -212,10 +212,11 @@ def grouped(column: str, which: str) -> Call:
 
 def read_grouped(which: str, report: bundles.Report) -> float:
     kernel, shape, gated = report.kernel("tgmm" if which == "tgmm" else "gmm"), (M, K, N), which == "gated"
-    of_gmm = partial(groups.default_tiles, gated=gated)
+    variant = groups.Variant(gated=gated)
+    of_gmm = partial(groups.default_tiles, variant=variant)
     tiles = (groups.default_tgmm_tiles if which == "tgmm" else of_gmm)(*shape, len(RAGGED), "bfloat16")
     executions = groups.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
-    moved = groups.moved_bytes(RAGGED, *shape, tiles, "bfloat16", gated=gated)
+    moved = groups.moved_bytes(RAGGED, *shape, tiles, "bfloat16", variant=variant)
     return kernel.cycles(executions, moved_bytes=moved).total
 
 

@@ -697,19 +697,15 @@ def _cliff_of_experts(run: Run) -> list[str]:
 
     rows, experts = round(run.tokens * config.experts_per_token), config.num_experts // run.sizes["expert"]
     dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype
-    gated = anatomy.swiglu_in_kernel(config)
+    is_gated = anatomy.swiglu_in_kernel(config)
 
     def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
         """Returns how many times as long as the matrix units a kernel takes at most; infinite: one is refused."""
         D, M = model_dim, expert_dim // tensor
-        kinds = (
-            (D, M, dict(gated=gated)),
-            (M, D, {}),
-            (M, D, dict(transpose_rhs=True)),
-            (D, M, dict(transpose_rhs=True)),
-        )
+        gated, plain, transposed = (groups.Variant(gated=is_gated), groups.PLAIN, groups.Variant(transpose_rhs=True))
+        matmuls = (D, M, gated), (M, D, plain), (M, D, transposed), (D, M, transposed)
         try:
-            found = [(groups.default_tiles(rows, K, N, experts, dtype, **kind), K, N) for K, N, kind in kinds]
+            found = [(groups.default_tiles(rows, K, N, experts, dtype, variant=v), K, N) for K, N, v in matmuls]
             found += [(groups.default_tgmm_tiles(rows, K, N, experts, dtype), K, N) for K, N in ((D, M), (M, D))]
         except ValueError:
             return math.inf

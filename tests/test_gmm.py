@@ -20,7 +20,7 @@ import groups
 from compiled import bundles
 from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
-from groups import TgmmTiles, Tiles
+from groups import TgmmTiles, Tiles, Variant
 from hardware import CHIPS
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -243,7 +243,7 @@ def test_gated_products_of_8_bits_and_their_scales(backend):
     lhs, gate, up, _, sizes = gated_case([50, 0, 61], dtype=E4M3)
     options = dict(interpret=BACKENDS[backend], out_dtype=F32)
     of_gate, of_up = 0.25, jnp.asarray([2.0, 3.0, 0.5])
-    found = gated_products(lhs, gate, up, sizes, silu, gate_scale=of_gate, up_scale=of_up, **options)
+    found = gated_products(lhs, gate, up, sizes, silu, rhs_scale=(of_gate, of_up), **options)
     products = [gmm(lhs, w, sizes, rhs_scale=scale, **options) for w, scale in ((gate, of_gate), (up, of_up))]
     for a, b in zip(found, (*products, silu(*products)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
@@ -449,8 +449,6 @@ def test_operands_that_do_not_fit():
     in_8_bits = (x.astype(E4M3) for x in (lhs, rhs, rhs))
     with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
         gated_gmm(*in_8_bits, sizes, silu)
-    with pytest.raises(ValueError, match="of both gate and up, or of neither"):
-        gated_products(lhs, rhs, rhs, sizes, silu, up_scale=2.0)
     with pytest.raises(ValueError, match="has no gradient"):
         jax.grad(lambda x: gmm(x, rhs, sizes, lhs_scale=2.0).sum())(lhs)
     with pytest.raises(ValueError, match="has no gradient"):
@@ -486,16 +484,16 @@ def test_cycles_of_gmm():
 def test_the_activation_costs_no_cycles_behind_the_matmuls():
     """Gate, up and silu(gate) * up in one kernel: at most 1% more than two of `gmm`, of as many rows and columns."""
     K, N = 4096, 512
-    tiles = groups.default_tiles(8192, K, N, 8, BF16, gated=True)
+    tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(gated=True))
 
     def cycles(builder):
         kernel = bundles.measure(builder, K=K, N=N, **tiles._asdict()).kernel("gmm")
         counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         gated = builder.endswith("gated")
         if gated:
-            estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, gated=True)
+            estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(gated=True))
             assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
-        moved = groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, gated=gated)
+        moved = groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
         found = kernel.cycles(counts, moved_bytes=moved)
         assert found.hbm < found.compute  # hidden
         return found.compute
@@ -507,14 +505,16 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
 def test_a_sum_costs_no_cycles_behind_the_matmuls():
     """Two pairs in one kernel: at most 1% more than two of `gmm`, of as many rows and columns."""
     K, N = 1536, 1024
-    tiles = groups.default_tiles(8192, K, N, 8, BF16, transpose_rhs=True, summed=True)
+    tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(transpose_rhs=True, summed=True))
 
     def cycles(summed):
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
         kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
         counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
-        found = kernel.cycles(counts, moved_bytes=groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, summed=summed))
-        estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, transpose_rhs=True, summed=summed)
+        found = kernel.cycles(
+            counts, moved_bytes=groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
+        )
+        estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(transpose_rhs=True, summed=summed))
         assert kernel.vmem_bytes <= estimate and found.hbm < found.compute
         return found.compute
 
@@ -554,7 +554,7 @@ def test_compiles_for_the_experts_of(preset):
     config = from_preset(preset)
     D, F, E = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
-        rows = groups.default_tiles(8192, K, N, E, BF16, transpose_rhs=transpose_rhs).rows
+        rows = groups.default_tiles(8192, K, N, E, BF16, variant=Variant(transpose_rhs=transpose_rhs)).rows
         program = compile_for_tpu7x(*build(K=K, N=N, groups=E, transpose_rhs=transpose_rhs, step=rows // 2))
         assert "tpu_custom_call" in program
     assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=E, rows=256))
