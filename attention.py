@@ -2,17 +2,21 @@
 
     out = softmax(mask(scale * q k^T)) v                       Vaswani et al. 2017, arXiv:1706.03762
 
-**Grouped queries** (Ainslie et al. 2023, arXiv:2305.13245): G = N/K query heads share one key/value head, so keys and
-values take K/N of the memory and of the traffic. **Masks** (masks.py): causal, with a prefix that all may read; a
-sliding window; packed documents. They are combined with *and*. **Sinks** (Xiao et al. 2023, arXiv:2309.17453, as
-gpt-oss learns them): a logit a head that joins the softmax and has no value, for a query that finds nothing.
+**Grouped queries** (Ainslie et al. 2023, arXiv:2305.13245). G = N/K query heads share one key/value head, so keys and
+values take K/N of the memory and of the traffic.
 
-**Cost**, a layer of B sequences: 4*B*T*S*N*H FLOPs forward, twice that backward; half of it under a causal mask if the
-empty half is skipped, of which `causal_attention` skips 3/4. The reference below holds the scores, 4*B*N*T*S bytes,
-which is what a kernel that never writes them to memory saves (flash.py). It returns the log-sum-exp of the scores as
-well: with it, attention over parts of the keys can be merged into attention over all.
+**Masks** (masks.py). Causal, with a prefix that all queries see; a sliding window; packed documents. They are combined
+with *and*.
 
-**Left out**: dropout, bias terms, and absolute masks given as arrays.
+**Sinks** (Xiao et al. 2023, arXiv:2309.17453; learned in gpt-oss). Each head has one more logit, which is part of the
+softmax and has no value. A query that matches no key can put its weight there.
+
+**Cost** of a layer with B sequences: 4*B*T*S*N*H FLOPs forward and twice that backward. Under a causal mask half of the
+scores are empty; `causal_attention` skips 3/4 of that half. `attention` holds all scores, 4*B*N*T*S bytes, which a
+kernel that never writes them to memory saves (flash.py). It also returns the log-sum-exp of the scores: with it,
+attention over parts of the keys can be merged into attention over all.
+
+**Left out.** Dropout, biases, and absolute masks given as arrays.
 """
 
 from dataclasses import replace
@@ -23,7 +27,7 @@ from jax import lax
 
 from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, visible_in_batch
 
-WORTH_CUTTING = 256  # queries: of fewer, four times the operations take longer to compile than the run saves
+WORTH_SPLITTING = 256  # queries: with fewer, four times the operations take longer to compile than the run saves
 
 
 def attention(
@@ -34,22 +38,22 @@ def attention(
     scores: Scores = SCORES,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Masked attention, the plain way: all scores at once, softmax in float32.
+    """Masked attention by its definition: all scores at once, softmax in float32.
 
     Args:
-      q_btnH, k_bskH, v_bskV: queries, keys and values; n a multiple of k.
-      mask: which keys a query sees, with one window.
-      scores: with `max_logit` a row that it is too far off for gets NaN, a log-sum-exp of inf (too low) or -inf (too
-        high), and sends no gradient back.
+      q_btnH, k_bskH, v_bskV: queries, keys and values; n is a multiple of k.
+      mask: which keys a query sees; it has one window.
+      scores: if `max_logit` is too far from a row's largest score, the row's output is NaN, its log-sum-exp is inf (too
+        low) or -inf (too high), and it sends no gradient back.
       sinks: sinks_n, a logit in the denominator of each head's softmax.
 
     Returns:
-      out_btnV in the dtype of the values, and the log-sum-exp of the scores, lse_bnt in float32. A query that sees no
-      key gets zeros, and `masks.UNSEEN` (with sinks, its sink).
+      out_btnV in the dtype of the values, and lse_bnt, the log-sum-exp of the scores in float32. A query that sees no
+      key gets zeros and `masks.UNSEEN` (with sinks, its sink).
     """
     b, t, n, H = q_btnH.shape
     s, k, V = v_bskV.shape[1:]
-    # The G*t queries of a kv head as rows r, so that gradients sum over one dim (tensor.matmul has why).
+    # The G*t queries of a kv head are rows r, so that gradients sum over one dim (see tensor.matmul).
     q_bkrH = q_btnH.reshape(b, t, k, n // k, H).transpose(0, 2, 3, 1, 4).reshape(b, k, -1, H)
     scores_bkrs = jnp.einsum("bkrH,bskH->bkrs", q_bkrH, k_bskH, preferred_element_type=jnp.float32)
     scores_bkGts = (scores_bkrs * scores.scale_for(H)).reshape(b, k, n // k, t, s)
@@ -66,7 +70,7 @@ def attention(
 
 
 def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
-    """(probabilities, log-sum-exp, rows that max_logit is too far off for, or None) of the scores of seen keys."""
+    """(probabilities, log-sum-exp, rows for which max_logit is too far off, or None), from the scores of seen keys."""
     off_bkGt = None
     scores_bkGts = jnp.where(seen_bkGts, scores_bkGts, UNSEEN)
     if max_logit is None:
@@ -81,7 +85,7 @@ def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
     sum_bkGt = jnp.sum(p_bkGts, -1)
     if sinks_kG1 is not None:
         sum_bkGt += jnp.exp(sinks_kG1 - max_bkGt)
-    any_bkGt = sum_bkGt > 0  # false for a query that sees nothing
+    any_bkGt = sum_bkGt > 0  # false for a query that sees no key
     safe_bkGt = jnp.where(any_bkGt, sum_bkGt, 1.0)
     lse_bkGt = jnp.where(any_bkGt, max_bkGt + jnp.log(safe_bkGt), UNSEEN)
     if off_bkGt is not None:
@@ -90,12 +94,12 @@ def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
 
 
 def _log_sum_exp(scores_bkGts, seen_bkGts, max_logit):
-    """Of each row, from the sum of exp(score - max_logit): inf or -inf where that is too large or small to be trusted.
+    """The log-sum-exp of each row, from the sum of exp(score - max_logit): +-inf where that sum cannot be trusted.
 
-    From it the softmax above takes its exponentials, as flash_backward.py does: autodiff of a sum of 2^90 would
-    overflow in its square.
+    The softmax above takes its exponentials relative to this, as flash_backward.py does: in the derivative of a sum of
+    2^90 its square would overflow.
     """
-    sum_bkGt = jnp.sum(jnp.exp(scores_bkGts - max_logit), -1)  # the score of what is not seen adds 0
+    sum_bkGt = jnp.sum(jnp.exp(scores_bkGts - max_logit), -1)  # an unseen key adds 0
     lse_bkGt = max_logit + jnp.log(sum_bkGt)
     lse_bkGt = jnp.where(sum_bkGt > TRUSTED, jnp.inf, jnp.where(sum_bkGt < 1 / TRUSTED, -jnp.inf, lse_bkGt))
     return jnp.where(seen_bkGts.any(-1), lse_bkGt, UNSEEN)
@@ -109,23 +113,23 @@ def causal_attention(
     scores: Scores = SCORES,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` among the same positions, causal: a quarter of the queries at a time, with the quarters they may see.
+    """Causal `attention` among the same positions: each quarter of the queries attends to the quarters that it may see.
 
-    That leaves out 3/8 of the scores, more with a window. Few queries (`WORTH_CUTTING`), or a number that 4 does not
-    divide, attend all at once. Keys are cut once and joined for each quarter, so that their gradients are sums of
-    slices; of a slice for each quarter they would be sums of arrays of mostly zeros.
+    This leaves out 3/8 of the scores, and more with a window. Fewer queries than `WORTH_SPLITTING`, or a number that 4
+    does not divide, attend all at once. Keys are split once and joined for each quarter, so that their gradients are
+    sums of slices. With a slice for each quarter they would be sums of arrays that are mostly zeros.
 
-    Args: as `attention`; the mask is causal and has no prefix and no offset.
+    Args: as of `attention`. The mask is causal, without a prefix and without an offset.
     """
     t, window, segments = q_btnH.shape[1], mask.window, mask.segments
-    if t < WORTH_CUTTING or t % 4:
+    if t < WORTH_SPLITTING or t % 4:
         return attention(q_btnH, k_btkH, v_btkV, mask, scores, sinks)
-    # Without this what made the keys, the rotation of rope, is fused into each quarter and computed anew.
+    # Without this barrier RoPE, which produces the keys, is fused into each quarter and recomputed there.
     q_btnH, k_btkH, v_btkV = lax.optimization_barrier((q_btnH, k_btkH, v_btkV))
     q_parts, k_parts, v_parts = [jnp.split(x, 4, 1) for x in (q_btnH, k_btkH, v_btkV)]
     size, results = t // 4, []
     for i in range(4):
-        first = max(0, i * size - window + 1) // size if window else 0  # the first quarter that one of them may see
+        first = max(0, i * size - window + 1) // size if window else 0  # the first quarter that a query may see
         k_bskH, v_bskV = [jnp.concatenate(x[first : i + 1], 1) for x in (k_parts, v_parts)]
         queries, keys = slice(i * size, (i + 1) * size), slice(first * size, (i + 1) * size)
         ids = None if segments is None else (segments[0][:, queries], segments[1][:, keys])
@@ -144,9 +148,9 @@ def attention_in_chunks(
     *,
     chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` of some queries at a time, so that the scores of few exist at once: of t's largest divisor <= chunk.
+    """`attention` for a chunk of queries at a time, t's largest divisor <= chunk, so that few scores exist at once.
 
-    `jax.grad` of it would keep the scores of all; `attention_gradients` does not.
+    `jax.grad` of this function would save the scores of all chunks; `attention_gradients` does not.
     """
 
     def one_chunk(x):
@@ -156,7 +160,7 @@ def attention_in_chunks(
         return attention(q_bcnH, k_bskH, v_bskV, some, scores)
 
     chunks = _chunks(chunk, q_btnH, None if mask.segments is None else mask.segments[0])
-    return tuple(_join(part, dim) for part, dim in zip(lax.map(one_chunk, chunks), (1, 2), strict=True))
+    return tuple(_join(x, dim) for x, dim in zip(lax.map(one_chunk, chunks), (1, 2), strict=True))
 
 
 def attention_gradients(
@@ -170,12 +174,12 @@ def attention_gradients(
     *,
     chunk: int,
 ) -> list[jax.Array]:
-    """[dq_btnH, dk_bskH, dv_bskV] in float32 from the log-sum-exp: the formulas of flash_backward.py, the plain way.
+    """[dq_btnH, dk_bskH, dv_bskV] in float32, from the log-sum-exp, by the formulas of flash_backward.py.
 
     Args:
       q_btnH, k_bskH, v_bskV, mask, scores: as for `attention`.
-      results, cotangents: (out_btnV, lse_bnt) of `attention`, and the gradients of both. With the results of attention
-        over more keys than these, it is the part of the gradients that these keys make.
+      results, cotangents: (out_btnV, lse_bnt) of `attention`, and the gradients of both. If the results are those of
+        attention over more keys, these keys' share of the gradients is returned.
       chunk: as for `attention_in_chunks`.
     """
     (out_btnV, lse_bnt), (dout_btnV, dlse_bnt) = results, cotangents
@@ -186,7 +190,7 @@ def attention_gradients(
     q_btkGH, out_btkGV, dout_btkGV = grouped(q_btnH), grouped(out_btnV), grouped(dout_btnV)
     lse_btkG, dlse_btkG = [grouped(x.swapaxes(1, 2)) for x in (lse_bnt, dlse_bnt)]
     di_btkG = jnp.sum(out_btkGV * dout_btkGV, -1) - dlse_btkG
-    di_btkG = jnp.where(lse_btkG == jnp.inf, 0.0, di_btkG)  # such a row is NaN, and exp(score - inf) = 0: no gradient
+    di_btkG = jnp.where(lse_btkG == jnp.inf, 0.0, di_btkG)  # this row is NaN, and exp(score - inf) = 0: no gradient
 
     def one_chunk(dkv, x):
         start, q_bckGH, dout_bckGV, lse_bckG, di_bckG, ids_bc = x
@@ -212,14 +216,14 @@ def attention_gradients(
 
 
 def _chunks(most, *arrays):
-    """Where each chunk starts, and the chunks, stacked: of arrays [b, t, ...], or None."""
+    """The start of each chunk, and the chunks of each array [b, t, ...] or None, stacked."""
     t = arrays[0].shape[1]
     size = max(size for size in range(1, min(most, t) + 1) if t % size == 0)
-    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-    return jnp.arange(0, t, size), *(None if x is None else cut(x) for x in arrays)
+    split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    return jnp.arange(0, t, size), *(None if x is None else split(x) for x in arrays)
 
 
-def _join(parts, dim):
-    """Of chunks, stacked, one array, along `dim`."""
-    x = jnp.moveaxis(parts, 0, dim)
+def _join(chunks, dim):
+    """Joins stacked chunks into one array along `dim`."""
+    x = jnp.moveaxis(chunks, 0, dim)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

@@ -1,25 +1,28 @@
 """Masks: which keys a query sees, element by element and block by block.
 
-A query at position q sees a key at position k of the same sequence if *all* of these hold:
+**Formula.** A query at position q sees a key at position k of the same sequence if all of these hold:
 
-    causal     k <= q, or k lies in the prefix (k < prefix): a prefix is read in both directions (Raffel et al. 2019,
+    causal     k <= q, or k is in the prefix (k < prefix): a prefix is read in both directions (Raffel et al. 2019,
                arXiv:1910.10683, section 3.2.1)
     window     |q - k| < window: with `causal`, the query itself and the window-1 keys before it (Beltagy et al. 2020,
                arXiv:2004.05150)
     segments   both belong to one document, of those packed into the sequence
 
-`visible` says it for positions, and is all that a reference needs. A kernel works on blocks of queries and keys, and
-must not compute what nobody sees: `block_ranges` says, of every block of queries, which blocks of keys it has to visit,
-and which of those need no mask because every query sees every key:
+`visible` evaluates this for positions; a reference implementation needs no more.
+
+**Blocks.** A kernel works on blocks of queries and keys, and must not compute blocks in which no query sees a key. For
+each block of queries, `block_ranges` gives the blocks of keys to visit, and those that need no mask because every query
+sees every key:
 
     keys        0         first     full_first        full_end      end        S
                 |  unseen   |  masked   |      full       |   masked  |  unseen |
 
-or, the other way round, which blocks of queries see a block of keys. Each mask alone gives such an interval, and so do
-documents in the order of their ids. For ids in any other order the interval is wider than needed: slower, and right.
+It also gives the blocks of queries that see each block of keys. Each mask alone gives such an interval, and so do
+documents in the order of their ids. For ids in any other order the interval is wider than necessary: the result is
+still correct, only slower.
 
-**Cost.** A causal mask over n blocks each way leaves n(n+1)/2 of n^2, of which n are masked. A window of w keys leaves
-about (w + block)/block blocks a row, packed documents of d keys about d/block.
+**Cost.** Of n x n blocks a causal mask leaves n(n+1)/2, of which n are masked. A window of w keys leaves about
+(w + block)/block blocks in a row, packed documents of d keys about d/block.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-UNSEEN = -1e30  # the score of a key that is not seen, the log-sum-exp of a query that sees none: finite, so no NaN
+UNSEEN = -1e30  # the score of an unseen key, and the log-sum-exp of a query that sees none; finite, so no NaN
 TRUSTED = 2.0**96  # with max_logit: sums of exponentials in 1/TRUSTED..TRUSTED lose nothing in float32
 
 
@@ -42,13 +45,13 @@ TRUSTED = 2.0**96  # with max_logit: sums of exponentials in 1/TRUSTED..TRUSTED 
 class Mask:
     """Which keys a query sees. `causal` and `window` are static; the other fields may be traced.
 
-    `window` may be several, for a kernel that is compiled with each of them (flash.py): `which` is the index of one.
+    For flash.py `window` may be a tuple: a kernel is compiled for each, and `which` is the index of the one to run.
     """
 
     causal: bool = True  # only keys up to the query's own position, and those of the prefix
     window: int | tuple[int, ...] = 0  # only keys less than this far away; 0 is no window
     which: jax.Array | None = None
-    prefix: jax.Array | int | None = None  # number of leading keys that `causal` hides from no query; or prefix_B
+    prefix: jax.Array | int | None = None  # number of leading keys that all queries see, one or prefix_B
     segments: tuple[jax.Array, jax.Array] | None = None  # document ids of queries and of keys, (ids_BT, ids_BS)
     q_offset: jax.Array | int = 0  # position of the first query among the keys
 
@@ -68,16 +71,16 @@ CAUSAL, SCORES = Mask(), Scores()  # the defaults
 
 
 def mask_and_scores(**options) -> tuple[Mask, Scores]:
-    """Returns the Mask and the Scores that these options are fields of, as a command line gives them."""
+    """Returns the Mask and the Scores with these fields, for options of a command line."""
     scores = {name: options.pop(name) for name in Scores._fields if name in options}
     return Mask(**options), Scores(**scores)
 
 
 def visible(q_positions: jax.Array, k_positions: jax.Array, mask: Mask) -> jax.Array:
-    """Whether a query sees a key: bool, of the shape that positions, prefix and segments broadcast to.
+    """Whether each query sees each key: bool, of the shape that positions, prefix and segments broadcast to.
 
     Args:
-      q_positions, k_positions: in the sequence of the keys, from 0; of shapes that broadcast: [T, 1] and [1, S].
+      q_positions, k_positions: in the sequence of the keys, from 0; of shapes that broadcast, as [T, 1] and [1, S].
       mask: `prefix` and `segments` have shapes that broadcast as the positions do; `q_offset` is not read.
     """
     causal, window, prefix, segments = mask.causal, mask.window, mask.prefix, mask.segments
@@ -93,7 +96,7 @@ def visible(q_positions: jax.Array, k_positions: jax.Array, mask: Mask) -> jax.A
 
 
 def visible_in_batch(T: int, S: int, mask: Mask, first: jax.Array | int = 0) -> jax.Array:
-    """`visible` of T queries, from query `first` on, and all S keys: bool [B, T, S], or [1, T, S] for all sequences."""
+    """`visible` for T queries, the first of which is query `first`, and all S keys: bool [B, T, S] or [1, T, S]."""
     prefix, segments = mask.prefix, mask.segments
     mask = replace(
         mask,
@@ -104,27 +107,26 @@ def visible_in_batch(T: int, S: int, mask: Mask, first: jax.Array | int = 0) -> 
 
 
 def block_ranges(lengths: tuple[int, int], blocks: tuple[int, int], mask: Mask) -> tuple[jax.Array, jax.Array]:
-    """The blocks that a kernel has to visit: (of keys, for each block of queries; of queries, for each block of keys).
+    """The blocks that a kernel has to visit: (key blocks of each query block, query blocks of each key block).
 
     Args:
-      lengths: (T, S), numbers of queries and of keys.
-      blocks: (queries, keys) in a block; the last ones may be cut short, and are then never full.
-      mask: with one window.
+      lengths: (T, S), the numbers of queries and of keys.
+      blocks: (queries, keys) in a block. The last block may be shorter, and is then never full.
+      mask: has one window.
 
     Returns:
-      Two arrays of int32, [b, number of blocks of queries, 4] and [b, number of blocks of keys, 4], with b = 1 where
-      the mask is the same for the whole batch. The 4 are first, full_first, full_end, end, in blocks, with first <=
-      full_first <= full_end <= end. Blocks in [full_first, full_end) need no mask; a block that sees nothing, or that
-      nobody sees, has first = end.
+      Two arrays of int32, [b, number of query blocks, 4] and [b, number of key blocks, 4]; b = 1 if all sequences have
+      the same mask. The 4 are first, full_first, full_end, end, in blocks, with first <= full_first <= full_end <=
+      end. Blocks in [full_first, full_end) need no mask. A block with nothing to visit has first = end.
     """
     causal, window, prefix, segments = mask.causal, mask.window, mask.prefix, mask.segments
-    q_first, q_last, q_whole = _edges(lengths[0], blocks[0])
-    k_first, k_last, k_whole = _edges(lengths[1], blocks[1])
-    q_first, q_last, q_whole = [a[None, :, None] for a in (q_first + mask.q_offset, q_last + mask.q_offset, q_whole)]
-    k_first, k_last, k_whole = [a[None, None, :] for a in (k_first, k_last, k_whole)]
+    q_first, q_last, q_full = _edges(lengths[0], blocks[0])
+    k_first, k_last, k_full = _edges(lengths[1], blocks[1])
+    q_first, q_last, q_full = [a[None, :, None] for a in (q_first + mask.q_offset, q_last + mask.q_offset, q_full)]
+    k_first, k_last, k_full = [a[None, None, :] for a in (k_first, k_last, k_full)]
 
-    any_seen = (q_last >= q_first) & (k_last >= k_first)  # of a pair of blocks, [b, blocks of queries, blocks of keys]
-    all_seen = q_whole & k_whole
+    any_seen = (q_last >= q_first) & (k_last >= k_first)  # for each pair of blocks, [b, query blocks, key blocks]
+    all_seen = q_full & k_full
     if causal:
         in_prefix = (lambda k: False) if prefix is None else (lambda k: k < jnp.reshape(prefix, (-1, 1, 1)))
         any_seen &= (k_first <= q_last) | in_prefix(k_first)
@@ -147,14 +149,14 @@ def _edges(length, block):
 
 
 def _extremes(ids_BT, block):
-    """Lowest and highest id of each block, [B, number of blocks] both."""
+    """The lowest and the highest id of each block, both [B, number of blocks]."""
     padding = ((0, 0), (0, -ids_BT.shape[1] % block))
     blocks = jnp.pad(ids_BT, padding, mode="edge").reshape(ids_BT.shape[0], -1, block)
     return blocks.min(-1), blocks.max(-1)
 
 
 def _ranges(seen, full):
-    """[..., n] twice -> [..., 4]: the hull of what is seen, and the first run of what is full."""
+    """[..., n], [..., n] -> [..., 4]: the hull of the seen blocks, and the first run of full ones."""
     n = seen.shape[-1]
     first, end = _first(seen), n - _first(seen[..., ::-1])
     full_first = _first(full)
@@ -166,12 +168,12 @@ def _ranges(seen, full):
 
 
 def _first(flags):
-    """Index of the first that is true, n if none is."""
+    """The index of the first true flag, or n if there is none."""
     return jnp.where(flags.any(-1), jnp.argmax(flags, -1), flags.shape[-1])
 
 
 def picture(seen: jax.Array, blocks: tuple[int, int]) -> str:
-    """A mask [T, S] of bools as text: a character a block, full '#', masked '+', unseen '.'."""
+    """A mask [T, S] of bools as text, one character for each block: full '#', masked '+', unseen '.'."""
     rows = []
     for q in range(0, seen.shape[0], blocks[0]):
         tiles = [seen[q : q + blocks[0], k : k + blocks[1]] for k in range(0, seen.shape[1], blocks[1])]
@@ -180,7 +182,7 @@ def picture(seen: jax.Array, blocks: tuple[int, int]) -> str:
 
 
 def main(length: int = 32, block: int = 4):
-    """Four masks over one sequence, as blocks."""
+    """Prints four masks of one sequence, as blocks."""
     ids = (jnp.arange(length) // (length // 3))[None]
     masks = {
         "causal": Mask(),
@@ -197,8 +199,8 @@ def main(length: int = 32, block: int = 4):
         print("  ".join(f"{row:{length // block + 2}}" for row in rows))
     print("\n# every query sees every key   + masked   . not visited")
     for name, mask in masks.items():
-        of_keys, _ = block_ranges((length, length), (block, block), mask)
-        visited, full = (of_keys[0, :, 3] - of_keys[0, :, 0]).sum(), (of_keys[0, :, 2] - of_keys[0, :, 1]).sum()
+        ranges, _ = block_ranges((length, length), (block, block), mask)
+        visited, full = (ranges[0, :, 3] - ranges[0, :, 0]).sum(), (ranges[0, :, 2] - ranges[0, :, 1]).sum()
         print(f"{name:10} {visited:3} of {(length // block) ** 2} blocks visited, {full} of them without a mask")
 
 

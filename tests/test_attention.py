@@ -1,11 +1,11 @@
-"""Attention against one query at a time in float64, and its gradients against jax.nn.softmax."""
+"""Attention against one query at a time in float64; its gradients against jax.nn.softmax."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention import WORTH_CUTTING, attention, causal_attention
+from attention import WORTH_SPLITTING, attention, causal_attention
 from flash import out_of_range
 from masks import UNSEEN, Mask, mask_and_scores
 
@@ -41,7 +41,7 @@ def one_query_at_a_time(
 
 
 def attend(q, k, v, attend=attention, sinks=None, **options):
-    """`attention`, or another, with the fields of Mask and Scores as keywords."""
+    """`attention`, or another function like it, with the fields of Mask and Scores as keywords."""
     return attend(q, k, v, *mask_and_scores(**options), sinks)
 
 
@@ -102,7 +102,7 @@ def test_equals_one_query_at_a_time(shape, options):
 
 
 def test_the_cases_have_queries_that_see_nothing():
-    """And queries that see something: what the test above says of them is not empty."""
+    """They also have queries that see keys, so that what the test above asserts of both is not empty."""
     blind = lambda name: one_query_at_a_time(*inputs(**CASES[name][0]), **CASES[name][1])[1] == UNSEEN
     for name in ("queries before the keys", "window behind the keys", "foreign segments"):
         assert 0 < blind(name).mean() < 1
@@ -119,7 +119,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_bfloat16():
-    """The output has the dtype of the values; the softmax is in float32, so that only roundings of 2^-9 are left."""
+    """The output has the dtype of the values. The softmax is in float32, so that only roundings of 2^-9 are left."""
     q, k, v = (a.astype(jnp.bfloat16) for a in inputs(**SQUARE, **GQA))
     expected_out, expected_lse = one_query_at_a_time(q, k, v)
     out, lse = jax.jit(attention)(q, k, v)
@@ -134,9 +134,9 @@ def test_bfloat16():
 
 
 def with_gradients(qkv, sinks, rows=7, **options):
-    """(gradients in q, k, v and sinks of a weighted sum of both results of the first rows), (out, lse).
+    """The gradients in q, k, v and sinks of a weighted sum of both results' first rows, and (out, lse).
 
-    The ids leave query 2 without keys.
+    The segment ids leave query 2 without keys.
     """
     ids = SEGMENTS.copy()
     ids[:, 2] = 77
@@ -155,10 +155,10 @@ def with_gradients(qkv, sinks, rows=7, **options):
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 @pytest.mark.parametrize("max_logit, sinks, soft_cap", [(5.0, None, 0.0), (-55.0, SINKS, 0.0), (55.0, SINKS, 2.0)])
 def test_max_logit_that_bounds_the_scores_changes_nothing(max_logit, sinks, soft_cap, dtype, error):
-    """Nor does one that is far off, but not too far."""
+    """Neither does one that is far off, within the limits of float32."""
     qkv = tuple(jnp.asarray(x, dtype) for x in inputs(**SQUARE, **GQA))
-    found = [with_gradients(qkv, sinks, soft_cap=soft_cap, max_logit=at) for at in (max_logit, None)]
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+    results = [with_gradients(qkv, sinks, soft_cap=soft_cap, max_logit=at) for at in (max_logit, None)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=error, atol=error)
 
 
@@ -175,12 +175,14 @@ def test_a_row_that_max_logit_is_too_low_for_is_nan_and_sends_nothing_back(sinks
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
-@pytest.mark.parametrize("max_logit, says", [(-200.0, np.inf), (-70.0, np.inf), (70.0, -np.inf), (200.0, -np.inf)])
-def test_a_max_logit_that_is_far_off_makes_nan_of_all_but_rows_that_see_nothing(max_logit, says, sinks):
+@pytest.mark.parametrize(
+    "max_logit, expected_lse", [(-200.0, np.inf), (-70.0, np.inf), (70.0, -np.inf), (200.0, -np.inf)]
+)
+def test_a_max_logit_that_is_far_off_makes_nan_of_all_but_rows_that_see_nothing(max_logit, expected_lse, sinks):
     q, k, v = (jnp.asarray(x) for x in inputs(**SQUARE, **GQA))
     gradients, (out, lse) = with_gradients((0.01 * q, k, v), sinks, max_logit=max_logit)
     seeing = np.delete(np.arange(7), 2)
-    assert (lse[..., seeing] == says).all() and jnp.isnan(out[:, seeing]).all() and (out[:, 2] == 0).all()
+    assert (lse[..., seeing] == expected_lse).all() and jnp.isnan(out[:, seeing]).all() and (out[:, 2] == 0).all()
     assert out_of_range(lse) == 2 * 6 * 6
     np.testing.assert_allclose(lse[..., 2], np.broadcast_to(UNSEEN if sinks is None else sinks, (2, 6)), rtol=1e-6)
     assert all((x == 0).all() for x in gradients[:3])
@@ -190,7 +192,7 @@ def test_a_max_logit_that_is_far_off_makes_nan_of_all_but_rows_that_see_nothing(
 
 
 def plain(q, k, v, seen_bts, soft_cap):
-    """(out, lse) by jax.nn.softmax with one key/value head a query head; every query sees something."""
+    """(out, lse) by jax.nn.softmax, with a key/value head for each query head; every query sees a key."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
@@ -215,15 +217,15 @@ def test_gradients(heads, window, soft_cap, causal):
         weighted = lambda q, k, v: sum(jnp.sum(a * d) for a, d in zip(f(q, k, v), (d_out, d_lse), strict=True))
         return jax.jit(jax.grad(weighted, argnums=(0, 1, 2)))(q, k, v)
 
-    found = gradients(lambda q, k, v: attend(q, k, v, **options))
+    actual = gradients(lambda q, k, v: attend(q, k, v, **options))
     expected = gradients(lambda q, k, v: plain(q, k, v, seen_bts, soft_cap))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         assert np.abs(b).max() > 0.1
 
 
 def test_gradients_of_queries_that_see_nothing_are_zero():
-    """Those of keys that nobody sees as well, and of the values there."""
+    """So are those of keys that no query sees, and of their values."""
     q, k, v = (jnp.asarray(a) for a in inputs(**SQUARE, **GQA))
     q_ids, kv_ids = SEGMENTS.copy(), SEGMENTS.copy()
     q_ids[:, 2], kv_ids[:, 4] = 77, 88
@@ -246,11 +248,11 @@ def test_gradients_of_queries_that_see_nothing_are_zero():
 
 
 def test_gradients_of_sinks():
-    """Against a key more, which scores the sink and has no value."""
+    """They equal those with one more key, whose score is the sink and which has no value."""
     q, k, v = (jnp.asarray(a) for a in inputs(**SQUARE, **MHA))
     sinks = jnp.asarray(SINKS[:4])
 
-    def with_a_key_more(q, k, v, sinks):
+    def with_one_more_key(q, k, v, sinks):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
         scores = jnp.where(np.tri(7, dtype=bool), scores, -jnp.inf)
         extra = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
@@ -258,8 +260,8 @@ def test_gradients_of_sinks():
         return jnp.einsum("bnts,bsnh->btnh", p, v)
 
     gradients = lambda f: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=(0, 1, 2, 3)))
-    found = gradients(lambda q, k, v, sinks: attend(q, k, v, sinks=sinks)[0])(q, k, v, sinks)
-    for a, b in zip(found, gradients(with_a_key_more)(q, k, v, sinks), strict=True):
+    actual = gradients(lambda q, k, v, sinks: attend(q, k, v, sinks=sinks)[0])(q, k, v, sinks)
+    for a, b in zip(actual, gradients(with_one_more_key)(q, k, v, sinks), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
         assert np.abs(b).max() > 0.1
 
@@ -269,9 +271,9 @@ def test_gradients_of_sinks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window=3), dict(segments=IDS, soft_cap=2.0)])
-@pytest.mark.parametrize("cut", [1, 4])
-def test_parts_of_the_keys_merge_into_all(options, cut):
-    """By their log-sum-exp: out = sum of exp(lse_part - lse) * out_part."""
+@pytest.mark.parametrize("split", [1, 4])
+def test_parts_of_the_keys_merge_into_all(options, split):
+    """They merge by their log-sum-exp: out = sum of exp(lse_part - lse) * out_part."""
 
     def part(q, k, v, keys, q_offset):
         ids = {"segments": (SEGMENTS, SEGMENTS[:, keys])} if "segments" in options else {}
@@ -279,20 +281,20 @@ def test_parts_of_the_keys_merge_into_all(options, cut):
 
     @jax.jit
     def both_ways(q, k, v):
-        (out_1, lse_1), (out_2, lse_2) = part(q, k, v, slice(0, cut), 0), part(q, k, v, slice(cut, 7), -cut)
+        (out_1, lse_1), (out_2, lse_2) = part(q, k, v, slice(0, split), 0), part(q, k, v, slice(split, 7), -split)
         lse = jnp.logaddexp(lse_1, lse_2)
-        share = lambda of: jnp.exp(of - lse).swapaxes(1, 2)[..., None]
+        share = lambda lse_part: jnp.exp(lse_part - lse).swapaxes(1, 2)[..., None]
         return (share(lse_1) * out_1 + share(lse_2) * out_2, lse), attend(q, k, v, **options)
 
-    merged, whole = both_ways(*inputs(**SQUARE, **GQA))
-    for a, b in zip(merged, whole, strict=True):
+    merged, at_once = both_ways(*inputs(**SQUARE, **GQA))
+    for a, b in zip(merged, at_once, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 # -- in quarters
 
 T = 256
-CUT = {
+QUARTERED = {
     "causal": (T, {}),
     "window 1": (T, dict(window=1)),
     "window of a quarter": (T, dict(window=T // 4)),
@@ -301,17 +303,17 @@ CUT = {
     "segments": (T, dict(segments=True)),
     "everything": (T, dict(segments=True, window=100, soft_cap=1.5, sinks=SINKS)),
     "max logit": (T, dict(max_logit=5.0)),
-    "not to be cut": (T + 2, dict(window=100)),
+    "not divisible by 4": (T + 2, dict(window=100)),
 }
-QUICK = ("window of a quarter and one", "everything", "not to be cut")
+QUICK = ("window of a quarter and one", "everything", "not divisible by 4")
 
 
 @pytest.mark.parametrize(
     "t, options",
-    [pytest.param(*CUT[name], marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in CUT],
+    [pytest.param(*QUARTERED[name], marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in QUARTERED],
 )
 def test_quarters_equal_all_at_once(t, options):
-    """Values and gradients; with windows that begin on, before and behind where the keys are cut."""
+    """Values and gradients are equal, with windows that begin at, before and after a boundary of the quarters."""
     q, k, v = inputs(b=2, t=t, s=t, n=6, k=3, H=4)
     options = dict(options)
     if options.pop("segments", False):
@@ -322,17 +324,17 @@ def test_quarters_equal_all_at_once(t, options):
         total = lambda *qkv: sum(jnp.sum(jnp.sin(a)) for a in f(*qkv))
         return *jax.jit(f)(q, k, v), *jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
 
-    found = both(lambda q, k, v: attend(q, k, v, causal_attention, **options))
-    for a, b in zip(found, both(lambda q, k, v: attend(q, k, v, **options)), strict=True):
+    quarters = both(lambda q, k, v: attend(q, k, v, causal_attention, **options))
+    for a, b in zip(quarters, both(lambda q, k, v: attend(q, k, v, **options)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         assert np.abs(b).max() > 0.1
 
 
 @pytest.mark.parametrize("window, scores", [(0, 10 / 16), (T // 4, 7 / 16), (1, 4 / 16)])
 def test_quarters_leave_scores_out(window, scores):
-    """Counted in the matmuls of the jaxpr."""
+    """The scores are counted in the matmuls of the jaxpr."""
     q, k, v = inputs(b=1, t=T, s=T, n=2, k=1, H=4)
-    assert T >= WORTH_CUTTING
+    assert T >= WORTH_SPLITTING
 
     def multiplied(f):
         equations = jax.make_jaxpr(lambda q, k, v: f(q, k, v, Mask(window=window)))(q, k, v).eqns
