@@ -1,40 +1,43 @@
-"""Context parallelism: one sequence over several devices, for contexts that no device could hold.
+"""Context parallelism: one sequence is sharded over several devices, for contexts that one device cannot hold.
 
-The mesh axis `context` cuts the sequence: each of its c devices has t = T/c positions. Everything but attention works
-on single positions and needs nothing of the others (rotary embeddings are told theirs). Attention needs the keys and
-values of all earlier positions, and there are three ways to them:
+**Idea.** The mesh axis `context` shards the sequence: each of its c devices has t = T/c positions. Everything but
+attention works on single positions and needs no other device (rotary embeddings get the device's positions). Attention
+needs the keys and values of all earlier positions. There are three ways to get them:
 
-    all-gather   Each device gathers all keys and values and attends with its own queries. The memory for them grows
-                 with T (Llama 3, arXiv:2407.21783, section 3.3.2).
-    ring         Keys and values travel round the ring of devices, and each attends to what is there while the next
-                 part is on its way (Liu et al. 2023, Ring Attention, arXiv:2310.01889). Nobody holds more than three
-                 parts, so that sequence and devices can grow together without end.
+    all-gather   Each device gathers all keys and values and attends with its own queries. The memory for keys and
+                 values grows with T (Llama 3, arXiv:2407.21783, section 3.3.2).
+    ring         Keys and values travel round the ring of devices. Each device attends to one shard of them while the
+                 next one is on its way (Liu et al. 2023, Ring Attention, arXiv:2310.01889). No device holds more than
+                 three shards, so the sequence can grow with the number of devices.
     all-to-all   Heads are exchanged for positions: each device gets all positions of n/c heads, attends, and sends the
                  result back (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509). c is at most n.
 
-**Merging.** Attention over parts of the keys, out_j and lse_j = log(sum(exp(scores))), is merged into that over all:
+**Formula.** Attention over parts j of the keys, out_j and lse_j = log(sum(exp(scores))), is merged by
 
     lse = log(sum_j exp(lse_j))         out = sum_j exp(lse_j - lse) out_j
 
-Backwards nothing has to be merged: with lse and out of the whole row, P = exp(S - lse) is right for any part of the
-keys (flash_backward.py), so each device adds its part of dk and dv to sums that travel behind the keys, in float32,
-and arrive at home after c-1 hops. Saved are q, k, v, out and lse; what travels, travels again.
+The backward pass merges nothing: with lse and out over all keys, P = exp(S - lse) holds for any part of the keys
+(flash_backward.py). Each device adds its share of dk and dv to float32 sums, which follow their keys round the ring and
+arrive at their owner after c-1 hops. q, k, v, out and lse are saved; keys and values travel again.
 
-**Balance.** Under a causal mask the last of c devices has the work of all rows' ends, 2 - 1/c times the mean, and all
-wait for it. In zigzag order (Llama 3, section 3.3.2) the sequence is cut into 2c chunks, and device i holds chunks i
-and 2c-1-i, one with little to see and one with much. With the keys of another device j, device i then has exactly two
-of the four pairs of chunks to compute, both without a mask, at every hop: (late queries, early keys),
-and (early, early) if j < i or (late, late) if j > i. So the two go through one call of the kernel whose mask is known
-when it is compiled, none. One's own chunks, put together, are a causal square. The host lays the tokens, targets,
-positions and ids out in this order (`order`).
+**Layout.** Under a causal mask in sequence order, the last of c devices has 2 - 1/c times the mean work, and all wait
+for it. In zigzag order (Llama 3, section 3.3.2) the sequence is split into 2c chunks. Device i holds chunks i and
+2c-1-i, one that sees few keys and one that sees many. With the keys of another device j, device i has exactly two of
+the four pairs of chunks to compute at every hop, both without a mask: (late queries, early keys), and (early, early) if
+j < i or (late, late) if j > i. Both pairs go through one call of the kernel, compiled without a mask. The device's own
+chunks, joined, are a causal square. The host puts tokens, targets, positions and ids into this order (`order`).
 
-**Window.** With a sliding window a device needs the last window-1 keys before its first, and nothing else: a halo from
-its neighbour (from several, if the window is longer than t), whatever the way of the layers without one. It needs
-positions in order and is balanced by itself. A model that has both kinds of layers keeps its sequence in order, and
-its global layers are then balanced only by the all-to-all.
+**Window.** With a sliding window a device needs only the window-1 keys before its first position: a halo from its
+neighbour, or from several if the window is longer than t. Layers with a window use the halo whichever method the other
+layers use. The halo needs positions in sequence order, and its work is balanced. So a model with both kinds of layers
+keeps the sequence in order, and its global layers are balanced only with the all-to-all.
 
-**Cost** a layer for each device, forward, with B bytes for the keys and values of the whole sequence (B = 2*2*b*T*k*H
-in bfloat16, k heads on each device), W bytes/s in one direction, C FLOP/s; G = n/k:
+**Two methods at once** (Fang & Zhao 2024, arXiv:2405.07719). Groups of `head_ways` neighbouring devices exchange heads
+for positions, and the ring connects the groups, with fewer and larger hops. This allows c beyond the number of heads,
+and helps a ring whose hops are bound by latency.
+
+**Cost** of a layer for each device, forward. B is the bytes of the keys and values of the whole sequence
+(B = 2*2*b*T*k*H in bfloat16, k heads on each device), W bytes/s in one direction, C FLOP/s; G = n/k:
 
                     bytes received                  backward                            hidden behind
     ring            (c-1)/c B                       (c-1)/c (1 + 2) B                   each hop's attention
@@ -42,20 +45,17 @@ in bfloat16, k heads on each device), W bytes/s in one direction, C FLOP/s; G = 
     all-to-all      (c-1)/c (1 + G) B/c             the same as forward                 nothing
     halo            (window-1)/T B                  the same as forward                 nothing
 
-where 1 + 2 is keys and values again and their gradients in float32. Segment ids come beside, 4 bytes a position, and
-with the all-to-all lse, 4 bytes a position and head, where it is asked for. A hop of the ring moves 4*b*t*k*H bytes and
-has 2*b*t*t*n*H FLOPs, balanced, beside it: it hides when t > 2/G * C/W. For a device of a TPU7x and one direction of a
-torus axis, C/W is 1153e12/45e9 = 26k: t > 13k at G = 4; over the die-to-die link, six times as fast, t > 2.2k. Results
-of a hop are merged in float32, 10 bytes read and written for each of t*n*H numbers. The all-to-all moves (1 + G)/c of
-what the ring does, less from c > 1 + G on, but it waits for all of it.
+where 1 + 2 is keys and values once more and their gradients in float32. In addition come segment ids, 4 bytes a
+position, and with the all-to-all lse, where the caller uses it, 4 bytes for each position and head.
 
-**Two at once** (Fang & Zhao 2024, arXiv:2405.07719): `head_ways` devices side by side exchange heads for positions, and
-the ring goes across such groups, with fewer and larger hops: c beyond the number of heads, and rings beyond their
-latency.
+A hop of the ring moves 4*b*t*k*H bytes beside 2*b*t*t*n*H FLOPs (balanced), and is hidden when t > 2/G * C/W. For a
+device of a TPU7x and one direction of a torus axis, C/W is 1153e12/45e9 = 26k: t > 13k at G = 4; over the die-to-die
+link, six times as fast, t > 2.2k. The results of a hop are merged in float32, 10 bytes read and written for each of
+t*n*H numbers. The all-to-all moves (1 + G)/c of the ring's bytes, less from c > 1 + G on, but waits for all of them.
 
 **Left out.** A ring in both directions: XLA's permutes here use one link each way, and a hop that is not hidden in one
 direction has half the bytes in two. Masks that are not causal, prefixes. Balance for packed documents: a device whose
-documents are short has less to do.
+documents are short has less work.
 """
 
 import math
@@ -78,18 +78,18 @@ from collectives import all_gather, all_to_all, reduce_scatter
 from masks import CAUSAL, SCORES, Mask, Scores
 
 IMPLS = ("ring", "all_gather", "all_to_all")
-QUERIES_AT_ONCE = 128  # of the reference: so many rows of scores exist at a time
-NOBODY = -1  # the segment of keys before the first one
+QUERIES_AT_ONCE = 128  # in the reference: rows of scores that exist at a time
+NO_SEGMENT = -1  # the segment id of keys before the sequence
 
 
 class Method(NamedTuple):
-    """How the queries of a device meet the keys of the others."""
+    """How a device's queries attend to the keys of other devices."""
 
     axis: str = "context"  # the mesh axis, of size c
-    impl: str = "ring"  # one of IMPLS, in layers without a window
-    head_ways: int = 1  # in a ring: so many neighbours exchange heads, and the ring goes across c/head_ways groups
+    impl: str = "ring"  # one of IMPLS; layers with a window use the halo
+    head_ways: int = 1  # in a ring: neighbours that exchange heads; the ring connects c/head_ways groups of them
     balanced: bool = False  # positions are in the zigzag order of `order(T, ring_size(c, impl, head_ways), True)`
-    algorithm: str = "xla"  # of gathers and exchanges, one of collectives.ALGORITHMS; among head_ways always XLA's
+    algorithm: str = "xla"  # of gathers and exchanges, one of collectives.ALGORITHMS; within head_ways always XLA's
 
 
 RING = Method()
@@ -107,24 +107,24 @@ def context_attention(
     kernel: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of a sequence that is cut over a mesh axis. Per-device code, differentiable.
+    """Causal attention of a sequence that is sharded over a mesh axis. Per-device code, differentiable.
 
     Args:
-      q_btnH, k_btkH, v_btkV: of this device's positions; n a multiple of k. Head dims of keys and values may differ.
-      mask: causal, without a prefix and an offset; with one window. `segments` are ids_bt of this device's positions,
-        twice, at least 0.
-      scores: `max_logit` not where parts of a row are merged, in a ring.
+      q_btnH, k_btkH, v_btkV: this device's positions; n is a multiple of k. Keys and values may differ in head dim.
+      mask: causal, with one window, without a prefix and an offset. `segments` are the ids_bt of this device's
+        positions, for queries and keys; ids are at least 0.
+      scores: `max_logit` is refused in a ring, which merges parts of a row.
       sinks: sinks_n, as for `attention.attention`.
-      method: how queries meet the keys of other devices.
-      kernel: flash.py for the blocks; otherwise attention.py, some queries at a time.
-      interpret: the kernel is simulated, on CPU.
+      method: how queries attend to the keys of other devices.
+      kernel: True uses flash.py, False attention.py for a chunk of queries at a time.
+      interpret: True simulates the kernel on CPU.
 
     Returns:
       out_btnV in the dtype of the values, and the log-sum-exp of the scores (and the sink), lse_bnt in float32.
 
     Raises:
-      ValueError: heads or positions that cannot be cut, a zigzag order with a window, max_logit in a ring, a mask that
-        is not causal or has a prefix.
+      ValueError: heads or positions cannot be split, zigzag order has a window, a ring has max_logit, or the mask has
+        a prefix or is not causal.
     """
     axis, impl, head_ways, balanced, _ = method
     window, max_logit = mask.window, scores.max_logit
@@ -151,7 +151,7 @@ def context_attention(
 
 
 def ring_size(c: int, impl: str, head_ways: int = 1) -> int:
-    """Parts that the sequence is in when a device attends, of the c of the mesh axis: what `order` is made for."""
+    """The number of shards of the sequence while c devices attend: the argument `ring` of `order`."""
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
     if head_ways > 1 and (impl != "ring" or c % head_ways):
@@ -160,10 +160,10 @@ def ring_size(c: int, impl: str, head_ways: int = 1) -> int:
 
 
 def order(T: int, ring: int, balanced: bool) -> np.ndarray:
-    """int [T]: which position of the sequence stands at each place, when the places are cut over the devices in turn.
+    """int [T]: the position in the sequence of each element of the array that is sharded over the devices.
 
     Raises:
-      ValueError: the positions cannot be cut into 2*ring chunks.
+      ValueError: the positions cannot be split into 2*ring chunks.
     """
     if not balanced or ring == 1:
         return np.arange(T)
@@ -174,19 +174,19 @@ def order(T: int, ring: int, balanced: bool) -> np.ndarray:
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(out_bntV, lse_bnt) of two sets of keys -> of both together, in float32; `masks.UNSEEN` is of no keys."""
+    """Merges (out_bntV, lse_bnt) over two sets of keys, in float32. The lse of no keys is `masks.UNSEEN`."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     lse = jnp.logaddexp(lse_a, lse_b)
-    share = lambda part: jnp.exp(part - lse)[..., None]
+    share = lambda lse_part: jnp.exp(lse_part - lse)[..., None]
     return out_a * share(lse_a) + out_b * share(lse_b), lse
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that is known when the program is traced."""
+    """The static arguments of an attention."""
 
     method: Method
-    groups: int  # of the devices of the axis: parts that the sequence is in
+    groups: int  # of devices on the axis: the number of shards of the sequence
     scores: Scores
     kernel: bool
     interpret: bool
@@ -194,38 +194,38 @@ class _Plan:
     q_offset: int = 0  # keys before the first query: the halo
 
 
-# -- what moves
+# -- communication
 
 
 def _with_halo(axis, before, q_btnH, k_btkH, v_btkV, q_ids_bt, k_ids_bt):
-    """Keys, values and ids with the `before` ones that stand before this device's first. Differentiable."""
+    """Keys, values and ids, preceded by those of the `before` positions before this device's first. Differentiable."""
     c, t, me = lax.axis_size(axis), q_btnH.shape[1], lax.axis_index(axis)
     to_next = [(i, i + 1) for i in range(c - 1)]
 
     def extend(x):
-        arrived, parts = x, [x]
+        received, parts = x, [x]
         for left in range(before, 0, -t):
-            arrived = lax.ppermute(arrived[:, -left:], axis, to_next)  # all of it, if there is no more than that
-            parts = [arrived, *parts]
+            received = lax.ppermute(received[:, -left:], axis, to_next)  # all of it, if there are not more than `left`
+            parts = [received, *parts]
         return jnp.concatenate(parts, 1)
 
     if k_ids_bt is None:
         q_ids_bt = k_ids_bt = jnp.zeros_like(q_btnH[:, :, 0, 0], jnp.int32)
-    there_s = jnp.arange(before + t) >= before - me * t  # what lies before the sequence is zeros, and nobody's
-    return q_btnH, extend(k_btkH), extend(v_btkV), q_ids_bt, jnp.where(there_s, extend(k_ids_bt), NOBODY)
+    in_sequence_s = jnp.arange(before + t) >= before - me * t  # keys before the sequence are zeros of no segment
+    return q_btnH, extend(k_btkH), extend(v_btkV), q_ids_bt, jnp.where(in_sequence_s, extend(k_ids_bt), NO_SEGMENT)
 
 
 def _heads_for_positions(plan, ways, q_btnH, k_btkH, v_btkV, q_ids_bt, k_ids_bt):
-    """Of `ways` neighbours each gets all their positions of a part of the heads. Differentiable."""
+    """Each of `ways` neighbours gets all of their positions for a share of the heads. Differentiable."""
     n, k = q_btnH.shape[2], k_btkH.shape[2]
     if n % ways:
         raise ValueError(f"{n} heads on each device cannot be exchanged among {ways}: they must be a multiple")
-    copies = ways // math.gcd(k, ways)  # of a key/value head that several devices need
-    take_heads = lambda x: _exchange(plan, x, 2, 1)
+    copies = ways // math.gcd(k, ways)  # of each key/value head, if several devices need it
+    to_heads = lambda x: _exchange(plan, x, 2, 1)
     k_btkH, v_btkV = [jnp.repeat(x, copies, 2) for x in (k_btkH, v_btkV)]
     if q_ids_bt is not None:
         q_ids_bt = k_ids_bt = _gather(plan, q_ids_bt, 1)
-    return take_heads(q_btnH), take_heads(k_btkH), take_heads(v_btkV), q_ids_bt, k_ids_bt
+    return to_heads(q_btnH), to_heads(k_btkH), to_heads(v_btkV), q_ids_bt, k_ids_bt
 
 
 def _exchange(plan, x, split_dim, concat_dim):
@@ -237,7 +237,7 @@ def _exchange(plan, x, split_dim, concat_dim):
 
 
 def _gather(plan, x, dim):
-    """Of the neighbours that exchange heads."""
+    """Gathers x from the neighbours that exchange heads."""
     if plan.groups == 1:
         return all_gather(x, plan.method.axis, dim=dim, algorithm=plan.method.algorithm)
     return lax.all_gather(x, plan.method.axis, axis=dim, axis_index_groups=_neighbours(plan), tiled=True)
@@ -247,8 +247,8 @@ def _neighbours(plan):
     return np.arange(lax.axis_size(plan.method.axis)).reshape(plan.groups, -1).tolist()
 
 
-def _pass_on(plan, tree):
-    """To the next group, from the previous one."""
+def _shift(plan, tree):
+    """Sends arrays to the next group and returns those of the previous one."""
     c = lax.axis_size(plan.method.axis)
     to_next = [(i, (i + c // plan.groups) % c) for i in range(c)]
     return jax.tree.map(lambda x: lax.ppermute(x, plan.method.axis, to_next), tree)
@@ -258,12 +258,12 @@ def _my_group(plan):
     return lax.axis_index(plan.method.axis) // (lax.axis_size(plan.method.axis) // plan.groups)
 
 
-# -- attention by parts, and its gradient
+# -- attention over parts of the keys, and its gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
-    """(out_btnV, lse_bnt) over all keys of the sequence. Inside, heads come first: what the kernels take."""
+    """(out_btnV, lse_bnt) over all keys of the sequence. Inside, heads come first, as the kernels need them."""
     heads_first = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV)]
     forward = _gathered if plan.method.impl == "all_gather" else _ring
     out_bntV, lse_bnt = forward(plan, *heads_first, q_ids_bt, k_ids_bs)
@@ -272,7 +272,7 @@ def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
 
 def _attend_forward(plan, *operands):
     out_btnV, lse_bnt = _attend(plan, *operands)
-    # With these two saved, jax.checkpoint need not go round the ring again.
+    # With these two saved, jax.checkpoint need not run the ring again.
     out_btnV, lse_bnt = checkpoint_name(out_btnV, "context"), checkpoint_name(lse_bnt, "log_sum_exp")
     return (out_btnV, lse_bnt), (*operands, out_btnV, lse_bnt)
 
@@ -299,33 +299,33 @@ def _ring(plan, q_bntH, k_bksH, v_bksV, q_ids, k_ids):
     def attend(so_far, keys, hop):
         def pairs(so_far):
             starts_q, starts_k, size = _pairs(plan, q_bntH.shape[2], hop)
-            found = _block(plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False)
-            for at, part in zip(starts_q, _split(found, len(starts_q)), strict=True):
+            results = _block(plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False)
+            for at, part in zip(starts_q, _split(results, len(starts_q)), strict=True):
                 so_far = _put(so_far, merge(_take(so_far, [at], size), part), at)
             return so_far
 
         return pairs(so_far) if plan.method.balanced else lax.cond(hop <= _my_group(plan), pairs, lambda x: x, so_far)
 
-    def turn(carry, hop):
+    def one_hop(carry, hop):
         so_far, keys = carry
-        arriving = _pass_on(plan, keys)  # while those that have arrived are attended to
-        return (attend(so_far, keys, hop), arriving), None
+        next_keys = _shift(plan, keys)  # travel while this device attends to `keys`
+        return (attend(so_far, keys, hop), next_keys), None
 
-    arriving = _pass_on(plan, keys)
+    next_keys = _shift(plan, keys)
     out_bntV, lse_bnt = _block(plan, queries, keys, causal=True)
-    carry = (out_bntV.astype(jnp.float32), lse_bnt), arriving
-    (so_far, keys), _ = lax.scan(turn, carry, jnp.arange(1, plan.groups - 1))
+    carry = (out_bntV.astype(jnp.float32), lse_bnt), next_keys
+    (so_far, keys), _ = lax.scan(one_hop, carry, jnp.arange(1, plan.groups - 1))
     return attend(so_far, keys, plan.groups - 1)
 
 
 def _ring_gradients(plan, queries, keys):
-    """(dq, dk, dv) in float32. A sum of dk and dv starts at the device after theirs and follows its keys home."""
+    """(dq, dk, dv) in float32. The sum of dk and dv starts at the device after their owner and follows their keys."""
     if plan.groups == 1:
         return _block_gradients(plan, queries, keys, causal=True, window=plan.window, q_offset=plan.q_offset)
     zeros = lambda arrays: [jnp.zeros_like(x, jnp.float32) for x in arrays]
 
-    def found(keys, hop):
-        """(where, what) there is to add to dq, dk and dv."""
+    def terms(keys, hop):
+        """[(start in dq, start in dk and dv, their terms)] from the keys of a hop."""
         starts_q, starts_k, size = _pairs(plan, queries[0].shape[2], hop)
         block = lambda: _block_gradients(
             plan, _take(queries, starts_q, size), _take(keys, starts_k, size), causal=False
@@ -334,35 +334,35 @@ def _ring_gradients(plan, queries, keys):
         parts = block() if plan.method.balanced else lax.cond(hop <= _my_group(plan), block, unseen)
         return list(zip(starts_q, starts_k, _split(parts, len(starts_q)), strict=True))
 
-    def add(dq, dkv, found):
-        for at_q, at_k, (dq_part, *dkv_part) in found:
+    def add(dq, dkv, terms):
+        for at_q, at_k, (dq_part, *dkv_part) in terms:
             (dq,) = _add_at([dq], [dq_part], at_q)
             dkv = _add_at(dkv, dkv_part, at_k)
         return dq, dkv
 
-    def turn(carry, hop, last=False):
+    def one_hop(carry, hop, last=False):
         keys, dq, dkv = carry
-        arriving = None if last else _pass_on(plan, keys)
-        dkv_so_far = _pass_on(plan, dkv)  # neither is waited for by what is computed here
-        return (arriving, *add(dq, dkv_so_far, found(keys, hop))), None
+        next_keys = None if last else _shift(plan, keys)
+        dkv_so_far = _shift(plan, dkv)  # the block's gradients need neither of the two
+        return (next_keys, *add(dq, dkv_so_far, terms(keys, hop))), None
 
-    here = keys
-    keys = _pass_on(plan, here)
-    arriving = _pass_on(plan, keys) if plan.groups > 2 else None
-    carry = (arriving, *add(*zeros(queries[:1]), zeros(keys[:2]), found(keys, 1)))
+    own_keys = keys
+    keys = _shift(plan, own_keys)
+    next_keys = _shift(plan, keys) if plan.groups > 2 else None
+    carry = (next_keys, *add(*zeros(queries[:1]), zeros(keys[:2]), terms(keys, 1)))
     if plan.groups > 2:
-        carry, _ = lax.scan(turn, carry, jnp.arange(2, plan.groups - 1))
-        carry, _ = turn(carry, plan.groups - 1, last=True)
+        carry, _ = lax.scan(one_hop, carry, jnp.arange(2, plan.groups - 1))
+        carry, _ = one_hop(carry, plan.groups - 1, last=True)
     _, dq, dkv = carry
-    dkv_so_far = _pass_on(plan, dkv)
-    dq_part, *dkv_part = _block_gradients(plan, queries, here, causal=True)
+    dkv_so_far = _shift(plan, dkv)
+    dq_part, *dkv_part = _block_gradients(plan, queries, own_keys, causal=True)
     return dq + dq_part, *_add(dkv_so_far, dkv_part)
 
 
 def _pairs(plan, t, hop):
-    """(starts of queries, starts of keys, positions from each): who sees whom of the keys of `hop` groups back.
+    """(starts of queries, starts of keys, size): the pairs of chunks to compute with the keys of `hop` groups back.
 
-    That is group me - hop, an earlier one if hop <= me and else, round the ring, a later one.
+    That is group me - hop: an earlier one if hop <= me, and otherwise, round the ring, a later one.
     """
     if not plan.method.balanced:
         return [0], [0], t
@@ -392,7 +392,7 @@ def _gathered_gradients(plan, queries, keys):
 
 
 def _chunks(plan, t):
-    """(starts, their positions in the sequence, positions from each) of this device's queries."""
+    """(starts, their positions in the sequence, size) of the chunks of this device's queries."""
     if not plan.method.balanced:
         return [0], [_my_group(plan) * t], t
     half = t // 2
@@ -405,30 +405,30 @@ def _gather_keys(plan, keys):
 
 
 def _reorder(plan, x, to_zigzag):
-    """Positions of the whole sequence, from zigzag order to their own or back."""
+    """Moves the positions of the whole sequence from zigzag to sequence order, or back."""
     if not plan.method.balanced:
         return x
-    places = order(2 * plan.groups, plan.groups, True)  # of the chunks
+    places = order(2 * plan.groups, plan.groups, True)  # an order of chunks
     chunks = jnp.split(x, 2 * plan.groups, _dim(x))
     return jnp.concatenate([chunks[at] for at in (places if to_zigzag else np.argsort(places))], _dim(x))
 
 
-# -- parts of positions, in trees of arrays with heads first, [b, n, t, H] and [b, n, t], and of ids [b, t]
+# -- slices of positions, in trees of arrays with heads first, [b, n, t, H] and [b, n, t], and of ids [b, t]
 
 
 def _dim(x):
-    """Of the positions."""
+    """The dim of the positions."""
     return min(2, x.ndim - 1)
 
 
 def _take(tree, starts, size):
-    """`size` positions from each start, one below the other in the batch."""
+    """`size` positions from each start, concatenated along the batch."""
     take = lambda x, at: lax.dynamic_slice_in_dim(x, at, size, _dim(x))
     return jax.tree.map(lambda x: jnp.concatenate([take(x, at) for at in starts]), tree)
 
 
 def _split(arrays, parts):
-    """The inverse in the batch: a list of `parts` tuples of arrays."""
+    """The inverse of the concatenation along the batch: a list of `parts` tuples of arrays."""
     return list(zip(*(jnp.split(x, parts) for x in arrays), strict=True))
 
 
@@ -437,19 +437,19 @@ def _put(arrays, parts, at):
 
 
 def _add_at(arrays, parts, at):
-    there = _take(arrays, [at], parts[0].shape[2])
-    return _put(arrays, _add(there, parts), at)
+    old = _take(arrays, [at], parts[0].shape[2])
+    return _put(arrays, _add(old, parts), at)
 
 
 def _add(a, b):
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-# -- one block: some queries, some keys
+# -- one block: some of the queries, some of the keys
 
 
 def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
-    """(out_bntV, lse_bnt) of the queries over these keys alone."""
+    """(out_bntV, lse_bnt) of these queries over these keys alone."""
     (q, q_ids), (k, v, k_ids) = queries, keys
     mask = Mask(causal, window, segments=None if q_ids is None else (q_ids, k_ids), q_offset=q_offset)
     if plan.kernel:
@@ -460,7 +460,7 @@ def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
 
 
 def _block_gradients(plan, queries, keys, *, causal, window=0, q_offset=0):
-    """(dq, dk, dv) in float32: of these queries and keys, with out and lse of the whole rows."""
+    """(dq, dk, dv) of these queries and keys in float32, from out and lse over all keys."""
     (q, out, lse, dout, dlse, q_ids), (k, v, k_ids) = queries, keys
     mask = Mask(causal, window, segments=None if q_ids is None else (q_ids, k_ids), q_offset=q_offset)
     if plan.kernel:
@@ -473,7 +473,7 @@ def _block_gradients(plan, queries, keys, *, causal, window=0, q_offset=0):
 
 
 def main(c: int = 8, T: int = 2048):
-    """Every way on simulated devices against attention on one, and who has how much to do."""
+    """Compares every method on simulated devices with attention on one device, and prints each device's work."""
     q_BTNH, k_BTKH, v_BTKH = [jax.random.normal(jax.random.key(i), (1, T, N, 16)) for i, N in enumerate((8, 4, 4))]
     mesh = jax.make_mesh((c,), ("context",), axis_types=(AxisType.Auto,))
     print(f"{T} positions on {c} simulated devices, float32: largest difference from attention on one device")

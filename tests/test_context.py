@@ -1,4 +1,4 @@
-"""Attention over a cut sequence against attention over the whole: values, gradients, what moves, who has what to do."""
+"""Attention over a sharded sequence against attention on one device: values, gradients, communication, balance."""
 
 import functools
 from functools import partial
@@ -16,11 +16,11 @@ from attention import attention, attention_gradients, attention_in_chunks
 from masks import UNSEEN, Mask, block_ranges, mask_and_scores
 
 SINKS = np.array([0.0, 1.0, -1.0, 3.0, -40.0, 0.5, 2.0, 0.0], np.float32)
-CUT, LSE_CUT = P(None, "context"), P(None, None, "context")
+SHARDED, LSE_SHARDED = P(None, "context"), P(None, None, "context")
 
 
 def inputs(b=2, T=48, n=8, k=2, H=4, V=6, dtype=np.float32, packed=True):
-    """q, k, v, segment ids, and what the two results are weighted with in a loss."""
+    """q, k, v, segment ids, and the weights of the two results in a loss."""
     random = np.random.default_rng(0)
     shapes = (b, T, n, H), (b, T, k, H), (b, T, k, V), (b, T, n, V), (b, n, T)
     q, keys, values, *weights = [random.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -37,7 +37,7 @@ def places_of(c, T, impl="ring", head_ways=1, balanced=False, **_):
 
 
 def with_gradients(attend, qkv, weights, sinks):
-    """(out, lse), and the gradients of a weighted sum of both in q, k, v and the sinks."""
+    """The gradients of a weighted sum of out and lse in q, k, v and the sinks, and (out, lse)."""
 
     def loss(q, k, v, sinks):
         out, lse = attend(q, k, v, sinks)
@@ -53,8 +53,8 @@ def context_attention(q, k, v, sinks=None, *, segments=None, kernel=False, inter
     return context.context_attention(q, k, v, mask, scores, sinks, method=method, kernel=kernel, interpret=interpret)
 
 
-def cut_function(c, qkv, ids, *, sinks=False, packed=True, **options):
-    """The sharded function of arrays in the order of the devices."""
+def sharded_function(c, qkv, ids, *, sinks=False, packed=True, **options):
+    """The function under shard_map, of arrays in the order of the devices."""
 
     def per_device(qkv, ids, weights, sinks_n):
         attend = lambda q, k, v, sinks_n: context_attention(
@@ -67,8 +67,8 @@ def cut_function(c, qkv, ids, *, sinks=False, packed=True, **options):
     return jax.shard_map(
         per_device,
         mesh=mesh_of(c),
-        in_specs=(CUT, CUT, (CUT, LSE_CUT), P()),
-        out_specs=((CUT, CUT, CUT, P()), (CUT, LSE_CUT)),
+        in_specs=(SHARDED, SHARDED, (SHARDED, LSE_SHARDED), P()),
+        out_specs=((SHARDED, SHARDED, SHARDED, P()), (SHARDED, LSE_SHARDED)),
     )
 
 
@@ -76,7 +76,7 @@ def check(c, tolerance=2e-6, shape=None, **options):
     qkv, ids, weights = inputs(**shape or {}, packed=options.get("packed", True))
     places = places_of(c, ids.shape[1], **options)
     at = lambda x, dim: np.take(np.asarray(x), places, dim)
-    sharded = jax.jit(cut_function(c, qkv, ids, **options))
+    sharded = jax.jit(sharded_function(c, qkv, ids, **options))
     got = sharded([at(x, 1) for x in qkv], at(ids, 1), (at(weights[0], 1), at(weights[1], 2)), SINKS)
 
     plain = {name: options[name] for name in ("window", "soft_cap", "scale") if name in options}
@@ -116,7 +116,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(8, RING, {}),
         slow(4, GATHER_ZIGZAG | dict(sinks=True), {}),
         slow(8, ZIGZAG | dict(head_ways=4), dict(k=2)),
-        slow(8, dict(window=3), {}),  # less than the 6 positions of a device
+        slow(8, dict(window=3), {}),  # a device has 6 positions
         slow(3, ZIGZAG, {}),
         slow(2, RING | dict(packed=False), {}),
         slow(4, RING | dict(scale=0.3), dict(k=4)),
@@ -125,7 +125,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(8, EXCHANGE, dict(k=4)),
         slow(2, EXCHANGE | dict(algorithm="ring_bidirectional"), dict(k=8)),
         slow(8, RING | dict(head_ways=2), dict(k=8)),
-        slow(8, dict(window=7), {}),  # from one device before
+        slow(8, dict(window=7), {}),  # the halo is from one device
         slow(8, dict(window=8, packed=False), {}),  # from two
         slow(8, EXCHANGE | dict(window=48), {}),  # from all
         slow(4, dict(window=1), {}),
@@ -133,12 +133,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ],
     ids=str,
 )
-def test_values_and_gradients_equal_attention_over_the_whole(c, options, shape):
+def test_values_and_gradients_equal_attention_on_one_device(c, options, shape):
     check(c, shape=shape, **options)
 
 
 @pytest.mark.slow
-def test_alone_it_is_attention():
+def test_on_one_device_it_is_attention():
     check(1, balanced=True)
     check(1, window=5)
 
@@ -150,15 +150,15 @@ def test_alone_it_is_attention():
 )
 @pytest.mark.slow
 def test_the_kernel_computes_the_same(options):
-    """In the simulator, which needs devices to spare; lengths are no block's.
+    """The simulator needs spare devices. No length is a multiple of a block's.
 
-    Not of a ring in order: its devices skip hops, and the simulator waits for all of them at every kernel.
+    A ring in sequence order is left out: its devices skip hops, and the simulator waits for all at every kernel.
     """
     check(2, shape=dict(b=1, n=8, k=1), tolerance=1e-5, kernel=True, interpret=True, **options)
 
 
 @pytest.mark.slow
-def test_queries_at_a_time_change_nothing():
+def test_the_size_of_a_chunk_of_queries_changes_nothing():
     (q, k, v), ids, (w_out, w_lse) = inputs()
     mask = mask_and_scores(window=9, segments=(ids[:, 12:36], ids), q_offset=12, soft_cap=3.0)
     q, w_out, w_lse = q[:, 12:36], w_out[:, 12:36], w_lse[:, :, 12:36]
@@ -174,20 +174,20 @@ def test_queries_at_a_time_change_nothing():
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_logit, says", [(-200.0, np.inf), (200.0, -np.inf)])
-def test_rows_that_max_logit_is_too_far_off_for_are_nan_and_send_nothing_back(max_logit, says):
+@pytest.mark.parametrize("max_logit, expected_lse", [(-200.0, np.inf), (200.0, -np.inf)])
+def test_rows_for_which_max_logit_is_too_far_off_are_nan_and_send_nothing_back(max_logit, expected_lse):
     qkv, ids, weights = inputs()
-    gradients, (out, lse) = jax.jit(cut_function(2, qkv, ids, max_logit=max_logit, **GATHER_ZIGZAG))(
+    gradients, (out, lse) = jax.jit(sharded_function(2, qkv, ids, max_logit=max_logit, **GATHER_ZIGZAG))(
         list(qkv), ids, tuple(weights), SINKS
     )
-    assert jnp.isnan(out).all() and (lse == says).all()
+    assert jnp.isnan(out).all() and (lse == expected_lse).all()
     assert all((x == 0).all() for x in gradients)
 
 
 # -- merging
 
 
-def test_parts_merge_to_the_whole():
+def test_parts_of_the_keys_merge_into_all():
     (q, k, v), _, _ = inputs(T=20)
     attend = jax.jit(partial(attention, mask=Mask(causal=False)))
     parts = [attend(q, k[:, at], v[:, at]) for at in (slice(0, 3), slice(3, 4), slice(4, 20))]
@@ -212,7 +212,7 @@ def test_a_part_that_sees_nothing_adds_nothing():
 
 @pytest.mark.slow
 def test_rows_that_see_no_key_have_no_gradient():
-    """Of the first queries with a window into a document that begins later there are none; ids make such rows."""
+    """Such rows do not occur at the start of a causal sequence; here the ids make them."""
     (q, k, v), _, weights = inputs(b=1, T=8)
     ids = np.arange(8)[None] + np.int32([[0]])
     mask = Mask(segments=(ids + 100, ids))
@@ -235,18 +235,18 @@ def test_zigzag_order():
 
 
 def tiles(q_positions, blocks, T):
-    """Tiles of blocks that a kernel visits for queries in runs of (first position, number), against all keys."""
+    """The number of tiles that a kernel visits for runs (first position, number) of queries, against all keys."""
     return sum(
-        int(np.sum(of_keys[0, :, 3] - of_keys[0, :, 0]))
+        int(np.sum(ranges[0, :, 3] - ranges[0, :, 0]))
         for first, size in q_positions
-        for of_keys in [block_ranges((size, T), blocks, Mask(q_offset=first))[0]]
+        for ranges in [block_ranges((size, T), blocks, Mask(q_offset=first))[0]]
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("c", [2, 4, 8, 32])
-def test_gathered_the_devices_visit_as_many_tiles(c):
-    """Within 2%, of 256 x 512 as flash.py has them; in order, the last one has nearly twice the mean."""
+def test_with_gathered_keys_the_devices_visit_equally_many_tiles(c):
+    """They do within 2%, in tiles of 256 x 512 as in flash.py. In order, the last device has nearly twice the mean."""
     T, half = 131_072, 131_072 // (2 * c)
     zigzag = [tiles([(i * half, half), ((2 * c - 1 - i) * half, half)], (256, 512), T) for i in range(c)]
     in_order = [tiles([(2 * i * half, 2 * half)], (256, 512), T) for i in range(c)]
@@ -254,16 +254,16 @@ def test_gathered_the_devices_visit_as_many_tiles(c):
     assert max(in_order) > (1.9 - 1 / c) * np.mean(in_order)
 
 
-def test_in_a_balanced_ring_nothing_depends_on_the_device_but_which_chunks_meet():
-    """All compute the same: no branch, and at each hop two pairs of chunks whole. In order, hops are skipped."""
+def test_in_a_balanced_ring_only_the_choice_of_chunks_depends_on_the_device():
+    """The program has no branch: at each hop all compute two full pairs of chunks. In order, hops are skipped."""
     (q, *_), ids, weights = (qkv, ids, _) = inputs()
     args = list(qkv), ids, tuple(weights), SINKS
-    count = lambda options: counted(jax.make_jaxpr(cut_function(4, qkv, ids, **options))(*args).jaxpr, "cond")
+    count = lambda options: counted(jax.make_jaxpr(sharded_function(4, qkv, ids, **options))(*args).jaxpr, "cond")
     assert count(ZIGZAG) == 0
-    assert count(RING) == 2 * 3  # a hop to skip in each direction
+    assert count(RING) == 2 * 3  # a hop that may be skipped, forward and backward
 
 
-# -- what moves
+# -- communication
 
 
 def counted(jaxpr, name):
@@ -271,7 +271,7 @@ def counted(jaxpr, name):
 
 
 def bytes_received(jaxpr, c):
-    """{collective: bytes that come to a device from others}, ids aside, which are the only integers."""
+    """{collective: bytes that a device receives from others}, without ids, which are the only integers."""
     total = {}
     for eqn, times in executions(jaxpr):
         name = eqn.primitive.name
@@ -281,21 +281,21 @@ def bytes_received(jaxpr, c):
         if jnp.issubdtype(aval.dtype, jnp.integer):
             continue
         groups = eqn.params.get("axis_index_groups")
-        of = len(groups[0]) if groups else c
-        share = 1 if name == "ppermute" else (of - 1) / of
+        size = len(groups[0]) if groups else c
+        share = 1 if name == "ppermute" else (size - 1) / size
         total[name] = total.get(name, 0) + times * aval.size * aval.dtype.itemsize * share
     return total
 
 
 def moved(c, dtype=jnp.bfloat16, gradients=True, **options):
-    """What the whole function moves, and the bytes of the keys and values of the sequence."""
+    """The bytes that the function moves, and the bytes of the keys and values of the sequence."""
     (q, k, v), ids, weights = inputs(V=4)
     qkv = [jnp.asarray(x, dtype) for x in (q, k, v)]
     if gradients:
-        function, args = cut_function(c, qkv, ids, **options), (qkv, ids, tuple(weights), SINKS)
+        function, args = sharded_function(c, qkv, ids, **options), (qkv, ids, tuple(weights), SINKS)
     else:
         attend = lambda q, k, v, ids: context_attention(q, k, v, segments=(ids, ids), **options)[0]
-        function = jax.shard_map(attend, mesh=mesh_of(c), in_specs=CUT, out_specs=CUT)
+        function = jax.shard_map(attend, mesh=mesh_of(c), in_specs=SHARDED, out_specs=SHARDED)
         args = (*qkv, ids)
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
     return bytes_received(jaxpr, c), qkv[1].nbytes + qkv[2].nbytes
@@ -304,40 +304,40 @@ def moved(c, dtype=jnp.bfloat16, gradients=True, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("c", [2, 4, 8])
-def test_a_ring_moves_what_its_docstring_says_and_gathers_nothing(c, balanced):
-    for gradients, expected in ((False, 1), (True, 1 + 1 + 2)):  # in float32, twice the bytes
-        received, of_keys = moved(c, gradients=gradients, impl="ring", balanced=balanced)
-        assert received == {"ppermute": expected * (c - 1) / c * of_keys}
+def test_a_ring_moves_the_bytes_in_its_docstring_and_gathers_nothing(c, balanced):
+    for gradients, expected in ((False, 1), (True, 1 + 1 + 2)):  # twice the bytes in float32
+        received, kv_bytes = moved(c, gradients=gradients, impl="ring", balanced=balanced)
+        assert received == {"ppermute": expected * (c - 1) / c * kv_bytes}
 
 
-def test_the_other_ways_move_what_the_docstring_says():
+def test_the_other_methods_move_the_bytes_in_the_docstring():
     c, G = 4, 4
-    received, of_keys = moved(c, impl="all_gather", balanced=True)
-    assert received.pop("all_gather") == 2 * (c - 1) / c * of_keys
-    assert sum(received.values()) == 2 * (c - 1) / c * of_keys
-    received, of_keys = moved(2, gradients=False, **EXCHANGE)
-    of_lse = 2 * 8 * 48 * 4
-    assert received == {"all_to_all": 1 / 2 * ((1 + G) * of_keys + of_lse) / 2}
-    received, of_keys = moved(c, gradients=False, window=6)
-    assert received == {"ppermute": 5 / 48 * of_keys}
-    received, of_keys = moved(c, gradients=False, window=20)
-    assert received == {"ppermute": 19 / 48 * of_keys}
+    received, kv_bytes = moved(c, impl="all_gather", balanced=True)
+    assert received.pop("all_gather") == 2 * (c - 1) / c * kv_bytes
+    assert sum(received.values()) == 2 * (c - 1) / c * kv_bytes
+    received, kv_bytes = moved(2, gradients=False, **EXCHANGE)
+    lse_bytes = 2 * 8 * 48 * 4
+    assert received == {"all_to_all": 1 / 2 * ((1 + G) * kv_bytes + lse_bytes) / 2}
+    received, kv_bytes = moved(c, gradients=False, window=6)
+    assert received == {"ppermute": 5 / 48 * kv_bytes}
+    received, kv_bytes = moved(c, gradients=False, window=20)
+    assert received == {"ppermute": 19 / 48 * kv_bytes}
 
 
-def test_nothing_of_the_whole_sequence_is_there_in_a_ring():
-    """In no shape of the program, forward or backward, does the length of the sequence stand."""
+def test_in_a_ring_no_array_has_the_length_of_the_sequence():
+    """No shape of the program, forward or backward, has the length of the sequence."""
     shape = dict(b=1, T=8 * 17 * 2, n=2, k=1, H=4, V=4)
     qkv, ids, weights = inputs(**shape)
     sizes = set()
     for impl, expected in (("ring", False), ("all_gather", True)):
-        function = cut_function(8, qkv, ids, impl=impl, balanced=True)
+        function = sharded_function(8, qkv, ids, impl=impl, balanced=True)
         inner = next(e for e, _ in executions(jax.make_jaxpr(function)(list(qkv), ids, tuple(weights), SINKS).jaxpr))
         body = getattr(inner.params["jaxpr"], "jaxpr", inner.params["jaxpr"])
         sizes = {size for eqn, _ in executions(body) for var in eqn.outvars for size in getattr(var.aval, "shape", ())}
         assert (shape["T"] in sizes) == expected
 
 
-# -- what cannot be
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -353,25 +353,25 @@ def test_nothing_of_the_whole_sequence_is_there_in_a_ring():
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(options, match):
+def test_options_that_exclude_each_other_are_refused(options, match):
     qkv, ids, weights = inputs()
     with pytest.raises(ValueError, match=match):
-        jax.eval_shape(cut_function(4, qkv, ids, **options), list(qkv), ids, tuple(weights), SINKS)
+        jax.eval_shape(sharded_function(4, qkv, ids, **options), list(qkv), ids, tuple(weights), SINKS)
 
 
 def test_heads_that_cannot_be_exchanged_are_refused():
     qkv, ids, weights = inputs(n=6, k=2)
     with pytest.raises(ValueError, match="6 heads on each device cannot be exchanged among 4"):
-        jax.eval_shape(cut_function(4, qkv, ids, **EXCHANGE), list(qkv), ids, tuple(weights), SINKS[:6])
+        jax.eval_shape(sharded_function(4, qkv, ids, **EXCHANGE), list(qkv), ids, tuple(weights), SINKS[:6])
 
 
-def test_positions_that_zigzag_cannot_cut_are_refused():
+def test_positions_that_zigzag_cannot_split_are_refused():
     with pytest.raises(ValueError, match=r"T=20 must be a multiple of 2\*4"):
         context.order(20, 4, True)
 
 
 @pytest.mark.slow
-def test_the_demonstration_shows_all_ways(capsys):
+def test_the_demonstration_shows_all_methods(capsys):
     context.main(T=256)
     lines = capsys.readouterr().out.splitlines()
     assert all(float(line.split()[-1]) < 1e-5 for line in lines[1:7])
