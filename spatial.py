@@ -1,15 +1,15 @@
-"""Spatially partitioned convolution: several cores share one image, and pass each other the edges of their tiles.
+"""Spatially partitioned convolution: several cores share one image and exchange the edges of their tiles.
 
 **Idea** (Kumar & Chen, "Exploring Limits of ML Training on Google TPUs", Hot Chips 2020). Data parallelism ends at one
-image a core. Beyond that ("batch < 1 per core") a replica is several cores, and each holds a tile of the image and of
-every activation. The weights are whole on each core, and so is the label. The talk's configuration, and ours:
+image per core. Beyond that ("batch < 1 per core") a replica is several cores, and each holds a tile of the image and of
+every activation. Weights and labels are replicated within a replica. The talk's configuration, and the same one here:
 
     iterations_per_loop=100, num_shards=2, num_cores_per_replica=4, input_partition_dims=[[1, 2, 2, 1], None]
     mesh  data:2, y:2, x:2      images  P("data", "y", "x")      labels  P("data")      weights  P()
 
-A window at the edge of a tile reaches into the neighbour's. So before a convolution each core gets the rows and columns
-that its windows reach, the halo: first rows, then columns of what it then has, so that the corner, too, comes along,
-without a message of its own. Outside the image there are zeros, which is what SAME padding means:
+A window at the edge of a tile reaches into the neighbour's tile. So before a convolution each core gets the rows and
+columns that its windows reach, the halo. It gets rows first, and then columns of the extended tile, so that the corners
+come along without messages of their own. Outside the image there are zeros, as in SAME padding:
 
         x:0       x:1
       a a a a | b b b b                          0 0 0 0 0 0
@@ -22,48 +22,51 @@ without a message of its own. Outside the image there are zeros, which is what S
       c c c c | d d d d
       c c c c | d d d d
 
-**Halo** of a window of k at a stride of s. Windows start s apart, and a tile that is a multiple of s holds as many as
-there are strides in it; what the last one reaches beyond them is shared out as XLA's SAME does, the odd row behind:
+**Formula** of the halo of a window of k at a stride of s. Windows start s apart, and a tile that is a multiple of s has
+as many windows as strides. The last window reaches k - s beyond them. The halo divides this as XLA's SAME padding does,
+with an odd row at the end:
 
     total = max(k - s, 0)      before = total // 2      after = total - before
 
     3 at stride 1: 1, 1      3 at 2: 0, 1      7 at 2: 2, 3      2 at 1: 0, 1      1 at any: none
 
-The tile must be a multiple of s, or windows would start at another place in each tile, and at least as long as the
-halo, or the neighbour's neighbour would be needed.
+The tile must be a multiple of s, so that windows start at the same place in each tile. It must be at least as long as
+the halo, so that only neighbours have to send.
 
-**Backward.** The transpose of the exchange sends the gradient of the halo back to whom it belongs, who adds it to the
-gradient of his tile. A weight is the same on all cores: under `jax.shard_map`, with the varying-axes check on, its
-gradient comes out summed over all mesh axes, since that is the transpose of its implicit broadcast to them.
+**Backward.** The transpose of the exchange sends the gradient of the halo back to its owner, which adds it to the
+gradient of its tile. A weight is the same on all cores. Under `jax.shard_map` with the varying-axes check, its gradient
+is summed over all mesh axes, as the transpose of its implicit broadcast to them.
+
+**Layout.** B images, H rows and W columns of an image, C input channels, O output channels (of the last layer: the
+classes), i and j the rows and columns of a window. Lower case b, h, w: this core's images, and its tile of them.
 
 **Cost** of a convolution of b images, for one core with a tile of h x w, in bfloat16:
 
     FLOPs      2 * b*h*w * k*k * C * O / (s*s)
-    rows       b * (before + after) * w * C * 2 bytes come in, the two sides opposite ways:
-               b * max(before, after) * w * C * 2 bytes through a link, one way; columns likewise
-    exchange   max(hop, bytes / bandwidth) for each dim that is cut, however many cores there are; a hop is about 1e-6 s
+    rows       b * (before + after) * w * C * 2 bytes are received, from the two sides in opposite directions:
+               b * max(before, after) * w * C * 2 bytes pass a link in one direction; columns likewise
+    exchange   max(hop, bytes / bandwidth) for each sharded dim, for any number of cores; a hop is about 1e-6 s
 
-On TPU7x let x lie on the two cores of a chip, whose link is fast. Then what costs is the rows: the link between two
-chips (100e9 bytes/s one way) carries those of both cores. With k odd at stride 1, their exchange is shorter than the
-computation (could hide behind it, and gains even if it does not: two chips are faster than one) when both
+`python spatial.py` prints a table of this, and shows that the four cores of a replica compute the same as one core.
+
+**On TPU7x.** Put x on the two cores of a chip, whose link is fast. Then the rows dominate the cost: the link between
+two chips (100e9 bytes/s one way) carries the rows of both cores. With k odd at stride 1, their exchange is shorter than
+the computation if both hold:
 
     h * O * k*k / (k-1)      >  1153.5e12 / 100e9 = 11535       k = 3:  h * O > 2563 rows * channels
     2 * h*w * k*k * C * O    >  1153.5e12 * 1e-6  = 1.2e9       and with h = w, C = O:  h * O > 8005
 
-In the first, the length of a row does not matter, it lengthens both. The second, FLOPs that a core does in one hop, is
-what counts where tiles are square. Either asks for large images, at any stage of a ResNet, as that halves the image and
-doubles the channels. `python spatial.py` prints a table of this, and shows that the four cores of a replica compute
-what one core does.
+Then it could hide behind the computation, and even unhidden two chips are faster than one. The first does not depend on
+the length of a row, which lengthens both sides. The second, the FLOPs of a core in one hop, decides for square tiles.
+Both need large images, at any stage of a ResNet, as each stage halves the image and doubles the channels.
 
-**By the compiler.** From the sharding of an image under plain `jax.jit`, XLA's partitioner writes the very same four
-permutes for a SAME convolution on 2 x 2 cores (compiled for TPU7x, see the tests; Xu et al. 2021, GSPMD,
-arXiv:2105.04663). Here they are visible, and cannot become an all-gather of the image unnoticed.
+With plain `jax.jit`, given the sharding of an image, XLA's partitioner writes the same four permutes for a SAME
+convolution on 2 x 2 cores (compiled for TPU7x, see the tests; Xu et al. 2021, GSPMD, arXiv:2105.04663). Here they are
+explicit, and cannot become an all-gather of the image unnoticed.
 
 **Left out.** Convolving the inside of a tile while the halo is on its way. Batch normalisation: its statistics would
-take a psum of two sums a channel over y and x, whatever else over data. VALID padding and periodic images. Dilation.
-
-Letters, here: B images, H rows and W columns of an image, C channels, O channels that come out (of the last layer: the
-classes), i and j the rows and columns of a window. Lower case b, h, w: this core's images, and its tile of them.
+take a psum of two sums per channel over y and x, and over data if they are to cover the batch. VALID padding and
+periodic images. Dilation.
 """
 
 import itertools
@@ -81,8 +84,8 @@ from collectives import halo_exchange
 from hardware import CHIPS, PEAK_BF16_FLOPS_PER_DEVICE
 from placement import check_multiple
 
-IMAGE_AXES = ("y", "x")  # the mesh axes that cut rows and columns
-IMAGES_SPEC = P("data", *IMAGE_AXES)  # of images, [B, H, W, C]
+IMAGE_AXES = ("y", "x")  # the mesh axes that shard rows and columns
+IMAGES_SPEC = P("data", *IMAGE_AXES)  # for images [B, H, W, C]
 
 CHIP = CHIPS["tpu7x"]
 
@@ -91,23 +94,23 @@ CHIP = CHIPS["tpu7x"]
 
 
 def halo(window: int, stride: int) -> tuple[int, int]:
-    """(before, after): how far the windows of a tile reach into the tiles around it, with SAME padding."""
+    """(before, after): how far the windows of a tile reach into its neighbours, with SAME padding."""
     total = max(window - stride, 0)
     return total // 2, total - total // 2
 
 
 def with_halo(x_bhwC: jax.Array, window: tuple[int, int], stride: int, axes: tuple[str, str] = IMAGE_AXES) -> jax.Array:
-    """The tile and what its windows see of its neighbours, zeros outside the image. Per-device code.
+    """The tile, extended by its halo, with zeros outside the image. Per-device code.
 
     Raises:
-      ValueError: a tile that is no multiple of the stride, or smaller than the halo.
+      ValueError: the tile is not a multiple of the stride, or is smaller than the halo.
     """
     for dim, axis in enumerate(axes, start=1):
-        size, parts, name = x_bhwC.shape[dim], lax.axis_size(axis), ("rows", "columns")[dim - 1]
+        size, shards, name = x_bhwC.shape[dim], lax.axis_size(axis), ("rows", "columns")[dim - 1]
         if size % stride:
             raise ValueError(
-                f"a tile of {size} {name} is no multiple of the stride {stride}: cut the {size * parts} {name} in "
-                f"fewer than the {parts} parts of {axis!r}, or pad them to a multiple of {parts * stride}"
+                f"a tile of {size} {name} is no multiple of the stride {stride}: split the {size * shards} {name} in "
+                f"fewer than the {shards} shards of {axis!r}, or pad them to a multiple of {shards * stride}"
             )
         before, after = halo(window[dim - 1], stride)
         x_bhwC = halo_exchange(x_bhwC, axis, dim=dim, before=before, after=after)
@@ -115,7 +118,7 @@ def with_halo(x_bhwC: jax.Array, window: tuple[int, int], stride: int, axes: tup
 
 
 def conv(x_bhwC: jax.Array, w_ijCO: jax.Array, stride: int = 1, *, axes: tuple[str, str] = IMAGE_AXES) -> jax.Array:
-    """This tile of `lax.conv_general_dilated(image, w, (stride, stride), "SAME")`. Raises as `with_halo`."""
+    """This core's tile of `lax.conv_general_dilated(image, w, (stride, stride), "SAME")`. Raises as `with_halo`."""
     x_bhwC = with_halo(x_bhwC, w_ijCO.shape[:2], stride, axes)
     return lax.conv_general_dilated(
         x_bhwC, w_ijCO, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -123,7 +126,7 @@ def conv(x_bhwC: jax.Array, w_ijCO: jax.Array, stride: int = 1, *, axes: tuple[s
 
 
 def max_pool(x_bhwC: jax.Array, window: int, stride: int, *, axes: tuple[str, str] = IMAGE_AXES) -> jax.Array:
-    """This tile of the maximum over each window. Of x >= 0, as after a ReLU: outside the image there are zeros."""
+    """This core's tile of the maximum over each window. x >= 0, as after a ReLU, since zeros surround the image."""
     x_bhwC = with_halo(x_bhwC, (window, window), stride, axes)
     return lax.reduce_window(x_bhwC, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), "VALID")
 
@@ -132,7 +135,10 @@ def max_pool(x_bhwC: jax.Array, window: int, stride: int, *, axes: tuple[str, st
 
 
 def init_params(key: jax.Array, channels: tuple[int, ...] = (16, 16, 32), num_classes: int = 10) -> dict:
-    """The stem gives channels[0]; a block for each further number, at stride 2 with a projection where it changes."""
+    """Parameters of a stem with channels[0] outputs, and of a block for each further number.
+
+    A block has stride 2 and a projection where the number of channels changes.
+    """
     keys = (jax.random.fold_in(key, number) for number in itertools.count())
     normal = lambda *shape: (2 / math.prod(shape[:-1])) ** 0.5 * jax.random.normal(next(keys), shape)
     blocks = []
@@ -143,7 +149,7 @@ def init_params(key: jax.Array, channels: tuple[int, ...] = (16, 16, 32), num_cl
 
 
 def loss_fn(params: dict, images_bhwC: jax.Array, labels_b: jax.Array) -> jax.Array:
-    """Cross-entropy, the mean over all images. Per-device code."""
+    """The cross-entropy, averaged over all images. Per-device code."""
     x_bhwC = max_pool(jax.nn.relu(conv(images_bhwC, params["stem"], 2)), 3, 2)
     for block in params["blocks"]:
         stride = 2 if "project" in block else 1
@@ -157,10 +163,10 @@ def loss_fn(params: dict, images_bhwC: jax.Array, labels_b: jax.Array) -> jax.Ar
 
 
 def loss_and_grads(params: dict, images_BHWC: jax.Array, labels_B: jax.Array, mesh: Mesh) -> tuple[jax.Array, dict]:
-    """Of the whole batch, cut over `data`, `y` and `x`.
+    """The loss of the whole batch and its gradients, sharded over `data`, `y` and `x`.
 
     Raises:
-      ValueError: images, rows or columns that cannot be cut so.
+      ValueError: images, rows or columns cannot be sharded in this way.
     """
     total_stride = 4 * 2 ** sum("project" in block for block in params["blocks"])
     check_multiple("images", images_BHWC.shape[0], {"data": mesh.shape["data"]})
@@ -173,20 +179,20 @@ def loss_and_grads(params: dict, images_BHWC: jax.Array, labels_B: jax.Array, me
 
 
 def make_mesh(data: int, y: int, x: int, devices: list | None = None) -> Mesh:
-    """Over the first of `devices` (default: of all there are), x innermost: on TPU7x on the two cores of a chip."""
+    """A mesh over the first of `devices` (default: all). x is innermost: on TPU7x, the two cores of a chip."""
     devices = sorted(devices or jax.devices(), key=lambda device: device.id)[: data * y * x]
     return Mesh(np.array(devices).reshape(data, y, x), ("data", *IMAGE_AXES), axis_types=(AxisType.Auto,) * 3)
 
 
-# -- what it should gain
+# -- the predicted gain
 
 
-def predict(size: int, channels: int, cut: tuple[int, int]) -> tuple[float, float, float]:
-    """(FLOPs of a core, bytes that come in, seconds of the exchange) of a 3x3 convolution of one image, in bfloat16.
+def predict(size: int, channels: int, shards: tuple[int, int]) -> tuple[float, float, float]:
+    """(FLOPs of a core, bytes it receives, seconds of the exchange) of a 3x3 convolution of one image, in bfloat16.
 
-    As many channels out as in; cut over y chips, and over x = 1 or 2 cores of each.
+    It has as many output as input channels. The image is sharded over y chips, and over x = 1 or 2 cores of each.
     """
-    y, x = cut
+    y, x = shards
     h, w = size / y, size / x
     row_bytes = 2 * w * channels * (y > 1)
     column_bytes = 2 * (h + 2) * channels * (x > 1)
@@ -219,8 +225,8 @@ def main() -> None:
     for sizes in ((1, 1, 1), (2, 2, 2)):
         run = jax.jit(partial(loss_and_grads, mesh=make_mesh(*sizes)))
         results[sizes] = jax.device_get(run(params, images_BHWC, labels_B))
-        shown = "data:{}, y:{}, x:{}".format(*sizes)
-        print(f"{shown}   {2 / math.prod(sizes):.2g} images a core   loss {results[sizes][0]:.6f}")
+        layout = "data:{}, y:{}, x:{}".format(*sizes)
+        print(f"{layout}   {2 / math.prod(sizes):.2g} images a core   loss {results[sizes][0]:.6f}")
     error = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
     errors = jax.tree.leaves(jax.tree.map(error, results[2, 2, 2], results[1, 1, 1]))
     print(f"measured, float32: largest relative error of the loss and {len(errors) - 1} gradients {max(errors):.1e}")

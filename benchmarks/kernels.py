@@ -234,7 +234,7 @@ def square(dtype: str, size: int = 8192) -> Call:
 
     def read(report):
         tiles = dense.TILES[jnp.dtype(dtype).itemsize]
-        return dense.mxu_cycles(size, size, size, dtype) / dense.found(report, tiles, size, size, size).total
+        return dense.mxu_cycles(size, size, size, dtype) / dense.cycles(report, tiles, size, size, size).total
 
     return Call("dense:build", dict(M=size, K=size, N=size, lhs=dtype), read)
 

@@ -1,4 +1,4 @@
-"""Convolution over tiles against XLA's of the whole image: values, gradients, a small network, and what it moves."""
+"""Convolution over tiles against XLA's convolution of the image: values, gradients, a small network, communication."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from support import assert_close, equations, relative_error
 
 import spatial
 
-TILED = P(None, "y", "x")  # an image, not cut over data
+TILED = P(None, "y", "x")  # images, not sharded over data
 
 
 def partitioned(mesh, per_device=spatial.conv, **kwargs):
@@ -38,7 +38,7 @@ def random(seed, *shape):
 
 
 def errors_of_conv(mesh, image, window, stride):
-    """Relative errors of the value and of the gradients of input and weights."""
+    """The relative errors of the value and of the gradients of input and weights."""
     x_BHWC, w_ijCO = random(0, 2, *image, 3), random(1, *window, 3, 4)
     dy_BHWO = random(2, 2, image[0] // stride, image[1] // stride, 4)
 
@@ -46,9 +46,9 @@ def errors_of_conv(mesh, image, window, stride):
         y_BHWO, pull = jax.vjp(f, x_BHWC, w_ijCO)
         return y_BHWO, *jax.jit(pull)(dy_BHWO)
 
-    whole = value_and_gradients(jax.jit(partial(unpartitioned, stride=stride)))
+    expected = value_and_gradients(jax.jit(partial(unpartitioned, stride=stride)))
     tiled = value_and_gradients(jax.jit(partitioned(mesh, stride=stride)))
-    return [relative_error(a, b) for a, b in zip(tiled, whole, strict=True)]
+    return [relative_error(a, b) for a, b in zip(tiled, expected, strict=True)]
 
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 8)]
@@ -61,11 +61,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("cut", "window", "stride"), CASES)
-def test_conv_equals_the_unpartitioned(cut, window, stride):
+@pytest.mark.parametrize(("shards", "window", "stride"), CASES)
+def test_conv_equals_the_unpartitioned(shards, window, stride):
     tile = (6, 12)  # multiples of all strides
-    image = (cut[0] * tile[0], cut[1] * tile[1])
-    assert max(errors_of_conv(spatial.make_mesh(1, *cut), image, (window, window), stride)) < 1e-5
+    image = (shards[0] * tile[0], shards[1] * tile[1])
+    assert max(errors_of_conv(spatial.make_mesh(1, *shards), image, (window, window), stride)) < 1e-5
 
 
 @pytest.mark.parametrize(("window", "stride"), [((3, 4), 1), ((1, 7), 2), ((5, 2), 3)])
@@ -75,7 +75,7 @@ def test_conv_with_a_window_that_is_not_square(window, stride):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cut", "image", "window", "stride"),
+    ("shards", "image", "window", "stride"),
     [
         ((2, 2), (6, 6), 7, 1),  # halo 3, 3 and a tile of 3
         ((4, 2), (8, 4), 4, 1),  # halo 1, 2 and a tile of 2
@@ -83,49 +83,49 @@ def test_conv_with_a_window_that_is_not_square(window, stride):
         ((4, 2), (4, 2), 3, 1),  # halo 1, 1 and a tile of one pixel
     ],
 )
-def test_conv_with_a_halo_as_wide_as_the_tile(cut, image, window, stride):
-    assert max(spatial.halo(window, stride)) == min(image[0] // cut[0], image[1] // cut[1])
-    assert max(errors_of_conv(spatial.make_mesh(1, *cut), image, (window, window), stride)) < 1e-5
+def test_conv_with_a_halo_as_wide_as_the_tile(shards, image, window, stride):
+    assert max(spatial.halo(window, stride)) == min(image[0] // shards[0], image[1] // shards[1])
+    assert max(errors_of_conv(spatial.make_mesh(1, *shards), image, (window, window), stride)) < 1e-5
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """An asymmetric halo the wrong way round, in the middle of an image and at its edge."""
-    right = spatial.halo
-    monkeypatch.setattr(spatial, "halo", lambda window, stride: right(window, stride)[::-1])
-    for cut in ((1, 1), (2, 2)):
-        assert min(errors_of_conv(spatial.make_mesh(1, *cut), (12, 24), (4, 4), 1)) > 0.1
+    """It does with the two sides of the halo swapped, in the middle of an image and at its edge."""
+    halo = spatial.halo
+    monkeypatch.setattr(spatial, "halo", lambda window, stride: halo(window, stride)[::-1])
+    for shards in ((1, 1), (2, 2)):
+        assert min(errors_of_conv(spatial.make_mesh(1, *shards), (12, 24), (4, 4), 1)) > 0.1
 
 
 def test_halo():
-    """As the docstring says, and just enough: as many windows fit in as there are strides in the tile."""
-    said = {(3, 1): (1, 1), (3, 2): (0, 1), (7, 2): (2, 3), (2, 1): (0, 1), (1, 1): (0, 0), (1, 3): (0, 0)}
-    assert {case: spatial.halo(*case) for case in said} == said
+    """The halo is as in the docstring, and just enough: as many windows fit as the tile has strides."""
+    documented = {(3, 1): (1, 1), (3, 2): (0, 1), (7, 2): (2, 3), (2, 1): (0, 1), (1, 1): (0, 0), (1, 3): (0, 0)}
+    assert {case: spatial.halo(*case) for case in documented} == documented
     for window, stride in itertools.product(WINDOWS, STRIDES):
         total, tile = sum(spatial.halo(window, stride)), 4 * stride
         assert (tile + total - window) // stride + 1 == 4
         assert total == 0 or (tile + total - 1 - window) // stride + 1 == 3
 
 
-# -- what cannot be
+# -- errors
 
 
-def trace_conv(cut, image, window, stride):
-    conv = partitioned(spatial.make_mesh(1, *cut), stride=stride)
+def trace_conv(shards, image, window, stride):
+    conv = partitioned(spatial.make_mesh(1, *shards), stride=stride)
     return jax.eval_shape(conv, jnp.zeros((1, *image, 3)), jnp.zeros((*window, 3, 4)))
 
 
 @pytest.mark.parametrize(
-    ("cut", "image", "window", "stride", "message"),
+    ("shards", "image", "window", "stride", "message"),
     [
         ((2, 1), (4, 8), (7, 3), 1, "halo of 3 before and 3 after .* shard of 2 along dim 1"),
         ((1, 4), (8, 8), (3, 6), 1, "halo of 2 before and 3 after .* shard of 2 along dim 2"),
-        ((2, 2), (6, 8), (3, 3), 2, "3 rows .* stride 2: .* 6 rows in fewer than the 2 parts of 'y'.* multiple of 4"),
-        ((1, 8), (3, 16), (1, 1), 3, "2 columns .* stride 3: .* 16 columns in fewer than the 8 parts of 'x'.* of 24"),
+        ((2, 2), (6, 8), (3, 3), 2, "3 rows .* stride 2: .* 6 rows in fewer than the 2 shards of 'y'.* multiple of 4"),
+        ((1, 8), (3, 16), (1, 1), 3, "2 columns .* stride 3: .* 16 columns in fewer than the 8 shards of 'x'.* of 24"),
     ],
 )
-def test_errors_of_conv(cut, image, window, stride, message):
+def test_errors_of_conv(shards, image, window, stride, message):
     with pytest.raises(ValueError, match=message):
-        trace_conv(cut, image, window, stride)
+        trace_conv(shards, image, window, stride)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_errors_of_the_network(shape, message):
 
 
 def plain_loss(params, images_BHWC, labels_B):
-    """The same function of the whole images, on one device, without any code of spatial.py."""
+    """The same function of unsharded images, on one device, without any code of spatial.py."""
     x = jax.nn.relu(unpartitioned(images_BHWC, params["stem"], stride=2))
     x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
     for block in params["blocks"]:
@@ -160,7 +160,7 @@ def plain_loss(params, images_BHWC, labels_B):
 
 
 def make_params():
-    """As `init_params`, by numpy: in a few seconds less."""
+    """Like `init_params`, but by numpy, which takes a few seconds less."""
     shapes = jax.eval_shape(lambda: spatial.init_params(jax.random.key(0), (8, 8, 16), 5))
     return jax.tree.map(lambda leaf: random(leaf.size, *leaf.shape) * math.sqrt(2 / math.prod(leaf.shape[:-1])), shapes)
 
@@ -178,7 +178,7 @@ def network_case():
     ids=lambda sizes: "data:{},y:{},x:{}".format(*sizes),
 )
 def test_network_equals_the_plain_one(sizes):
-    """Two images on up to eight cores: loss and all gradients."""
+    """The loss and all gradients are equal, for two images on up to eight cores."""
     arguments, want = network_case()
     got = jax.jit(partial(spatial.loss_and_grads, mesh=spatial.make_mesh(*sizes)))(*arguments)
     assert len(jax.tree.leaves(got)) == 8
@@ -188,7 +188,7 @@ def test_network_equals_the_plain_one(sizes):
 
 @pytest.mark.slow
 def test_demonstration():
-    """`python spatial.py`, as the Hot Chips case: a quarter of an image a core."""
+    """`python spatial.py` runs the case of Hot Chips: a quarter of an image per core."""
     done = subprocess.run(
         [sys.executable, "-W", "error", spatial.__file__], capture_output=True, text=True, check=False
     )
@@ -199,30 +199,30 @@ def test_demonstration():
     assert len(table) == 16 and all(float(row[-2]) * float(row[-1]) == pytest.approx(1, abs=0.03) for row in table)
 
 
-# -- what it moves
+# -- communication
 
 
-@pytest.mark.parametrize("cut", [(1, 1), (1, 2), (2, 2), (4, 2)])
-def test_predicted_bytes_and_flops(cut):
-    """FLOPs as the convolution in the jaxpr has them, bytes as the core that gets most is sent by its permutes."""
+@pytest.mark.parametrize("shards", [(1, 1), (1, 2), (2, 2), (4, 2)])
+def test_predicted_bytes_and_flops(shards):
+    """FLOPs equal those of the convolution in the jaxpr; bytes equal what the permutes send to the busiest core."""
     size, channels = 16, 8
     image = jax.ShapeDtypeStruct((1, size, size, channels), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((3, 3, channels, channels), jnp.bfloat16)
-    come_in, flops = {}, []
-    for eqn in equations(jax.make_jaxpr(partitioned(spatial.make_mesh(1, *cut)))(image, weights).jaxpr):
+    received, flops = {}, []
+    for eqn in equations(jax.make_jaxpr(partitioned(spatial.make_mesh(1, *shards)))(image, weights).jaxpr):
         if eqn.primitive.name == "ppermute":
             axis = eqn.params["axis_name"]
             for _, target in eqn.params["perm"]:
                 key = axis[0] if isinstance(axis, tuple) else axis, target
-                come_in[key] = come_in.get(key, 0) + eqn.invars[0].aval.size * 2
+                received[key] = received.get(key, 0) + eqn.invars[0].aval.size * 2
         elif eqn.primitive.name == "conv_general_dilated":
             flops += [2 * eqn.outvars[0].aval.size * 9 * channels]
-    most = sum(max([come_in[key] for key in come_in if key[0] == axis], default=0) for axis in ("y", "x"))
-    assert spatial.predict(size, channels, cut)[:2] == (*flops, most)
+    most = sum(max([received[key] for key in received if key[0] == axis], default=0) for axis in ("y", "x"))
+    assert spatial.predict(size, channels, shards)[:2] == (*flops, most)
 
 
 def test_predicted_seconds():
-    """On 4 x 2 cores: half a row goes through a link for each core of a chip, a quarter of a column through another."""
+    """On 4 x 2 cores one link carries half a row for each core of a chip, another one a quarter of a column."""
     assert spatial.predict(64, 64, (4, 2))[2] == 2e-6  # two hops
     seconds = spatial.predict(2**15, 64, (4, 2))[2]
     assert seconds == pytest.approx(2 * 2**14 * 64 * 2 / 100e9 + (2**13 + 2) * 64 * 2 / 600e9)
@@ -230,7 +230,7 @@ def test_predicted_seconds():
 
 @pytest.mark.parametrize(("hop_s", "size"), [(0, 2563 / 64), (1e-6, 8005 / 64)])
 def test_where_the_exchange_of_rows_is_as_long_as_the_convolution(hop_s, size, monkeypatch):
-    """The docstring's two inequalities, for square tiles and 64 channels; the columns, at no cost, left out."""
+    """The two inequalities of the docstring hold for square tiles and 64 channels; columns cost nothing here."""
     chip = dataclasses.replace(spatial.CHIP, hop_s=hop_s, die_to_die_bytes_per_s=math.inf)
     monkeypatch.setattr(spatial, "CHIP", chip)
     flops, _, seconds = spatial.predict(2 * size, 64, (2, 2))
@@ -239,14 +239,14 @@ def test_where_the_exchange_of_rows_is_as_long_as_the_convolution(hop_s, size, m
 
 @pytest.mark.slow
 def test_tpu7x_permutes_and_gathers_nothing():
-    """Two replicas of 2 x 2 cores, a convolution forward and backward; forward just as the partitioner does it."""
+    """Two replicas of 2 x 2 cores run a convolution forward and backward. Forward, the partitioner permutes alike."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1")
     mesh = spatial.make_mesh(2, 2, 2, topology.devices)
     assert all(one.coords == other.coords for one, other in mesh.devices.reshape(4, 2))  # x: the cores of a chip
     specs = spatial.IMAGES_SPEC, P()
-    tiles, whole = (NamedSharding(mesh, spec) for spec in specs)
+    tiles, replicated = (NamedSharding(mesh, spec) for spec in specs)
     images = jax.ShapeDtypeStruct((2, 256, 256, 128), jnp.bfloat16, sharding=tiles)
-    weights = jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16, sharding=whole)
+    weights = jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16, sharding=replicated)
     program = lambda f: jax.jit(f).trace(images, weights).lower(lowering_platforms=("tpu",)).compile().as_text()
     permutes = lambda text: sorted(re.findall(r" = \(?(\w+\[[\d,]*\])[^=]* collective-permute(?:-start)?\(", text))
 
@@ -259,5 +259,5 @@ def test_tpu7x_permutes_and_gathers_nothing():
     assert len(permutes(backward)) == 8
     for text in (forward, backward):
         assert not re.search(r"all-gather|all-to-all|reduce-scatter", text)
-    assert "all-reduce" in backward and "all-reduce" not in forward  # of the gradient of the weights
+    assert "all-reduce" in backward and "all-reduce" not in forward  # sums the gradient of the weights
     assert permutes(program(jax.jit(partial(unpartitioned, stride=1), out_shardings=tiles))) == permutes(forward)
