@@ -1,4 +1,4 @@
-"""The ring collectives: simulated with a race detector, made to fail in it, and compiled for TPU7x."""
+"""The ring collectives: simulated with a race detector, broken to test the detector, and compiled for TPU7x."""
 
 import functools
 import math
@@ -24,12 +24,12 @@ RING = PartitionSpec("ring")
 MODES = ("eager", "on_wait")  # a copy happens when it is started, or when it is waited for
 SMALL_TILE = (32, 128)
 
-# The simulator of jax 0.10 stops for good where an array of over 100 KB meets as many busy devices as there are: so
-# arrays are small on rings of all 8 devices, and of any size on smaller rings.
+# The simulator of jax 0.10 hangs if an array is larger than 100 KB and all devices are busy. So arrays are small on
+# rings of all 8 devices, and have any size on smaller rings.
 
 
 def run(f, x, n, mesh=None, spec=RING):
-    # check_vma=False: "Primitive add requires varying manual axes to match", says jax of its simulator's own code.
+    # check_vma=False: jax's simulator fails the check ("Primitive add requires varying manual axes to match").
     mapped = jax.shard_map(f, mesh=mesh or ring_of(n), in_specs=spec, out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(mapped)(x))
 
@@ -39,8 +39,8 @@ def simulated(mode="eager"):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_said(capsys):
-    """jax 0.10 prints races, and semaphores that are not zero at the end; later versions raise the races."""
+def nothing_is_printed(capsys):
+    """jax 0.10 prints races, and semaphores that are not zero at the end; later versions raise an error for races."""
     yield
     assert capsys.readouterr().out == ""
 
@@ -50,7 +50,7 @@ def values(shape, dtype):
 
 
 def check_both(n, block, dtype, mode):
-    """Both collectives against XLA's on n devices, of which each has or gets one block."""
+    """Compares both collectives with XLA's on n devices, each of which has or gets one block."""
     rows, *rest = block
     x = values((n * rows, *rest), dtype)
     gathered = run(lambda x: ring_all_gather(x, "ring", interpret=simulated(mode)), x, n)
@@ -60,7 +60,7 @@ def check_both(n, block, dtype, mode):
     expected = run(lambda x: lax.psum_scatter(x, "ring", tiled=True), x, n)
     if jnp.issubdtype(dtype, jnp.integer):
         np.testing.assert_array_equal(scattered, expected)
-    else:  # n roundings at most of sums of at most 10 * n * 4
+    else:  # at most n roundings of sums of at most 10 * n * 4
         error = np.abs(scattered.astype(np.float32) - expected.astype(np.float32)).max()
         assert error <= n * 40 * n * jnp.finfo(dtype).eps / 2
 
@@ -79,7 +79,7 @@ def test_equal_to_xla_on_every_ring(n, mode):
     "n, dtype", [(2, "float32"), (2, "int8"), (3, "bfloat16"), (4, "int8"), (5, "float32"), (8, "bfloat16")]
 )
 def test_equal_to_xla_for_every_shape(n, dtype, monkeypatch):
-    """One element, blocks that fill no register, and sums of several tiles of which the last is smaller."""
+    """The shapes are one element, blocks smaller than a register, and several tiles of which the last is smaller."""
     monkeypatch.setattr(remote_dma, "TILE", SMALL_TILE)
     shapes = {(1,): "eager", (3, 5, 7): "on_wait", (80, 100): "eager"}
     for block, mode in shapes.items():
@@ -89,14 +89,14 @@ def test_equal_to_xla_for_every_shape(n, dtype, monkeypatch):
 
 @pytest.mark.slow
 def test_equal_to_xla_with_tiles_as_on_a_tpu():
-    """Two halves of six tiles, of which the last are smaller in both directions."""
+    """A block is two halves of six tiles, of which the last are smaller in both dims."""
     tile_rows, tile_cols = remote_dma.TILE
     check_both(2, (4 * tile_rows + 16, tile_cols + 128), jnp.float32, "eager")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-def test_sums_in_the_order_that_it_says(dtype):
-    """Bit for bit: farthest first, from behind, from ahead, one's own; the last two additions rounded as one."""
+def test_sums_in_the_order_of_the_docstring(dtype):
+    """Equal in every bit: farthest first, from behind, from ahead, then the own part; the last two sums round once."""
     n, wide = 5, np.float32
     x = values((n, n, 8, 128), dtype)
     parts = np.asarray(x)
@@ -116,15 +116,15 @@ def test_sums_in_the_order_that_it_says(dtype):
 
 
 def test_rings_of_a_mesh_with_two_axes():
-    """Gathered over one axis, then over the other: every device writes to its neighbours on that axis alone.
+    """Gathers over one axis, then over the other: a device writes only to its neighbours on that axis.
 
-    In the ring of four a block is passed on.
+    In the ring of four, blocks are passed on.
     """
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = values((8 * 4, 128), jnp.float32)
 
-    def gather(one):
-        return lambda x: one(one(x, "b"), "a")
+    def gather(collective):
+        return lambda x: collective(collective(x, "b"), "a")
 
     spec = PartitionSpec(("a", "b"))
     ours = run(gather(functools.partial(ring_all_gather, interpret=simulated())), x, 8, mesh, spec)
@@ -150,8 +150,8 @@ def test_each_is_the_transpose_of_the_other(ours, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", [ring_all_gather, ring_reduce_scatter])
 @pytest.mark.parametrize("given", [RING, PartitionSpec()])
-def test_types_say_what_varies(collective, given):
-    """With the varying-axes check on: what comes out varies over the ring, and a gradient as much as its argument."""
+def test_types_vary_over_the_ring(collective, given):
+    """With the varying-axes check, results vary over the ring, and a gradient varies as its argument does."""
 
     def loss(x):
         y = collective(x, "ring")
@@ -164,7 +164,7 @@ def test_types_say_what_varies(collective, given):
     assert gradient.shape == x.shape
 
 
-def test_refuses_what_it_cannot_do_and_says_why():
+def test_errors():
     def shapes(f, shape, n=4):
         spec = RING if shape else PartitionSpec()
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -183,7 +183,7 @@ def test_refuses_what_it_cannot_do_and_says_why():
                 shapes(lambda x, f=collective: f(x, "ring"), empty)
 
 
-# -- what the kernels do, read off the jaxpr
+# -- operations of the kernels, in the jaxpr
 
 
 def kernel_of(collective, n, shape):
@@ -194,38 +194,41 @@ def kernel_of(collective, n, shape):
 
 
 def order_of(kernel) -> str:
-    """Signals !, waits for them ?, starts of copies s and waits for either end of one w, as they are written."""
+    """The operations in program order: signal !, wait for one ?, start of a copy s, wait for either end of one w."""
     letters = {"semaphore_signal": "!", "semaphore_wait": "?", "dma_start": "s", "dma_wait": "w"}
     return "".join(letters.get(eqn.primitive.name, "") for eqn in equations(kernel))
 
 
-def test_all_gather_goes_both_ways_at_once_after_a_barrier():
-    """The own copy, the barrier, then N//2 steps: both transfers start before either is waited for (at both ends)."""
+def test_all_gather_sends_in_both_directions_at_once_after_a_barrier():
+    """The own copy, the barrier, then N//2 steps. Both transfers start before the waits for both ends of each."""
     for n in (2, 3, 8):
         order = order_of(kernel_of(ring_all_gather, n, (n * 8, 128)))
-        two_ways, one_way = (n - 1) // 2, n // 2 - (n - 1) // 2
-        assert order == "s" + "!!?" + "sswwww" * two_ways + "sww" * one_way + "w"
+        both, one = (n - 1) // 2, n // 2 - (n - 1) // 2
+        assert order == "s" + "!!?" + "sswwww" * both + "sww" * one + "w"
 
 
-def test_reduce_scatter_starts_both_ways_after_a_barrier():
+def test_reduce_scatter_starts_in_both_directions_after_a_barrier():
     order = order_of(kernel_of(ring_reduce_scatter, 8, (8 * 8 * 64, 1024)))
-    assert order.startswith("!!?" + "ssss")  # two halves, each both ways
+    assert order.startswith("!!?" + "ssss")  # two halves, each in both directions
 
 
 @pytest.mark.parametrize("rows, cols", [(8, 128), (8, 2**24), (2**24, 128), (2**16, 2**13)])
-def test_vmem_is_bounded_whatever_the_size(rows, cols):
+def test_vmem_is_bounded_for_any_size(rows, cols):
     kernel = kernel_of(ring_reduce_scatter, 4, (16 * rows, cols))
     in_vmem = [var.aval for var in kernel.invars if "vmem" in str(var.aval)]
     assert len(in_vmem) == 1
     assert 0 < math.prod(in_vmem[0].shape) * 4 <= 8 * 2**20
-    assert math.prod(in_vmem[0].shape) * 4 >= min(8 * 2**20, 4 * 4 * rows * cols) / 2  # and made use of
+    assert math.prod(in_vmem[0].shape) * 4 >= min(8 * 2**20, 4 * 4 * rows * cols) / 2  # and it is used
 
 
-# -- the detector, made to find something
+# -- the detector finds planted errors
 
 
 def simulate_broken(collective, without, n, mode):
-    """For a process of its own, which a race spoils: a run with some functions of remote_dma.py doing nothing."""
+    """Runs a collective with some functions of remote_dma.py doing nothing, in a process of its own.
+
+    A race leaves the process in an undefined state.
+    """
     for name in without:
         setattr(remote_dma, name, lambda *_: None)
     x = jnp.ones((n * n * 8, 128))
@@ -237,7 +240,7 @@ CREDITS = ("_give_credit", "_take_credit")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "collective, without, n, mode, found",
+    "collective, without, n, mode, has_race",
     [
         ("ring_all_gather", (), 4, "eager", False),
         ("ring_all_gather", ("_wait_for_arrival",), 4, "eager", True),
@@ -247,14 +250,14 @@ CREDITS = ("_give_credit", "_take_credit")
         ("ring_reduce_scatter", CREDITS, 6, "on_wait", True),
     ],
 )
-def test_race_detector_finds_what_is_left_out(collective, without, n, mode, found):
+def test_race_detector_finds_missing_waits_and_credits(collective, without, n, mode, has_race):
     call = f"test_remote_dma.simulate_broken({collective!r}, {without!r}, {n}, {mode!r})"
     paths = [str(ROOT), str(ROOT / "tests")]
     program = f"import sys; sys.path[:0] = {paths!r}; import conftest, test_remote_dma; {call}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    said = done.stdout + done.stderr
-    assert ("RACE DETECTED" in said) == found, said[-2000:]
-    assert found or done.returncode == 0, said[-2000:]
+    printed = done.stdout + done.stderr
+    assert ("RACE DETECTED" in printed) == has_race, printed[-2000:]
+    assert has_race or done.returncode == 0, printed[-2000:]
 
 
 @pytest.mark.slow
@@ -278,26 +281,26 @@ def assert_only_kernels(program: str, number: int):
 @pytest.mark.parametrize("topology", ["2x2x1", pytest.param("4x4x4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_tpu7x_programs_are_the_kernels_alone(topology, dtype):
-    """Blocks of 32 MiB: nothing is brought into VMEM or laid out anew, and memory is what the docstring says."""
+    """With blocks of 32 MiB nothing is moved to VMEM or changes layout, and memory is as in the docstring."""
     n, bytes_of_block = tpu7x_ring(topology).size, 2**25
     rows, cols = bytes_of_block // jnp.dtype(dtype).itemsize // 4096, 4096
 
     gather = compiled_on_ring(lambda x: ring_all_gather(x, "ring"), (rows, cols), dtype, topology)
     assert_only_kernels(gather.as_text(), 1)
-    assert gather.as_text().count(" copy(") == 1  # XLA's: a program's own results are not where remote DMAs may write
+    assert gather.as_text().count(" copy(") == 1  # by XLA: remote DMAs may not write to the results of a program
 
     scatter = compiled_on_ring(lambda x: ring_reduce_scatter(x, "ring"), (n * rows, cols), dtype, topology)
     assert_only_kernels(scatter.as_text(), 1)
-    assert scatter.memory_analysis().temp_size_in_bytes < 5.01 * bytes_of_block  # 4, and the result before that copy
+    assert scatter.memory_analysis().temp_size_in_bytes < 5.01 * bytes_of_block  # 4, and the result before its copy
 
 
-def test_tpu7x_uses_the_gathered_array_where_it_came_in():
+def test_tpu7x_uses_the_gathered_array_without_a_copy():
     cols = 4096
     program = compiled_on_ring(
         lambda x: jnp.ones((8, 8 * cols), x.dtype) @ ring_all_gather(x, "ring"), (cols, cols), jnp.bfloat16
     ).as_text()
     assert_only_kernels(program, 1)
-    entry = program[program.index("\nENTRY") :]  # what it runs; fusions above it
+    entry = program[program.index("\nENTRY") :]  # the instructions it runs; fusions are defined above
     assert not re.search(r" copy(-start)?\(", entry)
 
 
