@@ -1,29 +1,31 @@
-"""Groups of rows as tiles: where a grouped matmul cuts them, how large tiles are, and what they cost.
+"""Groups of rows as tiles: where a grouped matmul splits its rows, how large tiles are, and what they cost.
 
-**Idea.** A router's groups begin and end anywhere, and where is known only when the program runs. On a fixed grid of
-tiles (as in `megablox`, which comes with JAX) a tile with rows of two groups is computed twice, and masked: with 1024
-rows a group, a grid of 512 rows does 1.44 times the work, one of 128 rows 1.11 times, but a matmul of so few rows keeps
-the matrix units busy 0.92 of the time only. So each group has tiles of its own:
+**Idea.** A router's groups of rows begin and end anywhere, and where is known only at run time. With a fixed grid of
+tiles (as in `megablox`, which comes with JAX) a tile with rows of two groups is computed twice, and masked. With 1024
+rows a group, a grid of 512 rows does 1.44 times the work and one of 128 rows 1.11 times, but a matmul of so few rows
+keeps the matrix units busy only 0.92 of the time. So here each group has tiles of its own:
 
-    group 0          group 1                  group 2          rows, of which a register holds 8, 16 or 32
+    group 0          group 1                  group 2          rows; a register holds 8, 16 or 32 of them
     |---------------|------------------------|--------|
     [ tile ][ tile ]
                   [  tile   ][  tile   ]                       a tile begins at the register of its group's first row
-                                        [ tile  ]              and is as high as there is code for (`heights`)
+                                        [ tile  ]              and has one of the compiled heights (`heights`)
 
-A group has the fewest tiles, nearly equal in height. The list (`plan_of`) is made of jnp, beside the kernels of gmm.py
-that walk through it; it is as long as there can be tiles (`most_tiles`), and says how many of them there are.
+A group has as few tiles as possible, nearly equal in height. `plan_of` computes the list of tiles in jnp, outside of
+the kernels of gmm.py that loop over it. The list is as long as it can get (`most_tiles`), and says how many tiles it
+has.
 
-**Sizes.** All that a kernel holds in VMEM is a list of buffers, the kernel's own (`gmm_buffers`, `tgmm_buffers`), so
-that what they take is counted from what they are. The rules (`default_tiles`, `default_tgmm_tiles`) were found by
-compiled cycles; tuned.py has what a search found for a shape.
+**Layout.** `gmm_buffers` and `tgmm_buffers` list all that a kernel holds in VMEM. The kernels allocate these lists, and
+`vmem_bytes` counts them, so both agree. The rules `default_tiles` and `default_tgmm_tiles` are fitted to compiled
+cycles; tuned.py holds the tiles that a search found for a shape.
 
-A dim that is a multiple of 128 is cut into parts that divide it. Where these would be so narrow that reading takes
-longer than multiplying (`slowdown`), its parts overlap: 14,464 columns, 113 times 128, are 6 of 2,560, 6% more, and not
-113 of 128, which HBM would feed in 2.9 times the time. What two parts share both compute, and both write, alike.
+A dim that is a multiple of 128 is split into parts that divide it. If these are so narrow that reading takes longer
+than multiplying (`slowdown`), the parts overlap instead. 14,464 columns are 113 times 128: 6 parts of 2,560 are 6% more
+columns, while HBM would feed 113 parts of 128 in 2.9 times the time. Where two parts overlap, both compute and write
+the same values.
 
-**Cost.** For group sizes that are given, as to rank tiles: how often each part of a compiled kernel is executed
-(`executions`, for bundles.py), and what passes between HBM and VMEM (`moved_bytes`).
+**Cost.** For given group sizes, as needed to rank tiles: how often each part of a compiled kernel is executed
+(`executions`, for `compiled/bundles.py`), and the bytes between HBM and VMEM (`moved_bytes`).
 """
 
 from collections.abc import Sequence
@@ -41,40 +43,40 @@ if TYPE_CHECKING:  # predictions take sizes of tiles from here, and need no jax
 # bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
 FLOPS_A_BYTE = 312.6
 MXU = 256  # rows and columns of a matrix unit, of which a core has two
-LARGEST_SUM = 2048 * 1536  # elements of a result of tgmm, added up at once: enough to hide latency; code grows with it
+LARGEST_SUM = 2048 * 1536  # elements of a tgmm tile: enough to hide latency; the code grows with it
 SPILL_BYTES = 2 * 2**20  # at most 0.5 MiB in the kernels compiled so far
-WORTH_AN_OVERLAP = 1.2  # of `slowdown`: parts that divide a dim and cost less are as good as any
-LEAST_ROWS = MXU // 2  # below, a matmul takes as long as bringing its stationary operand into the matrix units
+WORTH_AN_OVERLAP = 1.2  # a `slowdown` below this does not justify overlapping parts
+LEAST_ROWS = MXU // 2  # with fewer, loading the stationary operand into the matrix units takes longer than the matmul
 
 
 class Tiles(NamedTuple):
-    """Of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never cut."""
+    """Tiles of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never split."""
 
-    rows: int  # of a tile at most; a multiple of step
+    rows: int  # the most rows of a tile; a multiple of step
     cols: int  # one of widths(N)
-    step: int = 32  # there is code for heights that are multiples of it; a multiple of a register's rows
+    step: int = 32  # heights are multiples of it; a multiple of a register's rows
 
 
 class TgmmTiles(NamedTuple):
-    """Of tgmm: out[k, n] += lhs[rows, k]^T . dout[rows, n]."""
+    """Tiles of tgmm: out[k, n] += lhs[rows, k]^T . dout[rows, n]."""
 
-    rows: int  # of a tile at most; a multiple of 256, in which the sum runs through the matrix units
+    rows: int  # the most rows of a tile; a multiple of 256, over which the matrix units sum at once
     k: int  # one of widths(K)
     n: int  # one of widths(N)
-    outs: int = 2  # results in VMEM: 2, or 1, which waits for the last one to be written
+    outs: int = 2  # buffers for results in VMEM; with 1, a tile waits until the last result is written
 
 
 class Variant(NamedTuple):
-    """What gmm's kernel is compiled for, beside shapes and types. All are flags."""
+    """The variant of gmm's kernel, as flags."""
 
     transpose_rhs: bool = False
-    lhs_scale: bool = False  # one for each row
+    lhs_scale: bool = False  # a scale for each row
     rhs_scale: bool = False  # any other scale
     gated: bool = False  # one lhs, two rhs, three results
     summed: bool = False  # two lhs, two rhs, one result
 
     def operands(self) -> tuple[int, int, int]:
-        """The numbers of lhs, of rhs and of results."""
+        """The numbers of lhs, rhs and results."""
         return (1, 2, 3) if self.gated else (2, 2, 1) if self.summed else (1, 1, 1)
 
 
@@ -90,7 +92,7 @@ def cdiv(a, b):
 
 
 def heights(tiles: Tiles | TgmmTiles) -> list[int]:
-    """Heights of a tile that there is code for. Of gmm, fewer below half of rows, where only small groups need them."""
+    """The compiled heights of a tile. For gmm, fewer below half of `rows`, which only small groups use."""
     if isinstance(tiles, TgmmTiles):
         return list(range(MXU, tiles.rows + 1, MXU))
     half = cdiv(tiles.rows // 2, tiles.step) * tiles.step
@@ -98,24 +100,24 @@ def heights(tiles: Tiles | TgmmTiles) -> list[int]:
 
 
 def register_rows(*dtypes) -> int:
-    """Rows of a register (8 x 128 x 4 bytes) of the narrowest type: a DMA starts and ends at multiples of them."""
+    """The rows of a register (8 x 128 x 4 bytes) of the narrowest type. A DMA starts and ends at multiples of them."""
     return 32 // min(np.dtype(dtype).itemsize for dtype in dtypes)
 
 
 def result_dtype(dtype):
-    """Of a grouped matmul, where nothing else is asked: that of its operands, of 8 bits bfloat16."""
+    """The default result dtype of a grouped matmul: the operands' dtype, bfloat16 for FP8."""
     return np.dtype(ml_dtypes.bfloat16 if np.dtype(dtype).itemsize == 1 else dtype)
 
 
 def _padded_bytes(shape: Sequence[int], dtype) -> int:
-    """Of an array in VMEM, whose last two dims are whole registers (a single row takes but one row of them)."""
+    """The bytes of an array in VMEM, whose last two dims are padded to registers (a single row to one row of them)."""
     *outer, rows, cols = shape
     unit = 1 if rows == 1 else register_rows(dtype)
     return int(np.prod(outer)) * cdiv(rows, unit) * unit * cdiv(cols, 128) * 128 * np.dtype(dtype).itemsize
 
 
 def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, rhs_dtype=None):
-    """Shapes and types of what `_gmm_kernel` holds in VMEM. Two of what moves while there is work on the other."""
+    """The shapes and types of the buffers of `_gmm_kernel`. Those that DMAs fill or empty are double."""
     unit, cols = register_rows(dtype, out_dtype), tiles.cols
     inputs, matrices, results = variant.operands()
     return dict(
@@ -130,6 +132,7 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
 
 
 def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scale=False):
+    """The shapes and types of the buffers of `_tgmm_kernel`."""
     unit = register_rows(out_dtype)
     return dict(
         lhs=((2, tiles.rows, tiles.k), dtype),
@@ -142,15 +145,15 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
 
 
 def vmem_bytes(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN) -> int:
-    """That `gmm` takes at most: with SPILL_BYTES for registers that the compiler stores for a while."""
+    """The most VMEM that `gmm` takes, with SPILL_BYTES for registers that the compiler spills."""
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant)
-    if variant.summed and variant.rhs_scale:  # what has scales of its own is not added in the matrix units
+    if variant.summed and variant.rhs_scale:  # products with scales of their own are not added in the matrix units
         buffers["product"] = (tiles.rows, tiles.cols), np.float32
     return _bytes_of(buffers)
 
 
 def tgmm_vmem_bytes(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = False) -> int:
-    """Likewise of `tgmm`."""
+    """The most VMEM that `tgmm` takes."""
     return _bytes_of(tgmm_buffers(tiles, K, N, dtype, out_dtype, scale=scale))
 
 
@@ -159,10 +162,10 @@ def _bytes_of(buffers):
 
 
 def widths(size: int) -> list[int]:
-    """Returns how wide the parts of a dim can be: all of it, or multiples of 128 that divide it, or of MXU that do not.
+    """Returns the possible widths of the parts of a dim: divisors that are multiples of 128, and multiples of MXU.
 
-    Of the latter one for each number of parts, of which the last overlaps the one before. A dim that is no multiple of
-    128 is not cut.
+    For each number of parts there is one such multiple of MXU; the last part then overlaps the one before. A dim that
+    is not a multiple of 128 is not split.
     """
     if size % 128:
         return [size]
@@ -172,9 +175,9 @@ def widths(size: int) -> list[int]:
 
 
 def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
-    """Returns the time of a call over that of the matrix units alone, if the dims were whole.
+    """Returns the time of a call over that of the matrix units alone on dims without overlap.
 
-    A tile of r rows and c columns multiplies r c / (r + c) FLOPs for each byte that HBM brings it, of any type.
+    A tile of r rows and c columns has r c / (r + c) FLOPs for each byte that it reads from HBM, for every type.
     """
     full = lambda width: cdiv(width, MXU) * MXU
     overlap = lambda width, size: cdiv(size, width) * full(width) / full(size)
@@ -186,9 +189,9 @@ def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
 
 
 def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, variant: Variant = PLAIN) -> Tiles:
-    """The largest tile of out with up to 640 rows that fits in VMEM; of equals, the widest.
+    """The largest tile of out with up to 640 rows that fits in VMEM; among equals, the widest.
 
-    Parts of N overlap only where those that divide it are so narrow that HBM keeps the matrix units waiting.
+    Parts of N overlap only if those that divide it are so narrow that the matrix units wait for HBM.
     """
     out_dtype = out_dtype or result_dtype(dtype)
     step = max(32, register_rows(dtype, out_dtype))
@@ -200,16 +203,16 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, variant
         if vmem_bytes(tiles, K, N, dtype, out_dtype, variant) <= VMEM_BYTES
     ]
     if not fitting:
-        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, variant)  # says why
+        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, variant)  # raises
     return max(
         fitting, key=lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), N % t.cols == 0, t.rows * t.cols, t.cols)
     )
 
 
 def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, scale: bool = False) -> TgmmTiles:
-    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has room, nearly square: it reads least.
+    """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has space, nearly square as this reads least.
 
-    Parts of K and N overlap as those of `default_tiles`.
+    Parts of K and N overlap as those of `default_tiles` do.
     """
     out_dtype = out_dtype or result_dtype(dtype)
     rows = range(MXU, min(1024, cdiv(M, MXU) * MXU) + 1, MXU)
@@ -224,7 +227,7 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, sc
 
 
 def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN):
-    """Raises ValueError: tiles do not divide what they must, or take more VMEM than there is."""
+    """Raises ValueError if tiles are not multiples of what they must be, or take too much VMEM."""
     unit = register_rows(dtype, out_dtype)
     if tiles.cols not in widths(N):
         raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {widths(N)}")
@@ -233,11 +236,12 @@ def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN):
     if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, variant)) > VMEM_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_BYTES:,}: "
-            f"take fewer rows or cols, or cut K into parts and add their results{_not_cut(N=N)}"
+            f"take fewer rows or cols, or split K and add the results{_not_split(N=N)}"
         )
 
 
 def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = False):
+    """Raises ValueError as `check_tiles` does."""
     for name, width, size in (("k", tiles.k, K), ("n", tiles.n, N)):
         if width not in widths(size):
             raise ValueError(f"{tiles}: {name} must be {size} or, in parts of multiples of 128, one of {widths(size)}")
@@ -245,51 +249,49 @@ def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = Fal
         raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
     if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, scale)) > VMEM_BYTES:
         raise ValueError(
-            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_BYTES:,}: take less of any"
-            f"{_not_cut(K=K, N=N)}"
+            f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_BYTES:,}: lower any of them"
+            f"{_not_split(K=K, N=N)}"
         )
 
 
-def _not_cut(**dims: int) -> str:
-    """Returns the way out for dims that have but one width."""
+def _not_split(**dims: int) -> str:
+    """Returns advice for dims that cannot be split."""
     odd = [f"{name}={size:,} to {cdiv(size, 128) * 128:,}" for name, size in dims.items() if size % 128]
-    return f"; only multiples of 128 are cut: pad {' and '.join(odd)}" if odd else ""
+    return f"; only multiples of 128 are split: pad {' and '.join(odd)}" if odd else ""
 
 
-# -- which tile belongs to which group
+# -- the list of tiles
 
 
 class Plan(NamedTuple):
-    """Of the tiles, one after the other, and of the groups that have rows and are wanted. A block: rows of a register.
+    """The tiles in order, and the groups that are wanted and have rows. A block is as many rows as a register has.
 
-    All int32 [tiles at most] or [groups], in SMEM, where the scalar unit reads them.
+    All are int32 [most tiles] or [groups], in SMEM, where the scalar unit reads them.
     """
 
-    totals: "jax.Array"  # tiles, groups, first row, end of the last row
-    tile_group: "jax.Array"  # which of the groups, in the order of those that have rows
-    tile_block: (
-        "jax.Array"  # where it starts: the first tile of a group with the block that holds the group's first row
-    )
-    tile_blocks: "jax.Array"  # its blocks that hold rows of the group
-    tile_write: "jax.Array"  # of these, the ones to write: not the last one, if the next group has rows in it
+    totals: "jax.Array"  # number of tiles, number of groups, first row, end of the last row
+    tile_group: "jax.Array"  # the tile's group, an index among the groups with rows
+    tile_block: "jax.Array"  # its first block; a group's first tile starts at the block with the group's first row
+    tile_blocks: "jax.Array"  # number of its blocks, all of which hold rows of the group
+    tile_write: "jax.Array"  # number of blocks to write: the last one is left out if the next group has rows in it
     tile_height: "jax.Array"  # the height in which it is computed, an index in `heights`
     group_expert: "jax.Array"
-    group_start: "jax.Array"  # row
+    group_start: "jax.Array"  # first row
     group_end: "jax.Array"
 
 
 def most_tiles(num_rows: int, num_groups: int, unit: int, rows: int) -> int:
-    """Of any group sizes: each group has one tile that may be small, and shares a block at either end."""
+    """The most tiles for any group sizes: a group has one tile that may be small, and shares a block at either end."""
     return (num_rows + 2 * unit * num_groups) // rows + num_groups
 
 
 def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step: int, tiles) -> Plan:
-    """Cuts each group into the fewest tiles, of equal height but for the last one, which has what is left.
+    """Splits each group into as few tiles as possible, of equal height except for the last, which has the remainder.
 
     Args:
       group_sizes: [E]. Groups [offset, offset + num_groups) are wanted.
       unit: rows of a block.
-      step: heights of tiles are multiples of it, but for the last one of a group.
+      step: heights of tiles are multiples of it, except for the last tile of a group.
     """
     import jax.numpy as jnp  # here: see above
     from jax import lax
@@ -299,13 +301,13 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
     wanted = partial(lax.dynamic_slice, start_indices=(offset,), slice_sizes=(num_groups,))
     ends, starts = wanted(ends), wanted(jnp.concatenate([jnp.zeros_like(ends, shape=1), ends[:-1]]))
     some = ends > starts
-    expert = jnp.argsort(~some, stable=True)  # those without rows last
+    expert = jnp.argsort(~some, stable=True)  # groups without rows are last
     ordinal = jnp.cumsum(some, dtype=jnp.int32) - 1
     groups = ordinal[-1] + 1
 
     first = starts // unit
     blocks = jnp.where(some, cdiv(ends, unit) - first, 0)
-    count = cdiv(blocks, per_tile)  # tiles of each
+    count = cdiv(blocks, per_tile)  # tiles of each group
     height = cdiv(cdiv(blocks, jnp.maximum(count, 1)), per_step) * per_step
     before = jnp.cumsum(count) - count
 
@@ -320,12 +322,12 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
     begin = jnp.min(jnp.where(some, starts, num_rows))
     end = jnp.max(jnp.where(some, ends, 0))
     totals = jnp.stack([jnp.sum(count), groups, jnp.minimum(begin, end), end])
-    found = Plan(totals, ordinal[g], block, size, size - is_shared, bucket, expert, starts[expert], ends[expert])
-    return Plan(*(each.astype(jnp.int32) for each in found))
+    plan = Plan(totals, ordinal[g], block, size, size - is_shared, bucket, expert, starts[expert], ends[expert])
+    return Plan(*(array.astype(jnp.int32) for array in plan))
 
 
 def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
-    """{region: executions} in a call of the kernel for these group sizes: what `bundles.py` wants to know."""
+    """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
     import jax  # here: see above
     import jax.numpy as jnp
 
@@ -347,38 +349,38 @@ def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes
 
 
 def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
-    """Of the regions of a compiled kernel (of bundles.py) that depend on the group sizes, for its `cycles`.
+    """How often each region of a compiled kernel that depends on the group sizes is executed, for its `cycles`.
 
-    Of a named region as counted; of a branch that leads to such, the sum of theirs; of any other one in the loop over
-    tiles, the number of tiles.
+    A named region as often as `tile_counts` says; a branch with named regions inside as often as all of them; any other
+    region in the loop over tiles once for each tile.
     """
     passes = cdiv(K, tiles.k) * cdiv(N, tiles.n) if isinstance(tiles, TgmmTiles) else cdiv(N, tiles.cols)
     counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
     loop = kernel.region("tile")
 
     def inside(region):
-        return [each for child in region.children for each in (child, *inside(child))]
+        return [inner for child in region.children for inner in (child, *inside(child))]
 
-    def of(region):
+    def count(region):
         if known := [counts[name] for name in region.names if name in counts]:
             return known[0]
-        named = [name for each in inside(region) for name in each.names if name in counts]
+        named = [name for inner in inside(region) for name in inner.names if name in counts]
         if "tile" in named:
             return 1
         if named:
             return sum(counts[name] for name in named)
         return counts["tile"] if loop.first <= region.first <= loop.last else 0
 
-    return [of(region) for region in kernel.unknown()]
+    return [count(region) for region in kernel.unknown()]
 
 
 def moved_bytes(
     group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, variant: Variant = PLAIN
 ) -> int:
-    """Between HBM and VMEM, in a call of the kernel for these group sizes, without scales."""
+    """The bytes between HBM and VMEM in a call of the kernel for these group sizes, without scales."""
     inputs, matrices, results = variant.operands()
     out_dtype = out_dtype or result_dtype(dtype)
-    of_in, of_out = (np.dtype(each).itemsize for each in (dtype, out_dtype))
+    in_bytes, out_bytes = (np.dtype(each).itemsize for each in (dtype, out_dtype))
     sizes = np.asarray(group_sizes)
     unit = register_rows(dtype, out_dtype)
     ends = np.cumsum(sizes)
@@ -387,8 +389,11 @@ def moved_bytes(
     if isinstance(tiles, TgmmTiles):
         across, down = cdiv(N, tiles.n), cdiv(K, tiles.k)
         computed_K, computed_N = down * tiles.k, across * tiles.n
-        return rows * (computed_K * across + computed_N * down) * of_in + len(sizes) * computed_K * computed_N * of_out
+        return (
+            rows * (computed_K * across + computed_N * down) * in_bytes
+            + len(sizes) * computed_K * computed_N * out_bytes
+        )
     experts, passes = int(np.sum(sizes > 0)), cdiv(N, tiles.cols)
     computed_N = passes * tiles.cols
     read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    return read * of_in + results * num_rows * computed_N * of_out
+    return read * in_bytes + results * num_rows * computed_N * out_bytes

@@ -62,7 +62,7 @@ def test_no_multiple_of_128_is_cut_into_narrow_parts(K):
 
 def test_a_dim_that_is_not_cut_is_refused_with_the_way_out():
     with pytest.raises(
-        ValueError, match=r"more than the limit of .*; only multiples of 128 are cut: pad N=14,335 to 14,336$"
+        ValueError, match=r"more than the limit of .*; only multiples of 128 are split: pad N=14,335 to 14,336$"
     ):
         groups.default_tiles(65_536, 4096, 14_335, 16, BF16)
     with pytest.raises(ValueError, match=r"pad K=2,880 to 2,944 and N=14,335 to 14,336$"):
