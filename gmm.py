@@ -1,66 +1,74 @@
 """Grouped matmul: each expert of a mixture multiplies its own rows, however many they are (MegaBlocks).
 
-**Idea** (Gale et al. 2022, "MegaBlocks", arXiv:2211.15841). A router sends tokens to experts, and how many go to each
-is known only when the program runs. To give each expert room for the same number (its capacity) pads those with fewer
-and drops tokens of those with more. Instead, sort the rows by expert and let *one* kernel walk through them, with a
-list, computed beside it, of which rows belong to which expert:
+**Idea** (Gale et al. 2022, "MegaBlocks", arXiv:2211.15841). A router sends tokens to experts, and how many each expert
+gets is known only at run time. A fixed capacity for each expert pads those with fewer tokens and drops tokens of those
+with more. Instead, sort the rows by expert and let *one* kernel loop over them. A list, computed outside of the kernel,
+says which rows belong to which expert.
+
+**Formula.**
 
     gmm     out[rows of e] = lhs[rows of e] . rhs[e]         [M, K] . [E, K, N] -> [M, N]        forward, and dlhs
     gated   f(gmm(lhs, gate), gmm(lhs, up))                                     -> [M, N]        f: silu(gate) * up
     summed  gmm(dgate, gate^T) + gmm(dup, up^T)                                 -> [M, K]        its dlhs
     tgmm    out[e] = lhs[rows of e]^T . dout[rows of e]      [M, K], [M, N]     -> [E, K, N]     drhs
 
-**The list** (groups.py, to be read first) is handed to the kernel in SMEM (scalar prefetch), where the scalar unit
-reads row numbers, starts DMAs from them and branches on them. A kernel is one loop over tiles, as many as there are for
-these group sizes; the next tile and the next expert's matrix are on their way while this one is multiplied.
+**The list** (groups.py, to be read first) is in SMEM (scalar prefetch), where the scalar unit reads row numbers, starts
+DMAs from them and branches on them. A kernel is one loop over the tiles of these group sizes. The next tile and the
+next expert's matrix are fetched while the current ones are multiplied.
 
-**What a boundary costs** is rows of a register, not of a tile:
+**Group boundaries** cost rows of a register, not rows of a tile:
 
-    own tiles     A tile has rows of one group, from the register on that holds its first row, and is computed once.
-    one writer    A register at a boundary has rows of two groups or more. Each leaves its rows to the next one in VMEM,
-                  and the last one writes: no row of out is read back or written twice, so that no write needs to
-                  wait for another.
-    all of K      Partial sums stay in the matrix units. VMEM limits K, to about 20,000 in bf16.
+    own tiles     A tile has rows of one group, starts at the register that holds the group's first row, and is computed
+                  once.
+    one writer    A register at a boundary has rows of two groups or more. Each group leaves its rows to the next group
+                  in VMEM, and the last one writes the register. No row of out is read back or written twice, so no
+                  write waits for another.
+    all of K      Partial sums stay in the matrix units. VMEM limits K to about 20,000 in bf16.
 
-Rows that no expert here has are zeros: those beyond the last group, and with `group_offset`, when rhs is one device's
-shard of the experts, those of the others.
+Rows without an expert on this device are zeros: rows beyond the last group, and with `group_offset`, when rhs is one
+device's shard of the experts, rows of the other experts.
 
 **tgmm** sums over rows, 256 at a time, the height of a matrix unit: 257 rows cost as much as 512. No schedule avoids
-it, as a pass of rows of two experts has but the sum of their products. So it takes sum(ceil(R_e / 256)) * 256 / M times
-the ideal at least, about 1 + 128 * E/M: 1.125 with 1024 rows an expert. Foreign rows are cleared in both operands, as
-0 * NaN is NaN. A group's sum stays in VMEM in float32; its last tile rounds it on the way out.
+this, as a pass over rows of two experts only yields the sum of their products. So it takes at least
+sum(ceil(R_e / 256)) * 256 / M times the ideal, about 1 + 128 * E/M: 1.125 with 1024 rows an expert. Rows of other
+groups are zeroed in both operands, as 0 * NaN is NaN. A group's sum stays in VMEM in float32; its last tile rounds the
+sum and writes it.
+
+**gated_gmm** multiplies a tile of rows with gate and with up and applies the activation. It also writes both products,
+for the backward pass.
+
+**summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as the matrix units return
+them.
 
 **Cost**, with b bytes of an element, R = M/E rows an expert, on a core of C FLOP/s and W bytes/s of HBM:
 
     FLOPs    2 M K N
     bytes    M K b * N/cols  +  E K N b  +  M N b
-    bound by FLOPs where    b/2 * C/W * (1/cols + 1/R + 1/K) < 1
+    bound by FLOPs if       b/2 * C/W * (1/cols + 1/R + 1/K) < 1
 
 In bf16 on TPU7x C/W is 312: with cols = 1536, K = 4096 and 1024 rows an expert the left side is 0.58. With fewer than
-about 430 rows, to read the weights takes longer than to use them, and what boundaries cost is hidden.
+about 430 rows, reading the weights takes longer than using them, and the cost of boundaries is hidden.
 
-**Cycles**, compiled with libtpu 0.0.50 (benchmarks/kernels.py), over the ideal of 2MKN / 524,288, with all that is
-computed in vain, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 1100 900 1024 700 1300 1068 1100 rows:
+**On TPU7x.** Cycles, compiled with libtpu 0.0.50 (benchmarks/kernels.py), over the ideal of 2MKN / 524,288. All wasted
+work is included, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 1100 900 1024 700 1300 1068 1100 rows.
 
                                                        ragged    8 x 1024
     gmm     tiles of 640 x 1536 rows and columns       1.07      1.05
     tgmm    1024 rows, out in tiles of 2048 x 1536     1.24      1.05      at least 1.16 and 1.00, see above
 
-It does not contain HBM, which is hidden (`groups.moved_bytes`: 0.55 and 0.63 of the time) but for the first expert's
+HBM is not included. It is hidden (`groups.moved_bytes`: 0.55 and 0.63 of the time), except for the first expert's
 matrix and tile, about 10,000 cycles.
 
-**gated_gmm** multiplies a tile of rows with gate and with up, and what it makes of both is written beside them, for the
-backward pass. The vector units, which have little to do meanwhile, work behind the matrix units: of those 8 experts it
-takes 1.076 of the ideal of both matmuls, where `gmm` takes 1.072 of that of one. XLA's own pass for silu(gate) * up,
-7.4 cycles for 1024 elements (compiled), would take another 90,000 cycles: 0.15 of the three matmuls of an expert with
-K = 4096, forward, and once more where the backward pass recomputes it.
+In gated_gmm the vector units, which are mostly idle, compute the activation in parallel with the matrix units. Those 8
+experts take 1.076 of the ideal of both matmuls, where `gmm` takes 1.072 of the ideal of one. XLA's separate pass for
+silu(gate) * up, 7.4 cycles for 1024 elements (compiled), would add 90,000 cycles. That is 0.15 of the three matmuls of
+an expert with K = 4096, forward, and once more if the backward pass recomputes it.
 
-**summed_gmm** adds up what gate and up give their common lhs as cotangent before it leaves VMEM, as the matrix units
-give it, in float32. Two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3 235B
-(compiled), and hold one more array of all rows.
+In place of summed_gmm, two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3
+235B (compiled), and hold one more array of all rows.
 
-**Left out.** The activation's gradient in the kernels that follow it. Biases, which gpt-oss has before the activation,
-and a result in 8 bits: its scale would have to be known before it. Scales of blocks along K. K cut into parts.
+**Left out.** The activation's gradient inside the kernels that follow it. Biases, which gpt-oss has before the
+activation. An FP8 result: its scale would have to be known before it. Scales of blocks along K. Splitting K.
 Forward-mode derivatives.
 """
 
@@ -96,7 +104,7 @@ from groups import (
     tile_counts,
 )
 
-# -- the function
+# -- the functions
 
 
 def gmm(
@@ -114,29 +122,29 @@ def gmm(
 ) -> jax.Array:
     """Each group's rows times its own matrix: out[rows of e] = lhs[rows of e] . rhs[e]. Code of one device.
 
-    Differentiable in lhs and rhs: by `gmm` with the other `transpose_rhs`, and by `tgmm`. Off the TPU it computes
-    `reference_gmm`, unless asked to interpret the kernel.
+    Differentiable in lhs and rhs: by `gmm` with the other `transpose_rhs`, and by `tgmm`. On other platforms than TPU
+    it computes `reference_gmm`, unless `interpret` is set.
 
     Args:
-      lhs_MK: rows sorted by group. bfloat16, float32, float8_e4m3fn or float8_e5m2. What rows beyond the last group
-        hold, NaN included, does not matter. M that is not a multiple of a register's rows (32 bytes / bytes of the
-        narrowest of lhs and out) is padded, which copies lhs and out.
-      rhs_EKN: with `transpose_rhs` rhs_ENK. Of the type of lhs, or of another one with as many bits.
-      group_sizes_E: int32, rows of each group; values that the program computes. Their sum is at most M.
-      group_offset: rhs holds the experts [offset, offset + its dim 0) of the E that group_sizes has. Rows of lhs before
-        and behind those of these experts give zeros, like those beyond the last group.
-      lhs_scale: a factor of all of lhs, or [M] of each row, applied to the float32 product.
-      rhs_scale: of all of rhs, or [E] of each expert in rhs, or [E, N] of each of their columns; likewise.
-      out_dtype: default: of lhs, of fp8 bfloat16.
-      tiles: default: what was found (tuned.py), or else `default_tiles`. Gradients have their own.
-      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU. In a `jax.shard_map` that takes
-        check_vma=False: jax's simulator does not pass the check itself. Compiled, the kernel does.
+      lhs_MK: rows sorted by group, in bfloat16, float32, float8_e4m3fn or float8_e5m2. Rows beyond the last group may
+        hold anything, also NaN. If M is not a multiple of a register's rows (32 bytes / bytes of the narrowest of lhs
+        and out), it is padded, which copies lhs and out.
+      rhs_EKN: with `transpose_rhs` rhs_ENK. Its type has as many bits as that of lhs.
+      group_sizes_E: int32, the rows of each group, computed by the program. Their sum is at most M.
+      group_offset: rhs holds the experts [offset, offset + its dim 0) of the E in group_sizes. Rows of other experts
+        give zeros, like those beyond the last group.
+      lhs_scale: a factor of lhs, or [M], one for each row. It is applied to the float32 product.
+      rhs_scale: a factor of rhs, or [E], one for each expert in rhs, or [E, N], one for each of its columns; likewise.
+      out_dtype: the default is that of lhs, bfloat16 for FP8.
+      tiles: the default is a search's result (tuned.py), or else `default_tiles`. Gradients have tiles of their own.
+      interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU. In a `jax.shard_map` this needs
+        check_vma=False, as jax's simulator does not pass the check. The compiled kernel does.
 
     Returns:
       out_MN.
 
     Raises:
-      ValueError: shapes, types or tiles do not fit; more VMEM than there is; a gradient of fp8, or with scales.
+      ValueError: shapes, types or tiles do not fit, VMEM is too small, or a gradient of FP8 or with scales is taken.
     """
     shape = check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
     out_dtype = jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype))
@@ -160,24 +168,24 @@ def gated_gmm(
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel: both products are rounded, as `gmm`
-    gives them, and go through the activation in float32 before they leave VMEM. Code of one device.
+    """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel. Code of one device.
 
-    Differentiable in lhs, gate and up. What the backward pass wants, both products, is written beside the result.
+    Both products are rounded, as by `gmm`, and go through the activation in float32 before they leave VMEM.
+    Differentiable in lhs, gate and up. Both products are written, too, for the backward pass.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
-      gate_EKN, up_EKN: of one shape and type.
-      activation: of two arrays, element by element, such as silu(gate) * up. Of zeros it must be zero.
-      names: of the products, for a policy of `jax.checkpoint`. The kernel runs again, whole, unless that saves both,
-        and the result as well if the gradient of what follows wants it, as a matmul's does.
-      tiles: default: as of `gmm`, of a key with `gated`.
+      gate_EKN, up_EKN: have the same shape and type.
+      activation: an elementwise function of two arrays, such as silu(gate) * up. It maps zeros to zero.
+      names: names of the products for a policy of `jax.checkpoint`. The backward pass runs the kernel again unless the
+        policy saves both, and also the result if the gradient of the next operation needs it, as a matmul's does.
+      tiles: default as for `gmm`, with a key for `gated`.
 
     Returns:
-      product_MN, of the type of lhs. Rows of no group are zeros.
+      product_MN in the type of lhs. Rows without a group are zeros.
 
     Raises:
-      ValueError: shapes, types or tiles do not fit, operands of 8 bits among them; more VMEM than there is.
+      ValueError: shapes, types or tiles do not fit, operands are FP8, or VMEM is too small.
     """
     _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
     if lhs_MK.dtype.itemsize == 1:
@@ -200,14 +208,14 @@ def gated_products(
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lhs . gate[e], lhs . up[e], `gated_gmm`), for operands of 8 bits, too; not differentiable itself.
+    """(lhs . gate[e], lhs . up[e], `gated_gmm`), also for FP8 operands. Not differentiable.
 
     Args:
       rhs_scale: one for gate and one for up, as for `gmm`.
-      out_dtype: as for `gmm`; the others as for `gated_gmm`.
+      out_dtype: as for `gmm`. The other arguments are as for `gated_gmm`.
 
     Raises:
-      ValueError: as `gated_gmm`.
+      ValueError: as `gated_gmm`, but FP8 is allowed.
     """
     _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
     scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
@@ -228,21 +236,22 @@ def summed_gmm(
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """The sum of `gmm(lhs, rhs, transpose_rhs=True)` of two pairs: dlhs of `gated_gmm`, from its products' cotangents.
-    Not differentiable itself.
+    """The sum of `gmm(lhs, rhs, transpose_rhs=True)` over two pairs.
 
-    In one kernel, rounded once, where tiles of both pairs that VMEM has room for are read as fast as multiplied; else
-    by two calls of `gmm`, the sum of what they round.
+    It is dlhs of `gated_gmm`, from the cotangents of its products; not differentiable. One kernel computes it and
+    rounds once, if VMEM holds tiles of both pairs so large that reading them is hidden behind the matmuls (`fits_two`).
+    Otherwise it is the sum of two rounded results of `gmm`.
 
     Args:
-      pair_MK: two lhs of one shape and type; rhs_ENK: two rhs, likewise.
-      rhs_scale: one for each rhs, as for `gmm`; the other arguments as for `gmm`.
+      pair_MK: two lhs of the same shape and type.
+      rhs_ENK: two rhs, likewise.
+      rhs_scale: one for each rhs, as for `gmm`. The other arguments are as for `gmm`.
 
     Returns:
       out_MN, as `gmm`.
 
     Raises:
-      ValueError: shapes, types or tiles do not fit; more VMEM than there is.
+      ValueError: shapes, types or tiles do not fit, or VMEM is too small.
     """
     (lhs, lhs_too), (rhs, rhs_too) = pair_MK, rhs_ENK
     _, _, E, N = check_gmm(lhs, rhs, group_sizes_E, True)
@@ -269,24 +278,24 @@ def tgmm(
     tiles: TgmmTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """What each group's rows say of its matrix: out[e] = lhs[rows of e]^T . dout[rows of e]. Code of one device.
+    """The gradient of `gmm` in rhs: out[e] = lhs[rows of e]^T . dout[rows of e]. Code of one device.
 
-    The gradient of `gmm` in rhs; not differentiable itself. A group without rows gives zeros.
+    Not differentiable. A group without rows gives zeros.
 
     Args:
-      lhs_MK, dout_MN, group_sizes_E: as for `gmm`; what rows of no group hold does not matter, in either.
-      group_offset, num_groups: of which groups: [offset, offset + num_groups); default: the E of group_sizes.
-      scale: a factor of the result, or [E] of each of its groups, or [E, N] of each of their columns. (Scales of rows
-        of lhs and dout stand within the sum: multiply before.)
-      out_dtype: default: as of `gmm`.
-      tiles: default: what was found (tuned.py), or else `default_tgmm_tiles`.
+      lhs_MK, dout_MN, group_sizes_E: as for `gmm`. Rows without a group may hold anything in both.
+      group_offset, num_groups: the groups [offset, offset + num_groups) are computed. Default: the E of group_sizes.
+      scale: a factor of the result, or [E], one for each group, or [E, N], one for each of its columns. (Scales of rows
+        of lhs and dout are inside the sum: multiply before.)
+      out_dtype: default as for `gmm`.
+      tiles: the default is a search's result (tuned.py), or else `default_tgmm_tiles`.
       interpret: as for `gmm`.
 
     Returns:
       out_EKN.
 
     Raises:
-      ValueError: shapes or types do not fit; tiles that do not, or take more VMEM than there is.
+      ValueError: shapes, types or tiles do not fit, or VMEM is too small.
     """
     if lhs_MK.ndim != 2 or dout_MN.ndim != 2 or lhs_MK.shape[0] != dout_MN.shape[0]:
         raise ValueError(f"tgmm takes [M, K] and [M, N], not {lhs_MK.shape} and {dout_MN.shape}")
@@ -299,10 +308,10 @@ def tgmm(
 
 
 def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_scale=None, *, transpose_rhs, out_dtype):
-    """What `gmm` is, expert by expert: each multiplies all rows, and keeps its own. Scales [M, 1], [E, 1, N]."""
+    """Defines `gmm`: each expert multiplies all rows, and its own are selected. Scales [M, 1], [E, 1, N]."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
 
-    def of_expert(e, out):
+    def add_expert(e, out):
         weights = (rhs[e].T if transpose_rhs else rhs[e]).astype(jnp.float32)
         product = jnp.dot(lhs.astype(jnp.float32), weights, precision="highest")
         product = product if rhs_scale is None else product * rhs_scale[e]
@@ -310,24 +319,24 @@ def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_sca
         return jnp.where((group == e + group_offset)[:, None], product.astype(out_dtype), out)
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
-    return lax.fori_loop(0, rhs.shape[0], of_expert, vary_alike((zeros, lhs))[0])
+    return lax.fori_loop(0, rhs.shape[0], add_expert, vary_alike((zeros, lhs))[0])
 
 
 def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_groups, out_dtype):
-    """What `tgmm` is, expert by expert. Scale [E, 1, N]."""
+    """Defines `tgmm`, expert by expert. Scale [E, 1, N]."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
 
-    def of_expert(e):
+    def one_expert(e):
         own = (group == e + group_offset)[:, None]
         x, dy = (jnp.where(own, a.astype(jnp.float32), 0) for a in (lhs, dout))
         product = jnp.dot(x.T, dy, precision="highest")
         return (product if scale is None else product * scale[e]).astype(out_dtype)
 
-    return lax.map(of_expert, jnp.arange(num_groups))
+    return lax.map(one_expert, jnp.arange(num_groups))
 
 
 def _products(options, *arrays):
-    """A tuple of results: one product; of one lhs and two rhs both and the activation's; of two and two their sum.
+    """A tuple of results: one product, or both products and the activation of gated_gmm, or the sum of summed_gmm.
 
     lhs, rhs and the scales of rhs are tuples, too.
     """
@@ -338,10 +347,10 @@ def _products(options, *arrays):
 
     def reference(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
         dtype = jnp.float32 if len(lhs) == 2 else out_dtype
-        of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=dtype)
+        gmm_of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=dtype)
         scales, inputs = rhs_scale or (None,) * len(rhs), lhs * (len(rhs) // len(lhs))
         triples = zip(inputs, rhs, scales, strict=True)
-        products = [of(x, w, group_sizes, group_offset, lhs_scale, s) for x, w, s in triples]
+        products = [gmm_of(x, w, group_sizes, group_offset, lhs_scale, s) for x, w, s in triples]
         if len(lhs) == 2:
             return (sum(products).astype(out_dtype),)
         if activation:
@@ -402,19 +411,19 @@ _gated.defvjp(_gated_forward, _gated_backward)
 def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
-    if tiles or room_for_two(M, K, N, E, pair[0].dtype, out_dtype, bool(rhs_scale)):
+    if tiles or fits_two(M, K, N, E, pair[0].dtype, out_dtype, bool(rhs_scale)):
         return _products(options, pair, rhs, group_sizes, group_offset, None, rhs_scale)[0]
     scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
-    one = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
-    return sum(map(one, pair, rhs, scales))
+    product = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
+    return sum(map(product, pair, rhs, scales))
 
 
-def room_for_two(M, K, N, E, dtype, out_dtype, rhs_scale: bool) -> bool:
-    """With what is read for each tile, twice lhs and twice rhs, the matrix units would not wait (see **Cost**)."""
+def fits_two(M, K, N, E, dtype, out_dtype, rhs_scale: bool) -> bool:
+    """Whether reading two lhs and two rhs for each tile is hidden behind the matmuls (see **Cost**)."""
     try:
         variant = Variant(transpose_rhs=True, summed=True, rhs_scale=rhs_scale)
         cols = default_tiles(M, K, N, E, dtype, out_dtype, variant).cols
-    except ValueError:  # not even the smallest tiles
+    except ValueError:  # not even the smallest tiles fit
         return False
     return cols == N or FLOPS_A_BYTE * (1 / cols + E / M + 1 / (2 * K)) < 1
 
@@ -434,7 +443,7 @@ def _interpreter(interpret):
 
 
 def check_gmm(lhs, rhs, group_sizes, transpose_rhs) -> tuple[int, int, int, int]:
-    """(M, K, E, N). Raises ValueError if shapes or types do not fit."""
+    """Returns (M, K, E, N). Raises ValueError if shapes or types do not fit."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
         name = "[E, N, K], as transpose_rhs is set" if transpose_rhs else "[E, K, N]"
         raise ValueError(f"gmm takes [M, K] and {name}, not {lhs.shape} and {rhs.shape}")
@@ -464,7 +473,7 @@ def _check_types(lhs, rhs, group_sizes):
 
 
 def _gmm_scales(lhs_scale, rhs_scale, shape):
-    """(None or [M, 1], None or [E, 1, N]); a factor of all of lhs is one of all of rhs."""
+    """(None or [M, 1], None or [E, 1, N]). A single factor of lhs becomes one of rhs."""
     M, K, E, N = shape
     lhs_scale = None if lhs_scale is None else jnp.asarray(lhs_scale, jnp.float32)
     if lhs_scale is not None and lhs_scale.shape not in ((), (M,)):
@@ -483,7 +492,7 @@ def _column_scale(scale, E, N, name):
     return jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (2 - scale.ndim)), (E, N))[:, None]
 
 
-# -- in the kernels, where lhs and the like are places in HBM, and buf those in VMEM
+# -- inside the kernels: lhs, rhs and out are references to HBM, buf holds the buffers in VMEM
 
 
 def _start(copies):
@@ -505,23 +514,25 @@ def _block(block, unit):
 
 
 def _part(i, width, size):
-    """Returns the i-th part of a dim. The last one ends with it, and may overlap the one before: both compute the same
-    there, so that their writes need no order."""
+    """Returns the i-th part of a dim. The last part ends with the dim and may overlap the one before.
+
+    Both compute the same values there, so that their writes need no order.
+    """
     if width == size:
         return slice(None)
     start = i * width if size % width == 0 else jnp.minimum(i * width, size - width)
     return pl.ds(pl.multiple_of(start, 128), width)
 
 
-def _neighbours(plan, t):
-    """(it is the first tile of its group, the last one of it, the last one of all)."""
+def _position(plan, t):
+    """Whether tile t is (the first tile of its group, the last tile of its group, the last tile of all)."""
     g, wraps = plan.tile_group[t], t + 1 == plan.totals[0]
     is_first = (t == 0) | (plan.tile_group[jnp.maximum(t - 1, 0)] != g)
     return is_first, wraps | (plan.tile_group[jnp.where(wraps, 0, t + 1)] != g), wraps
 
 
 def _matmul(x, y, contract):
-    # A core multiplies float32 in passes of bfloat16: all that it takes for float32, not one.
+    # A core multiplies float32 in passes of bfloat16. HIGHEST takes as many as float32 needs; the default is one.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
@@ -529,9 +540,9 @@ def _matmul(x, y, contract):
 def _gmm_kernel(
     plan, lhs, rhs, lhs_scale, rhs_scale, out, buf, arrived, written, filled, *, tiles, transpose_rhs, activation, unit
 ):
-    """Tile by tile in the first cols columns of out, then in the next ones.
+    """Computes all tiles in the first `cols` columns of out, then in the next ones.
 
-    lhs, rhs, rhs_scale and out are tuples: of one; of one, two matrices and three results; or of two, two and one.
+    lhs, rhs, rhs_scale and out are tuples of `Variant.operands` references.
     """
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
@@ -539,11 +550,11 @@ def _gmm_kernel(
     total = num_tiles * passes
 
     def fetch_tile(t, slot):
-        there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
+        in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
         for j, rows in enumerate(lhs):
-            yield pltpu.make_async_copy(rows.at[there], buf["lhs"].at[slot, j, here], arrived.at[0, slot])
+            yield pltpu.make_async_copy(rows.at[in_hbm], buf["lhs"].at[slot, j, in_vmem], arrived.at[0, slot])
         if lhs_scale is not None:
-            yield pltpu.make_async_copy(lhs_scale.at[there], buf["lhs_scale"].at[slot, here], arrived.at[0, slot])
+            yield pltpu.make_async_copy(lhs_scale.at[in_hbm], buf["lhs_scale"].at[slot, in_vmem], arrived.at[0, slot])
 
     def fetch_expert(g, n, slot):
         expert, cols = plan.group_expert[g], _part(n, tiles.cols, N)
@@ -554,16 +565,16 @@ def _gmm_kernel(
             yield pltpu.make_async_copy(scale.at[expert, :, cols], buf["rhs_scale"].at[slot, j], arrived.at[1, slot])
 
     def write(t, n, slot):
-        there, here = _rows(plan.tile_block[t], plan.tile_write[t], unit), _rows(0, plan.tile_write[t], unit)
+        in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_write[t], unit), _rows(0, plan.tile_write[t], unit)
         for j, result in enumerate(out):
-            at = result.at[there, _part(n, tiles.cols, N)]
-            yield pltpu.make_async_copy(buf["out"].at[slot, j, here], at, written.at[slot])
+            target = result.at[in_hbm, _part(n, tiles.cols, N)]
+            yield pltpu.make_async_copy(buf["out"].at[slot, j, in_vmem], target, written.at[slot])
 
     def wait_for_write(t, slot):
-        pl.when(plan.tile_write[t] > 0)(lambda: _wait(write(t, 0, slot)))  # of as many bytes in all columns
+        pl.when(plan.tile_write[t] > 0)(lambda: _wait(write(t, 0, slot)))  # all columns have as many bytes
 
     def zero_blocks(act):
-        """Blocks of rows that no group here has."""
+        """Zeros the blocks of rows without a group on this device."""
         for begin, end in ((0, plan.totals[2] // unit), (pl.cdiv(plan.totals[3], unit), num_rows // unit)):
             copy = lambda b, _: act([pltpu.make_async_copy(buf["zeros"], x.at[_block(b, unit)], filled) for x in out])
             lax.fori_loop(begin, end, copy, None)
@@ -572,10 +583,10 @@ def _gmm_kernel(
     def one_tile(i, state):
         t, n, last_t, last_but_one_t = state
         slot, g = i & 1, plan.tile_group[t]
-        is_first, is_last, wraps = _neighbours(plan, t)
+        is_first, is_last, wraps = _position(plan, t)
         next_t, next_n = jnp.where(wraps, 0, t + 1), n + wraps.astype(jnp.int32)
         pl.when(i + 1 < total)(lambda: _start(fetch_tile(next_t, 1 - slot)))
-        nth = n * num_groups + g  # of the experts, in the order in which they are needed
+        nth = n * num_groups + g  # index of the expert in the order of use
 
         @pl.when(is_first)
         @jax.named_scope("first of group")
@@ -619,22 +630,22 @@ def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation)
             product = product * buf["lhs_scale"][slot, :height]
         return product
 
-    def of_height(height):
+    def compute(height):
         if num_lhs == 2:
             buf["out"][slot, 0, :height] = (product_of(0, height) + product_of(1, height)).astype(dtype)
             return
         for j in range(num_rhs):
             buf["out"][slot, j, :height] = product_of(j, height).astype(dtype)
-        if activation:  # of what a backward pass sees: rounded
+        if activation:  # of the rounded products, which the backward pass uses
             rounded = (buf["out"][slot, j, :height].astype(jnp.float32) for j in range(num_rhs))
             buf["out"][slot, num_rhs, :height] = activation(*rounded).astype(dtype)
 
-    bodies = [jax.named_scope(f"{height} rows")(partial(of_height, height)) for height in heights(tiles)]
+    bodies = [jax.named_scope(f"{height} rows")(partial(compute, height)) for height in heights(tiles)]
     _one_of(bodies, plan.tile_height[t])
 
 
 def _one_of(bodies, which):
-    """Calls bodies[which]: by halves, as a branch costs about 10 cycles, and `lax.switch` tries one after the other."""
+    """Calls bodies[which] by bisection: a branch costs about 10 cycles, and `lax.switch` tests one after the other."""
     if len(bodies) == 1:
         return bodies[0]()
     half = len(bodies) // 2
@@ -642,26 +653,26 @@ def _one_of(bodies, which):
 
 
 def _take_shared(plan, t, slot, buf, unit):
-    """The first block of a group gets those rows that belong to groups before."""
+    """Adds the rows of previous groups to the first block of a group."""
     row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 1) + plan.tile_block[t] * unit
     is_own = row >= plan.group_start[plan.tile_group[t]]
     buf["out"][slot, :, :unit] = jnp.where(is_own, buf["out"][slot, :, :unit], buf["shared"][...])
 
 
 def _leave_shared(plan, t, slot, buf, unit):
-    """The last block of a group is kept for the next one, with zeros where the group has no rows."""
+    """Keeps the last block of a group for the next one, with zeros in rows beyond the group."""
     last = plan.tile_blocks[t] - 1
-    here = _block(last, unit)
+    block = _block(last, unit)
     row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 1) + (plan.tile_block[t] + last) * unit
     is_own = row < plan.group_end[plan.tile_group[t]]
-    kept = jnp.where(is_own, buf["out"][slot, :, here], jnp.zeros_like(buf["shared"]))
-    buf["out"][slot, :, here] = kept
+    shared = jnp.where(is_own, buf["out"][slot, :, block], jnp.zeros_like(buf["shared"]))
+    buf["out"][slot, :, block] = shared
     is_last_of_all = t + 1 == plan.totals[0]
-    buf["shared"][...] = jnp.where(is_last_of_all, jnp.zeros_like(kept), kept)
+    buf["shared"][...] = jnp.where(is_last_of_all, jnp.zeros_like(shared), shared)
 
 
 def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, tiles, unit):
-    """Tile by tile in the first [k, n] of all groups, then in the next ones."""
+    """Computes all tiles in the first [k, n] of all groups, then in the next ones."""
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     (K, N), num_experts = out.shape[1:], out.shape[0]
     across = pl.cdiv(N, tiles.n)
@@ -670,36 +681,36 @@ def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, 
     place = lambda c: (_part(c // across, tiles.k, K), _part(c % across, tiles.n, N))
 
     def fetch_tile(t, c, slot):
-        there, here = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
+        in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
         k, n = place(c)
-        yield pltpu.make_async_copy(lhs.at[there, k], buf["lhs"].at[slot, here], arrived.at[slot])
-        yield pltpu.make_async_copy(dout.at[there, n], buf["dout"].at[slot, here], arrived.at[slot])
+        yield pltpu.make_async_copy(lhs.at[in_hbm, k], buf["lhs"].at[slot, in_vmem], arrived.at[slot])
+        yield pltpu.make_async_copy(dout.at[in_hbm, n], buf["dout"].at[slot, in_vmem], arrived.at[slot])
         if scale is not None:
             expert = plan.group_expert[plan.tile_group[t]]
             yield pltpu.make_async_copy(scale.at[expert, :, n], buf["scale"].at[slot], arrived.at[slot])
 
     def write(g, c, slot):
-        there = out.at[(plan.group_expert[g], *place(c))]
-        return pltpu.make_async_copy(buf["out"].at[slot], there, written.at[slot])
+        target = out.at[(plan.group_expert[g], *place(c))]
+        return pltpu.make_async_copy(buf["out"].at[slot], target, written.at[slot])
 
     def zero_experts(act):
         height = buf["zeros"].shape[0]
 
-        def of_expert(i, _):
+        def zero_expert(i, _):
             at = lambda b: out.at[plan.group_expert[i], pl.ds(pl.multiple_of(b * height, height), height)]
             copy = lambda b, _: act(pltpu.make_async_copy(buf["zeros"], at(b), filled))
             lax.fori_loop(0, K // height, copy, None)
 
-        lax.fori_loop(num_groups, num_experts, of_expert, None)
+        lax.fori_loop(num_groups, num_experts, zero_expert, None)
 
     @jax.named_scope("tile")
     def one_tile(i, state):
         t, c = state
         slot, g = i & 1, plan.tile_group[t]
-        is_first, is_last, wraps = _neighbours(plan, t)
+        is_first, is_last, wraps = _position(plan, t)
         next_t, next_c = jnp.where(wraps, 0, t + 1), c + wraps.astype(jnp.int32)
         pl.when(i + 1 < total)(lambda: _start(fetch_tile(next_t, next_c, 1 - slot)))
-        nth = c * num_groups + g  # of what is written
+        nth = c * num_groups + g  # index of the result
         _wait(fetch_tile(t, c, slot))
         pl.when(is_first)(lambda: _clear_foreign(plan, t, 0, slot, buf, unit))
 
@@ -708,7 +719,7 @@ def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, 
         def _():
             _clear_foreign(plan, t, plan.tile_blocks[t] - 1, slot, buf, unit)
             _clear_rest(plan, t, slot, buf, unit)
-            pl.when(nth >= tiles.outs)(lambda: write(g, c, nth & last_out).wait())  # as many bytes, whatever it wrote
+            pl.when(nth >= tiles.outs)(lambda: write(g, c, nth & last_out).wait())  # all results have as many bytes
 
         _tgmm_tile(plan, t, slot, nth & last_out, is_first, is_last, buf, tiles)
         pl.when(is_last)(lambda: write(g, c, nth & last_out).start())
@@ -725,37 +736,37 @@ def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, 
 
 
 def _tgmm_tile(plan, t, slot, out_slot, is_first, is_last, buf, tiles):
-    """Adds up in float32. The last tile of a group, which may be its only one, rounds the sum on the way."""
+    """Adds a tile to the sum in float32. The last tile of a group, maybe its only one, rounds and stores the sum."""
 
-    def of_height(height, last):
-        for k in range(0, tiles.k, MXU):  # all at once, the compiler would keep more than there are registers for
-            here = slice(k, min(k + MXU, tiles.k))
-            part = _matmul(buf["lhs"][slot, :height, here], buf["dout"][slot, :height], ((0,), (0,)))
-            total = jnp.where(is_first, 0, buf["sum"][here]) + part  # what a first tile would read is of another group
+    def compute(height, last):
+        for k in range(0, tiles.k, MXU):  # at once, all of k would need more registers than there are
+            rows = slice(k, min(k + MXU, tiles.k))
+            part = _matmul(buf["lhs"][slot, :height, rows], buf["dout"][slot, :height], ((0,), (0,)))
+            total = jnp.where(is_first, 0, buf["sum"][rows]) + part  # first: another group's sum
             if not last:
-                buf["sum"][here] = total
+                buf["sum"][rows] = total
                 continue
             if buf["scale"] is not None:
                 total = total * buf["scale"][slot]
-            buf["out"][out_slot, here] = total.astype(buf["out"].dtype)
+            buf["out"][out_slot, rows] = total.astype(buf["out"].dtype)
 
-    body = lambda name, *which: jax.named_scope(name)(partial(of_height, *which))
+    body = lambda name, *which: jax.named_scope(name)(partial(compute, *which))
     finish = [body(f"finish {height}", height, True) for height in heights(tiles)]
     _one_of([body("add", tiles.rows, False), *finish], jnp.where(is_last, 1 + plan.tile_height[t], 0))
 
 
 def _clear_foreign(plan, t, block, slot, buf, unit):
-    """Zeros for the rows of other groups in a block: in both operands, as 0 * NaN is NaN."""
-    here, g = _block(block, unit), plan.tile_group[t]
+    """Zeros the rows of other groups in a block, in both operands, as 0 * NaN is NaN."""
+    rows, g = _block(block, unit), plan.tile_group[t]
     for name in ("lhs", "dout"):
-        values = buf[name][slot, here]
+        values = buf[name][slot, rows]
         row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (plan.tile_block[t] + block) * unit
         is_own = (row >= plan.group_start[g]) & (row < plan.group_end[g])
-        buf[name][slot, here] = jnp.where(is_own, values, jnp.zeros_like(values))
+        buf[name][slot, rows] = jnp.where(is_own, values, jnp.zeros_like(values))
 
 
 def _clear_rest(plan, t, slot, buf, unit):
-    """Zeros for what the last tile has below its rows, up to the height in which it is computed."""
+    """Zeros the last tile below its rows, up to the height in which it is computed."""
 
     def clear(block, _):
         for name in ("lhs", "dout"):
@@ -765,7 +776,7 @@ def _clear_rest(plan, t, slot, buf, unit):
     lax.fori_loop(plan.tile_blocks[t], (plan.tile_height[t] + 1) * (MXU // unit), clear, None)
 
 
-# -- calling them
+# -- the calls
 
 
 def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, options):
@@ -780,8 +791,8 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
     tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, variant)
     check_tiles(tiles, K, N, dtype, out_dtype, variant)
     unit = register_rows(dtype, out_dtype)
-    whole = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
-    lhs, lhs_scale = jax.tree.map(whole, (lhs, lhs_scale))
+    padded = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
+    lhs, lhs_scale = jax.tree.map(padded, (lhs, lhs_scale))
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant, rhs[0].dtype)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
@@ -794,7 +805,7 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
 
 
 def _tuned(key, make, check, *call):
-    """What was tuned, if it fits: the key says nothing of scales and of the result's type."""
+    """The tiles of a search, or None if they do not fit: the key has no scales and no result type."""
     if tiles := tuned.best(key, make):
         try:
             check(tiles, *call)
@@ -822,7 +833,7 @@ def _tgmm_call(lhs, dout, group_sizes, group_offset, scale, *, num_groups, out_d
 
 
 def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata, products):
-    """`products`: M, K, N of the matmuls, done in blocks of MXU; XLA takes all for bfloat16's (kernels.py)."""
+    """`products`: M, K, N of the matmuls. The cost has FP8 FLOPs as half, as XLA assumes bfloat16 (kernels.py)."""
     (M, K, N), moved = products, jax.tree.leaves((operands[1:], shapes))
     cost = pl.CostEstimate(
         flops=M * pl.cdiv(K, MXU) * pl.cdiv(N, MXU) * MXU**2 * moved[0].dtype.itemsize,
@@ -851,11 +862,11 @@ def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata
     )(*operands)
 
 
-# -- for bundles.py
+# -- builders for compiled/bundles.py
 
 
 def build_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **options):
-    """(function, shapes of its arguments). Options: the fields of Variant but `gated`, and of Tiles."""
+    """(function, shapes of its arguments) of `gmm` or `summed_gmm`. Options: fields of Variant and Tiles."""
     variant = Variant(**{name: options.pop(name) for name in Variant._fields if name in options})
     default = default_tiles(M, K, N, groups, dtype, out_dtype, variant)
     options = dict(out_dtype=out_dtype, tiles=default._replace(**options))
@@ -864,13 +875,14 @@ def build_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None
     scales = dict(lhs_scale=shape((M,), jnp.float32)) if variant.lhs_scale else {}
     scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if variant.rhs_scale else {}
     call = partial(gmm, transpose_rhs=variant.transpose_rhs)
-    if variant.summed:  # transposed always
+    if variant.summed:  # with transpose_rhs
         call, (lhs, rhs, scales) = summed_gmm, jax.tree.map(lambda a: (a, a), (lhs, rhs, scales))
     run = lambda lhs, rhs, sizes, scales: call(lhs, rhs, sizes, **scales, **options)
     return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
 
 
 def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, **tiles):
+    """(function, shapes of its arguments) of `gated_products`."""
     default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale))
     shape = jax.ShapeDtypeStruct
     weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
@@ -881,6 +893,7 @@ def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=Fa
 
 
 def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles):
+    """(function, shapes of its arguments) of `tgmm`."""
     default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype, scale=scale)
     options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
     shape = jax.ShapeDtypeStruct
@@ -890,7 +903,7 @@ def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=Non
 
 
 def main():
-    """Every kind of kernel on simulated cores, against numpy in float64, and what the boundaries cost."""
+    """Compares every kernel in the simulator with numpy in float64, and prints the tiles."""
     rng = np.random.default_rng(0)
     sizes = np.array([100, 0, 1, 300, 47, 220])
     M, K, N = 700, 256, 384
@@ -898,8 +911,8 @@ def main():
     ends = np.cumsum(sizes)
     rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     out, drhs = np.zeros((M, N)), np.zeros((len(sizes), K, N))
-    for e, of_e in enumerate(rows):
-        out[of_e], drhs[e] = lhs[of_e] @ rhs[e], lhs[of_e].T @ dout[of_e]
+    for e, own in enumerate(rows):
+        out[own], drhs[e] = lhs[own] @ rhs[e], lhs[own].T @ dout[own]
 
     def error(f, *arrays, expected, tiles):
         simulated = pltpu.InterpretParams(detect_races=True)

@@ -60,7 +60,7 @@ import groups
 import tuned
 from compiled import bundles, schedule
 from flash import flash_attention  # noqa: F401
-from gmm import gated_gmm, gmm, room_for_two, summed_gmm, tgmm  # noqa: F401
+from gmm import fits_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import Mask, block_ranges
 
 CLOCK_HZ = schedule.TPU7X.kernel_clock_hz
@@ -411,7 +411,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_input), ("tgmm", sizes)]
         dtype, scaled = jnp.dtype(of_input["dtype"]), "float8" in args.dtype
         both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
-        if room_for_two(*both, rhs_scale=scaled):
+        if fits_two(*both, rhs_scale=scaled):
             calls.append(("gmm", of_input | dict(summed=True)))
         # Down's matrices are kept transposed (parameters.py).
         of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]

@@ -1,4 +1,4 @@
-"""Grouped matmuls: kernels in the simulator and the references against float64, gradients, meshes, cycles on TPU7x."""
+"""Grouped matmuls: simulated kernels and references against float64, gradients, meshes, cycles on TPU7x."""
 
 import functools
 import subprocess
@@ -28,7 +28,7 @@ SMALL = Tiles(rows=64, cols=128, step=32)
 SMALL_TGMM = TgmmTiles(rows=512, k=128, n=128)
 SIMULATED = pltpu.InterpretParams()
 BACKENDS = {"kernel": SIMULATED, "reference": False}
-RAGGED = [1000, 1100, 900, 1024, 700, 1300, 1068, 1100]  # of which the cycles are stated in gmm.py
+RAGGED = [1000, 1100, 900, 1024, 700, 1300, 1068, 1100]  # the cycles of these are in gmm.py
 
 SIZES = {
     "zeros at the ends and between": [0, 50, 0, 0, 61, 17, 0],
@@ -42,7 +42,7 @@ SIZES = {
 
 
 def case(sizes, M, K, N, lhs_dtype=F32, rhs_dtype=None, experts=None, seed=0):
-    """lhs, rhs, dout, sizes; rows of no group are NaN."""
+    """lhs, rhs, dout, sizes. Rows without a group are NaN."""
     rng = np.random.default_rng(seed)
     lhs, dout = rng.standard_normal((M, K)), rng.standard_normal((M, N))
     lhs[sum(sizes) :] = dout[sum(sizes) :] = np.nan
@@ -69,11 +69,11 @@ def expected_tgmm(lhs, dout, sizes):
     return np.stack([lhs[rows].T @ dout[rows] for rows in rows_of(sizes)])
 
 
-def check(found, expected, summands):
-    """One rounding to the type of the result, and float32 sums. Entries are about sqrt(summands), at most 6 of it."""
-    eps = float(jnp.finfo(found.dtype).eps)
-    found = np.asarray(found, np.float64)
-    np.testing.assert_allclose(found, expected, rtol=eps / 2 + 1e-6, atol=6 * summands * 2**-24)
+def check(actual, expected, summands):
+    """The error is one rounding to the result's type, and float32 sums'. Entries are at most 6 sqrt(summands)."""
+    eps = float(jnp.finfo(actual.dtype).eps)
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual, expected, rtol=eps / 2 + 1e-6, atol=6 * summands * 2**-24)
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def test_gmm_of_any_sizes(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SIZES)
 def test_tgmm_of_any_sizes(name, backend):
-    sizes = [7 * size for size in seven(SIZES[name])]  # of more than a tile
+    sizes = [7 * size for size in seven(SIZES[name])]  # larger than a tile
     lhs, _, dout, sizes = case(sizes, 896, 256, 128)
     out = compiled(tgmm, tiles=SMALL_TGMM, interpret=BACKENDS[backend])(lhs, dout, sizes)
     check(out, expected_tgmm(lhs, dout, sizes), 896)
@@ -127,7 +127,7 @@ def test_ragged_shapes(M, K, N):
 @pytest.mark.slow
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_parts_that_overlap_change_no_value_and_no_gradient(monkeypatch, transpose_rhs):
-    """896 columns in two parts of 512."""
+    """896 columns are split into two parts of 512."""
     monkeypatch.setattr(groups, "VMEM_BYTES", 8 * 2**20)
     lhs, rhs, dout, sizes = case([0, 50, 7, 0, 60, 30], 160, 896, 896)
     assert groups.default_tiles(160, 896, 896, 6, F32).cols == 512
@@ -147,10 +147,10 @@ def test_parts_that_overlap_of_gate_and_up_and_of_both_dims():
     _, up, _, _ = case([100, 0, 60], 160, 896, 896, seed=1)
     products = gated_products(lhs, gate, up, sizes, jnp.multiply, tiles=Tiles(64, 512), interpret=SIMULATED)
     expected = expected_gmm(lhs, gate, sizes), expected_gmm(lhs, up, sizes)
-    jax.tree.map(lambda found, product: check(found, product, 896), products[:2], expected)
+    jax.tree.map(lambda actual, product: check(actual, product, 896), products[:2], expected)
     for outs in (1, 2):
-        found = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 512, 512, outs), interpret=SIMULATED)
-        check(found, expected_tgmm(lhs, dout, sizes), 160)
+        out = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 512, 512, outs), interpret=SIMULATED)
+        check(out, expected_tgmm(lhs, dout, sizes), 160)
 
 
 @pytest.mark.slow
@@ -173,26 +173,26 @@ def test_a_shard_of_the_experts(offset, transpose_rhs, backend):
     weights = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     run = jax.jit(partial(gmm, transpose_rhs=transpose_rhs, tiles=SMALL, interpret=interpret))
     check(run(lhs, weights, sizes, group_offset=offset), expected_gmm(lhs, rhs, sizes, offset), 128)
-    of_shard = partial(tgmm, group_offset=offset, num_groups=2, tiles=SMALL_TGMM, interpret=interpret)
-    check(of_shard(lhs, dout, sizes), expected_tgmm(lhs, dout, sizes)[offset : offset + 2], 128)
+    tgmm_of_shard = partial(tgmm, group_offset=offset, num_groups=2, tiles=SMALL_TGMM, interpret=interpret)
+    check(tgmm_of_shard(lhs, dout, sizes), expected_tgmm(lhs, dout, sizes)[offset : offset + 2], 128)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
-@pytest.mark.parametrize(("of_lhs", "of_rhs"), [((), ()), ((128,), (3,)), ((), (3, 256))])
-def test_scales(of_lhs, of_rhs, backend):
+@pytest.mark.parametrize(("lhs_shape", "rhs_shape"), [((), ()), ((128,), (3,)), ((), (3, 256))])
+def test_scales(lhs_shape, rhs_shape, backend):
     lhs, rhs, dout, sizes = case([50, 0, 61], 128, 128, 256, E4M3)
     rng = np.random.default_rng(1)
-    of_lhs, of_rhs = (np.asarray(rng.uniform(1, 2, shape), np.float32) for shape in (of_lhs, of_rhs))
-    if of_lhs.ndim:
-        of_lhs[111:] = np.nan
+    lhs_scale, rhs_scale = (np.asarray(rng.uniform(1, 2, shape), np.float32) for shape in (lhs_shape, rhs_shape))
+    if lhs_scale.ndim:
+        lhs_scale[111:] = np.nan
     scaled = partial(gmm, lhs, rhs, sizes, out_dtype=F32, tiles=SMALL, interpret=BACKENDS[backend])
-    columns = np.asarray(of_rhs, np.float64).reshape(*of_rhs.shape, *[1] * (2 - of_rhs.ndim))[..., None, :]
-    wide = np.asarray(rhs, np.float64) * (columns if of_rhs.ndim else of_rhs)
-    rows = np.nan_to_num(np.asarray(of_lhs, np.float64).reshape(-1, 1))
-    check(scaled(lhs_scale=of_lhs, rhs_scale=of_rhs), expected_gmm(lhs, wide, sizes) * rows, 1024)
-    check(scaled(lhs_scale=of_lhs), expected_gmm(lhs, rhs, sizes) * rows, 512)
-    out = tgmm(lhs, dout, sizes, scale=of_rhs, tiles=SMALL_TGMM, out_dtype=F32, interpret=BACKENDS[backend])
-    check(out, expected_tgmm(lhs, dout, sizes) * (columns if of_rhs.ndim else of_rhs), 512)
+    columns = np.asarray(rhs_scale, np.float64).reshape(*rhs_scale.shape, *[1] * (2 - rhs_scale.ndim))[..., None, :]
+    wide = np.asarray(rhs, np.float64) * (columns if rhs_scale.ndim else rhs_scale)
+    rows = np.nan_to_num(np.asarray(lhs_scale, np.float64).reshape(-1, 1))
+    check(scaled(lhs_scale=lhs_scale, rhs_scale=rhs_scale), expected_gmm(lhs, wide, sizes) * rows, 1024)
+    check(scaled(lhs_scale=lhs_scale), expected_gmm(lhs, rhs, sizes) * rows, 512)
+    out = tgmm(lhs, dout, sizes, scale=rhs_scale, tiles=SMALL_TGMM, out_dtype=F32, interpret=BACKENDS[backend])
+    check(out, expected_tgmm(lhs, dout, sizes) * (columns if rhs_scale.ndim else rhs_scale), 512)
 
 
 def silu(gate, up):
@@ -200,7 +200,7 @@ def silu(gate, up):
 
 
 def gated_case(sizes, M=128, K=128, N=256, dtype=F32, experts=None):
-    """lhs, gate, up, dproduct, sizes; products are about 1."""
+    """lhs, gate, up, dproduct, sizes. Products are about 1."""
     lhs, gate, dproduct, sizes = case(sizes, M, K, N, dtype, experts=experts)
     up = case(sizes, M, K, N, dtype, experts=experts, seed=1)[1]
     return lhs, gate / 8, up / 8, dproduct, sizes
@@ -212,10 +212,10 @@ def expected_gated(lhs, gate, up, dproduct, sizes, offset=0):
     sigmoid = 1 / (1 + np.exp(-a))
     dproduct = np.nan_to_num(np.asarray(dproduct, np.float64))
     da, db = dproduct * b * sigmoid * (1 + a * (1 - sigmoid)), dproduct * a * sigmoid
-    back = lambda d, w: expected_gmm(d, np.asarray(w).swapaxes(1, 2), sizes, offset)
+    dlhs_of = lambda d, w: expected_gmm(d, np.asarray(w).swapaxes(1, 2), sizes, offset)
     own = slice(offset, offset + gate.shape[0])
     dgate, dup = (expected_tgmm(lhs, d, sizes)[own] for d in (da, db))
-    return a * sigmoid * b, (back(da, gate) + back(db, up), dgate, dup)
+    return a * sigmoid * b, (dlhs_of(da, gate) + dlhs_of(db, up), dgate, dup)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -230,7 +230,7 @@ def test_gated_gmm_of_any_sizes(name, backend):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
-def test_gated_gmm_is_the_activation_of_two_that_are_rounded(backend):
+def test_gated_gmm_is_the_activation_of_two_rounded_products(backend):
     lhs, gate, up, _, sizes = gated_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16)
     products = (gmm(lhs, w, sizes, interpret=BACKENDS[backend]).astype(F32) for w in (gate, up))
     out = gated_gmm(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])
@@ -239,13 +239,13 @@ def test_gated_gmm_is_the_activation_of_two_that_are_rounded(backend):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
-def test_gated_products_of_8_bits_and_their_scales(backend):
+def test_gated_products_of_fp8_and_their_scales(backend):
     lhs, gate, up, _, sizes = gated_case([50, 0, 61], dtype=E4M3)
     options = dict(interpret=BACKENDS[backend], out_dtype=F32)
-    of_gate, of_up = 0.25, jnp.asarray([2.0, 3.0, 0.5])
-    found = gated_products(lhs, gate, up, sizes, silu, rhs_scale=(of_gate, of_up), **options)
-    products = [gmm(lhs, w, sizes, rhs_scale=scale, **options) for w, scale in ((gate, of_gate), (up, of_up))]
-    for a, b in zip(found, (*products, silu(*products)), strict=True):
+    gate_scale, up_scale = 0.25, jnp.asarray([2.0, 3.0, 0.5])
+    actual = gated_products(lhs, gate, up, sizes, silu, rhs_scale=(gate_scale, up_scale), **options)
+    products = [gmm(lhs, w, sizes, rhs_scale=scale, **options) for w, scale in ((gate, gate_scale), (up, up_scale))]
+    for a, b in zip(actual, (*products, silu(*products)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     assert [a.dtype for a in gated_products(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])] == [BF16] * 3
 
@@ -285,7 +285,7 @@ def test_summed_gmm_of_a_shard_with_scales_is_rounded_once(backend):
 
 @pytest.mark.slow
 def test_summed_gmm_with_scales_of_wide_experts_compiles():
-    """Two products of scales of their own are added in VMEM: at 640 rows of 7168 that is 18 MB of the 64."""
+    """Two products with scales of their own are added in VMEM: 640 rows of 7168 are 18 MB of the 64."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     struct = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -301,8 +301,8 @@ def test_summed_gmm_with_scales_of_wide_experts_compiles():
     ("K", "N", "E", "dtype", "calls"),
     [(1536, 4096, 128, BF16, 1), (2880, 2880, 128, E4M3, 1), (14336, 4096, 8, BF16, 2), (20000, 512, 8, BF16, 2)],
 )
-def test_summed_gmm_is_one_kernel_where_vmem_has_room(K, N, E, dtype, calls):
-    """Not of Mixtral's experts, whose rows are 28 KiB, nor where two of them do not fit at all."""
+def test_summed_gmm_is_one_kernel_if_vmem_has_space(K, N, E, dtype, calls):
+    """It is two for Mixtral's experts, whose rows are 28 KiB, and where no tiles of two pairs fit."""
     shape = jax.ShapeDtypeStruct
     lhs, rhs, sizes = shape((65536, K), dtype), shape((E, N, K), dtype), shape((E,), jnp.int32)
     traced = jax.make_jaxpr(summed_gmm)((lhs, lhs), (rhs, rhs), sizes)
@@ -311,8 +311,10 @@ def test_summed_gmm_is_one_kernel_where_vmem_has_room(K, N, E, dtype, calls):
 
 @pytest.mark.slow
 def test_no_races():
-    """A tile that is used before it came, or written over before it went, in every kind of kernel, one of transposed
-    matrices among them. In a process of its own: races outlive it."""
+    """No kernel uses a tile before it arrived or overwrites one before it was sent, also with transposed matrices.
+
+    The simulator's state would survive a race, so this runs in a process of its own.
+    """
     ran = subprocess.run([sys.executable, "gmm.py"], cwd=Path(module.__file__).parent, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "RACE" not in ran.stdout.upper()
@@ -341,24 +343,24 @@ def test_gradients_of_gated_gmm(offset, backend):
     lhs, gate, up, dproduct, sizes = gated_case([0, 50, 7, 0, 60], experts=5 if offset == 0 else 2)
     run = partial(gated_gmm, group_sizes_E=sizes, activation=silu, group_offset=offset, interpret=BACKENDS[backend])
     value_and_gradients = lambda *arrays: (run(*arrays), jax.vjp(run, *arrays)[1](dproduct))
-    found = jax.jit(value_and_gradients)(lhs, gate, up)
+    actual = jax.jit(value_and_gradients)(lhs, gate, up)
     expected = expected_gated(lhs, gate, up, dproduct, sizes, offset)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kept", "calls"), [(("a", "b", "product"), 1), (("a", "b"), 2), (("a", "product"), 2), ((), 2)]
+    ("saved", "calls"), [(("a", "b", "product"), 1), (("a", "b"), 2), (("a", "product"), 2), ((), 2)]
 )
-def test_a_policy_spares_the_kernel_if_it_keeps_all_that_is_wanted(kept, calls):
-    """Both products by their names, for the activation, and the result, for the matmul behind it."""
+def test_the_kernel_runs_once_if_a_policy_saves_all_that_the_gradient_needs(saved, calls):
+    """The activation needs both products, by their names; the matmul after it needs the result."""
     lhs, gate, up, _, sizes = gated_case([60, 50])
 
     def run(lhs, gate, up, down):
         product = checkpoint_name(gated_gmm(lhs, gate, up, sizes, silu, names=("a", "b")), "product")
         return gmm(product, down, sizes).sum()
 
-    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
     gradients = jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2, 3))
     traced = str(jax.make_jaxpr(gradients)(lhs, gate, up, up.swapaxes(1, 2)))
     assert traced.count("gated=True") == calls
@@ -375,7 +377,7 @@ def test_gradients_of_a_shard():
 
 @pytest.mark.slow
 def test_on_a_mesh_with_the_check_of_varying_axes():
-    """Tokens in 4 shards, experts in 2: each device does its experts; weights are the same for all shards of tokens."""
+    """Tokens are in 4 shards, experts in 2. A device computes its experts; shards of tokens have the same weights."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
     lhs, rhs, dout, _ = case([512], 512, 32, 48, experts=4)
     sizes = jnp.asarray([[20, 30, 0, 70], [128, 0, 0, 0], [1, 2, 3, 4], [0, 0, 60, 68]])
@@ -390,12 +392,12 @@ def test_on_a_mesh_with_the_check_of_varying_axes():
     loss = lambda x, w: jnp.sum(jnp.asarray(dout) * sharded(x, w, sizes))
     out, (dlhs, drhs) = jax.jit(lambda x, w: (sharded(x, w, sizes), jax.grad(loss, (0, 1))(x, w)))(lhs, rhs)
     shards = [(slice(128 * i, 128 * (i + 1)), sizes[i]) for i in range(4)]
-    check(out, np.concatenate([expected_gmm(lhs[s], rhs, of) for s, of in shards]), 32)
-    check(dlhs, np.concatenate([expected_gmm(dout[s], rhs.swapaxes(1, 2), of) for s, of in shards]), 48)
-    check(drhs, sum(expected_tgmm(lhs[s], dout[s], of) for s, of in shards), 512)
+    check(out, np.concatenate([expected_gmm(lhs[s], rhs, own) for s, own in shards]), 32)
+    check(dlhs, np.concatenate([expected_gmm(dout[s], rhs.swapaxes(1, 2), own) for s, own in shards]), 48)
+    check(drhs, sum(expected_tgmm(lhs[s], dout[s], own) for s, own in shards), 512)
 
 
-# -- what does not fit
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -446,9 +448,9 @@ def test_operands_that_do_not_fit():
     for wrong in (rhs.astype(BF16), rhs[:, :, :128]):
         with pytest.raises(ValueError, match="must have one type, gate and up one shape"):
             gated_gmm(lhs, rhs, wrong, sizes, silu)
-    in_8_bits = (x.astype(E4M3) for x in (lhs, rhs, rhs))
+    in_fp8 = (x.astype(E4M3) for x in (lhs, rhs, rhs))
     with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
-        gated_gmm(*in_8_bits, sizes, silu)
+        gated_gmm(*in_fp8, sizes, silu)
     with pytest.raises(ValueError, match="has no gradient"):
         jax.grad(lambda x: gmm(x, rhs, sizes, lhs_scale=2.0).sum())(lhs)
     with pytest.raises(ValueError, match="has no gradient"):
@@ -464,10 +466,10 @@ def ideal_cycles(M, K, N):
 
 @pytest.mark.slow
 def test_cycles_of_gmm():
-    """At most 1.18 times what the matrix units need for the rows that there are, all that is wasted included.
+    """At most 1.18 times the cycles that the matrix units need for these rows, with all wasted work.
 
-    Of 4096 x 1536, which compiles for four minutes, benchmarks/kernels.py prints 1.07: a narrow matrix has as much to
-    do between its tiles.
+    For 4096 x 1536, which takes four minutes to compile, benchmarks/kernels.py prints 1.07. A narrow matrix has
+    the same cost between tiles.
     """
     M, K, N = 8192, 4096, 512
     kernel, tiles = bundles.measure("gmm:build_gmm", N=N).kernel("gmm"), groups.default_tiles(M, K, N, 8, BF16)
@@ -482,7 +484,7 @@ def test_cycles_of_gmm():
 
 @pytest.mark.slow
 def test_the_activation_costs_no_cycles_behind_the_matmuls():
-    """Gate, up and silu(gate) * up in one kernel: at most 1% more than two of `gmm`, of as many rows and columns."""
+    """Gate, up and silu(gate) * up in one kernel take at most 1% more than two calls of `gmm` with the same tiles."""
     K, N = 4096, 512
     tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(gated=True))
 
@@ -494,16 +496,16 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
             estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(gated=True))
             assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
         moved = groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
-        found = kernel.cycles(counts, moved_bytes=moved)
-        assert found.hbm < found.compute  # hidden
-        return found.compute
+        total = kernel.cycles(counts, moved_bytes=moved)
+        assert total.hbm < total.compute  # hidden
+        return total.compute
 
     assert cycles("gmm:build_gated") < 1.01 * 2 * cycles("gmm:build_gmm")
 
 
 @pytest.mark.slow
 def test_a_sum_costs_no_cycles_behind_the_matmuls():
-    """Two pairs in one kernel: at most 1% more than two of `gmm`, of as many rows and columns."""
+    """Two pairs in one kernel take at most 1% more than two calls of `gmm` with the same tiles."""
     K, N = 1536, 1024
     tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(transpose_rhs=True, summed=True))
 
@@ -511,19 +513,19 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
         kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
         counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
-        found = kernel.cycles(
+        total = kernel.cycles(
             counts, moved_bytes=groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
         )
         estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(transpose_rhs=True, summed=summed))
-        assert kernel.vmem_bytes <= estimate and found.hbm < found.compute
-        return found.compute
+        assert kernel.vmem_bytes <= estimate and total.hbm < total.compute
+        return total.compute
 
     assert cycles(True) < 1.01 * 2 * cycles(False)
 
 
 @pytest.mark.slow
 def test_cycles_of_tgmm():
-    """At most 1.4 times the passes of 256 rows that these sizes need; of 4096 x 1536 benchmarks/kernels.py has 1.08."""
+    """At most 1.4 times the passes of 256 rows that these sizes need. For 4096 x 1536 benchmarks/kernels.py: 1.08."""
     M, K, N = 8192, 1024, 512
     kernel = bundles.measure("gmm:build_tgmm", K=K, N=N).kernel("tgmm")
     tiles = groups.default_tgmm_tiles(M, K, N, 8, BF16)
@@ -550,7 +552,7 @@ def compile_for_tpu7x(f, shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.get("num_experts")])
 def test_compiles_for_the_experts_of(preset):
-    """Of 64 groups or less, with code for three heights only: the others take the same VMEM and more time."""
+    """At most 64 groups and three heights are compiled: more would take the same VMEM and more time."""
     config = from_preset(preset)
     D, F, E = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
