@@ -1,60 +1,67 @@
-"""Flash attention, forward: softmax(mask(scale * q k^T)) v, with no more of the scores in memory than a few tiles.
+"""Flash attention, forward: softmax(mask(scale * q k^T)) v, with only a few tiles of the scores in memory.
 
 **Idea** (Dao et al. 2022, arXiv:2205.14135, section 3.1; the running softmax: Milakov & Gimelshein 2018,
-arXiv:1805.02867, section 3). Scores come in tiles of queries x keys. Each query keeps the largest score m so far, the
-sum l of the exponentials and the sum o of the values weighted by them. A tile of scores s makes of them
+arXiv:1805.02867, section 3). Scores are computed in tiles of queries x keys. For each query the kernel holds the
+largest score m so far, the sum l of the exponentials, and the sum o of the values weighted by them.
+
+**Formula.** A tile of scores s updates them to
 
     m' = max(m, max s)    p = exp(s - m')    l' = l * exp(m - m') + sum p    o' = o * exp(m - m') + p v
 
-and after the last one out = o / l, lse = m + log l. A head takes 2*T*S*(H + V) FLOPs and moves (T + S)*(H + V) numbers,
-where a matrix of scores that is written and read again would add 4*T*S. Inside, logarithms are to base 2, as the
-hardware has exp2 only: scale * log2(e) is folded into q, in float32, before it is rounded.
+and after the last tile out = o / l, lse = m + log l. Inside the kernel, logarithms are to base 2, as the hardware has
+exp2 only: scale * log2(e) is multiplied into q, in float32, before q is rounded.
 
-**How it is fast on TPU7x.**
+**Constant max logit.** If scores are known to stay within 60 of a constant, the constant can replace m: no search for
+the maximum, no rescaling. A sum below 2^-96 or above 2^96 is not trusted (float32 ends at 2^+-126). Such a row gets NaN
+and an lse of -inf or +inf, which `out_of_range` counts. A row that sees no key is not such a row.
+
+**Attention sinks** (Xiao et al. 2023, arXiv:2309.17453; a learned logit in gpt-oss). Each head has one more term
+exp(sink) in the denominator. This is a factor sigmoid(lse - sink) of out, applied outside of the kernel.
+
+**Alternating windows**, as in the layers of Gemma and gpt-oss. `Mask.window` may be several, and `Mask.which` selects
+one. Tiles are listed for each window, and `lax.switch` branches around the kernel alone. If the branches contained all
+of attention, each would save its residuals for the gradient (two sets, one of zeros), and XLA would move neighbouring
+operations into both.
+
+**Cost.** A head takes 2*T*S*(H + V) FLOPs and moves (T + S)*(H + V) numbers. A matrix of scores that is written and
+read would add 4*T*S.
+
+**On TPU7x.** Four choices make it fast:
 
     transposed     S^T = K Q^T [keys, queries], O^T = V^T P^T. An MXU holds 256 x 256 numbers and streams rows past
-                   them. Heads of 128 fill half of that as Q^T, which no order of the product can help, and as V; as
-                   P^T, 256 keys x 256 queries, all: 1024 + 512 cycles for 1024 x 1024 scores, not 1024 + 1024. And max
-                   and sum of a query run down the rows of registers, where any VALU does them; along the lanes only
-                   the XLUs could. They turn q, v and out, once.
-    list of tiles  The tiles (256 queries x 512 keys) that the mask leaves of a head are one list, made outside,
-                   whatever the mask: first those that need no mask, then the others. Accumulators of all queries stay
-                   in VMEM, so that no row of tiles has a start or an end, and little is computed that nobody sees: a
-                   causal head of 8192 takes 34 * 1024^2 scores, of which 32 are seen; blocks of 1024 would take 36.
-    pipelined      The scores of a tile are computed four tiles before its softmax, so that the MXUs have K Q^T of one
-                   tile and V^T P^T of another to do while VALUs and EUP take exponentials. At the end of an
-                   iteration all of it drains, 370 cycles: so one is 24 tiles.
-    superblocks    At most 8192 queries and 16384 keys are in VMEM. Longer sequences stream through, and superblocks
-                   of keys that nobody sees are not fetched.
+                   them. With heads of 128, Q^T fills half of it, in any order of the product, and so would V. P^T, 256
+                   keys x 256 queries, fills all of it: 1024 + 512 cycles for 1024 x 1024 scores, not 1024 + 1024. Also,
+                   the max and sum of a query run down the rows of registers, where any VALU computes them; along the
+                   lanes only the XLUs could. The XLUs transpose q, v and out, once.
+    list of tiles  All tiles of a head (256 queries x 512 keys) that the mask leaves form one list, made outside of the
+                   kernel for any mask: first those that need no mask, then the others. The accumulators of all queries
+                   stay in VMEM, so no row of tiles has a start or an end, and few unseen scores are computed: a causal
+                   head of 8192 takes 34 * 1024^2 scores, of which 32 are seen; blocks of 1024 would take 36.
+    pipelined      The scores of a tile are computed four tiles before its softmax. So the MXUs have K Q^T of one tile
+                   and V^T P^T of another to work on while VALUs and EUP compute exponentials. At the end of an
+                   iteration the pipeline drains, 370 cycles: so an iteration has 24 tiles.
+    superblocks    At most 8192 queries and 16384 keys are in VMEM. Longer sequences are streamed, and superblocks of
+                   keys that no query sees are not fetched.
 
-**Cost**, cycles a head with all that the kernel does, compiled (libtpu 0.0.50.1; bf16, causal, T = S):
+Cycles for a head with all that the kernel does, compiled (libtpu 0.0.50.1; bf16, causal, T = S):
 
     T = 8192, H = V = 128     68,309  (tokamax 111,300)    with a constant max logit       66,410
               H = V = 64      62,955  (tokamax 109,600)    4 documents of 2048             27,290
               H = V = 256     87,059  (tokamax 142,100)    H = 192, V = 128                69,229
     T = 32768, window = 1024  101,900                      T = 131072, H = V = 128     14,770,509
 
-where tokamax is its 0.0.17's splash attention, counted alike, in blocks of 1024 (512 of keys at once, experimental
-scheduler). 1024 x 1024 scores without a mask are 1761 cycles, 87% of the MXU's 1536 (1607 of 1280 for heads of 64, 2215
-of 2048 for 256). The rest of a causal head: iterations that drain (6%), masks (1%), VALUs, 76% busy and sometimes late,
-turning q, v and out (6%). Seconds are predicted to be cycles / 1.76e9. The transposes from [B, T, N, H] are XLA's and
-not in the count; nor is the list of tiles, a sort of T*S / 2^17 numbers in a call.
+where tokamax is its 0.0.17's splash attention, counted in the same way, in blocks of 1024 (512 keys at once,
+experimental scheduler). 1024 x 1024 scores without a mask are 1761 cycles, of which the MXUs need 1536, 87% (1280 of
+1607 for heads of 64, 2048 of 2215 for 256). The rest of a causal head: draining iterations (6%), masks (1%), VALUs, 76%
+busy and sometimes late, transposing q, v and out (6%). Seconds are predicted to be cycles / 1.76e9. Two things run
+outside of the kernel and are not counted: XLA's transposes from [B, T, N, H], and the list of tiles, a sort of
+T*S / 2^17 numbers in a call.
 
-**Constant max logit.** Where scores are known to stay within 60 of a constant, it may take the place of m: nothing to
-search for, nothing to rescale. A sum below 2^-96 or above 2^96 is not trusted (float32 ends at 2^+-126): the row gets
-NaN, and an lse of -inf or +inf, which `out_of_range` counts. A row that sees no key is none of these.
-
-**Attention sinks** (Xiao et al. 2023, arXiv:2309.17453; a learned logit in gpt-oss): one more term exp(sink) in the
-denominator of each head. That is a factor sigmoid(lse - sink) of out, outside of the kernel.
-
-**Windows that take turns**, as in the layers of Gemma and gpt-oss: `window` may be several, and `which` says the one.
-Tiles are listed for each; in the branches there is the kernel alone. Were the branches round all of attention, each
-would keep its residuals for the gradient (two sets, one of zeros), and XLA would move its neighbours into both.
-
-**Left out**: dropout, biases, masks given as arrays. float8: with q and k in e4m3 a full step takes 13% less, with v
-and p as well 10% (22% with a constant max), as P has to be rounded and VALUs are then the limit. No help: the
-compiler's LP scheduler (no spills, same cycles, slower to compile), tiles of 512 queries (the schedule stalls) or 1024
-keys, P kept in VMEM for a step, Q pushed untransposed, 32 tiles an iteration (2% less, half as long again to compile).
+**Left out.** Dropout, biases, masks given as arrays. FP8: with q and k in e4m3 a full step takes 13% less, with v and p
+as well 10% (22% with a constant max), as P has to be rounded and VALUs become the limit. These did not help: the
+compiler's LP scheduler (no spills, same cycles, slower to compile); tiles of 512 queries (the schedule stalls) or 1024
+keys; storing P in VMEM for a step; pushing Q untransposed; 32 tiles an iteration (2% less, half as long again to
+compile).
 """
 
 import math
@@ -75,21 +82,24 @@ from collectives import vary_alike
 from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, block_ranges, mask_and_scores
 
 LOG2_E = math.log2(math.e)
-LANES = 128  # of a register
-MASKED, NOBODY = 1 << 29, 1 << 30  # flags in the number of a tile, above chunk << 16 | block
+LANES = 128  # columns of a register
+MASKED, PADDING = 1 << 29, 1 << 30  # flags in the number of a tile, above chunk << 16 | block
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the kernel: what is computed at once, and what is in VMEM at once."""
+    """Sizes of the kernel: of a tile, and of what is in VMEM at once.
+
+    A tile is a chunk of queries x a block of keys. A superblock is what is in VMEM.
+    """
 
     q_rows: int  # queries in VMEM, a multiple of `queries`
     k_rows: int  # keys in VMEM, a multiple of `keys`
-    queries: int = 256  # of a tile, a multiple of 128: a chunk
-    keys: int = 512  # of a tile, a multiple of 128: a block
+    queries: int = 256  # in a chunk, a multiple of 128
+    keys: int = 512  # in a block, a multiple of 128
     full_unroll: int = 24  # tiles in an iteration of the loop over tiles without a mask
-    cut_unroll: int = 8  # and of the loop over the others
-    ahead: int = 4  # tiles between scores and softmax; both unrolls are multiples of twice that
+    cut_unroll: int = 8  # tiles in an iteration of the loop over tiles with a mask
+    ahead: int = 4  # tiles between scores and softmax; both unrolls are multiples of twice this
 
 
 def flash_attention(
@@ -103,24 +113,23 @@ def flash_attention(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention on a TPU. Differentiable in q, k, v and sinks, by both results. Code of one device.
+    """Attention on a TPU. Both results are differentiable in q, k, v and sinks. Code of one device.
 
     Args:
       q_BTNH, k_BSKH, v_BSKV: queries, keys and values of one dtype, bfloat16 or float32. N is a multiple of K: query
-        head n takes the keys of head n // (N/K). T and S are any lengths.
-      mask: which keys a query sees. Of several windows `which` is the index of one. Fastest if the segment ids do not
-        decrease.
-      scores: with `max_logit` a row that it is too far off for gets NaN, and is counted by `out_of_range`.
-      sinks: array_N, a logit in the denominator of each head; None is none.
-      blocks: of the forward kernel; None is what was found for it (tuned.py), or else `default_blocks`.
+        head n uses the keys of head n // (N/K). T and S may have any length.
+      mask: which keys a query sees. It is fastest if the segment ids do not decrease.
+      scores: if `max_logit` is too far from a row's largest score, the row gets NaN, and `out_of_range` counts it.
+      sinks: array_N, a logit in the denominator of each head, or None.
+      blocks: sizes of the forward kernel; None takes a search's result (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
     Returns:
-      out_BTNV in the dtype of v, and lse_BNT in float32, the logarithm of the sum of the exponentials of a query's
-      scores (and sink). A query that sees no key gets zeros, and UNSEEN (or its sink).
+      out_BTNV in the dtype of v, and lse_BNT in float32, the log-sum-exp of a query's scores (and sink). A query that
+      sees no key gets zeros, and UNSEEN (or its sink).
 
     Raises:
-      ValueError: shapes or dtypes do not go together, blocks do not fit, several windows and no `which`.
+      ValueError: shapes or dtypes do not match, blocks do not fit, or there are several windows and no `which`.
     """
     mask = replace(mask, q_offset=jnp.asarray(mask.q_offset, jnp.int32))
     out_BTNV, lse_BNT = _attend((scores, blocks, interpret), q_BTNH, k_BSKH, v_BSKV, mask)
@@ -128,15 +137,16 @@ def flash_attention(
 
 
 def out_of_range(lse_BNT: jax.Array) -> jax.Array:
-    """Number of rows (of one query and one head) that max_logit was too low (+inf) or too high (-inf) for.
+    """The number of rows (one query and one head) for which max_logit was too low (+inf) or too high (-inf).
 
-    Their output is NaN, so that a step with any of them is seen and thrown away; to queries, keys and values they send
-    no gradient back. The count is for who wants to log it.
+    Their output is NaN, so that a step with such a row is detected and skipped. They send no gradient to queries, keys
+    and values. The count is for a log.
     """
     return jnp.isinf(lse_BNT).sum()
 
 
 def with_sinks(out_BTNV, lse_BNT, sinks_N):
+    """Adds sinks to the results of attention without them."""
     trusted_BNT = ~jnp.isinf(lse_BNT)
     safe_BNT, sinks_BNT = jnp.where(trusted_BNT, lse_BNT, 0.0), sinks_N.astype(jnp.float32)[None, :, None]
     share_BTN = jax.nn.sigmoid(safe_BNT - sinks_BNT).swapaxes(1, 2)
@@ -179,30 +189,30 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16, window: int = 0) -> Blocks:
-    """As much in VMEM as fits, at most 8192 queries and 16384 keys, in superblocks of equal size.
+    """The largest superblocks that fit in VMEM, of equal size, with at most 8192 queries and 16384 keys.
 
-    Tiles are of 512 keys, or of 256 under a narrow window: they take 8% longer for their scores, but more are unmasked.
+    Tiles have 512 keys, or 256 under a narrow window: those take 8% longer for their scores, but more are unmasked.
     """
     unit = Blocks(0, 0, keys=256, cut_unroll=16) if 0 < window <= 2048 else Blocks(0, 0)
     q_rows, k_rows = 8192, 16_384
     while True:
-        cut = lambda length, rows, step: pl.cdiv(pl.cdiv(length, pl.cdiv(length, rows)), step) * step
-        blocks = replace(unit, q_rows=cut(T, q_rows, unit.queries), k_rows=cut(S, k_rows, unit.keys))
+        split = lambda length, rows, step: pl.cdiv(pl.cdiv(length, pl.cdiv(length, rows)), step) * step
+        blocks = replace(unit, q_rows=split(T, q_rows, unit.queries), k_rows=split(S, k_rows, unit.keys))
         if vmem_bytes(blocks, H, V, dtype) <= tuned.VMEM_BYTES or q_rows == unit.queries:
             return blocks
         q_rows, k_rows = (q_rows, k_rows // 2) if k_rows > q_rows else (q_rows // 2, k_rows)
 
 
 def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
-    """What the kernel's buffers take, with segment ids: those of the grid twice, as one is filled while one is used."""
+    """The VMEM of the kernel's buffers, with segment ids. Buffers of the grid are double."""
     lanes = lambda dim: pl.cdiv(dim, LANES) * LANES
     rows, size = blocks.q_rows + blocks.k_rows, jnp.dtype(dtype).itemsize
-    of_grid = rows * (lanes(H) + lanes(V)) * size + (rows + blocks.q_rows) * 4 * 8  # lse and ids: 8 rows, one of use
-    turned = (blocks.q_rows + blocks.queries) * H * size + blocks.k_rows * V * size
+    grid = rows * (lanes(H) + lanes(V)) * size + (rows + blocks.q_rows) * 4 * 8  # lse and ids: one of 8 rows is used
+    transposed = (blocks.q_rows + blocks.queries) * H * size + blocks.k_rows * V * size
     sums = (blocks.q_rows + blocks.queries) * (V + 2 * 8) * 4
     scores = (2 * blocks.ahead + 1) * blocks.queries * (blocks.keys + 8) * 4
-    spills = 6 * 2**20 if size == 4 else 0  # a product in float32 is several in bfloat16
-    return 2 * of_grid + turned + sums + scores + spills
+    spills = 6 * 2**20 if size == 4 else 0  # a float32 product is several bfloat16 ones
+    return 2 * grid + transposed + sums + scores + spills
 
 
 def _check(q_BNTH, k_BKSH, v_BKSV, mask, soft_cap, blocks):
@@ -249,7 +259,7 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel, heads first, without derivatives: (out_BNTV, lse_BNT). All else as for `flash_attention`."""
+    """The kernel with heads first and without derivatives: (out_BNTV, lse_BNT). Arguments as for `flash_attention`."""
     shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in mask.segments or ())
     windows = mask.window if isinstance(mask.window, tuple) else (mask.window,)
     calls = [
@@ -260,7 +270,7 @@ def forward(
 
 
 def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
-    """The kernel of one window as a function, and the lists that it takes before what all windows share."""
+    """(function, lists): the kernel for one window. The function takes the lists and the operands of all windows."""
     (B, N, T, H), (_, K, S, V), segments = q_BNTH.shape, v_BKSV.shape, mask.segments
     shape = dict(T=T, S=S, H=H, V=V, dtype=str(q_BNTH.dtype), causal=mask.causal, window=mask.window)
     key = tuned.key_of("flash_forward", **shape, packed=segments is not None, max_logit=scores.max_logit is not None)
@@ -272,7 +282,9 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(mask.q_offset, jnp.int32), 1)
     prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if mask.prefix is None else mask.prefix, jnp.int32), (B,))
-    row = lambda b, i: (b * num_q if len(ranges_bn4) > 1 else 0) + i  # of the lists: of each sequence, or of all
+    row = lambda b, i: (
+        (b * num_q if len(ranges_bn4) > 1 else 0) + i
+    )  # of the lists: one set for each sequence, or for all
     in_specs, out_specs = _specs(blocks, row, num_k, (H, V, N // K), tiles.shape[-1], segments is not None)
     static = _Static(
         scale=scores.scale_for(H),
@@ -313,9 +325,9 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
 
 
 def _specs(blocks, row, num_k, head, num_tiles, packed):
-    """(in_specs, out_specs). `row`: of the lists, for a sequence and a superblock of queries. `head`: H, V, G.
+    """(in_specs, out_specs). `row` maps a sequence and a superblock of queries to a row of the lists. `head`: H, V, G.
 
-    The index of a superblock of keys is clipped to those that are seen: one that is not is not fetched.
+    The index of a superblock of keys is clipped to the seen ones, so that unseen ones are not fetched.
     """
     H, V, G = head
     of_list = lambda b, n, i, j, *_: (row(b, i) * num_k + j, 0, 0)
@@ -341,12 +353,12 @@ def _specs(blocks, row, num_k, head, num_tiles, packed):
 
 
 def _scratch(blocks, H, V, dtype):
-    """The shapes of `_State`, with one chunk more than there are, for tiles of nobody."""
+    """The shapes of `_State`. There is one more chunk, for padding tiles."""
     chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
     f32 = lambda *shape: pltpu.VMEM(shape, jnp.float32)
     return [
-        pltpu.VMEM((chunks + 1, blocks.queries // LANES, H, LANES), dtype),  # lanes apart: a slice of
-        pltpu.VMEM((places, blocks.keys // LANES, V, LANES), dtype),  # bf16 is then whole registers
+        pltpu.VMEM((chunks + 1, blocks.queries // LANES, H, LANES), dtype),  # lanes are a dim of their own,
+        pltpu.VMEM((places, blocks.keys // LANES, V, LANES), dtype),  # so that slices of bf16 are full registers
         f32(chunks + 1, V, blocks.queries),
         f32(chunks + 1, 1, blocks.queries),
         f32(chunks + 1, 1, blocks.queries),
@@ -357,11 +369,11 @@ def _scratch(blocks, H, V, dtype):
 
 
 def _list_tiles(ranges_bn4, num, blocks):
-    """What each step of the grid has to visit: of b * num_q * num_k pairs of superblocks, in this order,
+    """The tiles that each step of the grid visits, for b * num_q * num_k pairs of superblocks in this order. Returns
 
-    tiles, int32 [pairs, 1, room]: chunk << 16 | block, those that need no mask first, then those that do, then nobody's
-    groups, int32 [pairs * 2]: iterations of the loop over tiles without a mask, and over what that leaves
-    reach, int32 [b * num_q * 2]: the first and the last superblock of keys that is seen.
+    tiles, int32 [pairs, 1, size]: chunk << 16 | block; tiles without a mask first, then those with one, then padding
+    groups, int32 [pairs * 2]: iterations of the loop over tiles without a mask, and of the loop over the remaining ones
+    reach, int32 [b * num_q * 2]: the first and the last superblock of keys that is seen
     """
     chunks, places = blocks.q_rows // blocks.queries, blocks.k_rows // blocks.keys
     (num_q, num_k), (b, n, _) = num, ranges_bn4.shape
@@ -371,10 +383,10 @@ def _list_tiles(ranges_bn4, num, blocks):
     full = (block >= ranges[..., 1]) & (block < ranges[..., 2])
 
     tile = (jnp.arange(chunks)[:, None] << 16) + jnp.arange(places)
-    nobody = NOBODY + (chunks << 16)
-    tiles = jnp.sort(jnp.where(full, tile, jnp.where(seen, tile + MASKED, nobody)).reshape(-1, 1, chunks * places))
-    room = max(blocks.full_unroll, blocks.cut_unroll) + blocks.ahead
-    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, room)), constant_values=nobody)
+    padding = PADDING + (chunks << 16)
+    tiles = jnp.sort(jnp.where(full, tile, jnp.where(seen, tile + MASKED, padding)).reshape(-1, 1, chunks * places))
+    spare = max(blocks.full_unroll, blocks.cut_unroll) + blocks.ahead
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, spare)), constant_values=padding)
 
     num_full, num_seen = full.sum((-2, -1)), seen.sum((-2, -1))
     full_groups = num_full // blocks.full_unroll
@@ -385,12 +397,12 @@ def _list_tiles(ranges_bn4, num, blocks):
     return [x.astype(jnp.int32) for x in (tiles, jnp.stack(groups, -1).reshape(-1), reach.reshape(-1))]
 
 
-# -- the kernel: q, k, v and the like are places in VMEM; a chunk is a number of queries, a block one of keys
+# -- inside the kernel: q, k, v and the like are references to VMEM; c is a chunk of queries, j a block of keys
 
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for."""
+    """The static arguments of the kernel."""
 
     scale: float
     soft_cap: float
@@ -407,15 +419,15 @@ class _Static:
 
 @dataclass(frozen=True)
 class _State:
-    """What is kept from tile to tile: see `scratch_shapes`."""
+    """The kernel's scratch memory, in the order of `_scratch`."""
 
     qT: jax.Ref  # Q^T of each chunk, scaled
     vT: jax.Ref  # V^T of each block
-    sums: jax.Ref  # of the values, [V, queries] of each chunk
-    top: jax.Ref  # the largest score so far; with max_logit, whether there was any
-    total: jax.Ref  # of the exponentials
-    scores: jax.Ref  # of the tiles that are under way, [keys, queries]
-    tops: jax.Ref  # their largest
+    sums: jax.Ref  # sums of the weighted values, [V, queries] for each chunk
+    top: jax.Ref  # the largest score so far; with max_logit, whether any key was seen
+    total: jax.Ref  # the sum of the exponentials
+    scores: jax.Ref  # scores of the tiles between the two stages of the pipeline, [keys, queries]
+    tops: jax.Ref  # their maxima
     apart: jax.Ref  # position of the query minus that of the key, within a tile [keys, queries]
 
 
@@ -431,7 +443,7 @@ def _kernel(p, offset, prefixes, groups, reach, tiles, q, k, v, *refs):
     pl.when(j == 0)(lambda: _begin(p, q, state))
     at = 2 * (p.row(b, i) * num_k + j)
     new = (i == 0) & (n % p.G == 0) if num_k == 1 else groups[at] + groups[at + 1] > 0
-    pl.when(new)(lambda: _turn_values(p, v, state, first_k))
+    pl.when(new)(lambda: _transpose_values(p, v, state, first_k))
     masked = p.causal or p.window or p.has_segments or p.S % blocks.keys
     done = groups[at] * blocks.full_unroll
     _visit(p, state, tiles, k, 0, groups[at], blocks.full_unroll, None)
@@ -445,7 +457,7 @@ def _begin(p, q, state):
         x = (q[_rows(c, p.blocks.queries)].astype(jnp.float32) * scale).astype(q.dtype)
         _put_lanes(state.qT, c, x.T)
         state.sums[c] = jnp.zeros_like(state.sums[c])
-        state.top[c] = jnp.full_like(state.top[c], UNSEEN / 2)  # above what is masked, below all else
+        state.top[c] = jnp.full_like(state.top[c], UNSEEN / 2)  # above masked scores, below all others
         state.total[c] = jnp.zeros_like(state.total[c])
 
     _for_each(p.blocks.q_rows // p.blocks.queries, one_chunk)
@@ -454,10 +466,10 @@ def _begin(p, q, state):
         state.apart[...] = position(1) - position(0)
 
 
-def _turn_values(p, v, state, first_k):
+def _transpose_values(p, v, state, first_k):
     def one_block(j):
         x = v[_rows(j, p.blocks.keys)]
-        if p.S % p.blocks.k_rows:  # what is beyond the end may be NaN, and 0 * NaN is not 0
+        if p.S % p.blocks.k_rows:  # values beyond the end may be NaN, and 0 * NaN is not 0
             x = jnp.where(first_k + j * p.blocks.keys + lax.broadcasted_iota(jnp.int32, x.shape, 0) < p.S, x, 0)
         _put_lanes(state.vT, j, x.T)
 
@@ -465,7 +477,7 @@ def _turn_values(p, v, state, first_k):
 
 
 def _visit(p, state, tiles, k, first, count, unroll, seen):
-    """`count` groups of `unroll` tiles, from the first on; scores are computed `ahead` tiles before their softmax."""
+    """Visits `count` groups of `unroll` tiles from tile `first` on. Scores are `ahead` tiles before their softmax."""
     ahead = p.blocks.ahead
 
     def tile(index):
@@ -485,7 +497,7 @@ def _visit(p, state, tiles, k, first, count, unroll, seen):
 
 
 def _score(p, state, k, c, j, slot, seen):
-    """The scores of a tile, to base 2, and their maxima."""
+    """Computes the scores of a tile, to base 2, and their maxima."""
     s_kq = _dot(k[_rows(j, p.blocks.keys)], _get_lanes(state.qT, c))
     if p.soft_cap:
         s_kq = jnp.tanh(s_kq) * (p.soft_cap * LOG2_E)
@@ -497,7 +509,7 @@ def _score(p, state, k, c, j, slot, seen):
 
 
 def _absorb(p, state, c, j, slot, seen):
-    """A tile of scores into the sums."""
+    """Adds a tile of scores to the sums."""
     if p.max_logit is None:
         before = state.top[c]
         top = jnp.maximum(before, state.tops[slot])
@@ -516,16 +528,16 @@ def _absorb(p, state, c, j, slot, seen):
 
 
 def _seen(p, state, first, prefix, ids, c, j):
-    """The mask of a tile, bool [keys, queries]. It is `masks.visible`, in as few operations as can be: VALUs are short.
+    """The mask of a tile, bool [keys, queries]: `masks.visible` in as few operations as possible, as VALUs are busy.
 
-    A distance between query and key is one within the tile, the same for all tiles, plus a number.
+    The distance between query and key is their distance within a tile, which all tiles share, plus a number.
     """
     (first_q, first_k), (queries, keys) = first, (p.blocks.queries, p.blocks.keys)
     first_k = first_k + j * keys
     shift = first_q + c * queries - first_k
-    before = lambda end: lax.broadcasted_iota(jnp.int32, (keys, queries), 0) < end - first_k  # keys of positions
+    before = lambda end: lax.broadcasted_iota(jnp.int32, (keys, queries), 0) < end - first_k  # keys before a position
     mask = None
-    if p.causal and p.window and prefix is None:  # 0 <= distance < window: negative numbers are large without a sign
+    if p.causal and p.window and prefix is None:  # 0 <= distance < window: negative numbers are large as uint32
         mask = (state.apart[...] + shift).astype(jnp.uint32) < p.window
     elif p.causal:
         mask = state.apart[...] >= -shift
@@ -534,8 +546,8 @@ def _seen(p, state, first, prefix, ids, c, j):
         near = (state.apart[...] < p.window - shift) & (state.apart[...] > -p.window - shift)
         mask = near if mask is None else mask & near
     if ids:
-        real = jnp.minimum(c, p.blocks.q_rows // queries - 1)  # nobody's chunk has no ids
-        k_ids = jnp.broadcast_to(ids[1][:, _rows(j, keys)], (LANES, keys)).T  # turned by the XLUs, which are idle
+        real = jnp.minimum(c, p.blocks.q_rows // queries - 1)  # the padding chunk has no ids
+        k_ids = jnp.broadcast_to(ids[1][:, _rows(j, keys)], (LANES, keys)).T  # transposed by the XLUs, which are idle
         same = jnp.concatenate([k_ids] * (queries // LANES), 1) == ids[0][:, _rows(real, queries)]
         mask = same if mask is None else mask & same
     if p.S % keys:
@@ -546,7 +558,9 @@ def _seen(p, state, first, prefix, ids, c, j):
 def _finish(p, out, lse, state):
     def one_chunk(c):
         top, total = state.top[c], state.total[c]
-        saw = (top > UNSEEN / 4) | (total != 0)  # NaN is seen, whatever max makes of it, and comes out
+        saw = (top > UNSEEN / 4) | (
+            total != 0
+        )  # a row with NaN counts as seen, whatever max returns for it, so that NaN is written
         base = top if p.max_logit is None else p.max_logit * LOG2_E
         value = jnp.where(saw, (base + jnp.log2(jnp.where(saw, total, 1.0))) * math.log(2), UNSEEN)
         if p.max_logit is not None:
@@ -579,12 +593,12 @@ def _dot(a, b):
 
 
 def _for_each(count, body):
-    """A loop with several in an iteration, as one alone would wait for itself."""
+    """Loops over body(0..count-1) with up to 8 in an iteration, whose latencies then overlap."""
     several = math.gcd(count, 8)
     lax.fori_loop(0, count // several, lambda g, _: [body(g * several + i) for i in range(several)] and None, None)
 
 
-# -- for the compiler, and for the eye
+# -- builder for compiled/bundles.py, and a demonstration
 
 
 def build_forward(
@@ -599,13 +613,14 @@ def build_forward(
     sizes: dict | None = None,
     **options,
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """(function, its arguments) for `bundles.py` and for tests: `forward` with these `options`, of Mask and Scores.
+    """(function, shapes of its arguments) of `forward`, for `compiled/bundles.py` and tests.
 
     Args:
-      seq: queries.
-      keys, kv_heads, value_dim: 0 is as many as of queries, and as keys.
+      seq: number of queries.
+      keys, kv_heads, value_dim: 0 means equal to seq, heads and head_dim.
       packed: with segment ids.
-      sizes: of `Blocks`, which replace the default's.
+      sizes: fields of `Blocks` that replace the default's.
+      options: fields of Mask and Scores.
     """
     keys = keys or seq
     shapes = [(1, heads, seq, head_dim), (1, kv_heads or heads, keys, head_dim)]
@@ -620,26 +635,26 @@ def build_forward(
 
 
 def executions(kernel, T: int, S: int, heads: int, blocks: Blocks, mask: Mask) -> list[int]:
-    """How often each region of a compiled kernel (of bundles.py) that depends on data is executed, for its `cycles`.
+    """How often each region of a compiled kernel that depends on data is executed, for its `cycles`.
 
     Every query head has keys of its own.
     """
     ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), mask)
     num = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
     groups = _list_tiles(ranges_bn4, num, blocks)[1].reshape(-1, 2)
-    found = []
-    for loop in groups.T.tolist():  # the branch round each loop, the one round its start, its iterations
+    loops = []
+    for loop in groups.T.tolist():  # the branch around each loop, the one around its start, its iterations
         begun = heads * sum(count > 0 for count in loop)
-        found += [begun, begun, heads * sum(loop)]
-    turned = heads * (num[0] * num[1] if num[1] > 1 else 1)  # values, of each pair of superblocks, or once
-    before, after = {0: ([], []), 1: ([turned], []), 3: ([heads * num[0], turned], [heads * num[0]])}[
-        len(kernel.unknown()) - len(found)
+        loops += [begun, begun, heads * sum(loop)]
+    transposes = heads * (num[0] * num[1] if num[1] > 1 else 1)  # of the values: for each pair of superblocks, or once
+    before, after = {0: ([], []), 1: ([transposes], []), 3: ([heads * num[0], transposes], [heads * num[0]])}[
+        len(kernel.unknown()) - len(loops)
     ]
-    return [*before, *found, *after]
+    return [*before, *loops, *after]
 
 
 def main(T: int = 256, H: int = 64):
-    """A causal head in the simulator, against the definition."""
+    """Compares a causal head in the simulator with the definition."""
     q_BNTH, k_BKSH, v_BKSV = jax.random.normal(jax.random.key(0), (3, 1, 1, T, H), jnp.bfloat16)
     blocks = Blocks(T, T, queries=128, keys=128, full_unroll=2, cut_unroll=2, ahead=1)
     out_BNTV, _ = forward(q_BNTH, k_BKSH, v_BKSV, blocks=blocks, interpret=True)

@@ -28,12 +28,12 @@ def forward(*qkv, blocks=None, interpret=False, **options):
 
 
 def flash_attention(*qkv, sinks=None, blocks=None, interpret=False, **options):
-    """`flash.flash_attention`, likewise."""
+    """`flash.flash_attention` with the fields of Mask and Scores as keywords."""
     return flash.flash_attention(*qkv, *mask_and_scores(**options), sinks, blocks=blocks, interpret=interpret)
 
 
 def inputs(T, S, N=1, K=1, H=64, V=64, B=1, dtype=jnp.float32, seed=0):
-    """Scores of standard deviation 1: dozens of keys count in each mean, so that a wrong one shows."""
+    """Scores have standard deviation 1. So dozens of keys count in each mean, and a wrong one is visible."""
     rng = np.random.default_rng(seed)
     shapes = [(B, N, T, H), (B, K, S, H), (B, K, S, V)]
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
@@ -44,7 +44,7 @@ def documents(B, T, num=3, seed=0):
 
 
 def mask_of(shape, causal=True, window=0, prefix=None, segments=None, q_offset=0):
-    """[B, 1, T, S] of bools."""
+    """The mask as bools [B, 1, T, S]."""
     B, T, S = shape
     if prefix is not None:
         prefix = jnp.broadcast_to(jnp.asarray(prefix), (B,))[:, None, None, None]
@@ -56,7 +56,7 @@ def mask_of(shape, causal=True, window=0, prefix=None, segments=None, q_offset=0
 
 
 def reference(q, k, v, soft_cap=0.0, scale=None, sinks=None, **mask):
-    """(out, lse) in float64, all scores at once."""
+    """(out, lse) in float64, from all scores at once."""
     q, k, v = [np.asarray(x, np.float64) for x in (q, k, v)]
     G = q.shape[1] // k.shape[1]
     scores = np.einsum("bnth,bnsh->bnts", q, np.repeat(k, G, 1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -85,7 +85,7 @@ def check(args, error=3e-6, blocks=SMALL, max_logit=None, **options):
 
 
 def test_a_window_that_begins_in_one_tile_and_ends_in_another():
-    check(inputs(20, 300), window=150, q_offset=285)  # the last queries are beyond the last key
+    check(inputs(20, 300), window=150, q_offset=285)  # the last queries are behind the last key
 
 
 @pytest.mark.slow
@@ -145,14 +145,16 @@ def test_ragged_lengths_and_offsets(T, S, q_offset, causal):
 @pytest.mark.slow
 def test_a_query_that_sees_nothing_gets_zeros_and_a_finite_lse():
     ids = jnp.full((1, 140), 5), jnp.where(jnp.arange(140) < 20, 7, 5)[None]
-    out, lse = check(inputs(140, 140), q_offset=-70, segments=ids)  # the first see no key, the next ones no document
+    out, lse = check(
+        inputs(140, 140), q_offset=-70, segments=ids
+    )  # the first queries see no key, the next ones no document
     assert (lse[:, :, :90] == UNSEEN).all() and (out[:, :, :90] == 0).all()
     assert (lse[:, :, 90:] > -10).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_logit", [None, 5.0])
-def test_nan_comes_out_where_it_goes_in_and_nowhere_else(max_logit):
+def test_nan_in_one_query_stays_in_its_row(max_logit):
     q, k, v = inputs(130, 130)
     out, lse = forward(q.at[0, 0, 7, 3].set(jnp.nan), k, v, blocks=SMALL, interpret=True, max_logit=max_logit)
     expected = reference(q, k, v)
@@ -168,15 +170,15 @@ def test_nan_comes_out_where_it_goes_in_and_nowhere_else(max_logit):
 def test_adversarial_scores(kind, dtype, error):
     q, k, v = inputs(256, 512, dtype=jnp.float32)
     ramp = jnp.linspace(-1, 1, 512)[None, None, :, None]
-    if kind == "large":  # one key counts, and scores go to several hundreds
+    if kind == "large":  # one key dominates, and scores reach several hundred
         q, k = 10 * q, 10 * k
     elif kind == "equal":
         q, k = jnp.ones_like(q), jnp.ones_like(k)
-    else:  # every block of keys has the largest scores so far, or none has
+    else:  # every block of keys has the largest scores so far, or only the first has
         q, k = jnp.abs(q), jnp.broadcast_to(30 * (ramp if kind == "growing" else -ramp), k.shape)
     args = [jnp.asarray(x.astype(jnp.bfloat16), dtype) for x in (q, k, v)]
-    # A scale of a power of two, so that the kernel's q in bf16 is rounded by log2(e) alone, which moves large scores
-    # by 2**-9 of themselves: there bf16 is held to finite results.
+    # The scale is a power of two, so that only log2(e) rounds the kernel's q in bf16. This moves large scores by 2**-9
+    # of their size, so that for them bf16 is only required to be finite.
     out, lse = forward(*args, blocks=dataclasses.replace(SMALL, q_rows=128), interpret=True, q_offset=256)
     assert jnp.isfinite(out.astype(jnp.float32)).all() and jnp.isfinite(lse).all()
     if kind == "equal" or dtype == jnp.float32:
@@ -186,21 +188,23 @@ def test_adversarial_scores(kind, dtype, error):
 
 
 @pytest.mark.slow
-def test_streamed_superblocks_are_the_resident_ones():
+def test_streamed_superblocks_give_the_result_of_resident_ones():
     args = inputs(300, 700, N=2, dtype=jnp.bfloat16)
     results = {}
     for k_rows in (256, 768):
         blocks = dataclasses.replace(SMALL, q_rows=128 if k_rows == 256 else 384, k_rows=k_rows)
         results[k_rows] = forward(*args, blocks=blocks, interpret=True, q_offset=300, window=350)
     for streamed, resident in zip(results[256], results[768], strict=True):
-        # The order of the tiles, and so the last bits, are not the same.
+        # The order of the tiles differs, and so do the last bits.
         np.testing.assert_allclose(*[np.asarray(x, np.float32) for x in (streamed, resident)], atol=4e-3)
 
 
 @pytest.mark.slow
 def test_bf16_errors_are_no_larger_than_those_of_jax_splash_attention():
-    """Its q, too, is scaled in bf16, by the caller. Its P is float32, which a TPU's MXU rounds and the simulator does
-    not: that error is added to those that it shows here."""
+    """Its caller also scales q in bf16. Its P is float32, which a TPU's MXU rounds and the simulator does not.
+
+    So the error of that rounding is added to its errors here.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     T, H = 512, 128
@@ -243,7 +247,7 @@ def test_max_logit_that_bounds_the_scores_changes_nothing_and_other_rows_are_cou
 
     args = [x.swapaxes(1, 2) for x in (q, k, v)]
     for a, b in zip(*(jax.grad(partial(others, at), (0, 1, 2))(*args) for at in (4.0, None)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)  # the row that is thrown away sends nothing back
+        np.testing.assert_allclose(a, b, atol=1e-5)  # the row that is out of range sends nothing back
 
 
 @pytest.mark.slow
@@ -265,7 +269,7 @@ def test_sinks_are_one_more_logit_without_a_value():
     got_out, got_lse = with_sinks(sinks)
     np.testing.assert_allclose(got_out.swapaxes(1, 2), expected[0], atol=1e-6)
     np.testing.assert_allclose(got_lse[:, :, 3:], expected[1][:, :, 3:], atol=1e-6)
-    np.testing.assert_allclose(got_lse[:, :, :3], np.broadcast_to(sinks[:, None], (2, 2, 3)))  # they see the sink alone
+    np.testing.assert_allclose(got_lse[:, :, :3], np.broadcast_to(sinks[:, None], (2, 2, 3)))  # these see only the sink
 
     marked = jnp.asarray(lse, jnp.float32).at[0, 0, 9].set(jnp.inf).at[0, 0, 10].set(-jnp.inf)
     total = lambda lse, sinks: sum(x.sum() for x in flash.with_sinks(jnp.ones((2, 20, 2, 4)), lse, sinks))
@@ -274,7 +278,7 @@ def test_sinks_are_one_more_logit_without_a_value():
     assert out_of_range(flash.with_sinks(jnp.ones((2, 20, 2, 4)), marked, sinks)[1]) == 2
 
 
-# -- derivatives: that the backward kernel gets what it needs (what it makes of it: tests/test_flash_backward.py)
+# -- derivatives: the operands of the backward kernel (its results: tests/test_flash_backward.py)
 
 
 @pytest.mark.slow
@@ -314,7 +318,7 @@ def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_of_several_windows(which):
-    """The same values and gradients as with that window alone, but for the order of sums that XLA chooses."""
+    """Values and gradients are those of that window alone, except for the order of sums that XLA chooses."""
     q, k, v = [x.swapaxes(1, 2) for x in inputs(300, 300, N=2, B=2)]
     ids, sinks = documents(2, 300), jnp.array([0.5, -1.0])
 
@@ -355,7 +359,7 @@ def test_the_list_has_every_tile_that_is_seen_once(mask):
         seen = mask_of((B, T, S), q_offset=q_offset, **masks)[: len(tiles) // 6, 0]
         for at in range(len(tiles)):
             b, i, j = at // 6, at // 2 % 3, at % 2
-            # Beyond the end nobody sees anything. The tile (c, k) of this pair of superblocks:
+            # Beyond the end nothing is seen. part[c, k] is tile (c, k) of this pair of superblocks:
             part = np.pad(seen[b], ((0, 384 - T), (0, 384 - S)))[i * 128 :][:128, j * 192 :][:, :192]
             part = part.reshape(chunks, 32, places, 64).transpose(0, 2, 1, 3)
             num_full, num_cut = 2 * groups[2 * at], 2 * groups[2 * at + 1]
@@ -384,10 +388,10 @@ def test_default_blocks_fit(T, S, H, V, dtype):
 
 
 def test_vmem_holds_keys_and_values_twice_and_the_values_once_more():
-    """Twice, as one superblock is fetched while another is used, with 8 rows of ids; turned, once."""
-    of_keys = lambda rows, H, V: vmem_bytes(Blocks(256, rows), H, V) - vmem_bytes(Blocks(256, 0), H, V)
-    assert of_keys(512, 128, 128) == 512 * (2 * ((128 + 128) * 2 + 8 * 4) + 128 * 2)
-    assert of_keys(512, 192, 64) == 512 * (2 * ((256 + 128) * 2 + 8 * 4) + 64 * 2)  # registers are of 128 lanes
+    """Their buffers are double, with 8 rows of ids; the transposed values have one."""
+    bytes_of_keys = lambda rows, H, V: vmem_bytes(Blocks(256, rows), H, V) - vmem_bytes(Blocks(256, 0), H, V)
+    assert bytes_of_keys(512, 128, 128) == 512 * (2 * ((128 + 128) * 2 + 8 * 4) + 128 * 2)
+    assert bytes_of_keys(512, 192, 64) == 512 * (2 * ((256 + 128) * 2 + 8 * 4) + 64 * 2)  # registers have 128 lanes
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_vmem_holds_keys_and_values_twice_and_the_values_once_more():
         ([(1, 1, 8, 64)] * 3, dict(blocks=Blocks(2**16, 512)), "bytes of VMEM, of 62,914,560"),
     ],
 )
-def test_errors_say_the_numbers(shapes, options, message):
+def test_errors_have_the_numbers(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         forward(*[jnp.zeros(shape) for shape in shapes], **options)
 
@@ -418,8 +422,8 @@ def test_dtypes_must_agree():
 # -- compiled for TPU7x
 
 
-def whole_call(T, mask, report, heads, packed=None):
-    """Cycles of all that the kernel does, for lists of tiles as this mask makes them."""
+def cycles_of_call(T, mask, report, heads, packed=None):
+    """The cycles of a call of the kernel for a head, with the lists of tiles of this mask."""
     H = report.options.get("head_dim", 128)
     kernel, sizes = report.kernel("flash_forward"), default_blocks(T, T, H, H)
     counts = flash.executions(kernel, T, T, heads, sizes, Mask(segments=packed, **mask))
@@ -429,7 +433,7 @@ def whole_call(T, mask, report, heads, packed=None):
 @pytest.mark.slow
 def test_cycles_of_a_causal_head_of_8192():
     online = bundles.measure("flash:build_forward", heads=2)
-    assert whole_call(8192, {}, online, 2) < 70_500
+    assert cycles_of_call(8192, {}, online, 2) < 70_500
     sizes = default_blocks(8192, 8192, 128, 128)
     full = max((region for region, _ in bundles.walk(online.kernel().root)), key=lambda region: region.cycles)
     assert full.kind == "loop" and full.cycles / sizes.full_unroll * 8 < 1780  # cycles of 1024 x 1024 scores
@@ -438,7 +442,7 @@ def test_cycles_of_a_causal_head_of_8192():
 
 @pytest.mark.slow
 def test_cycles_with_a_constant_max_logit():
-    assert whole_call(8192, {}, bundles.measure("flash:build_forward", heads=2, max_logit=10.0), 2) < 68_500
+    assert cycles_of_call(8192, {}, bundles.measure("flash:build_forward", heads=2, max_logit=10.0), 2) < 68_500
 
 
 @pytest.mark.slow
@@ -449,22 +453,22 @@ def test_long_sequences_stream():
 
 def heads_of_presets():
     """{(key dim, value dim)} of the models in presets.py."""
-    found = set()
+    heads = set()
     for name in flags_lib.PRESETS:
         c = flags_lib.from_preset(name)
         dims = c.head_dim + c.rope_head_dim, c.value_head_dim or c.head_dim
-        found.add(dims)
-    return found
+        heads.add(dims)
+    return heads
 
 
-def test_the_sizes_of_the_presets_heads_are_those_that_are_tested():
+def test_the_head_dims_of_the_presets_are_tested():
     large = {dims for dims in heads_of_presets() if dims[0] >= 64}
     assert large <= {(H, V) for _, _, H, V in HEADS.values()}
 
 
 @pytest.mark.slow
-def test_compiled_no_scores_are_in_memory():
-    """Of attention and its gradients beside their arguments and results: less than the scores of a head in bfloat16."""
+def test_compiled_programs_hold_no_scores_in_memory():
+    """Attention and its gradients take less temporary memory than the scores of a head in bfloat16."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     T, N, H = 16_384, 2, 128
@@ -476,8 +480,8 @@ def test_compiled_no_scores_are_in_memory():
 
 
 @pytest.mark.slow
-def test_compiled_branches_of_windows_have_the_kernels_alone():
-    """Forward and backward, with documents, heads of 64 and what stands around attention in a model."""
+def test_compiled_branches_of_windows_contain_only_the_kernels():
+    """Forward and backward, with documents, heads of 64 and the operations around attention in a model."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
     struct = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -500,7 +504,7 @@ def test_compiled_branches_of_windows_have_the_kernels_alone():
                 *"parameter get-tuple-element tuple bitcast custom-call copy".split()
             }
             copied = sum(shape.nbytes for i in instructions if i.opcode == "copy" for shape in i.shapes)
-            assert copied < 1e5  # lists of tiles; one head is 1 MB
+            assert copied < 1e5  # the lists of tiles; one head has 1 MB
 
 
 @pytest.mark.slow
