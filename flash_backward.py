@@ -1,21 +1,23 @@
 """Flash attention, backward: the gradients of q, k and v, from the log-sum-exp of the scores instead of the scores.
 
-**Formula** (Dao et al. 2022, arXiv:2205.14135, appendix B.2; Dao 2023, arXiv:2307.08691, section 3.1.2). The forward
-pass keeps its result and, of each row of scores s = scale * q k^T, lse = log(sum(exp(s))). With that, a tile of
-probabilities is recomputed from q and k whenever it is needed, and nothing of size T x S ever leaves the chip:
+**Idea** (Dao et al. 2022, arXiv:2205.14135, appendix B.2; Dao 2023, arXiv:2307.08691, section 3.1.2). The forward pass
+saves its result and, for each row of scores s = scale * q k^T, lse = log(sum(exp(s))). From these, a tile of
+probabilities is recomputed from q and k whenever it is needed, and no array of size T x S ever leaves the chip.
+
+**Formula.**
 
     P = exp(S - lse)      dP = dO V^T      dS = P * (dP - di)      di = sum(out * dout) - dlse, a number for each query
     dV = P^T dO           dQ = scale * dS K                        dK = scale * dS^T Q
 
-`dlse` is what flows into the log-sum-exp itself, where parts of the keys are merged by it or a loss is made of it: as
-dlse/dS = P, it joins di. A soft cap multiplies dS by 1 - tanh^2. Five matmuls in one kernel; a kernel for dK and dV and
-another for dQ, the older way, make seven.
+`dlse` is the gradient of the log-sum-exp, if attention over parts of the keys is merged by it or a loss depends on it.
+As dlse/dS = P, it is part of di. A soft cap multiplies dS by 1 - tanh^2. One kernel computes five matmuls. The older
+way, a kernel for dK and dV and another one for dQ, computes seven.
 
-**Five matmuls, and which operand stands still.** An MXU keeps a tile of 256 x 256 weights and streams the rows of the
-other operand through it, two a cycle: M rows take M/4 cycles on the two MXUs for each tile of [K, N], even if K or N is
-128 and fills half of it. For a block of 1024 queries x 1024 keys, with H = V:
+**Five matmuls, and which operand is stationary.** An MXU holds a tile of 256 x 256 weights and streams the rows of the
+other operand through it, two a cycle. M rows take M/4 cycles on the two MXUs for each tile of [K, N], even if K or N is
+128 and fills half of the tile. For a block of 1024 queries x 1024 keys, with H = V:
 
-                                  streams       stands still              cycles: H = 64   128   192   256
+                                  streams       stationary                cycles: H = 64   128   192   256
     S     = Q K^T                 Q             K^T   [H, keys]                     1024  1024  1024  1024
     dP    = dO V^T                dO            V^T   [V, keys]                     1024  1024  1024  1024
     dV^T  = dO^T P                dO^T          P     [queries, keys]                256   512   768  1024
@@ -23,48 +25,51 @@ other operand through it, two a cycle: M rows take M/4 cycles on the two MXUs fo
     dQ^T  = K^T dS^T              K^T           dS^T  [keys, queries]                256   512   768  1024
                                                                                     2816  3584  4352  5120
 
-The first two have K = H and nothing helps that. The others, written as usual (P^T streams, dO [queries, V] stands
-still), would have N = H and take 1024 each; with the block of P or dS as the stationary operand the whole array works.
-So everything but Q, dO, P and dS lives transposed in VMEM. P and dS are pushed as they are, except for dQ: there the
-push transposes, which takes twice as long (128 cycles a tile), hidden behind other matmuls. If S^T were computed
-instead, two of the three would need that, and pushes would be the limit (4900 cycles, not 4370).
+The first two have K = H, which no arrangement improves. The others, written as usual (P^T streams, dO [queries, V] is
+stationary), would have N = H and take 1024 each. With the block of P or dS as the stationary operand the MXUs are full.
+So everything but Q, dO, P and dS is transposed in VMEM. P and dS are pushed into the MXUs as they are, except for dQ:
+there the push transposes, which takes twice as long (128 cycles a tile), hidden behind other matmuls. If S^T were
+computed instead, two of the three would need a transposing push, and pushes would be the limit (4900 cycles, not 4370).
 
 **Schedule.** The grid is (batch, kv head, query head of its group, block of queries). All keys of a kv head stay in
-VMEM with dK and dV in float32, for the G query heads that share them: read once, written once. Queries pass by, a block
-at a time, and an inner loop takes a block through the keys that it sees (masks.py): its dQ is summed in VMEM as well,
-so that no partial sum goes through HBM. The other way round, queries resident and keys passing by, would hold dQ of G
-heads. An iteration of 1024 keys is unrolled into pieces of 256; the scores of two pieces are issued ahead of the
-gradients of one, so that the MXUs have work while the VALUs and the EUP make P and dS.
+VMEM, with dK and dV in float32, for the G query heads that share them: they are read once and written once. Blocks of
+queries are streamed. An inner loop takes a block of queries through the keys that it sees (masks.py); its dQ is summed
+in VMEM, too, so that no partial sum goes through HBM. The alternative, resident queries and streamed keys, would have
+to hold dQ of G heads. An iteration over 1024 keys is unrolled into pieces of 256. The scores of two pieces are issued
+ahead of the gradients of one, so that the MXUs have work while the VALUs and the EUP compute P and dS.
 
-**Masks.** Full blocks have none. A block on an edge of the causal mask or the window is known by its distance from the
-diagonal, of which few occur if q_offset is a multiple of the block: each has its own code, with a constant mask, that
-leaves out tiles of 256 x 256 that see nothing (10 of 16 are left on the diagonal). Whatever else is masked (documents,
-prefix, odd offsets, a last block of keys cut short) compares positions. A query that sees no key gets a log-sum-exp so
-high that P is 0: with the UNSEEN of its own, exp(UNSEEN - UNSEEN) would be 1. Beyond T, q and dout are set to 0.
+**Masks.** Full blocks have no mask. A block on an edge of the causal mask or the window is identified by its distance
+from the diagonal. If q_offset is a multiple of the block, only few distances occur. Each has its own code, with a
+constant mask, which skips unseen tiles of 256 x 256 (on the diagonal 10 of 16 are left). All other masks (documents,
+prefix, odd offsets, a shorter last block of keys) compare positions. The log-sum-exp of a query that sees no key is set
+so high that P is 0: with UNSEEN itself, exp(UNSEEN - UNSEEN) would be 1. Beyond T, q and dout are set to 0.
 
-**Cost**, compiled (`python aot.py bundles flash_backward:build_backward head_dim=128`): cycles of blocks of 1024 x 1024
+**More keys than fit** in VMEM are processed in parts, in a `lax.scan`. Each part streams all queries that see any of
+its keys; their dQ is read and written once more, 8*H bytes. A part that no query sees costs one empty step a head.
+
+**Cost.** A key takes 6*(H+V) bytes of VMEM transposed, and 8*(H+V), or half of that without double buffering, for
+reading and writing: 16k keys at a time for H = V = 128. With keys in parts, the traffic of dQ, q and dout is hidden
+behind compute if a part has more than (8*H + 2*(H+V)) * (2.2e9 / 3.7e12) / 4.2e-3 = 220 keys (3.7e12 bytes/s,
+2.2e9 cycles/s, published; 4.2e-3 cycles for a query and a key).
+
+**On TPU7x.** Cycles of blocks of 1024 x 1024, compiled (`python aot.py bundles flash_backward:build_backward
+head_dim=128`):
 
     H                          64     128    192/128    256
     full block               4291    4370       4685   5408
     on the diagonal          2754    2834       3053   3494
     MXUs busy, full block     66%     82%        87%    95%
 
-and about 1500 for each block of queries, before and after its loop (the XLUs transpose q, dout and dq, and spread lse
-and di along the lanes), and 750 for each block of keys of a kv head. A causal head of 8192 is 28 full blocks, 8 on the
-diagonal and 8 of each of these: 159,000 in all. Of a last block of queries only the pieces that hold any are computed:
-2049 queries take 20,630 cycles, 2048 take 14,212, and in whole blocks they would be 29,180. What limits a full block
-for H <= 128 are waits for results of matmuls, which take 211 cycles, most at the end of an iteration, as iterations do
-not overlap. (Under libtpu's LP scheduler it takes 3965 cycles if an MXU lets matmuls queue and 4448 if not, which only
-a TPU can tell; by default, 4370 either way.)
+In addition each block of queries takes about 1500 before and after its loop (the XLUs transpose q, dout and dq, and
+broadcast lse and di along the lanes), and each block of keys of a kv head 750. A causal head of 8192 is 28 full
+blocks, 8 on the diagonal and 8 of each of these: 159,000 in all. In the last block of queries only pieces with queries
+are computed: 2049 queries take 20,630 cycles, 2048 take 14,212, and with full blocks it would be 29,180. For H <= 128 a
+full block is limited by waits for results of matmuls, which take 211 cycles. Most waits are at the end of an iteration,
+as iterations do not overlap. (With libtpu's LP scheduler it takes 3965 cycles if an MXU queues matmuls and 4448 if not,
+which only a TPU can show; by default it takes 4370 in both cases.)
 
-A key takes 6*(H+V) bytes of VMEM transposed, and 8*(H+V), or half of that without double buffering, for what is read
-and written: 16k keys at a time for H = V = 128. More of them take turns (`lax.scan`): for each part all queries pass by
-that see any of it, and their dQ is read and written once more, 8*H bytes. With q and dout that hides behind compute if
-a part has more than (8*H + 2*(H+V)) * (2.2e9 / 3.7e12) / 4.2e-3 = 220 keys (3.7e12 bytes/s, 2.2e9 cycles/s, published;
-4.2e-3 cycles for a query and a key). A part that nobody sees costs one empty step a head.
-
-**Left out.** Dropout. Heads of 64 are not joined to fill the MXUs for S and dP: that would take zeros. Queries that
-see nothing of a part, between others that do, are still read.
+**Left out.** Dropout. Heads of 64 are not joined to fill the MXUs for S and dP, which would need zeros. Queries that
+see no key of a part are still read, if they are between others that do.
 """
 
 import math
@@ -85,16 +90,16 @@ from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
 
 LOG2_E = math.log2(math.e)
 LANES = 128
-MXU = 256  # rows and columns of what a matrix unit holds
-NO_GRADIENT = -UNSEEN  # the log-sum-exp of a query that has none: exp2(score - NO_GRADIENT) is 0 for any score
+MXU = 256  # rows and columns of a matrix unit
+NO_GRADIENT = -UNSEEN  # the log-sum-exp for a query without a gradient: exp2(score - NO_GRADIENT) is 0 for any score
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Sizes of the kernel.
 
-    An iteration works on `queries` x `keys` scores, in pieces of `chunk` keys. `resident` keys are in VMEM at once.
-    With `buffers` = 2 those of the next kv head are read, and dk and dv of the last one written, meanwhile.
+    An iteration computes `queries` x `keys` scores, in pieces of `chunk` keys. `resident` keys are in VMEM at once.
+    With `buffers` = 2 the keys of the next kv head are read, and dk and dv of the last one written, meanwhile.
     """
 
     queries: int
@@ -105,7 +110,7 @@ class Blocks:
 
 
 def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16) -> Blocks:
-    """1024 x 1024, less for short sequences, and all keys resident, or a half, a quarter, ... of them, as they fit."""
+    """1024 x 1024, smaller for short sequences. All keys are resident, or as large a half, quarter, ... as fits."""
     blocks = Blocks(queries=min(1024, _up(T, 256 if T > LANES else LANES)), keys=min(1024, _up(S, 256)), resident=0)
     parts = 1
     while True:
@@ -118,32 +123,32 @@ def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16) -> Blocks
 
 
 def vmem_bytes(blocks: Blocks, H: int, V: int, dtype=jnp.bfloat16) -> int:
-    """VMEM that the kernel takes: an upper bound, up to 6 MiB above what the compiler reports."""
-    size, lanes = jnp.dtype(dtype).itemsize, _up(H, LANES) + _up(V, LANES)  # rows of 64 are stored as rows of 128
+    """An upper bound of the kernel's VMEM, up to 6 MiB above what the compiler reports."""
+    size, lanes = jnp.dtype(dtype).itemsize, _up(H, LANES) + _up(V, LANES)  # 64 columns are padded to 128
     ids = 2 * 8 * 4
     key = 2 * blocks.buffers * lanes * size + (H + V) * (size + 4) + ids  # k, v, dk, dv; then transposed
-    q_do = 4 * lanes * size  # in two buffers, then scaled, then transposed
-    dq = 5 * _up(H, LANES) * 4  # as output and what it is added to, in two buffers each; the sum
-    query = q_do + dq + ids + 2 * 8 * 4 + 3 * LANES * 4  # and lse, di, ids: as rows, as columns
-    spilled = 6 * blocks.queries * blocks.chunk * 4  # scores and their gradients, of three pieces
+    q_do = 4 * lanes * size  # two buffers, then scaled, then transposed
+    dq = 5 * _up(H, LANES) * 4  # output and the sum of previous parts, in two buffers each; the sum
+    query = q_do + dq + ids + 2 * 8 * 4 + 3 * LANES * 4  # lse, di, ids: as rows and as columns
+    spilled = 6 * blocks.queries * blocks.chunk * 4  # scores and their gradients of three pieces
     return blocks.resident * key + blocks.queries * query + spilled
 
 
 def one_of(which: jax.Array | None, calls: list[tuple], *shared):
-    """call(own, *shared) of the `which`-th of [(call, own), ...]; clamped, as by `lax.switch`.
+    """call(own, *shared) for the `which`-th of [(call, own), ...], clamped as by `lax.switch`.
 
-    Only kernels are in the branches, and the barriers keep XLA from moving there what stands around them: left to
-    itself it adds biases, converts to float32 and copies between layouts in each.
+    The branches contain only kernels. Barriers keep XLA from moving the operations around them into each branch, such
+    as biases, conversions to float32 and copies between layouts.
 
     Raises:
-      ValueError: several calls and no `which`, or the other way round.
+      ValueError: there are several calls and no `which`, or one call and a `which`.
     """
     if (which is None) != (len(calls) == 1):
-        raise ValueError(f"which={which} says which of several windows is meant, and there are {len(calls)}")
+        raise ValueError(f"which={which} is the index of one of several windows, and there are {len(calls)}")
     if which is None:
         ((call, own),) = calls
         return call(own, *shared)
-    # Kernels take rows one after the other; what XLA lays out otherwise it would copy in the branch.
+    # Kernels need a row-major layout. Without this constraint XLA copies other layouts inside of the branch.
     in_rows = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     owns, shared = jax.tree.map(in_rows, lax.optimization_barrier(([own for _, own in calls], shared)))
     branches = [lambda owns, *shared, i=i, call=call: call(owns[i], *shared) for i, (call, _) in enumerate(calls)]
@@ -162,19 +167,19 @@ def backward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq_BNTH, dk_BKSH, dv_BKSV) of flash attention, in the dtype of q, k and v. Code of one device.
+    """(dq_BNTH, dk_BKSH, dv_BKSV) of flash attention in the dtype of q, k and v. Code of one device.
 
     Args:
-      q_BNTH, k_BKSH, v_BKSV: of one dtype. Query head n uses kv head n // (N/K).
-      results: (out_BNTV, lse_BNT) of the forward pass; lse in float32, natural logarithm. Where it is UNSEEN (no key
-        seen) or infinite (overflow) the query has no gradient.
+      q_BNTH, k_BKSH, v_BKSV: have one dtype. Query head n uses kv head n // (N/K).
+      results: (out_BNTV, lse_BNT) of the forward pass. lse is in float32, a natural logarithm. If it is UNSEEN (no key
+        seen) or infinite (overflow), the query has no gradient.
       cotangents: (dout_BNTV, dlse_BNT), the gradients of both.
-      mask, scores: those of the forward pass; `max_logit` is not read.
-      blocks: sizes; None is what was found for them (tuned.py), or else `default_blocks`.
+      mask, scores: as in the forward pass; `max_logit` is not read.
+      blocks: sizes; None takes a search's result (tuned.py), or else `default_blocks`.
       interpret: True or `pltpu.InterpretParams(...)` simulates the kernel on CPU.
 
     Raises:
-      ValueError: shapes or blocks that do not go together, or do not fit into VMEM.
+      ValueError: shapes or blocks do not match, or do not fit in VMEM.
     """
     (B, N, T, H), (S, V), segments = q_BNTH.shape, v_BKSV.shape[2:], mask.segments
     (out_BNTV, lse_BNT), (dout_BNTV, dlse_BNT) = results, cotangents
@@ -210,14 +215,14 @@ def backward(
 
 
 def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, mask: Mask) -> pl.CostEstimate:
-    """What XLA is told of how long the kernel runs (kernels.py): its multiplications, in the mean of its calls.
+    """The cost of a kernel for XLA's scheduler (kernels.py): its multiplications, averaged over its calls.
 
     Args:
-      products: (over or into H, over or into V) of each score. A matrix unit takes 256 at a time, whatever H and V are.
+      products: (numbers of matmuls with the dim H, with the dim V). A matrix unit pads both to 256.
     """
     (B, N, T, H), (S, V) = q_BNTH.shape, v_BKSV.shape[2:]
     scores = B * N * T * S // 2 if mask.causal else B * N * T * S
-    if mask.window:  # and what of a block is computed beside it
+    if mask.window:  # plus the rest of the blocks at its edges
         scores = min(scores, B * N * min(T, S) * ((1 if mask.causal else 2) * mask.window + 512))
     flops = 2 * scores * (products[0] * _up(H, MXU) + products[1] * _up(V, MXU))
     nbytes = sum(x.size * x.dtype.itemsize for x in (q_BNTH, k_BKSH, v_BKSV))
@@ -225,16 +230,16 @@ def cost_estimate(q_BNTH, k_BKSH, v_BKSV, products, mask: Mask) -> pl.CostEstima
 
 
 def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
-    """As many keys at a time as are resident."""
+    """The gradients, computed for `blocks.resident` keys at a time."""
     (B, N, T, H), (_, K, S, _), blocks = q_BNTH.shape, k_BKSH.shape, static.blocks
     prefix, segments = mask.prefix, mask.segments
 
-    def some_keys(dq_BNTH, start, size):
-        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        k_BKsH, v_BKsV = cut(k_BKSH, axis=2), cut(v_BKSV, axis=2)
+    def one_part(dq_BNTH, start, size):
+        take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        k_BKsH, v_BKsV = take(k_BKSH, axis=2), take(v_BKSV, axis=2)
         some_prefix = None if prefix is None else prefix - start
-        some_segments = None if segments is None else (segments[0], cut(segments[1], axis=1))
-        some_ids = None if ids is None else (ids[0], cut(ids[1], axis=2))
+        some_segments = None if segments is None else (segments[0], take(segments[1], axis=1))
+        some_ids = None if ids is None else (ids[0], take(ids[1], axis=2))
         part = replace(static, lengths=(T, size))
         own = replace(mask, prefix=some_prefix, segments=some_segments, q_offset=mask.q_offset - start)
         scalars, seen = _scalars(part, B, own)
@@ -242,19 +247,20 @@ def _in_parts(static, mask, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids):
         dq_BNTH, dk_BKsH, dv_BKsV = _call(part, scalars, *operands, dq_BNTH, seen)
         return dq_BNTH, (dk_BKsH, dv_BKsV)
 
-    whole, left = divmod(S, blocks.resident)
-    dq_BNTH = jnp.zeros((B, N, _up(T, blocks.queries), H), jnp.float32)  # whole blocks: it is updated in place
+    num_parts, left = divmod(S, blocks.resident)
+    dq_BNTH = jnp.zeros((B, N, _up(T, blocks.queries), H), jnp.float32)  # full blocks: it is updated in place
     dq_BNTH, _ = vary_alike((dq_BNTH, q_BNTH))
-    starts = jnp.arange(whole) * blocks.resident
-    dq_BNTH, parts = lax.scan(partial(some_keys, size=blocks.resident), dq_BNTH, starts)
+    starts = jnp.arange(num_parts) * blocks.resident
+    dq_BNTH, parts = lax.scan(partial(one_part, size=blocks.resident), dq_BNTH, starts)
     dk_BKSH, dv_BKSV = [jnp.moveaxis(part, 0, 2).reshape(B, K, -1, part.shape[-1]) for part in parts]
     if left:
-        dq_BNTH, rest = some_keys(dq_BNTH, S - left, left)
+        dq_BNTH, rest = one_part(dq_BNTH, S - left, left)
         dk_BKSH, dv_BKSV = [jnp.concatenate(both, 2) for both in zip((dk_BKSH, dv_BKSV), rest, strict=True)]
     return dq_BNTH[:, :, :T].astype(q_BNTH.dtype), dk_BKSH, dv_BKSV
 
 
 def _checked(q_BNTH, k_BKSH, v_BKSV, blocks):
+    """Checks shapes and blocks, and returns the blocks with no more resident keys than there are."""
     (B, N, _, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
     if N % K or k_BKSH.shape != (B, K, S, H):
         raise ValueError(
@@ -263,18 +269,20 @@ def _checked(q_BNTH, k_BKSH, v_BKSV, blocks):
     if not q_BNTH.dtype == k_BKSH.dtype == v_BKSV.dtype:
         raise ValueError(f"q, k and v are {q_BNTH.dtype}, {k_BKSH.dtype} and {v_BKSV.dtype}: cast them to one dtype")
     blocks = replace(blocks, resident=min(blocks.resident, _up(S, blocks.keys)))
-    for whole, part in [("queries", LANES), ("chunk", LANES), ("keys", blocks.chunk), ("resident", blocks.keys)]:
-        if (size := getattr(blocks, whole)) % part or not size:
-            raise ValueError(f"blocks.{whole}={size} must be a multiple of {part}")
+    for name, unit in [("queries", LANES), ("chunk", LANES), ("keys", blocks.chunk), ("resident", blocks.keys)]:
+        if (size := getattr(blocks, name)) % unit or not size:
+            raise ValueError(f"blocks.{name}={size} must be a multiple of {unit}")
     if blocks.queries % min(blocks.chunk, blocks.queries):
         raise ValueError(f"blocks.queries={blocks.queries} must be a multiple of blocks.chunk={blocks.chunk}, or less")
     if (size := vmem_bytes(blocks, H, V, q_BNTH.dtype)) > tuned.VMEM_BYTES:
-        raise ValueError(f"{blocks} takes {size} bytes of VMEM, and there are {tuned.VMEM_BYTES}: fewer resident keys")
+        raise ValueError(f"{blocks} takes {size:,} bytes of VMEM, of {tuned.VMEM_BYTES:,}: lower resident")
     return blocks
 
 
 @dataclass(frozen=True)
 class _Static:
+    """The static arguments of the kernel."""
+
     lengths: tuple[int, int]
     mask: Mask  # its static fields alone: causal, window
     soft_cap: float
@@ -285,10 +293,10 @@ class _Static:
 
 
 def _scalars(static, B, mask):
-    """What the kernel has in SMEM, by name, and which blocks of queries see any of the keys (bool)."""
+    """The kernel's scalars in SMEM, by name, and whether each block of queries sees any of the keys."""
     (T, S), bq, bk = static.lengths, static.blocks.queries, static.blocks.keys
     nq = pl.cdiv(T, bq)
-    # Queries beyond T have no gradient, so a last block that they fill up needs no mask.
+    # Queries beyond T have no gradient, so the last block counts as full.
     of_q, _ = block_ranges((nq * bq, S), (bq, bk), mask)
     scalars = dict(ranges=jnp.broadcast_to(of_q, (B, nq, 4)), offset=mask.q_offset, first_q=0)
     if mask.prefix is not None:
@@ -298,7 +306,7 @@ def _scalars(static, B, mask):
 
 
 def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_so_far=None, seen=None):
-    """The kernel, on keys that all fit into VMEM. With `dq_so_far` it adds to that, and skips queries that see none."""
+    """Calls the kernel for keys that fit in VMEM. With `dq_so_far` it adds to that, and skips queries that see none."""
     (B, N, T, H), (_, K, S, V) = q_BNTH.shape, v_BKSV.shape
     blocks, bq, bk = static.blocks, static.blocks.queries, static.blocks.keys
     nk, count_q = pl.cdiv(S, bk), pl.cdiv(T, bq)
@@ -353,16 +361,16 @@ def _call(static, scalars, q_BNTH, do_BNTV, stats_BN2T, k_BKSH, v_BKSV, ids, dq_
 
 
 def _visited(flags):
-    """(first, count) of the hull of what is true; of nothing, (0, 1): the kernel has to run to write zeros."""
+    """(first, count) of the hull of the true flags; (0, 1) if there is none, as the kernel must run to write zeros."""
     first, last = jnp.argmax(flags), flags.shape[0] - 1 - jnp.argmax(flags[::-1])
     return jnp.where(flags.any(), jnp.stack([first, last - first + 1]), jnp.array([0, 1]))
 
 
-# -- in the kernel, where r has the references: what is in HBM outside is a block of it here
+# -- inside the kernel: r holds the references by name, to blocks in VMEM and scalars in SMEM
 
 
 def _kernel(r, static):
-    """A block of queries of one head, against all keys that it sees."""
+    """One step: a block of queries of one head and all keys that it sees."""
     bq, bk = static.blocks.queries, static.blocks.keys
     b, g, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     pl.when((g == 0) & (i == 0))(partial(_load_keys, r, static))
@@ -375,7 +383,7 @@ def _kernel(r, static):
     edges = _edges(bq, bk, static.mask) if r.prefix is None else []
 
     def attend(height, scope):
-        """The first `height` queries of the block."""
+        """Computes the first `height` queries of the block."""
 
         def full(j, _):
             with jax.named_scope(scope + "full block"):
@@ -415,7 +423,7 @@ def _kernel(r, static):
 
 
 def _last_height(T, blocks):
-    """Queries that are computed of the last block: whole pieces, which hold all that are there."""
+    """The queries that are computed in the last block: a multiple of a piece."""
     return _up(T % blocks.queries, min(blocks.chunk, blocks.queries)) or blocks.queries
 
 
@@ -456,15 +464,17 @@ def _load_queries(r, static, block):
 
 
 def _cleared(x, dim, length, start):
-    """A block that starts at `start`, with 0 for what is beyond `length`: NaN maybe, and 0 * NaN is not 0."""
+    """A block that starts at `start`, with 0 beyond `length`, where NaN may be: 0 * NaN is not 0."""
     if length % x.shape[dim] == 0:
         return x
     return jnp.where(_iota(x.shape, dim) < length - start, x, jnp.zeros_like(x))
 
 
 def _block(r, static, queries, j, seen=None, distance=None):
-    """The first `queries` of a block and block j of keys; `seen` gives the mask of a piece, `distance` is known on an
-    edge."""
+    """Computes the first `queries` of a block with block j of keys.
+
+    `seen` returns the mask of a piece. `distance` is given on an edge.
+    """
     bk, chunk = static.blocks.keys, static.blocks.chunk
     height, pieces = min(chunk, static.blocks.queries), []
     for c in range(0, bk, chunk):
@@ -498,7 +508,7 @@ def _gradients(r, static, j, rows, keys, s, dp, seen):
 
 
 def _seen(r, static, j, block, distance, rows, keys):
-    """The mask of a piece: a constant, if `distance` is known and nothing else hides keys."""
+    """The mask of a piece. It is a constant if `distance` is given and nothing else hides keys."""
     (bq, bk), S = (static.blocks.queries, static.blocks.keys), static.lengths[1]
     shape = (rows.stop - rows.start, keys.stop - keys.start)
     q_at, k_at = _iota(shape, 0) + rows.start, _iota(shape, 1) + keys.start
@@ -518,7 +528,7 @@ def _across(column, width):
 
 
 def _tile(distance, rows, keys, mask):
-    """Whether any query of a tile sees any key, and whether each sees all; distance from first key to first query."""
+    """Whether any query of a tile sees any key, and whether all see all. `distance` is first query minus first key."""
     causal, window = mask.causal, mask.window
     least, most = distance - keys + 1, distance + rows - 1
     some = (not causal or most >= 0) and (not window or (least < window and most > -window))
@@ -527,7 +537,7 @@ def _tile(distance, rows, keys, mask):
 
 
 def _edges(bq, bk, mask):
-    """Distances, in whole blocks, of the tiles that need a mask."""
+    """The distances of the blocks that need a mask, or [] if there are more than 4."""
     step, reach = math.gcd(bq, bk), mask.window + bq + bk
     distances = range(-_up(reach, step), _up(reach, step) + 1, step)
     edges = [d for d in distances if _tile(d, bq, bk, mask) == (True, False)]
@@ -558,7 +568,7 @@ def build_backward(
     sizes: dict | None = None,
     **options,
 ):
-    """(function, shapes of its arguments) for bundles.py: `backward`. Arguments: as of `flash.build_forward`."""
+    """(function, shapes of its arguments) of `backward`. Arguments: as of `flash.build_forward`."""
     T, S, N, K, H, V = seq, keys or seq, heads, kv_heads or heads, head_dim, value_dim or head_dim
     mask, scores = mask_and_scores(**options)
     blocks = replace(default_blocks(T, S, H, V, dtype), **(sizes or {}))
@@ -572,16 +582,18 @@ def build_backward(
 
 
 def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, mask: Mask) -> list[int]:
-    """How often each region of a compiled kernel (bundles.py) that depends on the mask is executed, for its `cycles`.
+    """How often each region of a compiled kernel that depends on the mask is executed, for its `cycles`.
 
-    Where keys take turns, in all the calls together. Of the mask, `causal`, `window` and `q_offset` count.
+    With keys in parts it is the sum over all calls. Of the mask, `causal`, `window` and `q_offset` count.
     """
     num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
     of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), mask)
-    split = _last_height(T, blocks) < blocks.queries  # the last block of queries has code of its own
-    of_scope = {"": of_q[0].tolist()[: num_q - split]} | ({"last ": of_q[0].tolist()[num_q - 1 :]} if split else {})
+    own_code = _last_height(T, blocks) < blocks.queries  # for the last block of queries
+    ranges_of = {"": of_q[0].tolist()[: num_q - own_code]} | (
+        {"last ": of_q[0].tolist()[num_q - 1 :]} if own_code else {}
+    )
     parts, counts, edges = pl.cdiv(S, blocks.resident), {}, {}
-    for scope, ranges in of_scope.items():
+    for scope, ranges in ranges_of.items():
         at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, mask), 0), 0, 0
         for i, (first, full_first, full_end, end) in enumerate(ranges, num_q - 1 if scope else 0):
             full += full_end - full_first
@@ -597,7 +609,7 @@ def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks
     def inside(region):
         return {*region.names}.union(*(inside(child) for child in region.children))
 
-    def of(region):
+    def count(region):
         for scope, (steps, full, elsewhere, masked) in counts.items():
             named = {scope + "full block": full, scope + "masked block": elsewhere}
             for name in region.names:
@@ -611,6 +623,8 @@ def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks
                 return heads * (masked if region.kind == "loop" else steps)
         if region.kind in ("grid", "step"):
             return heads * num_q * parts
-        return kv_heads * (num_k if region.kind == "loop" else parts)  # the keys' way in, transposed, and out
+        return kv_heads * (
+            num_k if region.kind == "loop" else parts
+        )  # loading keys, transposed, and storing their gradients
 
-    return [of(region) for region in kernel.unknown()]
+    return [count(region) for region in kernel.unknown()]

@@ -1,4 +1,4 @@
-"""Gradients against float64, in the simulator of Pallas; the kernel as TPU7x' compiler makes it."""
+"""The backward kernel: simulated gradients against float64, and the kernel compiled for TPU7x."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ NO_MASK = dict(causal=False, window=0, prefix=None, segments=None, soft_cap=0.0,
 
 
 def attend(q, k, v, *, scale, causal, window, prefix, segments, soft_cap, q_offset):
-    """(out, lse, P, dS/d(scale * q k)) of plain attention in float64; k and v with a head for each of q."""
+    """(out, lse, P, dS/d(scale * q k)) of attention in float64. k and v have a head for each of q."""
     T, S = q.shape[2], k.shape[2]
     seen = visible(
         jnp.arange(T)[:, None] + q_offset,
@@ -57,9 +57,9 @@ def expected(q, k, v, dout, dlse, *, scale, **mask):
     out, lse, p, slope = attend(q, k, v, scale=scale, **mask)
     dp = np.einsum("bntv,bnsv->bnts", dout, v)
     ds = scale * slope * p * (dp - (out * dout).sum(-1, keepdims=True) + dlse[..., None])
-    of_kv = lambda x: x.reshape(B, K, G, S, -1).sum(2)
+    sum_groups = lambda x: x.reshape(B, K, G, S, -1).sum(2)
     dk, dv = np.einsum("bnts,bnth->bnsh", ds, q), np.einsum("bnts,bntv->bnsv", p, dout)
-    return out, lse, (np.einsum("bnts,bnsh->bnth", ds, k), of_kv(dk), of_kv(dv))
+    return out, lse, (np.einsum("bnts,bnsh->bnth", ds, k), sum_groups(dk), sum_groups(dv))
 
 
 def inputs(T, S=0, N=2, K=1, H=64, V=0, B=1, dtype=jnp.float32, seed=0):
@@ -71,7 +71,7 @@ def inputs(T, S=0, N=2, K=1, H=64, V=0, B=1, dtype=jnp.float32, seed=0):
 
 
 def errors(arrays, blocks=SMALL, **mask):
-    """The largest of each gradient's errors, in terms of its largest element."""
+    """The largest error of each gradient, relative to its largest element."""
     mask = NO_MASK | dict(scale=arrays[0].shape[-1] ** -0.5) | mask
     out, lse, want = expected(*arrays, **mask)
     got = gradients(arrays, jnp.asarray(out, arrays[2].dtype), jnp.asarray(lse, jnp.float32), blocks, **mask)
@@ -81,7 +81,7 @@ def errors(arrays, blocks=SMALL, **mask):
 
 
 def gradients(arrays, out, lse, blocks=SMALL, *, prefix, segments, q_offset, **static):
-    """With prefix, segments and offset traced, as in a train step."""
+    """The gradients, with prefix, segments and offset traced as in a train step."""
     q, k, v, dout, dlse = arrays
 
     def call(prefix, segments, q_offset):
@@ -100,7 +100,7 @@ def documents(B, T, count=4, seed=1):
 
 @pytest.mark.slow
 def test_gradients():
-    """Causal, grouped queries, lengths that are no multiple of anything, and everything at once."""
+    """A causal mask with grouped queries, then all options at once; lengths are not multiples of blocks."""
     assert max(errors(inputs(300, N=4, K=2), causal=True)) < 2e-6
     ids = documents(2, 500)
     mask = dict(causal=True, window=190, segments=(ids[:, 77:377], ids), soft_cap=2.0, q_offset=77)
@@ -108,7 +108,7 @@ def test_gradients():
 
 
 def test_queries_without_keys_have_no_gradient():
-    """With q_offset < 0 the first see nothing; lse = inf is an overflow, of which out and its gradient may be NaN."""
+    """With q_offset < 0 the first queries see no key. lse = inf is an overflow; out and its gradient may be NaN."""
     q, k, v, dout, dlse = inputs(160, N=4, K=2, H=16)
     mask = NO_MASK | dict(scale=0.25, causal=True, q_offset=-60, soft_cap=2.0)
     out, lse, want = expected(q, k, v, dout.at[:, :, 130].set(0), dlse.at[:, :, 130].set(0), **mask)
@@ -119,7 +119,7 @@ def test_queries_without_keys_have_no_gradient():
     assert not np.asarray(dq[:, :, :60]).any() and not np.asarray(dq[:, :, 130]).any()
     for got, exact in zip((dq, dk, dv), want, strict=True):
         np.testing.assert_allclose(got, exact, atol=1e-5)
-    assert not np.asarray(dk[:, :, 100:]).any() and np.asarray(dk[:, :, :100]).any()  # nobody sees the last keys
+    assert not np.asarray(dk[:, :, 100:]).any() and np.asarray(dk[:, :, :100]).any()  # no query sees the last keys
 
 
 MASKS = {
@@ -139,20 +139,20 @@ def test_masks(name):
     assert max(errors(inputs(300, B=2, H=16), **MASKS[name])) < 3e-6
 
 
-LAST_OF_A_HALF = Blocks(queries=256, keys=256, resident=512, chunk=128)  # of 300 queries, 128 in the last block
+HALF_LAST = Blocks(queries=256, keys=256, resident=512, chunk=128)  # of 300 queries, 128 in the last block
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MASKS, "causal"])
-def test_of_the_last_block_only_the_pieces_with_queries_are_computed(name):
+def test_in_the_last_block_only_pieces_with_queries_are_computed(name):
     mask = MASKS.get(name, dict(causal=True))
-    assert max(errors(inputs(300, B=2, H=16), LAST_OF_A_HALF, **mask)) < 3e-6
+    assert max(errors(inputs(300, B=2, H=16), HALF_LAST, **mask)) < 3e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "q_offset"), [(300, 300), (70, 530), (130, 470)])
-def test_the_last_block_of_keys_that_take_turns(T, q_offset):
-    blocks = replace(LAST_OF_A_HALF, resident=256)
+def test_the_last_block_of_queries_with_keys_in_parts(T, q_offset):
+    blocks = replace(HALF_LAST, resident=256)
     assert max(errors(inputs(T, 600, H=16), blocks, causal=True, q_offset=q_offset)) < 3e-6
 
 
@@ -169,14 +169,14 @@ def test_shapes(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [dict(causal=True, window=100), dict(causal=True, prefix=300)], ids=str)
-def test_keys_in_turns_are_as_all_at_once(mask):
-    """700 keys: two parts of 256, of which some blocks of queries see nothing, and 188 more. Documents are cut, too."""
+def test_keys_in_parts_give_the_gradients_of_all_at_once(mask):
+    """700 keys are two parts of 256, which some blocks of queries do not see, and 188 more. Documents are split."""
     arrays, ids = inputs(700, H=16), documents(1, 700, 6)
     some = Blocks(queries=128, keys=256, chunk=128, resident=256, buffers=1)
     assert max(errors(arrays, blocks=some, segments=(ids, ids), **mask)) < 3e-6
 
 
-def test_keys_in_turns_visit_only_queries_that_see_them():
+def test_parts_of_the_keys_visit_only_queries_that_see_them():
     visited = lambda *flags: [int(n) for n in flash_backward._visited(jnp.array(flags))]
     assert visited(False, True, False, True, False) == [1, 3]
     assert visited(False, False) == [0, 1]
@@ -185,9 +185,9 @@ def test_keys_in_turns_visit_only_queries_that_see_them():
 
 @pytest.mark.slow
 def test_large_logits():
-    """Scores of thousands, where a query has one key with all of its weight; and scores that are all the same.
+    """Scores of thousands, where one key has all of a query's weight, and scores that are all equal.
 
-    A score has 24 bits, and an error of it is a relative one of P.
+    A score has 24 bits, and its absolute error is a relative error of P.
     """
     q0, k0, v, dout, dlse = inputs(256)
     for q, k in [(30 * q0, 30 * k0), (100 * jnp.ones_like(q0), jnp.ones_like(k0))]:
@@ -227,7 +227,7 @@ def test_bfloat16_errors_are_no_larger_than_those_of_splash_attention():
 
 
 def test_tiles():
-    """Which tiles are seen, in part or whole, of every mask, as elements say."""
+    """For every mask, whether a tile is seen in part or in full agrees with its elements."""
     q, k = np.arange(4)[:, None], np.arange(6)[None]
     for causal in (True, False):
         for window in (0, 1, 3, 8):
@@ -261,7 +261,7 @@ def test_errors():
             backward(q, k, v, *both, Mask(causal=False), Scores(), blocks=change.get("blocks"), interpret=True)
 
 
-# -- on TPU7x, as its compiler sees it
+# -- compiled for TPU7x
 
 
 def attention_shapes():
@@ -276,13 +276,13 @@ def attention_shapes():
 
 
 @pytest.mark.slow
-def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_said():
-    """In a shard_map with check_vma, with keys of all of a context axis, documents, and an offset from the axis."""
+def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_predicted():
+    """Runs in a shard_map with check_vma, with all keys of a context axis, documents, and an offset from the axis."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[:2]
     mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
-    split, whole = P(None, None, "context"), P()
+    split, gathered = P(None, None, "context"), P()
     shapes = [(*shape, group) for shape, (_, group) in attention_shapes().items()]
-    for T, H, V, window, G in [*shapes, (2 * 32768, 128, 128, 0, 1)]:  # the last with keys in turns
+    for T, H, V, window, G in [*shapes, (2 * 32768, 128, 128, 0, 1)]:  # the last with keys in parts
 
         def per_device(q, k, v, out, lse, ids, T=T, window=window):
             ids_here = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index("context") * (T // 2), T // 2, 1)
@@ -291,24 +291,28 @@ def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_said():
             return backward(q, k, v, (out, lse), (out, lse), mask, Scores())
 
         function = jax.shard_map(
-            per_device, mesh=mesh, in_specs=(split, whole, whole, split, split, whole), out_specs=split, check_vma=True
+            per_device,
+            mesh=mesh,
+            in_specs=(split, gathered, gathered, split, split, gathered),
+            out_specs=split,
+            check_vma=True,
         )
         array = lambda spec, dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
-        of_head = partial(array, whole, jnp.bfloat16, 1, 2, T)
-        of_query = partial(array, split, jnp.bfloat16, 1, 2 * G, T)
-        lse, ids = array(split, jnp.float32, 1, 2 * G, T), array(whole, jnp.int32, 1, T)
+        kv = partial(array, gathered, jnp.bfloat16, 1, 2, T)
+        query = partial(array, split, jnp.bfloat16, 1, 2 * G, T)
+        lse, ids = array(split, jnp.float32, 1, 2 * G, T), array(gathered, jnp.int32, 1, T)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(function).lower(of_query(H), of_head(H), of_head(V), of_query(V), lse, ids)
+            lowered = jax.jit(function).lower(query(H), kv(H), kv(V), query(V), lse, ids)
             program = lowered.compile().as_text()
-        kernels = program.split('custom_call_target="tpu_custom_call"')[1:]  # and what stands behind each
+        kernels = program.split('custom_call_target="tpu_custom_call"')[1:]  # the text after each
         sizes = [int(SCOPED_BYTES.search(kernel)[1]) for kernel in kernels]
-        taken, said = max(sizes), vmem_bytes(default_blocks(T // 2, T, H, V), H, V)
-        assert taken <= said <= taken + 10 * 2**20, (T, H, V, window, taken, said)
+        taken, predicted = max(sizes), vmem_bytes(default_blocks(T // 2, T, H, V), H, V)
+        assert taken <= predicted <= taken + 10 * 2**20, (T, H, V, window, taken, predicted)
 
 
 @pytest.mark.slow
 def test_cycles():
-    """A causal head of 8k: 28 full blocks, 8 on the diagonal. The MXUs are busy for 3584 cycles of a full one."""
+    """A causal head of 8k has 28 full blocks and 8 on the diagonal. A full one keeps the MXUs busy for 3584 cycles."""
     report = bundles.measure("flash_backward:build_backward", seq=8192)
     full, edge = report.region("full block").cycles, report.region("edge block").cycles
     assert 3584 < full <= 4400
@@ -322,8 +326,8 @@ def test_cycles():
 
 
 @pytest.mark.slow
-def test_a_query_more_than_a_block_takes_a_quarter_of_one():
-    """1,025 queries: compiled, 1,024 take 5,212 cycles, and two whole blocks of queries took 15,500."""
+def test_one_query_more_than_a_block_takes_a_quarter_of_a_block():
+    """1,025 queries: compiled, 1,024 take 5,212 cycles, and two full blocks of queries took 15,500."""
     kernel = bundles.measure("flash_backward:build_backward", seq=1025, heads=2).kernel()
     counts = executions(kernel, 1025, 1025, 2, 2, default_blocks(1025, 1025, 128, 128), CAUSAL)
     by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
