@@ -282,9 +282,7 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(mask.q_offset, jnp.int32), 1)
     prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if mask.prefix is None else mask.prefix, jnp.int32), (B,))
-    row = lambda b, i: (
-        (b * num_q if len(ranges_bn4) > 1 else 0) + i
-    )  # of the lists: one set for each sequence, or for all
+    row = lambda b, i: (b * num_q if len(ranges_bn4) > 1 else 0) + i  # of the lists, of each sequence or of all
     in_specs, out_specs = _specs(blocks, row, num_k, (H, V, N // K), tiles.shape[-1], segments is not None)
     static = _Static(
         scale=scores.scale_for(H),

@@ -742,7 +742,7 @@ def _tgmm_tile(plan, t, slot, out_slot, is_first, is_last, buf, tiles):
         for k in range(0, tiles.k, MXU):  # at once, all of k would need more registers than there are
             rows = slice(k, min(k + MXU, tiles.k))
             part = _matmul(buf["lhs"][slot, :height, rows], buf["dout"][slot, :height], ((0,), (0,)))
-            total = jnp.where(is_first, 0, buf["sum"][rows]) + part  # first: another group's sum
+            total = jnp.where(is_first, 0, buf["sum"][rows]) + part  # at first, sum is another group's
             if not last:
                 buf["sum"][rows] = total
                 continue
