@@ -122,7 +122,7 @@ def gmm(
 ) -> jax.Array:
     """Each group's rows times its own matrix: out[rows of e] = lhs[rows of e] . rhs[e]. Code of one device.
 
-    Differentiable in lhs and rhs: by `gmm` with the other `transpose_rhs`, and by `tgmm`. On other platforms than TPU
+    Differentiable in lhs and rhs: by `gmm` with the other `transpose_rhs`, and by `tgmm`. On platforms other than TPU
     it computes `reference_gmm`, unless `interpret` is set.
 
     Args:
