@@ -129,7 +129,7 @@ def context_attention(
     axis, impl, head_ways, balanced, _ = method
     window, max_logit = mask.window, scores.max_logit
     if not mask.causal or mask.prefix is not None:
-        raise ValueError(f"attention over {axis!r} is causal, without a prefix: causal={mask.causal}")
+        raise ValueError(f"attention over {axis!r} is causal, without a prefix, not {mask.causal=}, {mask.prefix=}")
     c, t = lax.axis_size(axis), q_btnH.shape[1]
     groups = ring_size(c, impl, head_ways)
     if balanced and (window or (groups > 1 and t * c % (2 * groups))):
@@ -219,7 +219,7 @@ def _heads_for_positions(plan, ways, q_btnH, k_btkH, v_btkV, q_ids_bt, k_ids_bt)
     """Each of `ways` neighbours gets all of their positions for a share of the heads. Differentiable."""
     n, k = q_btnH.shape[2], k_btkH.shape[2]
     if n % ways:
-        raise ValueError(f"{n} heads on each device cannot be exchanged among {ways}: they must be a multiple")
+        raise ValueError(f"{n} heads on each device cannot be exchanged among {ways}: {n} must be a multiple of {ways}")
     copies = ways // math.gcd(k, ways)  # of each key/value head, if several devices need it
     to_heads = lambda x: _exchange(plan, x, 2, 1)
     k_btkH, v_btkV = [jnp.repeat(x, copies, 2) for x in (k_btkH, v_btkV)]

@@ -37,7 +37,7 @@ import numpy as np
 
 from tuned import VMEM_BYTES
 
-if TYPE_CHECKING:  # predictions take sizes of tiles from here, and need no jax
+if TYPE_CHECKING:  # predictions import this module without jax
     import jax
 
 # bf16 FLOP/s of a TPU7x chip over its HBM's bytes/s (hardware.py); FP8 has twice the FLOPs for half the bytes.
@@ -87,7 +87,7 @@ PLAIN = Variant()
 
 
 def cdiv(a, b):
-    """a / b, rounded up: of ints and of arrays."""
+    """a / b rounded up, for ints and arrays."""
     return -(-a // b)
 
 
@@ -293,7 +293,7 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
       unit: rows of a block.
       step: heights of tiles are multiples of it, except for the last tile of a group.
     """
-    import jax.numpy as jnp  # here: see above
+    import jax.numpy as jnp  # here, so that predictions need no jax
     from jax import lax
 
     per_tile, per_step = tiles.rows // unit, step // unit
@@ -328,7 +328,7 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
 
 def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
     """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
-    import jax  # here: see above
+    import jax  # here, so that predictions need no jax
     import jax.numpy as jnp
 
     unit = register_rows(dtype, out_dtype or result_dtype(dtype))

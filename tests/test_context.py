@@ -348,8 +348,8 @@ def test_in_a_ring_no_array_has_the_length_of_the_sequence():
         (dict(head_ways=3), "head_ways=3 must divide the 4 devices"),
         (EXCHANGE | dict(head_ways=2), "head_ways=2 must divide the 4 devices of a ring; impl='all_to_all'"),
         (dict(max_logit=3.0), "max_logit=3.0 needs whole rows"),
-        (dict(causal=False), "attention over 'context' is causal, without a prefix: causal=False"),
-        (dict(prefix=3), "attention over 'context' is causal, without a prefix: causal=True"),
+        (dict(causal=False), "attention over 'context' is causal, without a prefix, not mask.causal=False"),
+        (dict(prefix=3), "without a prefix, not mask.causal=True, mask.prefix=3"),
     ],
     ids=str,
 )
