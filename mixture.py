@@ -32,23 +32,23 @@ def mixture(w: Layers, h_btd, metrics, i, config: Config):
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, h_td, config)
-    experts_travel = lax.axis_size("expert") > 1
+    rows_travel = lax.axis_size("expert") > 1
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
     def experts(x, sizes):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = remat.named(x, "expert_input")
-        x = gather(x, dim=x.ndim - 1) if experts_travel else x
+        x = gather(x, dim=x.ndim - 1) if rows_travel else x
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
         (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True)  # {U_tensor}
         if config.expert_bias:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes)
-        return remat.named(scatter(y, dim=y.ndim - 1) if experts_travel else y, "expert_down")
+        return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
 
-    x_td = h_td if experts_travel else gather(h_td, dim=1)
+    x_td = h_td if rows_travel else gather(h_td, dim=1)
     y_td, dropped = apply_experts(x_td, routing, experts, config)
-    y_td = y_td if experts_travel else scatter(y_td, dim=1)
+    y_td = y_td if rows_travel else scatter(y_td, dim=1)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, dropped, config)
 
 

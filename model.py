@@ -256,6 +256,7 @@ def split(batch: "data.Batch", microbatches: int) -> "data.Batch":
 
 
 def is_last_stage() -> jax.Array:
+    """Whether this device is in the last pipeline stage."""
     return lax.axis_index("pipe") == lax.axis_size("pipe") - 1
 
 

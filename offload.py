@@ -11,15 +11,15 @@ place:
 
 So HBM holds the slots of one layer, and the host one copy of each. Moving all at once would need HBM for all.
 
-**Cost** a step, with P parameters a device, s bytes of slots each (8 for Adam, 6 with its first moment in bfloat16) and
-a link to the host of W bytes/s in each direction:
+**Cost** a step. A device has P parameters of s bytes of slots each: 8 for Adam, 6 with its first moment in bfloat16.
+The link to the host has W bytes/s in each direction.
 
     HBM      s*P bytes less, and a layer's slots in their place
     time     s*P / W each way, with nothing to overlap: the update has 10 FLOPs a parameter
 
-**On TPU7x.** A device (W = 16e9, the figure of other chips) takes 0.28 s each way for Llama 3.1 70B on 128 devices,
-with s = 8, beside a step of 10 s. It pays if the free memory buys a larger batch, or a policy that recomputes less,
-worth more than that. On many devices FSDP has made the slots small already.
+**On TPU7x** W is 16e9, the figure of other chips. Llama 3.1 70B on 128 devices with s = 8 then takes 0.28 s each way,
+beside a step of 10 s. Offload pays if the free memory buys a larger batch, or a policy that recomputes less, worth more
+than that. On many devices FSDP has made the slots small already.
 
 **Left out.** Optimizers that are not elementwise: adamw and sgd can be updated layer by layer, but adafactor cannot,
 and its slots are small. Overlap of one layer's transfer with another's update. Updates as soon as the backward pass has

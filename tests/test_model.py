@@ -10,7 +10,7 @@ from config import Config
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_chunk", [8, 12])
 def test_no_array_has_the_logits_of_all_positions(loss_chunk):
-    """Nor those of the full vocabulary if it is sharded: no array of the step has their size."""
+    """No array of the step has a dim of the full vocabulary, if that is sharded, nor the size of all logits."""
     config = Config(**SMALL | dict(vocab_size=4096, batch=8, loss_chunk=loss_chunk), mesh="fsdp:4,tensor:2")
     b, c, v = config.batch // 4, config.loss_chunk, config.vocab_size // 2
     (per_device,) = (eqn for eqn in equations(trace(config)) if eqn.primitive.name == "shard_map")

@@ -88,9 +88,9 @@ def test_loss_and_gradients_are_those_without_recomputation(flags, cache):
 
 
 def saved_residuals(config: Config) -> tuple[Counter, Counter]:
-    """What the forward loop over layers saves for the backward pass, on a device.
+    """({(name, memory space): elements a layer}, {shape: count} of arrays without a name), on a device.
 
-    ({(name, memory space): elements a layer}, {shape: count} of arrays without a name). Scalars are left out.
+    They are the arrays that the forward loop over layers saves for the backward pass. Scalars are left out.
     """
     by_name, nameless = Counter(), Counter()
     for eqn in equations(trace(config)):
