@@ -1,4 +1,4 @@
-"""Predict before you run: what work must cost, by arithmetic alone, in milliseconds. No jax here.
+"""Predicts what work must cost, by arithmetic alone, in milliseconds. No jax here.
 
     python roofline.py matmul --m=8192 --k=8192 --n=28672 --explain
     python roofline.py matmul "A[I_X, J] . B[J_X, K_Y] -> C[I_X, K_Y]" --sizes=I:8192,J:8192,K:28672 --mesh=X:4,Y:8
@@ -6,10 +6,10 @@
     python roofline.py collective scaling --plot=scaling.png
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --batch=256 --remat=save_qkv_proj --explain
 
-A roofline is the larger of two times: FLOPs over the peak of a chip, and bytes over the bandwidth of the memory, or of
-the links, that they go through. A file for each command: matmul.py, interconnect.py (collective), bounds.py, step.py,
-planner.py (plan), recompute.py (remat), cost.py, serving.py (serve) and transformer.py (model), on the chips of
-hardware.py.
+**Idea.** A roofline is the larger of two times: FLOPs over the peak of a chip, and bytes over the bandwidth of the
+memory or the links. Each command has a file in predicted/: matmul.py, interconnect.py (collective), bounds.py, step.py,
+planner.py (plan), recompute.py (remat), cost.py, serving.py (serve) and transformer.py (model). The figures of the
+chips are in hardware.py.
 """
 
 from collections.abc import Sequence

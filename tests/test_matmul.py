@@ -1,7 +1,7 @@
-"""What matmuls cost, on a chip and sharded over a mesh, against the scaling book, by hand, and performed in numpy.
+"""The cost of matmuls on a chip and on a mesh, against the scaling book, by hand, and performed in numpy.
 
-Answers of the scaling book (https://jax-ml.github.io/scaling-book) are named by part and question. Where it has changed
-its figures between 2025 and 2026, both are here; where it rounds or is wrong, the test says so.
+A test of the scaling book (https://jax-ml.github.io/scaling-book) is named by part and question. Where the book's
+figures changed between 2025 and 2026, both are tested. Where it rounds or is wrong, the test says so.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ def test_book_part_1_computation():
 
 
 def test_book_part_1_dot_product():
-    """Intensity 1/2. The book counts N - 1 additions, here a multiply-add is two FLOPs: in the limit the same."""
+    """Intensity 1/2. The book counts N - 1 additions, matmul.py N: the limit is the same."""
     N = 10**6
     assert Matmul(1, N, 1).intensity == pytest.approx((2 * N - 1) / (4 * N + 2), rel=1e-5)
     assert Matmul(1, N, 1).intensity == pytest.approx(1 / 2, rel=1e-5)
 
 
 def test_book_part_1_intensity_of_a_matmul():
-    """BDF / (BD + DF + BF), about B where it is small."""
+    """BDF / (BD + DF + BF), which is about B if B is small."""
     B, D, F = 256, 8192, 32768
     assert Matmul(B, D, F).intensity == pytest.approx(B * D * F / (B * D + D * F + B * F), rel=1e-12)
     assert Matmul(16, D, F).intensity == pytest.approx(16, rel=0.003)
@@ -55,7 +55,7 @@ def test_book_part_1_intensity_of_a_matmul():
 
 @pytest.mark.parametrize("chip", [v5e_2025, v5e_2026, CHIPS["v5e"]], ids=["2025", "2026", "table"])
 def test_book_part_1_critical_batch(chip):
-    """240 tokens on v5e; exactly, with D = F = 8192, some more."""
+    """240 tokens on v5e; the exact number for D = F = 8192 is slightly larger."""
     matmul = Matmul(1, 8192, 8192)
     assert matmul_lib.critical_batch_rule(matmul, chip) == pytest.approx(240, rel=0.015)
     exact = matmul_lib.critical_batch(matmul, chip)
@@ -65,14 +65,14 @@ def test_book_part_1_critical_batch(chip):
 
 
 def test_book_part_1_lower_and_upper_bound():
-    """max(T_math, T_comms), and their sum, which is twice that at most."""
+    """The bounds are max(T_math, T_comms) and their sum, which is at most twice that."""
     bounds = matmul_bounds(Matmul(128, 4096, 4096), v5e_2026)
     assert bounds.lower_s == max(bounds.compute_s, bounds.memory_s)
     assert bounds.lower_s < bounds.upper_s == bounds.compute_s + bounds.memory_s <= 2 * bounds.lower_s
 
 
 def test_book_part_1_tiles():
-    """A footnote: matmul tiles of bm x bk and bk x bn load with an intensity of bm * bn / (bm + bn)."""
+    """A footnote: matmul tiles of bm x bk and bk x bn are loaded at an intensity of bm * bn / (bm + bn)."""
     bm, bk, bn = 512, 1024, 256
     tile = Matmul(bm, bk, bn)
     loaded = tile.nbytes - 2 * bm * bn
@@ -81,7 +81,7 @@ def test_book_part_1_tiles():
 
 @pytest.mark.parametrize("link_bytes_per_s, D", [(5e10, 7880), (4.5e10, 8756)], ids=["2025", "2026"])
 def test_book_part_1_network_of_two_chips(link_bytes_per_s, D):
-    """Partial products, copied to the other chip: compute-bound from D / 2 = C / W on, whatever B is."""
+    """Partial products are copied to the other chip: compute-bound from D / 2 = C / W on, whatever B is."""
     chip = what_if("v5e", link_bytes_per_s=link_bytes_per_s)
 
     def bound(D, B):
@@ -113,7 +113,7 @@ def test_book_part_1_question_2():
 
 
 def test_book_part_1_question_4():
-    """A matrix for each batch element, int8: B matmuls of one row, an intensity of 2 for any B."""
+    """With one int8 matrix for each batch element there are B matmuls of one row: an intensity of 2 for any B."""
     assert Matmul(1, 4096, 4096, **int8).intensity == pytest.approx(2, rel=1e-3)
     assert matmul_bounds(Matmul(1, 4096, 4096, **int8), v5e_2026).bound == "memory"
 
@@ -130,22 +130,22 @@ def test_book_part_2_question_1():
 def test_book_part_2_question_3(pcie, batch):
     """Operands in the host's memory, v6e: B > 61,000 (2026: 57,500).
 
-    The book takes B << D for this, which is to say D in the hundreds of thousands. For the D of any model no batch is
-    enough: rows of 2D + 8D bytes that come and go over PCIe take longer than their FLOPs unless D > 5/4 * C/W.
+    The book assumes B << D, so D in the hundreds of thousands. For the D of any model no batch is enough: rows of
+    2D + 8D bytes over PCIe take longer than their FLOPs unless D > 5/4 * C/W.
     """
     chip = what_if("v6e", pcie_bytes_per_s=pcie)
-    of = lambda D: Matmul(1, D, 4 * D)
-    assert matmul_lib.critical_batch_rule(of(8192), chip, memory="pcie") == pytest.approx(batch, rel=0.005)
-    assert matmul_lib.critical_batch(of(10**9), chip, memory="pcie") == pytest.approx(batch, rel=0.005)
-    assert matmul_lib.critical_batch(of(8192), chip, memory="pcie") == math.inf
+    mlp = lambda D: Matmul(1, D, 4 * D)
+    assert matmul_lib.critical_batch_rule(mlp(8192), chip, memory="pcie") == pytest.approx(batch, rel=0.005)
+    assert matmul_lib.critical_batch(mlp(10**9), chip, memory="pcie") == pytest.approx(batch, rel=0.005)
+    assert matmul_lib.critical_batch(mlp(8192), chip, memory="pcie") == math.inf
     least_D = 5 / 4 * chip.bf16_flops_per_s / pcie
-    assert matmul_lib.critical_batch(of(0.99 * least_D), chip, memory="pcie") == math.inf
-    assert matmul_lib.critical_batch(of(1.01 * least_D), chip, memory="pcie") > 100 * least_D / 2
+    assert matmul_lib.critical_batch(mlp(0.99 * least_D), chip, memory="pcie") == math.inf
+    assert matmul_lib.critical_batch(mlp(1.01 * least_D), chip, memory="pcie") > 100 * least_D / 2
 
 
 @pytest.mark.parametrize("chip, batch, exact", [(v5e_2025, 271, 263), (v5e_2026, 267, 259)], ids=["2025", "2026"])
 def test_book_part_2_question_4_1(chip, batch, exact):
-    """int8[B, 4096] by int8[4096, 16384] on v5e: B > 271 (2026: 267), because the book rounds 1.34e8 to 1.3e8."""
+    """int8[B, 4096] by int8[4096, 16384] on v5e: B > 271 (2026: 267), as the book rounds 1.34e8 to 1.3e8."""
     matmul = Matmul(1, 4096, 16384, **int8)
     assert matmul_lib.critical_batch(matmul, chip) == pytest.approx(exact, abs=0.5)
     rounded = 6.7e7 / (1.3e8 * chip.hbm_bytes_per_s / 3.94e14 - 2e4)
@@ -154,21 +154,22 @@ def test_book_part_2_question_4_1(chip, batch, exact):
 
 @pytest.mark.parametrize("chip", [v5e_2025, v5e_2026], ids=["2025", "2026"])
 def test_book_part_2_question_4_2(chip):
-    """The same out of VMEM, 22 times as fast: B > 11."""
+    """The same from VMEM, 22 times as fast: B > 11."""
     matmul = Matmul(1, 4096, 16384, **int8)
     assert matmul_lib.critical_batch(matmul, chip, memory="vmem") == pytest.approx(11, abs=0.15)
 
 
 def test_book_part_2_vmem():
     """ "an arithmetic intensity of only 10-20", from VMEM."""
-    of = lambda dtype: v5e_2026.flops_per_s(dtype) / matmul_lib.memory_bytes_per_s(v5e_2026, "vmem")
-    assert of("bf16") == pytest.approx(10.9, abs=0.1) and of("int8") == pytest.approx(21.8, abs=0.1)
+    ridge = lambda dtype: v5e_2026.flops_per_s(dtype) / matmul_lib.memory_bytes_per_s(v5e_2026, "vmem")
+    assert ridge("bf16") == pytest.approx(10.9, abs=0.1) and ridge("int8") == pytest.approx(21.8, abs=0.1)
 
 
 def test_book_part_2_question_5():
-    """bf16[8, 128, 8192] from one corner of a v5e 4x4 to the other, half by either port: 6 us, and 188 us.
+    """bf16[8, 128, 8192] from one corner of a v5e 4x4 to the other, half through each port: 6 us, and 188 us.
 
-    Exactly 186: the book rounds 16.8 MB to 17. Its edition of 2026 adds the two, here the longer counts.
+    The exact time is 186 us, as the book rounds 16.8 MB to 17. Its edition of 2026 adds the two; here the longer one
+    counts.
     """
     axis, half = Axis(4, 4.5e10, wrap=False), 2 * 8 * 128 * 8192 / 2
     assert permute(half).seconds(axis) == pytest.approx(186.4e-6, abs=0.1e-6)
@@ -177,9 +178,9 @@ def test_book_part_2_question_5():
 
 
 def test_book_part_2_question_6():
-    """int8[128k, 128k] by bf16[8, 128k], v5e: 19 ms of HBM, 1.3 ms of FLOPs; before, 66 ms of 16 PCIe links.
+    """int8[128k, 128k] by bf16[8, 128k], v5e: 66 ms over 16 PCIe links, then 19 ms of HBM and 1.3 ms of FLOPs.
 
-    Exactly 21.2 and 1.40 ms: the array has 16 GiB, 17.2 GB, and the book cuts off 1.395.
+    The exact times are 21.2 and 1.40 ms: the array has 16 GiB, 17.2 GB, and the book truncates 1.395.
     """
     edge = 128 * 1024
     bounds = matmul_bounds(Matmul(8, edge, edge, rhs_dtype="int8"), v5e_2025)
@@ -216,8 +217,8 @@ def test_matmul_by_hand():
         ("fp8", "fp8", "fp8", 1 * 6 + 1 * 15 + 4 * 10),
     ],
 )
-def test_of_mixed_types_the_wider_operand_is_multiplied(lhs, rhs, multiplied, nbytes):
-    """Whichever side it is on; the type of the result, here f32, decides its bytes alone."""
+def test_operands_are_multiplied_in_the_wider_dtype(lhs, rhs, multiplied, nbytes):
+    """It may be on either side. The dtype of the result, here f32, matters for its bytes alone."""
     matmul = Matmul(2, 3, 5, lhs, rhs, "f32")
     assert (matmul.dtype, matmul.nbytes) == (multiplied, nbytes)
     chip = CHIPS["tpu7x"] if multiplied in ("f32", "bf16", "fp8") else CHIPS["v5e"]
@@ -225,7 +226,7 @@ def test_of_mixed_types_the_wider_operand_is_multiplied(lhs, rhs, multiplied, nb
 
 
 def test_tpu7x_ridge():
-    """313 FLOPs a byte for bf16, twice that for fp8, whose bytes are half: about the same batch, chip or device."""
+    """313 FLOPs a byte for bf16 and twice that for fp8, which has half of the bytes: the batch is about the same."""
     chip, fp8 = CHIPS["tpu7x"], dict(lhs_dtype="fp8", rhs_dtype="fp8", out_dtype="bf16")
     assert matmul_lib.critical_batch_rule(Matmul(1, 8192, 8192), chip) == pytest.approx(312.6, abs=0.1)
     assert matmul_lib.critical_batch_rule(Matmul(1, 8192, 8192, **fp8), chip) == pytest.approx(312.6, abs=0.1)
@@ -251,12 +252,12 @@ def test_critical_batch_is_where_the_bound_changes(dtypes, k, n):
 
 def steps_of(notation: str, mesh: dict | None = None, chip=CHIPS["v4"], **sizes) -> matmul_lib.ShardedMatmul:
     mesh = mesh or dict(X=4, Y=4, Z=4)
-    dims = {dim for array in matmul_lib.parse_matmul(notation) for dim in array.cuts}
+    dims = {dim for array in matmul_lib.parse_matmul(notation) for dim in array.sharding}
     return sharded_matmul(notation, sizes={dim: 4096 for dim in dims} | sizes, mesh=mesh, chip=chip)
 
 
-def shown(found: matmul_lib.ShardedMatmul) -> list[str]:
-    return [f"{step.kind} {''.join(step.axes)} {step.after}".replace("  ", " ") for step in found.steps]
+def shown(prediction: matmul_lib.ShardedMatmul) -> list[str]:
+    return [f"{step.kind} {''.join(step.axes)} {step.after}".replace("  ", " ") for step in prediction.steps]
 
 
 def test_book_part_3_pop_quiz_1():
@@ -268,7 +269,7 @@ def test_book_part_3_pop_quiz_1():
 
 
 def test_book_part_3_question_1():
-    """A[I_X, J, K] on 4 x 8 x 2: 16 times the bytes of one copy."""
+    """A[I_X, J, K] on 4 x 8 x 2 takes 16 times the bytes of one copy."""
     mesh = {name: Axis(size, 1e9) for name, size in dict(X=4, Y=8, Z=2).items()}
     sizes = dict(I=64, J=3, K=5)
     local = Layout("A", dict(I=("X",), J=(), K=())).local(sizes, mesh)
@@ -276,31 +277,31 @@ def test_book_part_3_question_1():
 
 
 def test_book_part_3_question_2_over_idle_axes():
-    """The 2026 edition's "fun fact": over Z as well, 11.5 us in place of 23, and 31 in place of 46.
+    """The 2026 edition's "fun fact": over Z as well it takes 11.5 us in place of 23, and 31 in place of 46.
 
-    V / (W_ICI * n_axes) is of long axes: rings of 4 take 1 + 1/4 (+ 1/16) of it.
+    V / (W_ICI * n_axes) is for long axes; rings of 4 take 1 + 1/4 (+ 1/16) times that.
     """
-    whole = 2 * 1024 * 4096
+    gathered = 2 * 1024 * 4096
     over = lambda V, *sizes: collective_s("all_gather", V, v4p(*sizes), spread=True)
-    assert over(whole / 4, 4, 4) == pytest.approx(11.65e-6 * (1 + 1 / 4), rel=0.002)
-    assert over(whole, 4, 4, 4) == pytest.approx(31.07e-6 * (1 + 1 / 4 + 1 / 16), rel=0.002)
+    assert over(gathered / 4, 4, 4) == pytest.approx(11.65e-6 * (1 + 1 / 4), rel=0.002)
+    assert over(gathered, 4, 4, 4) == pytest.approx(31.07e-6 * (1 + 1 / 4 + 1 / 16), rel=0.002)
 
 
 @pytest.mark.parametrize("rows, columns", [("I", "K"), ("I_X", "K"), ("I", "K_Y"), ("I_X", "K_Y")])
 def test_book_part_3_case_1(rows, columns):
-    found = steps_of(f"A[{rows}, J] . B[J, {columns}] -> C[{rows}, {columns}]")
-    assert shown(found) == [f"matmul C[{rows}, {columns}]"]
-    assert found.communication_s == 0 and found.bound == "computation"
-    assert found.steps[0].flops == 2 * 4096**3 / (4 ** (found.steps[0].after.count("_")))
+    prediction = steps_of(f"A[{rows}, J] . B[J, {columns}] -> C[{rows}, {columns}]")
+    assert shown(prediction) == [f"matmul C[{rows}, {columns}]"]
+    assert prediction.communication_s == 0 and prediction.bound == "computation"
+    assert prediction.steps[0].flops == 2 * 4096**3 / (4 ** (prediction.steps[0].after.count("_")))
 
 
 def test_book_part_3_case_2():
     assert shown(steps_of("A[I, J_X] . B[J, K] -> C[I, K]")) == ["all_gather X A[I, J]", "matmul C[I, K]"]
     assert shown(steps_of("A[I, J] . B[J_X, K] -> C[I, K]")) == ["all_gather X B[J, K]", "matmul C[I, K]"]
-    # "or the contracting dimensions are sharded along different axes"; not one of the inputs, but both
+    # "or the contracting dimensions are sharded along different axes": both inputs are gathered, not one
     both = steps_of("A[I, J_X] . B[J_Y, K] -> C[I, K]")
     assert shown(both) == ["all_gather X A[I, J]", "all_gather Y B[J, K]", "matmul C[I, K]"]
-    part = steps_of("A[I, J_XY] . B[J_Y, K] -> C[I, K]")  # nothing in common: other rows of B
+    part = steps_of("A[I, J_XY] . B[J_Y, K] -> C[I, K]")  # no common prefix: B's shards have other rows
     assert shown(part) == ["all_gather XY A[I, J]", "all_gather Y B[J, K]", "matmul C[I, K]"]
 
 
@@ -310,25 +311,25 @@ def test_book_part_3_case_2_several_axes():
 
 
 def test_book_part_3_is_wrong_on_the_outer_axis():
-    """A[I_XY, J] -> A[I_Y, J] "is also an AllGather", over X: it leaves blocks y, Y + y, ... and not those of I_Y.
+    """A[I_XY, J] -> A[I_Y, J] "is also an AllGather", over X: that leaves blocks y, Y + y, ..., not those of I_Y.
 
     "The order of the multiple mesh-axis subscripts matters", as the book says elsewhere.
     """
-    found = steps_of("A[I_XY, J] . B[J, K] -> C[I_Y, K]")
-    assert shown(found) == ["matmul C[I_XY, K]", "all_gather XY C[I, K]", "slice Y C[I_Y, K]"]
+    prediction = steps_of("A[I_XY, J] . B[J, K] -> C[I_Y, K]")
+    assert shown(prediction) == ["matmul C[I_XY, K]", "all_gather XY C[I, K]", "slice Y C[I_Y, K]"]
     blocks = np.arange(16).reshape(4, 4)  # of I, by x and y
     assert not np.array_equal(blocks[:, 1], np.split(np.arange(16), 4)[1])
 
 
 def test_book_part_3_case_2_before_or_after():
-    """A[I_X, J] . B[J, K] -> C[I, K]: A before the matmul, or C after it; here after, with a quarter of the FLOPs."""
-    found = steps_of("A[I_X, J] . B[J, K] -> C[I, K]")
-    assert shown(found) == ["matmul C[I_X, K]", "all_gather X C[I, K]"]
-    assert found.steps[0].flops == 2 * 4096**3 / 4
+    """A[I_X, J] . B[J, K] -> C[I, K] could gather A before the matmul. It gathers C after a quarter of the FLOPs."""
+    prediction = steps_of("A[I_X, J] . B[J, K] -> C[I, K]")
+    assert shown(prediction) == ["matmul C[I_X, K]", "all_gather X C[I, K]"]
+    assert prediction.steps[0].flops == 2 * 4096**3 / 4
 
 
 def test_book_part_3_case_3():
-    """An all-reduce, or a reduce-scatter along either dim, or as asked for neither."""
+    """The output decides: an all-reduce, a reduce-scatter along either dim, or neither."""
     local = "matmul C[I, K]{U_X}"
     assert shown(steps_of("A[I, J_X] . B[J_X, K] -> C[I, K]")) == [local, "all_reduce X C[I, K]"]
     assert shown(steps_of("A[I, J_X] . B[J_X, K] -> C[I, K_X]")) == [local, "reduce_scatter X C[I, K_X]"]
@@ -339,29 +340,29 @@ def test_book_part_3_case_3():
 
 
 def test_book_part_3_case_4():
-    """Illegal as it is; of the two ways out, that of the output."""
+    """It is illegal; of the two operands, the output decides which is gathered."""
     with pytest.raises(ValueError, match=r"C\[I_X, K_X\] uses X twice.*block \(i, i\)"):
         steps_of("A[I_X, J] . B[J, K_X] -> C[I_X, K_X]")
     assert shown(steps_of("A[I_X, J] . B[J, K_X] -> C[I, K_X]")) == ["all_gather X A[I, J]", "matmul C[I, K_X]"]
     assert shown(steps_of("A[I_X, J] . B[J, K_X] -> C[I_X, K]")) == ["all_gather X B[J, K]", "matmul C[I_X, K]"]
-    # the output does not say: the smaller one
+    # The output does not decide: the smaller operand is gathered.
     for sizes, gathered in ((dict(I=64), "A[I, J]"), (dict(K=64), "B[J, K]")):
         assert shown(steps_of("A[I_X, J] . B[J, K_X] -> C[I, K]", **sizes))[0] == f"all_gather X {gathered}"
 
 
 def test_book_part_3_all_to_all():
-    """A subscript moves to another dim, for a quarter of an all-gather; round a ring of 4, 3 blocks for 2 * 4."""
-    found = steps_of("A[I_X, J] . B[J, K] -> C[I, K_X]")
-    assert shown(found) == ["matmul C[I_X, K]", "all_to_all X C[I, K_X]"]
+    """A subscript moves to another dim for a quarter of an all-gather; on a ring of 4, 3 blocks in place of 2 * 4."""
+    prediction = steps_of("A[I_X, J] . B[J, K] -> C[I, K_X]")
+    assert shown(prediction) == ["matmul C[I_X, K]", "all_to_all X C[I, K_X]"]
     gathered = steps_of("A[I_X, J] . B[J, K] -> C[I, K]").communication_s
-    assert found.communication_s == pytest.approx(gathered * 3 / 8, rel=1e-12)
+    assert prediction.communication_s == pytest.approx(gathered * 3 / 8, rel=1e-12)
 
 
 def test_book_part_3_slice():
-    """What the output is to be cut along and nothing is, before the matmul: no communication, an eighth of the work."""
-    found = steps_of("A[I, J] . B[J, K] -> C[I_X, K_Y]", mesh=dict(X=4, Y=2))
-    assert shown(found) == ["slice X A[I_X, J]", "slice Y B[J, K_Y]", "matmul C[I_X, K_Y]"]
-    assert (found.communication_s, found.steps[-1].flops) == (0, 2 * 4096**3 / 8)
+    """A dim that only the output shards is sliced before the matmul: no communication, an eighth of the work."""
+    prediction = steps_of("A[I, J] . B[J, K] -> C[I_X, K_Y]", mesh=dict(X=4, Y=2))
+    assert shown(prediction) == ["slice X A[I_X, J]", "slice Y B[J, K_Y]", "matmul C[I_X, K_Y]"]
+    assert (prediction.communication_s, prediction.steps[-1].flops) == (0, 2 * 4096**3 / 8)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,7 @@ def test_book_part_3_slice():
     [
         ("A[I_XY, J] . B[J, K] -> C[I, K_Y]", ["C[I_XY, K]", "all_to_all Y C[I_X, K_Y]", "all_gather X C[I, K_Y]"]),
         ("A[I_X, J] . B[J, K] -> C[I_YZ, K]", ["C[I_X, K]", "all_gather X C[I, K]", "slice YZ C[I_YZ, K]"]),
-        (  # two ways to X: gathered summands would be four times as many bytes to reduce
+        (  # gathered first, there would be four times as many bytes to reduce
             "A[I_Y, J_X] . B[J_X, K] -> C[I_X, K]",
             ["C[I_Y, K]{U_X}", "all_reduce X C[I_Y, K]", "all_gather Y C[I, K]", "slice X C[I_X, K]"],
         ),
@@ -381,70 +382,68 @@ def test_book_part_3_slice():
     ],
 )
 def test_order_of_collectives(notation, steps):
-    """The fewest bytes first; and an all-to-all may make room for a reduce-scatter."""
+    """The step with the fewest bytes comes first; an all-to-all may come before the reduce-scatter that it allows."""
     matmul, *others = steps
-    found = shown(steps_of(notation))
-    assert found[: len(steps)] == [f"matmul {matmul}", *others]
-    assert len(found) == len(steps) or found[len(steps) :] == ["reduce_scatter Y C[I, K_XY]"]
+    prediction = shown(steps_of(notation))
+    assert prediction[: len(steps)] == [f"matmul {matmul}", *others]
+    assert len(prediction) == len(steps) or prediction[len(steps) :] == ["reduce_scatter Y C[I, K_XY]"]
 
 
 v5p_2025 = what_if("v5p", link_bytes_per_s=9e10)
 
 
 def test_book_part_3_question_4_costs():
-    """B[D_X, F] gathered: 2DF bytes, 2BDF FLOPs. Or local products, all-reduced: 4BF bytes, 2BDF / X FLOPs."""
+    """Gathering B[D_X, F] takes 2DF bytes, 2BDF FLOPs; all-reducing local products 4BF bytes, 2BDF / X FLOPs."""
     B, D, F, X = 1024, 8192, 32768, 4
     sizes = dict(B=B, D=D, F=F)
-    one = steps_of("P[B, D] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, **sizes)
-    two = steps_of("P[B, D_X] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, **sizes)
-    assert (one.steps[0].nbytes, one.steps[1].flops) == (2 * D * F, 2 * B * D * F)
-    assert (two.steps[1].nbytes, two.steps[0].flops) == (2 * B * F, 2 * B * D * F / X)
+    first = steps_of("P[B, D] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, **sizes)
+    second = steps_of("P[B, D_X] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, **sizes)
+    assert (first.steps[0].nbytes, first.steps[1].flops) == (2 * D * F, 2 * B * D * F)
+    assert (second.steps[1].nbytes, second.steps[0].flops) == (2 * B * F, 2 * B * D * F / X)
     W, C = 1.8e11, 459e12
-    assert one.communication_s == pytest.approx(2 * D * F / W) and one.compute_s == 2 * B * D * F / C
-    assert two.communication_s == pytest.approx(4 * B * F / W) and two.compute_s == 2 * B * D * F / X / C
+    assert first.communication_s == pytest.approx(2 * D * F / W) and first.compute_s == 2 * B * D * F / C
+    assert second.communication_s == pytest.approx(4 * B * F / W) and second.compute_s == 2 * B * D * F / X / C
 
 
 def test_book_part_3_question_4_when():
-    """The first is compute-bound from B = 2550 on, the second below X = D / 5100; for large B the second from D = 5100.
+    """The first is compute-bound from B = 2550 on, the second below X = D / 5100. For large B the second is faster
+    from D = 5100 on.
 
     The edition of 2025 had 2BD bytes for the first, and F in place of B in its bound: it gathered the wrong operand.
     """
-
-    def found(first, B, D):
-        of = "P[B, D] . Q[D_X, F] -> R[B, F]" if first else "P[B, D_X] . Q[D_X, F] -> R[B, F]"
-        return steps_of(of, chip=v5p_2025, B=B, D=D, F=16384)
-
-    assert [found(True, B, 8192).bound for B in (2528, 2576)] == ["communication", "computation"]
-    assert [found(False, 8192, D).bound for D in (4 * 5080, 4 * 5120)] == ["communication", "computation"]
+    first = lambda B, D: steps_of("P[B, D] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, B=B, D=D, F=16384)
+    second = lambda B, D: steps_of("P[B, D_X] . Q[D_X, F] -> R[B, F]", chip=v5p_2025, B=B, D=D, F=16384)
+    assert [first(B, 8192).bound for B in (2528, 2576)] == ["communication", "computation"]
+    assert [second(8192, D).bound for D in (4 * 5080, 4 * 5120)] == ["communication", "computation"]
     for D, faster in ((5080, True), (5120, False)):
-        assert (found(True, 8192, D).overlapped_s < found(False, 8192, D).overlapped_s) == faster
-    for B, faster in ((1000, False), (1048, True)):  # both bound by communication: the second, where D > 2B
-        assert (found(True, B, 2048).overlapped_s < found(False, B, 2048).overlapped_s) == faster
+        assert (first(8192, D).overlapped_s < second(8192, D).overlapped_s) == faster
+    for B, faster in ((1000, False), (1048, True)):  # both bound by communication: the second is faster if D > 2B
+        assert (first(B, 2048).overlapped_s < second(B, 2048).overlapped_s) == faster
 
 
 def test_book_part_3_question_4_by_an_unreduced_output():
-    """The other strategy without slicing Q by hand: the output asks for summands, P drops to its part of D."""
-    found = steps_of("P[B, D] . Q[D_X, F] -> R[B, F]{U_X}")
-    assert shown(found) == ["slice X P[B, D_X]", "matmul R[B, F]{U_X}"]
+    """An unreduced output selects the second strategy, too: P is sliced along D."""
+    prediction = steps_of("P[B, D] . Q[D_X, F] -> R[B, F]{U_X}")
+    assert shown(prediction) == ["slice X P[B, D_X]", "matmul R[B, F]{U_X}"]
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5p"])
 def test_book_part_3_question_5(chip):
-    """A replicated result on 4x4x4 at least latency: the first two of four strategies are equally good."""
-    of = lambda notation: steps_of(notation, chip=CHIPS[chip], I=8192, J=8192, K=8192)
-    rows = of("A[I_XYZ, J] . B[J, K] -> C[I, K]")
-    columns = of("A[I, J] . B[J, K_XYZ] -> C[I, K]")
-    summands = of("A[I, J_XYZ] . B[J_XYZ, K] -> C[I, K]")
-    alone = of("A[I, J] . B[J, K] -> C[I, K]")
+    """A replicated result on 4x4x4 at the least latency: the first two of four strategies are equally good."""
+    predict = lambda notation: steps_of(notation, chip=CHIPS[chip], I=8192, J=8192, K=8192)
+    rows = predict("A[I_XYZ, J] . B[J, K] -> C[I, K]")
+    columns = predict("A[I, J] . B[J, K_XYZ] -> C[I, K]")
+    summands = predict("A[I, J_XYZ] . B[J_XYZ, K] -> C[I, K]")
+    alone = predict("A[I, J] . B[J, K] -> C[I, K]")
     assert rows.overlapped_s == columns.overlapped_s and rows.compute_s == columns.compute_s
     assert summands.communication_s == pytest.approx(2 * rows.communication_s, rel=1e-12)
-    assert {found.steps[0].flops for found in (rows, columns, summands)} == {2 * 8192**3 / 64}
+    assert {strategy.steps[0].flops for strategy in (rows, columns, summands)} == {2 * 8192**3 / 64}
     assert (alone.communication_s, alone.steps[0].flops, alone.useful_share) == (0, 2 * 8192**3, 1 / 64)
     assert min(rows.overlapped_s, summands.overlapped_s, alone.overlapped_s) == rows.overlapped_s
 
 
 @pytest.mark.parametrize(
-    "notation, kinds, seconds",  # the book has no answer; V * 3/4 / W on a line of 4, without wrap-around
+    "notation, kinds, seconds",  # the book gives no answer; V * 3/4 / W on a line of 4
     [
         ("A[I_X, J_Y] . B[J_Y, K] -> C[I_X, K]", ["matmul", "all_reduce"], 2 * 3 / 4 * (2 * 4096 * 4096 / 4) / 4.5e10),
         ("A[I_X, J] . B[J_X, K_Y] -> C[I_X, K_Y]", ["all_gather", "matmul"], 3 / 4 * (2 * 4096 * 4096 / 4) / 4.5e10),
@@ -452,28 +451,29 @@ def test_book_part_3_question_5(chip):
     ],
 )
 def test_book_part_3_question_6(notation, kinds, seconds):
-    """v5e 4x4: an all-reduce; training's all-gather of weights; inference's nothing."""
-    found = steps_of(notation, mesh=dict(X=4, Y=4), chip=v5e_2026)
-    assert [step.kind for step in found.steps] == kinds
-    assert found.communication_s == pytest.approx(seconds)
-    assert found.steps[kinds.index("matmul")].flops == 2 * 4096**3 / 16
+    """v5e 4x4: an all-reduce; in training an all-gather of weights; in inference nothing."""
+    prediction = steps_of(notation, mesh=dict(X=4, Y=4), chip=v5e_2026)
+    assert [step.kind for step in prediction.steps] == kinds
+    assert prediction.communication_s == pytest.approx(seconds)
+    assert prediction.steps[kinds.index("matmul")].flops == 2 * 4096**3 / 16
 
 
 def test_book_part_3_question_7():
-    """Two layers, 536 MB of weights each, v5e 2x2: gathering weights is bad; In is gathered, Out reduce-scattered."""
-    of = lambda notation: steps_of(notation, mesh=dict(X=2, Y=2), chip=v5e_2026, B=128, D=8192, F=32768)
-    fsdp = of("In[B_X, D] . W[D_XY, F] -> H[B_X, F]")
-    one, two = of("In[B, D_XY] . W[D, F_XY] -> H[B, F_XY]"), of("H[B, F_XY] . W[F_XY, D] -> Out[B, D_XY]")
+    """Two layers of 536 MB of weights, v5e 2x2: In is gathered and Out reduce-scattered, not the weights gathered."""
+    predict = lambda notation: steps_of(notation, mesh=dict(X=2, Y=2), chip=v5e_2026, B=128, D=8192, F=32768)
+    fsdp = predict("In[B_X, D] . W[D_XY, F] -> H[B_X, F]")
+    first = predict("In[B, D_XY] . W[D, F_XY] -> H[B, F_XY]")
+    second = predict("H[B, F_XY] . W[F_XY, D] -> Out[B, D_XY]")
     assert shown(fsdp) == ["all_gather XY W[D, F]", "matmul H[B_X, F]"]
     assert fsdp.steps[0].nbytes == 2 * 8192 * 32768 == pytest.approx(536e6, rel=0.002)
-    assert shown(one) == ["all_gather XY In[B, D]", "matmul H[B, F_XY]"]
-    assert shown(two) == ["matmul Out[B, D]{U_XY}", "reduce_scatter XY Out[B, D_XY]"]
-    assert one.steps[0].nbytes == two.steps[1].nbytes == 2 * 128 * 8192 == pytest.approx(2e6, rel=0.05)
-    assert one.communication_s == two.communication_s < fsdp.communication_s / 200
+    assert shown(first) == ["all_gather XY In[B, D]", "matmul H[B, F_XY]"]
+    assert shown(second) == ["matmul Out[B, D]{U_XY}", "reduce_scatter XY Out[B, D_XY]"]
+    assert first.steps[0].nbytes == second.steps[1].nbytes == 2 * 128 * 8192 == pytest.approx(2e6, rel=0.05)
+    assert first.communication_s == second.communication_s < fsdp.communication_s / 200
 
 
 def test_book_part_3_question_9():
-    """[N, M] gathered, or [N, K] reduce-scattered: M/K."""
+    """[N, M] is gathered, or [N, K] reduce-scattered, in a ratio of M/K."""
     gather = steps_of("A[N, M_X] . B[M, K] -> C[N, K_X]", N=512, M=4096, K=1024)
     scatter = steps_of("A[N, M_X] . B[M_X, K] -> C[N, K_X]", N=512, M=4096, K=1024)
     assert [gather.steps[i].kind for i in (0, 1, 2)] == ["all_gather", "slice", "matmul"]
@@ -481,11 +481,11 @@ def test_book_part_3_question_9():
     assert gather.communication_s / scatter.communication_s == pytest.approx(4096 / 1024, rel=1e-12)
 
 
-# -- sharded matmuls of TPU7x
+# -- sharded matmuls on TPU7x
 
 
 def test_tpu7x_tokens_that_hide_a_gather_of_weights():
-    """2307e12 / 200e9 = 11,535 a chip on one axis: Google's guide has 11.5k; MaxText's 12,800 is at 180e9."""
+    """2307e12 / 200e9 = 11,535 tokens a chip on one axis. Google's guide has 11.5k; MaxText has 12,800 at 180e9."""
     bounds = []
     for tokens, link in ((11_500, 100e9), (11_600, 100e9), (12_700, 90e9), (12_900, 90e9)):
         chip, sizes = what_if("tpu7x", link_bytes_per_s=link), dict(B=8 * tokens, D=8192, F=28672)
@@ -494,7 +494,7 @@ def test_tpu7x_tokens_that_hide_a_gather_of_weights():
 
 
 def test_tpu7x_width_that_hides_tensor_parallelism():
-    """4 ways, an axis of the torus: an MLP of 46,000, says the guide; the gathered activations cancel out."""
+    """4 ways on an axis of the torus need an MLP of 46,000, says the guide; the gathered activations cancel."""
 
     def bound(F):
         sizes = dict(B=16384, D=8192, F=F)
@@ -504,7 +504,7 @@ def test_tpu7x_width_that_hides_tensor_parallelism():
 
 
 def test_the_link_between_dies():
-    """An axis of one's own: two dies, 600 GB/s one way; 1,923 then, a chip's FLOPs being those of two positions."""
+    """Two dies, linked by 600 GB/s one way, need a width of 1,923. A die has half of the chip's FLOP/s."""
     chip = what_if("tpu7x", bf16_flops_per_s=2307e12 / 2)
     mesh = dict(X=Axis(2, 600e9, wrap=False))
     bounds = [
@@ -518,7 +518,7 @@ def test_the_link_between_dies():
     [
         ("tpu7x", dict(X=4, Y=8), [True, True]),
         ("tpu7x", dict(X=4, Y=2), [False, False]),
-        ("tpu7x", dict(X=1, Y=4), [False, True]),  # an axis of one chip is none
+        ("tpu7x", dict(X=1, Y=4), [False, True]),  # an axis of one chip does not count
         ("tpu7x", dict(X=16), [True]),
         ("v5e", dict(X=4, Y=4), [False, False]),
         ("v5e", dict(X=8, Y=16), [False, True]),
@@ -533,29 +533,29 @@ def test_mesh_axes(chip, mesh, wraps):
 
 
 def block_of(array: np.ndarray, layout: Layout, at: dict[str, int], mesh: dict[str, int]) -> np.ndarray:
-    """What the chip at that place of the mesh has of an array."""
-    found = []
-    for axes, size in zip(layout.cuts.values(), array.shape, strict=True):
-        index, parts = 0, 1
+    """The shard of an array on the chip at a coordinate of the mesh."""
+    slices = []
+    for axes, size in zip(layout.sharding.values(), array.shape, strict=True):
+        index, shards = 0, 1
         for axis in axes:
-            index, parts = index * mesh[axis] + at[axis], parts * mesh[axis]
-        found.append(slice(index * size // parts, (index + 1) * size // parts))
-    return array[tuple(found)]
+            index, shards = index * mesh[axis] + at[axis], shards * mesh[axis]
+        slices.append(slice(index * size // shards, (index + 1) * size // shards))
+    return array[tuple(slices)]
 
 
-def places(mesh: dict[str, int]) -> list[dict[str, int]]:
-    return [dict(zip(mesh, place, strict=True)) for place in itertools.product(*map(range, mesh.values()))]
+def coordinates(mesh: dict[str, int]) -> list[dict[str, int]]:
+    return [dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))]
 
 
 def perform(
     steps: list[matmul_lib.Step], layouts: list[Layout], arrays: list[np.ndarray], mesh: dict[str, int]
 ) -> dict:
-    """{place: its part of the product}, having done nothing but the steps, each of which moves what it says."""
-    of = lambda at: tuple(at[axis] for axis in mesh)
-    dims = {layout.name: [*layout.cuts] for layout in layouts}
+    """Returns {coordinate: shard of the product} after performing the steps, and checks their bytes and FLOPs."""
+    key = lambda at: tuple(at[axis] for axis in mesh)
+    dims = {layout.name: [*layout.sharding] for layout in layouts}
     lhs, rhs, out = (layout.name for layout in layouts)
     has = {
-        layout.name: {of(at): block_of(array, layout, at, mesh) for at in places(mesh)}
+        layout.name: {key(at): block_of(array, layout, at, mesh) for at in coordinates(mesh)}
         for layout, array in zip(layouts, arrays, strict=False)
     }
     for step in steps:
@@ -564,58 +564,59 @@ def perform(
             subscripts = ",".join("".join(dims[array]) for array in (lhs, rhs)) + "->" + "".join(dims[out])
             has[out] = {at: np.einsum(subscripts, has[lhs][at], has[rhs][at]) for at in has[lhs]}
             shared = [
-                has[lhs][of(places(mesh)[0])].shape[dims[lhs].index(dim)] for dim in dims[lhs] if dim in dims[rhs]
+                has[lhs][key(coordinates(mesh)[0])].shape[dims[lhs].index(dim)] for dim in dims[lhs] if dim in dims[rhs]
             ]
-            product = has[out][of(places(mesh)[0])].size
+            product = has[out][key(coordinates(mesh)[0])].size
             assert step.flops == 2 * product * math.prod(shared)
             continue
         dim = dims[name].index(step.dim) if step.dim else None
         after = {}
-        for at in places(mesh):
-            along = [at | other for other in places({axis: mesh[axis] for axis in step.axes})]
-            parts, me = [has[name][of(other)] for other in along], along.index(at)
+        for at in coordinates(mesh):
+            along = [at | other for other in coordinates({axis: mesh[axis] for axis in step.axes})]
+            blocks, own = [has[name][key(other)] for other in along], along.index(at)
             match step.kind:
                 case "all_gather":
-                    after[of(at)] = np.concatenate(parts, dim)
+                    after[key(at)] = np.concatenate(blocks, dim)
                 case "slice":
-                    after[of(at)] = np.split(parts[me], len(parts), dim)[me]
+                    after[key(at)] = np.split(blocks[own], len(blocks), dim)[own]
                 case "all_reduce":
-                    after[of(at)] = sum(parts)
+                    after[key(at)] = sum(blocks)
                 case "reduce_scatter":
-                    after[of(at)] = np.split(sum(parts), len(parts), dim)[me]
+                    after[key(at)] = np.split(sum(blocks), len(blocks), dim)[own]
                 case "all_to_all":
                     to_dim = dims[name].index(step.to_dim)
-                    mine = [np.split(part, len(parts), to_dim)[me] for part in parts]
-                    after[of(at)] = np.concatenate(mine, dim)
-        big = after if step.kind == "all_gather" else has[name]
-        assert step.nbytes == (0 if step.kind == "slice" else 2 * big[of(places(mesh)[0])].size)
+                    received = [np.split(block, len(blocks), to_dim)[own] for block in blocks]
+                    after[key(at)] = np.concatenate(received, dim)
+        larger = after if step.kind == "all_gather" else has[name]
+        assert step.nbytes == (0 if step.kind == "slice" else 2 * larger[key(coordinates(mesh)[0])].size)
         has[name] = after
     return has[out]
 
 
 def random_notation(rng: random.Random, mesh: dict[str, int], free: tuple[str, str], summed: str) -> str:
-    """Any legal one: axes anywhere, in any order, often alike along what is summed over."""
+    """Returns any legal notation: axes on any dims, in any order, often the same along the contracted dims."""
 
-    def cut(dims: str, axes: list[str], share: float) -> dict[str, str]:
-        cuts = dict.fromkeys(dims, "")
+    def shard(dims: str, axes: list[str], share: float) -> dict[str, str]:
+        sharding = dict.fromkeys(dims, "")
         for axis in rng.sample(axes, len(axes)):
-            cuts[rng.choice(dims)] += axis if rng.random() < share else ""
-        return cuts
+            sharding[rng.choice(dims)] += axis if rng.random() < share else ""
+        return sharding
 
     axes = [*mesh]
-    alike = cut(summed, axes, 0.5) if rng.random() < 0.5 else {}
+    alike = shard(summed, axes, 0.5) if rng.random() < 0.5 else {}
     left = [axis for axis in axes if axis not in "".join(alike.values())]
-    lhs, rhs = (cut(dims + ("" if alike else summed), left, 0.6) | alike for dims in free)
-    out = cut("".join(free), axes, 0.6)
-    summands = {axis for cuts in (lhs, rhs) for dim in summed for axis in cuts[dim]} - {*"".join(out.values())}
+    lhs, rhs = (shard(dims + ("" if alike else summed), left, 0.6) | alike for dims in free)
+    out = shard("".join(free), axes, 0.6)
+    summands = {axis for operand in (lhs, rhs) for dim in summed for axis in operand[dim]} - {*"".join(out.values())}
     unreduced = "".join(axis for axis in sorted(summands) if rng.random() < 0.3)
-    text = lambda name, cuts: f"{name}[{', '.join(f'{dim}_{axes}' if axes else dim for dim, axes in cuts.items())}]"
+    dims = lambda sharding: ", ".join(f"{dim}_{axes}" if axes else dim for dim, axes in sharding.items())
+    text = lambda name, sharding: f"{name}[{dims(sharding)}]"
     return f"{text('A', lhs)} . {text('B', rhs)} -> {text('C', out)}" + (f"{{U_{unreduced}}}" if unreduced else "")
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_steps_give_the_product(seed):
-    """Twelve random matmuls on random meshes: done on each chip, the steps end in its part of the product."""
+    """Twelve random matmuls on random meshes, performed on each chip, give its shard of the product."""
     rng = random.Random(seed)
     seen = Counter()
     for _ in range(12):
@@ -625,25 +626,26 @@ def test_steps_give_the_product(seed):
         layouts = matmul_lib.parse_matmul(notation)
         sizes = dict.fromkeys("".join(free) + summed, math.prod(mesh.values()))
         axes = {name: Axis(size, 1e9, name=name) for name, size in mesh.items()}
-        found = sharded_matmul(notation, sizes=sizes, mesh=axes)
+        prediction = sharded_matmul(notation, sizes=sizes, mesh=axes)
         numbers = np.random.default_rng(seed)
-        arrays = [numbers.integers(-9, 9, [sizes[dim] for dim in array.cuts]) for array in layouts[:2]]
-        has = perform(found.steps, layouts, arrays, mesh)
-        subscripts = ",".join("".join(array.cuts) for array in layouts[:2]) + "->" + "".join(layouts[2].cuts)
-        whole, out = np.einsum(subscripts, *arrays), layouts[2]
-        for at in places(mesh):
-            others = [at | other for other in places({axis: mesh[axis] for axis in out.unreduced})]
-            mine = sum(has[tuple(other.values())] for other in others)  # of summands the sum
-            np.testing.assert_array_equal(mine, block_of(whole, out, at, mesh), err_msg=notation)
-        seen.update(step.kind for step in found.steps)
-        assert 0 < found.useful_share <= 1
-        assert found.overlapped_s <= found.sequential_s == found.compute_s + found.communication_s
+        arrays = [numbers.integers(-9, 9, [sizes[dim] for dim in array.sharding]) for array in layouts[:2]]
+        has = perform(prediction.steps, layouts, arrays, mesh)
+        subscripts = ",".join("".join(array.sharding) for array in layouts[:2]) + "->" + "".join(layouts[2].sharding)
+        product, out = np.einsum(subscripts, *arrays), layouts[2]
+        for at in coordinates(mesh):
+            others = [at | other for other in coordinates({axis: mesh[axis] for axis in out.unreduced})]
+            shard = sum(has[tuple(other.values())] for other in others)  # the sum of an unreduced output's summands
+            np.testing.assert_array_equal(shard, block_of(product, out, at, mesh), err_msg=notation)
+        seen.update(step.kind for step in prediction.steps)
+        assert 0 < prediction.useful_share <= 1
+        assert prediction.overlapped_s <= prediction.sequential_s
+        assert prediction.sequential_s == prediction.compute_s + prediction.communication_s
     assert seen["matmul"] == 12
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_axis_used_twice_is_refused(seed):
-    """In any of the three arrays, in one dim or two, or cut and unreduced at once; with the reason."""
+    """In any of the three arrays: in one dim or two, or sharded and unreduced at once. The error gives the reason."""
     rng = random.Random(seed)
     dims = [["I", "J"], ["J", "K"], ["I", "K"]]
     array, dim, other = rng.randrange(3), rng.randrange(2), rng.randrange(2)
@@ -651,7 +653,7 @@ def test_an_axis_used_twice_is_refused(seed):
     unreduced = "{U_X}" if array == 2 and rng.random() < 0.3 else ""
     if not unreduced:
         dims[array][other] += "X" if other == dim else "_X"
-    lhs, rhs, out = (", ".join(of) for of in dims)
+    lhs, rhs, out = (", ".join(names) for names in dims)
     with pytest.raises(ValueError, match=rf"^{'ABC'[array]}\[.* uses X twice: chip i along X"):
         steps_of(f"A[{lhs}] . B[{rhs}] -> C[{out}]{unreduced}")
 
@@ -665,7 +667,7 @@ def test_an_axis_used_twice_is_refused(seed):
         "A[I_X, J] * B[J, K_Y] -> C[K_Y, I_X]",
     ],
 )
-def test_ways_to_write_it(notation):
+def test_the_notation_may_be_written_otherwise(notation):
     assert [step.kind for step in steps_of(notation).steps] == ["matmul"]
 
 
@@ -677,16 +679,16 @@ def test_unreduced_is_read_and_shown():
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (lambda: steps_of("A[I, J] B[J, K] -> C[I, K]"), "does not read as"),
-        (lambda: steps_of("A[I, J] . B[J, K]"), "does not read as"),
-        (lambda: steps_of("A[I, J] . A[J, K] -> C[I, K]"), "does not read as"),
-        (lambda: steps_of("A[I, I] . B[I, K] -> C[K]"), "a name each"),
-        (lambda: steps_of("A[I, 7] . B[I, K] -> C[K]"), "a name each"),
+        (lambda: steps_of("A[I, J] B[J, K] -> C[I, K]"), "is not of the form"),
+        (lambda: steps_of("A[I, J] . B[J, K]"), "is not of the form"),
+        (lambda: steps_of("A[I, J] . A[J, K] -> C[I, K]"), "is not of the form"),
+        (lambda: steps_of("A[I, I] . B[I, K] -> C[K]"), "needs its own name"),
+        (lambda: steps_of("A[I, 7] . B[I, K] -> C[K]"), "needs its own name"),
         (lambda: steps_of("A[I, J] . B[L, K] -> C[I, K]"), r"summed over \(none\)"),
         (lambda: steps_of("A[I, J] . B[J, K] -> C[I, J]"), "C has all the others, not I, J"),
         (lambda: steps_of("A[I, J] . B[I, J, K] -> C[I, K]"), r"summed over \(I, J\)"),
         (lambda: steps_of("A[I, J]{U_X} . B[J, K] -> C[I, K]"), "only the result may be left unreduced"),
-        (lambda: steps_of("A[I_X, J] . B[J, K] -> C[I, K]{U_X}"), "X cuts what is summed over in neither A nor B"),
+        (lambda: steps_of("A[I_X, J] . B[J, K] -> C[I, K]{U_X}"), "X shards a contracted dim of neither A nor B"),
         (lambda: steps_of("A[I_W, J] . B[J, K] -> C[I, K]"), "no axis W in the mesh of X, Y, Z"),
         (lambda: steps_of("A[I_X, J] . B[J, K] -> C[I, K]", I=6), "I = 6 does not divide into 4 over X"),
         (lambda: steps_of("A[I, J] . B[J, K] -> C[I, K]", I=0.5), "I needs a size"),

@@ -229,7 +229,7 @@ def test_links_of(text, topology, options, expected):
     [
         ("fsdp:64", (4, 4, 4), "mesh fsdp:64 is for 64 devices and there are 128; let one axis be *"),
         ("data:2,fsdp:3,tensor:2", (3, 2, 1), None),
-        ("fsdp:4,tensor:3", (2, 3, 1), "mesh axis tensor:3 cannot lie on tpu7x:2x3x1: 3 parts of it are left for 2 of"),
+        ("fsdp:4,tensor:3", (2, 3, 1), "mesh axis tensor:3 does not fit tpu7x:2x3x1: 3 of its devices remain for 2 of"),
     ],
 )
 def test_links_of_errors(text, topology, message):
