@@ -1,8 +1,7 @@
-"""What a training run takes, against the scaling book, by hand, and against runs with failures that are drawn.
+"""The cost of a training run, against the scaling book, by hand, and against runs with random failures.
 
-Answers of the scaling book (https://jax-ml.github.io/scaling-book), part 6, "Training LLaMA 3 on TPUs", are named by
-question. Where it has changed its figures between 2025 and 2026, both are here; where it rounds or is wrong, the test
-says so.
+The tests of the scaling book (https://jax-ml.github.io/scaling-book) are of part 6, "Training LLaMA 3 on TPUs". Where
+the book's figures changed between 2025 and 2026, both are tested. Where it rounds or is wrong, the test says so.
 """
 
 import argparse
@@ -31,32 +30,32 @@ YEAR_S = 365 * 86_400
 
 
 def test_book_parameters():
-    """56.3e9 + 2.1e9 + 12e9 = 70.4e9: the sum of what was rounded; exactly 70.55e9."""
+    """56.3e9 + 2.1e9 + 12e9 = 70.4e9 is a sum of rounded numbers; the exact one is 70.55e9."""
     parts = transformer.parts(LLAMA)
-    assert parts["mlp"].params == pytest.approx(56.37e9, abs=0.005e9)  # cut off to 56.3
+    assert parts["mlp"].params == pytest.approx(56.37e9, abs=0.005e9)  # truncated to 56.3
     assert parts["embedding"].params + parts["unembedding"].params == pytest.approx(2.1e9, abs=0.05e9)
     assert parts["attention"].params == pytest.approx(12e9, abs=0.5e9)
     assert transformer.num_params(LLAMA) == pytest.approx(70.55e9, abs=0.005e9)
 
 
 def test_book_flops_a_token():
-    """6 * 70e9 = 4.2e11, "about half a TFLOP", and about 1 ms of a v5p. Here 4.5e11, a half with attention at 8192."""
-    one = training_run(6 * 70e9, V5P, 1, mfu=1)
-    assert one.flops == 4.2e11
-    assert one.busy_s == pytest.approx(1e-3, abs=0.5e-3)
-    assert one.busy_s == pytest.approx(0.915e-3, abs=0.0005e-3)
+    """6 * 70e9 = 4.2e11, "about half a TFLOP", and about 1 ms of a v5p. With attention at 8192 it is 4.5e11."""
+    run = training_run(6 * 70e9, V5P, 1, mfu=1)
+    assert run.flops == 4.2e11
+    assert run.busy_s == pytest.approx(1e-3, abs=0.5e-3)
+    assert run.busy_s == pytest.approx(0.915e-3, abs=0.0005e-3)
     matmuls = 6 * (transformer.num_params(LLAMA) - 128_256 * 8192)
     attention = 6 * 64 * 2 * 128 * 80 * 8192 / 2
-    assert transformer.train_flops_per_token(LLAMA) == pytest.approx(matmuls + attention, rel=1e-4)  # but for norms
+    assert transformer.train_flops_per_token(LLAMA) == pytest.approx(matmuls + attention, rel=1e-4)  # without norms
 
 
 def test_book_flops_of_the_run():
-    """15e12 tokens: 6.3e24."""
+    """15e12 tokens take 6.3e24 FLOPs."""
     assert cost.train_flops(6 * 70e9, 15e12) == pytest.approx(6.3e24, rel=1e-12)
 
 
 def test_book_years_of_one_chip():
-    """435."""
+    """One chip takes 435 years."""
     assert training_run(6.3e24, V5P, 1, mfu=1).seconds / YEAR_S == pytest.approx(435, abs=0.5)
 
 
@@ -75,8 +74,8 @@ def test_book_days_of_a_pod():
 def test_book_least_chips(checkpoints, exact_tb, total, chips, days):
     """2025: 16.5 TB, 171 chips, 2305 days; 2026: 11.2 TB, 117 chips, 3369 days.
 
-    16.5 is the sum of what was rounded, of 16.43. 171 is 171.9, cut off: 172 hold it. The days are from 44 days of a
-    pod, which are 44.3.
+    16.5 is a sum of rounded numbers; the exact one is 16.43. 171 is 171.9, truncated: it takes 172. The days are
+    computed from 44 days of a pod, which are 44.3.
     """
     exact = 2 * 70e9 + 8 * 70e9 + 2 * 8192 * 4e6 * checkpoints * 80
     assert exact == pytest.approx(exact_tb * 1e12, abs=0.005e12)
@@ -91,7 +90,7 @@ def test_book_least_chips(checkpoints, exact_tb, total, chips, days):
 
 @pytest.mark.parametrize("total, gb", [(16.5e12, 1.8), (11.2e12, 1.3)], ids=["2025", "2026"])
 def test_book_bytes_of_a_chip(total, gb):
-    """1.8 and 1.3 GB on 8960 chips: so many chips of that memory hold it, exactly."""
+    """1.8 and 1.3 GB a chip: 8960 chips of that memory hold the state exactly."""
     small = dataclasses.replace(V5P, hbm_bytes=total / 8960)
     assert cost.least_chips(total, small) == 8960
     assert small.hbm_bytes == pytest.approx(gb * 1e9, abs=0.05e9)
@@ -99,9 +98,9 @@ def test_book_bytes_of_a_chip(total, gb):
 
 @pytest.mark.parametrize("chip, price, flops", [("v5p", 4.2, 3.93e17), ("v5e", 1.2, 5.91e17)])
 def test_book_flops_for_a_dollar(chip, price, flops):
-    """Part 8, prices of February 2025: v5p 3.9e17 and v5e 5.8e17 (2026), but that is 5.9e17.
+    """Part 8, prices of February 2025: v5p 3.9e17 and v5e 5.8e17 (2026), which should be 5.9e17.
 
-    In 2025 the table had 1.09e14 and 1.64e14 "FLOPs / $": FLOP/s for a dollar an hour.
+    In 2025 the table had 1.09e14 and 1.64e14 "FLOPs / $", which were FLOP/s for a dollar an hour.
     """
     run = training_run(1e24, CHIPS[chip], 1, mfu=1, price_per_chip_hour=price)
     assert run.flops / run.cost == pytest.approx(flops, abs=0.005e17)
@@ -109,7 +108,7 @@ def test_book_flops_for_a_dollar(chip, price, flops):
 
 
 def test_chinchilla():
-    """Hoffmann et al. 2022: 70e9 parameters, 1.4e12 tokens; by their table 3, 10e9 want 205.1e9, 1e12 21.2e12."""
+    """Hoffmann et al. 2022: 1.4e12 tokens for 70e9 parameters; in table 3, 205.1e9 for 10e9 and 21.2e12 for 1e12."""
     assert cost.chinchilla_tokens(70e9) == 1.4e12
     assert cost.chinchilla_tokens(10e9) == pytest.approx(205.1e9, rel=0.03)
     assert cost.chinchilla_tokens(1e12) == pytest.approx(21.2e12, rel=0.06)
@@ -120,7 +119,7 @@ def test_chinchilla():
 
 
 def test_a_run_by_hand():
-    """7200 FLOPs on 2 chips of 1 FLOP/s at a half, 4/5 of the time, at 3 a chip-hour."""
+    """7200 FLOPs on 2 chips of 1 FLOP/s at an MFU of 1/2, a goodput of 4/5 and a price of 3 a chip-hour."""
     chip = dataclasses.replace(V5P, bf16_flops_per_s=1)
     run = training_run(7200, chip, 2, mfu=0.5, goodput=0.8, price_per_chip_hour=3)
     assert (run.busy_s, run.seconds, run.days, run.chip_hours, run.cost) == (7200, 9000, 9000 / 86_400, 5, 15)
@@ -147,19 +146,19 @@ def test_chips_needed_are_the_fewest():
     assert chips_needed(6.3e24, V5P, 44.3, mfu=0.4) == pytest.approx(8960, abs=10)
 
 
-# -- what is lost
+# -- goodput
 
 
 def test_goodput_by_hand():
-    """100 s of steps, 10 of saving; a failure every 1000 s takes 25 and 55: 0.92 of the time, 10/11 of that."""
+    """100 s of steps and 10 of saving leave 10/11. A failure every 1000 s loses 25 + 55 s: 0.92 of the time is left."""
     assert goodput(interval_s=100) == 1
     assert goodput(interval_s=100, save_s=10) == 100 / 110
     assert goodput(interval_s=100, save_s=10, failure_s=1000, restart_s=25) == pytest.approx(0.92 / 1.1, rel=1e-12)
 
 
 @pytest.mark.parametrize("interval_s, save_s, failure_s, restart_s", [(600, 30, 20_000, 300), (300, 60, 5_000, 0)])
-def test_goodput_of_runs_with_failures_that_are_drawn(interval_s, save_s, failure_s, restart_s):
-    """Failures at exponential times; each goes back to the last checkpoint that was finished."""
+def test_goodput_of_runs_with_random_failures(interval_s, save_s, failure_s, restart_s):
+    """Failures come at exponential intervals; each returns the run to its last finished checkpoint."""
     rng = random.Random(0)
     wall_s = useful_s = 0.0
     while useful_s < 4000 * failure_s:
@@ -167,25 +166,25 @@ def test_goodput_of_runs_with_failures_that_are_drawn(interval_s, save_s, failur
         useful_s += until_s // (interval_s + save_s) * interval_s
         wall_s += until_s + restart_s
     options = dict(interval_s=interval_s, save_s=save_s, failure_s=failure_s, restart_s=restart_s)
-    # Of the first order in I/F and R/F: what is left is their square. Drawn: 1 / sqrt(4000) of what failures take.
+    # The formula is of first order in I/F and R/F: the error is their square. Sampling: 1 / sqrt(4000) of the loss.
     lost = (restart_s + interval_s + save_s) / failure_s
     assert useful_s / wall_s == pytest.approx(goodput(**options), abs=lost**2)
     assert goodput(interval_s=interval_s, save_s=save_s) - goodput(**options) > 3 * lost**2
 
 
-def test_the_best_interval_by_trying_them():
+def test_the_best_interval_by_search():
     for save_s, failure_s in ((10, 10_000), (30, 100_000)):
-        of = lambda interval_s, S=save_s, F=failure_s: goodput(interval_s=interval_s, save_s=S, failure_s=F)
-        best = max(range(1, failure_s // 4), key=of)
+        share = lambda interval_s, S=save_s, F=failure_s: goodput(interval_s=interval_s, save_s=S, failure_s=F)
+        best = max(range(1, failure_s // 4), key=share)
         assert best_interval_s(save_s, failure_s) == pytest.approx(best, rel=0.03)
-        assert of(best) - of(best_interval_s(save_s, failure_s)) < 1e-4
+        assert share(best) - share(best_interval_s(save_s, failure_s)) < 1e-4
 
 
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: training_run(1e20, V5P, 1), "one of the two"),
-        (lambda: training_run(1e20, V5P, 1, mfu=0.4, busy_s=1), "one of the two"),
+        (lambda: training_run(1e20, V5P, 1), "either an MFU"),
+        (lambda: training_run(1e20, V5P, 1, mfu=0.4, busy_s=1), "either an MFU"),
         (lambda: training_run(1e20, V5P, 0, mfu=0.4), "num_chips=0"),
         (lambda: training_run(-1, V5P, 1, mfu=0.4), "flops=-1"),
         (lambda: training_run(math.nan, V5P, 1, mfu=0.4), "flops=nan"),
@@ -227,7 +226,7 @@ BOOK = "cost --preset=llama3.1-70b --tokens=15e12 --chips=8960 --chip=v5p --mfu=
 
 
 def test_cost_command(capsys):
-    """The book's run, 7% longer: with attention, without the look-up of the embedding."""
+    """The book's run takes 7% longer with attention and without the look-up of the embedding."""
     out = ran(capsys, f"{BOOK} --explain")
     for words in (
         "llama3.1-70b, 15,000,000,000,000 tokens (given) on 8,960 v5p, predicted",
@@ -248,7 +247,7 @@ def test_cost_command(capsys):
 
 
 def test_cost_json(capsys):
-    found = json.loads(ran(capsys, f"{BOOK} --price=2 --days=20 --goodput=0.8 --json"))
+    result = json.loads(ran(capsys, f"{BOOK} --price=2 --days=20 --goodput=0.8 --json"))
     flops = 15e12 * transformer.train_flops_per_token(LLAMA)
     run = training_run(flops, CHIPS["v5p"], 8960, mfu=0.4, goodput=0.8, price_per_chip_hour=2)
     expected = dict(
@@ -263,27 +262,27 @@ def test_cost_json(capsys):
         pods=1,
         state_bytes=sum(transformer.state_bytes(LLAMA).values()),
     )
-    assert {name: found[name] for name in expected} == expected
+    assert {name: result[name] for name in expected} == expected
     assert json.loads(ran(capsys, f"{BOOK} --json"))["cost_in_the_currency_of_the_price"] is None
 
 
 def test_tokens_of_a_run(capsys):
-    """Given, or of the steps, or 20 a parameter."""
-    of = lambda flags: json.loads(ran(capsys, f"cost --preset=llama3.1-8b --chips=64 --mfu=0.4 --json {flags}"))
-    assert of("--steps=10 --batch=4 --seq_len=1024")["tokens"] == 10 * 4 * 1024
-    assert of("--chinchilla")["tokens"] == 20 * transformer.num_params(from_preset("llama3.1-8b"))
-    assert of("--tokens=1e9")["tokens"] == 1e9
-    short, long = of("--tokens=1e9 --seq_len=1024"), of("--tokens=1e9 --seq_len=65536")
+    """They are given, those of the steps, or 20 a parameter."""
+    result = lambda flags: json.loads(ran(capsys, f"cost --preset=llama3.1-8b --chips=64 --mfu=0.4 --json {flags}"))
+    assert result("--steps=10 --batch=4 --seq_len=1024")["tokens"] == 10 * 4 * 1024
+    assert result("--chinchilla")["tokens"] == 20 * transformer.num_params(from_preset("llama3.1-8b"))
+    assert result("--tokens=1e9")["tokens"] == 1e9
+    short, long = result("--tokens=1e9 --seq_len=1024"), result("--tokens=1e9 --seq_len=65536")
     assert long["flops"] > 1.5 * short["flops"]
 
 
 def test_a_step_gives_the_mfu(capsys):
-    """100 steps of 2 s on 64 chips, whatever the tokens of a step."""
+    """100 steps of 2 s on 64 chips take 200 s, whatever the tokens of a step."""
     flags = "cost --preset=llama3.1-8b --chips=64 --steps=100 --step_s=2"
-    found = json.loads(ran(capsys, f"{flags} --json"))
-    assert found["busy_s"] == pytest.approx(200, rel=1e-12)
+    result = json.loads(ran(capsys, f"{flags} --json"))
+    assert result["busy_s"] == pytest.approx(200, rel=1e-12)
     per_step = transformer.train_flops_per_token(from_preset("llama3.1-8b")) * 128 * 8192
-    assert found["mfu"] == pytest.approx(per_step / (2 * 64 * 2307e12), rel=1e-12)
+    assert result["mfu"] == pytest.approx(per_step / (2 * 64 * 2307e12), rel=1e-12)
     assert "* 2 s = 200 s" in ran(capsys, f"{flags} --explain")
 
 
@@ -292,14 +291,14 @@ def ran_step(capsys, command: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_slice_and_a_mesh_have_their_step_predicted(capsys):
+def test_the_step_is_predicted_for_a_slice_and_a_mesh(capsys):
     command = "--preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=save_qkv_proj"
     step = json.loads(ran_step(capsys, f"step {command} --json"))
-    found = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --goodput=0.9 --json"))
-    assert found["mfu"] == pytest.approx(step["mfu"]) and found["num_chips"] == 64
-    assert found["seconds"] == pytest.approx(15e12 / (256 * 8192) * step["step_s"] / 0.9)
+    result = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --goodput=0.9 --json"))
+    assert result["mfu"] == pytest.approx(step["mfu"]) and result["num_chips"] == 64
+    assert result["seconds"] == pytest.approx(15e12 / (256 * 8192) * step["step_s"] / 0.9)
     assert f"of the predicted {si(step['step_s'], 's')} a step" in ran(capsys, f"cost {command} --tokens=15e12")
-    with pytest.raises(ValueError, match="--topology has its step predicted: no --chip"):
+    with pytest.raises(ValueError, match="--topology predicts the step: use it without --chip"):
         ran(capsys, f"cost {command} --chips=64")
     two = json.loads(ran(capsys, f"cost {command} --tokens=15e12 --num_slices=2 --mesh=data:2,fsdp:128 --json"))
     assert two["num_chips"] == 128
@@ -312,8 +311,8 @@ def test_a_slice_and_a_mesh_have_their_step_predicted(capsys):
 
 
 def test_days_give_the_chips(capsys):
-    found = json.loads(ran(capsys, "cost --preset=llama3.1-8b --tokens=1e12 --days=7 --mfu=0.4 --json"))
-    assert found["num_chips"] == found["chips_for_days"] and 6 < found["days"] <= 7
+    result = json.loads(ran(capsys, "cost --preset=llama3.1-8b --tokens=1e12 --days=7 --mfu=0.4 --json"))
+    assert result["num_chips"] == result["chips_for_days"] and 6 < result["days"] <= 7
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -325,16 +324,16 @@ def test_every_preset_has_a_cost(preset, capsys):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--mfu=0.4", "it needs --chips, or --days and --mfu"),
-        ("--days=7 --step_s=1", "it needs --chips, or --days and --mfu"),
-        ("--chips=64", "one of the two"),
-        ("--chips=64 --mfu=0.4 --step_s=1", "one of the two"),
+        ("--mfu=0.4", "cost needs --chips, or --days and --mfu"),
+        ("--days=7 --step_s=1", "cost needs --chips, or --days and --mfu"),
+        ("--chips=64", "either an MFU"),
+        ("--chips=64 --mfu=0.4 --step_s=1", "either an MFU"),
         ("--chips=4 --mfu=0.4 --chip=v9", "'v9'"),
         ("--chips=4 --mfu=0.4 --preset=llama3.1-405b --chip=v5e", "short by 6.425 TB; 378 chips hold it"),
         ("--chips=0 --mfu=0.4", "--chips=0 must be 1 or more"),
         ("--chips=4 --mfu=0.4 --tokens=-1", "tokens=-1"),
         ("--chips=4 --mfu=0.4 --price=-1", "price_per_chip_hour=-1"),
-        ("--chips=512 --mfu=0.4 --chinchilla --preset=deepseek-v3", "--chinchilla is of dense models"),
+        ("--chips=512 --mfu=0.4 --chinchilla --preset=deepseek-v3", "--chinchilla is for dense models"),
         ("--chips=4 --mfu=0.4 --preset=lama", "does not exist"),
         ("--chips=4 --mfu=0.4 --matmul_dtype=int8", "no published speed"),
     ],

@@ -1,7 +1,7 @@
-"""What serving costs, against the scaling book, by hand, and by brute force.
+"""The cost of serving, against the scaling book, by hand, and by brute force.
 
-Answers of the scaling book (https://jax-ml.github.io/scaling-book) are named by part and question. Where it has changed
-its figures between 2025 and 2026, both are here; where it rounds or is wrong, the test says so.
+A test of the scaling book (https://jax-ml.github.io/scaling-book) is named by part and question. Where the book's
+figures changed between 2025 and 2026, both are tested. Where it rounds or is wrong, the test says so.
 """
 
 import argparse
@@ -37,7 +37,7 @@ us, ms = 1e-6, 1e-3
 
 
 def dense(params: float, *, weight_bytes: float, cache_bytes: float = 0.0) -> Load:
-    """A model as the book has them in its estimates: 2 FLOPs a parameter, all of them loaded."""
+    """A model as in the book's estimates: 2 FLOPs a parameter, and all parameters are loaded."""
     return Load(weight_bytes * params, cache_bytes, 2 * params)
 
 
@@ -47,12 +47,12 @@ def dense(params: float, *, weight_bytes: float, cache_bytes: float = 0.0) -> Lo
 @pytest.mark.parametrize("dtype, weight_bytes, batch", [("bf16", 2, 240), ("bf16", 1, 120), ("int8", 1, 240)])
 def test_book_part_7_critical_batch(dtype, weight_bytes, batch):
     """240 in bf16; 120 for int8 parameters multiplied in bf16; 240 again for int8 by int8."""
-    found = critical_batch(dense(30e9, weight_bytes=weight_bytes), v5e, matmul_dtype=dtype)
-    assert found == pytest.approx(batch, abs=0.5)
+    critical = critical_batch(dense(30e9, weight_bytes=weight_bytes), v5e, matmul_dtype=dtype)
+    assert critical == pytest.approx(batch, abs=0.5)
 
 
 def test_book_part_7_attention_of_one_query():
-    """One FLOP a byte for one key head a query head, whatever the context."""
+    """With a key head for each query head there is one FLOP a byte, whatever the context."""
     config = Config(num_heads=8, num_kv_heads=8)
     for context in (100, 10_000):
         load = load_of(config, context)
@@ -61,7 +61,7 @@ def test_book_part_7_attention_of_one_query():
 
 @pytest.mark.parametrize("chip, small_ms", [(v5e_2025, 2.57), (v5e, 2.54)], ids=["2025", "2026"])
 def test_book_part_7_pop_quiz(chip, small_ms):
-    """30B in int8, bf16 FLOPs, 4x4, 819 MB a cache: 2.5 ms for 4 sequences, 21 for 256.
+    """30B in int8, bf16 FLOPs, 4x4, 819 MB a cache: 2.5 ms for 4 sequences, 21 ms for 256.
 
     The edition of 2025, at 8.1e11 bytes/s, should have rounded to 2.6.
     """
@@ -83,7 +83,7 @@ def test_book_part_7_llama_2_13b_parameters():
 
 
 def test_book_part_7_llama_2_13b_cache():
-    """6.7 GB for 8192 tokens in bf16. So 4 of them have more bytes than the parameters."""
+    """6.7 GB for 8192 tokens in bf16, so 4 caches have more bytes than the parameters."""
     load = load_of(llama2_13b(), 8192)
     assert load.cache_bytes == pytest.approx(6.7e9, abs=0.05e9)
     assert 3 * load.cache_bytes < load.weight_bytes < 4 * load.cache_bytes
@@ -112,7 +112,7 @@ GQA_TABLE = {
     [(gb, batch, *row) for gb, table in ((6.7, MHA_TABLE), (1.34, GQA_TABLE)) for batch, row in table.items()],
 )
 def test_book_part_7_llama_2_13b_tables(cache_gb, batch, total_gb, step_ms, tokens_per_s):
-    """Both tables, on 8 v5e. "GiB" and "TiB/s" in them are GB and TB/s: the cache of 6.7 GB is one of 6.25 GiB."""
+    """Both tables, on 8 v5e. Their "GiB" and "TiB/s" are GB and TB/s: a cache of 6.7 GB has 6.25 GiB."""
     load = dense(13e9, weight_bytes=2, cache_bytes=cache_gb * 1e9)
     step = decode(load, v5e, 8, batch)
     assert load.held_bytes(batch) == pytest.approx(total_gb * 1e9, abs=0.005e9)
@@ -121,32 +121,32 @@ def test_book_part_7_llama_2_13b_tables(cache_gb, batch, total_gb, step_ms, toke
 
 
 def test_book_part_7_llama_2_13b_runs_out_of_memory():
-    """ "beyond batch size 16": its table has 133.2 there, over its own 128. It is 16 if a chip has 16 GiB, else 15."""
+    """ "beyond batch size 16": the book's table has 133.2 there, over its 128. 16 fit if a chip has 16 GiB, else 15."""
     load = dense(13e9, weight_bytes=2, cache_bytes=6.7e9)
     assert max_batch(load, v5e, 8) == 15
     assert max_batch(load, CHIPS["v5e"], 8) == 16
 
 
 def test_book_part_7_llama_2_13b_with_fewer_key_heads():
-    """ "We can fit a much bigger batch of 64", and not 240; 5 times as much throughput at 240."""
+    """ "We can fit a much bigger batch of 64", but not 240, which would have 5 times the throughput."""
     load = dense(13e9, weight_bytes=2, cache_bytes=1.34e9)
     assert 64 <= max_batch(load, v5e, 8) < 240
     with pytest.raises(ValueError, match=r"short by 219\.6 GB"):
         serving.check_fit(load, v5e, 8, 240)
 
 
-def test_book_part_7_cut_of_prefill():
+def test_book_part_7_shards_of_prefill():
     """F / 2200 for one axis, "around 4-8 way": 2200 is 1.97e14 / 9e10 = 2189, rounded."""
-    cut = serving.max_cut((16_384, 16_384), 10**6, v5e, rings(16))
-    assert 16_384 / cut == pytest.approx(2189, abs=0.5)
-    assert 4 < cut < 8
+    shards = serving.max_shards((16_384, 16_384), 10**6, v5e, rings(16))
+    assert 16_384 / shards == pytest.approx(2189, abs=0.5)
+    assert 4 < shards < 8
 
 
-def test_book_part_7_cut_of_decoding():
-    """Y > F / (B * beta): 64 for F = 16,384 and B = 32 at beta = 8, "usually around 8" on v5e: it is 9.1, and 56."""
+def test_book_part_7_shards_of_decoding():
+    """Y > F / (B * beta): 64 for F = 16,384, B = 32 and beta = 8, "usually around 8" on v5e. 9.1 would give 56."""
     at_8 = dataclasses.replace(v5e, hbm_bytes_per_s=8 * 9e10)
-    assert serving.max_cut((16_384, 16_384), 32, at_8, rings(16)) == pytest.approx(64, rel=1e-12)
-    assert serving.max_cut((16_384, 16_384), 32, v5e, rings(16)) == pytest.approx(56.2, abs=0.05)
+    assert serving.max_shards((16_384, 16_384), 32, at_8, rings(16)) == pytest.approx(64, rel=1e-12)
+    assert serving.max_shards((16_384, 16_384), 32, v5e, rings(16)) == pytest.approx(56.2, abs=0.05)
 
 
 def book(**overrides) -> Config:
@@ -163,7 +163,7 @@ def test_book_part_7_question_1():
 
 
 def test_book_part_7_question_2():
-    """Of 128k tokens 7 caches fit on 4x4 in int8; with one key head about 56. If k is 1024 it is 6, and 55."""
+    """7 caches of 128k tokens fit on 4x4 in int8, with one key head about 56. If k is 1024, 6 and 55 fit."""
     int8 = dict(weight_dtype="int8", cache_dtype="int8")
     fit = lambda context, heads: max_batch(load_of(book(num_kv_heads=heads), context, **int8), v5e, 16)
     assert (fit(128_000, 8), fit(128_000, 1)) == (7, 56)
@@ -172,7 +172,7 @@ def test_book_part_7_question_2():
 
 @pytest.mark.parametrize("chip, floor_ms", [(v5e_2025, 1.42), (v5e, 1.40)], ids=["2025", "2026"])
 def test_book_part_7_question_3(chip, floor_ms):
-    """1.4 ms (2026). In 2025 it has 1.3: 18e9 / (8.1e11 * 16) = 1.39, cut off; and 18 for 18.4."""
+    """1.4 ms (2026). 2025 has 1.3: 18e9 / (8.1e11 * 16) = 1.39, truncated, with 18 for 18.4."""
     load = load_of(book(), 8192, weight_dtype="int8", cache_dtype="int8")
     assert serving.floor_s(load, chip, 16) == pytest.approx(floor_ms * ms, abs=0.005 * ms)
 
@@ -181,40 +181,40 @@ MIXTURE = dict(num_experts=16, experts_per_token=2, expert_dim=16_384)
 
 
 def test_book_part_7_question_5_parameters():
-    """212e9, of which 31.2e9 active: 31.27, cut off."""
+    """212e9, of which 31.2e9 are active: 31.27, truncated."""
     load = load_of(book(**MIXTURE), 8192, weight_dtype="int8")
     assert load.weight_bytes == pytest.approx(212e9, abs=0.5e9)
     assert load.loaded_bytes(1) == pytest.approx(31.27e9, abs=0.005e9)
 
 
 def test_book_part_7_question_5_critical_batch():
-    """240 * 16/2 = 1920 tokens, of the experts. Of the whole model 1626: attention and unembedding need 240."""
+    """The experts alone need 240 * 16/2 = 1920 tokens, the full model 1626: attention and unembedding need 240."""
     load = load_of(book(**MIXTURE), 8192)
-    experts = 3 * 4096 * 16_384 * 64
-    of_experts = Load(2 * 16 * experts, 0, 2 * 2 * experts, 0, 0, 2 * 16 * experts, 16, 2)
-    assert critical_batch(of_experts, v5e) == pytest.approx(8 * 1.97e14 / 8.2e11, rel=1e-9)
-    assert critical_batch(of_experts, v5e) == pytest.approx(1920, abs=4)  # 8 times what was rounded to 240
+    params = 3 * 4096 * 16_384 * 64
+    experts = Load(2 * 16 * params, 0, 2 * 2 * params, 0, 0, 2 * 16 * params, 16, 2)
+    assert critical_batch(experts, v5e) == pytest.approx(8 * 1.97e14 / 8.2e11, rel=1e-9)
+    assert critical_batch(experts, v5e) == pytest.approx(1920, abs=4)  # 8 times the number that was rounded to 240
     assert critical_batch(load, v5e) == pytest.approx(1626, abs=0.5)
     assert critical_batch(load, v5e) == pytest.approx(240.24 * 211.7 / 31.27, abs=1)
 
 
 def test_book_part_7_question_5_cache():
-    """The same as without experts."""
+    """The cache is the same as without experts."""
     assert load_of(book(**MIXTURE), 8192).cache_bytes == load_of(book(), 8192).cache_bytes
 
 
 def test_book_part_7_question_5_flops():
-    """2 * 31.2e9 a token; again 31.27."""
+    """2 * 31.2e9 a token, again truncated from 31.27."""
     assert load_of(book(**MIXTURE), 8192).flops_per_token == pytest.approx(2 * 31.27e9, abs=0.01e9)
 
 
 def test_book_part_7_latency_bound_messages():
-    """Appendix C: 8-way, below 360 kB; "BS=16 and D=8192 in int8", 131 kB, are."""
+    """Appendix C: 8-way messages below 360 kB are latency-bound, as "BS=16 and D=8192 in int8", 131 kB."""
     config = book(model_dim=8192, num_layers=1)
-    found = [serving.messages_s(config, rings(8), batch, activation_bytes=1) for batch in (1, 16, 43, 44)]
+    seconds = [serving.messages_s(config, rings(8), batch, activation_bytes=1) for batch in (1, 16, 43, 44)]
     hops = 2 * 2 * 4 * us  # two all-reduces, each a reduce-scatter and an all-gather of 4 hops
-    assert found[:3] == pytest.approx([hops] * 3, rel=1e-12)
-    assert found[3] == pytest.approx(2 * 2 * 44 * 8192 / 9e10, rel=1e-12) and found[3] > hops
+    assert seconds[:3] == pytest.approx([hops] * 3, rel=1e-12)
+    assert seconds[3] == pytest.approx(2 * 2 * 44 * 8192 / 9e10, rel=1e-12) and seconds[3] > hops
 
 
 # -- the scaling book, part 8: "Serving LLaMA 3-70B on TPUs"
@@ -224,21 +224,21 @@ INT8 = dict(weight_dtype="int8", cache_dtype="int8")
 
 
 def test_book_part_8_cache():
-    """160 kB a token in int8, which is KiB (2025: "160kiB", in the table 162 kB); 5.3 GB for 32k, 1.3 TB for 240."""
+    """160 kB a token in int8, which are KiB (2025: "160kiB", in the table 162 kB); 5.3 GB for 32k, 1.3 TB for 240."""
     assert load_of(LLAMA, 1, **INT8).cache_bytes == 160 * 1024
     load = load_of(LLAMA, 32_768, **INT8)
-    assert load.cache_bytes == pytest.approx(5.37e9, abs=0.005e9)  # 5.3 is of 162e3 a token; of 160e3 it is 5.24
+    assert load.cache_bytes == pytest.approx(5.37e9, abs=0.005e9)  # 5.3 follows from 162e3 a token; 160e3 give 5.24
     assert 240 * load.cache_bytes == pytest.approx(1.3e12, abs=0.05e12)
 
 
 def test_book_part_8_chips_for_240_caches():
-    """86 v5e, from 70e9 + 1.3e12 bytes; exactly 85."""
+    """86 v5e, from 70e9 + 1.3e12 bytes; the exact number is 85."""
     assert serving.least_chips(Load(70e9, 1.3e12, 0), v5e, 1) == 86
     assert serving.least_chips(load_of(LLAMA, 32_768, **INT8), v5e, 240) == 85
 
 
 def test_book_part_8_memory():
-    """2026: batch 32, 8192 tokens, int8: 112 GB, 7 chips. Of 160 KiB and 70.6e9 parameters: 113.5 GB, 8 chips."""
+    """2026: batch 32, 8192 tokens, int8: 112 GB, 7 chips. With 160 KiB and 70.6e9 parameters: 113.5 GB, 8 chips."""
     load = dense(70e9, weight_bytes=1, cache_bytes=160e3 * 8192)
     assert load.held_bytes(32) == pytest.approx(112e9, abs=0.5e9)
     assert serving.least_chips(load, v5e, 32) == 7
@@ -246,9 +246,9 @@ def test_book_part_8_memory():
 
 
 def test_book_part_8_latency():
-    """2026: the same takes 17 ms on 4x2, 1882 tokens/s, 235 a chip (1875 and 234: the book divides by 17 ms).
+    """2026: the same takes 17 ms on 4x2, 1882 tokens/s, 235 a chip (1875 and 234, as the book divides by 17 ms).
 
-    On 4x4 8.5 ms and as many a chip.
+    On 4x4 it takes 8.5 ms, with as many tokens a chip.
     """
     load = dense(70e9, weight_bytes=1, cache_bytes=160e3 * 8192)
     step, half = decode(load, v5e, 8, 32), decode(load, v5e, 16, 32)
@@ -260,19 +260,19 @@ def test_book_part_8_latency():
     assert half.tokens_per_s_per_chip == pytest.approx(step.tokens_per_s_per_chip, rel=1e-12)
 
 
-@pytest.mark.parametrize("chip, link, cut", [(v5e, 4.5e10, 26), (v5p, 9e10, 22)], ids=["2026", "2025"])
-def test_book_part_8_cut(chip, link, cut):
-    """2 * F / 2200 = 26 ways. In 2025 2 * F / 2550 = 22: 2550 is v5p's, this is about v5e."""
-    found = serving.max_cut((28_672, 28_672), 10**6, chip, [Axis(4, link), Axis(8, link)])
-    assert math.floor(found) == cut
+@pytest.mark.parametrize("chip, link, shards", [(v5e, 4.5e10, 26), (v5p, 9e10, 22)], ids=["2026", "2025"])
+def test_book_part_8_shards(chip, link, shards):
+    """2 * F / 2200 = 26 ways. 2025 has 2 * F / 2550 = 22, but 2550 is v5p's and this is about v5e."""
+    most = serving.max_shards((28_672, 28_672), 10**6, chip, [Axis(4, link), Axis(8, link)])
+    assert math.floor(most) == shards
 
 
-def test_book_part_8_cut_without_wraparound():
-    """No axis of a v5e 4x8 wraps around: of 26 ways 13 are left."""
+def test_book_part_8_shards_without_wraparound():
+    """No axis of a v5e 4x8 wraps around, which leaves 13 of 26 ways."""
     wrapped, line = (
-        serving.max_cut((28_672, 28_672), 10**6, v5e, axes) for axes in (rings(4, 8), CHIPS["v5e"].axes((4, 8)))
+        serving.max_shards((28_672, 28_672), 10**6, v5e, axes) for axes in (rings(4, 8), CHIPS["v5e"].axes((4, 8)))
     )
-    assert line == pytest.approx(wrapped / 2 * 50 / 45, rel=1e-12)  # of 50 GB/s in hardware.py, 45 in the book
+    assert line == pytest.approx(wrapped / 2 * 50 / 45, rel=1e-12)  # 50 GB/s in hardware.py, 45 in the book
 
 
 @pytest.mark.parametrize(
@@ -280,17 +280,18 @@ def test_book_part_8_cut_without_wraparound():
 )
 def test_book_part_8_critical_batch(weight_bytes, dtype, batch):
     """240; 120 and (2025) 60 for int8 and int4 weights multiplied in bf16; 240 for int8 in int8."""
-    found = critical_batch(dense(70e9, weight_bytes=weight_bytes), v5e, matmul_dtype=dtype)
-    assert found == pytest.approx(batch, abs=0.5)
+    critical = critical_batch(dense(70e9, weight_bytes=weight_bytes), v5e, matmul_dtype=dtype)
+    assert critical == pytest.approx(batch, abs=0.5)
 
 
 @pytest.mark.parametrize(
     "weight_bytes, least, chips, left_gb", [(2, 8.75, 16, 116), (1, 4.38, 8, 58), (0.5, 2.19, 4, 29)]
 )
 def test_book_part_8_smallest_slices(weight_bytes, least, chips, left_gb):
-    """bf16, int8, int4 on 16, 8, 4 chips, with room for 43 caches each (2026).
+    """bf16, int8, int4 on 16, 8, 4 chips, with space for 43 caches each (2026).
 
-    In 2025 int8 had 68 GB left and 52 caches, int4 45 GB of weights, 19 GB left and 67: wrong. "2.81" is still there.
+    2025 had 68 GB left and 52 caches for int8, and 45 GB of weights, 19 GB left and 67 caches for int4, which is wrong.
+    Its "2.81" is still in the edition of 2026.
     """
     load = dense(70e9, weight_bytes=weight_bytes, cache_bytes=weight_bytes * 162e3 * 8192)
     assert load.weight_bytes / 16e9 == pytest.approx(least, abs=0.006)
@@ -301,9 +302,9 @@ def test_book_part_8_smallest_slices(weight_bytes, least, chips, left_gb):
 
 @pytest.mark.parametrize("weight_bytes, chips, qps", [(2, 16, 0.276), (1, 8, 0.553), (0.5, 4, 1.105)])
 def test_book_part_8_queries(weight_bytes, chips, qps):
-    """A full HBM takes 19 ms a step (19.5, cut off), and 512 steps a query: 0.27 (cut off), 0.55, 1.11 a chip (2026).
+    """A full HBM takes 19 ms a step (19.5, truncated), a query 512 steps: 0.27 (truncated), 0.55, 1.11 a chip (2026).
 
-    In 2025 0.66 and 1.72 for the last two, from the wrong numbers of caches.
+    2025 has 0.66 and 1.72 for the last two, from the wrong numbers of caches.
     """
     load = dense(70e9, weight_bytes=weight_bytes, cache_bytes=weight_bytes * 162e3 * 8192)
     step = decode(load, v5e, chips, max_batch(load, v5e, chips))
@@ -313,13 +314,13 @@ def test_book_part_8_queries(weight_bytes, chips, qps):
 
 
 def test_book_part_8_floor():
-    """int4 on 2x2: "about 10ms"; 10.7."""
+    """int4 on 2x2 takes "about 10ms", which is 10.7."""
     assert serving.floor_s(dense(70e9, weight_bytes=0.5), v5e, 4) == pytest.approx(10.7 * ms, abs=0.05 * ms)
 
 
 @pytest.mark.parametrize("weight_bytes, chips, qps", [(2, 32, 0.450), (1, 16, 0.899), (0.5, 8, 1.799)])
 def test_book_part_8_twice_the_chips(weight_bytes, chips, qps):
-    """140 caches in 372 GB on 4x8; 0.44 (cut off), 0.90, 1.80 a chip. In 2025: 186 GB, 161 caches, 0.51, 1.03, 2.06."""
+    """140 caches in 372 GB on 4x8; 0.44 (truncated), 0.90, 1.80 a chip. 2025: 186 GB, 161 caches, 0.51, 1.03, 2.06."""
     load = dense(70e9, weight_bytes=weight_bytes, cache_bytes=weight_bytes * 162e3 * 8192)
     assert 2 / weight_bytes * (chips * 16e9 - load.weight_bytes) == 372e9
     assert max_batch(load, v5e, chips) == 140
@@ -327,44 +328,46 @@ def test_book_part_8_twice_the_chips(weight_bytes, chips, qps):
     assert step.tokens_per_s_per_chip / 512 * step.step_s / 0.019 == pytest.approx(qps, abs=0.0006)
 
 
-def test_book_part_8_small_batches_can_be_cut_more():
-    """2026: batch 64, F / (8 * 64) = 56 ways: exactly beta is 9.1, and it is 49. One matmul on 4x8: 11, 18, 4 us.
+def test_book_part_8_small_batches_can_be_sharded_more():
+    """2026: batch 64, F / (8 * 64) = 56 ways; beta is 9.1, which gives 49. One matmul on 4x8: 11, 18, 4 us.
 
-    Exactly 11.7, 17.9 and 4.8: the first and the last are cut off.
+    The exact times are 11.7, 17.9 and 4.8 us: the first and the last are truncated.
     """
     at_8 = dataclasses.replace(v5e, hbm_bytes_per_s=8 * 9e10)
     widths = (28_672, 28_672)
-    assert serving.max_cut(widths, 64, at_8, rings(16)) == pytest.approx(56, rel=1e-12)
-    assert serving.max_cut(widths, 64, v5e, rings(16)) == pytest.approx(49.2, abs=0.05)
+    assert serving.max_shards(widths, 64, at_8, rings(16)) == pytest.approx(56, rel=1e-12)
+    assert serving.max_shards(widths, 64, v5e, rings(16)) == pytest.approx(49.2, abs=0.05)
     step = decode(dense(8192 * 28_672, weight_bytes=2), v5e, 32, 64)
     message_s = collective_s("all_gather", 2 * 64 * 8192, rings(16))
-    found = [seconds / us for seconds in (message_s, step.weights_s, step.flops_s)]
-    assert found == pytest.approx([11.7, 17.9, 4.8], abs=0.05)
-    assert [math.floor(found[0]), round(found[1]), math.floor(found[2])] == [11, 18, 4]
+    message, weights, flops = (seconds / us for seconds in (message_s, step.weights_s, step.flops_s))
+    assert [message, weights, flops] == pytest.approx([11.7, 17.9, 4.8], abs=0.05)
+    assert [math.floor(message), round(weights), math.floor(flops)] == [11, 18, 4]
 
 
 def test_book_part_8_prefill():
-    """2026: 8192 tokens at 40% on 16 v5e: 0.91 s, of 2 * 70e9 FLOPs a token. Exactly 5% more, with attention."""
-    found = serving.prefill_s(2 * 70e9 * 8192, v5e, 16, mfu=0.4)
-    assert found == pytest.approx(0.91, abs=0.005)
-    ours = serving.prefill_s(serving.prefill_flops(LLAMA, 8192), v5e, 16, mfu=0.4)
+    """2026: 8192 tokens at 40% on 16 v5e take 0.91 s, at 2 * 70e9 FLOPs a token. With attention it is 5% more."""
+    matmuls_only = serving.prefill_s(2 * 70e9 * 8192, v5e, 16, mfu=0.4)
+    assert matmuls_only == pytest.approx(0.91, abs=0.005)
+    exact = serving.prefill_s(serving.prefill_flops(LLAMA, 8192), v5e, 16, mfu=0.4)
     matmuls = 8192 * 2 * (transformer.matmul_params(LLAMA) - 128_256 * 8192) + 2 * 128_256 * 8192
     attention = 80 * 2 * 2 * 64 * 128 * 8192 * 8192 / 2
-    assert ours == pytest.approx((matmuls + attention) / (16 * 1.97e14 * 0.4), rel=1e-12)
-    assert ours / found == pytest.approx(1.0546, abs=0.0001)
+    assert exact == pytest.approx((matmuls + attention) / (16 * 1.97e14 * 0.4), rel=1e-12)
+    assert exact / matmuls_only == pytest.approx(1.0546, abs=0.0001)
 
 
 def test_book_part_8_prefill_of_the_mlps():
-    """2025: 240 tokens through the MLPs, int8, 4x2: 26e12 FLOPs, 8 ms at least, 16 at half. It is 27e12: 8.6 and 17."""
+    """2025: 240 tokens through the MLPs, int8, 4x2: 26e12 FLOPs, at least 8 ms, 16 at half of the peak. The exact
+    figures are 27e12 FLOPs, 8.6 and 17 ms.
+    """
     flops = 240 * 2 * transformer.parts(LLAMA)["mlp"].params
     assert flops == pytest.approx(27.06e12, abs=0.005e12)
-    found = [serving.prefill_s(flops, v5e, 8, mfu=mfu, matmul_dtype="int8") for mfu in (1, 0.5)]
-    assert found == pytest.approx([8.6 * ms, 17.2 * ms], abs=0.05 * ms)
-    assert 26e12 / flops * found[0] == pytest.approx(8.25 * ms, abs=0.005 * ms)
+    seconds = [serving.prefill_s(flops, v5e, 8, mfu=mfu, matmul_dtype="int8") for mfu in (1, 0.5)]
+    assert seconds == pytest.approx([8.6 * ms, 17.2 * ms], abs=0.05 * ms)
+    assert 26e12 / flops * seconds[0] == pytest.approx(8.25 * ms, abs=0.005 * ms)
 
 
 def test_book_part_8_servers():
-    """2026: 0.91 s of prefill, 19 ms a step of 32, 512 new tokens: P = 3G."""
+    """2026: 0.91 s of prefill and 512 new tokens at 19 ms a step of 32 sequences give P = 3G."""
     step = Step(32, 16, 0.019, 0.0, 0.0, 0.0, 0.0)
     assert serving.prefill_servers(0.91, step, 512) == pytest.approx(3, abs=0.01)
 
@@ -372,16 +375,16 @@ def test_book_part_8_servers():
 def test_book_part_8_plateau():
     """ "at 2k context the throughput effectively plateaus at around 1 token / ms / chip when it hits the BS 120"."""
     load = dense(70e9, weight_bytes=1, cache_bytes=160 * 1024 * 2048)
-    found = {batch: decode(load, v5e, 16, batch).tokens_per_s_per_chip * ms for batch in (60, 121, 242)}
-    assert found[121] == pytest.approx(found[242], rel=1e-12)
-    assert found[242] == pytest.approx(0.893, abs=0.0005)
-    assert found[60] < 0.7
+    throughput = {batch: decode(load, v5e, 16, batch).tokens_per_s_per_chip * ms for batch in (60, 121, 242)}
+    assert throughput[121] == pytest.approx(throughput[242], rel=1e-12)
+    assert throughput[242] == pytest.approx(0.893, abs=0.0005)
+    assert throughput[60] < 0.7
 
 
 def test_book_part_8_caches_against_flops():
     """2026: "at all sequence lengths greater than 2048, we spend more time on KV cache loading than we do on FLOPs".
 
-    That is from 3556 tokens on. (2025 says it of batch sizes.)
+    That holds from 3556 tokens on. (2025 says it about batch sizes.)
     """
     step_of = lambda context: decode(dense(70e9, weight_bytes=1, cache_bytes=160 * 1024 * context), v5e, 16, 120)
     assert step_of(2048).cache_s < step_of(2048).flops_s
@@ -389,7 +392,7 @@ def test_book_part_8_caches_against_flops():
 
 
 def test_book_part_8_lowest_latency():
-    """The figure's "5.5ms with low batch size": 5.3 of weights in int8 on 4x4, and one cache."""
+    """The figure's "5.5ms with low batch size": 5.3 ms for int8 weights on 4x4, and one cache."""
     load = dense(70e9, weight_bytes=1, cache_bytes=160 * 1024 * 8192)
     assert serving.floor_s(load, v5e, 16) == pytest.approx(5.34 * ms, abs=0.005 * ms)
     assert decode(load, v5e, 16, 2).step_s == pytest.approx(5.5 * ms, abs=0.05 * ms)
@@ -399,14 +402,14 @@ def test_book_part_8_lowest_latency():
 
 
 @pytest.mark.parametrize("E, X, tokens", [(4, 1, 3), (4, 2, 2), (5, 3, 2), (3, 3, 2), (6, 2, 3)])
-def test_distinct_experts_by_all_choices(E, X, tokens):
+def test_distinct_experts_by_enumeration(E, X, tokens):
     choices = list(itertools.combinations(range(E), X))
     batches = list(itertools.product(choices, repeat=tokens))
     mean = sum(len(set().union(*batch)) for batch in batches) / len(batches)
     assert serving.distinct_experts(E, X, tokens) == pytest.approx(mean, rel=1e-12)
 
 
-def test_an_uneven_router_touches_fewer_experts():
+def test_an_uneven_router_uses_fewer_experts():
     choices, weight = range(4), [0.4, 0.3, 0.2, 0.1]
     mean = sum(math.prod(weight[e] for e in batch) * len({*batch}) for batch in itertools.product(choices, repeat=3))
     assert mean < serving.distinct_experts(4, 1, 3) - 0.1
@@ -420,8 +423,8 @@ def test_a_load_is_that_of_the_transformer(preset):
     assert load.cache_bytes == transformer.kv_cache_bytes(config, 4096)
     assert load.flops_per_token == 2 * transformer.matmul_params(config)
     assert load.loaded_bytes(1) == pytest.approx(transformer.active_params(config, embedding=False), rel=1e-12)
-    spared = 0 if config.tied_embeddings else config.vocab_size * config.model_dim
-    assert load.loaded_bytes(10**6) == pytest.approx(transformer.num_params(config) - spared, rel=1e-12)
+    embedding = 0 if config.tied_embeddings else config.vocab_size * config.model_dim
+    assert load.loaded_bytes(10**6) == pytest.approx(transformer.num_params(config) - embedding, rel=1e-12)
     assert load.held_bytes(3) == load.weight_bytes + 3 * load.cache_bytes
 
 
@@ -436,13 +439,13 @@ def test_attention_has_the_intensity_of_the_transformer(preset, dtype, size):
 
 
 def test_the_critical_batch_of_tpu7x():
-    """313, as the top says; with weights in fp8 half of that, multiplied in fp8 as many."""
-    of = lambda size, dtype: critical_batch(dense(1e9, weight_bytes=size), CHIPS["tpu7x"], matmul_dtype=dtype)
-    assert [of(2, "bf16"), of(1, "bf16"), of(1, "fp8")] == pytest.approx([312.6, 156.3, 312.6], abs=0.05)
+    """313, as the top of serving.py says; half of that for FP8 weights multiplied in bfloat16, 313 for FP8 matmuls."""
+    batch = lambda size, dtype: critical_batch(dense(1e9, weight_bytes=size), CHIPS["tpu7x"], matmul_dtype=dtype)
+    assert [batch(2, "bf16"), batch(1, "bf16"), batch(1, "fp8")] == pytest.approx([312.6, 156.3, 312.6], abs=0.05)
 
 
 def test_attention_of_latents_is_bound_by_flops():
-    """As the top says: 242 FLOPs a byte in bfloat16, under TPU7x's 313, and 484 in fp8."""
+    """As the top of serving.py says: 242 FLOPs a byte in bfloat16, under TPU7x's 313, and 484 in FP8."""
     for dtype, bound in (("bf16", False), ("fp8", True)):
         step = decode(load_of(from_preset("deepseek-v3"), 8192, cache_dtype=dtype), CHIPS["tpu7x"], 8, 1024)
         assert (step.attention_flops_s > step.cache_s) == bound
@@ -455,7 +458,7 @@ def test_windows_bound_the_attention_of_a_step():
 
 
 def test_a_step_by_hand():
-    """12 bytes of weights, of which 4 are looked up and 6 are 3 experts'; 2 chips of 5 FLOP/s and 2 bytes/s."""
+    """12 bytes of weights, 4 of them looked up and 6 of 3 experts; 2 chips of 5 FLOP/s and 2 bytes/s."""
     chip = what_if("tpu7x", bf16_flops_per_s=5, hbm_bytes_per_s=2)
     load = Load(12, 8, 10, attention_flops=20, lookup_bytes=4, expert_bytes=6, num_experts=3, experts_per_token=1)
     assert [load.loaded_bytes(tokens) for tokens in (1, 2)] == pytest.approx([2 + 2, 2 + 6 * 5 / 9])
@@ -465,7 +468,7 @@ def test_a_step_by_hand():
     assert (step.step_s, step.tokens_per_s, step.tokens_per_s_per_chip) == (6, 2 / 6, 1 / 6)
     slow = decode(load, chip, 2, 2, messages_s=7)
     assert (slow.step_s, slow.sequential_s, slow.bound) == (7, 13, "messages")
-    hidden = decode(load, chip, 2, 2, messages_s=5)  # longer than each, not than all of it
+    hidden = decode(load, chip, 2, 2, messages_s=5)  # longer than each part, not than their sum
     assert (hidden.step_s, hidden.sequential_s, hidden.bound) == (6, 11, "cache")
     assert serving.floor_s(load, chip, 2) == pytest.approx(1, rel=1e-12)
 
@@ -493,7 +496,7 @@ def random_load(rng: random.Random) -> Load:
 
 
 def test_the_limit_is_the_largest_batch_that_fits():
-    """And so does every smaller one: counted up."""
+    """Counting up from 0, every batch up to the limit fits and the next one does not."""
     rng = random.Random(0)
     limits = []
     for _ in range(200):
@@ -512,7 +515,7 @@ def test_the_limit_is_the_largest_batch_that_fits():
     assert {*limits} == {-1, 0}
 
 
-def test_what_does_not_fit_says_by_how_much():
+def test_the_error_says_how_many_bytes_are_missing():
     load = load_of(LLAMA, 8192)
     with pytest.raises(
         ValueError, match=r"weights are 141\.1 GB, the HBM of 4 v5e is 64 GB: short by 77\.11 GB; from 9 "
@@ -524,13 +527,13 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_throughput_and_latency_grow_with_the_batch():
-    """Of random loads, and with messages of a real model: both up to the limit, and never beyond the asymptote."""
+    """For random loads both grow with every batch, and throughput stays below its asymptote."""
     rng = random.Random(1)
     for _ in range(100):
         load, chip, n = random_load(rng), rng.choice([*CHIPS.values()]), rng.choice([1, 4, 64])
         steps = [decode(load, chip, n, batch) for batch in range(1, 400, 7)]
-        for one, more in itertools.pairwise(steps):
-            assert more.step_s >= one.step_s and more.tokens_per_s >= one.tokens_per_s * (1 - 1e-12)
+        for step, larger in itertools.pairwise(steps):
+            assert larger.step_s >= step.step_s and larger.tokens_per_s >= step.tokens_per_s * (1 - 1e-12)
         C, W = n * chip.bf16_flops_per_s, n * chip.hbm_bytes_per_s
         a_token_s = max(load.cache_bytes / W, load.attention_flops / C) + load.flops_per_token / C
         assert steps[-1].tokens_per_s <= (1 + 1e-12) / a_token_s
@@ -547,39 +550,39 @@ def test_the_critical_batch_is_where_the_bound_changes(preset):
 
 
 def test_messages_are_all_reduces_of_the_activations():
-    """On a v5e 2x4, no axis of which wraps around, half of V along either axis first, then along the other."""
+    """On a v5e 2x4, where no axis wraps around, each half of V goes along one axis first, then along the other."""
     config = from_preset("llama3.1-8b", num_layers=3)
-    found = serving.messages_s(config, CHIPS["v5e"].axes((2, 4)), 10_000)
+    seconds = serving.messages_s(config, CHIPS["v5e"].axes((2, 4)), 10_000)
     V, W = 10_000 * 4096 * 2, 50e9
     first, second = max(1 / 2, 3 / 4), max(1 / 2 * 3 / 4, 1 / 4 * 1 / 2)
-    assert found == pytest.approx(2 * 3 * 2 * (V / 2) * (first + second) / W, rel=1e-12)
+    assert seconds == pytest.approx(2 * 3 * 2 * (V / 2) * (first + second) / W, rel=1e-12)
     assert serving.messages_s(config, CHIPS["v5e"].axes((1, 1)), 10_000) == 0
 
 
 @pytest.mark.parametrize("batch, size, width", [(8, 2, 28_672), (512, 2, 28_672), (64, 1, 65_536), (4096, 1, 57_344)])
 @pytest.mark.parametrize("num_axes", [1, 2])
-def test_the_cut_is_where_messages_overtake(batch, size, width, num_axes):
-    """Against the time of the all-gather itself, on axes so long that a ring's time is V / W_ici."""
+def test_messages_take_longest_beyond_the_most_shards(batch, size, width, num_axes):
+    """Compared with the time of the all-gather, on axes so long that a ring's time is V / W_ici."""
     D, axes = 8192, rings(*[4096] * num_axes)
     axes = [dataclasses.replace(axis, hop_s=0) for axis in axes]
-    cut = serving.max_cut((width, width), batch, v5e, axes, weight_bytes=size)
+    shards = serving.max_shards((width, width), batch, v5e, axes, weight_bytes=size)
     load = dense(D * width, weight_bytes=size)
     message_s = collective_s("all_gather", 2 * batch * D, axes, spread=True)
-    one = decode(load, v5e, 1, batch)
-    for by, messages_win in ((0.99, False), (1.01, True)):
-        assert (message_s > max(one.weights_s, one.flops_s) / (cut * by)) == messages_win
-    assert serving.max_cut((width, width), batch, v5e, rings(1)) == math.inf
+    on_one_chip = decode(load, v5e, 1, batch)
+    for factor, longest in ((0.99, False), (1.01, True)):
+        assert (message_s > max(on_one_chip.weights_s, on_one_chip.flops_s) / (shards * factor)) == longest
+    assert serving.max_shards((width, width), batch, v5e, rings(1)) == math.inf
 
 
 def test_widths_of_an_mlp():
     assert serving.mlp_widths(LLAMA, 7) == (28_672, 28_672)
-    loaded, met = serving.mlp_widths(from_preset("deepseek-v3"), 10**6)
-    assert (loaded, met) == (pytest.approx(2048 * 257), 2048 * 9)
+    loaded, used = serving.mlp_widths(from_preset("deepseek-v3"), 10**6)
+    assert (loaded, used) == (pytest.approx(2048 * 257), 2048 * 9)
     assert serving.mlp_widths(from_preset("deepseek-v3"), 1)[0] == pytest.approx(2048 * 9)
 
 
 def test_prefill_by_hand():
-    """Logits of one token; half the square of attention; not before the weights are there."""
+    """Logits of one token, half of attention's scores, and at least the time of loading the weights."""
     config = Config(num_layers=2, model_dim=8, ff_dim=16, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=10)
     matmuls = 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16)
     assert serving.prefill_flops(config, 6) == 6 * (2 * matmuls + 2 * 2 * 2 * (4 + 4) * 3) + 2 * 8 * 10
@@ -590,7 +593,7 @@ def test_prefill_by_hand():
 
 def test_the_frontier_by_comparing_all_pairs():
     point = lambda step: (step.step_s, -step.tokens_per_s_per_chip)
-    beats = lambda one, other: point(one) != point(other) and all(map(float.__le__, point(one), point(other)))
+    beats = lambda a, b: point(a) != point(b) and all(map(float.__le__, point(a), point(b)))
     rng = random.Random(2)
     for _ in range(100):
         steps = [
@@ -598,8 +601,8 @@ def test_the_frontier_by_comparing_all_pairs():
             for _ in range(8)
         ]
         best = {point(step) for step in steps if not any(beats(other, step) for other in steps)}
-        found = serving.frontier(steps)
-        assert {point(step) for step in found} == best and len(found) == len(best)
+        frontier = serving.frontier(steps)
+        assert {point(step) for step in frontier} == best and len(frontier) == len(best)
 
 
 def test_batches_of_the_table():
@@ -661,18 +664,18 @@ def test_serve_command(capsys):
     assert float(rows[0][1]) == pytest.approx(5.406, abs=0.0005)
     assert max(map(len, out.splitlines())) <= 110
     out = ran(capsys, "serve --preset=deepseek-v3 --dtype=fp8 --batch=64 --explain")
-    assert "E * (1 - (1 - X/E)^B) = 256 * (1 - (1 - 8/256)^64) = 222.4 of a layer's are read" in out
-    assert "messages take longest" not in ran(capsys, "serve --topology=v5e:1x1 --batch=2")
+    assert "E * (1 - (1 - X/E)^B) = 256 * (1 - (1 - 8/256)^64) = 222.4 of a layer's experts are read" in out
+    assert "messages bind" in out and "messages bind" not in ran(capsys, "serve --topology=v5e:1x1 --batch=2")
 
 
 def test_serve_json(capsys):
-    found = json.loads(ran(capsys, "serve --preset=llama3.1-8b --topology=v5e:2x2,tpu7x:1x1x1 --batch=8 --json"))
-    assert (found["kind"], found["preset"], found["prompt_tokens"]) == ("predicted", "llama3.1-8b", 7680)
+    report = json.loads(ran(capsys, "serve --preset=llama3.1-8b --topology=v5e:2x2,tpu7x:1x1x1 --batch=8 --json"))
+    assert (report["kind"], report["preset"], report["prompt_tokens"]) == ("predicted", "llama3.1-8b", 7680)
     config = from_preset("llama3.1-8b")
     load = load_of(config, 8192)
     axes = CHIPS["v5e"].axes((2, 2))
     step = decode(load, CHIPS["v5e"], 4, 8, messages_s=serving.messages_s(config, axes, 8))
-    small, large = found["slices"]
+    small, large = report["slices"]
     (row,) = small["steps"]
     for name in ("step_s", "sequential_s", "cache_s", "messages_s", "tokens_per_s", "tokens_per_s_per_chip", "bound"):
         assert row[name] == getattr(step, name), name
@@ -681,29 +684,29 @@ def test_serve_json(capsys):
     prefill = serving.prefill_s(serving.prefill_flops(config, 7680), CHIPS["v5e"], 4, mfu=0.4)
     assert small["prefill_s"] == prefill
     assert small["prefill_servers_per_decode_server"] == prefill * 8 / (step.step_s * 512)
-    assert small["max_cut_chips"] == serving.max_cut((14_336, 14_336), 8, CHIPS["v5e"], axes)
+    assert small["max_cut_chips"] == serving.max_shards((14_336, 14_336), 8, CHIPS["v5e"], axes)
     assert large["max_cut_chips"] is None
     assert [row["on_frontier"] for part in (small, large) for row in part["steps"]] == [False, True]
 
 
 def test_serve_flags(capsys):
-    """Those of a model are Config's; --dtype, --batch are not those of training."""
+    """Flags of the model are Config's; --dtype and --batch are not those of training."""
     base = "serve --preset=llama3.1-8b --topology=tpu7x:1x1x1 --json "
-    of = lambda flags: json.loads(ran(capsys, base + flags))
-    assert of("--num_layers=16")["slices"][0]["weight_bytes"] < of("")["slices"][0]["weight_bytes"]
-    both, one = of("--dtype=fp8"), of("--dtype=fp8 --weight_dtype=bf16")
-    assert 2 * both["slices"][0]["weight_bytes"] == one["slices"][0]["weight_bytes"]
-    assert both["slices"][0]["cache_bytes_per_sequence"] == one["slices"][0]["cache_bytes_per_sequence"]
-    assert of("--cache_dtype=int4")["slices"][0]["cache_bytes_per_sequence"] == 8192 * 2 * 8 * 128 * 32 / 2
-    assert of("--batch=7")["slices"][0]["steps"][0]["batch"] == 7
-    assert of("--mfu=0.8")["slices"][0]["prefill_s"] == pytest.approx(of("")["slices"][0]["prefill_s"] / 2)
-    fp8 = of("--matmul_dtype=fp8 --batch=7")["slices"][0]["steps"][0]
-    assert fp8["flops_s"] == of("--batch=7")["slices"][0]["steps"][0]["flops_s"] / 2
+    result = lambda flags: json.loads(ran(capsys, base + flags))
+    assert result("--num_layers=16")["slices"][0]["weight_bytes"] < result("")["slices"][0]["weight_bytes"]
+    fp8, fp8_cache = result("--dtype=fp8"), result("--dtype=fp8 --weight_dtype=bf16")
+    assert 2 * fp8["slices"][0]["weight_bytes"] == fp8_cache["slices"][0]["weight_bytes"]
+    assert fp8["slices"][0]["cache_bytes_per_sequence"] == fp8_cache["slices"][0]["cache_bytes_per_sequence"]
+    assert result("--cache_dtype=int4")["slices"][0]["cache_bytes_per_sequence"] == 8192 * 2 * 8 * 128 * 32 / 2
+    assert result("--batch=7")["slices"][0]["steps"][0]["batch"] == 7
+    assert result("--mfu=0.8")["slices"][0]["prefill_s"] == pytest.approx(result("")["slices"][0]["prefill_s"] / 2)
+    fp8 = result("--matmul_dtype=fp8 --batch=7")["slices"][0]["steps"][0]
+    assert fp8["flops_s"] == result("--batch=7")["slices"][0]["steps"][0]["flops_s"] / 2
     mixture = json.loads(ran(capsys, "serve --preset=deepseek-v3 --dtype=fp8 --context=600 --batch=1 --json"))
     short = load_of(from_preset("deepseek-v3"), 600, weight_dtype="fp8").loaded_bytes(88)
     assert mixture["slices"][0]["prefill_s"] == short / (4 * 7380e9)  # loading the experts takes longest
     experts = ran(capsys, base + "--num_experts=8 --experts_per_token=2 --expert_dim=1024 --kv_lora_rank=0")
-    assert json.loads(experts)["slices"][0]["critical_batch"] > of("")["slices"][0]["critical_batch"]
+    assert json.loads(experts)["slices"][0]["critical_batch"] > result("")["slices"][0]["critical_batch"]
 
 
 @pytest.mark.parametrize(
