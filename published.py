@@ -1,15 +1,15 @@
-"""Named runs, which `--recipe=NAME` stands for: a model and its flags, a slice, who published them, what was measured.
+"""Named runs, for `--recipe=NAME`: a model and its flags, a slice, who published them, what was measured.
 
-Figures of TPU7x: https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at 0797d9c; flags: the
-`run_recipe.sh` of the folder that `source` names, MaxText's, in this project's words. A run that nobody published is a
-target: its mesh, microbatches and recomputation were chosen by planner.py (of Llama with named policies and turns of
-one layer), or are those of the run in bfloat16, "the same in 8 bits".
+The figures of TPU7x are from https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood/README.md at 0797d9c.
+The flags are from the `run_recipe.sh` in the folder that `source` names: MaxText's, in this project's words. A run that
+nobody published is a target. Its mesh, microbatches and recomputation were chosen by predicted/planner.py (for Llama
+among named policies, without double buffering), or are those of the run in bfloat16, "the same in FP8".
 
-**What differs in all of them.** MaxText's kernels and their blocks. Its constant in place of the softmax's maximum,
-where it has one (`use_max_logit_estimate`), is left out: `--max_logit=30` brings it, and makes NaN if a row's
-logits are far from it. Its compiler flags are those that compiler_flags.py explains, the group nearest to theirs;
-DeepSeek-V3's runs have one more, which no published run sets. What else differs, `differs` says. The measured times
-choose nothing here; of those that did, workload.py tells.
+**What differs in all of them.** Kernels and their blocks are not MaxText's. MaxText has a constant in place of the
+softmax's maximum in some runs (`use_max_logit_estimate`), which is left out here. `--max_logit=30` sets it, and gives
+NaN if the logits of a row are far from it. The compiler flags are those that compiler_flags.py explains, in the group
+nearest to MaxText's. DeepSeek-V3's runs have one more, which no published run sets. `differs` has what else differs. No
+flag was chosen by the measured times. Some efficiencies were, as predicted/workload.py says.
 """
 
 from dataclasses import dataclass, field
@@ -17,21 +17,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
+    """A run by name: its preset and flags, its slice, who published it, what was measured."""
+
     preset: str
     topology: str  # of a slice
     num_slices: int = 1
     flags: dict = field(default_factory=dict)  # fields of Config, over the preset's
     source: str
-    differs: str = ""  # from what was published
+    differs: str = ""  # how it differs from what was published
     measured_step_s: float | None = None
-    measured_tflops: float | None = None  # TFLOP/s a chip, recomputation not counted
+    measured_tflops: float | None = None  # TFLOP/s a chip, without recomputation
 
 
 _OF = "tpu-recipes, training/ironwood/"
 _LONG_8B = f"{_OF}Llama3.1-8B-LongContext-Maxtext, its table's row of 1M; no figures"
 _WIDE_HEADS = "16 heads of 256, and 4 for keys, as published, where Llama 3.1 8B has 32 of 128, and 8"
-_TARGET = "a target, after planner.py"
-_IN_8_BITS = "a target: the same in 8 bits"
+_TARGET = "a target, after predicted/planner.py"
+_IN_FP8 = "a target: the same in FP8"
 
 _ATTENTION_SAVED = "context:device,qkv_proj:device"
 _INPUT_ON_HOST = dict(remat="custom", remat_tensors="decoder_layer_input:offload")
@@ -56,7 +58,7 @@ _GEMMA |= dict(xla_flags="recommended")
 RECIPES: dict[str, Recipe] = {
     "llama3.1-8b-8k-bf16": Recipe(preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B, source=_TARGET),
     "llama3.1-8b-8k-fp8": Recipe(
-        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B | dict(fp8="dynamic"), source=_IN_8_BITS
+        preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B | dict(fp8="dynamic"), source=_IN_FP8
     ),
     "llama3.1-8b-8k-bf16-v6e": Recipe(
         preset="llama3.1-8b",
@@ -68,7 +70,7 @@ RECIPES: dict[str, Recipe] = {
             remat_tensors="decoder_layer_input:offload,out_proj:offload,qkv_proj:offload",
         ),
         source="tpu-recipes, training/trillium/Llama3.1-8B-MaxText/v6e-64",
-        measured_step_s=5.652,  # its TFLOP/s count attention's whole square
+        measured_step_s=5.652,  # its TFLOP/s count attention without a mask
     ),
     "llama3.1-8b-1m-bf16": Recipe(
         preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B_1M, source=_LONG_8B, differs=_WIDE_HEADS
@@ -77,7 +79,7 @@ RECIPES: dict[str, Recipe] = {
         preset="llama3.1-8b",
         topology="tpu7x:4x4x4",
         flags=_8B_1M | dict(fp8="dynamic"),
-        source=_IN_8_BITS,
+        source=_IN_FP8,
         differs=_WIDE_HEADS,
     ),
     "llama3.1-70b-8k-bf16": Recipe(
@@ -153,9 +155,9 @@ RECIPES: dict[str, Recipe] = {
         topology="tpu7x:4x8x8",
         flags=_DEEPSEEK | dict(mesh="fsdp:256,tensor:2", mu_dtype="bfloat16"),
         source=f"{_OF}deepseek3-671b/4k-bf16-tpu7x-4x8x8",
-        differs="tensor:2 for fsdp_transpose:2, which has no code here: as fsdp:512, two whole layers of 256 experts "
-        "are too much for the memory, predicted; a flag for its sums; measured with random routing, and gradients "
-        "in bfloat16",
+        differs="tensor:2 for fsdp_transpose:2, which has no code here: with fsdp:512, two gathered layers of 256 "
+        "experts exceed the memory, predicted; a compiler flag for its reduce-scatters; measured with random routing, "
+        "and gradients in bfloat16",
         measured_step_s=26.79,
         measured_tflops=612.66,
     ),
@@ -164,8 +166,8 @@ RECIPES: dict[str, Recipe] = {
         topology="tpu7x:4x8x8",
         flags=_DEEPSEEK | _FIXED | dict(mesh="fsdp:512", fp8_modules="out,mlp,moe"),
         source=f"{_OF}deepseek3-671b/4k-fp8-tpu7x-4x8x8",
-        differs="fsdp:512 for fsdp:256 with fsdp_transpose:2; a flag for its sums; latent attention's projections in "
-        "bfloat16; attention's scores without a cap (15)",
+        differs="fsdp:512 for fsdp:256 with fsdp_transpose:2; a compiler flag for its reduce-scatters; latent "
+        "attention's projections in bfloat16; attention's scores without a cap (15)",
         measured_step_s=22.08,
         measured_tflops=743.46,
     ),
@@ -174,12 +176,12 @@ RECIPES: dict[str, Recipe] = {
         topology="tpu7x:4x4x4",
         flags=_GPT_OSS,
         source=f"{_OF}gpt-oss-120b/8k-bf16-tpu7x-4x4x4",
-        differs="mlpwo:offload left out: here a dense MLP's result, of which there is none",
+        differs="mlpwo:offload left out: here it is the result of a dense MLP, which this model does not have",
         measured_step_s=14.93,
         measured_tflops=378.90,
     ),
     "gpt-oss-120b-8k-fp8": Recipe(
-        preset="gpt-oss-120b", topology="tpu7x:4x4x4", flags=_GPT_OSS | dict(fp8="dynamic"), source=_IN_8_BITS
+        preset="gpt-oss-120b", topology="tpu7x:4x4x4", flags=_GPT_OSS | dict(fp8="dynamic"), source=_IN_FP8
     ),
     "mixtral-8x7b-4k-bf16": Recipe(
         preset="mixtral-8x7b",
@@ -199,12 +201,12 @@ RECIPES: dict[str, Recipe] = {
         topology="tpu7x:4x4x4",
         flags=_GEMMA,
         source=f"{_OF}gemma4-31b/8k-bf16-tpu7x-4x4x4",
-        differs="Gemma 4 31B itself, of which presets.py says what this model lacks; fsdp:128 for fsdp:16 with "
+        differs="Gemma 4 31B was measured; presets.py says what this model lacks of it; fsdp:128 for fsdp:16 with "
         "fsdp_transpose:8",
         measured_step_s=12.20,
         measured_tflops=1057.76,
     ),
     "gemma-31b-like-8k-fp8": Recipe(
-        preset="gemma-31b-like", topology="tpu7x:4x4x4", flags=_GEMMA | dict(fp8="dynamic"), source=_IN_8_BITS
+        preset="gemma-31b-like", topology="tpu7x:4x4x4", flags=_GEMMA | dict(fp8="dynamic"), source=_IN_FP8
     ),
 }
