@@ -1,19 +1,19 @@
 """Mesh axes: their names, sizes and order, and what can be sharded over them. No jax here.
 
-**Mesh.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
+**Idea.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
 axes, outermost first, most of them of size 1:
 
-    data      replicas of the whole model; outermost, so this is what crosses slices, over the data-centre network
+    data      replicas of the full model; outermost, so this is what crosses slices, over the data-centre network
     pipe      stages of the layer stack
     fsdp      shards of every weight, gathered just before use; also splits the batch
     expert    experts of a mixture; outside the experts it splits the batch
-    context   parts of the sequence
-    tensor    parts of heads, feed-forward and vocabulary; of the residual stream between blocks
+    context   shards of the sequence
+    tensor    shards of heads, feed-forward and vocabulary; of the residual stream between blocks
 
-**Order.** On TPU7x a chip is two devices, joined by a die-to-die link of about six times the bandwidth of a link
-between chips (Google Cloud, "TPU7x performance optimizations"). Device ids count cores first, then x, y, z, so in id
-order the last axis of the mesh lies on the cores of a chip and the collectives over the others run along torus rings.
-sharding.py puts the devices in this order; interconnect.links_of says what it means for the messages.
+**On TPU7x** a chip is two devices, joined by a die-to-die link of about six times the bandwidth of a link between chips
+(Google Cloud, "TPU7x performance optimizations"). Device ids count cores first, then x, y, z. In id order, the last
+axis of the mesh is on the cores of a chip, and the collectives over the others run along torus rings. sharding.py puts
+the devices in this order; `links_of` of predicted/interconnect.py gives the links of each axis.
 """
 
 import difflib
@@ -24,10 +24,10 @@ BATCH_AXES = ("data", "fsdp", "expert")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of all mesh axes from a flag like `data:2,fsdp:*,tensor:2`. Axes left out have size 1; `*` becomes 0.
+    """Returns the sizes of all mesh axes from a flag like `data:2,fsdp:*,tensor:2`: 1 by default, 0 for `*`.
 
     Raises:
-      ValueError: an axis that does not exist or stands twice, a size that is no positive number, more than one `*`.
+      ValueError: an axis does not exist or is named twice, a size is not a positive number, or there are several `*`.
     """
     sizes = dict.fromkeys(MESH_AXES, 1)
     seen = set()
@@ -38,7 +38,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(MESH_AXES)}"
             raise ValueError(f"mesh={text!r}: there is no axis {axis!r}; {hint}")
         if axis in seen:
-            raise ValueError(f"mesh={text!r}: axis {axis!r} stands twice")
+            raise ValueError(f"mesh={text!r}: axis {axis!r} is named twice")
         if size != "*" and not (size.isdecimal() and int(size)):
             raise ValueError(f"mesh={text!r}: the size of {axis!r} must be a positive number or *, not {size!r}")
         seen.add(axis)
@@ -49,7 +49,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-    """Gives the axis of size 0 what the others leave of `num_devices`. Raises ValueError where they do not fit."""
+    """Sizes the axis of size 0 so that the mesh has `num_devices`. Raises ValueError if no size does."""
     fixed = math.prod(size for size in sizes.values() if size)
     shown = ",".join(f"{axis}:{size or '*'}" for axis, size in sizes.items() if size != 1) or "(all axes 1)"
     if 0 in sizes.values():
@@ -64,7 +64,7 @@ def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
 
 
 def check_multiple(name: str, size: int, axes: dict[str, int], instead: str = "") -> None:
-    """Raises ValueError unless `size` can be cut over mesh axes: the nearest sizes that can, and what to do instead."""
+    """Raises ValueError unless mesh axes can shard `size`. It names the nearest sizes, and what to do `instead`."""
     ways = math.prod(axes.values())
     if size % ways:
         near = f"{_near(ways, size)} (or {instead})" if instead else _near(ways, size)
@@ -72,7 +72,7 @@ def check_multiple(name: str, size: int, axes: dict[str, int], instead: str = ""
 
 
 def check_batch(batch: int, sizes: dict[str, int], microbatches: int) -> None:
-    """The same for the sequences of a batch, which a mesh axis `context` can share where there are fewer."""
+    """`check_multiple` for the sequences of a batch. If there are too few, a `context` axis can share them."""
     axes = {axis: sizes[axis] for axis in BATCH_AXES} | {"microbatches": microbatches}
     spare = math.prod(axes.values()) / batch
     instead = f"a context axis, so that {spare:g} devices share a sequence" if spare == int(spare) > 1 else ""
@@ -85,31 +85,31 @@ def _near(step: int, number: int) -> str:
 
 
 def check_slices(sizes: dict[str, int], num_slices: int) -> None:
-    """Raises ValueError where an axis other than data and pipe would lie between slices."""
+    """Raises ValueError if an axis other than data and pipe would cross slices."""
     if (outer := sizes["data"] * sizes["pipe"]) % num_slices:
         inner = ", ".join(f"{axis}:{sizes[axis]}" for axis in MESH_AXES[2:] if sizes[axis] > 1)
         raise ValueError(
-            f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would lie between "
-            "them: weights or activations of every layer would cross, over a network far slower than links. "
-            f"--mesh=data:{num_slices},... crosses with the gradients, once a step; pipe:{num_slices},... with a "
-            "message a microbatch"
+            f"data*pipe={outer} must be a multiple of the {num_slices} slices, or part of {inner} would cross them: "
+            "weights or activations of every layer would go over a network far slower than links. "
+            f"--mesh=data:{num_slices},... sends gradients across, once a step; pipe:{num_slices},... one message for "
+            "each microbatch"
         )
 
 
-def core_axis_of(sizes: dict[str, int], asked: str = "") -> str:
-    """The mesh axis that lies on the two cores of a TPU7x chip: the one asked for, else the last one of even size.
+def core_axis_of(sizes: dict[str, int], chosen: str = "") -> str:
+    """Returns the mesh axis on the two cores of a TPU7x chip: the chosen one, by default the last of even size.
 
     Raises:
-      ValueError: two axes are asked for, or one that does not exist or that has an odd size.
+      ValueError: several axes are chosen, or one that does not exist or has an odd size.
     """
-    if not asked:
+    if not chosen:
         return next((axis for axis in reversed(MESH_AXES) if sizes[axis] % 2 == 0), MESH_AXES[-1])
-    if len(asked.split(",")) > 1:
+    if len(chosen.split(",")) > 1:
         raise ValueError(
-            f"core_axis={asked!r}: a chip has two cores and one link between them, so only one axis can lie on it"
+            f"core_axis={chosen!r}: a chip has two cores and one link between them, so only one axis can use it"
         )
-    if asked not in MESH_AXES:
-        raise ValueError(f"core_axis={asked!r} is no mesh axis; there are {', '.join(MESH_AXES)}")
-    if sizes[asked] % 2:
-        raise ValueError(f"core_axis={asked!r} has size {sizes[asked]}; on the two cores of a chip it must be even")
-    return asked
+    if chosen not in MESH_AXES:
+        raise ValueError(f"core_axis={chosen!r} is no mesh axis; there are {', '.join(MESH_AXES)}")
+    if sizes[chosen] % 2:
+        raise ValueError(f"core_axis={chosen!r} has size {sizes[chosen]}; on the two cores of a chip it must be even")
+    return chosen

@@ -1,19 +1,22 @@
-"""The models, which `--preset=NAME` stands for: published shapes, and small ones that learn on a CPU.
+"""The models, for `--preset=NAME`: published shapes, and small ones that learn on a CPU.
 
-Published shapes. Sources: the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
-arXiv:2412.15115) and their released configuration files; Gemma 4 31B's model card. `gemma-31b-like` has its widths,
-depth and 5:1 pattern of local and global layers in the block of this project's models: SwiGLU where Gemma has GeGLU, no
-norms after the sub-layers, no scaled embedding, one rotary base, and global layers with the same 16 key/value heads
-of 256 as the local ones, where Gemma's have 4 of 512.
+**Dense models.** Sources are the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
+arXiv:2412.15115) with their released configuration files, and Gemma 4 31B's model card. `gemma-31b-like` has Gemma's
+widths, depth and 5:1 pattern of local and global layers, in the block of this project's models. It has SwiGLU where
+Gemma has GeGLU, no norms after the sub-layers, no scaled embedding and one rotary base. Its global layers have the same
+16 key/value heads of 256 as the local ones, where Gemma's have 4 of 512.
 
-Mixtures of experts: Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3,
-arXiv:2505.09388 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; their ff_dim is in the configuration and
-in no layer); DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module;
-gpt-oss, arXiv:2508.10925 (openai/gpt-oss-120b). Routers as their reports and configurations say: all renormalise,
-which for gpt-oss is its softmax over the chosen; DeepSeek-V3's has sigmoids, 8 groups of which 4 are kept, a scale of
-2.5, and is balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a
-sequence. The others' weights of the load-balance loss in training are not published; 0.01 is Switch's. Left out are
-the last two's YaRN frequencies.
+**Mixtures of experts.** Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3, arXiv:2505.09388
+(Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; no layer uses the ff_dim of their configurations);
+DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module; gpt-oss,
+arXiv:2508.10925 (openai/gpt-oss-120b).
+
+Routers follow the reports and configurations. All of them renormalise; for gpt-oss that is its softmax over the
+selected experts. DeepSeek-V3's router has sigmoids, 8 groups of which 4 are selected, and a scale of 2.5. It is
+balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a sequence. The
+others' weights of the load-balance loss in training are not published; 0.01 is Switch's.
+
+**Left out**: the YaRN frequencies of DeepSeek-V3 and gpt-oss.
 """
 
 _LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)

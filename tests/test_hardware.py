@@ -1,4 +1,4 @@
-"""The table of chips against sums that other published figures give: pods, matrix units times clock, devices."""
+"""The table of chips against other published figures: pods, matrix units times clock, devices."""
 
 import dataclasses
 import importlib
@@ -25,8 +25,8 @@ def test_the_chips():
 
 
 @EVERY_CHIP
-def test_every_field_is_there(chip):
-    """A figure of None is one that the table says is not published or not there; all else is positive."""
+def test_every_field_has_a_figure(chip):
+    """None marks figures that are not published or do not apply; all others are positive."""
     may_be_none = {"fp8_flops_per_s", "int8_flops_per_s", "pcie_bytes_per_s", "host_memory_bytes"}
     may_be_0 = {"cube", "ring", "die_to_die_bytes_per_s"}
     for field in dataclasses.fields(Chip):
@@ -52,7 +52,7 @@ def test_frozen_and_without_other_modules():
 
 @EVERY_CHIP
 def test_peak_is_matrix_units_times_clock(chip):
-    """Each cell multiplies and adds once a cycle for each row that goes in."""
+    """Each cell does one multiply-add for each row that enters in a cycle."""
     macs = chip.cores * chip.mxus_per_core * chip.mxu_size**2 * chip.mxu_rows_per_cycle
     assert 2 * macs * chip.clock_hz == pytest.approx(chip.bf16_flops_per_s, rel=0.003)
 
@@ -66,7 +66,7 @@ def test_matrix_units_as_the_book_counts():
 
 
 @pytest.mark.parametrize(
-    "name, chips, published",  # FLOP/s of a pod on its Cloud TPU page, or as said
+    "name, chips, published",  # FLOP/s of a pod on its Cloud TPU page, unless noted
     [
         ("v2", 256, 11.5e15),  # Google's announcement of the pod, at 45 TFLOP/s a chip
         ("v3", 1024, 126e15),
@@ -102,11 +102,11 @@ def test_links_of_a_chip(name, both_ways):
 
 
 @pytest.mark.parametrize(
-    "name, all_reduce, share",  # "All-reduce bandwidth per Pod" on the page: of all links, one way
+    "name, all_reduce, share",  # "All-reduce bandwidth per Pod" on the page: all links, one way
     [("v5e", 51.2e12, 1), ("v6e", 102.4e12, 1), ("v4", 1.1e15, 0.9), ("v3", 340e12, 0.83)],
 )
 def test_all_reduce_bandwidth_of_a_pod(name, all_reduce, share):
-    """v4's is of links of 45 GB/s, v3's of 83: where the table says why it has others."""
+    """v4's is for links of 45 GB/s, v3's for 83; the table says why it has other figures."""
     chip = CHIPS[name]
     links = math.prod(chip.pods[0]) * 2 * chip.torus_axes
     assert links * chip.link_bytes_per_s * share == pytest.approx(all_reduce, rel=0.01)
@@ -114,7 +114,7 @@ def test_all_reduce_bandwidth_of_a_pod(name, all_reduce, share):
 
 @pytest.mark.parametrize("name, bisection", [("v3", 6.4e12), ("v5e", 1.6e12), ("v6e", 3.2e12)])
 def test_bisection_of_a_pod(name, bisection):
-    """On the page; what cuts an n x n torus in halves are 2n links."""
+    """The page's figure: 2n links join the halves of an n x n torus."""
     chip = CHIPS[name]
     assert 2 * chip.pods[0][0] * chip.link_bytes_per_s == bisection
     assert bisection_bytes_per_s(chip.axes(chip.pods[0])) == bisection
@@ -135,12 +135,12 @@ def test_dcn_of_a_chip(name, gbit_per_s):
 
 
 def test_units_of_hbm_bandwidth():
-    """The page of v5p has had 2765 GBps, and 2575 GiBps."""
+    """The page of v5p has had 2765 GBps and 2575 GiBps, which are the same."""
     assert CHIPS["v5p"].hbm_bytes_per_s / 2**30 == pytest.approx(2575, rel=1e-3)
 
 
 def test_die_to_die():
-    """The page of TPU7x: six times a link."""
+    """The page of TPU7x has six times a link."""
     chip = CHIPS["tpu7x"]
     assert chip.die_to_die_bytes_per_s == 6 * chip.link_bytes_per_s
     assert [name for name, chip in CHIPS.items() if chip.die_to_die_bytes_per_s] == ["tpu7x"]
@@ -160,7 +160,7 @@ def test_a_device_of_tpu7x():
     chip = CHIPS["tpu7x"]
     assert chip.bf16_flops_per_s / chip.devices == 1153.5e12
     assert chip.hbm_bytes / chip.devices == 96 * 2**30
-    assert 94.74 * 2**30 < chip.hbm_bytes / chip.devices  # what a device reports: some is reserved
+    assert 94.74 * 2**30 < chip.hbm_bytes / chip.devices  # a device reports this: some is reserved
     assert chip.vmem_bytes == 128 * 2**20
 
 
@@ -170,15 +170,15 @@ def test_the_trap_of_chips_and_devices():
     ridge = chip.bf16_flops_per_s / chip.hbm_bytes_per_s
     assert ridge == pytest.approx(312.6, abs=0.05)
     assert chip.bf16_flops_per_s / (chip.hbm_bytes_per_s / chip.devices) == pytest.approx(625.2, abs=0.1)
-    assert chip.fp8_flops_per_s / chip.hbm_bytes_per_s == pytest.approx(625.2, abs=0.1)  # and this is no trap
+    assert chip.fp8_flops_per_s / chip.hbm_bytes_per_s == pytest.approx(625.2, abs=0.1)  # FP8's ridge
 
 
 def test_device_kinds_are_those_of_jax():
-    """The device tells its kind, and the kind its chip; the kinds of JAX's own table of chips."""
+    """Each kind names one chip, and the kinds are those of JAX's own table of chips."""
     kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(set(kinds)) == len(kinds)
-    of_jax = "TPU v2, TPU v3, TPU v4, TPU v5e, TPU v5 lite, TPU v5, TPU v5p, TPU v6e, TPU v6 lite, TPU7x"
-    assert {*kinds} == {*of_jax.split(", ")}
+    jax_kinds = "TPU v2, TPU v3, TPU v4, TPU v5e, TPU v5 lite, TPU v5, TPU v5p, TPU v6e, TPU v6 lite, TPU7x"
+    assert {*kinds} == {*jax_kinds.split(", ")}
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_no_such_unit(name, dtype):
 
 
 def test_vmem_bandwidth():
-    """The book, part 2: 22 times HBM's; its question 4 has 1.78e13 for a v5e of 8.1e11."""
+    """The book, part 2, has 22 times HBM's; its question 4 has 1.78e13 for a v5e of 8.1e11."""
     v5e = dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_s=8.1e11)
     assert v5e.vmem_bytes_per_s == pytest.approx(1.78e13, rel=0.002)
 
 
 def test_what_if():
-    """A chip that is not there is one line, and works where another does."""
+    """A chip that does not exist takes one line, and works like any other."""
     chip = dataclasses.replace(CHIPS["tpu7x"], name="faster links", link_bytes_per_s=200e9)
     assert [axis.link_bytes_per_s for axis in chip.axes((4, 4, 4))] == [200e9] * 3
     assert chip.axes((4, 4, 4))[0].wrap and chip.hbm_bytes == CHIPS["tpu7x"].hbm_bytes
@@ -261,7 +261,7 @@ def test_fixed_wires(topology):
         parse_topology(topology)
 
 
-def test_a_chip_that_is_not_there():
+def test_a_chip_that_does_not_exist():
     topology = "tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11+hop_s=1e-7:4x4x4"
     chip, sizes = parse_topology(topology)
     own = CHIPS["tpu7x"]
@@ -273,29 +273,29 @@ def test_a_chip_that_is_not_there():
         == own
         == hardware.chip_of("tpu7x")
     )
-    assert f"{chip.name}:{hardware.by(sizes)}" == topology  # as predictions print it, and take it again
+    assert f"{chip.name}:{hardware.by(sizes)}" == topology  # predictions print it so, and accept it
 
 
 @pytest.mark.parametrize(
     "changed, words",
     [
         ("bandwidth=2x", "tpu7x has no figure 'bandwidth' to change; it has bf16_flops_per_s, "),
-        ("clock_hz=2x", "no figure 'clock_hz'"),  # what it would change is in the FLOPs
+        ("clock_hz=2x", "no figure 'clock_hz'"),  # the FLOP/s have it
         ("devices=2x", "no figure 'devices'"),
-        ("int8_flops_per_s=1e15", "no figure 'int8_flops_per_s'"),  # that chip has no such unit
-        ("link_bytes_per_s", "link_bytes_per_s is 1e11; behind it comes another, =4e11, or =2x"),
+        ("int8_flops_per_s=1e15", "no figure 'int8_flops_per_s'"),  # the chip has no such unit
+        ("link_bytes_per_s", "link_bytes_per_s is 1e11; give another value, as in =4e11 or =2x"),
         ("link_bytes_per_s=1e+11", "without a +, which separates changes"),
-        ("hbm_bytes=2x+hbm_bytes=", "hbm_bytes is 2.06158e11; behind it"),
+        ("hbm_bytes=2x+hbm_bytes=", "hbm_bytes is 2.06158e11; give another"),
         ("hbm_bytes=1e400", "finite and above 0"),
         ("hbm_bytes=1e300x", "finite and above 0"),
         ("hop_s=1e-400", "finite and above 0"),
-        ("link_bytes_per_s=0", "behind it"),
-        ("link_bytes_per_s=-1", "behind it"),
-        ("link_bytes_per_s=x", "behind it"),
-        ("link_bytes_per_s=nan", "behind it"),
+        ("link_bytes_per_s=0", "give another value"),
+        ("link_bytes_per_s=-1", "give another value"),
+        ("link_bytes_per_s=x", "give another value"),
+        ("link_bytes_per_s=nan", "give another value"),
     ],
 )
-def test_figures_that_cannot_be(changed, words):
+def test_impossible_figures_are_refused(changed, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_topology(f"tpu7x+{changed}:4x4x4")
 
@@ -331,10 +331,10 @@ def test_table(capsys):
 
 
 def test_json(capsys):
-    found = json.loads(ran(capsys, "--json"))
-    assert [*found] == [*CHIPS]
+    result = json.loads(ran(capsys, "--json"))
+    assert [*result] == [*CHIPS]
     for name, chip in CHIPS.items():
-        assert found[name] == json.loads(json.dumps(dataclasses.asdict(chip)))
+        assert result[name] == json.loads(json.dumps(dataclasses.asdict(chip)))
     assert [*json.loads(ran(capsys, "tpu7x --json"))] == ["tpu7x"]
 
 
@@ -345,7 +345,7 @@ def test_wrong_command_line(capsys):
 
 
 def test_peaks():
-    """A TPU7x chip has 2307 TFLOP/s and shows as two devices; all are published figures of one device."""
+    """The peaks are published figures of one device. A TPU7x chip has 2307 TFLOP/s and is two devices."""
     peaks = hardware.PEAK_BF16_FLOPS_PER_DEVICE
     assert peaks["TPU7x"] == 1153.5e12
     published = {"TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU7x": 1153.5}

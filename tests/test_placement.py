@@ -1,4 +1,4 @@
-"""Mesh axes: flags to sizes, the cores of a chip, and the links of an axis, against the devices themselves."""
+"""Mesh axes: sizes from flags, the cores of a chip, and the links of an axis, against the devices themselves."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ def sizes_of(text: str = "") -> dict[str, int]:
     return placement.parse_mesh(text)
 
 
-# -- flags to sizes
+# -- sizes from flags
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_parse_mesh(text, expected):
         ("data:2,tensors:2", "there is no axis 'tensors'; did you mean tensor?"),
         ("model:2", "there is no axis 'model'; there are data, pipe, fsdp, expert, context, tensor"),
         (":2", "there is no axis ''; there are data, pipe, fsdp, expert, context, tensor"),
-        ("data:2,fsdp:2,data:2", "axis 'data' stands twice"),
-        ("data:1,data:2", "axis 'data' stands twice"),
+        ("data:2,fsdp:2,data:2", "axis 'data' is named twice"),
+        ("data:1,data:2", "axis 'data' is named twice"),
         ("fsdp", "the size of 'fsdp' must be a positive number or *, not ''"),
         ("fsdp:", "the size of 'fsdp' must be a positive number or *, not ''"),
         ("fsdp:0", "the size of 'fsdp' must be a positive number or *, not '0'"),
@@ -115,11 +115,11 @@ def test_check_multiple_passes(size, axes):
     placement.check_multiple("batch", size, axes)
 
 
-# -- which axis lies on the two cores of a chip
+# -- the axis on the two cores of a chip
 
 
 @pytest.mark.parametrize(
-    "text, asked, expected",
+    "text, chosen, expected",
     [
         ("data:2,fsdp:4", "", "fsdp"),
         ("data:2,fsdp:4,tensor:2", "", "tensor"),
@@ -128,12 +128,12 @@ def test_check_multiple_passes(size, axes):
         ("", "", "tensor"),
     ],
 )
-def test_core_axis(text, asked, expected):
-    assert placement.core_axis_of(sizes_of(text), asked) == expected
+def test_core_axis(text, chosen, expected):
+    assert placement.core_axis_of(sizes_of(text), chosen) == expected
 
 
 @pytest.mark.parametrize(
-    "text, asked, message",
+    "text, chosen, message",
     [
         (
             "data:2,fsdp:2",
@@ -145,19 +145,19 @@ def test_core_axis(text, asked, expected):
         ("data:2", "tensor", "core_axis='tensor' has size 1; on the two cores of a chip it must be even"),
     ],
 )
-def test_core_axis_errors(text, asked, message):
+def test_core_axis_errors(text, chosen, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        placement.core_axis_of(sizes_of(text), asked)
+        placement.core_axis_of(sizes_of(text), chosen)
 
 
 # -- links
 
 
 def links(text: str, topology, chip="tpu7x", **options) -> dict[str, list[tuple]]:
-    """{mesh axis: [(name, size, GB/s, hop in us, wraps)]} of those with any links."""
-    found = interconnect.links_of(sizes_of(text), CHIPS[chip], topology, **options)
+    """{mesh axis: [(name, size, GB/s, hop in us, wraps)]}, for the axes that have links."""
+    every = interconnect.links_of(sizes_of(text), CHIPS[chip], topology, **options)
     short = lambda axis: (axis.name, axis.size, axis.link_bytes_per_s / 1e9, axis.hop_s * 1e6, axis.wrap)
-    return {mesh_axis: [short(axis) for axis in axes] for mesh_axis, axes in found.items() if axes}
+    return {mesh_axis: [short(axis) for axis in axes] for mesh_axis, axes in every.items() if axes}
 
 
 CORES = ("die to die", 2, 600, 1, False)
@@ -175,7 +175,7 @@ CORES = ("die to die", 2, 600, 1, False)
             {},
             {"fsdp": [(dim, 4, 50, 1, True) for dim in "xyz"], "tensor": [CORES]},
         ),
-        (  # half of x: a line of two neighbours; the other half jumps over them, and wraps around
+        (  # tensor has a line of two neighbours on x; fsdp jumps over them, and wraps around
             "fsdp:32,tensor:4",
             (4, 4, 4),
             {},
@@ -194,7 +194,7 @@ CORES = ("die to die", 2, 600, 1, False)
                 "tensor": [("x", 2, 50, 1, False)],
             },
         ),
-        (  # whole cubes, and no cube
+        (  # full cubes
             "data:2,fsdp:32,tensor:4",
             (4, 4, 8),
             {},
@@ -204,7 +204,7 @@ CORES = ("die to die", 2, 600, 1, False)
                 "tensor": [CORES, ("2 of x", 2, 50, 1, False)],
             },
         ),
-        (  # 4 along two axes, and no rings: it is no whole cube
+        (  # less than a cube: no rings, although two axes have 4
             "fsdp:32,tensor:2",
             (2, 4, 4),
             {},
@@ -262,17 +262,17 @@ def devices_of(topology: str, num_slices: int = 1) -> list:
     ],
 )
 def test_links_are_those_between_the_devices_of_the_mesh(text, topology, core_axis):
-    """Along each mesh axis exactly the coordinates change that its links say, a hop of theirs at a time."""
+    """Along each mesh axis, exactly the coordinates of its links change, by one hop of theirs at a time."""
     chips = tuple(map(int, topology.split("x")))
     sizes = sizes_of(text)
     devices = sharding.make_mesh(sizes, devices_of(topology), core_axis).devices
-    found = interconnect.links_of(sizes, TPU7X, chips, core_axis=core_axis)
-    place = lambda device: np.array([device.core_on_chip, *device.coords])
+    every = interconnect.links_of(sizes, TPU7X, chips, core_axis=core_axis)
+    coordinates = lambda device: np.array([device.core_on_chip, *device.coords])
     dims = {"die to die": 0, "x": 1, "y": 2, "z": 3}
     for number, axis in enumerate(MESH_AXES):
         groups = np.moveaxis(devices, number, -1).reshape(-1, sizes[axis])
         for group in groups:
-            places = np.array([place(device) for device in group])
-            distinct = {dim: sorted({*places[:, dim].tolist()}) for dim in range(4)}
+            points = np.array([coordinates(device) for device in group])
+            distinct = {dim: sorted({*points[:, dim].tolist()}) for dim in range(4)}
             steps = {dim: (len(at), at[1] - at[0]) for dim, at in distinct.items() if len(at) > 1}
-            assert steps == {dims[a.name.split(" of ")[-1]]: (a.size, round(a.hop_s * 1e6)) for a in found[axis]}
+            assert steps == {dims[a.name.split(" of ")[-1]]: (a.size, round(a.hop_s * 1e6)) for a in every[axis]}

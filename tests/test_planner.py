@@ -343,7 +343,7 @@ def test_plan_command(capsys, tmp_path):
         ("--num_slices=0 --batch=128", "num_slices=0 must be 1 or more"),
         ("--collective_matmul", "--collective_matmul is what plan finds"),
         ("--preset=tiny --model_dim=190 --topology=tpu7x:2x2x1", None),
-        ("--chips=100000", "tpu7x ends at 16x24x24"),
+        ("--chips=100000", "the largest pod of tpu7x is 16x24x24"),
         ("--batchsize=3", "there is no flag '--batchsize=3'; did you mean --batch?"),
     ],
 )

@@ -91,7 +91,10 @@ def test_json(capsys, flags, expected):
         ("collective all_to_all --bytes=inf", "not inf"),
         ("collective all_reduce --bytes=1 --topology=v9:4x4", "'v9'; there are v2, v3"),
         ("collective all_reduce --bytes=1 --topology=tpu7x:4x4", "4x4 has 2 axes, tpu7x has 3"),
-        ("collective all_reduce --bytes=1 --topology=tpu7x:99x99x99", "970,299 chips; tpu7x ends at 16x24x24, 9,216"),
+        (
+            "collective all_reduce --bytes=1 --topology=tpu7x:99x99x99",
+            "970,299 chips; the largest pod of tpu7x is 16x24x24",
+        ),
         ("collective all_reduce --bytes=1 --axes=0,3", "--axes=0,3: tpu7x:4x4x4 has the axes 0,1,2"),
         ("collective all_reduce --bytes=1 --axes=1,1", "once"),
         ("collective all_reduce --bytes=1 --slices=0", "not 0"),

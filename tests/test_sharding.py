@@ -119,7 +119,7 @@ def test_slices_are_told_by_their_numbers_and_not_by_ids(monkeypatch):
 @pytest.mark.parametrize("text", ["fsdp:*", "data:3,fsdp:*", "expert:2,fsdp:16"])
 def test_only_replicas_and_stages_lie_between_slices(text):
     devices = tpu7x(num_slices=2)[: 24 if "3" in text else 32]
-    with pytest.raises(ValueError, match=r"must be a multiple of the 2 slices, or part of .*fsdp:.* would lie between"):
+    with pytest.raises(ValueError, match=r"must be a multiple of the 2 slices, or part of .*fsdp:.* would cross them"):
         sharding.make_mesh(sizes_of(text), devices)
 
 

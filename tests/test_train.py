@@ -480,7 +480,7 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
         (["--mesh=fdsp:8"], r"there is no axis 'fdsp'; did you mean fsdp?"),
         (["--corpus=nowhere.bin"], r"No such file or directory: 'nowhere.bin'"),
         (["--vocab_size=64"], r"has a vocabulary of 256 and the model one of 64"),
-        (["--core_axis=fsdp,tensor"], r"only one axis can lie on it"),
+        (["--core_axis=fsdp,tensor"], r"only one axis can use it"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
