@@ -67,7 +67,7 @@ CASES = {
         {
             f"{length // 1024}k, {what} saved": dict(seq_len=length, remat=remat)
             for length in (8192, 32_768, 131_072)
-            for what, remat in (("all matmuls'", "minimal"), ("layers' inputs", "full"))
+            for what, remat in (("results of matmuls", "minimal"), ("layers' inputs", "full"))
         },
         is_compiled=False,
     ),

@@ -1,9 +1,9 @@
-"""What is refused, by being refused: an example of each rule, and the sentence that it is answered with.
+"""The page of refused flags: an example of each rule, and the sentence that train.py answers it with.
 
     python benchmarks/refused.py      writes docs/REFUSED.md
 
-Flags are read as train.py reads them, for 8 devices that are no TPUs. tests/test_refused.py holds the page against the
-code, and the examples against the rules: every `raise` of them is reached.
+Flags are read as train.py reads them, for 8 devices that are not TPUs. tests/test_refused.py compares the page with the
+code, and checks that the examples reach every `raise` of the rules.
 """
 
 import re
@@ -46,7 +46,7 @@ EXAMPLES = {
         "--eval_batches=0 --eval_every=10",
         "--no-prefetch --double_buffer",
     ],
-    "Choices that do not go together": [
+    "Choices that exclude each other": [
         "--offload_optimizer --optimizer=adafactor",
         "--mesh=context:8 --context_heads=2 --collectives=ring",
         "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular --num_layers=4 --microbatches=2",
@@ -75,7 +75,7 @@ EXAMPLES = {
         "--core_axis=tensor,fsdp",
         "--core_axis=tensor",
     ],
-    "What does not divide": [
+    "Sizes that do not divide": [
         "--mesh=fsdp:4",
         "--mesh=fsdp:*,tensor:3",
         "--num_heads=8 --num_kv_heads=3",
@@ -98,7 +98,7 @@ EXAMPLES = {
         f"{MOE} --router_groups=4 --experts_per_token=3",
         f"{MLA} --rope_head_dim=7",
     ],
-    "Values that are none": [
+    "Illegal values": [
         "--optimizer=lion",
         "--batch=0",
         "--beta2=1",
@@ -128,7 +128,7 @@ EXAMPLES = {
 
 
 def check(flags: str) -> None:
-    """All that a run of these flags asks before it compiles. Raises ValueError."""
+    """Runs every check that a run with these flags passes before it compiles. Raises ValueError."""
     parser = ArgumentParser(allow_abbrev=False, usage="[--flag=value ...]")
     flags_lib.add_flags(parser)
     args = command.arguments(parser, shlex.split(flags))
@@ -148,7 +148,7 @@ def refusal(flags: str) -> ValueError:
 
 
 def ways_out(flags: str, sentence: str) -> list[str]:
-    """The flags as each way out of a refusal that its sentence names would have them."""
+    """Returns the flags after each way out that the sentence of a refusal names."""
     name = lambda flag: flag.removeprefix("--no-").removeprefix("--").partition("=")[0]
     if "did you mean --" in sentence:
         wrong = re.search(r"there is no flag '--([^'=]+)", sentence)[1]
@@ -188,11 +188,11 @@ def row(flags: str) -> str:
 def page() -> str:
     text = f"""# What is refused
 
-A run that cannot be, or would not be what its flags say, ends before anything is compiled, with a sentence or two:
-the value, the reason, the way out. Here is an example of every kind, as `python train.py` answers it on {DEVICES}
-simulated devices. `python benchmarks/refused.py` wrote this page by asking. The rules are in [config.py](../config.py),
-and where the mesh has a say in [rules.py](../rules.py), which the predictions and the planner of `roofline.py`
-ask as well.
+A run that is impossible, or that would differ from what its flags say, ends before anything is compiled. One or two
+sentences name the value, the reason and the way out. Here is an example of every rule, with the answer of `python
+train.py` on {DEVICES} simulated devices. `python benchmarks/refused.py` writes this page. The rules are in
+[config.py](../config.py) and, where the mesh matters, in [rules.py](../rules.py). The predictions and the planner of
+`roofline.py` apply them as well.
 """
     for heading, examples in EXAMPLES.items():
         text += f"\n## {heading}\n\n| flags | refused |\n|---|---|\n"
