@@ -1,13 +1,13 @@
-"""The case studies of Google Cloud's guide on TPU7x, as runs of this program: predicted and compiled.
+"""The case studies of Google Cloud's guide to TPU7x, as runs of this program: predicted and compiled.
 
     python benchmarks/cases.py                       the tables; runs nothing
     python benchmarks/cases.py offload vmem          some of them
-    python benchmarks/cases.py --compile offload     what results_tpu7x.json lacks is compiled, minutes each, and kept
-    python benchmarks/cases.py --write               the tables into the pages of docs/, where the text is
+    python benchmarks/cases.py --compile offload     compiles what results_tpu7x.json lacks, minutes each, and stores it
+    python benchmarks/cases.py --write               writes the tables into the pages of docs/
 
-Of a step: what it takes, its MFU, how much of it waits for messages, and the memory of a device. Compiled are bytes,
-and seconds of the compiled schedule. roofline.py does not know of the compiler's flags, nor of a constant in place of
-the softmax's maximum: there its column is empty.
+A row has the seconds of a step, its MFU, the share of it that waits for messages, and the memory of a device. Compiled
+bytes are the compiler's, compiled seconds those of its schedule. roofline.py does not model the compiler's flags, nor a
+constant in place of the softmax's maximum; its columns are empty there.
 """
 
 import re
@@ -37,7 +37,7 @@ class Case:
     topology: str
     preset: str
     common: Mapping  # flags of all rows
-    rows: Mapping[str, Mapping]  # what a row is about: its own flags
+    rows: Mapping[str, Mapping]  # {what the row is: its own flags}
     is_compiled: bool = True
 
 
@@ -150,7 +150,7 @@ CASES = {
 }
 
 
-def expected_of(case: Case, row: Mapping) -> Prediction:
+def predicted(case: Case, row: Mapping) -> Prediction:
     return predict(run_of(from_preset(case.preset, **case.common | row), *parse_topology(case.topology)))
 
 
@@ -164,9 +164,9 @@ def _cells(step_s: float, mfu: float, waits_s: float, nbytes: float) -> list[str
 
 
 def table(name: str, compile_missing: bool = False) -> str:
-    """As Markdown: a row each, what is predicted and, where it was compiled, what that says.
+    """Markdown with one row for each run: predicted and, where it was compiled, compiled.
 
-    Of what does not fit: the memory that it would take, by prediction.
+    A run that does not fit has only the memory that it would take, by prediction.
     """
     case = CASES[name]
     kinds = ["predicted", "compiled"] if case.is_compiled else ["predicted"]
@@ -175,17 +175,17 @@ def table(name: str, compile_missing: bool = False) -> str:
     lines += ["", f"| | with | {' | '.join(f'step, {kind} | MFU | waits | GiB' for kind in kinds)} |"]
     lines += [f"|{'---|' * (2 + 4 * len(kinds))}"]
     for about, row in case.rows.items():
-        expected, cells = expected_of(case, row), [""] * 4
+        expected, cells = predicted(case, row), [""] * 4
         if not UNPREDICTED & row.keys():
             cells = _cells(expected.step_s, expected.mfu, expected.exposed_comm_s, expected.hbm_bytes)
         if not expected.fits:
             cells[:3] = ["does not fit", "", ""]
         if case.is_compiled:
-            its = results.load_or_compile(expected) if compile_missing else results.load(expected)
-            if its and its["fits"]:
-                cells += _cells(its["step_s"], its["mfu"], its["exposed_comm_s"], its["peak_hbm_bytes"])
+            result = results.load_or_compile(expected) if compile_missing else results.load(expected)
+            if result and result["fits"]:
+                cells += _cells(result["step_s"], result["mfu"], result["exposed_comm_s"], result["peak_hbm_bytes"])
             else:
-                cells += ["refused" if its else "not compiled", "", "", ""]
+                cells += ["refused" if result else "not compiled", "", "", ""]
         own = " ".join(_flag(flag) for flag in row.items() if flag[1] is not False)
         own = own.replace(ON_TENSORCORES, "OFF")
         own = f"`{own}`" if own else ""
@@ -194,7 +194,7 @@ def table(name: str, compile_missing: bool = False) -> str:
 
 
 def write(name: str, text: str) -> None:
-    """Between the marks of its name, which stand once on one of the pages."""
+    """Writes a table between the marks of its name, which are once on one of the pages."""
     pattern = rf"(<!-- case: {name} -->\n).*?(<!-- end -->)"
     (page,) = (page for page in PAGES for _ in re.findall(pattern, page.read_text(), re.DOTALL))
     page.write_text(re.sub(pattern, lambda m: m[1] + text + "\n" + m[2], page.read_text(), flags=re.DOTALL))

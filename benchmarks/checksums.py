@@ -1,9 +1,10 @@
-"""Measures the time of checksums over the time of a save, on this CPU, for shards shaped as llama3.1-8b's.
+"""Measures the time of checksums over the time of a save on this CPU, for shards as large as llama3.1-8b's.
 
     python benchmarks/checksums.py [--layers=2] [--mesh=fsdp:8] [--folder=/tmp]
 
-The state is the weights of some layers and both of Adam's moments, float32, drawn at random: 2.6 GB a layer, on eight
-simulated devices. A save ends when its last byte is written. Saves and checksums take turns, thrice; the medians count.
+The state is the weights of some layers and both of Adam's moments in float32, drawn at random: 2.6 GB a layer, on eight
+simulated devices. A save ends when its last byte is written. Three saves and three computations of all checksums
+alternate; the medians count.
 """
 
 import statistics
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> float:
     """Prints the times, and returns the ratio."""
     parser = command.parser(__file__)
     parser.add_argument("--layers", type=command.at_least(1), default=2, help="layers of the model")
-    parser.add_argument("--mesh", default="fsdp:8", help="of eight devices")
+    parser.add_argument("--mesh", default="fsdp:8", help="mesh of eight devices")
     parser.add_argument("--preset", default="llama3.1-8b", help="the model")
     about = "where the state is saved, and removed"
     parser.add_argument("--folder", type=command.path, default=tempfile.gettempdir(), help=about)
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> float:
     specs = parameters.param_specs(config).layers
 
     def drawn(key):
-        """Weights as they are drawn: what compresses as little as trained ones."""
+        """Random normal weights, which compress as little as trained ones."""
         draw = lambda shape, spec: jax.jit(
             lambda: jax.random.normal(key, shape.shape, jnp.float32), out_shardings=NamedSharding(mesh, spec)
         )()

@@ -1,13 +1,14 @@
-"""Sizes around each round one: which of them cost much more than their neighbours, counted.
+"""The cost of sizes just below and above each round one: which cost much more than their neighbours?
 
     python benchmarks/cliffs.py            the table; compiles nothing
 
-Of steps: seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence a device; of
-attention, for each of its own. Of experts: what tiles cost (groups.slowdown) that are so narrow that HBM cannot feed
-the matrix units, or that overlap. A size above 1.3 times the cheapest, or one that is refused, has its reason here, and
-is named by `roofline.py step` and by train.py as it starts (step.cliffs).
+The cost of a step is the seconds that roofline.py predicts for each FLOP of the model, on tpu7x:2x2x1 with one sequence
+a device; the cost of attention is that of its own FLOPs. The cost of experts is groups.slowdown of their tiles: narrow
+tiles, for which HBM cannot feed the matrix units, and overlapping tiles cost more. A size above 1.3 times the cheapest,
+or one that is refused, has its reason here. `roofline.py step`, and train.py as it starts, name it (step.cliffs).
 
-Compiled, Llama 3.1 8B in one layer on fsdp:8, a sequence a device: 90.0 ms of 8,192 tokens, 87.0 of 8,191, a prime.
+Compiled, one layer of Llama 3.1 8B on fsdp:8, a sequence a device: 90.0 ms for 8,192 tokens, 87.0 ms for 8,191, a
+prime.
 """
 
 import sys
@@ -35,21 +36,21 @@ MIXTURE = dict(preset="qwen3-30b-a3b", num_layers=2, mesh="data:8", batch=8, rem
 
 def step_s(**flags) -> float:
     """Predicted seconds for each FLOP of the model."""
-    found = predict(run_of(from_preset(**flags), *parse_topology("tpu7x:2x2x1")))
-    return found.step_s / found.flops_per_step
+    prediction = predict(run_of(from_preset(**flags), *parse_topology("tpu7x:2x2x1")))
+    return prediction.step_s / prediction.flops_per_step
 
 
 def attention_s(T: int) -> float:
-    """Predicted seconds of attention for each FLOP of it."""
-    found = predict(run_of(from_preset(**DENSE, seq_len=T), *parse_topology("tpu7x:2x2x1")))
-    (part,) = (part for part in found.parts if part.name == "attention")
+    """Predicted seconds of attention for each FLOP of attention."""
+    prediction = predict(run_of(from_preset(**DENSE, seq_len=T), *parse_topology("tpu7x:2x2x1")))
+    (part,) = (part for part in prediction.parts if part.name == "attention")
     return part.seconds / T / transformer.mean_keys(T)
 
 
 def expert_s(K: int, N: int) -> float | None:
-    """Returns the time of x [rows, K] times each expert's [K, N], and of its gradients; 1 is the matrix units' alone.
+    """The time of x [rows, K] times each expert's [K, N], and of its gradients, over that of the matrix units alone.
 
-    None: refused.
+    None where the shape is refused.
     """
     shape = (65_536, K, N, 16, jnp.bfloat16)
     try:
@@ -61,7 +62,7 @@ def expert_s(K: int, N: int) -> float | None:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Sizes that are neighbours, and what one costs; `why` of those that cost more than LIMIT times the cheapest."""
+    """Neighbouring sizes and their cost; `why` one of them costs more than LIMIT times the cheapest."""
 
     name: str
     sizes: tuple[int, ...]
@@ -73,24 +74,24 @@ def around(size: int, step: int = 1) -> tuple[int, ...]:
     return size - step, size, size + step
 
 
-def _of(model: dict, name: str, **more) -> Callable[[int], float]:
+def _step_cost(model: dict, name: str, **more) -> Callable[[int], float]:
     return lambda size: step_s(**model | more | {name: size})
 
 
 SWEEPS = [
-    *(Sweep("seq_len", around(T), _of(DENSE, "seq_len")) for T in (1024, 8192, 131_072)),
-    Sweep("batch", around(64, 8), _of(DENSE, "batch")),
-    *(Sweep("vocab_size", around(V), _of(DENSE, "vocab_size")) for V in (50_257, 128_256)),
-    *(Sweep("loss_chunk", around(c), _of(DENSE, "loss_chunk")) for c in (1024, 4096)),
-    *(Sweep("model_dim", around(D), _of(DENSE, "model_dim")) for D in (2048, 4096)),
-    Sweep("model_dim, fsdp:8", around(4096, 8), _of(DENSE, "model_dim", mesh="fsdp:8")),
-    Sweep("model_dim, fsdp:2,expert:4", around(2048, 8), _of(MIXTURE, "model_dim", mesh="fsdp:2,expert:4")),
-    *(Sweep("ff_dim", around(F), _of(DENSE, "ff_dim")) for F in (4096, 14_336)),
-    *(Sweep("num_heads", around(N), _of(DENSE, "num_heads", num_kv_heads=1)) for N in (16, 32)),
-    *(Sweep("head_dim", around(H, 2), _of(DENSE, "head_dim")) for H in (128, 256)),
-    Sweep("window", around(1024), _of(DENSE, "window")),
-    *(Sweep("num_experts", around(E), _of(MIXTURE, "num_experts")) for E in (64, 128)),
-    Sweep("expert_dim", around(768), _of(MIXTURE, "expert_dim")),
+    *(Sweep("seq_len", around(T), _step_cost(DENSE, "seq_len")) for T in (1024, 8192, 131_072)),
+    Sweep("batch", around(64, 8), _step_cost(DENSE, "batch")),
+    *(Sweep("vocab_size", around(V), _step_cost(DENSE, "vocab_size")) for V in (50_257, 128_256)),
+    *(Sweep("loss_chunk", around(c), _step_cost(DENSE, "loss_chunk")) for c in (1024, 4096)),
+    *(Sweep("model_dim", around(D), _step_cost(DENSE, "model_dim")) for D in (2048, 4096)),
+    Sweep("model_dim, fsdp:8", around(4096, 8), _step_cost(DENSE, "model_dim", mesh="fsdp:8")),
+    Sweep("model_dim, fsdp:2,expert:4", around(2048, 8), _step_cost(MIXTURE, "model_dim", mesh="fsdp:2,expert:4")),
+    *(Sweep("ff_dim", around(F), _step_cost(DENSE, "ff_dim")) for F in (4096, 14_336)),
+    *(Sweep("num_heads", around(N), _step_cost(DENSE, "num_heads", num_kv_heads=1)) for N in (16, 32)),
+    *(Sweep("head_dim", around(H, 2), _step_cost(DENSE, "head_dim")) for H in (128, 256)),
+    Sweep("window", around(1024), _step_cost(DENSE, "window")),
+    *(Sweep("num_experts", around(E), _step_cost(MIXTURE, "num_experts")) for E in (64, 128)),
+    Sweep("expert_dim", around(768), _step_cost(MIXTURE, "expert_dim")),
     *(
         Sweep("attention, seq_len", around(T), attention_s, "a tile of 512 queries and keys more, almost empty")
         for T in (1024, 2048)
@@ -110,7 +111,7 @@ SWEEPS = [
 
 
 def ratios(sweep: Sweep) -> dict[int, float | None]:
-    """Returns {size: its cost over that of the cheapest size}; None where it is refused."""
+    """{size: its cost over that of the cheapest size, None where it is refused}."""
     costs = {size: sweep.cost(size) for size in sweep.sizes}
     least = min(cost for cost in costs.values() if cost is not None)
     return {size: None if cost is None else cost / least for size, cost in costs.items()}
@@ -119,9 +120,9 @@ def ratios(sweep: Sweep) -> dict[int, float | None]:
 def table() -> str:
     lines = ["| what | sizes: cost over that of the cheapest | why |", "|---|---|---|"]
     for sweep in SWEEPS:
-        found = ratios(sweep)
-        shown = ", ".join(f"{size:,}: " + ("refused" if x is None else f"{x:.2f}") for size, x in found.items())
-        above = any(x is None or x > LIMIT for x in found.values())
+        costs = ratios(sweep)
+        shown = ", ".join(f"{size:,}: " + ("refused" if x is None else f"{x:.2f}") for size, x in costs.items())
+        above = any(x is None or x > LIMIT for x in costs.values())
         lines.append(f"| {sweep.name} | {shown} | {sweep.why if above else ''} |")
     return "\n".join(lines)
 

@@ -1,14 +1,15 @@
-"""What TPU7x would make of collectives.py: engines, overlap and time, read from programs compiled for it, without one.
+"""Engines, overlap and time of collectives.py on TPU7x, read from programs that are compiled for it without a TPU.
 
     python benchmarks/collectives.py [--topology=tpu7x:4x4x4] [--json]
 
-Two things on a ring of 4 devices along one axis of the torus, by XLA's own collectives and by our rings: an all-gather
-and a reduce-scatter of 64 MiB alone, and the MLP of a tensor-parallel block (Llama 3.1 8B: D = 4096, F = 14336, 8192
-tokens, bfloat16), forward, and forward with backward, where matmuls can hide the messages.
+It compares XLA's own collectives with our rings, on a ring of 4 devices along one axis of the torus. The cases are an
+all-gather and a reduce-scatter of 64 MiB alone, and the MLP of a tensor-parallel block, forward, and forward with
+backward. There matmuls can hide the messages. The MLP is Llama 3.1 8B's (D = 4096, F = 14336), with 8192 tokens in
+bfloat16.
 
-The compiled program is a schedule: its order is the order of execution, and schedule.py walks it, with its rates: the
-compiler's own estimates of cycles at 2.2 GHz, links at 89 GB/s one way. A message is exposed if the TensorCore has to
-wait where it is needed. So this is compiled, and its times are predicted from what is compiled; no TPU has run it.
+The compiled program is a schedule: its order is the order of execution. compiled/schedule.py walks it with its rates:
+the compiler's own estimates of cycles at 2.2 GHz, links at 89 GB/s one way. A message is exposed if the TensorCore has
+to wait for it. So the program is compiled, and its times are predicted from it; no TPU has run it.
 """
 
 import json
@@ -40,7 +41,7 @@ B, T, D, F = 1, 8192, 4096, 14336
 
 
 def make_mesh(topology: str, size: int = 4) -> Mesh:
-    """("rest", "x"): x along an axis of the torus on 4x4x4, on 2x2x1 over two chips and their cores."""
+    """A mesh of axes ("rest", "x"). On 4x4x4 x is an axis of the torus, on 2x2x1 two chips and their cores."""
     wrap = {"wrap": (True, True, True)} if topology.endswith("4x4x4") else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **wrap).devices
     devices = np.array(sorted(devices, key=lambda device: device.id))
@@ -50,7 +51,7 @@ def make_mesh(topology: str, size: int = 4) -> Mesh:
 
 
 def mlp(x_btd, w_Df, u_Df, w_fD, algorithm):
-    """column-parallel, then row-parallel: with "xla" gather, multiply, scatter; with a ring a block at a time."""
+    """Column-parallel, then row-parallel matmuls: gathered and scattered at once ("xla") or by blocks (rings)."""
     gate_btf, up_btf = collectives.all_gather_matmul(x_btd, (w_Df, u_Df), "x", dim=2, algorithm=algorithm)
     return collectives.matmul_reduce_scatter(jax.nn.silu(gate_btf) * up_btf, w_fD, "x", dim=2, algorithm=algorithm)
 
@@ -61,7 +62,7 @@ def mlp_and_gradients(x_btd, w_Df, u_Df, w_fD, algorithm):
 
 
 MLP = {(B, T, D): P(None, None, "x"), (D, F): P(None, "x"), (F, D): P("x", None)}
-CASES = {  # name: (per-device code, shapes of the whole arrays)
+CASES = {  # name: (per-device code, shapes of the global arrays)
     "all-gather": (partial(collectives.all_gather, axis="x"), [(T, D)]),
     "reduce-scatter": (partial(collectives.reduce_scatter, axis="x"), [(4 * T, D)]),
     "MLP forward": (mlp, [(B, T, D), (D, F), (D, F), (F, D)]),
@@ -89,7 +90,7 @@ def places(topology: str) -> list[tuple[int, ...]]:
 
 
 def read(program: str, chips: Sequence[tuple[int, ...]] = ()) -> dict:
-    """What the scheduled program sends, on which engine, and what of it the TensorCore waits for."""
+    """The messages of the scheduled program, the engine of each, and how long the TensorCore waits for them."""
     breakdown = schedule.walk(hlo.parse(program), chips=chips)
     messages, engines = Counter(), {"SparseCore": "the SparseCores", "TensorCore": "the TensorCore's DMA"}
     for message in breakdown.collectives:

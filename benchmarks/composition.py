@@ -74,7 +74,7 @@ DEFAULTS = {name: values[0] for name, values in SETTINGS.items()}
 
 
 def settled(draw: dict) -> dict:
-    """A draw without what means nothing in it: the schedule of no stages, the dispatch of no experts."""
+    """The draw with every setting at its default that has no effect in it, as the schedule without stages."""
     has = lambda axis: draw[axis] > 1
     experts = "experts" in draw["model"]
     model = MODELS[draw["model"]]
@@ -94,12 +94,12 @@ def settled(draw: dict) -> dict:
 
 
 def config_of(settings: dict) -> Config:
-    """Of a run on 8 devices. Raises ValueError for a combination that is refused."""
+    """The configuration of a run on 8 devices. Raises ValueError for a combination that is refused."""
     flags = {name: value for name, value in settings.items() if name not in (*AXES, "model")}
     flags |= dict(remat_tensors="context:device,out_proj:device") if settings["remat"] == "custom" else {}
     flags |= dict(pipeline_rounds=2) if settings["pipeline_schedule"] == "circular" else {}
     flags |= learning_rate(settings)
-    # Nothing is dropped: it would be another model.
+    # Space for all rows: a model that drops some is another model.
     flags |= dict(capacity_factor=4.0) if settings["moe_impl"] == "capacity" else {}
     flags |= dict(buffer_factor=4.0) if settings["moe_impl"] == "dropless" and settings["expert"] > 1 else {}
     if settings["fp8"] != "none":
@@ -120,9 +120,9 @@ def learning_rate(settings: dict) -> dict:
 
 
 def plain(settings: dict) -> Config:
-    """What the reference is asked with: one for all that is the same model and optimizer."""
-    of_model = SMALL | dict(num_layers=4) | MODELS[settings["model"]]
-    return Config(**of_model, optimizer=settings["optimizer"], **learning_rate(settings))
+    """The configuration of the reference: the same for all settings with this model and optimizer."""
+    model = SMALL | dict(num_layers=4) | MODELS[settings["model"]]
+    return Config(**model, optimizer=settings["optimizer"], **learning_rate(settings))
 
 
 def is_legal(settings: dict) -> bool:
@@ -134,7 +134,7 @@ def is_legal(settings: dict) -> bool:
 
 
 def pairs(settings: dict) -> set:
-    """Those that a run shows: in 8 bits, where less is compared, only those with the 8 bits."""
+    """The pairs of settings that a run tests. With FP8 less is compared, so only pairs with an FP8 setting count."""
     every = set(itertools.combinations(settings.items(), 2))
     if settings["fp8"] == "none":
         return every
@@ -143,7 +143,7 @@ def pairs(settings: dict) -> set:
 
 @functools.cache
 def covering(draws: int = 4_000, seed: int = 0) -> list[dict]:
-    """Settings of which every pair that occurs in a legal draw occurs in one."""
+    """Settings that cover every pair of settings that occurs in a legal draw."""
     generator = random.Random(seed)
     legal = []
     for _ in range(draws):
@@ -169,12 +169,12 @@ def name_of(settings: dict) -> str:
 
 @functools.cache
 def first_params(config: Config):
-    """On the host."""
+    """Initial parameters of the reference, on the host."""
     return jax.device_get(init(config))
 
 
 def trained(settings: dict, steps: int = 3) -> tuple[list[float], object]:
-    """Losses, and the parameters after these steps, of which none was skipped."""
+    """The losses of these steps, and the parameters after them. Asserts that no step was skipped."""
     config = config_of(settings)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     state = first_state(config, mesh, first_params(plain(settings)))
@@ -191,12 +191,12 @@ def trained(settings: dict, steps: int = 3) -> tuple[list[float], object]:
 
 
 def check(settings: dict, steps: int = 3, tolerance: float = 1e-5) -> None:
-    """Raises AssertionError where losses or parameters are not those of the reference."""
+    """Asserts that losses and parameters equal those of the reference; with FP8 only losses, within 1%."""
     losses, params = trained(settings, steps)
     want_params, want_losses = reference_after_steps(plain(settings), steps)
-    in_8_bits = settings["fp8"] != "none"
-    np.testing.assert_allclose(losses, want_losses, rtol=0.01 if in_8_bits else tolerance)
-    if in_8_bits:
+    is_fp8 = settings["fp8"] != "none"
+    np.testing.assert_allclose(losses, want_losses, rtol=0.01 if is_fp8 else tolerance)
+    if is_fp8:
         if any(loss == want for loss, want in zip(losses, want_losses, strict=True)):
             raise AssertionError(f"losses in FP8 have the bits of the reference's: {losses}")
     else:

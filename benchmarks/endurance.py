@@ -1,17 +1,20 @@
-"""A thousand steps with everything on, beside the plain run; and the same with faults on the way.
+"""Runs of a thousand steps: a plain one, one with everything on, and that again with faults.
 
-    python benchmarks/endurance.py                    what is there, as a table; runs nothing
+    python benchmarks/endurance.py                    the table of stored runs; runs nothing
     python benchmarks/endurance.py run --models=tiny --ways=plain,everything,faults
     python benchmarks/endurance.py plot endurance.png        the curves; [plot] extra
 
-`plain` is float32, FSDP and nothing else. `everything` has the same weights and batches, in bfloat16 with matmuls and
-weights on their way in 8 bits, every layer recomputed, the batch in two microbatches, and each sequence cut over two
-devices; of `tiny` each matrix over two more, of `tiny-moe` the experts. `faults` is that again, and on the way it is
-killed, has a batch whose gradients are not finite and one of random tokens, and a checkpoint that the disk has no room
-for, after each of which, where it ended, the same command is given again.
+**plain** is float32 and FSDP.
 
-Each run is a file in --folder, written at its end; what is there is not run again. Measured on simulated devices: it
-says nothing of speed.
+**everything** has the same weights and batches. It has bfloat16, FP8 in matmuls and gathered weights, every layer
+recomputed, and two microbatches. Each sequence is sharded over two devices, and the matrices of `tiny` or the experts
+of `tiny-moe` over two more.
+
+**faults** is `everything` with four faults. The run is killed; it has a batch whose gradients are not finite, and one
+of random tokens; and the disk is full for a checkpoint. After each end the same command is given again.
+
+Each run is a file in --folder, written at its end; a run that has a file is not repeated. Measured on simulated
+devices, so it says nothing about speed.
 """
 
 import json
@@ -35,10 +38,10 @@ MODELS = {  # the mesh of the plain run, and that of the others
     "tiny-moe": ("fsdp:8", "fsdp:2,expert:2,context:2"),
 }
 WAYS = ("plain", "everything", "faults")
-BAND = 0.01  # of the plain run's held-out loss, from which no other's is farther, whenever it is looked at
+BAND = 0.01  # largest distance of any held-out loss to the plain run's, as a share
 
-# Of the steps: when it is killed, has the batch that is not finite and the random one, and finds the disk full. Batches
-# are made some steps ahead of their use, and so it is killed, and the disk full, some steps earlier.
+# When, as shares of all steps: it is killed, has the batch that is not finite, has the random one, finds the disk full.
+# Batches are made some steps ahead of their use, so it is killed, and the disk is full, some steps earlier.
 FAULTS = 0.15, 0.3, 0.5, 0.7
 WITH_FAULTS = """
 import os, resource, runpy, signal, sys
@@ -67,7 +70,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def run(model: str, way: str, steps: int, folder: Path) -> None:
-    """Raises RuntimeError where a start does not end as it should, or a fault has left no trace."""
+    """Runs a model in one way and stores the result. Raises RuntimeError for a start that ends unexpectedly."""
     path = folder / f"{model}-{way}-{steps}.json"
     if path.exists():
         return
@@ -85,22 +88,22 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
                 resumed = re.search(r"resumed +from step (\d+)", said)
                 done_again += reached - (int(resumed[1]) if resumed else 0)
                 if full == no_room and ends == 1 and "File too large" not in said:
-                    raise RuntimeError(f"the second start did not end for want of room: {said[-500:]}")
+                    raise RuntimeError(f"the second start ended, but not because the disk was full: {said[-500:]}")
         else:
             _start(["train.py"], options, 0)
         losses = _losses(metrics)
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     skipped = [line["skipped"] for line in lines if "loss" in line][-1]
     if len(losses) != steps or skipped != (way == "faults"):
-        raise RuntimeError(f"{len(losses)} of {steps} steps were told, and {skipped} skipped")
+        raise RuntimeError(f"{len(losses)} of {steps} steps were reported, and {skipped} skipped")
     held_out = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
-    told = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
+    record = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
     with outputs.replacing(path) as file:
-        json.dump(told | dict(skipped=skipped, done_again=done_again), file)
+        json.dump(record | dict(skipped=skipped, done_again=done_again), file)
 
 
 def _start(program: list[str], options: dict, ends: int) -> str:
-    """What it said, which is shown as it comes. Raises RuntimeError where it does not end with that status."""
+    """What the program printed, which is also shown. Raises RuntimeError where it does not end with that status."""
     command = [sys.executable, *program, *(f"--{name}={value}" for name, value in options.items())]
     said = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -108,40 +111,40 @@ def _start(program: list[str], options: dict, ends: int) -> str:
             print(line, end="", flush=True)
             said.append(line)
     if process.returncode != ends:
-        raise RuntimeError(f"a start ended with {process.returncode}, not {ends}; what it said stands above")
+        raise RuntimeError(f"a start ended with {process.returncode}, not {ends}; see its output above")
     return "".join(said)
 
 
 def _losses(metrics: Path) -> list[float | None]:
-    """Of each step, None where it was not finite."""
+    """The loss of each step, None where it was not finite."""
     lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
     return [line["loss"] and round(line["loss"], 4) for line in lines if "loss" in line]
 
 
-def found(folder: Path, steps: int) -> dict[tuple[str, str], dict]:
-    """{(model, way): run} of what is there."""
+def stored_runs(folder: Path, steps: int) -> dict[tuple[str, str], dict]:
+    """{(model, way): run} of the runs that are stored in a folder."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*-{steps}.json"))]
-    return {(one["model"], one["way"]): one for one in sorted(runs, key=lambda one: WAYS.index(one["way"]))}
+    return {(run["model"], run["way"]): run for run in sorted(runs, key=lambda run: WAYS.index(run["way"]))}
 
 
-def apart(run: dict, other: dict) -> float:
-    """The largest distance of the held-out losses of a run to those of another, as a share."""
+def distance(run: dict, other: dict) -> float:
+    """The largest distance between the held-out losses of two runs, as a share."""
     return max(abs(loss / other["held_out"][step] - 1) for step, loss in run["held_out"].items())
 
 
 def table(runs: dict) -> str:
     lines = ["| model | | held-out loss | farthest from plain | from everything | skipped | done again |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for (model, way), one in sorted(runs.items(), key=lambda item: item[0][0]):
-        others = [runs.get((model, of)) if WAYS.index(of) < WAYS.index(way) else None for of in WAYS[:2]]
-        distances = " | ".join("" if other is None else f"{apart(one, other):.2%}" for other in others)
-        counts = f"{one['skipped']} | {one['done_again']}"
-        lines.append(f"| {model} | {way} | {one['held_out'][str(one['steps'])]:.4f} | {distances} | {counts} |")
+    for (model, way), run in sorted(runs.items(), key=lambda item: item[0][0]):
+        others = [runs.get((model, each)) if WAYS.index(each) < WAYS.index(way) else None for each in WAYS[:2]]
+        distances = " | ".join("" if other is None else f"{distance(run, other):.2%}" for other in others)
+        counts = f"{run['skipped']} | {run['done_again']}"
+        lines.append(f"| {model} | {way} | {run['held_out'][str(run['steps'])]:.4f} | {distances} | {counts} |")
     return "\n".join(lines)
 
 
 def plot(runs: dict, path: str) -> None:
-    """Training losses, means of 20 steps, and held-out losses."""
+    """Draws training losses, as means of 20 steps, and held-out losses."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -149,12 +152,12 @@ def plot(runs: dict, path: str) -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     models = sorted({model for model, _ in runs})
     for model, axes in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):
-        for (of, way), one in runs.items():
-            if of == model:
-                parts = [one["losses"][i : i + 20] for i in range(0, one["steps"], 20)]
+        for (run_model, way), run in runs.items():
+            if run_model == model:
+                parts = [run["losses"][i : i + 20] for i in range(0, run["steps"], 20)]
                 means = [statistics.mean(loss for loss in part if loss is not None) for part in parts]
                 (line,) = axes.plot([20 * i + 10 for i in range(len(means))], means, alpha=0.6, label=way)
-                axes.plot([*map(int, one["held_out"])], [*one["held_out"].values()], "o", color=line.get_color())
+                axes.plot([*map(int, run["held_out"])], [*run["held_out"].values()], "o", color=line.get_color())
         axes.set(xlabel="step", ylabel="loss, nats a token", title=f"{model}, measured; dots are held-out losses")
         axes.legend()
         axes.grid(alpha=0.3)
@@ -192,7 +195,7 @@ def main() -> None:
                     run(model, way, args.steps, folder)
                 except RuntimeError as error:
                     sys.exit(f"endurance.py: {model}, {way}: {error}")
-    runs = found(folder, args.steps)
+    runs = stored_runs(folder, args.steps)
     if not runs:
         raise ValueError(f"{folder} has no run of {args.steps} steps: python benchmarks/endurance.py run")
     if args.command == "plot":

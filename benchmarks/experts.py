@@ -1,13 +1,15 @@
-"""A mixture of experts against the dense model of its active size, on the same tokens; balanced by a loss, by a bias.
+"""A mixture of experts against the dense model with as many active parameters: balanced by a loss, a bias, or not.
 
     python benchmarks/experts.py [--steps=300] [--seeds=0,1,2] [--json] [--plot=experts.png]
 
-`tiny` has a dense MLP of 512; `tiny-moe` 8 experts of 256 in its place, of which a token visits 2: the same FLOPs a
-token, but for the router. Same seeds, same batches, same learning rate, two simulated devices, experts on both of them.
-A seed draws the weights and the order of the data, and two seeds differ by more than two ways of balancing do: printed
-is the mean of the held-out loss, which has no auxiliary losses in it, and how far the seeds are from it; and how the
-experts' loads compare at the end: the largest over the mean, the mean of all layers and of the last 20 steps, of which
-1 is perfect. Measured; it says nothing of speed.
+`tiny` has a dense MLP of 512. `tiny-moe` has 8 experts of 256 in its place, of which each token visits 2: the same
+FLOPs a token, but for the router. Seeds, batches and learning rate are the same. There are two simulated devices, with
+the experts sharded over both. A seed draws the weights and the order of the data; two seeds differ by more than two
+ways of balancing do.
+
+It prints the mean of the held-out loss, without auxiliary losses, and how far the seeds are from it. Beside these is
+the largest load of an expert over the mean load, as a mean over all layers and the last 20 steps; 1 is perfect balance.
+Measured; it says nothing about speed.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from flags import from_preset
 from predicted import transformer
 
 NO_BALANCE = dict(load_balance_loss=0.0)
-# A bias can go as far as its rate times the steps; DeepSeek-V3's 0.001 is for hundreds of thousands of them.
+# A bias moves by at most its rate times the steps; DeepSeek-V3's rate of 0.001 is for hundreds of thousands of them.
 BIAS = dict(selection_bias=True, selection_bias_rate=0.01, **NO_BALANCE)
 RUNS = {
     "dense": dict(preset="tiny", mesh="fsdp:2"),
@@ -43,7 +45,7 @@ RUNS = {
 
 
 def run(config: dict) -> dict:
-    """Figures of a run: the loss of every step, held-out losses, load imbalance and what was dropped."""
+    """Trains, and returns the loss of every step, held-out losses, load imbalance and the share of dropped rows."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -60,23 +62,23 @@ def run(config: dict) -> dict:
 
 
 def describe(name: str, runs: list[dict]) -> str:
-    """A line of one kind of model, with the means of its seeds."""
+    """A line for one kind of model, with the means over its seeds."""
     shape = from_preset(**RUNS[name])
-    held_out = [[*its["eval_loss"].values()][-1] for its in runs]
+    held_out = [[*run["eval_loss"].values()][-1] for run in runs]
     loss = statistics.mean(held_out)
     line = (
         f"{name:30} {transformer.num_params(shape):>10,} parameters, {transformer.active_params(shape):>9,} active   "
     )
     line += f"held-out loss {loss:.4f}"
-    line += f" +- {max(abs(one - loss) for one in held_out):.4f}" if len(runs) > 1 else ""
+    line += f" +- {max(abs(seed_loss - loss) for seed_loss in held_out):.4f}" if len(runs) > 1 else ""
     if name == "dense":
         return line
-    load, dropped = (statistics.mean(its[of] for its in runs) for of in ("load_imbalance", "dropped"))
+    load, dropped = (statistics.mean(run[name] for run in runs) for name in ("load_imbalance", "dropped"))
     return f"{line}   max/mean {load:.2f}, dropped {dropped:.2%}"
 
 
-def plot(found: dict[str, list[dict]], path: str) -> None:
-    """Training loss by step, and its distance to the dense model's; means of 20 steps and of the seeds."""
+def plot(results: dict[str, list[dict]], path: str) -> None:
+    """Draws the training loss by step and its distance to the dense model's, as means of 20 steps and of the seeds."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -85,8 +87,8 @@ def plot(found: dict[str, list[dict]], path: str) -> None:
     losses, distance = figure.subplots(1, 2)
     smooth = lambda loss: [statistics.mean(loss[i : i + 20]) for i in range(0, len(loss) - 19, 5)]
     curves = {
-        name: smooth([*map(statistics.mean, zip(*(its["loss"] for its in runs), strict=True))])
-        for name, runs in found.items()
+        name: smooth([*map(statistics.mean, zip(*(run["loss"] for run in runs), strict=True))])
+        for name, runs in results.items()
     }
     for name, loss in curves.items():
         steps = [5 * i + 10 for i in range(len(loss))]
@@ -116,15 +118,15 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     common = dict(steps=args.steps, sample=0, eval_every=100)
-    found = {}
+    results = {}
     for name, flags in RUNS.items():
-        found[name] = [run(flags | common | dict(seed=seed)) for seed in args.seeds]
+        results[name] = [run(flags | common | dict(seed=seed)) for seed in args.seeds]
         if not args.json:
-            print(describe(name, found[name]), flush=True)
+            print(describe(name, results[name]), flush=True)
     if args.plot:
-        plot(found, args.plot)
+        plot(results, args.plot)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

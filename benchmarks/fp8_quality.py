@@ -1,17 +1,20 @@
-"""Whether 8 bits train as well: the held-out loss after 400 steps, by recipe, over seeds.
+"""Whether FP8 trains as well as bfloat16: the held-out loss after 400 steps, by recipe and seed.
 
-    python benchmarks/fp8_quality.py                  what is there, as a table; runs nothing
+    python benchmarks/fp8_quality.py                  the table of stored runs; runs nothing
     python benchmarks/fp8_quality.py run --models=tiny --recipes=bfloat16,per_tensor --seeds=0,1
     python benchmarks/fp8_quality.py plot quality.png                   the curves; [plot] extra
 
-Each run is a file in --folder, written at its end; what is there is not run again, so that a long series can be broken
-off and taken up. `wide` is `tiny` with 4 times the width, half the learning rate and a quarter of the batch. All
-recipes compute in bfloat16 beside their matmuls, and have the same weights and batches for a seed; `static` has the
-scales of a profile of 20 steps. Measured: losses depend on the numbers alone, so those of simulated devices are those
-of a TPU but for the order of sums. The text is the standard library of the Python that runs: a file says which, and
-runs are compared on the same. Of `wide` a step in 8 bits takes half a second to a second on 2 cores of an AMD EPYC (Zen
-5, jax 0.12), on an Intel Xeon at 2.0 GHz 2.7 s, or 1.9 s with --xla_cpu_experimental_ynn_fusion_type=
-LIBRARY_FUSION_TYPE_DOT in XLA_FLAGS.
+Each run is a file in --folder, written at its end. A run that has a file is not repeated, so a long series can be
+interrupted and resumed. `wide` is `tiny` with 4 times the width, half the learning rate and a quarter of the batch. All
+recipes compute in bfloat16 outside their matmuls, and have the same weights and batches for a seed. `static` takes its
+scales from a profile of 20 steps. The text is the standard library of the Python that runs. Each file says which, and
+runs are compared on the same text.
+
+Measured. Losses depend on the numbers alone, so a TPU would have those of simulated devices, but for the order of sums.
+
+**Cost.** A step of `wide` in FP8 takes half a second to a second on 2 cores of an AMD EPYC (Zen 5, jax 0.12). On an
+Intel Xeon at 2.0 GHz it takes 2.7 s, or 1.9 s with --xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT in
+XLA_FLAGS.
 """
 
 import json
@@ -62,38 +65,38 @@ def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: da
         if recipe == "static":
             flags |= dict(fp8_scales=str(scales))
             train.run(flags_lib.from_preset("tiny", **flags | dict(fp8="calibrate", steps=20)))
-        found = train.run(flags_lib.from_preset("tiny", **flags, steps=steps, metrics_file=str(metrics)))
+        result = train.run(flags_lib.from_preset("tiny", **flags, steps=steps, metrics_file=str(metrics)))
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [round(line["loss"], 4) for line in lines if "loss" in line]
     learnt = f"{corpus.name}, {corpus.train.size:,} tokens"
-    told = dict(model=model, recipe=recipe, seed=seed, steps=steps, corpus=learnt)
-    told |= dict(eval_loss=float(found["eval_loss"]), losses=losses)
+    record = dict(model=model, recipe=recipe, seed=seed, steps=steps, corpus=learnt)
+    record |= dict(eval_loss=float(result["eval_loss"]), losses=losses)
     with outputs.replacing(path) as file:
-        json.dump(told, file)
+        json.dump(record, file)
 
 
-def found(folder: Path, steps: int) -> dict[tuple[str, str], dict[tuple[str, int], dict]]:
-    """{(model, recipe): {(corpus, seed): run}} of what is there."""
+def stored_runs(folder: Path, steps: int) -> dict[tuple[str, str], dict[tuple[str, int], dict]]:
+    """{(model, recipe): {(corpus, seed): run}} of the runs that are stored in a folder."""
     runs = {}
     for path in sorted(folder.glob("*.json")):
-        one = json.loads(path.read_text())
-        if one["steps"] == steps:
-            runs.setdefault((one["model"], one["recipe"]), {})[one["corpus"], one["seed"]] = one
+        run = json.loads(path.read_text())
+        if run["steps"] == steps:
+            runs.setdefault((run["model"], run["recipe"]), {})[run["corpus"], run["seed"]] = run
     return runs
 
 
 def table(runs: dict) -> str:
-    """As Markdown: held-out losses; against bfloat16 on the same corpus with the same seed, mean and standard error."""
-    keys = {key for its in runs.values() for key in its}
+    """Markdown with held-out losses, and mean and standard error against bfloat16 on the same corpus and seed."""
+    keys = {key for by_seed in runs.values() for key in by_seed}
     corpora, seeds = sorted({corpus for corpus, _ in keys}), sorted({seed for _, seed in keys})
     heads = [f"{corpus}: seed {', '.join(map(str, seeds))}" for corpus in corpora]
     lines = ["| model | recipe | " + " | ".join([*heads, "against bfloat16"]) + " |"]
     lines.append("|---" * (3 + len(heads)) + "|")
-    for (model, recipe), its in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
+    for (model, recipe), by_seed in sorted(runs.items(), key=lambda item: (item[0][0], [*RECIPES].index(item[0][1]))):
         plain = runs.get((model, "bfloat16"), {})
-        losses = {key: f"{one['eval_loss']:.4f}" for key, one in its.items()}
+        losses = {key: f"{run['eval_loss']:.4f}" for key, run in by_seed.items()}
         cells = [", ".join(losses.get((corpus, seed), "-") for seed in seeds) for corpus in corpora]
-        shares = [one["eval_loss"] / plain[key]["eval_loss"] - 1 for key, one in its.items() if key in plain]
+        shares = [run["eval_loss"] / plain[key]["eval_loss"] - 1 for key, run in by_seed.items() if key in plain]
         difference = f"{statistics.mean(shares):+.2%}" if shares and recipe != "bfloat16" else ""
         if difference and len(shares) > 1:
             difference += f" ± {statistics.stdev(shares) / math.sqrt(len(shares)):.2%}"
@@ -102,7 +105,7 @@ def table(runs: dict) -> str:
 
 
 def plot(runs: dict, path: str) -> None:
-    """Training losses, means over runs and 20 steps; and their distance to bfloat16's on the same corpora and seeds."""
+    """Draws training losses, as means over runs and 20 steps, and their distance to bfloat16's on the same pairs."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -110,17 +113,17 @@ def plot(runs: dict, path: str) -> None:
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     losses, distance = figure.subplots(1, 2)
 
-    def curve(its):
-        mean = [statistics.mean(values) for values in zip(*(one["losses"] for one in its.values()), strict=True)]
+    def curve(by_seed):
+        mean = [statistics.mean(values) for values in zip(*(run["losses"] for run in by_seed.values()), strict=True)]
         return [statistics.mean(mean[i : i + 20]) for i in range(0, len(mean) - 19, 20)]
 
-    for (model, recipe), its in runs.items():
-        mean, plain = curve(its), runs.get((model, "bfloat16"), {})
+    for (model, recipe), by_seed in runs.items():
+        mean, plain = curve(by_seed), runs.get((model, "bfloat16"), {})
         steps = [20 * i + 10 for i in range(len(mean))]
         style = dict(color=f"C{[*RECIPES].index(recipe)}", linestyle="-" if model == "tiny" else "--")
-        losses.plot(steps, mean, label=f"{model}, {recipe}, {len(its)} run{'s' * (len(its) > 1)}", **style)
-        if recipe != "bfloat16" and its.keys() <= plain.keys():
-            same = curve({key: plain[key] for key in its})
+        losses.plot(steps, mean, label=f"{model}, {recipe}, {len(by_seed)} run{'s' * (len(by_seed) > 1)}", **style)
+        if recipe != "bfloat16" and by_seed.keys() <= plain.keys():
+            same = curve({key: plain[key] for key in by_seed})
             distance.plot(steps, [a / b - 1 for a, b in zip(mean, same, strict=True)], **style)
     losses.set(xlabel="step", ylabel="training loss, nats a token", title="means over all runs of a recipe, measured")
     distance.set(xlabel="step", title="loss over bfloat16's of the same corpora and seeds, less 1")
@@ -166,11 +169,11 @@ def main() -> None:
     if args.command == "run":
         folder.mkdir(parents=True, exist_ok=True)
         corpus = data.standard_library()
-        for seed in args.seeds:  # seed by seed: what is broken off can be compared
+        for seed in args.seeds:  # seed by seed: a series that is interrupted has complete pairs
             for model in models:
                 for recipe in recipes:
                     run(model, recipe, seed, args.steps, folder, corpus)
-    runs = found(folder, args.steps)
+    runs = stored_runs(folder, args.steps)
     if not runs:
         raise ValueError(f"{folder} has no run of {args.steps} steps: python benchmarks/fp8_quality.py run")
     if args.command == "plot":

@@ -1,22 +1,23 @@
-"""Our kernels and others' for the same work: cycles of each, counted by one instrument in one run, without a TPU.
+"""Cycles of our kernels and of other libraries' for the same work, counted by one instrument in one run, without a TPU.
 
     python benchmarks/kernels.py [--only=REGEX] [--json]
 
-bundles.py compiles each kernel for TPU7x and counts cycles in the program that the compiler made of it, so all columns
-are compiled, by the libtpu that the first line names. The anchors, in their good tiles:
+compiled/bundles.py compiles each kernel for TPU7x and counts cycles in the program that the compiler made of it. So all
+columns are compiled, by the libtpu that the first line names. The anchors are other libraries' kernels, in good tiles:
 
     jax       splash attention, in blocks of 1024 x 1024, 512 keys at once, backward fused; megablox, all of K and 128
               rows in a tile of gmm, 256 rows and 2048 x 1536 of the result for tgmm: of 128, 256 and 512 rows the best
               for these groups
     tokamax   splash attention, likewise, with the compiler's other scheduler, which it offers (`pip install tokamax`)
 
-A head is causal, 8192 queries and keys of 128, in bfloat16, where a row says nothing else. All that a kernel does for
-it is counted: rounds of the grid, starts, ends and masks. Of the anchors this is compute alone; of ours the time of
-HBM's traffic counts, if that is longer. Left out is what XLA does beside a kernel, and that favours the anchors too:
-their backward passes leave dq in 8 partial sums in HBM, which XLA then adds up. Ours have the block sizes of their
-rules, not those that a search found (kernels.py).
+A head is causal, with 8192 queries and keys of 128, in bfloat16, unless the row says otherwise. All that a kernel does
+for it is counted: grid steps, starts, ends and masks. For the anchors this is compute alone; for ours the time of HBM's
+traffic counts, if it is longer. Ours have the block sizes of their rules, not those of a search (kernels.py).
 
-Goals ("reach") are the project's own: "met" is for a share of the MXU limit "at least", for all else "at most".
+**Left out.** What XLA does beside a kernel. This favours the anchors, too: their backward passes leave dq in 8 partial
+sums in HBM, which XLA then adds up.
+
+Goals ("reach") are the project's own. A share of the MXU limit must be at least its goal, every other figure at most.
 
     / 64          a head without a mask has 64 blocks of 1024 x 1024 scores
     window        63 such blocks have scores that are seen; 31.5 would hold them
@@ -54,8 +55,8 @@ import tuned
 from compiled import bundles
 
 COLUMNS = ("ironwood", "jax", "tokamax")
-HEADS = 2  # that are compiled; cycles are of one
-BLOCK, KEYS = 1024, 512  # of the anchors: what is in VMEM, what is computed at once
+HEADS = 2  # that are compiled; cycles are given for one
+BLOCK, KEYS = 1024, 512  # the anchors' blocks in VMEM, and keys that are computed at once
 M, K, N, RAGGED = 8192, 4096, 1536, (1000, 1100, 900, 1024, 700, 1300, 1068, 1100)
 GMM_TILES, TGMM_TILES = (128, 4096, 1536), (256, 2048, 1536)  # of megablox: rows, K, N
 MORE_VMEM = f"--xla_tpu_scoped_vmem_limit_kib={tuned.VMEM_BYTES // 1024}"  # which megablox cannot ask for by itself
@@ -65,7 +66,7 @@ MORE_VMEM = f"--xla_tpu_scoped_vmem_limit_kib={tuned.VMEM_BYTES // 1024}"  # whi
 
 
 def build_splash(T=8192, H=128, causal=True, window=0, packed=False, backward=False):
-    """jax's splash attention: (function, [jax.ShapeDtypeStruct, ...])."""
+    """Returns (function, [jax.ShapeDtypeStruct, ...]) of jax's splash attention, as compiled/bundles.py wants them."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     mask = splash.MultiHeadMask([_mask_of(splash, T, causal, window)] * HEADS)
@@ -75,7 +76,7 @@ def build_splash(T=8192, H=128, causal=True, window=0, packed=False, backward=Fa
 
 
 def build_tokamax(T=8192, H=128, causal=True, window=0, packed=False, backward=False, max_logit=None):
-    """tokamax's splash attention, likewise. Its public function chooses the sizes itself; these are given."""
+    """The same of tokamax's splash attention. Its public function would choose the sizes itself."""
     attention = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_"
     splash, kinds = (importlib.import_module(attention + module) for module in ("kernel", "mask"))
     config = splash.SplashConfig(**_sizes(), use_experimental_scheduler=True, max_logit_const=max_logit)
@@ -85,7 +86,7 @@ def build_tokamax(T=8192, H=128, causal=True, window=0, packed=False, backward=F
 
 
 def build_megablox(which="gmm"):
-    """megablox's "gmm" or "tgmm", which is given lhs transposed."""
+    """The same of megablox's "gmm", or of its "tgmm", which takes lhs transposed."""
     megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     tiling = GMM_TILES if which == "gmm" else TGMM_TILES
     shapes = [(M, K), (len(RAGGED), K, N)] if which == "gmm" else [(K, M), (M, N)]
@@ -112,10 +113,10 @@ def _mask_of(kinds, T, causal, window):
 
 
 def _attention(kernel, segment_ids, T, H, packed, backward):
-    of_head, ids = jax.ShapeDtypeStruct((HEADS, T, H), jnp.bfloat16), jax.ShapeDtypeStruct((T,), jnp.int32)
+    per_head, ids = jax.ShapeDtypeStruct((HEADS, T, H), jnp.bfloat16), jax.ShapeDtypeStruct((T,), jnp.int32)
     forward = lambda q, k, v, *ids: kernel(q, k, v, *([segment_ids(*ids)] if ids else []))
     gradients = lambda dout, *qkv: jax.vjp(forward, *qkv)[1](dout)
-    return (gradients, [of_head] * 4) if backward else (forward, [of_head] * 3 + [ids] * (2 * packed))
+    return (gradients, [per_head] * 4) if backward else (forward, [per_head] * 3 + [ids] * (2 * packed))
 
 
 # -- what is compiled, and how its cycles are read
@@ -130,7 +131,7 @@ class Call:
 
 
 def forward(column: str, T: int = 8192, H: int = 128, causal=True, window=0, documents=1, max_logit=None) -> Call:
-    """Cycles of a head; `documents` of T/documents each."""
+    """The forward pass of a head, in cycles, with `documents` of T/documents tokens each."""
     window_of, packed = dict(causal=causal, window=window), documents > 1
     ids = np.arange(T, dtype=np.int32)[None] // (T // documents)
     mask = masks.Mask(**window_of, segments=(ids, ids) if packed else None)
@@ -156,7 +157,7 @@ def read_splash(column: str, T: int, mask: masks.Mask, report: bundles.Report) -
 
 
 def read_forward(T: int, H: int, mask: masks.Mask, report: bundles.Report) -> float:
-    """Of ours, a head. The bytes: q and out once, k and v for each pair of superblocks that is seen."""
+    """Cycles of our kernel a head. It moves q and out once, k and v for each pair of superblocks that is not masked."""
     kernel, sizes = report.kernel("flash_forward"), flash.default_blocks(T, T, H, H, window=mask.window)
     pairs = masks.block_ranges((T, T), (sizes.q_rows, sizes.k_rows), mask)[0][0]
     num_pairs = int((pairs[:, 3] - pairs[:, 0]).sum())
@@ -166,24 +167,27 @@ def read_forward(T: int, H: int, mask: masks.Mask, report: bundles.Report) -> fl
 
 
 def read_anchor(steps: int, branches: Sequence[int], report: bundles.Report, name: str | None = None) -> float:
-    """Of an anchor, a head: `branches` are executions in the order of the program. A grid whose size is data is a
-    branch, a loop and a branch of its own, and two rounds more than steps, as bundles.py has it of a known grid."""
+    """Cycles of an anchor, a head. `branches` are executions in the order of the program.
+
+    A grid whose size is data is a branch, a loop and a branch of its own. It has two iterations more than steps, as
+    compiled/bundles.py has it for a known grid.
+    """
     kernel = report.kernel(name)
     grid = [1, HEADS * steps + 2, HEADS * steps] if len(kernel.unknown()) == len(branches) + 3 else []
     return kernel.cycles(grid + [HEADS * count for count in branches], moved_bytes=0).compute / HEADS
 
 
 def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Call:
-    """Cycles of a causal head, or of a `step`: 1024 x 1024 scores without a mask, and a round of the grid."""
+    """Cycles of a causal head's backward pass, or of a `step`: a grid step of 1024 x 1024 scores without a mask."""
     rows = T // BLOCK
     cut, full = rows, rows * (rows - 1) // 2
     if column == "ironwood":
         read = read_backward_step if step else partial(read_backward, T, H)
         return Call("flash_backward:build_backward", dict(seq=T, heads=HEADS, head_dim=H), read)
     branches = [rows, full + cut, rows] if column == "jax" else [rows, full, cut, rows]
-    whole = partial(read_anchor, rows * rows, branches, name="splash_mha_dkv_no_residuals")
+    read_head = partial(read_anchor, rows * rows, branches, name="splash_mha_dkv_no_residuals")
     builder = "build_splash" if column == "jax" else "build_tokamax"
-    return Call(f"{__file__}:{builder}", dict(T=T, H=H, backward=True), read_anchor_step if step else whole)
+    return Call(f"{__file__}:{builder}", dict(T=T, H=H, backward=True), read_anchor_step if step else read_head)
 
 
 def read_backward(T: int, H: int, report: bundles.Report) -> float:
@@ -204,7 +208,7 @@ def read_anchor_step(report: bundles.Report) -> float:
 
 
 def grouped(column: str, which: str) -> Call:
-    """Cycles of gmm, tgmm or gated_gmm ("gated") of the RAGGED groups."""
+    """gmm, tgmm or gated_gmm ("gated") of the RAGGED groups, in cycles."""
     if column == "ironwood":
         return Call(f"gmm:build_{which}", dict(M=M, K=K, N=N, groups=len(RAGGED)), partial(read_grouped, which))
     return Call(f"{__file__}:build_megablox", dict(which=which), partial(read_megablox, which), MORE_VMEM)
@@ -221,7 +225,7 @@ def read_grouped(which: str, report: bundles.Report) -> float:
 
 
 def read_megablox(which: str, report: bundles.Report) -> float:
-    """A tile of rows is visited by each group that has rows in it."""
+    """Cycles of megablox, where each group visits every tile that has rows of it."""
     rows, k, n = GMM_TILES if which == "gmm" else TGMM_TILES
     ends, passes = np.cumsum(RAGGED), (K // k) * (N // n)
     visits = passes * int(np.sum(-(-ends // rows) - (ends - RAGGED) // rows))
@@ -230,7 +234,7 @@ def read_megablox(which: str, report: bundles.Report) -> float:
 
 
 def square(dtype: str, size: int = 8192) -> Call:
-    """Share of the MXU limit of a dense matmul."""
+    """A dense matmul, as a share of the MXU limit."""
 
     def read(report):
         tiles = dense.TILES[jnp.dtype(dtype).itemsize]
@@ -244,17 +248,17 @@ def square(dtype: str, size: int = 8192) -> Call:
 
 @dataclass(frozen=True)
 class Row:
-    """`figure` of what the calls of a column gave; of a column without calls there is none."""
+    """A row of the table: `figure` computes a column's cell from the results of its calls; no calls, no cell."""
 
     name: str
     unit: str  # cycles, x or share
     calls: dict[str, tuple[Call, ...]]
-    goal: float | None = None  # at most; of a share, at least
-    lead: float = 0.0  # or: tokamax's figure is to be at least so many times ours
+    goal: float | None = None  # the most; for a share, the least
+    lead: float = 0.0  # another goal: tokamax's figure is at least so many times ours
     figure: Callable[..., float] = lambda only: only
 
 
-def of_each(call: Callable[..., Call], columns: Sequence[str] = COLUMNS, **options) -> dict[str, tuple[Call, ...]]:
+def by_column(call: Callable[..., Call], columns: Sequence[str] = COLUMNS, **options) -> dict[str, tuple[Call, ...]]:
     return {column: (call(column, **options),) for column in columns}
 
 
@@ -265,37 +269,41 @@ def both(one: dict, other: dict) -> dict[str, tuple[Call, ...]]:
 def rows() -> list[Row]:
     ideal = dense.mxu_cycles(M, K, N, "bfloat16")
     starts = np.cumsum(RAGGED) - RAGGED
-    passes = int(np.sum(-(-(starts % 16 + RAGGED) // groups.MXU)))  # of 256 rows, from the first row's register on
-    by_jax = lambda which: of_each(partial(grouped, which=which), COLUMNS[:2])
-    whole, needed = (8192 // BLOCK) ** 2, 2 * (32768 // BLOCK) - 1
-    unmasked = of_each(forward, causal=False)
+    passes = int(
+        np.sum(-(-(starts % 16 + RAGGED) // groups.MXU))
+    )  # passes of 256 rows, from the register of a group's first row
+    by_jax = lambda which: by_column(partial(grouped, which=which), COLUMNS[:2])
+    num_blocks, needed = (8192 // BLOCK) ** 2, 2 * (32768 // BLOCK) - 1
+    unmasked = by_column(forward, causal=False)
     return [
-        Row("forward, head", "cycles", of_each(forward), 80_000),
+        Row("forward, head", "cycles", by_column(forward), 80_000),
         Row(
             "forward, head, constant max logit",
             "cycles",
-            of_each(forward, ("ironwood", "tokamax"), max_logit=30.0),
+            by_column(forward, ("ironwood", "tokamax"), max_logit=30.0),
             70_000,
         ),
-        Row("forward, head, no mask, / 64: 1024 x 1024", "cycles", unmasked, 2000, figure=lambda head: head / whole),
-        Row("forward, head of 64", "cycles", of_each(forward, H=64), lead=1.2),
-        Row("forward, head of 256", "cycles", of_each(forward, H=256), lead=1.2),
+        Row(
+            "forward, head, no mask, / 64: 1024 x 1024", "cycles", unmasked, 2000, figure=lambda head: head / num_blocks
+        ),
+        Row("forward, head of 64", "cycles", by_column(forward, H=64), lead=1.2),
+        Row("forward, head of 256", "cycles", by_column(forward, H=256), lead=1.2),
         Row(
             "forward, 4 documents of 2k in 8k, / 4 heads of 2k",
             "x",
-            both(of_each(forward, documents=4), of_each(forward, T=2048)),
+            both(by_column(forward, documents=4), by_column(forward, T=2048)),
             1.15,
             figure=lambda packed, alone: packed / (4 * alone),
         ),
         Row(
             f"forward, 32k, window of 1k, / its {needed} blocks at the price without a mask",
             "x",
-            both(of_each(forward, T=32768, window=1024), unmasked),
+            both(by_column(forward, T=32768, window=1024), unmasked),
             1.2,
-            figure=lambda head, full: head / (needed * full / whole),
+            figure=lambda head, full: head / (needed * full / num_blocks),
         ),
-        Row("backward, 1024 x 1024, no mask", "cycles", of_each(backward, step=True), 4400),
-        Row("backward, head", "cycles", of_each(backward)),
+        Row("backward, 1024 x 1024, no mask", "cycles", by_column(backward, step=True), 4400),
+        Row("backward, head", "cycles", by_column(backward)),
         Row("gmm, ragged, x ideal", "x", by_jax("gmm"), 1.08, figure=lambda cycles: cycles / ideal),
         Row(
             "gated_gmm, ragged: two matmuls and silu(gate) * up, x ideal",
@@ -318,10 +326,10 @@ def rows() -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     name: str
     unit: str
-    goal: float | None  # None: there is none, or it is unknown
+    goal: float | None  # None where there is none, or it is unknown
     lead: float
     figures: dict[str, float | str]  # by column: a figure, or why there is none
 
@@ -333,8 +341,8 @@ class Found:
         return ours >= self.goal if self.unit == "share" else ours <= self.goal
 
 
-def found(row: Row, reports: Callable[[Call], bundles.Report], absent: Sequence[str] = ()) -> Found:
-    """A row's figures. `reports` compiles, or knows; `absent` are columns that are not installed."""
+def evaluate(row: Row, reports: Callable[[Call], bundles.Report], absent: Sequence[str] = ()) -> Result:
+    """Evaluates a row. `reports` compiles a call or remembers it; `absent` are columns that are not installed."""
     figures = {}
     for column in COLUMNS:
         calls = row.calls.get(column, ())
@@ -344,12 +352,12 @@ def found(row: Row, reports: Callable[[Call], bundles.Report], absent: Sequence[
         compiled = [reports(call) for call in calls]
         try:
             figures[column] = float(row.figure(*(c.read(r) for c, r in zip(calls, compiled, strict=True))))
-        except ValueError as error:  # refused by the compiler, or a kernel of another form than the one that is known
+        except ValueError as error:  # refused by the compiler, or a kernel of an unknown form
             figures[column] = f"failed: {error}"
     goal = row.goal
     if row.lead and isinstance(figures["tokamax"], float):
         goal = figures["tokamax"] / row.lead
-    return Found(row.name, row.unit, goal, row.lead, figures)
+    return Result(row.name, row.unit, goal, row.lead, figures)
 
 
 FORMATS = {"cycles": ",.0f", "x": ".3f", "share": ".1%"}
@@ -361,8 +369,8 @@ def text_of(figure: float | str | None, unit: str) -> str:
     return "-" if figure is None else format(figure, FORMATS[unit])
 
 
-def line_of(row: Found) -> str:
-    """A line of the table; what goes wrong is told under it."""
+def line_of(row: Result) -> str:
+    """A line of the table; main prints errors below the table."""
     met = {None: "-", True: "yes", False: "no"}[row.met]
     reach = text_of(row.goal, row.unit)
     if row.lead:
@@ -376,7 +384,7 @@ HEADER = f"| compiled | reach | {' | '.join(COLUMNS)} | met |\n|---|---|---|---|
 
 
 def compiler(progress: bool = True) -> Callable[[Call], bundles.Report]:
-    """Compiles each call once in this run."""
+    """Returns a function that compiles a call, once in this run."""
     known = {}
 
     def report_of(call):
@@ -409,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(", ".join(f"{name} {version}" for name, version in versions.items()), HEADER, sep="\n\n", flush=True)
     reports, done = compiler(), []
     for row in chosen:
-        done.append(found(row, reports, absent))
+        done.append(evaluate(row, reports, absent))
         if not arguments.json:
             print(line_of(done[-1]), flush=True)
     failed = [(row.name, column, text) for row in done for column, text in row.figures.items() if ":" in str(text)]

@@ -2,8 +2,8 @@
 
     python benchmarks/long_context.py
 
-The scores of a head would be 17 GB at once, if all were; context.py's reference takes some queries at a time. Long
-sequences on TPU7x, predicted and compiled: `python benchmarks/cases.py 128k lengths`.
+All scores of a head would take 17 GB at once; context.py's attention without a kernel takes some queries at a time.
+`python benchmarks/cases.py 128k lengths` has long sequences on TPU7x, predicted and compiled.
 """
 
 import resource

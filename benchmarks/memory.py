@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py [8b] [70b] [--predicted]
 
-Sequences of 8,192 and of 131,072 tokens, side by side. Of a policy that does not fit it says what the compiler would
-have needed, if the compiler does. A compile takes one to ten minutes; what is in results_tpu7x.json is not compiled
-again, so that a long series can be broken off and taken up.
+The table has sequences of 8,192 and of 131,072 tokens, side by side. For a policy that does not fit it says what the
+program would have needed, if the compiler says so. A compile takes one to ten minutes. A program that is in
+results_tpu7x.json is not compiled again, so a long series can be interrupted and resumed.
 """
 
 import sys
@@ -39,11 +39,11 @@ def cells_of(expected: Prediction, with_compiler: bool) -> list[str]:
     hbm, step_s = f"{expected.hbm_bytes / GiB:.1f}", f"{expected.step_s:.2f} s"
     if not with_compiler:
         return [hbm, step_s]
-    found = results.load_or_compile(expected)
-    needed = results.memory_of(found)
-    on_host = found["host_bytes"] if found["fits"] else found["used_bytes"] if found["memory"] == "host" else 0
-    needs = f"{needed / GiB:.1f}" if needed else ""  # refused for want of another memory, this one is not said
-    needs = needs if found["fits"] else f"{needs} refused".strip()
+    result = results.load_or_compile(expected)
+    needed = results.memory_of(result)
+    on_host = result["host_bytes"] if result["fits"] else result["used_bytes"] if result["memory"] == "host" else 0
+    needs = f"{needed / GiB:.1f}" if needed else ""  # where another memory is too small, the compiler does not say
+    needs = needs if result["fits"] else f"{needs} refused".strip()
     return [needs, hbm, f"{on_host / GiB:.1f}" if on_host else "", step_s]
 
 
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"| {preset}, {topology} | {' | '.join(heads)} |\n|{'---|' * (1 + len(heads))}")
         for policy in POLICIES:
             cells = []
-            for seq_len, its in zip(LENGTHS.values(), flags, strict=True):
-                config = from_preset(preset, **its, seq_len=seq_len, remat=policy)
+            for seq_len, own in zip(LENGTHS.values(), flags, strict=True):
+                config = from_preset(preset, **own, seq_len=seq_len, remat=policy)
                 cells += cells_of(predict(run_of(config, *parse_topology(topology))), not args.predicted)
             print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
 

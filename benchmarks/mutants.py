@@ -1,21 +1,20 @@
-"""Mutation testing: errors planted in every module, one at a time, and whether the tests that should fall do.
+"""Mutation testing: plants errors in every module, one at a time, and runs the tests that should fail.
 
-    python benchmarks/mutants.py --by=kind                          what was found; runs nothing
+    python benchmarks/mutants.py --by=kind                          the table of results; runs nothing
     python benchmarks/mutants.py run --part=1/8                     an eighth of them: minutes to an hour
     python benchmarks/mutants.py run --module=fp8 --quick           one module's, by the quick selection of its tests
 
-A mutant is a row of mutants.toml: a module, a text that stands there exactly once, what replaces it, what kind of harm
-that would do, and the tests that must fall. Each is applied to a copy of the working tree, never to the tree itself,
-and its tests run there with a time limit. First the same tests run on the copy as it is: if they fall without the
-mutant, they say nothing about it.
+A mutant is a row of mutants.toml: a module, a text that occurs there exactly once, its replacement, the kind of harm
+that this would do, and the tests that must fail. Each mutant is applied to a copy of the working tree, never to the
+tree itself, and its tests run there with a time limit. First the same tests run on the unchanged copy: if they fail
+without the mutant, they say nothing about it.
 
-A mutant is found by the quick selection if one of its tests that are not marked slow falls, and found at all if any of
-its tests falls or hangs. The tests are those the row names, not the whole suite. Others may fall, too, so the shares
-are lower bounds.
+A mutant is found by the quick selection if one of its tests that are not marked slow fails. It is found if any of its
+tests fails or hangs. Only the tests that the row names run. Others may fail, too, so the shares are lower bounds.
 
-Results are kept in mutants_found.json, by the row's text: what is there is not run again, and a row that was changed
-is new. A change of the modules or the tests is not noticed: `run --again` forgets the results of the rows it runs.
-The exit status is 1 where rows have no result or fewer were found than the thresholds below.
+Results are stored in mutants_found.json by the row's text: a row with a result is not run again, and a row that was
+changed is new. A change of the modules or the tests is not noticed; `run --again` repeats rows that have a result. The
+exit status is 1 where rows have no result or fewer were found than the thresholds below.
 """
 
 import ast
@@ -41,10 +40,10 @@ import outputs
 
 ROWS = ROOT / "benchmarks" / "mutants.toml"
 FOUND = ROOT / "benchmarks" / "mutants_found.json"
-KINDS = ("numbers", "collective", "scale", "resume", "prediction", "message")  # what is wrong, the worst first
-LEAST = {"quick": 0.75, "all": 0.95}  # shares that must be found
+KINDS = ("numbers", "collective", "scale", "resume", "prediction", "message")  # of harm, the worst first
+LEAST = {"quick": 0.75, "all": 0.95}  # shares of mutants that must be found
 SLOW = "pytest.mark.slow"
-LIMIT_S = 600  # of the tests of a mutant, quick or slow
+LIMIT_S = 600  # time for the tests of a mutant, quick or slow
 PYTEST = "-m pytest -x -q -n 0 --no-header -p no:cacheprovider".split()
 # Exit statuses of pytest, and of a run that was stopped. 4: a file does not import, as all tests were found before.
 FELL, NONE_SELECTED, HUNG = (1, 2, 3, 4), 5, 124
@@ -52,7 +51,7 @@ FELL, NONE_SELECTED, HUNG = (1, 2, 3, 4), 5, 124
 
 @dataclass(frozen=True)
 class Mutant:
-    """A row of mutants.toml. `tests` are pytest's node ids below tests/."""
+    """A row of mutants.toml. `tests` are pytest's node ids, relative to tests/."""
 
     module: str
     kind: str
@@ -62,32 +61,32 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Of its own text: another row, another name."""
+        """A name that depends on the text of the row: a changed row has another name."""
         return f"{self.module}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
 
     def applied(self, source: str) -> str:
-        """Raises ValueError where `old` does not stand in the source exactly once."""
+        """The source with `old` replaced. Raises ValueError where `old` does not occur exactly once."""
         if (times := source.count(self.old)) != 1:
             raise ValueError(f"{self.module}.py has this text {times} times, not once: {self.old}")
         return source.replace(self.old, self.new)
 
 
 def mutants(path: Path = ROWS) -> list[Mutant]:
-    """All rows. Raises ValueError for an unknown kind, and for a row that stands there twice."""
+    """All rows. Raises ValueError for an unknown kind, and for a row that occurs twice."""
     rows = []
-    for module, of_module in tomllib.loads(path.read_text()).items():
-        for row in of_module:
+    for module, module_rows in tomllib.loads(path.read_text()).items():
+        for row in module_rows:
             rows.append(Mutant(module, row["kind"], row["old"], row["new"], tuple(row["tests"])))
             if row["kind"] not in KINDS:
                 raise ValueError(f"{row['kind']!r} is not one of {', '.join(KINDS)}: {row['old']}")
     names = [mutant.name for mutant in rows]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"rows stand there twice: {', '.join(sorted(twice))}")
+        raise ValueError(f"rows occur twice: {', '.join(sorted(twice))}")
     return rows
 
 
 class Copy:
-    """The files that git knows, as they are now, in a folder of their own."""
+    """A copy of the working tree: the files that git tracks, as they are now, in another folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.changes = folder, 0
@@ -97,14 +96,14 @@ class Copy:
             shutil.copy2(ROOT / name, folder / name)
 
     def write(self, module: str, source: str) -> None:
-        """With a time of its own: Python knows by time and size whether what it compiled is old."""
+        """Writes a module with a new time stamp: Python tells by time and size whether its compiled file is old."""
         path = self.folder / f"{module}.py"
         path.write_text(source)
         self.changes += 1
         os.utime(path, (self.changes, self.changes))
 
     def pytest(self, tests: Sequence[str], *options: str) -> tuple[int, str]:
-        """(exit status, the first test that fell) of tests on the copy; HUNG if they take longer than LIMIT_S."""
+        """(exit status, the first test that failed) of tests on the copy; HUNG if they take longer than LIMIT_S."""
         line = [sys.executable, *PYTEST, *options, *(f"tests/{test}" for test in tests)]
         with subprocess.Popen(
             line,
@@ -124,9 +123,9 @@ class Copy:
 
 
 def evaluate(mutant: Mutant, copy: Copy, quick_only: bool = False) -> dict[str, str | None]:
-    """{quick: the test that fell, all: the same}, None where none did; `all` is absent where it was not asked for.
+    """{quick: the test that failed, all: the same}, None where none did. With quick_only, `all` may be absent.
 
-    Raises ValueError where the mutant does not fit the module, is no program, or is the same one.
+    Raises ValueError where the mutant does not fit the module, is no program, or is the same program.
     """
     source = (ROOT / f"{mutant.module}.py").read_text()
     mutated = mutant.applied(source)
@@ -164,7 +163,7 @@ def tests_of(path: Path) -> dict[str, bool]:
 
 
 def _fell(copy: Copy, tests: Sequence[str], selection: str) -> str | None:
-    """Raises RuntimeError where pytest could not be asked."""
+    """The first test that failed, None where none did. Raises RuntimeError where pytest itself failed."""
     if not tests:
         return None
     status, which = copy.pytest(tests, selection)
@@ -176,7 +175,7 @@ def _fell(copy: Copy, tests: Sequence[str], selection: str) -> str | None:
 
 
 def check(rows: list[Mutant], copy: Copy, quick_only: bool) -> None:
-    """Raises RuntimeError where a test of these rows falls without any mutant."""
+    """Raises RuntimeError where a test of these rows fails without any mutant."""
     tests = tuple(sorted({test for mutant in rows for test in mutant.tests}))
     status, which = copy.pytest(tests, *(["-m not slow"] if quick_only else []))
     if status not in (0, NONE_SELECTED):
@@ -187,8 +186,8 @@ def known() -> dict[str, dict[str, str | None]]:
     return json.loads(FOUND.read_text()) if FOUND.exists() else {}
 
 
-def keep(name: str, found: dict[str, str | None]) -> None:
-    """Beside what other parts found meanwhile."""
+def store(name: str, found: dict[str, str | None]) -> None:
+    """Stores a result beside those that other parts have stored meanwhile."""
     everything = dict(sorted((known() | {name: found}).items()))
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in everything.items())
     with outputs.replacing(FOUND) as file:
@@ -196,15 +195,15 @@ def keep(name: str, found: dict[str, str | None]) -> None:
 
 
 def run(rows: list[Mutant], quick_only: bool) -> None:
-    """Evaluates the rows, module by module, and keeps each result as it comes."""
+    """Evaluates the rows, module by module, and stores each result at once."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         for module in dict.fromkeys(mutant.module for mutant in rows):
-            of_module = [mutant for mutant in rows if mutant.module == module]
-            check(of_module, copy, quick_only)
-            for mutant in of_module:
+            module_rows = [mutant for mutant in rows if mutant.module == module]
+            check(module_rows, copy, quick_only)
+            for mutant in module_rows:
                 found = evaluate(mutant, copy, quick_only)
-                keep(mutant.name, found)
+                store(mutant.name, found)
                 by = found["quick"] or found.get("all")
                 print(f"{mutant.name:24}{f'found by {by}' if by else 'alive'}: {_line(mutant.new)}", flush=True)
 
@@ -214,7 +213,7 @@ def _line(text: str) -> str:
 
 
 def counts(rows: list[Mutant], found: dict, by: str = "module") -> Iterator[tuple[str, int, int, int, int]]:
-    """(module or kind, planted, found by the quick selection, found, without a result), and the sums."""
+    """Yields (module or kind, planted, found by the quick selection, found, without a result), and the sums."""
     names = [kind for kind in KINDS if by == "kind"] or sorted({mutant.module for mutant in rows})
     for name in [*names, "all"]:
         group = [mutant for mutant in rows if name in ("all", getattr(mutant, by))]
@@ -224,7 +223,7 @@ def counts(rows: list[Mutant], found: dict, by: str = "module") -> Iterator[tupl
 
 
 def table(rows: list[Mutant], found: dict, by: str = "module") -> str:
-    """How many were found, by module or kind, and which live."""
+    """Markdown with the numbers of mutants found, by module or kind, and a list of those alive."""
     lines = [f"| {by} | planted | found by the quick selection | found | alive |", "|---|---|---|---|---|"]
     for name, planted, by_quick, by_all, unknown in counts(rows, found, by):
         shares = " | ".join(f"{number}, {number / planted:.0%}" if planted else "" for number in (by_quick, by_all))
@@ -237,13 +236,13 @@ def table(rows: list[Mutant], found: dict, by: str = "module") -> str:
 
 
 def holds(rows: list[Mutant], found: dict) -> bool:
-    """Whether all rows have a result and as many were found as LEAST says."""
+    """Whether all rows have a result, and at least the shares LEAST of them were found."""
     *_, (_, planted, by_quick, by_all, unknown) = counts(rows, found)
     return not unknown and by_quick >= LEAST["quick"] * planted and by_all >= LEAST["all"] * planted
 
 
 def part_of(rows: list[Mutant], part: str) -> list[Mutant]:
-    """Every n-th of the rows. Raises ValueError for what is no part, as 3/8 is one."""
+    """Every n-th of the rows. Raises ValueError where `part` is not of the form 3/8."""
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
         raise ValueError(f"--part={part} is not N/OF, as 3/8: one of so many parts")
@@ -275,8 +274,10 @@ def main() -> None:
             sys.exit(f"mutants.py: {error}")
     found = known()
     if args.json:
-        told = {m.name: {"module": m.module, "kind": m.kind, "new": m.new} | found.get(m.name, {}) for m in rows}
-        print(json.dumps(told))
+        results_by_name = {
+            m.name: {"module": m.module, "kind": m.kind, "new": m.new} | found.get(m.name, {}) for m in rows
+        }
+        print(json.dumps(results_by_name))
     else:
         print(table(rows, found, args.by))
     sys.exit(0 if holds(rows, found) else 1)

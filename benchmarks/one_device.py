@@ -1,9 +1,9 @@
-"""What the simulated mesh costs: a training step on 8 simulated devices against a plain jit on one, on the same cores.
+"""The cost of the simulated mesh: a training step on 8 simulated devices against a plain jit on one, on the same cores.
 
     python benchmarks/one_device.py [any flag of train.py]
 
-The plain version is tests/reference.py with the same optimizer, weights and global batch. Both are timed in turns in
-one run, because such machines are noisy; the figure is the median of the ratios, with the quartiles.
+The plain version is tests/reference.py with the same optimizer, weights and global batch. Their steps
+alternate in one run, because such machines are noisy. The figure is the median of the ratios, with the quartiles.
 """
 
 import statistics
@@ -57,14 +57,14 @@ def main() -> None:
     plain = jax.jit(plain_step, donate_argnums=(0, 1)).lower(params, opt_state, plain_batch).compile()
 
     seconds = {"mesh": [], "one device": []}
-    for turn in range(16):
+    for iteration in range(16):
         begun = time.perf_counter()
         state, metrics = meshed(state, batch)
         metrics["loss"].block_until_ready()
         halfway = time.perf_counter()
         params, opt_state, loss = plain(params, opt_state, plain_batch)
         loss.block_until_ready()
-        if turn:  # the first of each warms up
+        if iteration:  # the first of each warms up
             seconds["mesh"].append(halfway - begun)
             seconds["one device"].append(time.perf_counter() - halfway)
     for name, values in seconds.items():
@@ -73,7 +73,7 @@ def main() -> None:
     low, median, high = statistics.quantiles(ratios, n=4)
     text = f"{median:.2f} x the time of one device ({low:.2f} to {high:.2f})"
     print(f"measured  {sharding.describe_mesh(mesh)}: {text}")
-    print(f"          losses after {turn + 1} steps: {metrics['loss']:.6f} and {loss:.6f}")
+    print(f"          losses after {iteration + 1} steps: {metrics['loss']:.6f} and {loss:.6f}")
 
 
 if __name__ == "__main__":

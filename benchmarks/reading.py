@@ -1,12 +1,12 @@
-"""Counts what a reader of the project must read: modules, lines, functions, words. Beside each is the target.
+"""Counts what a reader of the project must read: modules, lines, functions, words; with a target for each.
 
     python benchmarks/reading.py [--json]
 
 Project modules are the files at the root and in its folders, without tests/ and benchmarks/. What `import model` brings
-is read from sys.modules of a fresh process. The default run is `python train.py --steps=2`, traced with JAX's tracing
-of the step: lines to read are those of the functions that it enters, and of the heads of their modules, which are all
-above the first function or class. A line counts once, comments and docstrings count. A Pallas kernel is a function
-named `_kernel` or `_..._kernel`. A word is what stands between blanks, in README.md above its heading "Read it".
+is read from sys.modules of a fresh process. The default run is `python train.py --steps=2`, traced by Python's profiler
+while JAX traces the step. Lines to read are those of the functions that it enters, and of the heads of their modules:
+all lines above the first function or class. A line counts once; comments and docstrings count. A Pallas kernel is a
+function named `_kernel` or `_..._kernel`. A word is what is between blanks, in README.md above its heading "Read it".
 """
 
 import ast
@@ -48,7 +48,7 @@ finally:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure and the most that it should be; no target: None."""
+    """A figure and the most that it should be, None without a target."""
 
     what: str
     found: float
@@ -104,9 +104,9 @@ def traced(root: Path, *flags: str) -> set[tuple[Path, int]]:
 
 
 def to_read(root: Path, entered: set[tuple[Path, int]]) -> tuple[int, int, int]:
-    """Returns (named functions that a run entered, lines of the heads of their modules, lines of theirs below).
+    """Returns (named functions that a run entered, lines of their modules' heads, lines of the functions below those).
 
-    A module of which only the body ran, as it was imported, is not read.
+    A module that was imported without entering one of its functions does not count.
     """
     texts, functions, above, below = sources(root), 0, 0, 0
     for path in {path for path, _ in entered}:

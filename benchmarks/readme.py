@@ -1,9 +1,9 @@
-"""Measures and compiles on this machine what README.md and docs/RESULTS.md say was measured or compiled.
+"""Repeats on this machine the measurements and compiles of README.md and docs/RESULTS.md, and writes the results there.
 
     python benchmarks/readme.py [BLOCK ...]
 
 Runs `python train.py` and the other benchmarks from a cold start, each in a process of its own, and replaces the text
-between the markers of both.
+between the marks of both pages.
 """
 
 import os
@@ -96,7 +96,7 @@ def kernels() -> str:
 
 
 def tuned_sizes() -> str:
-    os.environ["IRONWOOD_TUNED"] = os.devnull  # those of the project alone
+    os.environ["IRONWOOD_TUNED"] = os.devnull  # the project's own sizes, not this machine's
     return "\n".join(line for _, line in timed_lines("kernels.py"))
 
 
@@ -135,7 +135,7 @@ def recipes() -> str:
 def better_recipes() -> str:
     kept, better = [], False
     for _, line in timed_lines("recipes.py", "--better"):
-        better = ": better: " in line or (better and line.startswith(" "))  # the lines below one are of it
+        better = ": better: " in line or (better and line.startswith(" "))  # indented lines belong to the recipe above
         kept += [line] * better
     return "```\n" + "\n".join(kept) + "\n```"
 

@@ -1,12 +1,12 @@
-"""From nothing to the first step, and what a step costs a CPU: of train.py, as a user starts it, and of MaxText.
+"""The time from the command to the first step, and the CPU time of a step: train.py beside MaxText.
 
     python benchmarks/startup.py [--times=3] [--json]
     python benchmarks/startup.py --maxtext=VENV/bin/python    where `pip install "maxtext[tpu]"` has put it: in one run
 
-A model of 4 layers, model dim 256, vocabulary 256, 8 sequences of 512 a step, float32, FSDP over 8 simulated devices,
-recomputing what is no matmul (`minimal_with_context`). Without --maxtext, what one run found of it stands beside
-(MAXTEXT_FOUND says where). Programs are compiled: the cache is a new folder. CPU-seconds are those of the process, all
-threads, of a run of 21 steps less those of a run of 1, by 20.
+The model has 4 layers, model dim 256, vocabulary 256, and 8 sequences of 512 a step, in float32, with FSDP over 8
+simulated devices. It recomputes what is no matmul (`minimal_with_context`). The cache is a new folder, so programs are
+compiled. CPU-seconds are those of all threads of the process, in a run of 21 steps less those in a run of 1, divided by
+20. Without --maxtext, MaxText's figures are those of an earlier run (MAXTEXT_RESULT).
 """
 
 import json
@@ -29,8 +29,8 @@ import command
 
 MODEL = "--num_layers=4 --model_dim=256 --ff_dim=1024 --num_heads=4 --num_kv_heads=4 --head_dim=64 --vocab_size=256"
 RUN = "--remat=minimal_with_context --batch=8 --seq_len=512 --mesh=fsdp:8 --eval_batches=0 --sample=0 --log_every=1"
-# Of MaxText 0.2.5 with jax 0.12 and Python 3.12, medians of three, on 2 cores of an AMD EPYC (Zen 4).
-MAXTEXT_FOUND = {"first_step_s": 14.6, "cpu_s_a_step": 3.17}
+# MaxText 0.2.5 with jax 0.12 and Python 3.12: medians of three, on 2 cores of an AMD EPYC (Zen 4).
+MAXTEXT_RESULT = {"first_step_s": 14.6, "cpu_s_a_step": 3.17}
 MAXTEXT = """
 base_num_decoder_layers=4 base_emb_dim=256 base_mlp_dim=1024 base_num_query_heads=4 base_num_kv_heads=4 head_dim=64
 vocab_size=256 per_device_batch_size=1 max_target_length=512 ici_fsdp_parallelism=8 dtype=float32 hardware=cpu
@@ -53,7 +53,7 @@ def maxtext(python: str, steps: int, folder: str) -> list[str]:
 
 
 def run(command: Sequence[str], first: str, environment: dict[str, str]) -> tuple[float, float]:
-    """Seconds until a line is there that matches `first`, and CPU-seconds in all."""
+    """Runs a command: seconds until it prints a line that matches `first`, and its CPU-seconds in all."""
     begun, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment, **pipes)
@@ -64,16 +64,16 @@ def run(command: Sequence[str], first: str, environment: dict[str, str]) -> tupl
             first_step_s = time.perf_counter() - begun
     if process.wait() or first_step_s is None:
         sys.exit(f"{' '.join(command)} ended with status {process.returncode}: {''.join(said[-5:])}")
-    found = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return first_step_s, found.ru_utime + found.ru_stime - used.ru_utime - used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return first_step_s, usage.ru_utime + usage.ru_stime - used.ru_utime - used.ru_stime
 
 
 def measure(command, first: str, environment: dict[str, str]) -> dict[str, float]:
-    """`command(steps, folder)` is what to start."""
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
-        first_step_s, cpu_one = run(command(1, one), first, environment)
-        _, cpu_many = run(command(21, many), first, environment)
-    return {"first_step_s": first_step_s, "cpu_s_a_step": (cpu_many - cpu_one) / 20}
+    """Seconds to the first step, and CPU-seconds a step, of the program that `command(steps, folder)` names."""
+    with tempfile.TemporaryDirectory() as short, tempfile.TemporaryDirectory() as long:
+        first_step_s, cpu_short = run(command(1, short), first, environment)
+        _, cpu_long = run(command(21, long), first, environment)
+    return {"first_step_s": first_step_s, "cpu_s_a_step": (cpu_long - cpu_short) / 20}
 
 
 def main() -> None:
@@ -82,23 +82,23 @@ def main() -> None:
         "--maxtext",
         type=command.path,
         metavar="PYTHON",
-        help="the Python that MaxText is installed for; run it as well",
+        help="the Python that MaxText is installed for; measures it as well",
     )
     parser.add_argument(
-        "--times", type=command.at_least(1), default=1, help="measure so often, one after the other, and print medians"
+        "--times", type=command.at_least(1), default=1, help="number of measurements, alternating; prints medians"
     )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds")
     args = command.arguments(parser)
     if args.maxtext and not shutil.which(args.maxtext):
-        raise ValueError(f"--maxtext={args.maxtext} is no Python that can be run")
-    found_here, found_there = [], []
+        raise ValueError(f"--maxtext={args.maxtext} is not a Python that can be run")
+    our_runs, maxtext_runs = [], []
     for _ in range(args.times):
-        found_here.append(measure(ours, r"^\s*step .*loss", {}))
+        our_runs.append(measure(ours, r"^\s*step .*loss", {}))
         if args.maxtext:
             theirs = lambda steps, folder: maxtext(args.maxtext, steps, folder)
-            found_there.append(measure(theirs, r"completed step: 0,", ON_CPU))
-    median = lambda found: {name: statistics.median(one[name] for one in found) for name in found[0]}
-    here, there = median(found_here), median(found_there or [MAXTEXT_FOUND])
+            maxtext_runs.append(measure(theirs, r"completed step: 0,", ON_CPU))
+    median = lambda runs: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    here, there = median(our_runs), median(maxtext_runs or [MAXTEXT_RESULT])
     if args.json:
         print(json.dumps(here | {"maxtext": there}))
         return

@@ -268,11 +268,11 @@ def test_a_row_of_the_table(column, heads_of_8k):
     assert row.figure(heads_of_8k, 17_000.0) == heads_of_8k / 68_000
 
 
-def table(row: kernels.Row, cycles: dict[str, float], absent=()) -> kernels.Found:
+def table(row: kernels.Row, cycles: dict[str, float], absent=()) -> kernels.Result:
     """A row whose calls give these cycles."""
     calls = {column: (kernels.Call(column, {}, lambda report: cycles[report.builder]),) for column in row.calls}
     report = lambda call: Report(call.builder, {}, "", (), 2.0)
-    return kernels.found(dataclasses.replace(row, calls=calls, figure=lambda only: only), report, absent)
+    return kernels.evaluate(dataclasses.replace(row, calls=calls, figure=lambda only: only), report, absent)
 
 
 def row_of(text: str) -> kernels.Row:
@@ -304,7 +304,7 @@ def test_a_lead_over_tokamax_needs_tokamax():
 def test_what_fails_is_a_cell_and_not_the_end():
     row = row_of("forward, head")
     refused = lambda call: Report(call.builder, call.options, "VMEM: too much", (), 1.0)
-    found = kernels.found(row, refused, ["tokamax"])
+    found = kernels.evaluate(row, refused, ["tokamax"])
     assert kernels.line_of(found) == "| forward, head | 80,000 | failed | failed | not installed | - |"
     assert "VMEM: too much" in found.figures["ironwood"]
 
@@ -338,7 +338,7 @@ def test_work_is_of_the_ideal_with_what_is_computed_in_vain():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense 8192^3, bf16, of the MXU limit", "forward, head"])
 def test_a_row_compiled(name):
-    found = kernels.found(row_of(name), kernels.compiler(), absent=["tokamax"])
+    found = kernels.evaluate(row_of(name), kernels.compiler(), absent=["tokamax"])
     assert found.met, found.figures
     if name == "forward, head":
         assert 1.5 < found.figures["jax"] / found.figures["ironwood"] < 2.5

@@ -11,8 +11,8 @@ from benchmarks import endurance
 ROOT = Path(endurance.__file__).parents[1]
 
 
-def kept() -> dict:
-    return endurance.found(ROOT / "benchmarks/endurance_runs", 1000)
+def stored() -> dict:
+    return endurance.stored_runs(ROOT / "benchmarks/endurance_runs", 1000)
 
 
 def test_the_table_compares_ways_of_the_same_model(tmp_path):
@@ -21,8 +21,8 @@ def test_the_table_compares_ways_of_the_same_model(tmp_path):
         one = dict(model="tiny", way=way, steps=40, losses=[2.0] * 20 + [None] + [1.0] * 19, skipped=0, done_again=0)
         one |= dict(held_out=dict(zip(("20", "40"), losses, strict=True)))
         (tmp_path / f"tiny-{way}-40.json").write_text(json.dumps(one))
-    runs = endurance.found(tmp_path, 40)
-    assert [*runs] == [("tiny", way) for way in endurance.WAYS] and endurance.found(tmp_path, 41) == {}
+    runs = endurance.stored_runs(tmp_path, 40)
+    assert [*runs] == [("tiny", way) for way in endurance.WAYS] and endurance.stored_runs(tmp_path, 41) == {}
     assert endurance.table(runs).splitlines()[2:] == [
         "| tiny | plain | 1.0000 |  |  | 0 | 0 |",
         "| tiny | everything | 1.0100 | 1.00% |  | 0 | 0 |",
@@ -36,7 +36,7 @@ def test_the_table_compares_ways_of_the_same_model(tmp_path):
 def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
     """Killed, with a batch that is not finite, with one of random tokens, and with no room for a checkpoint."""
     endurance.run("tiny", "faults", 20, tmp_path)
-    (one,) = endurance.found(tmp_path, 20).values()
+    (one,) = endurance.stored_runs(tmp_path, 20).values()
     assert one["skipped"] == 1 and len(one["losses"]) == 20 and one["done_again"] > 0
     assert one["losses"].index(None) == 6 and one["losses"][10] > 1.2 * one["losses"][9]  # not finite; random tokens
     assert one["held_out"]["20"] < 3.0
@@ -46,15 +46,15 @@ def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
 
 def test_everything_follows_plain_for_a_thousand_steps():
     """Within the band that is stated."""
-    runs = kept()
+    runs = stored()
     assert {*runs} == {(model, way) for model in endurance.MODELS for way in endurance.WAYS}
     for (model, way), one in runs.items():
         assert len(one["losses"]) == 1000 and one["losses"].count(None) == one["skipped"] == (way == "faults")
-        assert endurance.apart(one, runs[model, "plain"]) <= endurance.BAND
+        assert endurance.distance(one, runs[model, "plain"]) <= endurance.BAND
 
 
 def test_the_table_that_is_shown_is_of_the_runs_that_are_kept():
     shown = re.search(
         r"<!-- measured: endurance -->\n(.*?)\n<!-- end -->", (ROOT / "docs/RESULTS.md").read_text(), re.DOTALL
     )
-    assert shown[1] == endurance.table(kept())
+    assert shown[1] == endurance.table(stored())

@@ -887,7 +887,7 @@ def test_the_benchmark_reads_operands_casts_and_bytes(cast):
     result = benchmark.read(benchmark.hlo.parse(text), Config(num_layers=4, seq_len=32))
     kind = "bf16 x f8e4m3fn" if cast else "f8e4m3fn x f8e4m3fn"
     assert result["matmuls"] == {kind: 1} and result["matmul_cycles"] == {kind: 77} and result["casts"] == cast
-    assert result["gathered_bytes"] == {"f8e4m3fn": 64 * 8} and list(result["kept_bytes"].values()) == [2 * 32 * 8 * 2]
+    assert result["gathered_bytes"] == {"f8e4m3fn": 64 * 8} and list(result["saved_bytes"].values()) == [2 * 32 * 8 * 2]
 
 
 def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
@@ -897,7 +897,7 @@ def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
     for recipe, corpus, seed, loss in [*bf16_runs, *fp8_runs, ("block", "b", 1, 5.2)]:
         run = dict(model="tiny", recipe=recipe, seed=seed, steps=9, corpus=corpus, eval_loss=loss, losses=[loss] * 40)
         (tmp_path / f"{recipe}-{corpus}-{seed}.json").write_text(json.dumps(run))
-    runs = fp8_quality.found(tmp_path, 9)
+    runs = fp8_quality.stored_runs(tmp_path, 9)
     assert fp8_quality.table(runs).splitlines() == [
         "| model | recipe | a: seed 0, 1, 2 | b: seed 0, 1, 2 | against bfloat16 |",
         "|---|---|---|---|---|",
@@ -907,10 +907,10 @@ def test_the_table_of_losses_compares_the_same_corpora_and_seeds(tmp_path):
     ]
     fp8_quality.plot(runs, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert fp8_quality.found(tmp_path, 10) == {}
+    assert fp8_quality.stored_runs(tmp_path, 10) == {}
 
 
 def test_the_published_table_of_losses_is_that_of_the_stored_runs():
     root = Path(fp8_quality.__file__).parents[1]
-    table = fp8_quality.table(fp8_quality.found(root / "benchmarks/fp8_quality_runs", 400))
+    table = fp8_quality.table(fp8_quality.stored_runs(root / "benchmarks/fp8_quality_runs", 400))
     assert f"<!-- measured: fp8 quality -->\n{table}\n<!-- end -->" in (root / "docs/RESULTS.md").read_text()
