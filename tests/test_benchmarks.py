@@ -1,5 +1,4 @@
-"""The compiled figures of benchmarks/collectives.py and kernels.py: what TPU7x's compiler makes of the rings and of the
-kernels, and how it is read."""
+"""benchmarks/collectives.py, kernels.py, scaling.py and memory.py: what they read off compiled programs, and print."""
 
 import dataclasses
 import importlib.util
@@ -42,7 +41,7 @@ def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
     # On 4x4x4 both devices of a chip send to the same other one; on 2x2x1 one of them does.
     shard_s = 8192 * 4096 * 2 / 4 / LINK * (2 if topology == "tpu7x:4x4x4" else 1)
     for name, hops in zip(RINGS, (3, 2), strict=True):
-        # There is nothing to hide behind but copies of shards into the result.
+        # Copies of shards into the result are all that can hide messages.
         least_s = hops * shard_s - found[name]["tensorcore_s"]
         assert 0.999 * least_s < found[name]["exposed_s"] < 1.001 * hops * shard_s
         assert found[name]["tensorcore_s"] < 0.25 * hops * shard_s
@@ -53,7 +52,7 @@ def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
 
 @pytest.mark.slow
 def test_collective_matmuls_multiply_while_their_messages_travel():
-    """Forward and backward are two gathers and two scatters; half of the bytes of the rings and more are hidden."""
+    """Forward and backward are two gathers and two scatters. Of the rings' bytes at least half are hidden."""
     found = {}
     for name in ALGORITHMS:
         program = benchmark.compiled("MLP forward and backward", name, "tpu7x:2x2x1")
@@ -70,7 +69,7 @@ def test_collective_matmuls_multiply_while_their_messages_travel():
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gradient_in_parts_of_any_size_is_summed_by_the_sparsecores(dim):
-    """In parts of 13 rows or columns: as XLA cuts them, by the TensorCore, which waits; not as collectives.py does."""
+    """Shards of 13 rows or columns: XLA sums them on the TensorCore, which waits; collectives.py does not."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
     uses = [jax.ShapeDtypeStruct((4, 1024, m), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for m in (104, 1024)]
@@ -90,7 +89,7 @@ def test_a_gradient_in_parts_of_any_size_is_summed_by_the_sparsecores(dim):
 
 @pytest.mark.slow
 def test_across_slices_goes_only_what_must():
-    """Compiled for two slices of 8 devices: the slow network last for a sum, first for a gather, costs an eighth."""
+    """Compiled for two slices of 8 devices. The slow network sends an eighth: last in a sum, first in a gather."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1", num_slices=2)
     devices = sorted(topology.devices, key=lambda device: (device.slice_index, device.id))
     mesh = Mesh(np.array(devices).reshape(2, 8), ("slice", "x"), axis_types=(AxisType.Auto,) * 2)
@@ -98,7 +97,7 @@ def test_across_slices_goes_only_what_must():
     x = jax.ShapeDtypeStruct((16 * 1024, 1024), jnp.float32, sharding=NamedSharding(mesh, both))
 
     def sent(function) -> tuple[int, int]:
-        """(rows sent to the other slice, messages inside) by a device."""
+        """(rows that a device sends to the other slice, messages inside its slice)."""
         text = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=both, out_specs=both)).lower(x).compile().as_text()
         assert not re.search(r" (all-gather|all-reduce|reduce-scatter)(-start)?\(", text)
         sends = re.findall(r"= \(f32\[([\d,]+),1024\]\S* .*? send\(", text)
@@ -135,7 +134,7 @@ ROUND, OTHER_WAY = "{0,2},{2,4},{4,0}", "{0,4},{4,2},{2,0}"
 
 
 def permute(number: int, pairs: str = ROUND) -> str:
-    """Of 44.5 GB: half a second at 89 GB/s."""
+    """A message of 44.5 GB: half a second at 89 GB/s."""
     shape = "bf16[22250,1000000]{1,0}"
     return (
         f"%collective-permute-start.{number} = ({shape}, {shape}) collective-permute-start(%p), "
@@ -160,7 +159,7 @@ def work(seconds: float) -> str:
         ([permute(1), work(0.2), done(1)], 1, 0.3, 0.5),
         ([permute(1), work(0.7), done(1)], 0, 0.0, 0.7),
         ([work(0.7), permute(1), done(1)], 1, 0.5, 1.2),
-        ([permute(1), permute(2), done(1), done(2)], 2, 1.0, 1.0),  # one behind the other on the same link
+        ([permute(1), permute(2), done(1), done(2)], 2, 1.0, 1.0),  # one after the other on the same link
         ([permute(1), permute(2, OTHER_WAY), done(1), done(2)], 1, 0.5, 0.5),  # at once, each its own way
         ([permute(1), work(0.4), permute(2), work(0.2), done(1), work(0.1), done(2)], 1, 0.3, 1.0),
     ],
@@ -195,7 +194,7 @@ def test_what_is_not_understood_is_an_error():
 # -- benchmarks/kernels.py: cycles of our kernels and others'
 
 
-BUNDLES = itertools.count()  # a region is known by its first one
+BUNDLES = itertools.count()  # a region is identified by its first bundle
 
 
 def region(kind: str, cycles: int, *inside: Region, executions: int | None = None) -> Region:
@@ -213,7 +212,7 @@ def branches(*cycles: int) -> list[Region]:
 
 @pytest.mark.slow
 def test_an_anchor_with_a_known_grid():
-    """Of 2 heads with 8 rows of blocks: 64 steps each, of which 36 are seen."""
+    """2 heads with 8 rows of blocks have 64 steps each, of which 36 are not masked."""
     inside = region("grid", 40, region("step", 80, *branches(170, 3000, 130), executions=128), executions=130)
     call = kernels.forward("jax")
     of_both = 10 + 130 * 40 + 128 * 80 + 2 * (8 * 170 + 36 * 3000 + 8 * 130)
@@ -251,7 +250,7 @@ def test_backward_of_the_anchors():
 
 
 def test_tiles_of_megablox_are_visited_by_every_group_in_them():
-    """Tiles of 128 rows: 8 10 8 9 6 12 9 9 of them have rows of each group."""
+    """Rows of the eight groups are in 8 10 8 9 6 12 9 9 tiles of 128 rows."""
     inside = region("branch", 5, region("loop", 100, region("branch", 12_000)))
     assert kernels.grouped("jax", "gmm").read(report_of("gmm.1", inside)) == 15 + 73 * 100 + 71 * 12_000
 
@@ -310,7 +309,7 @@ def test_what_fails_is_a_cell_and_not_the_end():
 
 
 def test_the_table_without_tokamax(monkeypatch, capsys):
-    """The command, with nothing compiled."""
+    """Runs the command without compiling anything."""
     there = importlib.util.find_spec
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None if name == "tokamax" else there(name))
     monkeypatch.setattr(bundles, "measure", lambda builder, **options: Report(builder, options, "refused", (), 1.0))
@@ -346,7 +345,7 @@ def test_a_row_compiled(name):
 
 @pytest.mark.slow
 def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
-    """405B has no place on 4 chips; what is more of the smallest slice's MFU is what is more MFU."""
+    """405B does not fit on 4 chips. Efficiency is MFU over that of the smallest slice."""
     monkeypatch.setattr(
         "sys.argv", ["scaling.py", "--models=llama3.1-8b,llama3.1-405b", "--slices=2x2x1,8x8x16", "--json"]
     )
@@ -366,7 +365,7 @@ def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
 
 
 def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(capsys, monkeypatch):
-    """Of a program that the host has no room for, the compiler does not say what it needs of HBM."""
+    """Where the host's memory is too small for a program, the compiler does not say how much HBM it needs."""
     found = {
         ("full", 8192): dict(fits=True, peak_hbm_bytes=2**33, host_bytes=0),
         ("none", 131_072): dict(fits=False, memory="hbm", used_bytes=2**37),
@@ -389,8 +388,8 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
 
 
 def test_the_table_of_memory_is_the_one_of_today(capsys, monkeypatch):
-    """That of 70B in RESULTS.md, of which all was compiled and is kept; python benchmarks/readme.py "memory of 70B"."""
-    monkeypatch.setattr(memory.results.subprocess, "run", lambda command, **_: pytest.fail(f"not kept: {command}"))
+    """70B in docs/RESULTS.md: all results are stored. python benchmarks/readme.py "memory of 70B" writes the table."""
+    monkeypatch.setattr(memory.results.subprocess, "run", lambda command, **_: pytest.fail(f"not stored: {command}"))
     memory.main(["70b"])
     shown = (memory.ROOT / "docs/RESULTS.md").read_text()
     written = re.search(r"<!-- compiled: memory of 70B -->\n(.*?)<!-- end -->", shown, re.DOTALL)[1]

@@ -1,4 +1,4 @@
-"""The page of case studies: its tables are today's, and say of each run what its text says."""
+"""The pages of case studies: their tables are today's predictions and stored results."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_its_table_is_the_one_of_today(name):
 
 
 def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
-    """A compiler's flag has a compiled step and no predicted one; what does not fit has only its memory."""
+    """A row with a compiler's flag has no predicted step, and a run that does not fit has only its memory."""
     kept = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
     monkeypatch.setattr(results, "load", lambda _: kept)
     rows = cases.table("vmem").splitlines()[4:]

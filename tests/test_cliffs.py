@@ -1,4 +1,4 @@
-"""No size costs much more than its neighbours without a word: what benchmarks/cliffs.py counts."""
+"""benchmarks/cliffs.py: every size that costs much more than its neighbours has a reason."""
 
 import re
 
@@ -10,14 +10,14 @@ from benchmarks import cliffs
 
 @pytest.mark.parametrize("sweep", cliffs.SWEEPS, ids=lambda sweep: f"{sweep.name} {sweep.sizes[1]}")
 def test_a_size_above_its_neighbours_says_why(sweep):
-    """And no reason outlives its cliff."""
+    """A sweep without a cliff has no reason."""
     found = cliffs.ratios(sweep)
     above = any(ratio is None or ratio > 1.3 for ratio in found.values())
     assert above == bool(sweep.why), found
 
 
 def test_a_length_whose_chunks_must_divide_it_would_be_seen(monkeypatch):
-    """8,191 is a prime: one position at a time, the sum of the unembedding's gradients 8,191 times."""
+    """8,191 is a prime: with chunks of one position, the unembedding's gradients are summed 8,191 times."""
     dividing = lambda config, sequences, positions, vocabulary: max(c for c in range(1, 1025) if positions % c == 0)
     monkeypatch.setattr(anatomy, "loss_chunk", dividing)
     (sweep,) = (sweep for sweep in cliffs.SWEEPS if sweep.name == "seq_len" and sweep.sizes[1] == 8192)

@@ -1,4 +1,4 @@
-"""benchmarks/endurance.py: that it finds the faults it makes, and what is kept of its long runs."""
+"""benchmarks/endurance.py: its faults leave their traces, and its stored runs stay within the band."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_the_table_compares_ways_of_the_same_model(tmp_path):
 
 @pytest.mark.slow
 def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
-    """Killed, with a batch that is not finite, with one of random tokens, and with no room for a checkpoint."""
+    """The faults are a kill, a batch that is not finite, one of random tokens, and a full disk at a checkpoint."""
     endurance.run("tiny", "faults", 20, tmp_path)
     (one,) = endurance.stored_runs(tmp_path, 20).values()
     assert one["skipped"] == 1 and len(one["losses"]) == 20 and one["done_again"] > 0
@@ -45,7 +45,7 @@ def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
 
 
 def test_everything_follows_plain_for_a_thousand_steps():
-    """Within the band that is stated."""
+    """Held-out losses stay within endurance.BAND of the plain run's."""
     runs = stored()
     assert {*runs} == {(model, way) for model in endurance.MODELS for way in endurance.WAYS}
     for (model, way), one in runs.items():

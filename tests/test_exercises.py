@@ -1,4 +1,4 @@
-"""The answers to EXERCISES.md."""
+"""The answers to docs/EXERCISES.md."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/mutants.py: that its rows fit the program of today, that its judge can fail, and what its runs found."""
+"""benchmarks/mutants.py: its rows fit today's program, its verdicts are right, and its stored results hold."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def mutant(new: str, old: str = "a + b") -> Mutant:
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch) -> mutants.Copy:
-    """Of a program of one module, beside it."""
+    """The copy of a program of one module."""
     root = tmp_path / "root"
     (root / "tests").mkdir(parents=True)
     (root / "adder.py").write_text(ADDER)
@@ -55,7 +55,7 @@ def test_there_are_enough_of_every_kind():
 @pytest.mark.parametrize(
     "new, by_quick, by_all",
     [
-        ("b + a", None, None),  # no error: the judge must say so
+        ("b + a", None, None),  # no error, so no test may fail
         ("a - b", "test_adder.py::test_of_two", "test_adder.py::test_of_two"),
         ("abs(a) + abs(b)", None, "test_adder.py::test_of_a_negative"),
         ("missing", "test_adder.py::test_of_two", "test_adder.py::test_of_two"),

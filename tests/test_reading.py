@@ -1,4 +1,4 @@
-"""benchmarks/reading.py: that it counts right in a project of a few lines, whose counts are seen at a glance."""
+"""benchmarks/reading.py, on a project of a few lines whose counts can be checked by eye."""
 
 import json
 
@@ -68,10 +68,10 @@ def test_an_import_brings_what_it_imports(root):
 
 
 def test_a_run_is_read_by_the_functions_that_it_enters(root):
-    """In a thread, too. A line counts once, whether the functions on it were entered or not.
+    """Functions that a thread enters count, too. A line counts once, whether its functions were entered or not.
 
-    Of train.py main has 5 lines and step 8 with its decorator, of model.py loss has 2; above are 9 and 3 lines.
-    predicted/cost.py is imported and not read: its only function begins where its body does, on line 1.
+    In train.py main has 5 lines, and step 8 with its decorator; in model.py loss has 2. Their heads have 9 and 3 lines.
+    predicted/cost.py is imported and not read: its only function begins on line 1, as its body does.
     """
     assert reading.to_read(root, reading.traced(root)) == (3, 9 + 3, 5 + 8 + 2)
 

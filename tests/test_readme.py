@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type, typed; and what it points to, looked up."""
+"""The README and the pages in docs/: their commands run, and what they point to exists."""
 
 import dataclasses
 import os
@@ -35,7 +35,7 @@ def test_flags_exist_and_go_together(command):
 
 
 def test_flags_on_the_page_about_clouds_exist():
-    """Those of gcloud and of its node pools are not ours."""
+    """Flags of gcloud and of its node pools are the only others."""
     flags = set(re.findall(r"--([a-z_]+)", (ROOT / "docs/RUNNING.md").read_text()))
     ours = {field.name for field in dataclasses.fields(config_lib.Config)} | {"topology", "num_slices", "json"}
     of_gcloud = {"recurse", "worker", "zone", "command", "region", "cluster", "type", "accelerator", "tpu", "placement"}
@@ -48,7 +48,7 @@ LOCAL = [c for c in TRAIN if not re.search(r"--coordinator|--preset=(?!tiny)|--r
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LOCAL, ids=" ".join)
 def test_commands_run(command, tmp_path):
-    """On less: 6 steps of one narrow layer, or of one a stage; the later of two equal flags counts."""
+    """In small: 6 steps of one narrow layer, or one a stage. The later of two equal flags counts."""
     less = [
         "--model_dim=64",
         "--head_dim=8",
@@ -82,7 +82,7 @@ def test_demonstrations_run(command):
 
 @pytest.mark.slow
 def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
-    """With less than half of its steps."""
+    """After less than half of its steps."""
     command = [sys.executable, "train.py", "--steps=130", f"--compilation_cache={tmp_path}"]
     optimized = os.environ | {"XLA_FLAGS": ""}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=optimized)
@@ -112,6 +112,6 @@ def test_what_it_points_to_is_there():
 
 
 def test_figures_are_there():
-    """benchmarks/readme.py writes them between these marks."""
+    """benchmarks/readme.py writes the measured text between these marks."""
     for text, name in ((README, "default run"), (RESULTS, "one device")):
         assert len(re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)[1]) > 200

@@ -1,4 +1,4 @@
-"""The page of what is refused: as the code answers, and complete."""
+"""docs/REFUSED.md has today's answers, and an example of every rule."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_page_is_current():
 
 
 def raises_of(module, names: tuple[str, ...] = ()) -> list[tuple[str, int, int]]:
-    """(file, first line, last line) of every raise in a module, or in some of its functions."""
+    """(file, first line, last line) of every raise in a module, or in the functions of these names."""
     tree = ast.parse(Path(module.__file__).read_text())
     within = [node for node in ast.walk(tree) if getattr(node, "name", "") in names] if names else [tree]
     nodes = [node for top in within for node in ast.walk(top) if isinstance(node, ast.Raise) and node.exc]
@@ -29,7 +29,7 @@ def raises_of(module, names: tuple[str, ...] = ()) -> list[tuple[str, int, int]]
 
 
 def places_of(error: BaseException | None) -> set[tuple[str, int]]:
-    """Where an error was raised, and those that it was raised in place of."""
+    """(file, line) of every frame of an error, and of the errors in whose handling it was raised."""
     places = set()
     while error:
         trace = error.__traceback__
@@ -75,7 +75,7 @@ def test_each_is_a_sentence_or_two(flags):
 
 @pytest.mark.parametrize("flags", ERRORS)
 def test_each_way_out_that_is_named_leads_out(flags):
-    """Flags in a sentence, one after the other without a word between them, are a way out of their own."""
+    """Consecutive flags of a sentence, without a word between them, are one way out."""
     for advised in refused.ways_out(flags, str(ERRORS[flags])):
         refused.check(advised)
 
@@ -108,5 +108,5 @@ def test_ways_out_are_there_to_be_followed():
     ],
 )
 def test_what_says_that_something_is_off_is_accepted(flags):
-    """So that a sweep over meshes, or over switches, needs no flags that come and go."""
+    """So a sweep over meshes or switches can keep all its flags."""
     refused.check(flags)
