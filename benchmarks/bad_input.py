@@ -1,13 +1,13 @@
-"""Bad command lines over every program: each ends within 10 s with a sentence and a status, before any work begins.
+"""Bad command lines for every program: each must end within 10 s with a sentence and a status, before any work begins.
 
     python benchmarks/bad_input.py                  all (5 minutes), and records the counts in benchmarks/bad_input.json
-    python benchmarks/bad_input.py train.py data    those of programs with these words in their command
+    python benchmarks/bad_input.py train.py data    those whose command has one of these words
     python benchmarks/bad_input.py --table          the recorded counts, without running anything
 
-They are generated from the flags that each program's parser has (wrong types, empty, negative and huge values, nan,
-URLs, values for switches, typos); flags that contradict each other are from refused.py; some are written by hand. Each
-runs in a fork of this process, which has imported everything once. What it would work with, a compile or another
-program, ends it: the line was accepted. That is a fault, as a traceback is, or silence, but for the lines of RIGHT.
+Most lines are generated from the flags of each program's parser: wrong types, empty, negative and huge values, nan,
+URLs, values for switches, typos. Flags that contradict each other are from refused.py; some lines are written by hand.
+Each line runs in a fork of this process, which has imported everything once. A compile or the start of another program
+ends the fork: the line was accepted. That is a fault, as are a traceback and silence, but for the lines of RIGHT.
 """
 
 import argparse
@@ -33,9 +33,9 @@ import command
 from benchmarks import faults
 
 RECORDED = ROOT / "benchmarks/bad_input.json"
-LIMIT_S = 10  # of CPU time, so that a busy machine makes nothing hang; by the clock six times as long
-BEGAN = 99  # status of a fork that would have begun its work
-OF_EACH_PROGRAM = 24  # generated lines, at most; of train.py all
+LIMIT_S = 10  # of CPU time, so that a busy machine makes nothing hang; six times as long by the clock
+BEGAN = 99  # status of a fork that was about to begin its work
+OF_EACH_PROGRAM = 24  # generated lines, at most; train.py has all
 PROGRAMS = [
     path.relative_to(ROOT).as_posix()
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")])
@@ -51,7 +51,7 @@ WRONG = {
 }
 # Lines that are accepted because they are right: a pattern, and why.
 RIGHT = {
-    r"^aot.py bundles (flash:no_such|no_such_module:f)": "its child tells, with its compiler's words",
+    r"^aot.py bundles (flash:no_such|no_such_module:f)": "its child process reports the error, in the compiler's words",
     r"^kernels.py tune gmm --K=1$": "a sum of one",
     r"^data.py show --seq_len=9{11}$": "",
     r"^benchmarks/faults.py --jobs=9": "",
@@ -195,8 +195,8 @@ benchmarks/startup.py --maxtext=/nowhere/python
 benchmarks/faults.py no-such
 """.strip().splitlines()
 
-# Files that cannot be read, by root neither: a folder, a path through a file, a name that is too long, and in {odd}, a
-# folder that is made for them, a link to nothing and a pipe that nobody writes to.
+# Files that not even root can read: a folder, a path through a file, a name that is too long. {odd} is a folder with
+# two more: a link to nothing, and a pipe that nobody writes to.
 ODD = ["/", "README.md/x", "/tmp/" + "x" * 300, "{odd}/dangling", "{odd}/pipe"]
 READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py show "]
 READ += ["aot.py schedule ", "aot.py timeline "]
@@ -212,7 +212,7 @@ class _FoundError(Exception):
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """{command: its parser} of every program, and of the commands that it has."""
+    """{command: its parser} of every program and of its subcommands."""
     found = {}
 
     def add(line: str, parser: argparse.ArgumentParser) -> None:
@@ -266,7 +266,7 @@ def generated(line: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def contradicting() -> list[str]:
-    """Flags without effect, for the programs that take a run's; where the mesh decides, or a device, for train.py."""
+    """Flags without effect for all programs that take a run's flags; refusals by mesh or device for train.py alone."""
     from benchmarks import refused
 
     without_effect, *others = refused.EXAMPLES.values()
@@ -275,7 +275,7 @@ def contradicting() -> list[str]:
 
 
 def lines(words: list[str], sample: int = 0) -> list[str]:
-    """All command lines, of commands with one of some words in them; or so many of them, evenly chosen."""
+    """All command lines whose command has one of the words; or `sample` of them, evenly chosen."""
     found = BY_HAND + contradicting() + [one for line, parser in parsers().items() for one in generated(line, parser)]
     found = [line for line in dict.fromkeys(found) if not words or any(word in line.split("--")[0] for word in words)]
     return found[:: max(1, math.ceil(len(found) / sample))] if sample else found
@@ -309,7 +309,7 @@ def outcome(line: str) -> tuple[str, str]:
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time that a process has taken, all its threads together; one that has ended must not have been waited for."""
+    """CPU time of all threads of a process. A process that has ended must not have been waited for yet."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -344,12 +344,12 @@ def _child(program: str, given: list[str], out: int, err: int) -> None:
 
 
 def reason(line: str) -> str | None:
-    """Why a line is right, if it is."""
+    """The reason why a line is right, None where it is not."""
     return next((why for pattern, why in RIGHT.items() if re.search(pattern, line)), None)
 
 
 def prepared() -> None:
-    """All modules imported, on simulated devices, once for all forks."""
+    """Imports all modules, on simulated devices, once for all forks."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for path in command.modules():
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -357,7 +357,7 @@ def prepared() -> None:
 
 @contextlib.contextmanager
 def odd_files():
-    """The folder that {odd} stands for, in the environment."""
+    """Makes the folder that {odd} stands for, and puts its path into the environment."""
     with tempfile.TemporaryDirectory() as folder:
         os.symlink("nowhere", f"{folder}/dangling")
         os.mkfifo(f"{folder}/pipe")
@@ -374,7 +374,7 @@ def counted(verdicts: dict[str, str]) -> dict[str, dict[str, int]]:
 
 
 def table(kept: dict) -> str:
-    """Command lines by program and verdict; benchmarks together, and demonstrations."""
+    """Markdown with command lines by program and verdict. Benchmarks share a row, programs with few lines another."""
     rows = {}
     for program, counts in sorted(kept["counts"].items(), key=lambda row: -sum(row[1].values())):
         few = sum(counts.values()) < 30
@@ -390,13 +390,13 @@ def table(kept: dict) -> str:
     return "\n".join(lines)
 
 
-FAULTS = ("accepted", "silent", "traceback", "hung")  # the verdicts beside refused and right
+FAULTS = ("accepted", "silent", "traceback", "hung")  # all verdicts but refused and right
 
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of the commands to try; default: all")
-    parser.add_argument("--sample", type=command.at_least(0), default=0, help="try so many, evenly chosen; 0 is all")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="words in the commands to try; default: all")
+    parser.add_argument("--sample", type=command.at_least(0), default=0, help="lines to try, evenly chosen; 0 is all")
     parser.add_argument("--table", action="store_true", help="show the recorded counts, and run nothing")
     args = command.arguments(parser)
     if args.table:

@@ -1,7 +1,7 @@
-"""The drills of faults.py, each a function that does what its first line says.
+"""The drills of faults.py: each is a function whose first line says what it does to a run.
 
-A drill returns where everything holds; BrokenError says what does not, ImpossibleError that the machine does not allow
-it. DRILLS has what each is called with.
+A drill returns where everything holds. BrokenError says what does not hold, ImpossibleError that the machine does not
+allow the drill. DRILLS has the arguments of each.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ def killed_in_a_step(scene: Scene) -> None:
 
 
 def killed_in_a_save(scene: Scene, keep: int) -> None:
-    """Killed in a save, between two changes of the file system, with as many checkpoints kept; started again."""
+    """Killed in a save, between two changes of the file system, with --keep_checkpoints=`keep`; started again."""
     killed(scene, in_a_save(scene, 20 if keep > 1 else 40), keep_checkpoints=keep)
 
 
 def killed_elsewhere(scene: Scene, target: str) -> None:
-    """Killed as that function is called, in the second start where it is of that; started again."""
+    """Killed as a function is called, in the second start where only that calls it; started again."""
     if target == "checkpoint.restore":
         killed(scene, at_a_step(scene), last=False)
     killed(scene, (target, 1))
@@ -101,7 +101,7 @@ def suspended(scene: Scene, where: str) -> None:
 
 
 def full_disk(scene: Scene, where: str) -> None:
-    """No room on the disk of the checkpoints (before a step, or in a save); room is made, and it is started again."""
+    """The disk of the checkpoints is full (before a step, or in a save); space is freed, and it is started again."""
     mount(scene, scene.checkpoints, "size=16m")
     moment = ("log.Log.step", scene.random.randint(4, 11)) if where == "step" else in_a_save(scene, 8)
     run = start(scene, at=moment)
@@ -117,7 +117,7 @@ def full_disk(scene: Scene, where: str) -> None:
 
 
 def file_too_large(scene: Scene) -> None:
-    """From a step on no file may be longer than 1 KiB (a quota); started again without."""
+    """From a step on no file may be longer than 1 KiB (a quota); started again without the quota."""
     run = start(scene, at=("log.Log.step", scene.random.randint(4, 11)))
     wait_for_stop(run)
     there = steps_in(scene.checkpoints)
@@ -129,7 +129,7 @@ def file_too_large(scene: Scene) -> None:
 
 
 def full_disk_of_metrics(scene: Scene) -> None:
-    """No room, from a step on, for metrics: the run goes on, and says so."""
+    """From a step on the disk of the metrics is full: the run goes on, and says so."""
     disk = scene.folder / "disk"
     mount(scene, disk, "size=1m")
     run = start(scene, **UNSAVED, at=at_a_step(scene), metrics_file=disk / "m.jsonl", steps=60)  # of more than a page
@@ -142,7 +142,7 @@ def full_disk_of_metrics(scene: Scene) -> None:
 
 
 def full_disk_of_programs(scene: Scene) -> None:
-    """No room for compiled programs: the run goes on without keeping them."""
+    """The disk of the compiled programs is full: the run goes on without caching them."""
     disk = scene.folder / "disk"
     mount(scene, disk, "size=1m")
     fill(disk)
@@ -150,7 +150,7 @@ def full_disk_of_programs(scene: Scene) -> None:
 
 
 def full_disk_of_a_corpus(scene: Scene) -> None:
-    """`data.py prepare` onto a full disk, where an older corpus is: that stays."""
+    """`data.py prepare` writes onto a full disk that has an older corpus: the old one stays."""
     disk = scene.folder / "disk"
     mount(scene, disk, "size=2m")
     (disk / "out.bin").write_bytes(b"older")
@@ -162,7 +162,7 @@ def full_disk_of_a_corpus(scene: Scene) -> None:
 
 
 def damaged(scene: Scene, files: str, how: str) -> None:
-    """The newest step has a damaged file; started again, and where that is refused, again without this step."""
+    """The newest step has a damaged file; started again and, where that is refused, again without this step."""
     copy_reference(scene, (3, 6, 9))
     newest = scene.checkpoints / "9"
     damage(scene, newest, files, how)
@@ -179,7 +179,7 @@ def damaged(scene: Scene, files: str, how: str) -> None:
 
 
 def damaged_and_skipped(scene: Scene, files: str, how: str, *steps: int) -> None:
-    """The newest steps have a damaged file: the flag that the refusal offers takes the one before, and loses none."""
+    """The newest steps have a damaged file: the flag that the refusal names restores the one before, and loses none."""
     copy_reference(scene, (3, 6, 9))
     for step in steps:
         damage(scene, scene.checkpoints / str(step), files, how)
@@ -198,7 +198,7 @@ def copy_reference(scene: Scene, steps) -> None:
 
 
 def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
-    """Damages the largest file that a pattern finds, or a random one of all files."""
+    """Damages the largest file that matches a pattern, or a random one of all files."""
     found = sorted(path for path in folder.glob(files) if path.is_file())
     if not found:
         raise BrokenError(f"a saved step has no {files}")
@@ -262,7 +262,7 @@ def corpus_at_a_resume(scene: Scene, change: str) -> None:
 
 
 def corpus_during_a_run(scene: Scene, change: str) -> None:
-    """In a step the corpus is overwritten, truncated, or removed, which harms nobody; it is put back, and so on."""
+    """In a step the corpus is overwritten, truncated, or removed (harmless); it is put back; started again."""
     run = start(scene, at=("log.Log.step", scene.random.randint(1, 5)))
     wait_for_stop(run)
     if change == "overwritten":
@@ -282,7 +282,7 @@ def corpus_during_a_run(scene: Scene, change: str) -> None:
 
 
 def corpus_touched(scene: Scene) -> None:
-    """Between two starts the corpus is copied to another path and another time: the same tokens, so it goes on."""
+    """Between two starts the corpus gets another path and another time: the tokens are the same, so the run goes on."""
     copy_reference(scene, (3, 6))
     moved = scene.folder / "moved.bin"
     scene.corpus.rename(moved)
@@ -291,7 +291,7 @@ def corpus_touched(scene: Scene) -> None:
 
 
 def start_hosts(scene: Scene, one: dict, other: dict, **values) -> list[subprocess.Popen]:
-    """Two processes of a run; `at` may be among what one of them has."""
+    """Starts two processes of a run, each with its own values, of which one may be `at`."""
     port = free_port()
     together = dict(num_processes=2, coordinator=f"localhost:{port}") | values
     return [start(scene, **together, process_id=number, **own) for number, own in enumerate((one, other))]
@@ -322,7 +322,7 @@ def hosts_with_other_code(scene: Scene) -> None:
 
 
 def check_disagreement(scene: Scene, other: dict, says: str) -> None:
-    """Starts two processes, the second with `other`. Raises BrokenError unless both end at once, and say of what."""
+    """Starts two processes, the second with `other`. Raises BrokenError unless both end at once and name the reason."""
     ends = [end(run) for run in start_hosts(scene, {}, other)]
     if steps_in(scene.checkpoints) or any("step  1/" in ended.said for ended in ends):
         raise BrokenError(f"they trained: statuses {[ended.status for ended in ends]}")
@@ -344,7 +344,7 @@ def host_lost(scene: Scene, how: str) -> None:
 
 
 def host_suspended(scene: Scene) -> None:
-    """One of two processes is suspended for a while that the other waits."""
+    """One of two processes is suspended, for less time than the other waits."""
     runs = start_hosts(scene, {}, dict(at=at_a_step(scene)))
     wait_for_stop(runs[1])
     time.sleep(5)
@@ -393,7 +393,7 @@ def two_at_once(scene: Scene) -> None:
 
 
 def left_behind(scene: Scene) -> dict:
-    """The lock of a run that was killed at a step."""
+    """A run is killed at a step, and its lock stays."""
     run = start(scene, at=at_a_step(scene))
     wait_for_stop(run)
     run.kill()
@@ -402,7 +402,7 @@ def left_behind(scene: Scene) -> dict:
 
 
 def stale_lock(scene: Scene, whose: str) -> None:
-    """The lock of a process that is gone, whose number another has by now, or of a machine that is: it is taken."""
+    """The lock of a process or machine that is gone, also where another process has its number by now: it is taken."""
     changes = {"a dead process": {}, "a number in use": dict(process=os.getpid()), "a machine": dict(machine="gone")}
     (scene.checkpoints / "lock").write_text(json.dumps(left_behind(scene) | changes[whose]))
     ended = again(scene)
@@ -413,7 +413,7 @@ def stale_lock(scene: Scene, whose: str) -> None:
 
 
 def lock_of_another_machine(scene: Scene) -> None:
-    """The lock of a run on another machine beats: refused, naming it; removed, the command goes on."""
+    """The lock of a run on another machine is renewed: refused, naming it; once removed, the command goes on."""
     theirs, path = left_behind(scene) | dict(machine="another", host="elsewhere"), scene.checkpoints / "lock"
     path.write_text(json.dumps(theirs))
     there, run = steps_in(scene.checkpoints), start(scene)
@@ -434,7 +434,7 @@ def lock_of_another_machine(scene: Scene) -> None:
 
 
 def unwritable(scene: Scene, flag: str) -> None:
-    """An output on a disk that can only be read, or where a file is in the way: refused before the first step."""
+    """An output is on a read-only disk, or a file is in its way: refused before the first step."""
     if flag == "a file in the way":
         (scene.folder / "file").write_text("in the way")
         flag, values = "checkpoint_dir", dict(checkpoint_dir=scene.folder / "file" / "checkpoints")
@@ -455,7 +455,7 @@ def evaluation(scene: Scene, batches: int) -> None:
 
 
 def signalled(scene: Scene, name: str, where: str) -> None:
-    """SIGHUP, SIGTERM or SIGINT in a step, an evaluation or a save: saved, and ended with 128 + its number."""
+    """SIGHUP, SIGTERM or SIGINT in a step, an evaluation or a save: saves, and ends with 128 + the number."""
     number = getattr(signal, name)
     if where == "step":
         moment, values = at_a_step(scene), {}
@@ -472,7 +472,7 @@ def signalled(scene: Scene, name: str, where: str) -> None:
 
 
 def check_terminated(scene: Scene, ended: End) -> None:
-    """Raises BrokenError unless it said after which step it stopped, and that step is saved."""
+    """Raises BrokenError unless the run said after which step it stopped, and that step is saved."""
     told = re.search(r"terminated after step (\d+), saved", ended.said)
     if not told or steps_in(scene.checkpoints)[-1:] != [int(told[1])]:
         raise BrokenError(f"saved are {steps_in(scene.checkpoints)}, said was {ended.said[-200:]!r}")
@@ -520,7 +520,7 @@ SHELLS = {
 
 
 def lost_output(scene: Scene, how: str) -> None:
-    """stdout of a run is full, closed, or has lost its reader: it goes to its end, and its status tells."""
+    """stdout of a run is full, closed, or has lost its reader: the run goes to its end, and its status says so."""
     ended = of_the_command(end(start(scene, shell=SHELLS[how], sample=4)), how)
     check_same(scene)
     check_corpus(scene)
@@ -532,7 +532,7 @@ def lost_output(scene: Scene, how: str) -> None:
 
 
 def of_the_command(ended: End, how: str) -> End:
-    """Where the reader is lost, the status of the command itself is the last line on stderr."""
+    """Where the reader is lost, the last line on stderr is the status of the command itself."""
     if not how.endswith("reader"):
         return ended
     *complained, status = ended.complained.splitlines() or ["none"]
@@ -574,7 +574,7 @@ def metrics_of_three(scene: Scene) -> None:
 
 
 def metrics_spoilt(scene: Scene, how: str) -> None:
-    """The metrics file of a run that is resumed ends in half a line, or is spoilt: that is said; started again."""
+    """The metrics file of a resumed run ends in half a line, or is damaged: the run says so; started again."""
     path = scene.folder / "m.jsonl"
     run = start(scene, at=("log.Log.step", 8), metrics_file=path)
     wait_for_stop(run)
@@ -596,7 +596,7 @@ def metrics_spoilt(scene: Scene, how: str) -> None:
 
 
 def home(scene: Scene) -> None:
-    """Outputs under ~ are in the home folder, and no folder is called so."""
+    """Outputs under ~ are in the home folder, and no folder is named ~."""
     flags = ("--checkpoint_dir=~/checkpoints", "--metrics_file=~/m.jsonl", "--profile_dir=~/trace")
     run = start(scene, flags=flags, checkpoint_dir=None, env=dict(HOME=str(scene.folder)))
     expect(end(run), 0)
@@ -610,7 +610,7 @@ def home(scene: Scene) -> None:
 
 
 def output_is_input(scene: Scene, how: str) -> None:
-    """An output that is an input is refused, and the input is what it was."""
+    """An output that is also an input is refused, and the input is unchanged."""
     text = scene.folder / "text.txt"
     shutil.copy(scene.shared / "corpus.txt", text)
     if how == "prepare":

@@ -1,18 +1,19 @@
-"""Fault drills: 109 trials of what goes wrong around a run, and 60 flipped bits, each with what must hold after it.
+"""Fault drills: 109 trials of what goes wrong around a run, and 60 flipped bits, each with what must hold afterwards.
 
-    python benchmarks/faults.py                          all that benchmarks/faults.json does not hold yet (15 minutes)
+    python benchmarks/faults.py                          all that benchmarks/faults.json does not have yet (15 minutes)
     python benchmarks/faults.py killed_in_a_save 17      all trials of a kind, and number 17
     python benchmarks/faults.py --list                   every trial, and what is done in it
-    python benchmarks/faults.py --table                  what is kept, without running anything
+    python benchmarks/faults.py --table                  the stored results, without running anything
 
-**A trial** starts `python train.py` (or another program) as a user does, does something to it, and gives the same
-command again, after mending what cannot mend itself. What must hold: (1) it ends within a time limit, with the status
-that a scheduler can read, and where that is an error, with exactly one sentence on stderr that says what is asked for,
-never with a traceback; (2) nothing is lost: every step that was saved before is there afterwards; (3) each array of
-each saved step has the bits of an undisturbed run's, read by orbax alone.
+**A trial** starts `python train.py` (or another program) as a user does, does something to it, mends what cannot mend
+itself, and gives the same command again. Three things must hold. (1) The run ends within a time limit, with a status
+that a scheduler can read. An error is exactly one sentence on stderr that names the cause, never a traceback. (2)
+Nothing is lost: every step that was saved before is there afterwards. (3) Each array of each saved step has the bits of
+an undisturbed run's, read by orbax alone.
 
-What the machine does not allow (mounts need root) counts as not possible here, never as held. A result is kept with the
-code that it is of, and run again when that changes. Linux only. trials.py has the parts, drills.py the drills.
+A trial that the machine does not allow (mounts need root) counts as not possible here, never as held. A result is
+stored with a hash of the code, and the trial is run again when that changes. Linux only. trials.py has the parts,
+drills.py the drills.
 """
 
 import collections
@@ -89,7 +90,7 @@ def run_trial(trial: Trial, shared: Path) -> dict:
             outcome, why = "broken", str(error)
         except ImpossibleError as error:
             outcome, why = "impossible", str(error)
-        except Exception as error:  # of the drill: the others go on
+        except Exception as error:  # an error of the drill itself: the others go on
             outcome, why = "broken", f"the drill itself failed: {error!r:.300}"
         finally:
             clean_up(scene)
@@ -104,10 +105,10 @@ FLIPS = 60
 
 
 def flip(shared: Path, seed: int) -> dict:
-    """Flips a random bit of a random file of the newest step (a long file is hit more often), and restores, in process.
+    """Flips a random bit in a random file of the newest step (a long file is hit more often), and restores it here.
 
-    The outcome is `named` where the damage is (and the step before it taken, or none), `harmless` where every array
-    has the bits that were saved, and else `silent`.
+    The outcome is `named` where the damage is named (and the step before is restored, or none), `harmless` where every
+    array has the bits that were saved, and `silent` otherwise.
     """
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=shared) as folder:
@@ -125,7 +126,7 @@ def flip(shared: Path, seed: int) -> dict:
 
 
 def restored(folder: Path, saved: Path) -> tuple[str, str]:
-    """(outcome, sentence) of restoring the newest step of a folder, which was the one `saved`."""
+    """(outcome, sentence) of restoring the newest step of a folder, whose undamaged original is `saved`."""
     import jax
     import numpy as np
 
@@ -154,7 +155,7 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
     return ("harmless" if ours == sorted(digests(saved).values()) else "silent"), said
 
 
-# -- what is kept
+# -- stored results
 
 
 def code(*more: Path) -> str:
@@ -180,7 +181,7 @@ def machine() -> str:
 
 
 def table(kept: dict) -> str:
-    """By kind, and the flips."""
+    """Markdown with the outcomes of trials by kind, and a line for the flips."""
     rows = [f"On {kept['machine']}, seeds {1000 * kept['seed']} and up, measured:", ""]
     rows += [
         "| drill | trials | held | broken | not possible here | starts | seconds |",
@@ -208,7 +209,7 @@ def show_list(chosen: list[Trial]) -> None:
 
 
 def choose(names: list[str], every: list[Trial]) -> list[Trial]:
-    """Raises ValueError for a name or number that there is not."""
+    """The trials of these kinds or numbers, or all. Raises ValueError for one that does not exist."""
     command.check_names(names, {*(trial.kind for trial in every), *(str(trial.number) for trial in every)})
     return [trial for trial in every if not names or {trial.kind, str(trial.number)} & set(names)]
 
@@ -217,13 +218,13 @@ def main() -> int:
     pass_on_no_ignored_signals()
     parser = command.parser(__file__)
     parser.add_argument("names", nargs="*", metavar="TRIAL", help="kinds or numbers of trials, or flips; default: all")
-    parser.add_argument("--seed", type=command.at_least(0), default=0, help="of moments and damages [%(default)s]")
+    parser.add_argument("--seed", type=command.at_least(0), default=0, help="seed of moments and damages [%(default)s]")
     parser.add_argument("--jobs", type=command.at_least(1), default=1, help="trials at a time [%(default)s]")
-    about = "file of what is kept [%(default)s]"
+    about = "file of the results [%(default)s]"
     parser.add_argument("--results", type=command.path, default="benchmarks/faults.json", help=about)
-    parser.add_argument("--json", action="store_true", help="print what came out as JSON, not as a table")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, not as a table")
     parser.add_argument("--list", action="store_true", help="say what is done in each trial, and end")
-    parser.add_argument("--table", action="store_true", help="show what is kept, and run nothing")
+    parser.add_argument("--table", action="store_true", help="show the stored results, and run nothing")
     args = command.arguments(parser)
     path, with_flips = ROOT / args.results, not args.names or "flips" in args.names
     names = [name for name in args.names if name != "flips"]
@@ -244,7 +245,7 @@ def main() -> int:
 
 
 def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: bool, anew: bool) -> None:
-    """Runs what is not kept, or all of it `anew`, and keeps each result as soon as it is there."""
+    """Runs trials without a stored result, or all of them (`anew`), and stores each result at once."""
     there = set() if anew else {one["number"] for one in kept["trials"]}
     to_run, keeping = [trial for trial in chosen if trial.number not in there], threading.Lock()
 
@@ -274,7 +275,7 @@ def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: 
 
 
 def simulated_devices() -> None:
-    """Two, in this process, which reads checkpoints, and is silent about them."""
+    """Makes two simulated devices in this process, which reads checkpoints, and silences orbax's log."""
     import compiler_flags
 
     compiler_flags.without_tpu()

@@ -1,9 +1,9 @@
-"""The parts of a drill (faults.py): runs that stop at a moment, how they must end, what is compared.
+"""The parts of a drill (faults.py): runs that stop at a moment, checks of how they end, and comparisons of checkpoints.
 
-**A moment** is chosen by a function and its calls, and from there by changes of the file system: the run stops itself
-there (SIGSTOP), and the trial kills it, takes the disk away, overwrites the corpus, and lets it go on. So the moments
-are the same each time, and a seed names them. Processes are started anew for each trial: importing jax starts a thread,
-so a fork after it would not be safe.
+**A moment** is a call of a function, or a change of the file system after it. The run stops itself there (SIGSTOP). The
+trial then kills it, or takes the disk away or overwrites the corpus and lets it go on. So the moments are the same each
+time, and a seed names them. Each trial starts new processes: importing jax starts a thread, so a fork after it would
+not be safe.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# The smallest model that trains: a start takes 3 s where its programs are compiled, a step milliseconds.
+# The smallest model that trains: a start takes 3 s once its programs are compiled, a step milliseconds.
 FLAGS = dict(num_layers=1, model_dim=16, ff_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, seq_len=32, batch=4)
 FLAGS |= dict(mesh="fsdp:2", steps=12, save_every=3, keep_checkpoints=100, log_every=1)
 FLAGS |= dict(eval_every=0, eval_batches=2, sample=0)
 UNSAVED = dict(checkpoint_dir=None, save_every=None, keep_checkpoints=None)
 SAVED = (3, 6, 9, 12)  # steps
-LIMIT_S = 100  # for a run to end: it takes 3 s on a quiet machine
-REFUSED_S = 40  # for what is refused before it begins
-FAILED = (1, 2)  # what failed, or was refused: with a sentence, as command.py says
+LIMIT_S = 100  # for a run to end; it takes 3 s on a quiet machine
+REFUSED_S = 40  # for a run to end that is refused before it begins
+FAILED = (1, 2)  # statuses of runs that failed or were refused, with a sentence (command.py)
 CHANGES = "os.mkdir os.rename os.remove os.rmdir os.link shutil.rmtree".split()  # of the file system: sys.audit's names
 
 
 class BrokenError(Exception):
-    """A trial found something that does not hold."""
+    """A trial found a violation of what must hold."""
 
 
 class ImpossibleError(Exception):
@@ -46,7 +46,7 @@ class ImpossibleError(Exception):
 
 @dataclass
 class Scene:
-    """The setting of a trial: a folder of its own, one that all share, and its random numbers."""
+    """The setting of a trial: its own folder, a folder that all share, and its random numbers."""
 
     folder: Path
     shared: Path
@@ -67,9 +67,9 @@ class Scene:
 
 
 def pass_on_no_ignored_signals() -> None:
-    """Lets the programs that this one starts take SIGHUP and SIGINT, where nohup or a shell's & had it ignore them.
+    """Lets the programs that this one starts receive SIGHUP and SIGINT, also under nohup or a shell's &.
 
-    What is ignored is inherited, a handler is not.
+    An ignored signal is inherited, a handler is not.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -85,13 +85,13 @@ def signalled(
 
 
 def signal_at(target: str, call: int, change: int, number: int, then_s: int) -> None:
-    """Runs train.py on sys.argv, which sends itself a signal in a call of a function, by number from 1.
+    """Runs train.py on sys.argv, and sends itself a signal in the call-th call of a function, counted from 1.
 
     Args:
       target: "module.function" or "module.Class.method".
       change: 0 is before the call; n is before the n-th change of the file system after the call began.
-      number: of the signal; SIGSTOP makes it stand still.
-      then_s: seconds that each later call takes longer, where what follows may be long in coming.
+      number: the signal; SIGSTOP suspends the run.
+      then_s: seconds that each later call sleeps, where the reaction to the signal may take long.
     """
     module, *owners, name = target.split(".")
     owner = __import__(module)
@@ -123,12 +123,12 @@ def signal_at(target: str, call: int, change: int, number: int, then_s: int) -> 
 def start(
     scene: Scene, *, program=("train.py",), code=ROOT, at=None, shell="", env=None, flags=(), **values
 ) -> subprocess.Popen:
-    """A run with FLAGS and `values`, of which None leaves a flag out; or a program with `flags` alone.
+    """Starts train.py with FLAGS and `values`, where None leaves a flag out; or another program with `flags` alone.
 
     Args:
       code: the folder of the programs.
       at: the arguments of `signalled`.
-      shell: what a shell does with "$@", the command.
+      shell: a shell script that runs "$@", the command.
     """
     if program == ("train.py",):
         own = dict(corpus=scene.corpus, checkpoint_dir=scene.checkpoints, compilation_cache=scene.shared / "cache")
@@ -138,7 +138,7 @@ def start(
         program = signalled(*at)
     command = [sys.executable, *program, *map(str, flags)]
     command = ["sh", "-c", shell, "sh", *command] if shell else command
-    ours = ("JAX_", "TPU_", "TF_", "ALLOW_", "XLA_", "PYTHON")  # of who runs the drills: a test, the hook above
+    ours = ("JAX_", "TPU_", "TF_", "ALLOW_", "XLA_", "PYTHON")  # set by a test that runs the drills
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (env or {})
     process = subprocess.Popen(
         command, cwd=code, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -149,7 +149,7 @@ def start(
 
 
 def wait_for_stop(run: subprocess.Popen) -> None:
-    """Returns when a run stands still at its moment. Raises BrokenError where it ends before."""
+    """Returns when a run is suspended at its moment. Raises BrokenError where it ends before that."""
     while time.monotonic() < run.begun + LIMIT_S:
         found = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if found and found.si_code == os.CLD_STOPPED:
@@ -167,7 +167,7 @@ def go_on(run: subprocess.Popen) -> None:
 
 @dataclass
 class End:
-    """How a run ended: its status, what it said, what it complained of, and seconds that it took."""
+    """The end of a run: its status, its stdout (`said`) and stderr (`complained`), and the seconds that it took."""
 
     status: int
     said: str
@@ -176,7 +176,7 @@ class End:
 
 
 def end(run: subprocess.Popen, within_s: float = LIMIT_S) -> End:
-    """Waits for it. Raises BrokenError where it does not end in time, or with a traceback."""
+    """Waits for the end of a run. Raises BrokenError where it does not end in time, or ends with a traceback."""
     try:
         said, complained = run.communicate(timeout=max(run.begun + within_s - time.monotonic(), 1))
     except subprocess.TimeoutExpired:
@@ -198,15 +198,16 @@ SENTENCE = re.compile(r"\w+\.py( \w+)?: error: ")
 
 
 def expect(ended: End, status, says: str = "", runtime_speaks: bool = False) -> End:
-    """Raises BrokenError unless it ended with a status, or one of several, and as is fit for it.
+    """Raises BrokenError unless a run ended with this status, or one of several, and printed what belongs to it.
 
-    With FAILED that is one sentence, `PROGRAM.py: error: ...`, in which `says` is found; else no word of an error.
+    A status of FAILED needs one sentence on stderr, `PROGRAM.py: error: ...`, that matches `says`. Any other status
+    needs a stderr without an error.
 
     Args:
-      runtime_speaks: whether jax's runtime in C++ may say at length what it saw, beside the one sentence.
+      runtime_speaks: whether jax's C++ runtime may log at length, beside the one sentence.
     """
     statuses = status if isinstance(status, tuple) else (status,)
-    left_out = re.compile(r"usage: |\s|[IWEF]\d{4} |WARNING: All log messages")  # and what the runtime logs in any case
+    left_out = re.compile(r"usage: |\s|[IWEF]\d{4} |WARNING: All log messages")  # and what the runtime always logs
     lines = [line for line in ended.complained.splitlines() if line and not left_out.match(line)]
     if runtime_speaks:
         lines = [line for line in lines if SENTENCE.match(line)]
@@ -223,20 +224,20 @@ def expect(ended: End, status, says: str = "", runtime_speaks: bool = False) -> 
 
 
 def again(scene: Scene, **values) -> End:
-    """The same command, undisturbed, to the end, where all is as it should be."""
+    """Gives the same command again, undisturbed, and checks that it ends well with the right checkpoints."""
     ended = expect(end(start(scene, **values)), 0)
     check_same(scene, **values)
     return ended
 
 
-# -- what is compared
+# -- comparisons
 
 
 _READING = threading.Lock()
 
 
 def digests(step: Path) -> dict[str, str]:
-    """{array: dtype, shape and hash of its bytes} of a saved step, read by orbax and by nothing of this project."""
+    """{array: dtype, shape and hash of its bytes} of a saved step, read by orbax without code of this project."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
@@ -262,7 +263,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def compare(folder: Path, reference: Path, steps) -> None:
-    """Raises BrokenError where a step is not there, or an array has other bits than in the undisturbed run."""
+    """Raises BrokenError where a step is missing, or an array has other bits than in the undisturbed run."""
     if missing := sorted(set(steps) - set(steps_in(folder))):
         raise BrokenError(f"steps {missing} are not there: {steps_in(folder)}")
     for step in steps:
@@ -278,7 +279,7 @@ def compare(folder: Path, reference: Path, steps) -> None:
 
 
 def check_same(scene: Scene, steps=SAVED, **values) -> None:
-    """Raises BrokenError unless the kept ones of these steps are there, and every one there has the same bits."""
+    """Raises BrokenError unless the last of these steps are there, as many as are kept, all with the right bits."""
     kept = steps[-values.get("keep_checkpoints", len(steps)) :]
     compare(scene.checkpoints, reference(scene.shared), sorted({*kept, *steps_in(scene.checkpoints)}))
 
@@ -287,7 +288,7 @@ _PREPARING, _WRITING = threading.Lock(), threading.Lock()
 
 
 def reference(shared: Path) -> Path:
-    """The checkpoints of a run that nothing disturbs, of each step."""
+    """The checkpoints of an undisturbed run, one for each step."""
     folder = shared / "reference"
     with _PREPARING:
         if not folder.exists():
@@ -300,7 +301,7 @@ def reference(shared: Path) -> Path:
 
 
 def corpora(shared: Path) -> Path:
-    """The folder, with three token files in it: `corpus`, another one of the same size, and one of another size."""
+    """The folder, with three token files: `corpus`, `same_size` with other tokens, and `other_size`."""
     import data
 
     texts = {"same_size": range(119_999, -1, -1), "other_size": range(0, 300_000, 3), "corpus": range(120_000)}
@@ -320,7 +321,7 @@ def check_corpus(scene: Scene) -> None:
 
 
 def mount(scene: Scene, folder: Path, options: str) -> None:
-    """A file system in memory, until the trial ends. Raises ImpossibleError where this machine has no mounts."""
+    """Mounts a file system in memory until the trial ends. Raises ImpossibleError where that is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
     if made.returncode:
@@ -329,7 +330,7 @@ def mount(scene: Scene, folder: Path, options: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """A file that leaves no room in a file system."""
+    """Writes a file that fills a file system."""
     ballast = folder / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb") as file:
         while True:
@@ -352,7 +353,7 @@ def at_a_step(scene: Scene) -> tuple:
 
 
 def in_a_save(scene: Scene, changes: int = 20) -> tuple:
-    """A moment between the call and the end of a save, of which most come while the next steps run."""
+    """A moment between the call and the end of a save; most of these are while the next steps run."""
     return "checkpoint.save", scene.random.randint(1, 4), scene.random.randint(1, changes)
 
 
@@ -361,7 +362,7 @@ def in_an_evaluation(scene: Scene) -> tuple:
 
 
 def clean_up(scene: Scene) -> None:
-    """Ends what a trial left running, also where it is stopped, and takes its file systems away."""
+    """Kills the processes that a trial left, suspended ones too, and unmounts its file systems."""
     for run in scene.runs:
         if run.poll() is None:
             run.kill()
