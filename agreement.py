@@ -37,13 +37,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import command
+import config as config_lib
 import outputs
 import processes
 import tuned
 from config import Config
 
-# Flags that say who a process is, where it finds process 0, and what it alone writes or keeps.
-MAY_DIFFER = ("process_id", "coordinator", "metrics_file", "profile_dir", "compilation_cache")
+MAY_DIFFER = config_lib.deciding("process")  # who a process is, where it finds process 0, its own outputs
 PACKAGES = ("jax", "jaxlib", "numpy", "optax")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 SHOWN = 4  # differences in a message

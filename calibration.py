@@ -31,14 +31,13 @@ import jax.numpy as jnp
 
 import anatomy
 import command
+import config as config_lib
 import outputs
 from config import Config
 
 HISTORY = 16  # steps
 MARGIN = 2.0  # factor of static scales
-PROFILE_FIELDS = (
-    "vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim batch seq_len microbatches fp8_modules"
-).split()
+PROFILE_FIELDS = config_lib.deciding("scales")  # recorded in a profile, and compared with the run that uses it
 
 
 def check(config: Config) -> None:

@@ -31,26 +31,12 @@ import jax
 
 import agreement
 import checksums
+import config as config_lib
 import lock
 import processes
 from config import Config
 
-# What decides the shapes in a checkpoint. A run with another value cannot read it.
-SHAPE_FIELDS = (
-    "vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-    "qk_norm qkv_bias output_bias attention_sinks tied_embeddings "
-    "num_experts expert_dim num_shared_experts num_dense_layers expert_bias selection_bias "
-    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim optimizer mu_dtype"
-).split()
-# What decides the values from here on. A run with another value goes on, otherwise than the first would have.
-COURSE_FIELDS = (
-    "seed batch seq_len steps corpus window global_every experts_per_token rope_theta rope_scaling rope_original_len "
-    "max_logit logit_soft_cap z_loss norm_eps dtype learning_rate warmup_ratio final_lr_ratio beta1 beta2 weight_decay "
-    "clip_norm swiglu_limit router_scores renormalise router_groups router_groups_kept router_scale load_balance_loss "
-    "router_z_loss selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor "
-    "fp8 fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules "
-    "fp8_skip_layers fp8_scales"
-).split()
+SHAPES, VALUES = config_lib.deciding("shapes"), config_lib.deciding("values")
 
 
 def _orbax():
@@ -259,7 +245,7 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
         if sums is not None:
             _check_sums(sums, step, saved)
     remembers = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
-    if differing := _differing(saved, config, SHAPE_FIELDS + ["fp8", "fp8_modules"] * bool(remembers)):
+    if differing := _differing(saved, config, SHAPES + ["fp8", "fp8_modules"] * bool(remembers)):
         raise ValueError(
             f"the checkpoint {path} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
@@ -268,7 +254,7 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
     target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     with _readable(path):
         state = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
-    differing = _differing(saved, config, [name for name in COURSE_FIELDS if name not in same])
+    differing = _differing(saved, config, [name for name in VALUES if name not in same])
     notes = [differing] if differing else []
     if sums is None:
         return state, ["it has no checksums, so nothing could be verified", *notes]
@@ -366,7 +352,7 @@ def _check_values(saved) -> None:
         kind = type(default)
         if name in saved and not isinstance(saved[name], (int, float) if kind is float else kind):
             raise TypeError(f"its configuration has {name}={saved[name]!r}, which is no {kind.__name__}")
-    if not isinstance(saved.get("contents", {}), dict) or not saved.keys() & set(SHAPE_FIELDS):
+    if not isinstance(saved.get("contents", {}), dict) or not saved.keys() & set(SHAPES):
         raise TypeError("its configuration is not that of a run")
 
 

@@ -1,17 +1,21 @@
 """Every choice of a run in one flat record, checked as far as it can be without a mesh (rules.py has the rest).
 
-A field of `Config` is a flag of the same name, and the comment behind it is the flag's `--help` (flags.py). So a flag,
-its default and its documentation have one source.
+A field of `Config` is a flag of the same name. Its declaration is all that the project says of it: the comment above is
+the flag's `--help` (flags.py), and `flag(...)` gives the default, what the flag decides, when it has an effect, and
+which values are legal. Whoever treats flags by kind asks `deciding`: checkpoint.py, compiled/results.py,
+calibration.py, predicted/planner.py and agreement.py.
 """
 
 import argparse
 import dataclasses
+import functools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import command
 
-# What the backward pass finds saved, with MaxText's names and meanings; anatomy.py has the tensors of each.
+# Policies for what is saved for the backward pass, with MaxText's names and meanings; anatomy.py has their tensors.
 REMAT_POLICIES = (
     "none",
     "full",
@@ -25,302 +29,433 @@ REMAT_POLICIES = (
     "minimal_offloaded",
     "custom",
 )
-# What a policy may name, of a layer, in the order in which they are made (anatomy.activations has the sizes).
+# A layer's activations that a policy may name, in the order in which they are computed (anatomy.py has their sizes).
 ACTIVATIONS = (
     "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
     "key_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj mlp_input norm_mlp "
     "mlp_gate mlp_up mlp_product mlp_down router_logits expert_input expert_gate expert_up expert_product expert_down "
     "shared_gate shared_up shared_product shared_down"
 ).split()
+FLOATS = "float32 bfloat16"
 
-# Fields that are paths, their ~ the home folder, and the URLs that each may be: jax and orbax know those of gs.
-PATHS = {"checkpoint_dir": ("gs",), "compilation_cache": ("gs",)}
-PATHS |= dict.fromkeys(("fp8_scales", "corpus", "metrics_file", "profile_dir"), ())
 
-_OF_EXPERTS = (
-    "experts_per_token expert_dim num_shared_experts num_dense_layers expert_bias swiglu_limit router_scores "
-    "renormalise router_groups router_groups_kept router_scale load_balance_loss router_z_loss selection_bias "
-    "selection_bias_rate moe_impl buffer_factor moe_parts capacity_factor"
+@dataclass(frozen=True)
+class Need:
+    """A condition without which a flag has no effect.
+
+    met: of the Config; of a Config and {mesh axis: size} where `kind` is "mesh".
+    kind: "refused": a value other than the default, or off, is an error. "noted": the run says so and goes on. "mesh":
+      it says so and takes the default, so that a sweep over meshes runs.
+    """
+
+    met: Callable
+    why: str
+    instead: str  # flags with which it is met
+    kind: str = "refused"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag but for its name, its default and its help.
+
+    decides: a subset of
+      "shapes"   the arrays of a checkpoint, which a run with another value cannot read
+      "values"   the training from here on: a resumed run with another value goes on, but otherwise
+      "program"  the compiled step, and so its time and its memory
+      "scales"   the maxima that --fp8=calibrate writes
+      "plan"     nothing: `roofline.py plan` finds it
+      "process"  nothing of the run: each process may have its own
+    least, below: bounds of a number, `least` included.
+    path: the URL schemes that a path may have; None: it is no path.
+    """
+
+    decides: frozenset[str] = frozenset()
+    needs: tuple[Need, ...] = ()
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    below: float = float("inf")
+    path: tuple[str, ...] | None = None
+
+
+def flag(default, *decides_or_needs: "str | Need", choices: str | tuple[str, ...] = (), **rest):
+    """A field of Config: its default, words of `Flag.decides`, `Flag.needs`, and by name the rest of a Flag."""
+    words = " ".join(each for each in decides_or_needs if isinstance(each, str)).split()
+    needs = tuple(each for each in decides_or_needs if isinstance(each, Need))
+    choices = tuple(choices.split()) if isinstance(choices, str) else choices
+    return dataclasses.field(default=default, metadata={"flag": Flag(frozenset(words), needs, choices, **rest)})
+
+
+# -- when a flag has an effect
+
+WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window=64")
+NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
+GLOBAL_LAYERS = Need(
+    lambda c: c.global_every or not c.window,
+    "window={window} in every layer needs only a halo of keys",
+    "--global_every=2 or --window=0",
 )
-# Flags that say something in some runs only: which, whether they do in a run, and if not, why, and what to use. There
-# any value is refused but the default, and what switches off: 0, False and "" say what happens anyway. Those for which
-# the mesh decides are in rules.py.
-NEEDS = (
-    ("global_every", lambda c: c.window, "window=0 lets every layer see all", "--window=64"),
-    ("double_buffer", lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch"),
-    ("rope_original_len", lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8"),
-    (
-        _OF_EXPERTS,
-        lambda c: c.num_experts,
-        "num_experts=0 is a dense model",
-        "--num_experts=8 --experts_per_token=2 --expert_dim=512",
-    ),
-    ("selection_bias_rate", lambda c: c.selection_bias, "no bias goes up or down by it", "--selection_bias"),
-    (
-        "buffer_factor moe_parts",
-        lambda c: c.moe_impl == "dropless",
-        "moe_impl={moe_impl} has no use for it",
-        "--moe_impl=dropless",
-    ),
-    (
-        "capacity_factor",
-        lambda c: c.moe_impl == "capacity",
-        "moe_impl={moe_impl} has no use for it",
-        "--moe_impl=capacity",
-    ),
-    (
-        "q_lora_rank rope_head_dim value_head_dim",
-        lambda c: c.kv_lora_rank,
-        "kv_lora_rank=0 is no latent attention",
-        "--kv_lora_rank=64 --rope_head_dim=16",
-    ),
-    (
-        "context_impl context_heads",
-        lambda c: c.global_every or not c.window,
-        "window={window} in every layer needs only a halo of keys",
-        "--global_every=2 or --window=0",
-    ),
-    ("context_balance", lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0"),
-    (
-        "context_balance",
-        lambda c: c.context_impl != "all_to_all",
-        "context_impl=all_to_all has whole sequences, in order",
-        "--context_impl=ring",
-    ),
-    ("remat_tensors", lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom"),
-    (
-        "fp8_granularity fp8_block fp8_rounding fp8_gradients fp8_modules fp8_skip_layers fp8_scales",
-        lambda c: c.fp8 != "none",
-        "fp8=none multiplies nothing in 8 bits",
-        "--fp8=dynamic",
-    ),
-    (
-        "fp8_block",
-        lambda c: c.fp8_granularity == "block",
-        "fp8_granularity={fp8_granularity} has no blocks",
-        "--fp8_granularity=block",
-    ),
-    (
-        "fp8_scales",
-        lambda c: c.fp8 in ("static", "calibrate"),
-        "fp8={fp8} finds its scales without a file",
-        "--fp8=static or --fp8=calibrate",
-    ),
-    (
-        "beta1",
-        lambda c: c.optimizer != "adafactor",
-        "optimizer=adafactor has no first moment",
-        "--optimizer=adamw or --optimizer=sgd",
-    ),
-    (
-        "beta2 mu_dtype",
-        lambda c: c.optimizer == "adamw",
-        "optimizer={optimizer} has no use for it",
-        "--optimizer=adamw",
-    ),
-    (
-        "weight_decay",
-        lambda c: c.optimizer != "sgd",
-        "optimizer=sgd decays no weights",
-        "--optimizer=adamw or --optimizer=adafactor",
-    ),
-    ("eval_every", lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16"),
+PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
+ROPE_SCALING = Need(lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8")
+EXPERTS = Need(
+    lambda c: c.num_experts,
+    "num_experts=0 is a dense model",
+    "--num_experts=8 --experts_per_token=2 --expert_dim=512",
 )
-# As NEEDS, of what a run would write: it runs as well without, and says so (train.introduce).
-NOTED = (
-    ("profile_steps", lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace"),
-    (
-        "save_every keep_checkpoints skip_damaged_checkpoints",
-        lambda c: c.checkpoint_dir,
-        "nothing is saved",
-        "--checkpoint_dir=runs/1",
-    ),
+SELECTION_BIAS = Need(lambda c: c.selection_bias, "there is no bias that it would change", "--selection_bias")
+DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no use for it", "--moe_impl=dropless")
+CAPACITY = Need(lambda c: c.moe_impl == "capacity", "moe_impl={moe_impl} has no use for it", "--moe_impl=capacity")
+LATENT = Need(lambda c: c.kv_lora_rank, "kv_lora_rank=0 is no latent attention", "--kv_lora_rank=64 --rope_head_dim=16")
+SPLIT_SEQUENCES = Need(
+    lambda c: c.context_impl != "all_to_all",
+    "context_impl=all_to_all has whole sequences, in order",
+    "--context_impl=ring",
+)
+CUSTOM_REMAT = Need(lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom")
+FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--fp8=dynamic")
+BLOCKS = Need(
+    lambda c: c.fp8_granularity == "block",
+    "fp8_granularity={fp8_granularity} has no blocks",
+    "--fp8_granularity=block",
+)
+PROFILE = Need(
+    lambda c: c.fp8 in ("static", "calibrate"),
+    "fp8={fp8} finds its scales without a file",
+    "--fp8=static or --fp8=calibrate",
+)
+FIRST_MOMENT = Need(
+    lambda c: c.optimizer != "adafactor",
+    "optimizer=adafactor has no first moment",
+    "--optimizer=adamw or --optimizer=sgd",
+)
+ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
+DECAY = Need(
+    lambda c: c.optimizer != "sgd",
+    "optimizer=sgd decays no weights",
+    "--optimizer=adamw or --optimizer=adafactor",
+)
+EVALUATION = Need(lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16")
+
+PROFILE_DIR = Need(lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace", "noted")
+CHECKPOINT_DIR = Need(lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=runs/1", "noted")
+
+DEVICES = Need(
+    lambda c, sizes: any(size > 1 for size in sizes.values()),
+    "on one device nothing moves",
+    "a larger --mesh",
+    "mesh",
+)
+DATA = Need(lambda c, sizes: sizes["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2", "mesh")
+FSDP = Need(
+    lambda c, sizes: sizes["fsdp"] > 1,
+    "the mesh axis fsdp has size 1, and weights are whole",
+    "--mesh=fsdp:2",
+    "mesh",
+)
+PIPE = Need(lambda c, sizes: sizes["pipe"] > 1, "the mesh axis pipe has size 1", "--mesh=pipe:2", "mesh")
+EXPERT = Need(lambda c, sizes: sizes["expert"] > 1, "the mesh axis expert has size 1", "--mesh=expert:2", "mesh")
+TENSOR = Need(lambda c, sizes: sizes["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2", "mesh")
+CONTEXT = Need(
+    lambda c, sizes: sizes["context"] > 1,
+    "the mesh axis context has size 1, and sequences are whole",
+    "--mesh=context:2",
+    "mesh",
+)
+RING_OF_GROUPS = Need(
+    lambda c, sizes: sizes["context"] != c.context_heads,
+    "context_heads={context_heads} brings whole sequences together, in order",
+    "a smaller --context_heads",
+    "mesh",
 )
 
 
 @dataclass(frozen=True)
 class Config:
-    # run
-    preset: str = "tiny"  # model to start from: shape, dtype, remat, batch, steps, learning rate; flags override them
-    recipe: str = ""  # named run to start from, model, mesh and all (published.py); every other flag overrides it
-    steps: int = 300  # optimizer steps in all (a resumed run counts the steps before it)
-    batch: int = 16  # global batch in sequences
-    seq_len: int = 128  # T: tokens in a sequence
-    seed: int = 0  # seed of the weights, of the order of the data, and of the sample
+    """A run. Raises ValueError for a value, or for two of them together, that no run can have."""
 
-    # model
-    vocab_size: int = 256  # V: tokens of the vocabulary
-    num_layers: int = 3  # L: layers
-    model_dim: int = 192  # D: width of the residual stream
-    ff_dim: int = 512  # F: width of the SwiGLU MLP
-    num_heads: int = 8  # N: query heads
-    num_kv_heads: int = 8  # K: key/value heads, each shared by N/K query heads
-    head_dim: int = 24  # H: dims of a head's queries and keys
-    rope_theta: float = 10_000.0  # base of the rotary frequencies
-    rope_scaling: float = 1.0  # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
-    rope_original_len: int = 8192  # context length before rope_scaling
-    qk_norm: bool = False  # RMSNorm on each head's queries and keys
-    qkv_bias: bool = False  # bias on the query, key and value projections (Qwen 2.5)
-    output_bias: bool = False  # bias on attention's output projection (gpt-oss)
-    attention_sinks: bool = False  # a learned logit a head in each softmax, without a value (gpt-oss)
-    tied_embeddings: bool = False  # the unembedding is the embedding
-    window: int = 0  # sliding-window attention: a query sees this many keys, itself included; 0 is no window
-    global_every: int = 0  # with a window: every so many-th layer attends without it; 0 is never
-    logit_soft_cap: float = 0.0  # logits become cap * tanh(logits / cap); 0 is off
-    z_loss: float = 0.0  # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
-    norm_eps: float = 1e-5  # epsilon of every RMSNorm
-    dtype: str = "float32"  # what is computed with: float32 or bfloat16; the master weights are float32
+    # -- run
 
-    # mixture of experts
-    num_experts: int = 0  # E: routed experts of a layer; 0 is a dense MLP in every layer
-    experts_per_token: int = 0  # X: experts that the router sends a token to
-    expert_dim: int = 0  # M: width of an expert's SwiGLU
-    num_shared_experts: int = 0  # experts of the same width that see every token, beside the routed ones
-    num_dense_layers: int = 0  # leading layers that have a dense MLP of ff_dim in place of experts
-    expert_bias: bool = False  # biases on the router and on the experts' projections (gpt-oss)
-    swiglu_limit: float = 0.0  # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
-    router_scores: str = "softmax"  # what the router makes of its logits: softmax, or sigmoid (DeepSeek-V3)
-    renormalise: bool = True  # the weights of a token's experts are divided by their sum
-    router_groups: int = 1  # groups that the experts are cut into
-    router_groups_kept: int = 1  # groups, the best for a token, from which its experts are chosen
-    router_scale: float = 1.0  # the weights of a token's experts are multiplied by this, after all else
-    load_balance_loss: float = 0.0  # weight of Switch's loss, which is 1 where all experts have as much to do; 0 is off
-    router_z_loss: float = 0.0  # weight of log(Z)^2 of the router's softmax; 0 is off
-    selection_bias: bool = False  # balance without a loss: a bias that chooses experts and does not weigh them
-    selection_bias_rate: float = 0.001  # what the selection bias goes up or down by after each step
-    moe_impl: str = "dropless"  # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
-    buffer_factor: float = 2.0  # dropless over an expert axis: a device has room for so many times the mean of rows
-    moe_parts: int = 1  # dropless over an expert axis: parts of the tokens, each with its own messages; a few % faster
-    capacity_factor: float = 1.25  # capacity: an expert has room for so many times the mean of tokens
+    # model to start from: shape, dtype, remat, batch, steps, learning rate; flags override them
+    preset: str = flag("tiny")
+    # named run to start from, model, mesh and all (published.py); every other flag overrides it
+    recipe: str = flag("")
+    # optimizer steps in all (a resumed run counts the steps before it)
+    steps: int = flag(300, "values", least=1)
+    # global batch in sequences
+    batch: int = flag(16, "values program scales", least=1)
+    # T: tokens in a sequence
+    seq_len: int = flag(128, "values program scales", least=1)
+    # seed of the weights, of the order of the data, and of the sample
+    seed: int = flag(0, "values", least=0)
 
-    # multi-head latent attention
-    kv_lora_rank: int = 0  # C: keys and values of all heads are made from this many numbers a token; 0 is off
-    q_lora_rank: int = 0  # Q: queries are made from this many numbers a token; 0: from the model dim, in one matmul
-    rope_head_dim: int = 0  # R: dims of a head, beside head_dim, that turn with the position; all heads share their key
-    value_head_dim: int = 0  # dims of a head's value; 0 is head_dim
+    # -- model
 
-    # parallelism
-    mesh: str = "fsdp:*"  # sizes of the axes data, pipe, fsdp, expert, context, tensor, as in data:2,tensor:2; * fills
-    core_axis: str = ""  # mesh axis that lies on the two cores of a TPU7x chip; default: the last one of even size
-    collectives: str = "xla"  # who moves weights, gradients, activations: xla, or our own ring or ring_bidirectional
-    collective_matmul: bool = False  # tensor parallelism multiplies each block while the next one travels, on our rings
-    prefetch: bool = True  # gather the weights of layer i+1 while layer i computes
-    double_buffer: bool = False  # two layers in an iteration of their loop: gathered weights are not copied in between
-    shard_update: bool = False  # shard the optimizer state and the update over the data axis as well (ZeRO-1)
-    context_impl: str = "ring"  # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
-    context_heads: int = 1  # with a ring: so many neighbours exchange heads, and the ring goes across these groups
-    context_balance: bool = True  # zigzag order over context: all devices have as much to do; without a window only
-    microbatches: int = 1  # accumulate gradients over this many parts of the batch, which go through the stages of pipe
-    pipeline_schedule: str = "1f1b"  # turns of the stages of pipe: gpipe, 1f1b (fewer microbatches in memory), circular
-    pipeline_rounds: int = 1  # circular: how often a microbatch goes round, through that many parts of each stage
-    remat_stage: bool = False  # of a microbatch that is under way keep the stage's input, and compute the stage again
-    remat: str = "none"  # what of a layer the backward pass finds saved, and does not compute again
-    remat_tensors: str = ""  # with remat=custom, by name: device, offload or remat, as in mlp_up:device,context:offload
-    fp8: str = "none"  # matmuls in 8 bits, by what finds their scales
-    fp8_granularity: str = "per_tensor"  # in 8 bits, who shares a scale: per_tensor, per_axis or block
-    fp8_block: int = 128  # in 8 bits, elements of a block along each dim
-    fp8_rounding: str = "nearest"  # in 8 bits, how gradients are rounded: nearest or stochastic
-    fp8_gradients: str = "e5m2"  # in 8 bits, format of gradients: e5m2 or e4m3
-    fp8_modules: str = "qkv,out,mlp,moe"  # in 8 bits go qkv, out, mlp (and shared experts), moe (routed ones), unembed
-    fp8_skip_layers: int = 0  # so many layers at each end stay out of 8 bits
-    fp8_scales: str = ""  # file of the largest elements: calibrate writes it, static reads it (calibration.py)
-    attention: str = "auto"  # kernel: flash (flash.py), reference (attention.py), auto: flash on a TPU, else reference
-    max_logit: float = 0.0  # attention's softmax subtracts this instead of the largest score of a row; 0 is off
-    loss_chunk: int = 0  # positions of a sequence whose logits exist at once, at most; 0: as many as make 256 MiB
+    # V: tokens of the vocabulary
+    vocab_size: int = flag(256, "shapes program scales", least=1)
+    # L: layers
+    num_layers: int = flag(3, "shapes program scales", least=1)
+    # D: width of the residual stream
+    model_dim: int = flag(192, "shapes program scales", least=1)
+    # F: width of the SwiGLU MLP
+    ff_dim: int = flag(512, "shapes program scales", least=1)
+    # N: query heads
+    num_heads: int = flag(8, "shapes program scales", least=1)
+    # K: key/value heads, each shared by N/K query heads
+    num_kv_heads: int = flag(8, "shapes program scales", least=1)
+    # H: dims of a head's queries and keys
+    head_dim: int = flag(24, "shapes program scales", least=1)
+    # base of the rotary frequencies
+    rope_theta: float = flag(10_000.0, "values program", least=1)
+    # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
+    rope_scaling: float = flag(1.0, "values program", least=1)
+    # context length before rope_scaling
+    rope_original_len: int = flag(8192, "values program", ROPE_SCALING, least=1)
+    # RMSNorm on each head's queries and keys
+    qk_norm: bool = flag(False, "shapes program")
+    # bias on the query, key and value projections (Qwen 2.5)
+    qkv_bias: bool = flag(False, "shapes program")
+    # bias on attention's output projection (gpt-oss)
+    output_bias: bool = flag(False, "shapes program")
+    # a learned logit a head in each softmax, without a value (gpt-oss)
+    attention_sinks: bool = flag(False, "shapes program")
+    # the unembedding is the embedding
+    tied_embeddings: bool = flag(False, "shapes program")
+    # sliding-window attention: a query sees this many keys, itself included; 0 is no window
+    window: int = flag(0, "values program", least=0)
+    # with a window: every so many-th layer attends without it; 0 is never
+    global_every: int = flag(0, "values program", WINDOW, least=0)
+    # logits become cap * tanh(logits / cap); 0 is off
+    logit_soft_cap: float = flag(0.0, "values program", least=0)
+    # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
+    z_loss: float = flag(0.0, "values program", least=0)
+    # epsilon of every RMSNorm
+    norm_eps: float = flag(1e-5, "values program", least=0)
+    # dtype of the computation: float32 or bfloat16; the master weights are float32
+    dtype: str = flag("float32", "values program", choices=FLOATS)
 
-    # optimizer
-    optimizer: str = "adamw"  # optimizer of the weights: adamw, adafactor or sgd
-    learning_rate: float = 3e-3  # peak of the learning rate, after the warm-up
-    warmup_ratio: float = 0.075  # share of the steps in which the learning rate rises to its peak
-    final_lr_ratio: float = 0.1  # cosine decay ends at this share of the peak, at the last step
-    beta1: float = 0.9  # adamw: decay of the first moment; sgd: momentum
-    beta2: float = 0.95  # adamw: decay of the second moment
-    weight_decay: float = 0.1  # adamw and adafactor: decoupled decay, of matrices only
-    clip_norm: float = 1.0  # gradients are scaled down to this global norm; 0 is off
-    mu_dtype: str = "float32"  # what adamw's first moment is kept in: float32 or bfloat16
-    offload_optimizer: bool = False  # the optimizer state waits on the host, and comes layer by layer (offload.py)
-    max_skipped: int = 10  # end the run after this many steps in a row with gradients that are not finite
+    # -- mixture of experts
 
-    # data
-    corpus: str = ""  # token file made by `python data.py prepare`; default: Python's standard library, as bytes
-    eval_every: int = 100  # steps between evaluations on the held-out documents; 0 is only at the end
-    eval_batches: int = 16  # batches in an evaluation, at most
+    # E: routed experts of a layer; 0 is a dense MLP in every layer
+    num_experts: int = flag(0, "shapes program", least=0)
+    # X: experts that the router sends a token to
+    experts_per_token: int = flag(0, "values program", EXPERTS, least=0)
+    # M: width of an expert's SwiGLU
+    expert_dim: int = flag(0, "shapes program", EXPERTS, least=0)
+    # experts of the same width that see every token, beside the routed ones
+    num_shared_experts: int = flag(0, "shapes program", EXPERTS, least=0)
+    # leading layers that have a dense MLP of ff_dim in place of experts
+    num_dense_layers: int = flag(0, "shapes program", EXPERTS, least=0)
+    # biases on the router and on the experts' projections (gpt-oss)
+    expert_bias: bool = flag(False, "shapes program", EXPERTS)
+    # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
+    swiglu_limit: float = flag(0.0, "values program", EXPERTS, least=0)
+    # what the router makes of its logits: softmax, or sigmoid (DeepSeek-V3)
+    router_scores: str = flag("softmax", "values program", EXPERTS, choices="softmax sigmoid")
+    # the weights of a token's experts are divided by their sum
+    renormalise: bool = flag(True, "values program", EXPERTS)
+    # groups into which the experts are split
+    router_groups: int = flag(1, "values program", EXPERTS, least=1)
+    # the best groups for a token, from which its experts are chosen
+    router_groups_kept: int = flag(1, "values program", EXPERTS, least=1)
+    # the weights of a token's experts are multiplied by this, after all else
+    router_scale: float = flag(1.0, "values program", EXPERTS, least=0)
+    # weight of Switch's load-balance loss, which is 1 where all experts get as many tokens; 0 is off
+    load_balance_loss: float = flag(0.0, "values program", EXPERTS, least=0)
+    # weight of log(Z)^2 of the router's softmax; 0 is off
+    router_z_loss: float = flag(0.0, "values program", EXPERTS, least=0)
+    # balance without a loss: a bias that takes part in the choice of experts, not in their weights
+    selection_bias: bool = flag(False, "shapes program", EXPERTS)
+    # step by which the selection bias is raised or lowered after each step
+    selection_bias_rate: float = flag(0.001, "values program", EXPERTS, SELECTION_BIAS, least=0)
+    # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
+    moe_impl: str = flag("dropless", "values program", EXPERTS, choices="dropless capacity reference")
+    # dropless over an expert axis: a device's buffer holds this many times the mean number of rows
+    buffer_factor: float = flag(2.0, "values program", EXPERTS, DROPLESS, EXPERT, least=0)
+    # dropless over an expert axis: chunks of the tokens, each with its own messages; a few % faster
+    moe_parts: int = flag(1, "values program", EXPERTS, DROPLESS, EXPERT, least=1)
+    # capacity: an expert takes at most this many times the mean number of tokens
+    capacity_factor: float = flag(1.25, "values program", EXPERTS, CAPACITY, least=0)
 
-    # output
-    log_every: int = 10  # steps between printed lines
-    metrics_file: str = ""  # one JSON object a step is written here
-    sample: int = 200  # tokens of text to generate at the end; 0 is none
-    profile_dir: str = ""  # a trace for xprof is written here
-    profile_steps: str = "3:5"  # first and last step of the trace
+    # -- multi-head latent attention
 
-    # checkpoints
-    checkpoint_dir: str = ""  # save here, and resume from the newest checkpoint in here; needs the [checkpoint] extra
-    save_every: int = 100  # steps between checkpoints
-    keep_checkpoints: int = 2  # newest checkpoints to keep
-    skip_damaged_checkpoints: bool = False  # resume from the newest intact one; damaged ones are renamed STEP.damaged
+    # C: size of the latent of a token from which the keys and values of all heads are made; 0 is off
+    kv_lora_rank: int = flag(0, "shapes program", least=0)
+    # Q: size of the latent of a token from which queries are made; 0: one matmul from the model dim
+    q_lora_rank: int = flag(0, "shapes program", LATENT, least=0)
+    # R: dims of a head, beside head_dim, that are rotated by position (RoPE); all heads share their key
+    rope_head_dim: int = flag(0, "shapes program", LATENT, least=0)
+    # dims of a head's value; 0 is head_dim
+    value_head_dim: int = flag(0, "shapes program", LATENT, least=0)
 
-    # machines
-    num_processes: int = 0  # processes of the run, where the environment does not tell; 0 is to ask the environment
-    process_id: int = -1  # number of this process, from 0
-    coordinator: str = ""  # host:port of process 0
-    peer_timeout: int = 60  # seconds without a sign of life from a process after which the others end too
-    xla_flags: str = "none"  # flags of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
-    compilation_cache: str = command.expanded("~/.cache/ironwood")  # folder of compiled programs; empty is off
+    # -- parallelism
+
+    # sizes of the axes data, pipe, fsdp, expert, context, tensor, as in data:2,tensor:2; * takes what is left
+    mesh: str = flag("fsdp:*", "program plan")
+    # mesh axis that is laid over the two cores of a TPU7x chip; default: the last one of even size
+    core_axis: str = flag("", "program plan")
+    # collectives for weights, gradients, activations: xla, or our own ring or ring_bidirectional
+    collectives: str = flag("xla", "program", DEVICES, choices="xla ring ring_bidirectional")
+    # tensor parallelism multiplies each block while our ring sends the next one
+    collective_matmul: bool = flag(False, "program plan", TENSOR)
+    # gather the weights of layer i+1 while layer i computes
+    prefetch: bool = flag(True, "program", FSDP)
+    # two layers per iteration of the layer loop: gathered weights are not copied in between
+    double_buffer: bool = flag(False, "program plan", PREFETCH, FSDP)
+    # shard the optimizer state and the update over the data axis as well (ZeRO-1)
+    shard_update: bool = flag(False, "program", DATA)
+    # attention over the mesh axis context: ring, all_gather, all_to_all; a window: halo
+    context_impl: str = flag("ring", "program", GLOBAL_LAYERS, CONTEXT, choices="ring all_gather all_to_all")
+    # with a ring: this many neighbours exchange heads by all-to-all, and the ring connects these groups
+    context_heads: int = flag(1, "program", GLOBAL_LAYERS, CONTEXT, least=1)
+    # zigzag order over context: all devices do the same work; without a window only
+    context_balance: bool = flag(True, "program", NO_WINDOW, SPLIT_SEQUENCES, CONTEXT, RING_OF_GROUPS)
+    # accumulate gradients over this many parts of the batch, which pass through the stages of pipe
+    microbatches: int = flag(1, "program scales plan", least=1)
+    # order of the stages' work on pipe: gpipe, 1f1b (fewer microbatches in memory), circular
+    pipeline_schedule: str = flag("1f1b", "program", PIPE, choices="gpipe 1f1b circular")
+    # circular: rounds of a microbatch through all stages, each of which holds that many chunks of layers
+    pipeline_rounds: int = flag(1, "program", PIPE, least=1)
+    # of a microbatch in flight save the stage's input alone, and recompute the stage
+    remat_stage: bool = flag(False, "program", PIPE)
+    # activations of a layer that are saved for the backward pass; the others are recomputed
+    remat: str = flag("none", "program plan", choices=(*REMAT_POLICIES, "auto"))
+    # with remat=custom, by name: device, offload or remat, as in mlp_up:device,context:offload
+    remat_tensors: str = flag("", "program plan", CUSTOM_REMAT)
+    # matmuls in FP8, by how their scales are found
+    fp8: str = flag("none", "values program", choices="none dynamic static fixed delayed calibrate")
+    # FP8: the elements that share a scale: per_tensor, per_axis or block
+    fp8_granularity: str = flag("per_tensor", "values program", FP8, choices="per_tensor per_axis block")
+    # FP8: elements of a block along each dim
+    fp8_block: int = flag(128, "values program", FP8, BLOCKS, least=1)
+    # FP8: how gradients are rounded: nearest or stochastic
+    fp8_rounding: str = flag("nearest", "values program", FP8, choices="nearest stochastic")
+    # FP8: format of gradients: e5m2 or e4m3
+    fp8_gradients: str = flag("e5m2", "values program", FP8, choices="e5m2 e4m3")
+    # FP8: matmuls that use it: qkv, out, mlp (and shared experts), moe (routed experts), unembed
+    fp8_modules: str = flag("qkv,out,mlp,moe", "values program scales", FP8)
+    # FP8: this many layers at each end stay in the compute dtype
+    fp8_skip_layers: int = flag(0, "values program", FP8, least=0)
+    # file of the largest elements: calibrate writes it, static reads it (calibration.py)
+    fp8_scales: str = flag("", "values program", FP8, PROFILE, path=())
+    # kernel: flash (flash.py), reference (attention.py), auto: flash on a TPU, else reference
+    attention: str = flag("auto", "program", choices="auto flash reference")
+    # attention's softmax subtracts this instead of the largest score of a row; 0 is off
+    max_logit: float = flag(0.0, "values program", least=0)
+    # positions of a sequence whose logits exist at once, at most; 0: as many as make 256 MiB
+    loss_chunk: int = flag(0, "program", least=0)
+
+    # -- optimizer
+
+    # optimizer of the weights: adamw, adafactor or sgd
+    optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd")
+    # peak of the learning rate, after the warm-up
+    learning_rate: float = flag(3e-3, "values", least=0)
+    # share of the steps in which the learning rate rises to its peak
+    warmup_ratio: float = flag(0.075, "values", least=0, below=1)
+    # cosine decay ends at this share of the peak, at the last step
+    final_lr_ratio: float = flag(0.1, "values", least=0)
+    # adamw: decay of the first moment; sgd: momentum
+    beta1: float = flag(0.9, "values", FIRST_MOMENT, least=0, below=1)
+    # adamw: decay of the second moment
+    beta2: float = flag(0.95, "values", ADAMW, least=0, below=1)
+    # adamw and adafactor: decoupled decay, of matrices only
+    weight_decay: float = flag(0.1, "values", DECAY, least=0)
+    # gradients are scaled down to this global norm; 0 is off
+    clip_norm: float = flag(1.0, "values program", least=0)
+    # dtype in which adamw's first moment is stored: float32 or bfloat16
+    mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
+    # store the optimizer state on the host, and fetch it layer by layer (offload.py)
+    offload_optimizer: bool = flag(False, "program")
+    # end the run after this many steps in a row with gradients that are not finite
+    max_skipped: int = flag(10, least=1)
+
+    # -- data
+
+    # token file made by `python data.py prepare`; default: Python's standard library, as bytes
+    corpus: str = flag("", "values", path=())
+    # steps between evaluations on the held-out documents; 0 is only at the end
+    eval_every: int = flag(100, EVALUATION, least=0)
+    # batches in an evaluation, at most
+    eval_batches: int = flag(16, least=0)
+
+    # -- output
+
+    # steps between printed lines
+    log_every: int = flag(10, least=1)
+    # one JSON object a step is written here
+    metrics_file: str = flag("", "process", path=())
+    # tokens of text to generate at the end; 0 is none
+    sample: int = flag(200, least=0)
+    # a trace for xprof is written here
+    profile_dir: str = flag("", "process", path=())
+    # first and last step of the trace
+    profile_steps: str = flag("3:5", PROFILE_DIR)
+
+    # -- checkpoints
+
+    # save here, and resume from the newest checkpoint in here; needs the [checkpoint] extra
+    checkpoint_dir: str = flag("", path=("gs",))
+    # steps between checkpoints
+    save_every: int = flag(100, CHECKPOINT_DIR, least=1)
+    # newest checkpoints to keep
+    keep_checkpoints: int = flag(2, CHECKPOINT_DIR, least=1)
+    # resume from the newest intact one; damaged ones are renamed STEP.damaged
+    skip_damaged_checkpoints: bool = flag(False, CHECKPOINT_DIR)
+
+    # -- machines
+
+    # processes of the run; 0 asks the environment
+    num_processes: int = flag(0, least=0)
+    # number of this process, from 0; -1 asks the environment
+    process_id: int = flag(-1, "process", least=-1)
+    # host:port of process 0
+    coordinator: str = flag("", "process")
+    # seconds without a sign of life from a process after which the others end too
+    peer_timeout: int = flag(60, least=1)
+    # flags of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
+    xla_flags: str = flag("none", "program")
+    # folder of compiled programs; empty is off
+    compilation_cache: str = flag(command.expanded("~/.cache/ironwood"), "process", path=("gs",))
 
     def __post_init__(self):
-        for name, schemes in PATHS.items():
+        for name, each in FLAGS.items():
+            self._check_value(name, each)
+        self._check_shapes()
+        self._check_parallelism()
+        self._check_profile()
+        for sentence in without_effect(self, "refused"):
+            raise ValueError(sentence)
+        self._check_experts()
+        self._check_latent_attention()
+        self._check_fp8()
+        self._check_processes()
+
+    def _check_value(self, name: str, each: Flag):
+        """A value by itself. A path gets its home folder for ~."""
+        value = getattr(self, name)
+        if each.path is not None:
             try:
-                object.__setattr__(self, name, command.expanded(getattr(self, name), schemes))
+                object.__setattr__(self, name, command.expanded(value, each.path))
             except ValueError as error:
                 raise ValueError(f"{name}={error}") from None
-        choices = {
-            "dtype": ("float32", "bfloat16"),
-            "mu_dtype": ("float32", "bfloat16"),
-            "remat": (*REMAT_POLICIES, "auto"),
-            "fp8": ("none", "dynamic", "static", "fixed", "delayed", "calibrate"),
-            "fp8_granularity": ("per_tensor", "per_axis", "block"),
-            "fp8_rounding": ("nearest", "stochastic"),
-            "fp8_gradients": ("e5m2", "e4m3"),
-            "attention": ("auto", "flash", "reference"),
-            "pipeline_schedule": ("gpipe", "1f1b", "circular"),
-            "context_impl": ("ring", "all_gather", "all_to_all"),
-            "collectives": ("xla", "ring", "ring_bidirectional"),
-            "optimizer": ("adamw", "adafactor", "sgd"),
-            "router_scores": ("softmax", "sigmoid"),
-            "moe_impl": ("dropless", "capacity", "reference"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        smallest = {
-            1: "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
-            "microbatches pipeline_rounds context_heads fp8_block log_every max_skipped save_every "
-            "keep_checkpoints peer_timeout rope_theta rope_scaling router_groups router_groups_kept "
-            "moe_parts",
-            0: "seed window global_every warmup_ratio eval_every eval_batches sample num_processes learning_rate "
-            "loss_chunk beta1 beta2 weight_decay clip_norm final_lr_ratio max_logit logit_soft_cap z_loss norm_eps "
-            "num_experts fp8_skip_layers "
-            "experts_per_token expert_dim num_shared_experts num_dense_layers kv_lora_rank q_lora_rank rope_head_dim "
-            "value_head_dim swiglu_limit router_scale load_balance_loss router_z_loss selection_bias_rate "
-            "buffer_factor capacity_factor",
-        }
-        for low, names in smallest.items():
-            for name in names.split():
-                if not low <= getattr(self, name) < float("inf"):  # NaN is not, either
-                    raise ValueError(f"{name}={getattr(self, name)} must be at least {low}, and finite")
-        if self.process_id < -1:
-            raise ValueError(f"process_id={self.process_id} must be at least 0; -1 is to ask the environment")
-        for field in dataclasses.fields(self):  # no dim, count or time of a run is larger
-            value, bits = getattr(self, field.name), 32 if field.name == "seed" else 31
-            if field.type is int and value >= 2**bits:
-                raise ValueError(f"{field.name}={value} must be under 2^{bits}")
-        for name in ("beta1", "beta2", "warmup_ratio"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be under 1")
+        if each.choices and value not in each.choices:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(each.choices)}")
+        if each.least is not None and not each.least <= value < float("inf"):  # NaN is not, either
+            raise ValueError(f"{name}={value} must be at least {each.least}, and finite")
+        if each.least is not None and value >= each.below:
+            raise ValueError(f"{name}={value} must be under {each.below}")
+        bits = 32 if name == "seed" else 31
+        if type(value) is int and value >= 2**bits:  # no dim, count or time of a run is larger
+            raise ValueError(f"{name}={value} must be under 2^{bits}")
+
+    def _check_shapes(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.remat_places["decoder_layer_input"] == "remat":
+            raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
+
+    def _check_parallelism(self):
         if self.offload_optimizer and self.optimizer == "adafactor":
             raise ValueError(
                 "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer: "
@@ -337,22 +472,18 @@ class Config:
                 "two rounds or more, the others one: --pipeline_rounds=2 --pipeline_schedule=circular, or "
                 "--pipeline_rounds=1 --pipeline_schedule=1f1b"
             )
-        for name in self.fp8_modules.split(","):
-            if name not in ("qkv", "out", "mlp", "moe", "unembed"):
-                raise ValueError(
-                    f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp, moe, unembed"
-                )
-        if self.remat_places["decoder_layer_input"] == "remat":
-            raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
+
+    def _check_profile(self):
         if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
             )
-        for sentence in without_effect(self, NEEDS):
-            raise ValueError(sentence)
-        self._check_experts()
-        self._check_latent_attention()
-        self._check_fp8()
+        if self.profile_dir and self.profile_range[0] > self.steps:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} is past the last step: --profile_steps=1:{self.steps}"
+            )
+
+    def _check_processes(self):
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:
             raise ValueError(
                 "num_processes and process_id need the address where process 0 listens, as in --num_processes=2 "
@@ -368,10 +499,6 @@ class Config:
             raise ValueError(
                 f"process_id={self.process_id} must be from 0 to under num_processes={self.num_processes} with a "
                 "coordinator, as in --num_processes=2 --process_id=0"
-            )
-        if self.profile_dir and self.profile_range[0] > self.steps:
-            raise ValueError(
-                f"profile_steps={self.profile_steps!r} is past the last step: --profile_steps=1:{self.steps}"
             )
 
     def _check_experts(self):
@@ -423,6 +550,11 @@ class Config:
                 )
 
     def _check_fp8(self):
+        for name in self.fp8_modules.split(","):
+            if name not in ("qkv", "out", "mlp", "moe", "unembed"):
+                raise ValueError(
+                    f"fp8_modules={self.fp8_modules!r}: {name!r} is not one of qkv, out, mlp, moe, unembed"
+                )
         if self.fp8 == "none":
             return
         modules = self.fp8_modules.split(",")
@@ -480,32 +612,50 @@ class Config:
         return int(first), int(last)
 
 
-def idle(config: Config, needs, *of) -> dict[str, str]:
-    """{flag: why, and what to use} of those that are not at their defaults and say nothing in this run.
+FLAGS: dict[str, Flag] = {field.name: field.metadata["flag"] for field in dataclasses.fields(Config)}
+
+
+def deciding(what: str) -> list[str]:
+    """Names of the flags that decide something: a word of `Flag.decides`."""
+    return [name for name, each in FLAGS.items() if what in each.decides]
+
+
+@functools.cache
+def flags_by_need(kind: str) -> dict[Need, list[str]]:
+    """{need of a kind: names of the flags that have no effect without it}, in the order of the flags."""
+    flags: dict[Need, list[str]] = {}
+    for name, each in FLAGS.items():
+        for need in each.needs:
+            if need.kind == kind:
+                flags.setdefault(need, []).append(name)
+    return flags
+
+
+def idle(config: Config, kind: str, *sizes: dict[str, int]) -> dict[str, str]:
+    """{flag: why, and what to use} of flags that are not at their defaults and have no effect in this run.
 
     Args:
-      needs: as NEEDS.
-      of: what else its functions ask.
+      kind: of the needs to look at.
+      sizes: those of the mesh, if `kind` is "mesh".
     """
-    found = {}
-    for names, says, why, way in needs:
-        moved = [name for name in names.split() if getattr(config, name) != getattr(Config, name)]
-        if moved and not says(config, *of):
-            text = f"{why.format_map(vars(config))}. Use {way}"
-            found = dict.fromkeys(moved, text) | found  # of several reasons the first
-    return found
+    reasons: dict[str, str] = {}
+    for need, names in flags_by_need(kind).items():
+        moved = [name for name in names if getattr(config, name) != getattr(Config, name)]
+        if moved and not need.met(config, *sizes):
+            reason = f"{need.why.format_map(vars(config))}. Use {need.instead}"
+            reasons |= {name: reason for name in moved if name not in reasons}  # of several reasons the first
+    return reasons
 
 
 def changed(config: Config, **values) -> Config:
-    """`config` with other values; what has no effect beside them is left at its default."""
+    """`config` with other values; flags that have no effect beside them are left at their defaults."""
     wanted = argparse.Namespace(**{**vars(config), **values})
-    return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle(wanted, NEEDS)} | values)
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle(wanted, "refused")} | values)
 
 
-def without_effect(config: Config, needs, *of) -> list[str]:
-    """A sentence for each flag that is `idle`, but for those that say that something is off."""
-    return [
-        f"{name}={value} has no effect: {why}, or leave {name} at its default, {getattr(Config, name)!r}"
-        for name, why in idle(config, needs, *of).items()
-        if (value := getattr(config, name))
-    ]
+def without_effect(config: Config, kind: str, *sizes: dict[str, int]) -> Iterator[str]:
+    """A sentence for each flag that is `idle`, except those that are off: that is what happens anyway."""
+    for name, reason in idle(config, kind, *sizes).items():
+        if value := getattr(config, name):
+            default = getattr(Config, name)
+            yield f"{name}={value} has no effect: {reason}, or leave {name} at its default, {default!r}"

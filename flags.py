@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Sequence
 
 import command
-from config import ACTIVATIONS, NEEDS, REMAT_POLICIES, Config, idle
+from config import ACTIVATIONS, REMAT_POLICIES, Config, idle
 from presets import PRESETS
 from published import RECIPES, Recipe
 
@@ -45,7 +45,7 @@ def _built(below: dict, overrides: dict) -> Config:
         if name not in fields:
             raise ValueError(f"there is no field {name!r}{command.did_you_mean(name, fields)}")
     values = PRESETS[preset] | below | overrides | {"preset": preset}
-    unused = idle(argparse.Namespace(**fields | values), NEEDS).keys() - overrides.keys()
+    unused = idle(argparse.Namespace(**fields | values), "refused").keys() - overrides.keys()
     return Config(**{name: value for name, value in values.items() if name not in unused})
 
 
@@ -146,14 +146,16 @@ def slice_of(args: argparse.Namespace) -> tuple[str, int]:
 
 @functools.cache
 def _documentation() -> dict[str, dict[str, str]]:
-    """{group: {field: comment}}, read from the source of Config."""
+    """{group: {field: the comment above it}}, read from the source of Config."""
     groups: dict[str, dict[str, str]] = {}
-    group = ""
+    group = comment = ""
     for line in inspect.getsource(Config).splitlines():
-        if heading := re.fullmatch(r"    # (.+)", line):
+        if heading := re.fullmatch(r"    # -- (.+)", line):
             group = heading[1]
-        elif field := re.fullmatch(r"    (\w+): [^=]+ = .*?  # (.+)", line):
-            groups.setdefault(group, {})[field[1]] = field[2]
+        elif above := re.fullmatch(r"    # (.+)", line):
+            comment = above[1]
+        elif field := re.match(r"    (\w+): \w+ = flag\(", line):
+            groups.setdefault(group, {})[field[1]] = comment
         elif line.startswith("    def "):
             break
     return groups

@@ -4,13 +4,14 @@
 
 A run is refused for one of three reasons:
 
-    a flag without effect    set to other than its default, or off, where this model has no use for it (config.NEEDS)
+    a flag without effect    set to other than its default, or off, where this model has no use for it (config.Need)
     no code                  two choices that nobody has taught each other
     what does not divide     a dim of the model, a sequence or a batch that the mesh cannot cut in equal parts
 
-A flag of a mesh axis of size 1 is no reason: it is taken for its default, with a note, so that a sweep over meshes runs
-(`NEEDS`). What needs no mesh is config.py's, and is told before jax is there. train.py and aot.py ask `check` before
-they compile, step.py and planner.py before they predict: what is proposed can be run.
+A flag of a mesh axis of size 1 is no reason: it takes its default, with a note, so that a sweep over meshes runs
+(`config.Need` of kind "mesh"). What needs no mesh is checked by config.py, before jax is imported. train.py and aot.py
+call `check` before they compile, predicted/step.py and predicted/planner.py before they predict: what is proposed can
+be run.
 
 **What is cut** (the layouts are in anatomy.py, and tests hold them against this table):
 
@@ -31,50 +32,18 @@ import config as config_lib
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
 
-# As config.NEEDS, of a run on a mesh of these sizes: but these flags are `settled`.
-NEEDS = (
-    ("collectives", lambda c, s: math.prod(s.values()) > 1, "on one device nothing moves", "a larger --mesh"),
-    ("collective_matmul", lambda c, s: s["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2"),
-    (
-        "prefetch double_buffer",
-        lambda c, s: s["fsdp"] > 1,
-        "the mesh axis fsdp has size 1, and weights are whole",
-        "--mesh=fsdp:2",
-    ),
-    ("shard_update", lambda c, s: s["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2"),
-    (
-        "context_impl context_heads context_balance",
-        lambda c, s: s["context"] > 1,
-        "the mesh axis context has size 1, and sequences are whole",
-        "--mesh=context:2",
-    ),
-    (
-        "context_balance",
-        lambda c, s: s["context"] != c.context_heads,
-        "context_heads={context_heads} brings whole sequences together, in order",
-        "a smaller --context_heads",
-    ),
-    (
-        "pipeline_schedule pipeline_rounds remat_stage",
-        lambda c, s: s["pipe"] > 1,
-        "the mesh axis pipe has size 1",
-        "--mesh=pipe:2",
-    ),
-    ("buffer_factor moe_parts", lambda c, s: s["expert"] > 1, "the mesh axis expert has size 1", "--mesh=expert:2"),
-)
-
 
 def settled(config: Config, sizes: dict[str, int]) -> Config:
     """`config` without what has no effect on a mesh of these sizes: such flags at their defaults."""
-    idle = config_lib.idle(config, NEEDS, sizes)
+    idle = config_lib.idle(config, "mesh", sizes)
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in idle}) if idle else config
 
 
 def notes(config: Config, sizes: dict[str, int]) -> list[str]:
     """Sentences on what has no effect in a run, and is no reason to refuse it."""
     return [
-        *config_lib.without_effect(config, config_lib.NOTED),
-        *config_lib.without_effect(config, NEEDS, sizes),
+        *config_lib.without_effect(config, "noted"),
+        *config_lib.without_effect(config, "mesh", sizes),
     ]
 
 

@@ -167,20 +167,20 @@ def ways_out(flags: str, sentence: str) -> list[str]:
     return ways
 
 
-def rule_of(sentence: str) -> tuple[str, str] | None:
-    """(flags, why) of NEEDS, where a sentence is of these."""
-    flag, found, reason = sentence.partition(" has no effect: ")
-    for names, _, why, way in config_lib.NEEDS:
-        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(why)) + rf"\. Use {re.escape(way)}, or leave .*"
-        if found and flag.partition("=")[0] in names.split() and re.fullmatch(pattern, reason):
-            return names, why
+def need_of(sentence: str) -> config_lib.Need | None:
+    """Returns the need that a flag lacks, where a refusal says so."""
+    flag, _, reason = sentence.partition(" has no effect: ")
+    for need, names in config_lib.flags_by_need("refused").items():
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(need.why)) + rf"\. Use {re.escape(need.instead)}, or leave .*"
+        if flag.partition("=")[0] in names and re.fullmatch(pattern, reason):
+            return need
     return None
 
 
 def row(flags: str) -> str:
     sentence = str(refusal(flags))
-    names, _ = rule_of(sentence) or ("", "")
-    others = ", ".join(name for name in names.split() if not sentence.startswith(f"{name}="))
+    names = config_lib.flags_by_need("refused").get(need_of(sentence), [])
+    others = ", ".join(name for name in names if not sentence.startswith(f"{name}="))
     more = f". The same of {others}" if others else ""
     return f"| `{flags}` | {(sentence + more).replace('*', STAR)} |\n"
 

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import command
+import config as config_lib
 import flags as flags_lib
 import tuned
 from hardware import parse_topology
@@ -31,18 +32,13 @@ from predicted.workload import run_of
 
 FILE = Path(__file__).with_name("results_tpu7x.json")
 STORED = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s xla_flags memory used_bytes".split()
-# Flags that change neither the time nor the memory of a step.
-_RUN_FLAGS = "steps seed learning_rate warmup_ratio final_lr_ratio weight_decay beta1 beta2 corpus eval_every "
-_RUN_FLAGS += "eval_batches log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every "
-_RUN_FLAGS += "keep_checkpoints skip_damaged_checkpoints num_processes process_id coordinator peer_timeout "
-_RUN_FLAGS += "compilation_cache max_skipped"
 
 
 def key_of(prediction: Prediction) -> str:
     """The flags of aot.py that determine the program of a step, quoted for a shell; slice and preset come first."""
-    ignored = set(_RUN_FLAGS.split())
+    in_key = {"topology", "num_slices", "preset", *config_lib.deciding("program")}
     name = lambda flag: flag.removeprefix("--no-").lstrip("-").partition("=")[0]
-    return shlex.join(flag for flag in planner.flags_of(prediction) if name(flag) not in ignored)
+    return shlex.join(flag for flag in planner.flags_of(prediction) if name(flag) in in_key)
 
 
 def prediction_of(key: str) -> Prediction:

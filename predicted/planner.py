@@ -60,6 +60,7 @@ from dataclasses import dataclass
 
 import anatomy
 import command
+import config as config_lib
 import flags as flags_lib
 import rules
 from config import REMAT_POLICIES, Config
@@ -70,7 +71,7 @@ from predicted.interconnect import links_of, squarest
 from predicted.step import GiB, Prediction, as_json, describe, describe_shortfall, plot, predict
 from predicted.workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, host_bytes_of, layers_of, memory_of, shortfall_of
 
-PLANNED_FLAGS = "mesh microbatches remat remat_tensors core_axis collective_matmul double_buffer".split()
+PLANNED_FLAGS = config_lib.deciding("plan")
 WITHIN = 1.05  # a step that takes at most so many times as long as the shortest counts as equally fast
 # The share of the memory that a plan may fill. Predictions near it are within 6% of compiled programs, and near the
 # limit XLA gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB, and Gemma at 92, leave nearly all messages

@@ -673,8 +673,8 @@ def test_a_bucket_is_no_path():
     assert not isinstance(folders[0], Path)  # lock.py asks
 
 
-# What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or into one of the
-# lists of checkpoint.py.
+# What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or be declared to
+# decide shapes or values.
 FREE_FIELDS = (
     "preset recipe mesh core_axis collectives collective_matmul prefetch double_buffer shard_update "
     "microbatches remat remat_tensors "
@@ -689,4 +689,4 @@ FREE_FIELDS = (
 
 def test_every_field_is_put_down_as_what_it_does_to_a_resumed_run():
     fields = [field.name for field in dataclasses.fields(Config)]
-    assert sorted(checkpoint.SHAPE_FIELDS + checkpoint.COURSE_FIELDS + FREE_FIELDS) == sorted(fields)
+    assert sorted(checkpoint.SHAPES + checkpoint.VALUES + FREE_FIELDS) == sorted(fields)

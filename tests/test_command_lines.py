@@ -256,7 +256,7 @@ def test_numbers_that_are_too_small_or_none(text):
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *INSTRUMENTS])
 def test_every_path_is_expanded(program):
-    """An argument that is named as a file or a folder is read by command.path; fields of Config are in config.PATHS."""
+    """An argument that is named as a file or a folder is read by command.path; Config's fields declare it."""
     calls = [node for node in ast.walk(ast.parse((ROOT / program).read_text())) if isinstance(node, ast.Call)]
     for call in (call for call in calls if ast.unparse(call.func).endswith("add_argument")):
         options = {option.arg: ast.unparse(option.value) for option in call.keywords}

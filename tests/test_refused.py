@@ -55,11 +55,11 @@ def test_every_refusal_has_an_example(file, first, last):
     assert any((file, line) in reached for line in range(first, last + 1))
 
 
-@pytest.mark.parametrize("names, why", [(names, why) for names, _, why, _ in config_lib.NEEDS])
-def test_every_flag_without_effect_has_an_example(names, why):
-    switches = {name for name in names.split() if getattr(Config, name) is True}  # off says what happens anyway
-    found = [refused.rule_of(str(error)) for error in ERRORS.values()]
-    assert (names, why) in found or switches == set(names.split())
+@pytest.mark.parametrize("need", config_lib.flags_by_need("refused"), ids=lambda need: need.instead)
+def test_every_flag_without_effect_has_an_example(need):
+    names = config_lib.flags_by_need("refused")[need]
+    switches = {name for name in names if getattr(Config, name) is True}  # off says what happens anyway
+    assert need in [refused.need_of(str(error)) for error in ERRORS.values()] or switches == set(names)
 
 
 @pytest.mark.parametrize("flags", ERRORS)
