@@ -278,27 +278,6 @@ def all_reduce(
     return x if to == "varying" else lax.psum(x, tuple(name for name in names if name not in rings))
 
 
-def hierarchical_all_gather(
-    x: jax.Array, inside: str, across: str, *, dim: int = 0, algorithm: str = "ring"
-) -> jax.Array:
-    """`all_gather(x, (across, inside))` by the other order: across the slices first, while the shards are small.
-
-    Gathering inside a slice first would send all that a slice has over the slow network once for each of its devices;
-    so each device fetches only the shards of its counterparts, and what was fetched is then shared inside.
-
-    Cost: across, h V/N bytes a device, N all devices, h being slices - 1 one way and slices // 2 both ways; inside,
-    h V/n through a link of n devices.
-
-    Raises:
-      ValueError: as `all_gather`.
-    """
-    _check(x, (across, inside), dim, algorithm)
-    x = all_gather(x, across, dim=dim, tiled=False, algorithm=algorithm)
-    x = all_gather(x, inside, dim=dim, tiled=False, algorithm=algorithm)  # [.., inside, across, shard, ..]
-    x = jnp.swapaxes(x, dim, dim + 1)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
-
-
 # -- all-to-all
 
 

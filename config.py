@@ -9,6 +9,7 @@ calibration.py, predicted/planner.py and agreement.py.
 import argparse
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,18 +17,9 @@ from dataclasses import dataclass
 import command
 
 # Policies for what is saved for the backward pass, with MaxText's names and meanings; anatomy.py has their tensors.
-REMAT_POLICIES = (
-    "none",
-    "full",
-    "save_out_proj",
-    "save_qkv_proj",
-    "save_dot_except_mlp",
-    "save_dot_with_context_except_mlp",
-    "minimal",
-    "minimal_with_context",
-    "qkv_proj_offloaded",
-    "minimal_offloaded",
-    "custom",
+REMAT_POLICIES = tuple(
+    "none full save_out_proj save_qkv_proj save_dot_except_mlp save_dot_with_context_except_mlp minimal "
+    "minimal_with_context qkv_proj_offloaded minimal_offloaded custom".split()
 )
 # A layer's activations that a policy may name, in the order in which they are computed (anatomy.py has their sizes).
 ACTIVATIONS = (
@@ -97,9 +89,7 @@ GLOBAL_LAYERS = Need(
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
 ROPE_SCALING = Need(lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8")
 EXPERTS = Need(
-    lambda c: c.num_experts,
-    "num_experts=0 is a dense model",
-    "--num_experts=8 --experts_per_token=2 --expert_dim=512",
+    lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=8 --experts_per_token=2 --expert_dim=512"
 )
 SELECTION_BIAS = Need(lambda c: c.selection_bias, "there is no bias that it would change", "--selection_bias")
 DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no use for it", "--moe_impl=dropless")
@@ -113,9 +103,7 @@ SPLIT_SEQUENCES = Need(
 CUSTOM_REMAT = Need(lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom")
 FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--fp8=dynamic")
 BLOCKS = Need(
-    lambda c: c.fp8_granularity == "block",
-    "fp8_granularity={fp8_granularity} has no blocks",
-    "--fp8_granularity=block",
+    lambda c: c.fp8_granularity == "block", "fp8_granularity={fp8_granularity} has no blocks", "--fp8_granularity=block"
 )
 PROFILE = Need(
     lambda c: c.fp8 in ("static", "calibrate"),
@@ -129,36 +117,17 @@ FIRST_MOMENT = Need(
 )
 ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
 DECAY = Need(
-    lambda c: c.optimizer != "sgd",
-    "optimizer=sgd decays no weights",
-    "--optimizer=adamw or --optimizer=adafactor",
+    lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw or --optimizer=adafactor"
 )
 EVALUATION = Need(lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16")
 
 PROFILE_DIR = Need(lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace", "noted")
 CHECKPOINT_DIR = Need(lambda c: c.checkpoint_dir, "nothing is saved", "--checkpoint_dir=runs/1", "noted")
 
-DEVICES = Need(
-    lambda c, sizes: any(size > 1 for size in sizes.values()),
-    "on one device nothing moves",
-    "a larger --mesh",
-    "mesh",
-)
-DATA = Need(lambda c, sizes: sizes["data"] > 1, "the mesh axis data has size 1", "--mesh=data:2", "mesh")
-FSDP = Need(
-    lambda c, sizes: sizes["fsdp"] > 1,
-    "the mesh axis fsdp has size 1, and weights are whole",
-    "--mesh=fsdp:2",
-    "mesh",
-)
-PIPE = Need(lambda c, sizes: sizes["pipe"] > 1, "the mesh axis pipe has size 1", "--mesh=pipe:2", "mesh")
-EXPERT = Need(lambda c, sizes: sizes["expert"] > 1, "the mesh axis expert has size 1", "--mesh=expert:2", "mesh")
-TENSOR = Need(lambda c, sizes: sizes["tensor"] > 1, "the mesh axis tensor has size 1", "--mesh=tensor:2", "mesh")
-CONTEXT = Need(
-    lambda c, sizes: sizes["context"] > 1,
-    "the mesh axis context has size 1, and sequences are whole",
-    "--mesh=context:2",
-    "mesh",
+DEVICES = Need(lambda c, sizes: math.prod(sizes.values()) > 1, "on one device nothing moves", "a larger --mesh", "mesh")
+DATA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR = (
+    Need(lambda c, sizes, a=axis: sizes[a] > 1, f"the mesh axis {axis} has size 1", f"--mesh={axis}:2", "mesh")
+    for axis in ("data", "pipe", "fsdp", "expert", "context", "tensor")
 )
 RING_OF_GROUPS = Need(
     lambda c, sizes: sizes["context"] != c.context_heads,
@@ -173,7 +142,6 @@ class Config:
     """A run. Raises ValueError for a value, or for two of them together, that no run can have."""
 
     # -- run
-
     # model to start from: shape, dtype, remat, batch, steps, learning rate; flags override them
     preset: str = flag("tiny")
     # named run to start from, model, mesh and all (published.py); every other flag overrides it
@@ -188,7 +156,6 @@ class Config:
     seed: int = flag(0, "values", least=0)
 
     # -- model
-
     # V: tokens of the vocabulary
     vocab_size: int = flag(256, "shapes program scales", least=1)
     # L: layers
@@ -233,7 +200,6 @@ class Config:
     dtype: str = flag("float32", "values program", choices=FLOATS)
 
     # -- mixture of experts
-
     # E: routed experts of a layer; 0 is a dense MLP in every layer
     num_experts: int = flag(0, "shapes program", least=0)
     # X: experts that the router sends a token to
@@ -276,7 +242,6 @@ class Config:
     capacity_factor: float = flag(1.25, "values program", EXPERTS, CAPACITY, least=0)
 
     # -- multi-head latent attention
-
     # C: size of the latent of a token from which the keys and values of all heads are made; 0 is off
     kv_lora_rank: int = flag(0, "shapes program", least=0)
     # Q: size of the latent of a token from which queries are made; 0: one matmul from the model dim
@@ -287,7 +252,6 @@ class Config:
     value_head_dim: int = flag(0, "shapes program", LATENT, least=0)
 
     # -- parallelism
-
     # sizes of the axes data, pipe, fsdp, expert, context, tensor, as in data:2,tensor:2; * takes what is left
     mesh: str = flag("fsdp:*", "program plan")
     # mesh axis that is laid over the two cores of a TPU7x chip; default: the last one of even size
@@ -344,7 +308,6 @@ class Config:
     loss_chunk: int = flag(0, "program", least=0)
 
     # -- optimizer
-
     # optimizer of the weights: adamw, adafactor or sgd
     optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd")
     # peak of the learning rate, after the warm-up
@@ -369,7 +332,6 @@ class Config:
     max_skipped: int = flag(10, least=1)
 
     # -- data
-
     # token file made by `python data.py prepare`; default: Python's standard library, as bytes
     corpus: str = flag("", "values", path=())
     # steps between evaluations on the held-out documents; 0 is only at the end
@@ -378,7 +340,6 @@ class Config:
     eval_batches: int = flag(16, least=0)
 
     # -- output
-
     # steps between printed lines
     log_every: int = flag(10, least=1)
     # one JSON object a step is written here
@@ -391,7 +352,6 @@ class Config:
     profile_steps: str = flag("3:5", PROFILE_DIR)
 
     # -- checkpoints
-
     # save here, and resume from the newest checkpoint in here; needs the [checkpoint] extra
     checkpoint_dir: str = flag("", path=("gs",))
     # steps between checkpoints
@@ -402,7 +362,6 @@ class Config:
     skip_damaged_checkpoints: bool = flag(False, CHECKPOINT_DIR)
 
     # -- machines
-
     # processes of the run; 0 asks the environment
     num_processes: int = flag(0, least=0)
     # number of this process, from 0; -1 asks the environment

@@ -105,7 +105,6 @@ def test_across_slices_goes_only_what_must():
 
     assert sent(lambda x: rings.all_reduce(x, ("x", "slice"))) == (2 * 1024 // 16, 14)
     assert sent(lambda x: rings.all_reduce(x, ("slice", "x"))) == (2 * 1024 // 2, 14)
-    assert sent(lambda x: rings.hierarchical_all_gather(x, "x", "slice")) == (1024, 7)
     assert sent(lambda x: rings.all_gather(x, ("slice", "x"))) == (8 * 1024, 7)
 
 

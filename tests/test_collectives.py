@@ -31,7 +31,6 @@ from collectives import (
     all_reduce,
     all_to_all,
     halo_exchange,
-    hierarchical_all_gather,
     matmul_reduce_scatter,
     ragged_all_to_all,
     reduce_scatter,
@@ -211,20 +210,6 @@ def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorith
     assert_same_bits(list(map(np.asarray, reduced("invarying"))), [np.asarray(x.sum(0)) for x in xs])
     with pytest.raises(ValueError, match="out_specs"):
         reduced("varying")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@cases_of("sizes", [(1, 3), (2, 4), (4, 2)], "(2, 4)")
-def test_hierarchical_all_gather_is_bit_equal_to_a_plain_one(sizes, algorithm):
-    rng = np.random.default_rng(5)
-    xs = [bits(rng, (math.prod(sizes), *rng.integers(1, 4, 3)), dtype) for dtype in FLOATS]
-
-    def device(*xs):
-        for dim, x in enumerate(xs):
-            ours = hierarchical_all_gather(x, "b", "a", dim=dim, algorithm=algorithm)
-            yield {algorithm: (ours, lax.all_gather(x, ("a", "b"), axis=dim, tiled=True))}
-
-    assert_pairs_are_equal(range(3), per_device(device, sizes)(*xs))
 
 
 # -- the order of summation
@@ -503,8 +488,6 @@ def test_gradients_equal_those_of_xla(sizes, axes):
         "all_reduce": ((2 * n, 3), all_reduce),
         "all_reduce, padded": ((5,), partial(all_reduce, spread=True)),
     }
-    if len(axes) == 2:
-        functions["hierarchical"] = ((3, 2), lambda x, axes, algorithm: hierarchical_all_gather(x, *axes, dim=1))
     xs = [integers(rng, (math.prod(sizes), *shape)) for shape, _ in functions.values()]
 
     def device(*xs):
@@ -904,21 +887,6 @@ def test_a_spread_all_reduce_gives_equal_axes_equal_work(algorithm):
     assert {traffic(sent, axis) for axis in "abc"} == {Traffic(6, 2 * (V / 3) * (1 / 2 + 1 / 4 + 1 / 8))}
 
 
-@each_algorithm
-def test_across_slices_only_the_shards_of_the_counterparts_travel(algorithm):
-    """(slices - 1) V/N one way round, where a plain all-gather over (across, inside) sends as much for each device."""
-    slices, inside = 2, 4
-    shard = 4 * 6
-    run = lambda f: messages(traced(f, (slices, inside), (6,))[0], (slices, inside))
-    ours = run(partial(hierarchical_all_gather, inside="b", across="a", algorithm=algorithm))
-    plain = run(partial(all_gather, axis=("a", "b"), algorithm=algorithm))
-    assert traffic(ours, "a").link_bytes == (slices - 1) * shard
-    assert traffic(plain, "a").link_bytes == (slices - 1) * shard * inside
-    h = hops(inside, algorithm)
-    assert traffic(ours, "b") == Traffic(h, h * slices * inside * shard / inside)
-    assert traffic(plain, "b") == Traffic(h, h * shard)
-
-
 # -- transposes, on the jaxpr
 
 
@@ -1187,10 +1155,7 @@ WRONG = {
     "no such axis among several": (r"no axis 'x' in the mesh; it has a:2, b:4", lambda x: all_reduce(x, ("a", "x"))),
     "an axis twice": (r"axis=\('a', 'a'\) must name each axis once", lambda x: all_reduce(x, ("a", "a"))),
     "no axis": (r"axis=\(\) must name each axis once, and at least one", lambda x: all_reduce(x, ())),
-    "one axis inside and across": (
-        r"'b', 'b'\) must name each axis once",
-        lambda x: hierarchical_all_gather(x, "b", "b"),
-    ),
+    "one axis inside and across": (r"'b', 'b'\) must name each axis once",),
     "several axes of a matmul": (
         r"axis=\('a', 'b'\) must be the name of one mesh axis",
         lambda x: all_gather_matmul(x, (), ("a", "b"), dim=0),
@@ -1207,7 +1172,6 @@ WRONG = {
     "dim too large": (r"dim=2 of an array of shape \(8, 12\) .* 0 and 1", lambda x: reduce_scatter(x, "a", dim=2)),
     "stacked, negative dim": (r"dim=-1 .* 0 and 2", lambda x: all_gather(x, "a", dim=-1, tiled=False)),
     "stacked, dim too large": (r"dim=3 .* 0 and 2", lambda x: all_gather(x, "a", dim=3, tiled=False)),
-    "hierarchical, dim too large": (r"dim=2 .* 0 and 1", lambda x: hierarchical_all_gather(x, "b", "a", dim=2)),
     "all_to_all, split_dim": (r"dim=2 .* 0 and 1", lambda x: all_to_all(x, "a", split_dim=2, concat_dim=0)),
     "all_to_all, concat_dim": (r"dim=-1 .* 0 and 1", lambda x: all_to_all(x, "a", split_dim=0, concat_dim=-1)),
     "halo, dim": (r"dim=5 .* 0 and 1", lambda x: halo_exchange(x, "a", dim=5, before=1, after=1)),
