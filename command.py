@@ -20,7 +20,6 @@ and its traceback is wanted. What the encoding of stdout cannot show is escaped.
 
 import argparse
 import contextlib
-import difflib
 import errno
 import io
 import math
@@ -31,6 +30,8 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+
+from inputs import did_you_mean, expanded
 
 ROOT = Path(__file__).resolve().parent
 _lost: list[OSError] = []  # why stdout could not be written
@@ -95,18 +96,6 @@ def path(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def expanded(path: str, schemes: Collection[str] = ()) -> str:
-    """A path, its ~ the home folder. Raises ValueError for a URL but of some schemes, and a home that is nobody's."""
-    scheme, colon, _ = path.partition("://")
-    if colon and scheme not in schemes:
-        others = "".join(f", or of {known}://" for known in schemes)
-        raise ValueError(f"{path!r} must be a path of this machine{others}")
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
-        raise ValueError(f"{path!r} is in no user's home folder; a file of that name is ./{path}")
-    return found
-
-
 def read_text(path: str) -> str:
     """The text of a file that a user named.
 
@@ -155,17 +144,6 @@ def regex(text: str) -> re.Pattern:
         return re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
-
-
-def did_you_mean(name: str, known: Collection[str], prefix: str = "", otherwise: str = "") -> str:
-    """The end of a sentence that refuses a name: the known ones nearest to it, three at most.
-
-    Where none is near: `otherwise`, or all known ones, if they are not too many to be read.
-    """
-    near = [prefix + word for word in difflib.get_close_matches(name, known, n=3, cutoff=0.6)]
-    if near:
-        return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
-    return f"; there are {otherwise or ', '.join(known)}" if otherwise or len(known) <= 20 else "; --help has them all"
 
 
 # -- the end

@@ -67,6 +67,7 @@ from glob import glob
 from itertools import groupby
 
 import command
+import inputs
 from config import Config
 
 LONG = 32_768  # tokens from which a sequence is long: the recipes' lengths are 4096, 8192 and 131,072
@@ -301,7 +302,7 @@ _AT_START = {flag.name for flag in TABLE if flag.passed == "start"}
 def recommended(workload: str) -> dict[str, str]:
     """{name: value} of the table's flags for a workload. Raises ValueError for one that is not of WORKLOADS."""
     if workload not in WORKLOADS:
-        raise ValueError(f"there is no workload {workload!r}{command.did_you_mean(workload, WORKLOADS)}")
+        raise ValueError(f"there is no workload {workload!r}{inputs.did_you_mean(workload, WORKLOADS)}")
     return {flag.name: flag.value for flag in TABLE if flag.is_for(workload)}
 
 
@@ -341,7 +342,7 @@ def parse(text: str, workload: str) -> dict[str, str]:
             known = ["recommended", "none", *WORKLOADS, *_known()]
             if name in known or name.startswith("xla_"):
                 raise ValueError(f"--xla_flags: {name} needs a value, as in {name}=true")
-            near = command.did_you_mean(name, known, otherwise=_ENTRIES)
+            near = inputs.did_you_mean(name, known, otherwise=_ENTRIES)
             raise ValueError(f"--xla_flags: there is no {name!r}{near}")
     return flags
 
@@ -394,7 +395,7 @@ def _check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not name.startswith("xla_"):
-        meant = command.did_you_mean(name, known, otherwise=_ENTRIES)
+        meant = inputs.did_you_mean(name, known, otherwise=_ENTRIES)
         raise ValueError(f"--xla_flags: {name!r} must begin with xla_{meant}")
     if near:
         length = len(name) + len(near[0])

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import command
+import inputs
 
 # Policies for what is saved for the backward pass, with MaxText's names and meanings; anatomy.py has their tensors.
 REMAT_POLICIES = tuple(
@@ -373,7 +373,7 @@ class Config:
     # flags of the TPU compiler: recommended, none, or name=value,... (compiler_flags.py)
     xla_flags: str = flag("none", "program")
     # folder of compiled programs; empty is off
-    compilation_cache: str = flag(command.expanded("~/.cache/ironwood"), "process", path=("gs",))
+    compilation_cache: str = flag(inputs.expanded("~/.cache/ironwood"), "process", path=("gs",))
 
     def __post_init__(self):
         for name, each in FLAGS.items():
@@ -393,7 +393,7 @@ class Config:
         value = getattr(self, name)
         if each.path is not None:
             try:
-                object.__setattr__(self, name, command.expanded(value, each.path))
+                object.__setattr__(self, name, inputs.expanded(value, each.path))
             except ValueError as error:
                 raise ValueError(f"{name}={error}") from None
         if each.choices and value not in each.choices:
@@ -554,7 +554,7 @@ class Config:
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
             if name not in (*ACTIVATIONS, "qkv_proj"):
-                near = command.did_you_mean(name, ACTIVATIONS)
+                near = inputs.did_you_mean(name, ACTIVATIONS)
                 raise ValueError(f"remat_tensors: there is no activation {name!r}{near}")
             if place not in ("device", "remat", "offload"):
                 raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")

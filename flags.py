@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Sequence
 
 import command
+import inputs
 from config import ACTIVATIONS, REMAT_POLICIES, Config, idle
 from presets import PRESETS
 from published import RECIPES, Recipe
@@ -39,11 +40,11 @@ def _built(below: dict, overrides: dict) -> Config:
     """`overrides` on top of `below` on top of their preset; of the latter two only what has an effect beside them."""
     preset = overrides.get("preset", below["preset"])
     if preset not in PRESETS:
-        raise ValueError(f"preset={preset!r} does not exist{command.did_you_mean(preset, PRESETS)}")
+        raise ValueError(f"preset={preset!r} does not exist{inputs.did_you_mean(preset, PRESETS)}")
     fields = {field.name: field.default for field in dataclasses.fields(Config)}
     for name in overrides:
         if name not in fields:
-            raise ValueError(f"there is no field {name!r}{command.did_you_mean(name, fields)}")
+            raise ValueError(f"there is no field {name!r}{inputs.did_you_mean(name, fields)}")
     values = PRESETS[preset] | below | overrides | {"preset": preset}
     unused = idle(argparse.Namespace(**fields | values), "refused").keys() - overrides.keys()
     return Config(**{name: value for name, value in values.items() if name not in unused})
@@ -52,7 +53,7 @@ def _built(below: dict, overrides: dict) -> Config:
 def recipe_of(name: str) -> Recipe:
     """Raises ValueError for one that does not exist, with the nearest that does."""
     if name not in RECIPES:
-        raise ValueError(f"recipe={name!r} does not exist{command.did_you_mean(name, RECIPES)}")
+        raise ValueError(f"recipe={name!r} does not exist{inputs.did_you_mean(name, RECIPES)}")
     return RECIPES[name]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import command
+import inputs
 from config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -236,15 +237,15 @@ def test_a_run_trains_without_docstrings_and_asserts():
 
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert command.expanded("~/m.jsonl") == "/home/me/m.jsonl"
-    assert command.expanded("a/~/b") == "a/~/b" and command.expanded("") == ""
-    assert command.expanded("gs://bucket/~", ("gs",)) == "gs://bucket/~"
+    assert inputs.expanded("~/m.jsonl") == "/home/me/m.jsonl"
+    assert inputs.expanded("a/~/b") == "a/~/b" and inputs.expanded("") == ""
+    assert inputs.expanded("gs://bucket/~", ("gs",)) == "gs://bucket/~"
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/x", "file:///tmp/x", "~nobody-here/x"])
 def test_paths_that_cannot_be(path):
     with pytest.raises(ValueError, match=r"must be a path of this machine, or of gs://|no user's home"):
-        command.expanded(path, ("gs",))
+        inputs.expanded(path, ("gs",))
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1.5", "nan", "inf", ""])
