@@ -46,9 +46,9 @@ So dy is quantised twice, each time with one scale a row of the result. In block
 that dw does not contract, so it is quantised once more. Since powers of two are exact, that loses only what falls below
 2^-6. Quantisation is differentiated as the identity (the straight-through estimator, arXiv:1308.3432).
 
-**Rounding** is to nearest, ties to even. `stochastic` rounds gradients up with a probability equal to the fraction cut
-off, from a key. It is unbiased, with twice the variance or more. In the forward pass it would be noise in the loss, and
-is not done.
+**Rounding** is to nearest, ties to even. `stochastic` rounds gradients up with a probability equal to the fraction of a
+step that rounding down would lose, from a key. It is unbiased, with twice the variance or more. In the forward pass it
+would be noise in the loss, and is not done.
 
 **Non-finite numbers** stay so: NaN stays NaN, and infinity stays infinity (NaN in e4m3fn, which has no infinity). The
 scale is then 1. Finite numbers beyond the range saturate.

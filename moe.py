@@ -423,9 +423,9 @@ def contiguous_rows(x_rd: jax.Array) -> jax.Array:
 
 
 class SendPlan(NamedTuple):
-    """The slices of rows that this device sends and receives, one for each expert: int32 [E].
+    """The slices of rows that this device sends and receives, int32 [E]: E/N to and from each of N devices.
 
-    The names are those of `lax.ragged_all_to_all`. A receiver gets as many slices as it has experts.
+    The names are those of `lax.ragged_all_to_all`. Dispatch sends a slice to each expert, combine one back from each.
     """
 
     input_offsets: jax.Array  # where the slices to send start here
@@ -437,7 +437,7 @@ class SendPlan(NamedTuple):
 def exchange_plan(loads_E: jax.Array, axis: str, buffer_rows: int) -> tuple[SendPlan, SendPlan, jax.Array, jax.Array]:
     """(dispatch plan, combine plan, the rows that each expert of this device gets, the number of pairs it must drop).
 
-    All devices gather N*E numbers, the rows that each has for each expert. So all know where each slice is in a
+    All devices gather N*E numbers: the rows that each has for each expert. So each knows where its slices belong in a
     receiver's buffer, which is sorted by expert, then by sender.
     """
     N, E = lax.axis_size(axis), loads_E.shape[0]
