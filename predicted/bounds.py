@@ -504,6 +504,7 @@ def batch_sweep(work: Work, chip: Chip, chips: int, *, dtype: str = "bf16") -> l
 
 
 def print_bounds(args: argparse.Namespace) -> None:
+    """Prints the bounds of a run, then its strong scaling and other batches."""
     config = flags_lib.from_args(args)
     args.topology, args.num_slices = flags_lib.slice_of(args)
     chip, topology = parse_topology(args.topology)

@@ -201,6 +201,7 @@ def least_chips(held_bytes: float, chip: Chip) -> int:
 
 
 def print_cost(args: argparse.Namespace) -> None:
+    """Prints the work, time, chips and cost of a training run."""
     config = flags_lib.from_args(args)
     chip, num_chips, dtype, step_s, source = step_of(args, config)
     params, per_token = transformer.num_params(config), transformer.train_flops_per_token(config)

@@ -257,6 +257,7 @@ def scaling(chip: Chip, nbytes: float) -> list[dict]:
 
 
 def print_scaling(args: argparse.Namespace) -> None:
+    """Prints the time of an all-reduce against chips, for each payload and chip."""
     payloads = [25.6e6 * 4, 1e9] if args.bytes is None else [args.bytes]
     chips = [chip_of(name) for name in args.chips.split(",")]
     tables = [(chip, nbytes, scaling(chip, nbytes)) for nbytes in payloads for chip in chips]
@@ -391,6 +392,7 @@ def explain(phase: Phase) -> str:
 
 
 def print_collective(args: argparse.Namespace) -> None:
+    """Prints the time of a collective on a slice, and with --explain its phases."""
     chip, topology = parse_topology(args.topology)
     axes = {axis.name: axis for axis in chip.axes(topology)}
     names = args.axes.split(",") if args.axes else list(axes)

@@ -142,7 +142,7 @@ def critical_batch(matmul: Matmul, chip: Chip, *, memory: str = "hbm") -> float:
 
 
 def critical_batch_rule(matmul: Matmul, chip: Chip, *, memory: str = "hbm") -> float:
-    """The same for large k and n: B > C/W * bytes of a weight / 2."""
+    """`critical_batch` for large k and n: C/W * bytes of a weight / 2."""
     return chip.flops_per_s(matmul.dtype) / memory_bytes_per_s(chip, memory) * DTYPE_BYTES[matmul.rhs_dtype] / 2
 
 
@@ -172,7 +172,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a sharded matmul: the local matmul, or what changes a layout."""
+    """One step of a sharded matmul: the local matmul, or a slice or collective that changes a layout."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, slice or matmul
     axes: tuple[str, ...]  # the mesh axes of the collective
@@ -485,6 +485,7 @@ def print_matmul(args: argparse.Namespace) -> None:
 def print_sharded(
     prediction: ShardedMatmul, chip: Chip, dtypes: dict[str, str], mesh: dict[str, int], args: argparse.Namespace
 ) -> None:
+    """Prints the steps of a sharded matmul, and its time with and without overlap."""
     axes = [
         f"{axis.name} ({'ring' if axis.wrap else 'line'} of {axis.size})" for axis in mesh_axes(chip, mesh).values()
     ]
@@ -508,6 +509,7 @@ def print_sharded(
 
 
 def print_one_chip(matmul: Matmul, chip: Chip, args: argparse.Namespace) -> None:
+    """Prints the cost of a matmul on a chip and on one of its devices."""
     memory = args.memory
     C, W = chip.flops_per_s(matmul.dtype), memory_bytes_per_s(chip, memory)
     bounds = {per: matmul_bounds(matmul, chip, memory=memory, per=per) for per in ("chip", "device")}

@@ -205,7 +205,7 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What takes the most time; messages only if they take longer than all else together."""
+        """The part that takes the most time; messages only if they take longer than all else together."""
         seconds = {"weights": self.weights_s, "FLOPs": self.flops_s, "cache": self.cache_s}
         seconds["attention"] = self.attention_flops_s
         return "messages" if self.messages_s == self.step_s else max(seconds, key=seconds.get)
@@ -336,6 +336,7 @@ def frontier(steps: Sequence[Step]) -> list[Step]:
 
 
 def print_serve(args: argparse.Namespace) -> None:
+    """Prints the figures of a served model on each slice, and marks the Pareto-optimal steps."""
     config = flags_lib.from_args(args)
     stored = dict(weight_dtype=args.weight_dtype or args.dtype_, cache_dtype=args.cache_dtype or args.dtype_)
     load, prompt = load_of(config, args.context, **stored), args.context - args.new_tokens
@@ -389,6 +390,7 @@ def predict(topology: str, config: Config, load: Load, prompt: int, args) -> tup
 
 
 def print_slice(result: dict, mfu: float, prompt: int) -> None:
+    """Prints the figures of one slice, and its steps by batch."""
     n, shards, last = result["num_chips"], result["max_cut_chips"], f"{result['steps'][-1]['batch']:,}"
     weights, cache = si(result["weight_bytes"], "B"), si(result["cache_bytes_per_sequence"], "B")
     print(f"\n{result['topology']}, {n:,} chips, {si(result['hbm_bytes'], 'B')} of HBM")

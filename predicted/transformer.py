@@ -394,6 +394,7 @@ def summary(config: Config) -> dict:
 
 
 def print_summary(config: Config) -> None:
+    """Prints `summary` as tables."""
     result = summary(config)
     counted, predicted = result["counted"], result["predicted"]
     total = predicted["train_flops_per_token"]
@@ -426,7 +427,7 @@ def print_summary(config: Config) -> None:
     print("\nserving, predicted (bfloat16)")
     print(f"KV cache        {predicted['kv_cache_bytes_per_token']:19,} bytes a token")
     print(f"{'':16}{predicted['kv_cache_bytes']:19,} bytes a sequence of {config.seq_len:,}")
-    print(f"attention       {intensity['training']:19,.1f} FLOPs a byte over a whole sequence")
+    print(f"attention       {intensity['training']:19,.1f} FLOPs a byte over a full sequence")
     print(f"{'':16}{intensity['decoding']:19,.1f} FLOPs a byte for one new token")
 
 

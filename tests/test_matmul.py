@@ -645,7 +645,7 @@ def test_steps_give_the_product(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_axis_used_twice_is_refused(seed):
-    """In any of the three arrays: in one dim or two, or sharded and unreduced at once. The error gives the reason."""
+    """Any of the three arrays may use it twice: in one dim or two, or sharded and unreduced at once."""
     rng = random.Random(seed)
     dims = [["I", "J"], ["J", "K"], ["I", "K"]]
     array, dim, other = rng.randrange(3), rng.randrange(2), rng.randrange(2)

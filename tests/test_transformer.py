@@ -109,7 +109,7 @@ def test_keys_per_query(seq_len, window):
 
 
 def test_a_window_counts_in_the_local_layers_only():
-    """Of 10 layers with global_every=3 the layers 3, 6 and 9 attend to everything."""
+    """With global_every=3, layers 3, 6 and 9 of 10 attend to everything."""
     tiny = lambda **window: transformer.train_flops_per_token(Config(num_layers=10, seq_len=64, **window))
     a_key = 12 * 8 * 24  # N = 8, H = 24
     everywhere, local = 32, 16 - 16 * 16 / (2 * 64)
@@ -389,7 +389,7 @@ def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
-    """At its real widths and depth on few tokens, traced and not run: forward and training, to the last FLOP."""
+    """Forward and training FLOPs are exact at the real widths and depth, on few tokens, traced and not run."""
     config = from_preset(preset, batch=1, seq_len=16, window=0, global_every=0)
     if config.num_experts:
         layer, loss, params = model_of(config)
@@ -530,14 +530,14 @@ def test_a_flag_can_name_every_activation():
 
 
 def test_activations_of_a_layer_with_experts():
-    found = anatomy.activations(LATENT_EXPERTS, experts=True)
-    assert (found["query_proj"], found["key_proj"]) == (4 * 14, 4 * 14)
-    assert (found["value_proj"], found["context"]) == (4 * 10, 4 * 10)
-    assert (found["query_latent"], found["kv_latent"], found["kv_latent_norm"]) == (10, 12, 12)
-    assert (found["expert_input"], found["expert_gate"], found["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
-    assert (found["router_logits"], found["shared_up"]) == (6, 2 * 20)
-    assert all(type(elements) is int for elements in found.values())
-    assert "mlp_gate" not in found and "expert_gate" not in anatomy.activations(LATENT_EXPERTS)
+    sizes = anatomy.activations(LATENT_EXPERTS, experts=True)
+    assert (sizes["query_proj"], sizes["key_proj"]) == (4 * 14, 4 * 14)
+    assert (sizes["value_proj"], sizes["context"]) == (4 * 10, 4 * 10)
+    assert (sizes["query_latent"], sizes["kv_latent"], sizes["kv_latent_norm"]) == (10, 12, 12)
+    assert (sizes["expert_input"], sizes["expert_gate"], sizes["expert_down"]) == (2 * 32, 2 * 20, 2 * 32)
+    assert (sizes["router_logits"], sizes["shared_up"]) == (6, 2 * 20)
+    assert all(type(elements) is int for elements in sizes.values())
+    assert "mlp_gate" not in sizes and "expert_gate" not in anatomy.activations(LATENT_EXPERTS)
     dense, experts = (transformer.saved_bytes_per_layer(LATENT_EXPERTS, experts=e) for e in (False, True))
     assert transformer.saved_bytes_per_token(LATENT_EXPERTS) == dense + 2 * experts
 
@@ -782,7 +782,7 @@ def test_a_custom_policy_is_listed_after_the_others():
 
 
 @pytest.mark.parametrize(
-    ("asked", "positions", "chunk"),
+    ("limit", "positions", "chunk"),
     [
         (1024, 8192, 1024),  # it divides
         (1024, 8191, 1024),  # a prime: 8 chunks, with one position of padding
@@ -793,11 +793,11 @@ def test_a_custom_policy_is_listed_after_the_others():
         (1, 13, 1),
     ],
 )
-def test_chunks_of_the_loss_are_about_equal(asked, positions, chunk):
-    config = Config(loss_chunk=asked)
-    assert anatomy.loss_chunk(config, 4, positions, 256) == chunk <= asked
+def test_chunks_of_the_loss_are_about_equal(limit, positions, chunk):
+    config = Config(loss_chunk=limit)
+    assert anatomy.loss_chunk(config, 4, positions, 256) == chunk <= limit
     chunks = -(-positions // chunk)
-    assert chunks == -(-positions // asked) and 0 <= chunks * chunk - positions < chunks
+    assert chunks == -(-positions // limit) and 0 <= chunks * chunk - positions < chunks
 
 
 @pytest.mark.parametrize("positions", [1, 128, 8191, 131_071])
@@ -813,7 +813,7 @@ def test_chunks_of_the_loss_follow_vocabulary_and_batch(positions, sequences, vo
 
 
 def test_chunks_of_the_loss_are_whole_fp8_blocks():
-    """In 6 sequences, 64 positions are 3 blocks of 128 rows."""
+    """64 positions of 6 sequences are 3 blocks of 128 rows."""
     blocks = dict(fp8="dynamic", fp8_granularity="block", fp8_block=128, fp8_modules="unembed", loss_chunk=100)
     assert anatomy.loss_chunk(Config(**blocks), 6, 1000, 256) == 128
     assert anatomy.loss_chunk(Config(**blocks), 128, 1000, 256) == 100
