@@ -1,39 +1,39 @@
-"""Kernels: every Pallas kernel of the project, and the search for their block sizes, which needs no TPU.
+"""The Pallas kernels of the project, and a search for their block sizes that needs no TPU.
 
-    python kernels.py                                            the kernels, and the sizes that were found for them
+    python kernels.py                                            the block sizes that were found, by kernel and shape
     python kernels.py tune attention --T=8192 --head_dim=128
     python kernels.py tune attention --T=8192 --head_dim=256 --window=1024
     python kernels.py tune gmm --M=8192 --K=4096 --N=1536 --E=8
 
-**Why kernels.** XLA compiles an operation at a time and puts its result into HBM, or into VMEM if it fits. Attention
-has a result in its middle, the scores, that fits nowhere; a mixture of experts has matmuls whose sizes the router
-decides while the program runs. Pallas is the way to write the loops oneself: which blocks are in VMEM when, and what is
-computed beside what. To be read in this order:
+**Idea.** XLA compiles one operation at a time and writes its result to HBM, or to VMEM if it fits. The scores of
+attention are an intermediate result that fits nowhere. A mixture of experts has matmuls whose sizes the router decides
+at run time. In Pallas the loops are explicit: which blocks are in VMEM at what time, and which operations overlap. Read
+the modules in this order:
 
-    dense.py           a matmul: grid, blocks, accumulator, and the distance from the limit of the matrix units
-    groups.py          rows in groups as tiles: a list that is made while the program runs
-    gmm.py             each group's rows times a matrix of its own (and tgmm, the gradient of the matrices)
-    flash.py           attention, forward: a running softmax, tiles in a list, software pipelining
-    flash_backward.py  its gradient: five matmuls a tile, and no partial sum in HBM
-    remote_dma.py      collectives that write into the memory of other chips
-    bundles.py         the instrument: cycles of a kernel, from the program that the compiler made of it
+    dense.py             a matmul: grid, blocks, accumulator, and the distance from the limit of the matrix units
+    groups.py            rows in groups as tiles, in a list that is computed at run time
+    gmm.py               each group's rows times a matrix of its own (and tgmm, the gradient of the matrices)
+    flash.py             attention, forward: a running softmax, tiles in a list, software pipelining
+    flash_backward.py    its gradient: five matmuls a tile, and no partial sum in HBM
+    remote_dma.py        collectives that write into the memory of other chips
+    compiled/bundles.py  counts the cycles of a kernel in the program that the compiler made of it
 
-**What XLA is told of them.** XLA sees a kernel as one operation. To plan what goes on beside it, a gather or a copy to
-the host, it has to know how long it takes: `cost_estimate`, of attention's and gmm.py's. Without one a kernel needs no
-time, to XLA, which then hides a message behind other work, or behind none. It takes the longest of flops / 996 T/s, the
-peak of bfloat16 at its 1.9 GHz, bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, as its
-`compiled.cost_analysis()` has it). So the flops here are those of bfloat16 that would take as long: half of those in 8
-bits, and as many as if heads, and the matrices of experts, filled matrix units, which are 256 wide. Rows of experts are
-all that there is room for, with experts on several devices about twice as many as come (`--buffer_factor`); the cycles
-that schedule.py is given are of those that come.
+**Block size tuning.** Block sizes determine how often an operand is read from HBM, how much VMEM is used, and how well
+the compiler can fill the instructions. The last has no formula. So a rule gives sizes that fit, and a search looks for
+better ones. Candidates that fit into VMEM by arithmetic are compiled, several at a time, and ranked by the longer of
+their cycles and the time of their HBM traffic. On a TPU they are run and timed instead. tuned.py stores the best.
 
-**Block size tuning.** Block sizes decide three things at once: how often an operand is read from HBM, how much of VMEM
-is taken, and how well the compiler can fill the instructions; the last has no formula. So a rule gives sizes that fit,
-and a search looks for better ones: those that fit into VMEM by arithmetic are compiled, some at a time, and ranked by
-cycles and by the time of their traffic, whichever is longer. On a TPU they are run instead, and timed. tuned.py keeps
-the best. Such a search on a TPU alone is what tune-jax (https://github.com/rdyro/tune-jax) is for, and tokamax's
-autotuner, which keeps a cache by shape and chip (tokamax/experimental/utils/tuning/tpu/README.md in
-https://github.com/openxla/tokamax).
+**On TPU7x** XLA sees a kernel as one operation. To schedule a gather or a copy to the host beside it, XLA needs its
+duration, from `cost_estimate`; the kernels of attention and of gmm.py set it. Without an estimate XLA assumes that a
+kernel takes no time, and hides a message behind other work or not at all. XLA takes the longest of flops / 996 T/s (the
+peak of bfloat16 at its 1.9 GHz), bytes / 3.7 TB/s and transcendentals / 1.9 T/s (libtpu 0.0.50.1, by its
+`compiled.cost_analysis()`). So these kernels state the bfloat16 flops that would take as long: half of the flops in
+FP8, and as many as if heads and experts' matrices were padded to the 256 columns of a matrix unit. Rows of experts are
+counted up to the buffer size, which with experts on several devices is about twice the rows that arrive
+(`--buffer_factor`). The cycles passed to compiled/schedule.py are for the rows that arrive.
+
+**Source**: tune-jax (https://github.com/rdyro/tune-jax) and tokamax's autotuner search in this way on a TPU; the latter
+has a cache by shape and chip (tokamax/experimental/utils/tuning/tpu/README.md in https://github.com/openxla/tokamax).
 """
 
 import argparse
@@ -65,44 +65,45 @@ from masks import Mask, block_ranges
 
 CLOCK_HZ = schedule.TPU7X.kernel_clock_hz
 VMEM_KIB = tuned.VMEM_BYTES // 1024
-HEADS = 2  # of attention in a call that is compiled or timed: what a call costs once is shared
+HEADS = 2  # of attention in a call that is compiled or timed, to share the cost per call
 
 
 @dataclass(frozen=True)
 class Tunable:
-    """A kernel whose blocks are searched for. A shape is {name: value}, as in its key in tuned.py."""
+    """A kernel with tunable block sizes. A shape is {name: value}, as in the kernel's key in tuned.py."""
 
     rule: Callable[[dict], object]  # shape -> blocks, a dataclass or a named tuple
     choices: Callable[[dict], Iterator]  # shape -> other blocks
     vmem_bytes: Callable[[dict, object], int]
-    job: Callable[[dict, object], tuple[str, dict]]  # what bundles.measure builds
+    job: Callable[[dict, object], tuple[str, dict]]  # (builder, options) for bundles.measure
     cycles: Callable[[bundles.Report, dict, object], float]  # of the call that `job` builds
-    products: Callable[[dict], float]  # multiplications that its matmuls cannot do without, at least
+    products: Callable[[dict], float]  # a lower bound on the multiplications in its matmuls
 
 
-def least_cycles(kernel: str, s: dict) -> float:
-    """In which the MXUs of a core could do the matmuls of a call: fewer is no discovery, but a defect of the count."""
+def min_cycles(kernel: str, s: dict) -> float:
+    """The cycles that a core's MXUs need for the matmuls of a call; a smaller count is a bug in the count."""
     rate = bundles.CHIP.flops_per_s("fp8" if jnp.dtype(s["dtype"]).itemsize == 1 else "bf16")
     return 2 * TUNABLES[kernel].products(s) * bundles.CHIP.clock_hz * bundles.CHIP.cores / rate
 
 
 def _cycles(kernel: str, report: bundles.Report, s: dict, blocks: object) -> float:
-    """Of a call; where the program alone knows the place of the queries among more keys, the mean of its places."""
-    found = []
-    for place in _places(s):
-        at = s | {"offset": place}
-        cycles, least = TUNABLES[kernel].cycles(report, at, blocks), least_cycles(kernel, at)
+    """The cycles of a call; the mean over `_query_offsets`, as the shape does not have the offset of the queries."""
+    counts = []
+    for offset in _query_offsets(s):
+        shape = s | {"offset": offset}
+        cycles, least = TUNABLES[kernel].cycles(report, shape, blocks), min_cycles(kernel, shape)
         if cycles < least:
-            says = f"{cycles:,.0f} cycles counted, and its matmuls take {least:,.0f}"
-            raise ValueError(f"{kernel} {dict(at)} with {blocks}: {says}: a defect of the count (bundles.py)")
-        found.append(cycles)
-    return statistics.mean(found)
+            counted = f"{cycles:,.0f} cycles counted, and its matmuls take {least:,.0f}"
+            raise ValueError(f"{kernel} {dict(shape)} with {blocks}: {counted}: a bug in compiled/bundles.py's count")
+        counts.append(cycles)
+    return statistics.mean(counts)
 
 
-def _places(s: dict) -> set[int]:
-    """Of the first query among the keys: the last one with a window, as behind a halo; else the first and the last.
+def _query_offsets(s: dict) -> set[int]:
+    """The offsets of the first query among the keys to average over, if there are more keys than queries.
 
-    Between them the cycles grow evenly, so that their mean is that of all places, and of a device with two chunks in
+    With a window the offset is the largest, as the queries follow a halo. Otherwise it is the smallest and the largest:
+    cycles grow linearly in between, so their mean is that over all offsets, and that of a device with two chunks in
     zigzag order (context.py).
     """
     if "S" not in s or not (s["causal"] or s["window"]):
@@ -112,9 +113,9 @@ def _places(s: dict) -> set[int]:
 
 
 def _scores(s: dict) -> int:
-    """Of a head, without tiles of 128 x 128 that the mask cuts."""
-    of_q, _ = block_ranges((s["T"], s["S"]), (128, 128), _mask(s))
-    return int((of_q[..., 2] - of_q[..., 1]).sum()) * 128 * 128
+    """The number of scores of a head, in tiles of 128 x 128 without those that the mask removes in part."""
+    ranges, _ = block_ranges((s["T"], s["S"]), (128, 128), _mask(s))
+    return int((ranges[..., 2] - ranges[..., 1]).sum()) * 128 * 128
 
 
 def _mask(s: dict) -> Mask:
@@ -127,7 +128,7 @@ def _grouped_products(s: dict) -> int:
 
 
 def _rows_of_experts(s: dict) -> int:
-    """Of M rows, those that belong to an expert: all, where `filled` does not say how many (`cycles_of`)."""
+    """The number of the M rows that belong to an expert: the share `filled` (`cycles_of`), by default all."""
     return round(s["M"] * s.get("filled", 1))
 
 
@@ -203,7 +204,7 @@ def _variant(s: dict) -> groups.Variant:
 
 
 def _scaled(s: dict) -> bool:
-    """Calls of 8 bits are fp8.py's, which have a scale: 1.2% more cycles, of gate and up of Qwen3 235B (compiled)."""
+    """Whether calls have scales: those in FP8, by fp8.py. 1.2% more cycles for gate and up of Qwen3 235B (compiled)."""
     return jnp.dtype(s["dtype"]).itemsize == 1
 
 
@@ -235,7 +236,7 @@ def _tgmm_job(s: dict, tiles: groups.TgmmTiles) -> tuple[str, dict]:
 
 
 def ragged(M: int, E: int) -> list[int]:
-    """Group sizes to rank tiles by: around M/E, no two alike, and no multiple of anything."""
+    """Group sizes to rank tiles by: around M/E, all different, and not multiples of a tile."""
     weights = [1 + 0.3 * ((i * 0.618034) % 1 - 0.5) for i in range(E)]
     ends = [round(M * sum(weights[: i + 1]) / sum(weights)) for i in range(E)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -286,7 +287,7 @@ TUNABLES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Blocks, and what they cost: compiled cycles, or on a TPU measured ones, of CLOCK_HZ."""
+    """Blocks and their cost: compiled cycles or, on a TPU, measured time in cycles of CLOCK_HZ."""
 
     blocks: object
     vmem_bytes: int
@@ -295,42 +296,42 @@ class Candidate:
 
 
 def candidates(kernel: str, shape: dict, vmem_kib: int = VMEM_KIB) -> list:
-    """Blocks worth a compile: the rule's first, then others that take no more than `vmem_kib` of VMEM."""
-    of, rule = TUNABLES[kernel], TUNABLES[kernel].rule(shape)
-    others = (blocks for blocks in of.choices(shape) if blocks != rule)
-    return [rule, *(blocks for blocks in others if of.vmem_bytes(shape, blocks) <= vmem_kib * 1024)]
+    """The blocks to compile: the rule's first, then others that take at most `vmem_kib` of VMEM."""
+    tunable, rule = TUNABLES[kernel], TUNABLES[kernel].rule(shape)
+    others = (blocks for blocks in tunable.choices(shape) if blocks != rule)
+    return [rule, *(blocks for blocks in others if tunable.vmem_bytes(shape, blocks) <= vmem_kib * 1024)]
 
 
 def tune(
     kernel: str, shape: dict, *, vmem_kib: int = VMEM_KIB, workers: int = 2, most: int = 0
 ) -> tuple[list[Candidate], dict]:
-    """Compiles candidates for TPU7x; on a TPU it times them. They are not kept: that is `tuned.keep`'s.
+    """Compiles candidates for TPU7x or, on a TPU, times them. Does not store the result; `tuned.save` does.
 
     Args:
       kernel: of TUNABLES.
       shape: as in the kernel's key in tuned.py.
-      vmem_kib: what a choice may take.
-      workers: compiles at a time, 1 to 2 GB each.
-      most: candidates, evenly chosen; 0 is all.
+      vmem_kib: the VMEM that a candidate may take.
+      workers: compilations at a time, 1 to 2 GB each.
+      most: number of candidates, evenly chosen; 0 is all.
 
     Returns:
-      The candidates, best first, those that the compiler refuses last; the best one's entry for tuned.py.
+      (the candidates, best first and refused ones last; the best one's entry for tuned.py).
 
     Raises:
       ValueError: not even the rule's blocks compile, or fewer cycles were counted than the matmuls take.
     """
-    of, found = TUNABLES[kernel], candidates(kernel, shape, vmem_kib)
-    found = found[:1] + found[1 :: max(1, -(-len(found[1:]) // (most - 1)))] if most > 1 else found
+    tunable, tried = TUNABLES[kernel], candidates(kernel, shape, vmem_kib)
+    tried = tried[:1] + tried[1 :: max(1, -(-len(tried[1:]) // (most - 1)))] if most > 1 else tried
     if compiler_flags.has_tpu():
-        costs = [time_on_tpu(kernel, shape, blocks) for blocks in found]
+        costs = [time_on_tpu(kernel, shape, blocks) for blocks in tried]
     else:
-        costs, jobs = [], [of.job(shape, blocks) for blocks in found]
-        for report, blocks in zip(bundles.measure_many(jobs, workers), found, strict=True):
+        costs, jobs = [], [tunable.job(shape, blocks) for blocks in tried]
+        for report, blocks in zip(bundles.measure_many(jobs, workers), tried, strict=True):
             refused = bool(report.error)
             costs.append((math.inf if refused else _cycles(kernel, report, shape, blocks), report.error))
     ranked = [
-        Candidate(blocks, of.vmem_bytes(shape, blocks), cycles, error)
-        for blocks, (cycles, error) in zip(found, costs, strict=True)
+        Candidate(blocks, tunable.vmem_bytes(shape, blocks), cycles, error)
+        for blocks, (cycles, error) in zip(tried, costs, strict=True)
     ]
     if ranked[0].error:
         raise ValueError(f"{kernel} {shape}: the rule's {ranked[0].blocks} do not compile: {ranked[0].error}")
@@ -342,47 +343,48 @@ def tune(
 
 
 def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
-    """Of a call of a kernel that says this of itself in a compiled program (tuned.metadata).
+    """The cycles of a call of a kernel with this metadata (tuned.metadata) in a compiled program.
 
-    Compiles it: 10 s, or some minutes. Documents are taken to be whole sequences, groups of experts to be `ragged`.
-    Where attention's keys take turns, the mean of the calls.
+    Compiles the kernel: 10 s, or some minutes. Assumes that each document is a full sequence and that groups of experts
+    are `ragged`. If a call of attention covers only some of the keys, returns the mean over the calls.
 
     Args:
-      filled: of a grouped matmul's rows, the share that belongs to an expert. Where others' tokens come over an axis
-        there is room for more than are expected, and a kernel multiplies what has come.
+      metadata: of the call, from the program.
+      filled: the share of a grouped matmul's rows that belong to an expert. A buffer for tokens from other devices is
+        larger than the rows expected, and a kernel multiplies only the rows that arrived.
 
     Raises:
-      ValueError: it does not compile by itself, or fewer cycles were counted than its matmuls take.
+      ValueError: the kernel does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
     if "E" in shape:
         shape["filled"] = filled
-    of = TUNABLES[name]
+    tunable = TUNABLES[name]
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
-    blocks = type(of.rule(shape))(**{field: int(value) for field, value in blocks.items()})
-    builder, options = of.job(shape, blocks)
-    # A step's compile, perhaps half an hour of work, waits for the cycles: not to be lost to a busy machine.
+    blocks = type(tunable.rule(shape))(**{field: int(value) for field, value in blocks.items()})
+    builder, options = tunable.job(shape, blocks)
+    # The compilation of a step, up to half an hour, waits for the cycles: do not lose it to a busy machine.
     report = bundles.measure(builder, timeout_s=3600, **options)
-    parts = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1
-    return _cycles(name, report, shape, blocks) * int(metadata["calls"]) / parts
+    num_calls = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1  # one for each range of keys
+    return _cycles(name, report, shape, blocks) * int(metadata["calls"]) / num_calls
 
 
 def version() -> str:
-    """Of what the cycles of a call depend on beside what it says of itself: the kernels' code, and the instrument's."""
+    """A hash of the code that determines the cycles of a call: that of the kernels and of compiled/bundles.py."""
     names = "compiled/bundles compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
     return hashlib.sha256(b"".join((command.ROOT / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 
 def time_on_tpu(kernel: str, shape: dict, blocks: object, repeats: int = 10) -> tuple[float, str]:
-    """(cycles of CLOCK_HZ that a call takes, or a head of it, or infinity; why it could not run).
+    """(cycles of CLOCK_HZ for a call, or for a head of attention; infinite if it fails, and then the error).
 
-    Of each place of the queries the median of `repeats`; of these the mean, as of compiled cycles.
+    Takes the median of `repeats` for each offset of the queries, and their mean as for compiled cycles.
     """
     sizes = jnp.asarray(ragged(shape["M"], shape["E"])) if "E" in shape else 1
     medians = []
     try:
-        for place in _places(shape):
-            run, shapes = bundles.build(*TUNABLES[kernel].job(shape | {"offset": place}, blocks))
+        for offset in _query_offsets(shape):
+            run, shapes = bundles.build(*TUNABLES[kernel].job(shape | {"offset": offset}, blocks))
             run, fill = jax.jit(run), lambda a: jnp.broadcast_to(sizes if a.ndim == 1 else 1, a.shape).astype(a.dtype)
             arrays = jax.tree.map(fill, shapes)
             jax.block_until_ready(run(*arrays))
@@ -401,23 +403,23 @@ def time_on_tpu(kernel: str, shape: dict, blocks: object, repeats: int = 10) -> 
 
 
 def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
-    """(kernel, shape) of the calls that a command line asks for: of a forward pass, and those of its gradients."""
+    """The (kernel, shape) of each call that a command line selects: a forward pass and its gradients."""
     if args.search == "gmm":
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
-        back, transposed = dict(K=args.N, N=args.K), dict(transpose_rhs=True)
-        cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))  # in 8 bits the format with the longer range
-        # Gate and up: each by itself, as they are with biases, and both in a kernel.
-        of_input = sizes | back | transposed | cotangents
-        calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", of_input), ("tgmm", sizes)]
-        dtype, scaled = jnp.dtype(of_input["dtype"]), "float8" in args.dtype
-        both = args.M, args.N, args.K, args.E, dtype, _result(of_input)
+        swapped, transposed = dict(K=args.N, N=args.K), dict(transpose_rhs=True)
+        cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))  # in FP8 the format with the larger range
+        # Gate and up: a kernel for each, if they have biases, or one kernel for both.
+        input_gradient = sizes | swapped | transposed | cotangents
+        calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", input_gradient), ("tgmm", sizes)]
+        dtype, scaled = jnp.dtype(input_gradient["dtype"]), "float8" in args.dtype
+        both = args.M, args.N, args.K, args.E, dtype, _result(input_gradient)
         if fits_two(*both, rhs_scale=scaled):
-            calls.append(("gmm", of_input | dict(summed=True)))
-        # Down's matrices are kept transposed (parameters.py).
-        of_down = [("gmm", sizes | back | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
-        return calls + [call for call in of_down if call not in calls]
+            calls.append(("gmm", input_gradient | dict(summed=True)))
+        # Down's matrices are stored transposed (parameters.py).
+        down = [("gmm", sizes | swapped | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
+        return calls + [call for call in down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):
-        raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, of which some would see none")
+        raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, some of which would see no key")
     sizes = dict(T=args.T, S=args.S or args.T, H=args.head_dim, V=args.value_dim or args.head_dim, dtype=args.dtype)
     mask = dict(causal=args.causal, window=args.window, packed=args.packed)
     return [("flash_forward", sizes | mask | dict(max_logit=args.max_logit)), ("flash_backward", sizes | mask)]
@@ -427,23 +429,23 @@ def print_search(args: argparse.Namespace) -> None:
     for kernel, shape in shapes_of(args):
         key = tuned.key_of(kernel, **shape)
         ranked, entry = tune(kernel, shape, vmem_kib=args.scoped_vmem_kib, workers=args.workers, most=args.most)
-        tuned.keep(key, entry, Path(args.out))
+        tuned.save(key, entry, Path(args.out))
         if args.json:
             rows = [dataclasses.asdict(each) | {"blocks": tuned.fields_of(each.blocks)} for each in ranked]
             print(json.dumps({"key": key, "entry": entry, "candidates": rows}))
             continue
         print(f"\n{key}\n{'cycles':>12}{'VMEM MiB':>10}  blocks ({entry['how']})")
-        for each in ranked[:8]:
-            print(f"{each.cycles:12,.0f}{each.vmem_bytes / 2**20:10.1f}  {tuned.fields_of(each.blocks)}")
+        for candidate in ranked[:8]:
+            blocks, mib = tuned.fields_of(candidate.blocks), candidate.vmem_bytes / 2**20
+            print(f"{candidate.cycles:12,.0f}{mib:10.1f}  {blocks}")
         gain = entry["rule_cycles"] / entry["cycles"]
-        refused = sum(bool(each.error) for each in ranked)
-        print(
-            f"{len(ranked)} tried, {refused} refused; the best is {gain:.3f}x as fast as the rule's; kept in {args.out}"
-        )
+        refused = sum(bool(candidate.error) for candidate in ranked)
+        best = f"the best is {gain:.3f}x as fast as the rule's"
+        print(f"{len(ranked)} tried, {refused} refused; {best}; stored in {args.out}")
 
 
 def table(entries: dict[str, dict]) -> str:
-    """As Markdown: of each shape the best sizes that a search found, and their cycles beside those of the rule's."""
+    """A Markdown table of the best block sizes found for each shape, their cycles, and those of the rule's sizes."""
     lines = ["| kernel and shape | best blocks | cycles | by the rule | gain | by |", "|---|---|---|---|---|---|"]
     for key, entry in entries.items():
         blocks = " ".join(f"{name}={value}" for name, value in entry["blocks"].items())
@@ -454,7 +456,7 @@ def table(entries: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def print_found(args: argparse.Namespace) -> None:
+def print_entries(args: argparse.Namespace) -> None:
     entries = tuned.read(tuned.CHECKED_IN) | tuned.read(tuned.OWN)
     if args.json:
         return print(json.dumps(entries))
@@ -463,39 +465,39 @@ def print_found(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
-    parser.add_argument("--json", action="store_true", help="a JSON object in place of the table of what was found")
-    parser.set_defaults(run=print_found)
+    parser.add_argument("--json", action="store_true", help="a JSON object in place of the table")
+    parser.set_defaults(run=print_entries)
     search = parser.add_subparsers(metavar="tune").add_parser(
-        "tune", help="search for block sizes, and keep the best", allow_abbrev=False
+        "tune", help="search for block sizes, and store the best", allow_abbrev=False
     )
     search.add_argument(
         "search",
         choices=("attention", "gmm"),
-        help="attention's kernels, or those of a mixture of experts (grouped matmuls): forward, and of the gradients",
+        help="attention's kernels, or those of a mixture of experts (grouped matmuls): forward and gradients",
     )
     dtypes = ("bfloat16", "float32", "float8_e4m3fn")
     search.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the operands [%(default)s]")
     search.add_argument(
-        "--scoped_vmem_kib", type=command.at_least(1), default=VMEM_KIB, help="what a choice may take [%(default)s]"
+        "--scoped_vmem_kib", type=command.at_least(1), default=VMEM_KIB, help="VMEM of a candidate [%(default)s]"
     )
     search.add_argument(
-        "--workers", type=command.at_least(1), default=2, help="compiles at a time, 1 to 2 GB each [%(default)s]"
+        "--workers", type=command.at_least(1), default=2, help="compilations at a time, 1 to 2 GB each [%(default)s]"
     )
     search.add_argument(
         "--most", type=command.at_least(0), default=0, help="candidates to try, evenly chosen; 0 is all [%(default)s]"
     )
-    search.add_argument("--out", type=command.path, default=tuned.OWN, help="where the best is kept [%(default)s]")
-    search.add_argument("--json", action="store_true", help="a JSON object a call, with all candidates")
+    search.add_argument("--out", type=command.path, default=tuned.OWN, help="file that stores the best [%(default)s]")
+    search.add_argument("--json", action="store_true", help="a JSON object for each call, with all candidates")
     of_attention = search.add_argument_group("attention")
     of_attention.add_argument("--T", type=command.at_least(1), default=8192, help="queries of a sequence [%(default)s]")
     of_attention.add_argument(
-        "--S", type=command.at_least(0), default=0, help="its keys; 0 is as many as queries [%(default)s]"
+        "--S", type=command.at_least(0), default=0, help="keys of a sequence; 0 is as many as queries [%(default)s]"
     )
     of_attention.add_argument(
         "--head_dim", type=command.at_least(1), default=128, help="of queries and keys [%(default)s]"
     )
     of_attention.add_argument(
-        "--value_dim", type=command.at_least(0), default=0, help="of values; 0 is as wide [%(default)s]"
+        "--value_dim", type=command.at_least(0), default=0, help="of values; 0 is the head_dim [%(default)s]"
     )
     of_attention.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="[%(default)s]")
     of_attention.add_argument(
@@ -506,7 +508,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_experts = search.add_argument_group("gmm")
     of_experts.add_argument("--M", type=command.at_least(1), default=8192, help="rows of all groups [%(default)s]")
     of_experts.add_argument(
-        "--K", type=command.at_least(1), default=4096, help="that the matmul sums over: model dim [%(default)s]"
+        "--K", type=command.at_least(1), default=4096, help="contracted dim: model dim [%(default)s]"
     )
     of_experts.add_argument("--N", type=command.at_least(1), default=1536, help="columns: expert dim [%(default)s]")
     of_experts.add_argument(

@@ -78,7 +78,7 @@ def save(prediction: Prediction, result: dict, file: Path | None = None) -> None
     """Stores a result or a refusal of aot.py. Raises OSError or ValueError if the file cannot be written or parsed."""
     read(file)  # raises: do not overwrite hours of compilation with one result
     versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-    tuned.keep(key_of(prediction), {name: result[name] for name in STORED if name in result} | versions, file or FILE)
+    tuned.save(key_of(prediction), {name: result[name] for name in STORED if name in result} | versions, file or FILE)
 
 
 def load_or_compile(prediction: Prediction) -> dict:

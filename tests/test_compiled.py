@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_parsed_is_left_unchanged(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         command.run(results.main, [])
     assert "cannot be read" in capsys.readouterr().err and results.FILE.read_text() == text
-    tuned.keep("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), results.FILE)
+    tuned.save("--preset=tiny --no_such_flag=1", REFUSED | dict(libtpu="0.0.50"), results.FILE)
     results.main([])
     out = capsys.readouterr().out
     assert "there is no flag '--no_such_flag=1'" in out and "1 of 1 in compiled.json, compiled by libtpu 0.0.50" in out

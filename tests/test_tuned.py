@@ -1,4 +1,4 @@
-"""What a search found is found again; what is damaged, of another version or of another kernel is as if not there."""
+"""Tests of tuned.py: stored entries are read; damaged files and entries of other versions or kernels are ignored."""
 
 import json
 from types import SimpleNamespace
@@ -26,51 +26,51 @@ def own(tmp_path, monkeypatch):
 KEY = tuned.key_of("matmul", M=8, K=16, dtype="bfloat16", causal=True, packed=False)
 
 
-def test_key_names_what_it_depends_on():
+def test_the_key_names_all_fields_of_the_shape():
     assert KEY == "matmul M=8 K=16 dtype=bfloat16 causal=True chip=tpu7x"
     assert tuned.key_of("flash", causal=False, window=0) == "flash window=0 chip=tpu7x"
 
 
-def test_key_names_the_chip_that_there_is(monkeypatch):
+def test_the_key_names_the_chip_of_this_machine(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="TPU v6 lite")])
     assert tuned.key_of("matmul", M=8) == "matmul M=8 chip=tpuv6lite"
 
 
-def test_a_key_can_be_read():
+def test_a_key_is_parsed():
     kernel, shape = tuned.shape_of(KEY)
     assert kernel == "matmul" and shape == {"M": 8, "K": 16, "dtype": "bfloat16", "causal": True}
     assert shape["packed"] is False
-    said = tuned.metadata(KEY, Blocks(4), calls=3)
-    assert said == {"tuned_key": KEY, "blocks": "rows=4 cols=128", "calls": "3"}
+    metadata = tuned.metadata(KEY, Blocks(4), calls=3)
+    assert metadata == {"tuned_key": KEY, "blocks": "rows=4 cols=128", "calls": "3"}
 
 
-def test_what_was_kept_is_found(own):
+def test_a_saved_entry_is_used(own):
     assert tuned.best(KEY, Blocks) is None
-    tuned.keep("another", {"blocks": {"rows": 1}}, own)
-    tuned.keep(KEY, {"blocks": {"rows": 256}, "cycles": 7}, own)
+    tuned.save("another", {"blocks": {"rows": 1}}, own)
+    tuned.save(KEY, {"blocks": {"rows": 256}, "cycles": 7}, own)
     assert tuned.best(KEY, Blocks) == Blocks(256, 128)
     assert tuned.best(tuned.key_of("matmul", M=9), Blocks) is None
-    tuned.keep(KEY, {"blocks": {"rows": 512}}, own)
+    tuned.save(KEY, {"blocks": {"rows": 512}}, own)
     assert tuned.best(KEY, Blocks).rows == 512 and tuned.best("another", Blocks).rows == 1
     assert [file.name for file in own.parent.iterdir()] == [own.name]
 
 
-def test_on_a_tpu_a_miss_is_told_once(own, monkeypatch, caplog):
+def test_on_a_tpu_a_miss_warns_once(own, monkeypatch, caplog):
     tuned.best("a kernel off a TPU", Blocks)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     for _ in range(2):
         assert tuned.best("a kernel M=7", Blocks) is None
-    tuned.keep("a kernel M=8", {"blocks": {"rows": 1}}, own)
+    tuned.save("a kernel M=8", {"blocks": {"rows": 1}}, own)
     tuned.best("a kernel M=8", Blocks)
-    (told,) = caplog.messages
-    assert "no block sizes of a kernel M=7 were found" in told and "kernels.py tune" in told
+    (message,) = caplog.messages
+    assert "no block sizes are stored for a kernel M=7" in message and "kernels.py tune" in message
 
 
-def test_ones_own_comes_first(own):
-    tuned.keep(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
+def test_the_users_own_file_takes_precedence(own):
+    tuned.save(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
     assert tuned.best(KEY, Blocks).rows == 1
-    tuned.keep(KEY, {"blocks": {"rows": 2}}, own)
+    tuned.save(KEY, {"blocks": {"rows": 2}}, own)
     assert tuned.best(KEY, Blocks).rows == 2
 
 
@@ -87,11 +87,11 @@ def test_ones_own_comes_first(own):
         b"\xff",
     ],
 )
-def test_a_damaged_file_is_as_if_not_there_and_is_written_anew(own, damaged):
+def test_a_damaged_file_is_ignored_and_overwritten(own, damaged):
     own.parent.mkdir()
     own.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
     assert tuned.best(KEY, Blocks) is None
-    tuned.keep(KEY, {"blocks": {"rows": 3}}, own)
+    tuned.save(KEY, {"blocks": {"rows": 3}}, own)
     assert tuned.best(KEY, Blocks).rows == 3
     assert json.loads(own.read_text())["version"] == tuned.VERSION
 
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_as_if_not_there_and_is_written_anew(own, damaged):
 @pytest.mark.parametrize(
     "entry", [{}, {"blocks": {"rows": 1, "depth": 2}}, {"blocks": {}}, {"blocks": None}, {"block": 1}]
 )
-def test_an_entry_of_another_kernel_is_as_if_not_there(own, entry):
-    tuned.keep(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
-    tuned.keep(KEY, entry, own)
+def test_an_entry_of_another_kernel_is_ignored(own, entry):
+    tuned.save(KEY, {"blocks": {"rows": 1}}, tuned.CHECKED_IN)
+    tuned.save(KEY, entry, own)
     assert tuned.best(KEY, Blocks) == Blocks(1)
