@@ -1,59 +1,60 @@
-"""The compiler's flags that Google's own TPU7x training runs set, and that somebody explains: in one table.
+"""A table of the compiler flags that Google's TPU7x training runs set and that a source explains.
 
     python compiler_flags.py
     python compiler_flags.py --workload=moe --json
 
-XLA compiles for TPU with more than 1300 flags. Published runs set 4 to 43 of them; the table below has those of which a
-source says what they are for. Its flags come from the 24 recipes in https://github.com/AI-Hypercomputer/tpu-recipes,
-training/ironwood, and their meanings from MaxText (https://github.com/AI-Hypercomputer/maxtext) and from what libtpu
-itself says. The groups:
+**Idea.** XLA compiles for TPU with more than 1300 flags. Published runs set 4 to 43 of them; the table below has those
+whose purpose a source states. The groups:
 
-**Scoped VMEM.** Of the 64 MiB of VMEM of a core, what the operation that now runs may use, 32 MiB by default. More of
-it is larger tiles; the rest prefetches the operands of operations to come.
+**Scoped VMEM.** The share of a core's 64 MiB of VMEM that the running operation may use, 32 MiB by default. A larger
+share allows larger tiles; the remainder prefetches the operands of later operations.
 
-**SparseCore offload.** All-gather, reduce-scatter and all-reduce are run by the SparseCores while the TensorCore goes
-on computing. On TPU7x this is the default. The three flags that say so restate it: the compiled program is the same
-with and without them, and a `false` is what changes it (compiled: tests/test_compiler_flags.py).
+**SparseCore offload.** The SparseCores run all-gather, reduce-scatter and all-reduce while the TensorCore computes. On
+TPU7x this is the default, which the three flags restate: the compiled program is the same with and without them, and
+only `false` changes it (compiled: tests/test_compiler_flags.py).
 
-**Continuation fusion.** The other way to overlap, recommended on v5p and v6e: the TensorCore itself moves the message
-in between steps of a matmul. A collective is overlapped by one of the two, so the recipes switch this one off.
+**Continuation fusion.** The other form of overlap, recommended on v5p and v6e: the TensorCore itself moves the message
+between steps of a matmul. A collective can use only one of the two forms, so the recipes switch this one off.
 
-**Latency hiding.** The scheduler that puts each collective early and its end late, so that work lies between. It
-needs the SparseCores' collective aggregator, and the compiler refuses it without.
+**Latency hiding.** A scheduler that starts each collective early and waits for it late, so that other work runs in
+between. It needs the SparseCores' collective aggregator; without it the compiler refuses the flag.
 
-**Host offload.** What MaxText recommends as a group where activations go to the host's memory; of most of its members
-no source says more. `memory_pressure_tracking` restates a default.
+**Host offload.** A group that MaxText recommends if activations are offloaded to the host's memory. For most of its
+flags no source says more. `memory_pressure_tracking` restates a default.
 
-**Sums over three axes.** A reduce-scatter whose parts XLA can cut in thirds goes over all three axes of a torus at
-once; any other goes round one ring of all the devices, which takes two of a chip's six ways. DeepSeek-V3's
-matrices of 7168 x 2048 are of the others. No published run sets the flag that adds the rows which are short of a third;
-our recipes of DeepSeek-V3 do. It needs three whole axes: over part of one there is a ring all the same.
+**Reduce-scatter over three axes.** If a shard can be divided in three, XLA runs a reduce-scatter over all three axes of
+a torus at once. Otherwise it uses one ring through all devices, which takes two of the six links of a chip, as for
+DeepSeek-V3's matrices of 7168 x 2048. The flag pads shards to a multiple of three. No published run sets it; our
+recipes of DeepSeek-V3 do. It needs three full axes: over part of an axis XLA uses a ring regardless.
 
-**Clock.** The state of the chip's frequency. The compiler takes this flag with a compilation, too; whether the clock
-then changes is not shown, so it goes the way that all sources pass it.
+**Clock.** The chip's frequency state. The compiler also accepts this flag with a compilation, but nothing shows that
+the clock then changes. So it is passed as all sources pass it, at the start.
 
-**A workload** is what one set of recipes trains (WORKLOADS). Why their flags differ is not said: 70B at 8192 tokens has
-four, of which two are explained, and 405B at as many has fifteen or more. `workload_of` goes by experts and length
-only; take 405B's with --xla_flags=dense_long. No recipe trains a mixture of experts on long sequences.
+**Workloads** (WORKLOADS) are what the sets of recipes train. No source explains why their flags differ: 70B at 8192
+tokens has four, two of them explained, and 405B at 8192 has fifteen or more. `workload_of` depends on experts and
+sequence length alone; use --xla_flags=dense_long for 405B. No recipe trains a mixture of experts on long sequences.
 
-**How they get there.** Those of a program go with each compilation, and differ between programs of one process:
+**Passing flags.** Flags of a program are passed with each compilation and may differ between programs of one process:
 
     jax.jit(step).lower(*args).compile(compiler_options=compiler_options(flags))
 
-Those of the chip go where libtpu reads them once, before jax is imported:
+Flags of the chip are in an environment variable that libtpu reads once, so they are set before jax is imported:
 
     LIBTPU_INIT_ARGS="--xla_tpu_dvfs_p_state=7" python train.py
 
-The recipes pass all of theirs that way, `init_args(flags, everything=True)` here. libtpu ends the process over a flag
-that it does not know, and passes over one without dashes in silence (tried: 0.0.42 and 0.0.50).
+The recipes pass all of their flags in this way (`init_args(flags, everything=True)`). libtpu exits on a flag that it
+does not know and silently ignores one without dashes (tried: 0.0.42 and 0.0.50).
 
-**Left out** are the flags that only have a name (UNEXPLAINED), among them `xla_tpu_bf16_emission_mode`, in 19 of the
+**Left out**: flags of which only the name is known (UNEXPLAINED), among them `xla_tpu_bf16_emission_mode`, in 19 of the
 recipes; `xla_tpu_enable_multi_compute_overlap_in_layer_scheduler`, false for DeepSeek-V3, true for gpt-oss;
-`xla_tpu_data_parallel_opt_different_sized_ops`, in one recipe and already the default; those of the video model Wan;
+`xla_tpu_data_parallel_opt_different_sized_ops`, in one recipe and already the default; flags of the video model Wan;
 and `xla_sc_enable_instruction_fusion` and `xla_sc_disjoint_spmem`, which MaxText has in its SparseCore group and no
-recipe for TPU7x sets (the second is no compiler option at all). TPU_MEGACORE=MEGACORE_DENSE is for chips whose two
-cores are one device, v4 and v5p: those of TPU7x are two. All flags can be given as name=value. What
-some are worth by the compiled schedule is in CASES.md; none was measured here.
+recipe for TPU7x sets (the second is not a compiler option). TPU_MEGACORE=MEGACORE_DENSE is for chips whose two cores
+are one device, v4 and v5p; on TPU7x they are two. Any flag can be given as name=value. docs/CASES.md has the effect of
+some flags on the compiled schedule; none was measured here.
+
+**Source**: the flags are from the 24 recipes in https://github.com/AI-Hypercomputer/tpu-recipes, training/ironwood;
+their meanings from MaxText (https://github.com/AI-Hypercomputer/maxtext) and from messages of libtpu.
 """
 
 import dataclasses
@@ -73,13 +74,13 @@ from config import Config
 LONG = 32_768  # tokens from which a sequence is long: the recipes' lengths are 4096, 8192 and 131,072
 
 WORKLOADS = {
-    "dense_short": "dense models on short sequences, as Llama 3.1 70B at 8192",
-    "dense_long": "dense models on long sequences, as Llama 3.1 70B at 131,072; also 405B at 8192",
-    "moe": "mixtures of experts, as DeepSeek-V3 and gpt-oss 120B",
-    "host_offload": "activations in the host's memory, as Qwen3 235B",
+    "dense_short": "dense models on short sequences, such as Llama 3.1 70B at 8192",
+    "dense_long": "dense models on long sequences, such as Llama 3.1 70B at 131,072; also 405B at 8192",
+    "moe": "mixtures of experts, such as DeepSeek-V3 and gpt-oss 120B",
+    "host_offload": "activations in the host's memory, as for Qwen3 235B",
 }
 
-# Of the recipes: values are theirs, and no source that we know says what they do.
+# Flags that recipes set and that no source known to us explains.
 UNEXPLAINED = (
     "xla_enable_transpose_trace xla_max_concurrent_async_all_gathers xla_max_concurrent_async_reduce_scatters "
     "xla_tpu_accumulate_into_mrb xla_tpu_async_copy_bandwidth_scaling_factor xla_tpu_bf16_emission_mode "
@@ -100,13 +101,13 @@ UNEXPLAINED = (
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier xla_tpu_use_single_sparse_core_for_all_gather_offload"
 ).split()
 
-# What libtpu has to hear to describe and compile for TPU7x where there is no TPU, before jax is imported.
+# The environment in which libtpu describes TPU7x and compiles for it without a TPU; set before jax is imported.
 WITHOUT_TPU = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # it looks for no TPU
+    "TPU_SKIP_MDS_QUERY": "1",  # do not look for a TPU
     "TPU_ACCELERATOR_TYPE": "tpu7x-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 
@@ -115,24 +116,24 @@ WITHOUT_TPU = {
 class Flag:
     name: str  # without dashes
     value: str
-    default: str  # libtpu's own; "auto" depends on the chip and the program, "-1" is unset
-    workloads: tuple[str, ...]  # of WORKLOADS, or "all"; none, where it depends on more than that
+    default: str  # libtpu's default; "auto" depends on the chip and the program, "-1" is unset
+    workloads: tuple[str, ...]  # of WORKLOADS, or "all"; empty if the flag depends on more than the workload
     group: str
     meaning: str
-    source: str  # who sets it; MEANT_BY says who explains its group
-    passed: str = "compile"  # with each compilation; or only at the "start", in LIBTPU_INIT_ARGS
+    source: str  # the runs that set it; EXPLAINED_BY has the source that explains its group
+    passed: str = "compile"  # with each compilation, or only at the "start", in LIBTPU_INIT_ARGS
 
     def is_for(self, workload: str) -> bool:
         return workload in self.workloads or "all" in self.workloads
 
 
-MEANT_BY = {
+EXPLAINED_BY = {
     "scoped VMEM": "Google Cloud's guide; MaxText's benchmarks/xla_flags_library.py",
     "SparseCore offload": "MaxText's benchmarks/xla_flags_library.py, ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR",
     "continuation fusion": "MaxText's benchmarks/xla_flags_library.py, CF_FOR_ALL_GATHER",
     "latency hiding": "libtpu's message without the aggregator; MaxText's benchmark_and_performance.md",
     "host offload": "MaxText's benchmarks/xla_flags_library.py, HOST_OFFLOAD_FLAGS",
-    "sums over three axes": "the programs that are compiled in tests/test_aot.py",
+    "reduce-scatter over three axes": "the programs that are compiled in tests/test_aot.py",
     "clock": "third-party logs of TPU7x runs; MaxText's benchmark_and_performance.md sets it",
 }
 
@@ -142,7 +143,7 @@ _70B_LONG = "llama3.1-70b/128k-bf16-tpu7x-4x8x8"
 _LONG_MOE = f"{_70B_LONG}, deepseek3-671b/4k-bf16-tpu7x-4x8x8"
 _MOE = "deepseek3-671b/4k-bf16-tpu7x-4x8x8, gpt-oss-120b/8k-bf16-tpu7x-4x4x4"
 _QWEN = "qwen3-235b-a22b/4k-bf16-tpu7x-4x8x8"
-_ONE_OF_GROUP = "One of the group that MaxText recommends with host offload; nothing more is said of it."
+_ONE_OF_GROUP = "One of the group that MaxText recommends with host offload; no source says more."
 
 
 def _offload(name: str, value: str, default: str, meaning: str = _ONE_OF_GROUP) -> Flag:
@@ -163,7 +164,7 @@ TABLE = (
         "-1",
         ("dense_short", "host_offload"),
         "scoped VMEM",
-        "KiB of VMEM for the operation that runs (default 32 MiB); 60 MiB leave 4 for prefetching the next.",
+        "KiB of VMEM for the running operation (default 32 MiB); 60 MiB leave 4 to prefetch for the next.",
         f"{_70B}, {_QWEN}",
     ),
     Flag(
@@ -184,7 +185,7 @@ TABLE = (
         "false",
         ("dense_long", "moe"),
         "SparseCore offload",
-        "One of the base flags that MaxText sets with every SparseCore offload; nothing more is said of it.",
+        "One of the base flags that MaxText sets with every SparseCore offload; no source says more.",
         _LONG_MOE,
     ),
     Flag(
@@ -193,7 +194,7 @@ TABLE = (
         "false",
         ("dense_long", "moe"),
         "SparseCore offload",
-        "One of the base flags that MaxText sets with every SparseCore offload; nothing more is said of it.",
+        "One of the base flags that MaxText sets with every SparseCore offload; no source says more.",
         _LONG_MOE,
     ),
     Flag(
@@ -202,7 +203,7 @@ TABLE = (
         "auto",
         ("dense_long", "moe"),
         "continuation fusion",
-        "No continuation fusion of all-gathers: the SparseCores have them, and only one of the two can.",
+        "No continuation fusion of all-gathers: the SparseCores run them, and a collective uses one of the two.",
         _LONG_MOE,
     ),
     Flag(
@@ -211,7 +212,7 @@ TABLE = (
         "auto",
         ("dense_long", "moe"),
         "continuation fusion",
-        "An all-gather has a start and an end, with other work in between.",
+        "An all-gather is asynchronous: other work runs between its start and its end.",
         _LONG_MOE,
     ),
     Flag(
@@ -220,7 +221,7 @@ TABLE = (
         "auto",
         ("moe",),
         "latency hiding",
-        "What the layer scheduler requires: without it the compiler ends with an error that says so.",
+        "Required by the layer scheduler: without it the compiler ends with an error that says so.",
         _MOE,
     ),
     Flag(
@@ -229,7 +230,7 @@ TABLE = (
         "auto",
         ("moe",),
         "latency hiding",
-        "Schedules collectives of a layer so that computation overlaps with them.",
+        "Schedules the collectives of a layer so that they overlap with computation.",
         _MOE,
     ),
     Flag(
@@ -238,7 +239,7 @@ TABLE = (
         "auto",
         ("moe",),
         "latency hiding",
-        "Set with the layer scheduler wherever that is set; nothing more is said of it.",
+        "Set with the layer scheduler in all recipes that set that; no source says more.",
         _MOE,
     ),
     Flag(
@@ -247,7 +248,7 @@ TABLE = (
         "95",
         ("moe",),
         "latency hiding",
-        "Set with the layer scheduler wherever that is set; nothing more is said of it.",
+        "Set with the layer scheduler in all recipes that set that; no source says more.",
         _MOE,
     ),
     _offload("xla_tpu_scheduler_percent_shared_memory_limit", "100", "95"),
@@ -280,8 +281,8 @@ TABLE = (
         "true",
         "auto",
         (),
-        "sums over three axes",
-        "A reduce-scatter over three whole axes takes all six ways at once, though its parts are not cut in thirds.",
+        "reduce-scatter over three axes",
+        "Pads shards, so that a reduce-scatter over three full axes uses all six links of a chip at once.",
         "no published run, and in our recipes of DeepSeek-V3",
     ),
     Flag(
@@ -300,28 +301,29 @@ _AT_START = {flag.name for flag in TABLE if flag.passed == "start"}
 
 
 def recommended(workload: str) -> dict[str, str]:
-    """{name: value} of the table's flags for a workload. Raises ValueError for one that is not of WORKLOADS."""
+    """{name: value} of the table's flags for a workload. Raises ValueError if it is not one of WORKLOADS."""
     if workload not in WORKLOADS:
         raise ValueError(f"there is no workload {workload!r}{inputs.did_you_mean(workload, WORKLOADS)}")
     return {flag.name: flag.value for flag in TABLE if flag.is_for(workload)}
 
 
 def workload_of(config: Config) -> str:
-    """Which of WORKLOADS a run is, by its experts and the length of its sequences. Host offload is to be asked for."""
+    """The workload of a run, by its experts and its sequence length; host offload must be requested by name."""
     if config.num_experts:
         return "moe"
     return "dense_long" if config.seq_len >= LONG else "dense_short"
 
 
 def parse(text: str, workload: str) -> dict[str, str]:
-    """{name: value} of what stands behind --xla_flags=, for a run of this workload.
+    """{name: value} for the text after --xla_flags=, in a run of this workload.
 
-    "none" or nothing: no flags. Otherwise a list with commas, later entries over earlier ones, each of them
-    "recommended", the name of another workload, or name=value with or without leading dashes. A name that is not in the
-    table passes if it begins with xla_ and is not a slip of the pen for one that is; `unknown` tells which did.
+    "none" or an empty text gives no flags. Otherwise the text is a list separated by commas, in which later entries
+    override earlier ones. An entry is "recommended", the name of a workload, or name=value with or without leading
+    dashes. A name outside the table is accepted if it begins with xla_ and is not a likely typo of one in the table;
+    `unknown` lists these.
 
     Raises:
-      ValueError: an entry that is none of these, with the nearest that is.
+      ValueError: an entry is none of these; the message names the closest one.
     """
     if text.strip() in ("", "none"):
         return {}
@@ -337,7 +339,7 @@ def parse(text: str, workload: str) -> dict[str, str]:
         elif name == "recommended" or name in WORKLOADS:
             flags |= recommended(workload if name == "recommended" else name)
         elif name == "none":
-            raise ValueError("--xla_flags: none stands alone; leave it out, or all else")
+            raise ValueError("--xla_flags: none must be the only entry")
         else:
             known = ["recommended", "none", *WORKLOADS, *_known()]
             if name in known or name.startswith("xla_"):
@@ -348,39 +350,39 @@ def parse(text: str, workload: str) -> dict[str, str]:
 
 
 def for_run(config: Config) -> dict[str, str]:
-    """Those of a run. Raises ValueError, as `parse`."""
+    """The flags of a run. Raises ValueError, as `parse`."""
     return parse(config.xla_flags, workload_of(config))
 
 
 def set_init_args(flags: Mapping[str, str]) -> None:
-    """Adds what libtpu reads at its start to LIBTPU_INIT_ARGS. Before jax is imported."""
+    """Adds the flags that libtpu reads at its start to LIBTPU_INIT_ARGS. To be called before jax is imported."""
     if at_start := init_args(flags):
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {at_start}".strip()
 
 
 def has_tpu() -> bool:
-    """Whether this machine has one, and JAX may use it."""
+    """Whether this machine has a TPU that JAX may use."""
     return "tpu" in os.environ.get("JAX_PLATFORMS", "tpu") and bool(glob("/dev/accel*") or glob("/dev/vfio/[0-9]*"))
 
 
 def without_tpu() -> None:
-    """Has libtpu describe and compile for TPU7x where there is none. Before jax is imported."""
+    """Lets libtpu describe TPU7x and compile for it without a TPU. To be called before jax is imported."""
     for name, value in WITHOUT_TPU.items():
         os.environ.setdefault(name, value)
 
 
 def unknown(flags: Mapping[str, str]) -> list[str]:
-    """Names of which the table says nothing: given by hand, for the compiler to accept or to refuse."""
+    """The names that are not in the table, which the compiler accepts or refuses."""
     return [name for name in flags if name not in {flag.name for flag in TABLE}]
 
 
 def compiler_options(flags: Mapping[str, str]) -> dict[str, str]:
-    """Those that go with a compilation: jit(...).lower(...).compile(compiler_options=...)."""
+    """The flags that are passed with a compilation: jit(...).lower(...).compile(compiler_options=...)."""
     return {name: value for name, value in flags.items() if name not in _AT_START}
 
 
 def init_args(flags: Mapping[str, str], *, everything: bool = False) -> str:
-    """LIBTPU_INIT_ARGS with those that must be there at the start, or with everything, as the recipes have it."""
+    """LIBTPU_INIT_ARGS with the flags that libtpu reads at its start or, as the recipes have it, with all flags."""
     return " ".join(f"--{name}={value}" for name, value in flags.items() if everything or name in _AT_START)
 
 
@@ -389,7 +391,7 @@ def _known() -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for a name that no flag has, or that differs from one in the table by a letter or two."""
+    """Raises ValueError if a name cannot be a flag's, or differs from one in the table by a letter or two."""
     known = _known()
     if name in known:
         return
@@ -400,7 +402,7 @@ def _check_name(name: str) -> None:
     if near:
         length = len(name) + len(near[0])
         differing = length * (1 - difflib.SequenceMatcher(None, name, near[0], autojunk=False).ratio())
-        if differing < 2.5:  # letters that are in one of the two only: a wrong one counts twice
+        if differing < 2.5:  # letters in only one of the two names; a wrong letter counts twice
             raise ValueError(f"--xla_flags: there is no flag {name!r}; did you mean {near[0]}?")
 
 
@@ -420,16 +422,16 @@ def main(argv: list[str] | None = None) -> None:
         if args.workload in ("all", name):
             print(f"{name:14}{about}")
     for group in dict.fromkeys(flag.group for flag in flags):
-        print(f"\n{group}, explained by {MEANT_BY[group]}")
+        print(f"\n{group}, explained by {EXPLAINED_BY[group]}")
         members = [flag for flag in flags if flag.group == group]
-        for lines, alike in groupby(
+        for paragraphs, same in groupby(
             members, lambda f: (f.meaning, f"For {', '.join(f.workloads) or 'no workload as such'}. Set in {f.source}.")
         ):
             print()
-            for flag in alike:
-                where = "LIBTPU_INIT_ARGS" if flag.passed == "start" else "compiler_options"
-                print(f"  {f'{flag.name}={flag.value}':74} default {flag.default:6}  {where}")
-            for line in lines:
+            for flag in same:
+                passed = "LIBTPU_INIT_ARGS" if flag.passed == "start" else "compiler_options"
+                print(f"  {f'{flag.name}={flag.value}':74} default {flag.default:6}  {passed}")
+            for line in paragraphs:
                 print(textwrap.fill(line, 120, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 

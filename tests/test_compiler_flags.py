@@ -1,4 +1,4 @@
-"""The compiler's flags: every entry explained, the command line read, and all of it accepted by the TPU7x compiler."""
+"""Tests of compiler_flags.py: the table, the command line, and that the TPU7x compiler accepts the flags."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_every_flag_is_explained():
         assert flag.value and flag.default and flag.source and flag.passed in ("compile", "start")
         assert flag.meaning.endswith(".") and flag.meaning.rstrip(".").count(". ") <= 1
         assert {*flag.workloads} <= {"all", *WORKLOADS} and (flag.workloads or flag.name == compiler_flags.PADS_SUMS)
-    assert {flag.group for flag in TABLE} == set(compiler_flags.MEANT_BY)
+    assert {flag.group for flag in TABLE} == set(compiler_flags.EXPLAINED_BY)
 
 
 def test_no_flag_has_two_values_for_a_workload():
@@ -86,7 +86,7 @@ def test_the_workload_of_a_run():
         ("xla_tpu_enable_sdc_checker=true", {"xla_tpu_enable_sdc_checker": "true"}),
     ],
 )
-def test_what_stands_behind_the_flag(text, flags):
+def test_the_value_of_xla_flags_is_parsed(text, flags):
     assert parse(text, "moe") == flags
 
 
@@ -96,7 +96,7 @@ def test_what_stands_behind_the_flag(text, flags):
         ("recomended", "there is no 'recomended'; did you mean recommended?"),
         ("dense_lng", "did you mean dense_long?"),
         ("yes", "there is no 'yes'; there are recommended, none, dense_short, .*, name=value"),
-        ("recommended,none", "none stands alone"),
+        ("recommended,none", "none must be the only entry"),
         ("recommended,", "there is no ''"),
         (VMEM, f"{VMEM} needs a value, as in {VMEM}=true"),
         (f"{VMEM}=", f"{VMEM} needs a value"),
@@ -109,17 +109,17 @@ def test_what_stands_behind_the_flag(text, flags):
         ("=1", "'' must begin with xla_"),
     ],
 )
-def test_a_mistake_is_answered_with_the_way_out(text, way_out):
+def test_an_error_names_the_way_out(text, way_out):
     with pytest.raises(ValueError, match=way_out):
         parse(text, "dense_short")
 
 
-def test_every_name_that_recipes_use_is_taken():
+def test_every_name_that_recipes_use_is_accepted():
     for name in [*UNEXPLAINED, *(flag.name for flag in TABLE)]:
         assert parse(f"{name}=1", "moe") == {name: "1"}
 
 
-def test_what_the_table_does_not_know_is_told():
+def test_unknown_lists_the_names_outside_the_table():
     assert unknown(parse("recommended,xla_tpu_enable_sdc_checker=true,xla_tpu_rwb_fusion=false", "dense_short")) == [
         "xla_tpu_enable_sdc_checker",
         "xla_tpu_rwb_fusion",
@@ -127,7 +127,7 @@ def test_what_the_table_does_not_know_is_told():
     assert unknown(recommended("moe")) == []
 
 
-def test_every_flag_goes_one_way():
+def test_every_flag_is_passed_in_one_way():
     flags = recommended("dense_short") | {"xla_tpu_enable_sdc_checker": "true"}
     assert init_args(flags) == f"--{CLOCK}=7"
     assert compiler_options(flags) == {name: value for name, value in flags.items() if name != CLOCK}
@@ -155,22 +155,22 @@ def test_a_workload_that_does_not_exist_is_refused(capsys):
     assert "there is no 'mo'; did you mean moe?" in capsys.readouterr().err
 
 
-# -- what the TPU7x compiler says
+# -- the TPU7x compiler
 
 
 @cache
-def lowered(what: str):
-    """A sum, or one collective, for eight devices of TPU7x."""
+def lowered(operation: str):
+    """A sum, or one collective, lowered for eight devices of TPU7x."""
     mesh = Mesh(topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices, ("x",))
     function = {
         "sum": jnp.sum,
         "all_gather": lambda x: jnp.sin(lax.all_gather(x, "x", tiled=True)),
         "reduce_scatter": lambda x: lax.psum_scatter(jnp.sin(x), "x", tiled=True),
         "all_reduce": lambda x: lax.psum(jnp.sin(x), "x"),
-    }[what]
-    if what != "sum":
+    }[operation]
+    if operation != "sum":
         function = jax.shard_map(
-            function, mesh=mesh, in_specs=P("x"), out_specs=P() if what == "all_reduce" else P("x")
+            function, mesh=mesh, in_specs=P("x"), out_specs=P() if operation == "all_reduce" else P("x")
         )
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     return jax.jit(function).trace(x).lower(lowering_platforms=("tpu",))
@@ -181,11 +181,11 @@ def lowered(what: str):
 def test_the_compiler_accepts_the_flags_of_a_workload(workload):
     flags = recommended(workload)
     lowered("sum").compile(compiler_options=compiler_options(flags))
-    lowered("sum").compile(compiler_options=flags)  # those for the start as well
+    lowered("sum").compile(compiler_options=flags)  # with the flags for the start
 
 
-def test_the_compiler_refuses_what_it_does_not_know():
-    """So that what it accepts says something."""
+def test_the_compiler_refuses_an_unknown_flag():
+    """Otherwise it would mean nothing that it accepts the others."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_sc_disjoint_spmem'"):
         lowered("sum").compile(compiler_options={"xla_sc_disjoint_spmem": "false"})
     with pytest.raises(jax.errors.JaxRuntimeError):
@@ -209,8 +209,8 @@ def test_defaults_are_the_compilers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_the_sparse_cores_have_the_collectives_by_default(collective):
-    """The flag changes nothing, and its opposite does."""
+def test_the_sparse_cores_run_collectives_by_default(collective):
+    """The flag does not change the program; its opposite does."""
     compiled = lambda **flags: lowered(collective).compile(compiler_options=flags).as_text()
     by_default = compiled()
     assert 'execution_thread="sparsecore"' in by_default
@@ -226,7 +226,7 @@ def test_the_sparse_cores_have_the_collectives_by_default(collective):
         *((init_args(recommended(workload), everything=True), None) for workload in ("moe", "host_offload")),
         ("--xla_tpu_no_such_flag=true", "Unknown command line flag 'xla_tpu_no_such_flag'"),
         (f"--{CLOCK}=fast", "Illegal value 'fast'"),
-        ("xla_tpu_no_such_flag=true", None),  # without dashes: passed over in silence
+        ("xla_tpu_no_such_flag=true", None),  # without dashes: silently ignored
     ],
     ids=["start", "all of moe", "all of host_offload", "unknown", "wrong value", "no dashes"],
 )
@@ -237,14 +237,14 @@ def test_libtpu_starts_with_the_flags(args, error):
     )
     env = {**os.environ, "LIBTPU_INIT_ARGS": args}
     folder = Path(compiler_flags.__file__).parent
-    ended = subprocess.run([sys.executable, "-c", source], env=env, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", source], env=env, cwd=folder, capture_output=True, text=True)
     if error is None:
-        assert (ended.returncode, ended.stdout) == (0, "8\n"), ended.stderr
+        assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
     else:
-        assert ended.returncode != 0 and error in ended.stderr
+        assert done.returncode != 0 and error in done.stderr
 
 
-def test_what_is_said_of_the_machine_stands(monkeypatch):
+def test_without_tpu_keeps_variables_that_are_set(monkeypatch):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-8")
     monkeypatch.setattr("os.environ", {**os.environ})
     del os.environ["TPU_SKIP_MDS_QUERY"]
@@ -252,7 +252,7 @@ def test_what_is_said_of_the_machine_stands(monkeypatch):
     assert os.environ["TPU_ACCELERATOR_TYPE"] == "v6e-8" and os.environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
-def test_what_libtpu_reads_at_its_start(monkeypatch):
+def test_init_args_are_added_to_those_that_are_set(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_use_a=1")
     compiler_flags.set_init_args({})
     assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_use_a=1"
