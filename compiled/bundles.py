@@ -143,6 +143,8 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Kernel:
+    """A compiled Pallas kernel."""
+
     name: str
     root: Region
     vmem_bytes: int  # in use
@@ -198,8 +200,8 @@ class Kernel:
             return {self.region(name).first: count for name, count in executions.items()}
         unknown = self.unknown()
         if executions and len(executions) != len(unknown):
-            asked = ", ".join(region.label for region in unknown)
-            raise ValueError(f"{len(executions)} executions for the {len(unknown)} regions of {self.name}: {asked}")
+            labels = ", ".join(region.label for region in unknown)
+            raise ValueError(f"{len(executions)} executions for the {len(unknown)} regions of {self.name}: {labels}")
         return {region.first: count for region, count in zip(unknown, executions or [], strict=False)}
 
     def _compute(self, region: Region, outer: int, given, otherwise) -> tuple[int, list[str]]:

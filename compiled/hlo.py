@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
+    """The type of an array, and the memory in which it is."""
+
     dtype: str
     dims: tuple[int, ...]
     space: int  # 0 HBM, 1 VMEM, 5 the host's memory; others hold scalars and semaphores
@@ -34,6 +36,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
+    """An instruction and the attributes that this project uses."""
+
     name: str
     opcode: str
     shapes: tuple[Shape, ...]  # of its result; those of a tuple, nested or not, are flattened
@@ -60,6 +64,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
+    """The computations of a program, by name; the root of each is its result."""
+
     entry: str
     computations: dict[str, dict[str, Instruction]]  # in the order of the schedule
     roots: dict[str, str]
@@ -154,6 +160,7 @@ def read_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def read_instruction(text: str, line: int, num_devices: int, sources: dict[str, str]) -> Instruction:
+    """The instruction of a text, which begins on `line`; `sources` is that of `read_sources`. Raises ValueError."""
     start = START.match(text)
     rest = text[start.end() :]
     end = closing(rest, 0) if rest.startswith("(") else rest.find(" ")

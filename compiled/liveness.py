@@ -51,6 +51,8 @@ LIVE = re.compile(r"^    ([^\s{}:]+)(\{[\d,]*\})?:(\d+)-(\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Buffer:
+    """A buffer in HBM, named by the operation that writes it."""
+
     nbytes: int  # in memory, padded to tiles
     kind: str  # argument, donated argument, output, constant, temporary
     shape: str  # as in f32[8,128]
@@ -60,6 +62,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Peak:
+    """The point in a program's order of execution at which most bytes are live."""
+
     total_bytes: int  # HBM that the compiler sets aside
     op: str  # the operation that runs at the peak
     source: str
@@ -207,7 +211,7 @@ class Names:
 
 
 def refusal(text: str) -> dict:
-    """What the compiler's message says: which memory, bytes used and their limit, and the largest buffers if listed."""
+    """The content of the compiler's message: the memory, bytes used, their limit, and the largest buffers if listed."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     number = r"([\d.]+)([KMGT]?)"
     hbm = re.search(rf"Used {number} of {number} hbm|\({number}\) exceeds available HBM \({number}\)", text)

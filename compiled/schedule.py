@@ -448,6 +448,7 @@ class Walk:
     # the TensorCore
 
     def compute(self, key: tuple, instruction: Instruction, operands: list) -> None:
+        """Advances the clock by the time of a TensorCore instruction."""
         if set(opcodes_of(self.program, instruction)) <= FREE:
             return
         seconds, by = self.cost(instruction, operands)
@@ -499,6 +500,7 @@ class Walk:
     # beside the TensorCore
 
     def start(self, key: tuple, computation: str, instruction: Instruction) -> Flight:
+        """Puts a transfer on its queue; it begins when those before it are done."""
         transfer = self.transfer(computation, instruction)
         queue = [flight for flight in self.queues.get(transfer.queue, []) if flight.ready > self.now]
         begin = max([self.now, *(flight.ready for flight in queue)])
@@ -508,6 +510,7 @@ class Walk:
         return flight
 
     def done(self, instruction: Instruction, flight: object) -> None:
+        """Advances the clock to the end of a transfer; the stall counts for the transfers on its queue at that time."""
         if not isinstance(flight, Flight) or not flight.queue:
             raise ValueError(f"line {instruction.line}: %{instruction.name} waits for what was not started before it")
         if flight.ready > self.now:
@@ -524,6 +527,7 @@ class Walk:
         self.ended.append(flight.key)
 
     def synchronous(self, key: tuple, instruction: Instruction, operands: list) -> None:
+        """Advances the clock by the time of a synchronous collective, which is exposed in full."""
         transfer = collective(instruction, [s for shapes in operands for s in shapes], self.rates, "main", self.chips)
         self.count(key, instruction, transfer, synchronous=True)
         self.ledger["exposed", key] += transfer.seconds
@@ -598,6 +602,7 @@ class Walk:
     # loops and branches
 
     def branch(self, instruction: Instruction, values: list) -> object:
+        """Walks the branch of a conditional that is taken or, if that is unknown, the longest."""
         names = [name for computations in instruction.called.values() for name in computations]
         if isinstance(values[0], Numbers):
             (index,) = values[0].values
@@ -623,6 +628,7 @@ class Walk:
         self.ledger, self.ended = Counter(ledger), list(ended)
 
     def loop(self, instruction: Instruction, carried: object) -> object:
+        """Walks a loop until an iteration leaves the state as it found it, and skips the rest."""
         (body,) = instruction.called["body"]
         left = self.trips(instruction, carried)
         evaluates, self.evaluates = self.evaluates, self.evaluates and body in self.branching

@@ -189,6 +189,7 @@ def matmul_speed(n: int = 1024) -> float:
 
 
 def describe(summary: Summary, top: int, matmul_s: float | None, predicted: dict | None) -> str:
+    """A summary as text, beside the predicted step of aot.py or, without one, the predicted time of its matmuls."""
     expected_s = predicted["by_category_s"] if predicted else {} if matmul_s is None else {"matmul": matmul_s}
     lines = [f"{MODULE}: {summary.steps} steps on {summary.devices} devices; measured, a device and a step", ""]
     lines.append(f"  {'category':28}{'measured':>12}{'of the step':>13}{'predicted':>12}")

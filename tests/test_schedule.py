@@ -462,11 +462,11 @@ def test_collectives_that_share_a_start_run_one_after_another(other):
         tail=on_sparsecore,
     )
     call = lambda name: f'%s = u8[8]{{0}} call-start(%p), async_execution_thread="sparsecore", to_apply=%{name}'
-    one, two, merged = (
+    first_alone, second_alone, merged = (
         run(call(name), done("d", "s", "call-done"), END, more=more)
         for name, more in (("of1", first), ("of2", second), ("both", both))
     )
-    assert merged.seconds == one.seconds + two.seconds > one.seconds
+    assert merged.seconds == first_alone.seconds + second_alone.seconds > first_alone.seconds
     (message,) = merged.messages
     assert message.engine == "SparseCore"
     assert message.kind == ("all-gather" if other == "all-gather" else "all-gather and all-to-all")
