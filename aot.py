@@ -242,10 +242,10 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     """Compiles and predicts a step; returns the report, in seconds and bytes."""
     chip, chips = parse_topology(args.topology)
     kernels = schedule.parse_pairs(args.kernel, "--kernel")
-    expected = predicted(config, args)
+    prediction = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
-        filled = expected.run.experts_filled
+        filled = prediction.run.experts_filled
         cycles = pool.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
@@ -255,19 +255,19 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     cycles = kernels | cycles_by_name(program, cycles.result())
     breakdown = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
     ideal_s = at_peak(program, breakdown, chip)
-    num_chips, flops, tokens = expected.run.num_chips, expected.flops_per_step, config.batch * config.seq_len
+    num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     return {
         "preset": config.preset,
         "topology": f"{chip.name}:{by(chips)}",
         "num_slices": args.num_slices,
         "num_chips": num_chips,
-        "mesh": {axis: size for axis, size in expected.run.sizes.items() if size > 1},
+        "mesh": {axis: size for axis, size in prediction.run.sizes.items() if size > 1},
         "remat": config.remat,
         "xla_flags": flags,
         "fits": True,
         **memory,
-        "hbm_limit_bytes": expected.run.hbm_limit,
-        "host_limit_bytes": expected.run.host_limit if math.isfinite(expected.run.host_limit) else None,
+        "hbm_limit_bytes": prediction.run.hbm_limit,
+        "host_limit_bytes": prediction.run.host_limit if math.isfinite(prediction.run.host_limit) else None,
         "step_s": breakdown.seconds,
         "mfu": flops / breakdown.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
@@ -275,12 +275,12 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "exposed_comm_s": breakdown.exposed_s,
         "by_category_s": breakdown.categories,
         "matmul_of_peak": sum(ideal_s.values()) / breakdown.categories.get("matmul", math.inf),
-        "collectives": collectives(breakdown, expected.run.sizes),
+        "collectives": collectives(breakdown, prediction.run.sizes),
         "top_ops": [
             dataclasses.asdict(op) | {"of_peak": ideal_s[op.name] / op.seconds if op.name in ideal_s else None}
             for op in breakdown.ops[:10]
         ],
-        "roofline": {"step_s": expected.step_s, "hbm_bytes": expected.hbm_bytes, "bound": expected.bound},
+        "roofline": {"step_s": prediction.step_s, "hbm_bytes": prediction.hbm_bytes, "bound": prediction.bound},
     }
 
 
@@ -470,13 +470,13 @@ def print_report(result: dict | list[dict], args: argparse.Namespace) -> int:
 
 def predicted_refusal(config: Config, args: argparse.Namespace) -> dict | None:
     """A refusal in the format of the compiler's, if the predicted memory exceeds the limit by more than its error."""
-    expected = predicted(config, args)
-    used, limit, parts = expected.hbm_bytes, expected.run.hbm_limit, expected.memory
-    memory = "hbm" if used > MARGIN * limit else "host" if "host" in expected.shortfall() else None
+    prediction = predicted(config, args)
+    used, limit, parts = prediction.hbm_bytes, prediction.run.hbm_limit, prediction.memory
+    memory = "hbm" if used > MARGIN * limit else "host" if "host" in prediction.shortfall() else None
     if not memory:
         return None
     if memory == "host":  # no margin: compiled programs have needed exactly what is predicted (tests/test_remat.py)
-        used, limit, parts = expected.host_bytes, expected.run.host_limit, {"offloaded": expected.host_bytes}
+        used, limit, parts = prediction.host_bytes, prediction.run.host_limit, {"offloaded": prediction.host_bytes}
     largest = sorted(parts.items(), key=lambda item: -item[1])
     rows = [{"name": name, "bytes": nbytes} for name, nbytes in largest]
     return {
