@@ -623,8 +623,6 @@ def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks
                 return heads * (masked if region.kind == "loop" else steps)
         if region.kind in ("grid", "step"):
             return heads * num_q * parts
-        return kv_heads * (
-            num_k if region.kind == "loop" else parts
-        )  # loading keys, transposed, and storing their gradients
+        return kv_heads * (num_k if region.kind == "loop" else parts)  # loading keys, storing their gradients
 
     return [count(region) for region in kernel.unknown()]

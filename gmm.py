@@ -653,7 +653,7 @@ def _one_of(bodies, which):
 
 
 def _take_shared(plan, t, slot, buf, unit):
-    """Adds the rows of previous groups to the first block of a group."""
+    """Copies the rows of previous groups into the first block of a group."""
     row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 1) + plan.tile_block[t] * unit
     is_own = row >= plan.group_start[plan.tile_group[t]]
     buf["out"][slot, :, :unit] = jnp.where(is_own, buf["out"][slot, :, :unit], buf["shared"][...])
@@ -780,7 +780,7 @@ def _clear_rest(plan, t, slot, buf, unit):
 
 
 def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, options):
-    """A tuple of results. lhs, rhs and rhs_scale are tuples, too."""
+    """Calls gmm's kernel and returns a tuple of results. lhs, rhs and rhs_scale are tuples, too."""
     transpose_rhs, out_dtype, tiles, activation, interpret = options
     (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
@@ -815,6 +815,7 @@ def _tuned(key, make, check, *call):
 
 
 def _tgmm_call(lhs, dout, group_sizes, group_offset, scale, *, num_groups, out_dtype, tiles, interpret):
+    """Calls tgmm's kernel."""
     (M, K), N = lhs.shape, dout.shape[1]
     scaled = scale is not None
     key = tuned.key_of("tgmm", M=M, K=K, N=N, E=num_groups, dtype=str(lhs.dtype))
