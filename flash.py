@@ -98,7 +98,7 @@ class Blocks:
     queries: int = 256  # in a chunk, a multiple of 128
     keys: int = 512  # in a block, a multiple of 128
     full_unroll: int = 24  # tiles in an iteration of the loop over tiles without a mask
-    cut_unroll: int = 8  # tiles in an iteration of the loop over tiles with a mask
+    masked_unroll: int = 8  # tiles in an iteration of the loop over tiles with a mask
     ahead: int = 4  # tiles between scores and softmax; both unrolls are multiples of twice this
 
 
@@ -193,7 +193,7 @@ def default_blocks(T: int, S: int, H: int, V: int, dtype=jnp.bfloat16, window: i
 
     Tiles have 512 keys, or 256 under a narrow window: those take 8% longer for their scores, but more are unmasked.
     """
-    unit = Blocks(0, 0, keys=256, cut_unroll=16) if 0 < window <= 2048 else Blocks(0, 0)
+    unit = Blocks(0, 0, keys=256, masked_unroll=16) if 0 < window <= 2048 else Blocks(0, 0)
     q_rows, k_rows = 8192, 16_384
     while True:
         split = lambda length, rows, step: pl.cdiv(pl.cdiv(length, pl.cdiv(length, rows)), step) * step
@@ -236,7 +236,7 @@ def _check(q_BNTH, k_BKSH, v_BKSV, mask, soft_cap, blocks):
         raise ValueError(f"window={window} and soft_cap={soft_cap} must not be negative; 0 is none")
     multiples = [(blocks.queries, LANES), (blocks.keys, LANES), (blocks.q_rows, blocks.queries)]
     multiples += [(blocks.k_rows, blocks.keys)]
-    multiples += [(unroll, 2 * blocks.ahead) for unroll in (blocks.full_unroll, blocks.cut_unroll)]
+    multiples += [(unroll, 2 * blocks.ahead) for unroll in (blocks.full_unroll, blocks.masked_unroll)]
     if any(size < 1 or size % unit for size, unit in multiples):
         raise ValueError(
             f"{blocks}: queries and keys must be multiples of {LANES}, q_rows of queries, k_rows of keys, and both "
@@ -383,12 +383,12 @@ def _list_tiles(ranges_bn4, num, blocks):
     tile = (jnp.arange(chunks)[:, None] << 16) + jnp.arange(places)
     padding = PADDING + (chunks << 16)
     tiles = jnp.sort(jnp.where(full, tile, jnp.where(seen, tile + MASKED, padding)).reshape(-1, 1, chunks * places))
-    spare = max(blocks.full_unroll, blocks.cut_unroll) + blocks.ahead
+    spare = max(blocks.full_unroll, blocks.masked_unroll) + blocks.ahead
     tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, spare)), constant_values=padding)
 
     num_full, num_seen = full.sum((-2, -1)), seen.sum((-2, -1))
     full_groups = num_full // blocks.full_unroll
-    groups = [full_groups, pl.cdiv(num_seen - full_groups * blocks.full_unroll, blocks.cut_unroll)]
+    groups = [full_groups, pl.cdiv(num_seen - full_groups * blocks.full_unroll, blocks.masked_unroll)]
     some = num_seen > 0
     reach = [jnp.argmax(some, -1), num_k - 1 - jnp.argmax(some[..., ::-1], -1)]
     reach = jnp.where(some.any(-1)[..., None], jnp.stack(reach, -1), 0)
@@ -445,7 +445,7 @@ def _kernel(p, offset, prefixes, groups, reach, tiles, q, k, v, *refs):
     masked = p.causal or p.window or p.has_segments or p.S % blocks.keys
     done = groups[at] * blocks.full_unroll
     _visit(p, state, tiles, k, 0, groups[at], blocks.full_unroll, None)
-    _visit(p, state, tiles, k, done, groups[at + 1], blocks.cut_unroll, seen if masked else None)
+    _visit(p, state, tiles, k, done, groups[at + 1], blocks.masked_unroll, seen if masked else None)
     pl.when(j == num_k - 1)(lambda: _finish(p, out, lse, state))
 
 
@@ -654,7 +654,7 @@ def executions(kernel, T: int, S: int, heads: int, blocks: Blocks, mask: Mask) -
 def main(T: int = 256, H: int = 64):
     """Compares a causal head in the simulator with the definition."""
     q_BNTH, k_BKSH, v_BKSV = jax.random.normal(jax.random.key(0), (3, 1, 1, T, H), jnp.bfloat16)
-    blocks = Blocks(T, T, queries=128, keys=128, full_unroll=2, cut_unroll=2, ahead=1)
+    blocks = Blocks(T, T, queries=128, keys=128, full_unroll=2, masked_unroll=2, ahead=1)
     out_BNTV, _ = forward(q_BNTH, k_BKSH, v_BKSV, blocks=blocks, interpret=True)
     q, k, v = [x[0, 0].astype(jnp.float32) for x in (q_BNTH, k_BKSH, v_BKSV)]
     expected = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), q @ k.T * H**-0.5, UNSEEN)) @ v

@@ -19,7 +19,7 @@ from flash import Blocks, default_blocks, out_of_range, vmem_bytes
 from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
 from tuned import VMEM_BYTES
 
-SMALL = Blocks(256, 256, 128, 128, full_unroll=2, cut_unroll=2, ahead=1)  # two superblocks from 257 on
+SMALL = Blocks(256, 256, 128, 128, full_unroll=2, masked_unroll=2, ahead=1)  # two superblocks from 257 on
 
 
 def forward(*qkv, blocks=None, interpret=False, **options):
@@ -347,7 +347,7 @@ QUICK = ("causal", "documents")  # of the masks
 def test_the_list_has_every_tile_that_is_seen_once(mask):
     masks = {name: value for name, value in MASKS[mask].items() if name not in ("soft_cap", "scale")}
     B, T, S, num_q, num_k, chunks, places = 2, 330, 330, 3, 2, 4, 3
-    blocks = Blocks(128, 192, queries=32, keys=64, full_unroll=2, cut_unroll=2, ahead=1)
+    blocks = Blocks(128, 192, queries=32, keys=64, full_unroll=2, masked_unroll=2, ahead=1)
 
     @jax.jit
     def lists(q_offset):
@@ -362,8 +362,8 @@ def test_the_list_has_every_tile_that_is_seen_once(mask):
             # Beyond the end nothing is seen. part[c, k] is tile (c, k) of this pair of superblocks:
             part = np.pad(seen[b], ((0, 384 - T), (0, 384 - S)))[i * 128 :][:128, j * 192 :][:, :192]
             part = part.reshape(chunks, 32, places, 64).transpose(0, 2, 1, 3)
-            num_full, num_cut = 2 * groups[2 * at], 2 * groups[2 * at + 1]
-            listed = [((t >> 16) & 0xFFF, t & 0xFFFF) for t in tiles[at, 0, : num_full + num_cut]]
+            num_full, num_masked = 2 * groups[2 * at], 2 * groups[2 * at + 1]
+            listed = [((t >> 16) & 0xFFF, t & 0xFFFF) for t in tiles[at, 0, : num_full + num_masked]]
             assert all(part[tile].all() for tile in listed[:num_full])
             listed = [(c, k) for c, k in listed if c < chunks]
             wanted = {(c, k) for c in range(chunks) for k in range(places) if part[c, k].any()}
