@@ -2,8 +2,8 @@
 
     python benchmarks/one_device.py [any flag of train.py]
 
-The plain version is tests/reference.py with the same optimizer, weights and global batch. Their steps
-alternate in one run, because such machines are noisy. The figure is the median of the ratios, with the quartiles.
+The plain version is reference.py with the same optimizer, weights and global batch. Their steps alternate in one run,
+because such machines are noisy. The figure is the median of the ratios, with the quartiles.
 """
 
 import statistics
@@ -11,20 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from functools import partial
 
 import jax
 import numpy as np
 import optax
-import reference
 
 import command
 import data
 import flags as flags_lib
 import placement
 import processes
+import reference
 import rules
 import sharding
 import train

@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import reference
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,6 +29,7 @@ import checkpoint
 import data
 import parameters
 import placement
+import reference
 import rules
 import sharding
 import train

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from jax.sharding import PartitionSpec as P
 from support import SMALL, equations, on_tensor_mesh, trace
 
 import decoder
+import reference
 from config import Config
 
 

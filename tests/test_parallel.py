@@ -7,9 +7,9 @@ import itertools
 import jax
 import numpy as np
 import pytest
-import reference
 from support import MIXTURES, SMALL, check_gradients, check_steps, first_state, init, laid_out, make_batch, on_mesh
 
+import reference
 import train
 from config import Config
 

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,6 +24,7 @@ import data
 import evaluation
 import parameters
 import placement
+import reference
 import sampling
 import sharding
 import train

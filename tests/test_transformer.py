@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-import reference
 from jax.ad_checkpoint import checkpoint_name as named
 from support import equations, matmul_flops
 
 import anatomy
 import config as config_lib
 import parameters
+import reference
 import train
 from config import ACTIVATIONS, REMAT_POLICIES, Config
 from data import Batch
