@@ -480,10 +480,8 @@ def check_terminated(scene: Scene, ended: End) -> None:
 
 
 def interrupted_twice(scene: Scene) -> None:
-    """Ctrl-C twice in a step: ends at once, without a word; started again.
-
-    The second comes when the first is answered, for two signals that wait are one; the run then stands still for it.
-    """
+    """Ctrl-C twice in a step: ends at once, without a word; started again."""
+    # The second comes when the first is answered, for two signals that wait are one; the run stands still for it.
     run = start(scene, at=("log.Log.finish_step", scene.random.randint(2, 11), 0, signal.SIGSTOP, 20))
     wait_for_stop(run)
     there = steps_in(scene.checkpoints)

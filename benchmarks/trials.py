@@ -30,8 +30,8 @@ FLAGS |= dict(mesh="fsdp:2", steps=12, save_every=3, keep_checkpoints=100, log_e
 FLAGS |= dict(eval_every=0, eval_batches=2, sample=0)
 UNSAVED = dict(checkpoint_dir=None, save_every=None, keep_checkpoints=None)
 SAVED = (3, 6, 9, 12)  # steps
-LIMIT_S = 100  # for a run to end; it takes 3 s on a quiet machine
-REFUSED_S = 40  # for a run to end that is refused before it begins
+LIMIT_S = 400  # for a run to end; it takes 3 s on a quiet machine, and over 100 on two cores with a load of 20
+REFUSED_S = 160  # for a run to end that is refused before it begins
 FAILED = (1, 2)  # statuses of runs that failed or were refused, with a sentence (command.py)
 CHANGES = "os.mkdir os.rename os.remove os.rmdir os.link shutil.rmtree".split()  # of the file system: sys.audit's names
 
