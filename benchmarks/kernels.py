@@ -262,8 +262,8 @@ def by_column(call: Callable[..., Call], columns: Sequence[str] = COLUMNS, **opt
     return {column: (call(column, **options),) for column in columns}
 
 
-def both(one: dict, other: dict) -> dict[str, tuple[Call, ...]]:
-    return {column: one[column] + other[column] for column in one}
+def both(first: dict, second: dict) -> dict[str, tuple[Call, ...]]:
+    return {column: first[column] + second[column] for column in first}
 
 
 def rows() -> list[Row]:

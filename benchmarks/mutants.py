@@ -186,9 +186,9 @@ def known() -> dict[str, dict[str, str | None]]:
     return json.loads(FOUND.read_text()) if FOUND.exists() else {}
 
 
-def store(name: str, found: dict[str, str | None]) -> None:
+def store(name: str, results: dict[str, str | None]) -> None:
     """Stores a result beside those that other parts have stored meanwhile."""
-    everything = dict(sorted((known() | {name: found}).items()))
+    everything = dict(sorted((known() | {name: results}).items()))
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in everything.items())
     with outputs.replacing(FOUND) as file:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")
@@ -202,9 +202,9 @@ def run(rows: list[Mutant], quick_only: bool) -> None:
             module_rows = [mutant for mutant in rows if mutant.module == module]
             check(module_rows, copy, quick_only)
             for mutant in module_rows:
-                found = evaluate(mutant, copy, quick_only)
-                store(mutant.name, found)
-                by = found["quick"] or found.get("all")
+                results = evaluate(mutant, copy, quick_only)
+                store(mutant.name, results)
+                by = results["quick"] or results.get("all")
                 print(f"{mutant.name:24}{f'found by {by}' if by else 'alive'}: {_line(mutant.new)}", flush=True)
 
 
@@ -212,32 +212,32 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:100]
 
 
-def counts(rows: list[Mutant], found: dict, by: str = "module") -> Iterator[tuple[str, int, int, int, int]]:
+def counts(rows: list[Mutant], results: dict, by: str = "module") -> Iterator[tuple[str, int, int, int, int]]:
     """Yields (module or kind, planted, found by the quick selection, found, without a result), and the sums."""
     names = [kind for kind in KINDS if by == "kind"] or sorted({mutant.module for mutant in rows})
     for name in [*names, "all"]:
         group = [mutant for mutant in rows if name in ("all", getattr(mutant, by))]
-        results = [found.get(mutant.name, {}) for mutant in group]
-        by_quick, by_all = (sum(bool(result.get(key)) for result in results) for key in ("quick", "all"))
-        yield name, len(group), by_quick, by_all, sum("all" not in result for result in results)
+        group_results = [results.get(mutant.name, {}) for mutant in group]
+        by_quick, by_all = (sum(bool(result.get(key)) for result in group_results) for key in ("quick", "all"))
+        yield name, len(group), by_quick, by_all, sum("all" not in result for result in group_results)
 
 
-def table(rows: list[Mutant], found: dict, by: str = "module") -> str:
+def table(rows: list[Mutant], results: dict, by: str = "module") -> str:
     """Markdown with the numbers of mutants found, by module or kind, and a list of those alive."""
     lines = [f"| {by} | planted | found by the quick selection | found | alive |", "|---|---|---|---|---|"]
-    for name, planted, by_quick, by_all, unknown in counts(rows, found, by):
+    for name, planted, by_quick, by_all, unknown in counts(rows, results, by):
         shares = " | ".join(f"{number}, {number / planted:.0%}" if planted else "" for number in (by_quick, by_all))
         alive = f"{planted - by_all - unknown or ''}{f' ({unknown} not run)' if unknown else ''}"
         lines.append(f"| {name} | {planted} | {shares} | {alive} |")
-    alive = [mutant for mutant in rows if found.get(mutant.name, {}).get("all", "not run") is None]
+    alive = [mutant for mutant in rows if results.get(mutant.name, {}).get("all", "not run") is None]
     lines += [""] * bool(alive)
     lines += [f"- alive: {m.module}.py, `{_line(m.new)}` in place of `{_line(m.old)}`" for m in alive]
     return "\n".join(lines)
 
 
-def holds(rows: list[Mutant], found: dict) -> bool:
+def holds(rows: list[Mutant], results: dict) -> bool:
     """Whether all rows have a result, and at least the shares LEAST of them were found."""
-    *_, (_, planted, by_quick, by_all, unknown) = counts(rows, found)
+    *_, (_, planted, by_quick, by_all, unknown) = counts(rows, results)
     return not unknown and by_quick >= LEAST["quick"] * planted and by_all >= LEAST["all"] * planted
 
 
@@ -272,15 +272,15 @@ def main() -> None:
             run([mutant for mutant in rows if args.again or not has_one(mutant)], args.quick)
         except RuntimeError as error:
             sys.exit(f"mutants.py: {error}")
-    found = known()
+    results = known()
     if args.json:
         results_by_name = {
-            m.name: {"module": m.module, "kind": m.kind, "new": m.new} | found.get(m.name, {}) for m in rows
+            m.name: {"module": m.module, "kind": m.kind, "new": m.new} | results.get(m.name, {}) for m in rows
         }
         print(json.dumps(results_by_name))
     else:
-        print(table(rows, found, args.by))
-    sys.exit(0 if holds(rows, found) else 1)
+        print(table(rows, results, args.by))
+    sys.exit(0 if holds(rows, results) else 1)
 
 
 if __name__ == "__main__":

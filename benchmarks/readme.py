@@ -133,11 +133,11 @@ def recipes() -> str:
 
 
 def better_recipes() -> str:
-    kept, better = [], False
+    shown, better = [], False
     for _, line in timed_lines("recipes.py", "--better"):
         better = ": better: " in line or (better and line.startswith(" "))  # indented lines belong to the recipe above
-        kept += [line] * better
-    return "```\n" + "\n".join(kept) + "\n```"
+        shown += [line] * better
+    return "```\n" + "\n".join(shown) + "\n```"
 
 
 def what_if() -> str:

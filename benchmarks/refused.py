@@ -160,8 +160,8 @@ def ways_out(flags: str, sentence: str) -> list[str]:
         changed = [name(flag) for flag in way.split()]
         ways.append(shlex.join([*(flag for flag in shlex.split(flags) if name(flag) not in changed), *way.split()]))
     if near := re.match(r"(\w+)=\d+ must be a multiple of .*; nearest (?:is|are) (\d+)(?: and (\d+))?", sentence):
-        kept = [flag for flag in shlex.split(flags) if name(flag) != near[1]]
-        ways += [shlex.join([*kept, f"--{near[1]}={value}"]) for value in filter(None, near.groups()[1:])]
+        others = [flag for flag in shlex.split(flags) if name(flag) != near[1]]
+        ways += [shlex.join([*others, f"--{near[1]}={value}"]) for value in filter(None, near.groups()[1:])]
     if left := re.search(r"leave (\w+) at its default", sentence):
         ways.append(shlex.join(flag for flag in shlex.split(flags) if name(flag) != left[1]))
     return ways

@@ -1,4 +1,4 @@
-"""What several test files use: small models, comparisons with the reference, jaxpr walkers, compiled programs, runs.
+"""Shared helpers of the tests: small models, comparisons with the reference, jaxpr walkers, compiled programs, runs.
 
 Test files import from here and never from each other.
 """
@@ -254,7 +254,7 @@ def collectives(config: Config, mesh_axis: str) -> list[tuple[str, str, tuple]]:
 TPU = dict(batch=8, seq_len=512, vocab_size=2048, num_layers=4, model_dim=512, ff_dim=1024, num_heads=4) | dict(
     num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full", mesh="fsdp:8"
 )
-# Collectives by the TensorCores compile in a third of the time: for tests that do not ask who runs them.
+# With collectives on the TensorCores a step compiles in a third of the time, where a test does not ask for the engine.
 ON_TENSOR_CORES = {
     f"xla_tpu_enable_sparse_core_collective_offload_{name}": "false"
     for name in ("all_gather", "reduce_scatter", "all_reduce")

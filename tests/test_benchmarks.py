@@ -34,36 +34,36 @@ PERMUTES, SPARSECORES = "collective-permute on the TensorCore's DMA", " on the S
 @pytest.mark.parametrize("case", ["all-gather", "reduce-scatter"])
 def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
     chips = benchmark.places(topology)
-    found = {name: benchmark.read(benchmark.compiled(case, name, topology), chips) for name in ALGORITHMS}
-    assert found["xla"]["messages"] == {f"{case}{SPARSECORES}": 1}
+    results = {name: benchmark.read(benchmark.compiled(case, name, topology), chips) for name in ALGORITHMS}
+    assert results["xla"]["messages"] == {f"{case}{SPARSECORES}": 1}
     for name in RINGS:
-        assert found[name]["messages"] == {PERMUTES: 3}
+        assert results[name]["messages"] == {PERMUTES: 3}
     # On 4x4x4 both devices of a chip send to the same other one; on 2x2x1 one of them does.
     shard_s = 8192 * 4096 * 2 / 4 / LINK * (2 if topology == "tpu7x:4x4x4" else 1)
     for name, hops in zip(RINGS, (3, 2), strict=True):
         # Copies of shards into the result are all that can hide messages.
-        least_s = hops * shard_s - found[name]["tensorcore_s"]
-        assert 0.999 * least_s < found[name]["exposed_s"] < 1.001 * hops * shard_s
-        assert found[name]["tensorcore_s"] < 0.25 * hops * shard_s
-        assert found[name]["exposed_s"] + found[name]["tensorcore_s"] == pytest.approx(found[name]["total_s"])
+        least_s = hops * shard_s - results[name]["tensorcore_s"]
+        assert 0.999 * least_s < results[name]["exposed_s"] < 1.001 * hops * shard_s
+        assert results[name]["tensorcore_s"] < 0.25 * hops * shard_s
+        assert results[name]["exposed_s"] + results[name]["tensorcore_s"] == pytest.approx(results[name]["total_s"])
     # Two rings, each with half: both ways round on 4x4x4, over one link on 2x2x1.
-    assert found["xla"]["exposed_s"] == pytest.approx((1.5 if topology == "tpu7x:4x4x4" else 3) * shard_s)
+    assert results["xla"]["exposed_s"] == pytest.approx((1.5 if topology == "tpu7x:4x4x4" else 3) * shard_s)
 
 
 @pytest.mark.slow
 def test_collective_matmuls_multiply_while_their_messages_travel():
     """Forward and backward are two gathers and two scatters. Of the rings' bytes at least half are hidden."""
-    found = {}
+    results = {}
     for name in ALGORITHMS:
         program = benchmark.compiled("MLP forward and backward", name, "tpu7x:2x2x1")
-        found[name] = benchmark.read(program, benchmark.places("tpu7x:2x2x1"))
-    assert set(found["xla"]["messages"]) == {f"all-gather{SPARSECORES}", f"reduce-scatter{SPARSECORES}"}
+        results[name] = benchmark.read(program, benchmark.places("tpu7x:2x2x1"))
+    assert set(results["xla"]["messages"]) == {f"all-gather{SPARSECORES}", f"reduce-scatter{SPARSECORES}"}
     block_s = 8192 * 1024 * 2 / LINK
     for name, hops in zip(RINGS, (3, 2), strict=True):
-        assert found[name]["messages"] == {PERMUTES: 12}
-        assert found[name]["exposed"] < 12
-        assert found[name]["exposed_s"] < 0.5 * 4 * hops * block_s
-    assert found["ring_bidirectional"]["exposed_s"] < 0.75 * found["xla"]["exposed_s"]
+        assert results[name]["messages"] == {PERMUTES: 12}
+        assert results[name]["exposed"] < 12
+        assert results[name]["exposed_s"] < 0.5 * 4 * hops * block_s
+    assert results["ring_bidirectional"]["exposed_s"] < 0.75 * results["xla"]["exposed_s"]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_gradient_in_parts_of_any_size_is_summed_by_the_sparsecores(dim):
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
     uses = [jax.ShapeDtypeStruct((4, 1024, m), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for m in (104, 1024)]
 
-    def found(scatter) -> set:
+    def engines(scatter) -> set:
         layer = lambda _, xs: (None, scatter(jnp.einsum("bd,bf->df" if dim == 0 else "bd,bf->fd", *xs)))
         layers = lambda x, dy: jax.lax.scan(layer, None, (x, dy))[1]
         out = P(None, "x") if dim == 0 else P(None, None, "x")
@@ -83,8 +83,8 @@ def test_a_gradient_in_parts_of_any_size_is_summed_by_the_sparsecores(dim):
         return {(m.engine, m.synchronous) for m in breakdown.collectives if m.kind == "reduce-scatter"}
 
     plain = lambda dw: jax.lax.psum_scatter(dw, "x", scatter_dimension=dim, tiled=True)
-    assert found(plain) == {("TensorCore", True)}
-    assert found(lambda dw: rings.reduce_scatter(dw, "x", dim=dim, algorithm="xla")) == {("SparseCore", False)}
+    assert engines(plain) == {("TensorCore", True)}
+    assert engines(lambda dw: rings.reduce_scatter(dw, "x", dim=dim, algorithm="xla")) == {("SparseCore", False)}
 
 
 @pytest.mark.slow
@@ -164,25 +164,25 @@ def work(seconds: float) -> str:
     ],
 )
 def test_a_schedule_is_walked_on_a_clock(lines, exposed, exposed_s, total_s):
-    found = benchmark.read(program(*lines))
-    assert found["exposed"] == exposed
-    assert (found["exposed_s"], found["total_s"]) == pytest.approx((exposed_s, total_s))
-    assert found["tensorcore_s"] == pytest.approx(total_s - exposed_s)
+    result = benchmark.read(program(*lines))
+    assert result["exposed"] == exposed
+    assert (result["exposed_s"], result["total_s"]) == pytest.approx((exposed_s, total_s))
+    assert result["tensorcore_s"] == pytest.approx(total_s - exposed_s)
 
 
 def test_a_collective_on_the_sparsecores_takes_its_rings_at_once():
     call, end = "%ag = bf16[8,45]{1,0} call-start(%p), to_apply=%called", "%agd = bf16[8,45]{1,0} call-done(%ag)"
-    found = benchmark.read(program(call + ', async_execution_thread="sparsecore"', end))
-    assert found["messages"] == {f"all-gather{SPARSECORES}": 1}
-    assert found["exposed_s"] == pytest.approx(8 * 45 * 2 * 3 / 4 / LINK)  # two rings, and two groups on each chip
+    result = benchmark.read(program(call + ', async_execution_thread="sparsecore"', end))
+    assert result["messages"] == {f"all-gather{SPARSECORES}": 1}
+    assert result["exposed_s"] == pytest.approx(8 * 45 * 2 * 3 / 4 / LINK)  # two rings, and two groups on each chip
     assert benchmark.read(program(call, end))["messages"] == {"all-gather on the TensorCore's DMA": 1}
 
 
 def test_a_collective_that_is_not_asynchronous_is_named_so():
     alone = "%r = bf16[8,45]{1,0} all-reduce(%p), replica_groups={{0,2,4,6}}, to_apply=%called"
-    found = benchmark.read(program(alone))
-    assert found["messages"] == {"all-reduce on the TensorCore, which waits": 1}
-    assert found["exposed_s"] == found["total_s"] == pytest.approx(2 * 8 * 45 * 2 * 3 / 4 / LINK)
+    result = benchmark.read(program(alone))
+    assert result["messages"] == {"all-reduce on the TensorCore, which waits": 1}
+    assert result["exposed_s"] == result["total_s"] == pytest.approx(2 * 8 * 45 * 2 * 3 / 4 / LINK)
 
 
 def test_what_is_not_understood_is_an_error():
@@ -302,9 +302,9 @@ def test_a_lead_over_tokamax_needs_tokamax():
 def test_what_fails_is_a_cell_and_not_the_end():
     row = row_of("forward, head")
     refused = lambda call: Report(call.builder, call.options, "VMEM: too much", (), 1.0)
-    found = kernels.evaluate(row, refused, ["tokamax"])
-    assert kernels.line_of(found) == "| forward, head | 80,000 | failed | failed | not installed | - |"
-    assert "VMEM: too much" in found.figures["ironwood"]
+    result = kernels.evaluate(row, refused, ["tokamax"])
+    assert kernels.line_of(result) == "| forward, head | 80,000 | failed | failed | not installed | - |"
+    assert "VMEM: too much" in result.figures["ironwood"]
 
 
 def test_the_table_without_tokamax(monkeypatch, capsys):
@@ -336,10 +336,10 @@ def test_work_is_of_the_ideal_with_what_is_computed_in_vain():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense 8192^3, bf16, of the MXU limit", "forward, head"])
 def test_a_row_compiled(name):
-    found = kernels.evaluate(row_of(name), kernels.compiler(), absent=["tokamax"])
-    assert found.met, found.figures
+    result = kernels.evaluate(row_of(name), kernels.compiler(), absent=["tokamax"])
+    assert result.met, result.figures
     if name == "forward, head":
-        assert 1.5 < found.figures["jax"] / found.figures["ironwood"] < 2.5
+        assert 1.5 < result.figures["jax"] / result.figures["ironwood"] < 2.5
 
 
 @pytest.mark.slow
@@ -349,23 +349,23 @@ def test_scaling_has_a_row_for_each_slice_that_can_train(capsys, monkeypatch):
         "sys.argv", ["scaling.py", "--models=llama3.1-8b,llama3.1-405b", "--slices=2x2x1,8x8x16", "--json"]
     )
     scaling.main()
-    found = json.loads(capsys.readouterr().out)
-    assert [(row["model"], row["chips"]) for row in found if row["kind"] == "weak"] == [
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["chips"]) for row in rows if row["kind"] == "weak"] == [
         ("llama3.1-8b", 4),
         ("llama3.1-8b", 1024),
         ("llama3.1-405b", 1024),
     ]
-    small, large = (row for row in found if row["kind"] == "strong" and row["model"] == "llama3.1-8b")
+    small, large = (row for row in rows if row["kind"] == "strong" and row["model"] == "llama3.1-8b")
     assert small["batch"] == large["batch"] == 2048 and small["efficiency"] == 1
     assert large["efficiency"] == pytest.approx(large["mfu"] / small["mfu"])
     assert large["efficiency"] == pytest.approx(small["step_s"] * 4 / (large["step_s"] * 1024))
-    columns = scaling.table(found).splitlines()
-    assert len(columns) == 2 + len(found) and len({line.count("|") for line in columns}) == 1
+    columns = scaling.table(rows).splitlines()
+    assert len(columns) == 2 + len(rows) and len({line.count("|") for line in columns}) == 1
 
 
 def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(capsys, monkeypatch):
     """Where the host's memory is too small for a program, the compiler does not say how much HBM it needs."""
-    found = {
+    known = {
         ("full", 8192): dict(fits=True, peak_hbm_bytes=2**33, host_bytes=0),
         ("none", 131_072): dict(fits=False, memory="hbm", used_bytes=2**37),
         ("qkv_proj_offloaded", 8192): dict(fits=True, peak_hbm_bytes=2**33, host_bytes=2**34),
@@ -373,7 +373,7 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
     }
     other = dict(fits=True, peak_hbm_bytes=2**30, host_bytes=0)
     of = lambda expected: (expected.run.config.remat, expected.run.config.seq_len)
-    monkeypatch.setattr(memory.results, "load_or_compile", lambda expected: found.get(of(expected), other))
+    monkeypatch.setattr(memory.results, "load_or_compile", lambda expected: known.get(of(expected), other))
     memory.main(["8b"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in lines} == {head.count("|")}

@@ -25,8 +25,8 @@ def test_its_table_is_the_one_of_today(name):
 
 def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
     """A row with a compiler's flag has no predicted step, and a run that does not fit has only its memory."""
-    kept = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
-    monkeypatch.setattr(results, "load", lambda _: kept)
+    stored = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
+    monkeypatch.setattr(results, "load", lambda _: stored)
     rows = cases.table("vmem").splitlines()[4:]
     assert all(row.endswith("| 2.000 s | 50.0% | 25.0% | 2.0 |") for row in rows)
     assert [row.count("|  |  |  |  |") for row in rows] == [1, 0, 1, 1]
@@ -35,9 +35,9 @@ def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
 
 def test_what_is_missing_is_asked_for_if_told(monkeypatch):
     asked = []
-    monkeypatch.setattr(results, "load_or_compile", lambda its: asked.append(its) or dict(fits=False))
+    monkeypatch.setattr(results, "load_or_compile", lambda prediction: asked.append(prediction) or dict(fits=False))
     assert cases.table("cores", compile_missing=True).endswith("| refused |  |  |  |")
-    assert [its.run.config.core_axis for its in asked] == ["", "fsdp", ""]
+    assert [prediction.run.config.core_axis for prediction in asked] == ["", "fsdp", ""]
 
 
 def test_a_case_that_is_none(capsys):
@@ -55,7 +55,9 @@ def test_the_gains_of_8_bits_are_those_of_the_recipes():
             kind = "128k" if "128k" in name else "dense" if model.startswith(("llama", "gemma")) else "experts"
             predicted.setdefault(kind, []).append(bf16["step_s"] / fp8["step_s"])
             compiled_ones.setdefault(kind, []).append(bf16["compiled"]["step_s"] / fp8["compiled"]["step_s"])
-    of = lambda found: {kind: " to ".join(f"{x:.2f}" for x in sorted({min(xs), max(xs)})) for kind, xs in found.items()}
+    ranges = lambda gains: {
+        kind: " to ".join(f"{x:.2f}" for x in sorted({min(xs), max(xs)})) for kind, xs in gains.items()
+    }
     text = "| {dense} dense at 8k, {128k} at 128k, {experts} experts, predicted; "
     text += "{0[dense]}, {0[128k]} and {0[experts]} compiled |"
-    assert text.format(of(compiled_ones), **of(predicted)) in PAGES
+    assert text.format(ranges(compiled_ones), **ranges(predicted)) in PAGES

@@ -11,9 +11,9 @@ from benchmarks import cliffs
 @pytest.mark.parametrize("sweep", cliffs.SWEEPS, ids=lambda sweep: f"{sweep.name} {sweep.sizes[1]}")
 def test_a_size_above_its_neighbours_says_why(sweep):
     """A sweep without a cliff has no reason."""
-    found = cliffs.ratios(sweep)
-    above = any(ratio is None or ratio > 1.3 for ratio in found.values())
-    assert above == bool(sweep.why), found
+    costs = cliffs.ratios(sweep)
+    above = any(ratio is None or ratio > 1.3 for ratio in costs.values())
+    assert above == bool(sweep.why), costs
 
 
 def test_a_length_whose_chunks_must_divide_it_would_be_seen(monkeypatch):

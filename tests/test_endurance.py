@@ -18,9 +18,9 @@ def stored() -> dict:
 def test_the_table_compares_ways_of_the_same_model(tmp_path):
     held_out = {"plain": (2.0, 1.0), "everything": (2.02, 1.01), "faults": (2.0, 1.05)}
     for way, losses in held_out.items():
-        one = dict(model="tiny", way=way, steps=40, losses=[2.0] * 20 + [None] + [1.0] * 19, skipped=0, done_again=0)
-        one |= dict(held_out=dict(zip(("20", "40"), losses, strict=True)))
-        (tmp_path / f"tiny-{way}-40.json").write_text(json.dumps(one))
+        run = dict(model="tiny", way=way, steps=40, losses=[2.0] * 20 + [None] + [1.0] * 19, skipped=0, done_again=0)
+        run |= dict(held_out=dict(zip(("20", "40"), losses, strict=True)))
+        (tmp_path / f"tiny-{way}-40.json").write_text(json.dumps(run))
     runs = endurance.stored_runs(tmp_path, 40)
     assert [*runs] == [("tiny", way) for way in endurance.WAYS] and endurance.stored_runs(tmp_path, 41) == {}
     assert endurance.table(runs).splitlines()[2:] == [
@@ -36,10 +36,10 @@ def test_the_table_compares_ways_of_the_same_model(tmp_path):
 def test_faults_leave_their_traces_and_no_harm(tmp_path, capfd):
     """The faults are a kill, a batch that is not finite, one of random tokens, and a full disk at a checkpoint."""
     endurance.run("tiny", "faults", 20, tmp_path)
-    (one,) = endurance.stored_runs(tmp_path, 20).values()
-    assert one["skipped"] == 1 and len(one["losses"]) == 20 and one["done_again"] > 0
-    assert one["losses"].index(None) == 6 and one["losses"][10] > 1.2 * one["losses"][9]  # not finite; random tokens
-    assert one["held_out"]["20"] < 3.0
+    (run,) = endurance.stored_runs(tmp_path, 20).values()
+    assert run["skipped"] == 1 and len(run["losses"]) == 20 and run["done_again"] > 0
+    assert run["losses"].index(None) == 6 and run["losses"][10] > 1.2 * run["losses"][9]  # not finite; random tokens
+    assert run["held_out"]["20"] < 3.0
     said = capfd.readouterr().out
     assert "resumed" in said and "File too large" in said
 
@@ -48,9 +48,9 @@ def test_everything_follows_plain_for_a_thousand_steps():
     """Held-out losses stay within endurance.BAND of the plain run's."""
     runs = stored()
     assert {*runs} == {(model, way) for model in endurance.MODELS for way in endurance.WAYS}
-    for (model, way), one in runs.items():
-        assert len(one["losses"]) == 1000 and one["losses"].count(None) == one["skipped"] == (way == "faults")
-        assert endurance.distance(one, runs[model, "plain"]) <= endurance.BAND
+    for (model, way), run in runs.items():
+        assert len(run["losses"]) == 1000 and run["losses"].count(None) == run["skipped"] == (way == "faults")
+        assert endurance.distance(run, runs[model, "plain"]) <= endurance.BAND
 
 
 def test_the_table_that_is_shown_is_of_the_runs_that_are_kept():

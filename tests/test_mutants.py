@@ -104,19 +104,19 @@ def test_a_test_that_is_not_there_is_refused():
 
 def test_what_is_found_is_counted_and_held_to_the_shares():
     rows = [mutant(str(number)) for number in range(20)]
-    found = {row.name: {"quick": "a" if n < 15 else None, "all": "a"} for n, row in enumerate(rows)}
-    assert mutants.table(rows, found).splitlines()[2:] == [
+    results = {row.name: {"quick": "a" if n < 15 else None, "all": "a"} for n, row in enumerate(rows)}
+    assert mutants.table(rows, results).splitlines()[2:] == [
         "| adder | 20 | 15, 75% | 20, 100% |  |",
         "| all | 20 | 15, 75% | 20, 100% |  |",
     ]
     alive = {"quick": None, "all": None}
-    by_kind = mutants.table(rows, found | {rows[-1].name: alive}, by="kind").splitlines()
+    by_kind = mutants.table(rows, results | {rows[-1].name: alive}, by="kind").splitlines()
     assert by_kind[2:4] == ["| numbers | 20 | 15, 75% | 19, 95% | 1 |", "| collective | 0 |  |  |  |"]
     assert by_kind[-2:] == ["", "- alive: adder.py, `19` in place of `a + b`"]
-    assert mutants.holds(rows, found | {rows[-1].name: alive})
-    assert not mutants.holds(rows, found | {rows[-1].name: alive, rows[-2].name: alive})  # 90% of all
-    assert not mutants.holds(rows, found | {rows[0].name: {"quick": None, "all": "a"}})  # 70% by the quick ones
-    assert not mutants.holds(rows, found | {rows[0].name: {"quick": None}})  # one is not run
+    assert mutants.holds(rows, results | {rows[-1].name: alive})
+    assert not mutants.holds(rows, results | {rows[-1].name: alive, rows[-2].name: alive})  # 90% of all
+    assert not mutants.holds(rows, results | {rows[0].name: {"quick": None, "all": "a"}})  # 70% by the quick ones
+    assert not mutants.holds(rows, results | {rows[0].name: {"quick": None}})  # one is not run
     assert mutants.table(rows, {}).splitlines()[-1] == "| all | 20 | 0, 0% | 0, 0% |  (20 not run) |"
 
 

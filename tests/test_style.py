@@ -1,4 +1,4 @@
-"""What the code promises of itself: names that are shapes, public JAX only, and modules that stand on lower floors."""
+"""Rules of the code: names are shapes, only public JAX is used, and modules import from lower floors alone."""
 
 import ast
 import subprocess
@@ -53,7 +53,7 @@ def dims_of_weights() -> dict[str, str]:
 
 
 def dims_of(node: ast.expr, parameters: dict[str, str]) -> str | None:
-    """What an operand says of its shape: x_btD says btD, w.w_q what its annotation says, other expressions nothing."""
+    """The dims that an operand names: btD for x_btD, the annotation's for w.w_q, None for other expressions."""
     if isinstance(node, ast.Attribute) and node.attr in parameters:
         return parameters[node.attr]
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
@@ -227,7 +227,7 @@ def other_tests(source: str) -> list[str]:
 
 
 def wrong_floors(module: str, source: str) -> list[str]:
-    """Modules that are imported and do not stand on a lower floor, and the Config in a leaf."""
+    """Imported modules that are not on a lower floor, and the Config in a leaf."""
     names = [name.removeprefix("predicted.").removeprefix("compiled.") for name in imported(source)]
     ours = {name.partition(".")[0] for name in names} & set().union(*FLOORS)
     floor = next(number for number, modules in enumerate(FLOORS) if module in modules)
@@ -242,7 +242,7 @@ def test_public_jax_only(path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*/*.py")), ids=name_of)
 def test_nothing_imports_from_a_test_file(path):
-    """What tests share is in tests/support.py and benchmarks/."""
+    """Helpers that tests share are in tests/support.py and benchmarks/."""
     assert other_tests(path.read_text()) == []
 
 
