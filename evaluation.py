@@ -26,7 +26,7 @@ def make_eval_step(config: Config, mesh: Mesh):
     config = dataclasses.replace(config, z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
 
     def per_device(params, batch, amax):
-        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+        weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
         scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
         parts = config.microbatches if lax.axis_size("pipe") == 1 else 1  # a pipeline cuts them itself
         one = lambda _, microbatch: (None, model.loss_fn(weights, microbatch, config, scaling)[0])

@@ -52,7 +52,7 @@ def loss_fn(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This device's shares of the loss and of the metrics: their sums over all mesh axes but `tensor` are the values.
 
-    Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.whole_over_data` makes the `params`. A
+    Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.gather_over_data` makes the `params`. A
     dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
     A pipeline runs the batch in `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
     """
@@ -238,16 +238,16 @@ def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, conf
         first=lambda params, inputs: embed_tokens(params, inputs[0], config),
         stage=jax.checkpoint(stage, prevent_cse=False) if config.remat_stage else stage,
         last=lambda params, x, inputs: last(params, x, inputs[0], config),
-        schedule=pipeline.schedule_of(config.pipeline_schedule, stages, microbatches, rounds),
+        schedule=pipeline.make_schedule(config.pipeline_schedule, stages, microbatches, rounds),
     )
-    return functions, pipeline.rounds_of(params.layers, rounds), dataclasses.replace(params, layers=None), inputs
+    return functions, pipeline.to_rounds(params.layers, rounds), dataclasses.replace(params, layers=None), inputs
 
 
 def pipelined_loss_and_grads(params: Params, batch: "data.Batch", config: Config):
     """(`loss_fn`, its gradients) of a pipeline. Gradients of weights outside the layers are this stage's shares."""
     arguments = pipelined(params, batch, loss_and_metrics, config.microbatches, config)
     shares, dlayers_R, grads = pipeline.loss_and_grads(*arguments)
-    return shares, dataclasses.replace(grads, layers=pipeline.in_order(dlayers_R, config.pipeline_rounds))
+    return shares, dataclasses.replace(grads, layers=pipeline.from_rounds(dlayers_R, config.pipeline_rounds))
 
 
 def split(batch: "data.Batch", microbatches: int) -> "data.Batch":

@@ -59,7 +59,7 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
     specs, ways = parameters.param_specs(config), mesh.shape["context"]
 
     def per_device(params, prompt_bT, length, key, amax):
-        weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+        weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
         scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
         T = prompt_bT.shape[1]
         mine_t = jnp.asarray(parameters.position_order(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]

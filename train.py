@@ -145,7 +145,7 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
     specs = parameters.param_specs(config)
     num_targets = lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
     batch = batch._replace(loss_weights=batch.loss_weights / num_targets)  # so that sums of losses are their mean
-    weights = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
+    weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
 
     def loss_fn(trained, batch, key):
         weights, amax = trained

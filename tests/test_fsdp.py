@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism moves and keeps: read off the jaxpr, and off the program that TPU7x would run."""
+"""What fully sharded data parallelism moves and stores: read off the jaxpr, and off programs compiled for TPU7x."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def gathers_of(shape, eqns) -> int:
 
 
 def layer_loops_of(config: Config):
-    """The loops over the layers, as (scan equation, body)."""
+    """Yields the loops over the layers, as (scan equation, body)."""
     for eqn in equations(trace(config)):
         if eqn.primitive.name == "scan":
             body = eqn.params["jaxpr"].jaxpr
@@ -41,29 +41,29 @@ def layer_loops_of(config: Config):
 
 
 def weights_gathered(body):
-    """What a loop's body gathers over fsdp."""
+    """Returns the variables that a loop's body gathers over fsdp."""
     gathers = (eqn for eqn in body.eqns if eqn.primitive.name == "all_gather")
     return {eqn.outvars[0] for eqn in gathers if "fsdp" in eqn.params["axis_name"]}
 
 
 @pytest.mark.parametrize("prefetch, double_buffer", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_at_most_two_layers_are_whole(remat, prefetch, double_buffer):
-    """Each loop gathers each layer once and carries at most one; none is stacked up for the backward pass."""
+def test_at_most_two_layers_are_gathered(remat, prefetch, double_buffer):
+    """Each loop gathers each layer once and carries at most one; none is stacked for the backward pass."""
     config = Config(
         **SMALL | dict(num_layers=4), mesh="fsdp:8", prefetch=prefetch, remat=remat, double_buffer=double_buffer
     )
     size = 2 if double_buffer else 1  # layers in an iteration
-    whole = (config.model_dim, config.ff_dim)  # w_gate and w_up, once gathered
+    gathered = (config.model_dim, config.ff_dim)  # w_gate and w_up
     loops = list(layer_loops_of(config))
     assert len(loops) == 2  # forward and backward
     for loop, body in loops:
         assert loop.params["length"] == 4 / size
-        assert gathers_of(whole, list(equations(body))) == 2 * size  # w_gate, w_up
+        assert gathers_of(gathered, list(equations(body))) == 2 * size  # w_gate, w_up
         after, in_body = [[var.aval.shape for var in jaxpr.outvars] for jaxpr in (loop, body)]
         carried = [shape for shape, inner in zip(after, in_body, strict=True) if shape == inner]
-        assert carried.count(whole) == (2 if prefetch else 0)
-        assert (loop.params["length"], *whole) not in after
+        assert carried.count(gathered) == (2 if prefetch else 0)
+        assert (loop.params["length"], *gathered) not in after
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_at_most_two_layers_are_whole(remat, prefetch, double_buffer):
         dict(fp8="dynamic", fp8_modules="moe"),
     ],
 )
-def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch):
-    """Nor with their dims swapped, which are no weights of fsdp.scan_layers any more."""
+def test_no_gathered_expert_matrices_are_saved_on_a_tpu(option, monkeypatch):
+    """Nor are transposed copies, which would be residuals of their own: `fsdp.scan_layers` drops only its weights."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     config = Config(**SMALL | MIXTURES["mixtral"] | option, mesh="fsdp:8", remat="none", attention="reference")
     matrices = sorted((config.num_layers, config.num_experts, config.expert_dim, config.model_dim))
@@ -88,8 +88,8 @@ def test_no_matrices_of_experts_are_kept_as_a_tpu_takes_them(option, monkeypatch
 
 
 @pytest.mark.slow
-def test_of_a_hundred_layers_two_are_whole():
-    """Compiled for TPU7x 2x2x1, a stack of matmuls: beside shards and stream it needs memory for two layers."""
+def test_two_of_a_hundred_layers_are_gathered_at_once():
+    """Compiled for TPU7x 2x2x1: beside shards and stream, a stack of matmuls needs memory for two layers."""
     layers, D, tokens = 100, 4096, 1024
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -100,13 +100,13 @@ def test_of_a_hundred_layers_two_are_whole():
     args = shape((layers, D, D), P(None, "fsdp")), shape((8 * tokens, D), P("fsdp"))
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"))
     memory = jax.jit(sharded).lower(*args).compile().memory_analysis()
-    whole = 2 * D * D
-    assert memory.argument_size_in_bytes == pytest.approx(layers * whole / 8 + 2 * tokens * D, rel=0.01)
-    assert 2 * whole <= memory.temp_size_in_bytes < 3 * whole
+    layer_bytes = 2 * D * D
+    assert memory.argument_size_in_bytes == pytest.approx(layers * layer_bytes / 8 + 2 * tokens * D, rel=0.01)
+    assert 2 * layer_bytes <= memory.temp_size_in_bytes < 3 * layer_bytes
 
 
 def test_prefetch_gathers_what_this_layer_does_not_need():
-    """No matmul of a layer loop's body takes what the body gathers: it goes into the carry, for the next layer."""
+    """No matmul of a loop's body uses what the body gathers: that goes into the carry, for the next layer."""
     for prefetch in (True, False):
         config = Config(**SMALL, mesh="fsdp:8", prefetch=prefetch)
         for _, body in layer_loops_of(config):
@@ -117,7 +117,7 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
 @pytest.mark.slow
 @pytest.mark.parametrize("double_buffer", [False, True])
 def test_with_double_buffering_no_weights_are_copied(double_buffer):
-    """Compiled for TPU7x 2x2x1, a stack of matmuls: each loop of single layers copies what it has gathered ahead."""
+    """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops copies."""
     layers, D, tokens = 16, 4096, 16_384
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -140,27 +140,27 @@ def test_with_double_buffering_no_weights_are_copied(double_buffer):
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch, double_buffer", [(True, False), (False, False), (True, True)])
 def test_layers_add_up_a_loss_beside_the_stream(prefetch, double_buffer):
-    """The residual carry is a tree; what is added to it in a layer has a gradient, of weights and stream."""
+    """The carry is a tree of the stream and of sums; gradients flow through the sums to weights and stream."""
     w_LDD = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
     x_BD = jax.random.normal(jax.random.key(1), (2, 4))
 
     def layer(w_DD, carry, aux, i):
-        x_BD, told = carry
+        x_BD, sums = carry
         y_BD = jnp.tanh(x_BD @ w_DD) + lax.stop_gradient(aux)
-        told = {"loss": told["loss"] + jnp.sum(y_BD**2), "by_layer": told["by_layer"].at[i].add(jnp.sum(x_BD))}
-        return x_BD + y_BD, told
+        sums = {"loss": sums["loss"] + jnp.sum(y_BD**2), "by_layer": sums["by_layer"].at[i].add(jnp.sum(x_BD))}
+        return x_BD + y_BD, sums
 
     def loss(scan, w_LDD, x_BD):
-        x_BD, told = scan(w_LDD, (x_BD, {"loss": jnp.float32(0), "by_layer": jnp.zeros(3)}))
-        return jnp.sum(x_BD) + told["loss"] + jnp.sum(told["by_layer"] ** 3), told
+        x_BD, sums = scan(w_LDD, (x_BD, {"loss": jnp.float32(0), "by_layer": jnp.zeros(3)}))
+        return jnp.sum(x_BD) + sums["loss"] + jnp.sum(sums["by_layer"] ** 3), sums
 
     def plain(w_LDD, carry):
         for i in range(3):
             carry = layer(w_LDD[i], carry, 0.5, i)
         return carry
 
-    how = dict(prefetch=prefetch, double_buffer=double_buffer)
-    scanned = lambda w, carry: fsdp.scan_layers(layer, lambda w: w, w, carry, jnp.float32(0.5), **how)
+    options = dict(prefetch=prefetch, double_buffer=double_buffer)
+    scanned = lambda w, carry: fsdp.scan_layers(layer, lambda w: w, w, carry, jnp.float32(0.5), **options)
     ours, expected = (
         jax.jit(jax.value_and_grad(partial(loss, scan), argnums=(0, 1), has_aux=True))(w_LDD, x_BD)
         for scan in (scanned, plain)
@@ -170,23 +170,23 @@ def test_layers_add_up_a_loss_beside_the_stream(prefetch, double_buffer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_collective_matmuls_keep_no_layer_for_the_backward_pass(remat):
-    """They keep the activations that they gathered, and of the weights no more than the shards."""
+def test_collective_matmuls_save_no_gathered_weights(remat):
+    """They save the activations that they gathered; of the weights, only the shards."""
     config = Config(**SMALL, mesh="fsdp:4,tensor:2", collective_matmul=True, remat=remat)
-    whole = (config.num_layers, config.model_dim, config.ff_dim // 2)
+    gathered = (config.num_layers, config.model_dim, config.ff_dim // 2)
     loops = list(layer_loops_of(config))
     assert len(loops) == 2
     for loop, _ in loops:
-        assert whole not in [var.aval.shape for var in loop.outvars]
+        assert gathered not in [var.aval.shape for var in loop.outvars]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("collectives", ["ring", "ring_bidirectional"])
 @pytest.mark.parametrize("option", [dict(shard_update=True), dict(shard_update=True, collective_matmul=True), dict()])
 def test_rings_move_all_but_sums_of_rows(collectives, option):
-    """XLA's own collectives are left for scalars and for one number a token; and to say that an all-reduce is one."""
+    """XLA's own collectives are left for scalars, one number a token, and to type an all-reduce's result invariant."""
     config = Config(**SMALL, mesh="data:2,fsdp:2,tensor:2", collectives=collectives, **option)
-    largest = {}  # operand of each primitive that moves something
+    largest = {}  # {primitive: size of the largest operand that it moves}
     for eqn in equations(trace(config)):
         axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         if {"data", "fsdp", "tensor"} & set([axes] if isinstance(axes, str) else axes):
@@ -229,7 +229,7 @@ def test_sharded_update_is_one_scatter_and_one_gather_in_place_of_the_all_reduce
     assert {dtype for name, dtype, _ in sharded if name == "reduce_scatter"} == {"float32"}
 
 
-def test_sharded_update_cuts_the_optimizer_state_by_the_axis():
+def test_sharded_update_divides_the_optimizer_state_by_the_axis():
     def bytes_per_device(shard_update):
         config = Config(**SMALL, mesh="data:4,fsdp:2", shard_update=shard_update)
         mesh, _, _ = on_mesh(config)
@@ -245,7 +245,7 @@ def test_sharded_update_cuts_the_optimizer_state_by_the_axis():
 
 
 def layer_loops(program: str) -> list[str]:
-    """The schedule of each loop that gathers weights: G a gather starts, g it is done; R, r a scatter; M a matmul."""
+    """The schedule of each loop that gathers weights: G starts a gather, g ends it; R, r scatters; M a matmul."""
     computations = {}
     for line in program.splitlines():
         if start := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
@@ -277,9 +277,9 @@ def layer_loops(program: str) -> list[str]:
 
 @pytest.mark.slow
 def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
-    """On the SparseCores: with prefetch every gather is under way during matmuls, and none is waited for before one.
+    """With prefetch every gather runs on the SparseCores during matmuls, and no matmul waits for one.
 
-    That less is computed beside them without it is in test_aot.py (prefetch_hides).
+    test_aot.py (prefetch_hides) tests that less computation runs beside them without prefetch.
     """
     forward, backward = layer_loops(compiled_step(Config(**TPU)).as_text())
     assert re.fullmatch(r"G+M+g+", forward), forward
@@ -289,10 +289,10 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
 
 @pytest.mark.slow
 def test_tpu7x_hides_the_gathers_of_llama_8b():
-    """At 2048 tokens a device, too: all start with the layer before, and its first matmuls wait for none of them.
+    """At 2048 tokens a device, too, all gathers start in the layer before, whose first matmuls wait for none of them.
 
-    The step is that of the README's command for aot.py, which keeps its program in the default cache: the two compile
-    it once.
+    The step is that of the README's command for aot.py, which caches its program in the default place: it is compiled
+    once for both.
     """
     config = from_preset("llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=2048)
     lowered = aot.lower_step(config, "tpu7x:2x2x1")
@@ -316,7 +316,7 @@ def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
 
 @pytest.mark.slow
 def test_tpu7x_initialises_straight_into_the_shards():
-    """The program that makes the state needs little beside the shards that it makes."""
+    """The program that makes the state needs little memory beside its shards."""
     config = Config(**TPU | dict(num_layers=64))
     memory = compiled_step(config, "init").memory_analysis()
     state_bytes = 12 * transformer.num_params(config) / 8  # weights and two moments, in float32

@@ -34,7 +34,7 @@ def rerouted(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
     mesh = sharding.make_mesh(placement.parse_mesh(mesh), jax.devices()[:8])
 
     def per_device(params, h_td):
-        gathered = fsdp.whole_over_data(params, specs, parameters.compute_dtypes(config))
+        gathered = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config))
         layer = jax.tree.map(lambda w: w[0], gathered.layers)
         w_router = fsdp.gather(layer.w_router, P(*specs.layers.w_router[1:]), "fsdp")
         routing = mixture.router(dataclasses.replace(layer, w_router=w_router), h_td, config)[1]
