@@ -1,49 +1,49 @@
-"""Pipeline parallelism: the layers in stages, each on its own devices, and microbatches that pass through them.
+"""Pipeline parallelism: the layers are split into stages on different devices, and microbatches pass through them.
 
 **Idea** (Huang et al. 2019, GPipe, arXiv:1811.06965). P stages hold L/P layers each. A stage takes a microbatch's
-activations from the stage before, computes and passes them on; what travels is one message of [b, t, D] a microbatch,
-which no other parallelism undercuts: `pipe` is the axis for a slow network. The price is the bubble. Of M microbatches
-the last stage sees the first one P-1 turns late, and with the backward pass all others end as much earlier:
+activations from the stage before, computes and passes them on. It sends one message of [b, t, D] a microbatch, less
+than any other parallelism: `pipe` is the axis for a slow network. The price is the bubble. The last stage gets the
+first of M microbatches P-1 ticks late, and ends its backward passes P-1 ticks before the first stage:
 
     idle share   (P-1) / (M + P-1)          circular, v rounds:   (P-1) / (v*M + P-1)
 
 **Circular** (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2: interleaved stages). The layers are
-v*P chunks and stage p has chunks p, P+p, 2P+p, ...: a microbatch goes round v times, and what a stage waits for at
-either end are P-1 turns of a chunk, 1/v of a stage. It sends v times as much, and M must be a multiple of P.
+split into v*P chunks, and stage p has chunks p, P+p, 2P+p, ...: a microbatch goes round the stages v times. The wait at
+either end is P-1 ticks of a chunk, 1/v of a stage. A stage sends v times as much, and M must be a multiple of P.
 
-**Ticks.** Stages run the same program (SPMD) in step: `lax.scan` over ticks. In a tick a stage does one forward pass
-of a chunk, or one backward pass, or both, and `lax.ppermute` hands the results to its neighbours, who use them in the
-next tick. Which microbatch and which round that is follows from the tick and the stage (`Schedule`); the program and
-the timeline that `python pipeline.py` prints come from the same few lines of arithmetic. The ticks are three loops:
+**Ticks.** All stages run the same program (SPMD) in lockstep: a `lax.scan` over ticks. In a tick a stage does one
+forward pass of a chunk, or one backward pass, or both. `lax.ppermute` sends the results to its neighbours, which use
+them in the next tick. Tick and stage determine the microbatch and the round (`Schedule`); the program and the timeline
+that `python pipeline.py` prints come from the same few lines of arithmetic. The ticks are three loops:
 
     forward passes only      forward and backward passes      backward passes only
 
-so that nobody waits for what no stage does in that tick. 1F1B and circular have v*P - 1, v*(M-P) + P and v*P - 1 such
-ticks, GPipe v*M + P-1, none and v*M + P-1: with F and B the times of a chunk both take (v*M + P-1) * (F + B).
+so that nobody waits for work that no stage does in that tick. 1F1B and circular have v*P - 1, v*(M-P) + P and v*P - 1
+such ticks, GPipe v*M + P-1, none and v*M + P-1: with F and B the times of a chunk both take (v*M + P-1) * (F + B).
 
-**Memory.** A forward pass leaves residuals for its backward pass: what `jax.vjp` keeps, less the weights. They wait in
-slots of one buffer, as many as forward passes are under way at once, counted at the first stage, which waits longest:
+**Memory.** A forward pass leaves residuals for its backward pass: what `jax.vjp` saves, less the weights. They wait in
+slots of one buffer, as many as forward passes are in flight at once on the first stage, where they wait longest:
 
     GPipe       M                     differentiating the loop would give the same
     1F1B        min(M, 2P - 1)        (Narayanan et al. 2019, PipeDream, SOSP; 2020, arXiv:2006.09503)
     circular    min(vM, (v+1)P - 1)   chunks, of 1/v of a stage: less than 1F1B, the more rounds
 
-1F1B on devices that run independently of each other keeps P. Here they run in step: a message takes a tick, and from
-stage p to the loss and back it is 2(P-1-p) ticks, so 2(P-1-p) + 1 microbatches are kept. (That is "eager 1F1B", Zhuang
-et al. 2023, arXiv:2211.05322, where it pays for messages that have a whole pass to arrive. So it does here: what a
-stage sends after its forward pass travels while it does its backward pass, and the other way round.) Recomputation is
-the stage function's own: wrapped in `jax.checkpoint` it leaves its input alone.
+1F1B on devices that run independently of each other needs P slots. Here they run in lockstep: a message takes a tick,
+and the way from stage p to the loss and back 2(P-1-p) ticks, so 2(P-1-p) + 1 microbatches are in flight. (That is
+"eager 1F1B", Zhuang et al. 2023, arXiv:2211.05322, where it gives each message the time of a pass to arrive. So it does
+here: what a stage sends after its forward pass travels during its backward pass, and the reverse.) Recomputation is up
+to the stage function: wrapped in `jax.checkpoint`, it saves its input alone.
 
-**The ends.** All devices trace all of the program, so all embed tokens and all compute a loss, the first and the last
-stage with effect: the others' results are put aside, and the gradients of what is put aside are zeros. It takes
-energy, and no time, since the other stages would wait for the last one anyway. With several rounds it is done only in
-the ticks in which a microbatch begins or ends; that depends on the tick alone, so a `lax.cond` on it may hold
-collectives. An idle stage computes too, on zeros or on a microbatch that it has had: numbers, which are put aside.
-The weights of the ends are on every stage.
+**The ends.** All devices run the same program, so all embed tokens and all compute a loss, but only the first stage's
+embeddings and the last stage's loss are used. The other results are discarded, and their gradients are zeros. That
+costs energy, and no time, since the other stages would wait for the last one anyway. With several rounds the ends run
+only in ticks in which a microbatch begins or ends. That depends on the tick alone, so a `lax.cond` on it may contain
+collectives. An idle stage computes, too, on zeros or on an earlier microbatch, and its results are discarded. Every
+stage has the weights of both ends.
 
-**When it wins.** A stage of l layers with F FLOPs a token hides its messages where F / C > D * 2 / W_link: see
-bounds.py. Against FSDP on the same P devices, which gathers 2 * params bytes a microbatch and pass where a pipeline
-sends 2*b*t*D: the message is smaller from b*t*D < params of a stage on. Between slices it is always.
+**Cost.** A stage of l layers with F FLOPs a token hides its messages where F / C > D * 2 / W_link: see
+predicted/bounds.py. FSDP on the same P devices gathers 2 * params bytes a microbatch and pass, where a pipeline sends
+2*b*t*D: the message is smaller where b*t*D < params of a stage. Between slices it always is.
 
 **Left out.** Schedules that split the backward pass in two (zero bubble, arXiv:2401.10241); vocabulary parallelism over
 the stages (arXiv:2411.05288), which would share the ends; stages of unequal numbers of layers.
@@ -53,6 +53,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +64,24 @@ from jax.sharding import PartitionSpec as P
 SCHEDULES = ("gpipe", "1f1b", "circular")
 
 
-# -- who does what when
+# -- the schedule
+
+
+class Pass(NamedTuple):
+    """A stage's pass in a tick, forward or backward: numbers, or traced arrays."""
+
+    number: int  # of the forward pass, in the stage's order
+    microbatch: int
+    round: int
+    busy: bool  # False: the stage has no pass in this tick, and the other fields are those of number 0
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What each stage does in each tick. Ticks and stages may be ints or traced arrays.
 
-    A stage makes rounds * microbatches forward passes in an order of its own, number k of them `stage` ticks after the
-    first stage: groups of P microbatches go round together, so that who comes back to the first stage is next there.
+    A stage makes rounds * microbatches forward passes, number k of them `stage` ticks after the first stage does.
+    Groups of P microbatches go round together, so a microbatch that returns to the first stage is the next one there.
     Backward passes go the other way, number k of them P-1-stage ticks after the last stage, rounds last to first.
     """
 
@@ -97,57 +107,62 @@ class Schedule:
 
     @property
     def first_backward(self) -> int:
+        """The tick of the first backward pass, on the last stage."""
         return self.end_forward if self.name == "gpipe" else self.first_loss
 
     @property
     def num_ticks(self) -> int:
         return self.first_backward + self.passes + self.stages - 1
 
-    def forward_at(self, tick, stage):
-        """(number of the pass, microbatch, round, whether there is one at all); of none, the first one's numbers."""
+    def forward_at(self, tick, stage) -> Pass:
         return self._pass(tick - stage)
 
-    def backward_at(self, tick, stage):
-        """As `forward_at`; the number is that of the forward pass whose residuals are wanted."""
-        number, microbatch, turn, busy = self._pass(tick - self.first_backward - (self.stages - 1 - stage))
-        last_first = self.rounds - 1 - turn
-        return number + (last_first - turn) * self.stages, microbatch, last_first, busy
+    def backward_at(self, tick, stage) -> Pass:
+        """The backward pass, with the number of the forward pass whose residuals it needs."""
+        number, microbatch, mirrored, busy = self._pass(tick - self.first_backward - (self.stages - 1 - stage))
+        last_first = self.rounds - 1 - mirrored
+        return Pass(number + (last_first - mirrored) * self.stages, microbatch, last_first, busy)
 
-    def _pass(self, number):
+    def _pass(self, number) -> Pass:
         busy = (number >= 0) & (number < self.passes)
         number = number * busy
-        group, turn = divmod(number, self.rounds * self.stages)
-        return number, group * self.stages + turn % self.stages, turn // self.stages, busy
+        group, in_group = divmod(number, self.rounds * self.stages)
+        return Pass(number, group * self.stages + in_group % self.stages, in_group // self.stages, busy)
 
-    def does(self, tick: int) -> dict[str, bool]:
-        """What any stage does in a tick; it changes at `first_loss` and at `end_forward`."""
+    def work_at(self, tick: int) -> dict[str, bool]:
+        """Which work any stage does in a tick; it changes only at `first_loss` and at `end_forward`."""
         forwards = tick < self.end_forward
         losses = forwards and tick >= self.first_loss
         return dict(forwards=forwards, losses=losses, backwards=tick >= self.first_backward)
 
     def slots(self) -> list[int]:
-        """Where in the buffer each forward pass leaves its residuals: the first place that is free at that time.
+        """The slot of the buffer in which each forward pass leaves its residuals: the first that is free at that time.
 
-        As the first stage has it. All others keep theirs for a part of that time.
+        Counted on the first stage. The others need theirs for a part of that time.
         """
-        places, free = [0] * self.passes, []
+        slots, free = [0] * self.passes, []
         for tick in range(self.num_ticks):
             number, _, _, busy = self.forward_at(tick, 0)
             if busy:
-                places[number] = free.pop() if free else max(places[:number], default=-1) + 1
+                slots[number] = free.pop() if free else max(slots[:number], default=-1) + 1
             number, _, _, busy = self.backward_at(tick, 0)
             if busy and tick >= self.first_backward:
-                free.append(places[number])
-        return places
+                free.append(slots[number])
+        return slots
 
     @property
     def live(self) -> int:
-        """Forward passes that have residuals in memory at once: the slots of the buffer."""
+        """Slots of the buffer: forward passes that have residuals in memory at once."""
         return max(self.slots()) + 1
 
+    @property
+    def live_losses(self) -> int:
+        """Microbatches whose loss has a gradient that waits for its backward pass, at once."""
+        return self.microbatches if self.first_backward > self.first_loss else 1
 
-def schedule_of(name: str, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
-    """Raises ValueError, with the numbers, for a schedule that there is none of."""
+
+def make_schedule(name: str, stages: int, microbatches: int, rounds: int = 1) -> Schedule:
+    """The schedule of this name. Raises ValueError, with the numbers, for one that does not exist."""
     if name not in SCHEDULES:
         raise ValueError(f"pipeline_schedule={name!r} is not one of {', '.join(SCHEDULES)}")
     if (rounds > 1) != (name == "circular"):
@@ -159,12 +174,12 @@ def schedule_of(name: str, stages: int, microbatches: int, rounds: int = 1) -> S
     return Schedule(name, stages, microbatches, rounds)
 
 
-# -- what runs
+# -- the loops over ticks
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Per-device functions, pure, and when they are called. What passes between stages is x, an array or a tree.
+    """Per-device functions, pure, and their schedule. Stages pass on x, an array or a tree.
 
     `inputs` of a microbatch are any tree, the same on all stages; no gradient flows to it: the functions stop it.
     """
@@ -177,155 +192,192 @@ class Pipeline:
 
 
 def forward(pipeline: Pipeline, layers_R, ends, inputs: Callable):
-    """`last` of every microbatch, stacked: right on the last stage, and to be put aside on the others.
+    """`last` of every microbatch, stacked: right on the last stage, meaningless on the others.
 
     Per-device code, for evaluation and sampling. Arguments as of `loss_and_grads`.
     """
-    of, me = pipeline.schedule, lax.axis_index(pipeline.axis)
+    schedule = pipeline.schedule
+    device = _Device(pipeline, layers_R, ends, inputs, lax.axis_index(pipeline.axis))
 
-    def tick(carry, t, *, finishes):
+    def tick(carry, t, *, with_last):
         message, results_M = carry
-        _, m, turn, _ = of.forward_at(t, me)
-        x = _enter(pipeline, ends, inputs, message, t)
-        y = pipeline.stage(_index(layers_R, turn), x, inputs(m), turn)
-        if finishes:
-            result = _when(_finishes(of, t), lambda: pipeline.last(ends, y, inputs(m)))
-            results_M = _write(results_M, m, result, _is_finished(of, t, me))
-        return (_pass_on(pipeline, y, +1), results_M), None
+        _, m, r, _ = schedule.forward_at(t, device.stage)
+        y = pipeline.stage(_index(layers_R, r), device.input_of(message, t), inputs(m), r)
+        if with_last:
+            result = _when(_last_stage_ends(schedule, t), lambda: pipeline.last(ends, y, inputs(m)))
+            results_M = _write(results_M, m, result, device.ends_microbatch(t))
+        return (_send(pipeline, y, +1), results_M), None
 
-    message = _zeros(_message_shape(pipeline, layers_R, ends, inputs))
+    message = _zeros(device.message_shape())
     result = jax.eval_shape(lambda x: pipeline.last(ends, x, inputs(0)), message)
-    results_M = jax.tree.map(partial(_buffer, me, of.microbatches), result)
-    carry = lax.scan(partial(tick, finishes=False), (message, results_M), jnp.arange(of.first_loss))[0]
-    ticks = jnp.arange(of.first_loss, of.end_forward)
-    return lax.scan(partial(tick, finishes=True), carry, ticks)[0][1]
+    results_M = jax.tree.map(partial(_buffer, device.stage, schedule.microbatches), result)
+    carry = lax.scan(partial(tick, with_last=False), (message, results_M), jnp.arange(schedule.first_loss))[0]
+    ticks = jnp.arange(schedule.first_loss, schedule.end_forward)
+    return lax.scan(partial(tick, with_last=True), carry, ticks)[0][1]
 
 
 def loss_and_grads(pipeline: Pipeline, layers_R, ends, inputs: Callable):
-    """Shares of loss and metrics, and the loss's gradients, summed over the microbatches.
+    """Shares of the loss and metrics, and the loss's gradients, summed over the microbatches.
 
-    Per-device code under `jax.shard_map`, with check_vma=True. Of the loss, the metrics and the gradients of the ends
-    each stage has a share: their sums over the axis are these. The gradients of the layers are whole.
+    Per-device code under `jax.shard_map`, with check_vma=True. Each stage returns a share of the loss, the metrics and
+    the gradients of the ends: sum these over the axis. The gradients of the layers are complete.
 
     Args:
-      layers_R: this stage's layers, a tree of arrays with a leading dim of rounds: see `rounds_of`. As `ends`, they
+      layers_R: this stage's layers, a tree of arrays with a leading dim of rounds: see `to_rounds`. As `ends`, they
         vary over the axis.
       ends: tree of weights of `first` and `last`.
       inputs: number of a microbatch -> its inputs.
 
     Returns: (loss, metrics), gradients of layers_R, gradients of ends, in float32.
     """
-    of, me = pipeline.schedule, lax.axis_index(pipeline.axis)
-    slots = jnp.array(of.slots())
-    num_dys = of.microbatches if of.first_backward > of.first_loss else 1  # gradients of the loss that wait
-
-    def forward_pass(message, t):
-        _, m, turn, _ = of.forward_at(t, me)
-        x = _enter(pipeline, ends, inputs, message, t)
-        run = lambda layers, x, inputs: pipeline.stage(layers, x, inputs, turn)
-        y, backward = jax.vjp(run, _index(layers_R, turn), x, inputs(m))
-        # Layers and inputs are there when the backward pass comes, and would fill a slot each. How to take residuals
-        # out of a vjp: JAX's "First-class VJPs", https://docs.jax.dev/en/latest/301/vjp-objects.html
-        backward.args_res[0] = backward.args_res[2] = None
-        return y, backward
-
-    def loss_of(y, t):
-        _, m, _, _ = of.forward_at(t, me)
-        counts = _is_finished(of, t, me)
-
-        def with_gradients():
-            loss, backward, metrics = jax.vjp(lambda w, x: pipeline.last(w, x, inputs(m)), ends, y, has_aux=True)
-            dends, dy = backward(jnp.where(counts, jnp.ones_like(loss), 0))
-            return jax.tree.map(lambda a: jnp.where(counts, a, 0), (loss, metrics)), dends, dy
-
-        return _when(_finishes(of, t), with_gradients)
-
-    def backward_pass(backward, dy, t):
-        _, m, turn, busy = of.backward_at(t, me)
-        dy = jax.tree.map(lambda a: jnp.where(busy, a, 0), dy)
-        backward.args_res[0], backward.args_res[2] = _index(layers_R, turn), inputs(m)
-        dlayers, dx, _ = backward(dy)
-        embedded = (me == 0) & (turn == 0)
-        dembedded = jax.tree.map(lambda a: jnp.where(embedded, a, 0), dx)
-        begins = of.rounds == 1 or of.backward_at(t, 0)[2] == 0
-        dends = _when(begins, lambda: jax.vjp(lambda w: pipeline.first(w, inputs(m)), ends)[1](dembedded)[0])
-        return dlayers, dends, dx
+    schedule = pipeline.schedule
+    device = _Device(pipeline, layers_R, ends, inputs, lax.axis_index(pipeline.axis))
+    slots = jnp.array(schedule.slots())
+    carry, vjp_tree = _first_carry(device)
 
     def tick(carry, t, *, forwards, losses, backwards):
-        message, dx, buffers, dys, (shares, dlayers_R, dends) = carry
+        message, dx, residuals, dys, (shares, dlayers_R, dends) = carry
+        fwd, bwd = schedule.forward_at(t, device.stage), schedule.backward_at(t, device.stage)
         if backwards:
-            dmessage = _pass_on(pipeline, dx, -1)  # while the forward pass runs
+            dmessage = _send(pipeline, dx, -1)  # travels during the forward pass
         if forwards:
-            y, backward = forward_pass(message, t)
-            message = _pass_on(pipeline, y, +1)  # while the backward pass runs
-            number, m, _, busy = of.forward_at(t, me)
-            buffers = _write(buffers, slots[number], jax.tree.leaves(backward), busy)
+            y, vjp = device.forward_pass(message, t)
+            message = _send(pipeline, y, +1)  # travels during the backward pass
+            residuals = _write(residuals, slots[fwd.number], jax.tree.leaves(vjp), fwd.busy)
         if losses:
-            more, dends_last, dy = loss_of(y, t)
+            more, dends_last, dy = device.loss_pass(y, t)
             shares, dends = _add(shares, more), _add(dends, dends_last)
-            dys = _write(dys, m % num_dys, dy, True)
+            dys = _write(dys, fwd.microbatch % schedule.live_losses, dy, True)
         if backwards:
-            number, m, turn, _ = of.backward_at(t, me)
-            ended = (me == of.stages - 1) & (turn == of.rounds - 1)
-            dy = jax.tree.map(partial(jnp.where, ended), _index(dys, m % num_dys), dmessage)
-            residuals = jax.tree.unflatten(kept, _index(buffers, slots[number]))
-            dlayers, dends_first, dx = backward_pass(residuals, dy, t)
-            dlayers_R = _write(dlayers_R, turn, _add(_index(dlayers_R, turn), dlayers), True)
-            dends = _add(dends, dends_first)
-        return (message, dx, buffers, dys, (shares, dlayers_R, dends)), None
+            at_loss = (device.stage == schedule.stages - 1) & (bwd.round == schedule.rounds - 1)
+            dy = _index(dys, bwd.microbatch % schedule.live_losses)
+            dy = jax.tree.map(partial(jnp.where, at_loss), dy, dmessage)
+            vjp = jax.tree.unflatten(vjp_tree, _index(residuals, slots[bwd.number]))
+            dlayers, dends_first, dx = device.backward_pass(vjp, dy, t)
+            dlayers = _add(_index(dlayers_R, bwd.round), dlayers)
+            dlayers_R, dends = _write(dlayers_R, bwd.round, dlayers, True), _add(dends, dends_first)
+        return _Carry(message, dx, residuals, dys, (shares, dlayers_R, dends)), None
 
-    message = _zeros(_message_shape(pipeline, layers_R, ends, inputs))
-    y, backward = jax.eval_shape(forward_pass, message, 0)
-    residuals, kept = jax.tree.flatten(backward)
-    shares, _, dy = jax.eval_shape(loss_of, message, 0)
-    dx = jax.eval_shape(lambda dy: backward_pass(_zeros(backward), dy, 0)[2], message)
+    first_loss, end_forward = schedule.first_loss, schedule.end_forward
+    for begin, end in [(0, first_loss), (first_loss, end_forward), (end_forward, schedule.num_ticks)]:
+        carry = lax.scan(partial(tick, **schedule.work_at(begin)), carry, jnp.arange(begin, end))[0]
+    return carry.totals
+
+
+class _Carry(NamedTuple):
+    """What a stage carries from tick to tick."""
+
+    message: Any  # from the stage before: the input of the next forward pass
+    dx: Any  # of the last backward pass, not sent yet
+    residuals: list[jax.Array]  # buffers of `schedule.live` slots
+    dys: Any  # gradients of the loss by the last stage's outputs: buffers of `schedule.live_losses` places
+    totals: tuple  # shares of loss and metrics, gradients of layers_R, gradients of ends
+
+
+def _first_carry(device: "_Device"):
+    """Returns the carry before the first tick, all zeros, and the tree structure of a VJP, whose leaves it buffers.
+
+    The structure contains a jaxpr, which each loop traces anew, so it cannot be part of the carry.
+    """
+    schedule = device.pipeline.schedule
+    message = _zeros(device.message_shape())
+    _, vjp = jax.eval_shape(device.forward_pass, message, 0)
+    shares, _, dy = jax.eval_shape(device.loss_pass, message, 0)
+    dx = jax.eval_shape(lambda dy: device.backward_pass(_zeros(vjp), dy, 0)[2], message)
+    residuals, vjp_tree = jax.tree.flatten(vjp)
+    buffers = lambda size, shapes: jax.tree.map(partial(_buffer, device.stage, size), shapes)
     in_float32 = lambda tree: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), tree)
-    totals = (_zeros(shares), in_float32(layers_R), in_float32(ends))
-    buffers = [_buffer(me, of.live, leaf) for leaf in residuals]
-    carry = (message, _zeros(dx), buffers, jax.tree.map(partial(_buffer, me, num_dys), dy), totals)
-    for begin, end in [(0, of.first_loss), (of.first_loss, of.end_forward), (of.end_forward, of.num_ticks)]:
-        what = of.does(begin)
-        carry = lax.scan(partial(tick, **what), carry, jnp.arange(begin, end))[0]
-    return carry[-1]
+    totals = (_zeros(shares), in_float32(device.layers_R), in_float32(device.ends))
+    carry = _Carry(message, _zeros(dx), buffers(schedule.live, residuals), buffers(schedule.live_losses, dy), totals)
+    return carry, vjp_tree
 
 
-def _enter(pipeline, ends, inputs, message, t):
-    """The input of a forward pass: what the stage before sent; on the first stage, in the first round, embedded."""
-    of, me = pipeline.schedule, lax.axis_index(pipeline.axis)
-    _, m, turn, _ = of.forward_at(t, me)
-    begins = of.rounds == 1 or of.forward_at(t, 0)[2] == 0
-    embedded = _when(begins, lambda: pipeline.first(ends, inputs(m)))
-    return jax.tree.map(partial(jnp.where, (me == 0) & (turn == 0)), embedded, message)
+# -- what a stage computes in a tick
 
 
-def _message_shape(pipeline, layers_R, ends, inputs):
-    def message():
-        embedded = pipeline.first(ends, inputs(0))
-        return _pass_on(pipeline, pipeline.stage(_index(layers_R, 0), embedded, inputs(0), 0), +1)
+@dataclass(frozen=True)
+class _Device:
+    """One device's stage and the arguments of `loss_and_grads`; the methods are its passes in tick t."""
 
-    return jax.eval_shape(message)
+    pipeline: Pipeline
+    layers_R: Any
+    ends: Any
+    inputs: Callable
+    stage: jax.Array  # its number: the device's index along the axis
+
+    def forward_pass(self, message, t):
+        """Returns the output of this tick's forward pass, and its VJP without layers and inputs."""
+        at = self.pipeline.schedule.forward_at(t, self.stage)
+        run = lambda layers, x, inputs: self.pipeline.stage(layers, x, inputs, at.round)
+        y, vjp = jax.vjp(run, _index(self.layers_R, at.round), self.input_of(message, t), self.inputs(at.microbatch))
+        # The backward pass has the layers and the inputs; as residuals they would fill a slot each. For removing
+        # residuals from a vjp see JAX's "First-class VJPs", https://docs.jax.dev/en/latest/301/vjp-objects.html
+        vjp.args_res[0] = vjp.args_res[2] = None
+        return y, vjp
+
+    def loss_pass(self, y, t):
+        """Returns (loss, metrics), gradients of the ends, gradient of y: zeros but where a microbatch ends."""
+        schedule, counts = self.pipeline.schedule, self.ends_microbatch(t)
+        m = schedule.forward_at(t, self.stage).microbatch
+
+        def with_gradients():
+            last = lambda ends, x: self.pipeline.last(ends, x, self.inputs(m))
+            loss, vjp, metrics = jax.vjp(last, self.ends, y, has_aux=True)
+            dends, dy = vjp(jnp.where(counts, jnp.ones_like(loss), 0))
+            return jax.tree.map(lambda a: jnp.where(counts, a, 0), (loss, metrics)), dends, dy
+
+        return _when(_last_stage_ends(schedule, t), with_gradients)
+
+    def backward_pass(self, vjp, dy, t):
+        """Returns the gradients of the round's layers, of the ends as the first stage uses them, and of the input."""
+        schedule, first = self.pipeline.schedule, self.pipeline.first
+        _, m, r, busy = schedule.backward_at(t, self.stage)
+        dy = jax.tree.map(lambda a: jnp.where(busy, a, 0), dy)
+        vjp.args_res[0], vjp.args_res[2] = _index(self.layers_R, r), self.inputs(m)
+        dlayers, dx, _ = vjp(dy)
+        embedded = (self.stage == 0) & (r == 0)
+        dembedded = jax.tree.map(lambda a: jnp.where(embedded, a, 0), dx)
+        begins = schedule.rounds == 1 or schedule.backward_at(t, 0).round == 0
+        dends = _when(begins, lambda: jax.vjp(lambda ends: first(ends, self.inputs(m)), self.ends)[1](dembedded)[0])
+        return dlayers, dends, dx
+
+    def input_of(self, message, t):
+        """The input of a forward pass: what the stage before sent; in the first stage's first round, the embeddings."""
+        schedule = self.pipeline.schedule
+        at = schedule.forward_at(t, self.stage)
+        begins = schedule.rounds == 1 or schedule.forward_at(t, 0).round == 0
+        embedded = _when(begins, lambda: self.pipeline.first(self.ends, self.inputs(at.microbatch)))
+        return jax.tree.map(partial(jnp.where, (self.stage == 0) & (at.round == 0)), embedded, message)
+
+    def ends_microbatch(self, t):
+        """Whether this tick's forward pass is the last one of a microbatch."""
+        schedule = self.pipeline.schedule
+        at = schedule.forward_at(t, self.stage)
+        return at.busy & (self.stage == schedule.stages - 1) & (at.round == schedule.rounds - 1)
+
+    def message_shape(self):
+        def message():
+            embedded = self.pipeline.first(self.ends, self.inputs(0))
+            y = self.pipeline.stage(_index(self.layers_R, 0), embedded, self.inputs(0), 0)
+            return _send(self.pipeline, y, +1)
+
+        return jax.eval_shape(message)
 
 
-def _finishes(of: Schedule, t):
+def _last_stage_ends(schedule: Schedule, t):
     """Whether the last stage ends a microbatch in a tick of the loop in which it computes losses."""
-    return of.rounds == 1 or of.forward_at(t, of.stages - 1)[2] == of.rounds - 1
-
-
-def _is_finished(of: Schedule, t, me):
-    """Whether what this device has made is the end of a microbatch."""
-    _, _, turn, busy = of.forward_at(t, me)
-    return busy & (me == of.stages - 1) & (turn == of.rounds - 1)
+    return schedule.rounds == 1 or schedule.forward_at(t, schedule.stages - 1).round == schedule.rounds - 1
 
 
 def _when(condition, compute: Callable):
-    """compute(), or zeros like it in the ticks in which nobody wants it; the condition is alike on all devices."""
+    """compute(), or zeros like it where the condition is false; the condition must be the same on all devices."""
     if condition is True:
         return compute()
     return lax.cond(condition, compute, lambda: _zeros(jax.eval_shape(compute)))
 
 
-def _pass_on(pipeline: Pipeline, x, direction: int):
-    """To the next stage (+1) or the previous one (-1); round the ring where there are rounds."""
+def _send(pipeline: Pipeline, x, direction: int):
+    """Sends x to the next stage (+1) or the previous one (-1), around the ring if there are several rounds."""
     n = pipeline.schedule.stages
     pairs = [(i, (i + direction) % n) for i in range(n) if pipeline.schedule.rounds > 1 or 0 <= i + direction < n]
     return lax.ppermute(x, pipeline.axis, pairs)
@@ -335,9 +387,9 @@ def _zeros(shapes):
     return jax.tree.map(jnp.zeros_like, shapes)
 
 
-def _buffer(me, size: int, shape) -> jax.Array:
+def _buffer(stage, size: int, shape) -> jax.Array:
     zeros = jnp.zeros_like(shape)
-    zeros = jnp.where(me == 0, zeros, zeros)  # a type only: each stage has its own
+    zeros = jnp.where(stage == 0, zeros, zeros)  # makes the type vary: each stage has its own values
     return jnp.broadcast_to(zeros, (size, *zeros.shape))
 
 
@@ -346,7 +398,7 @@ def _index(tree, i):
 
 
 def _write(tree, i, values, valid):
-    """values into place i of each array, where valid."""
+    """Writes values to index i of each array, where valid."""
 
     def write(a, value):
         value = value if valid is True else jnp.where(valid, value, _index(a, i))
@@ -356,94 +408,98 @@ def _write(tree, i, values, valid):
 
 
 def _add(total, more):
-    # XLA:TPU tries to move a reduce-scatter whose results are added up out of the loop, and fails (an internal check).
+    # XLA:TPU tries to move a reduce-scatter whose results are accumulated out of the loop, and fails an internal check.
     return jax.tree.map(jnp.add, total, lax.optimization_barrier(more))
 
 
 # -- which layers a stage runs
 
 
-def rounds_of(layers, rounds: int, axis: str = "pipe"):
+def to_rounds(layers, rounds: int, axis: str = "pipe"):
     """The layers that this stage runs, by round: [rounds, layers of a chunk, ...].
 
-    Per-device code. Arrays with a leading dim of layers are cut over the axis in order, whatever the schedule: stage p
-    has the p-th of P parts. That is what one round wants. For several, each stage sends all but one or two of its
-    chunks to their stages, once a step: 1/M of what FSDP gathers, and less by the ways in which that cuts a layer.
+    Per-device code. Arrays with a leading dim of layers are sharded over the axis in order, whatever the schedule:
+    stage p stores the p-th of P shards. One round runs these. For several, each stage sends all but one or two of its
+    chunks to the stages that run them, once a step: 1/M of what FSDP gathers, and of that one shard.
 
     Args:
-      layers: tree of this stage's part of the arrays.
+      layers: tree of this stage's shards of the arrays.
     """
     chunks = jax.tree.map(lambda a: a.reshape(rounds, -1, *a.shape[1:]), layers)
-    return chunks if rounds == 1 else _exchange(chunks, _moves(lax.axis_size(axis), rounds), axis)
+    return chunks if rounds == 1 else _exchange(chunks, _exchanges(lax.axis_size(axis), rounds), axis)
 
 
-def in_order(layers_R, rounds: int, axis: str = "pipe"):
-    """The way back of `rounds_of`, for the gradients."""
+def from_rounds(layers_R, rounds: int, axis: str = "pipe"):
+    """The inverse of `to_rounds`, for the gradients."""
     if rounds > 1:
-        back = [[(there, here) for here, there in turn] for turn in _moves(lax.axis_size(axis), rounds)]
-        layers_R = _exchange(layers_R, back, axis)
+        exchanges = _exchanges(lax.axis_size(axis), rounds)
+        inverse = [[(target, source) for source, target in moves] for moves in exchanges]
+        layers_R = _exchange(layers_R, inverse, axis)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), layers_R)
 
 
-def _moves(stages: int, rounds: int) -> list[list[tuple[tuple[int, int], tuple[int, int]]]]:
-    """((stage, place) now, (stage, round) then) of every chunk, in turns: in each, a stage sends and receives one.
+def _exchanges(stages: int, rounds: int) -> list[list[tuple[tuple[int, int], tuple[int, int]]]]:
+    """Exchanges of chunks, in each of which a stage sends one and receives one.
 
-    Chunk c lies on stage c // rounds and runs on stage c % stages. A stage's chunks are `rounds` in a row, so they take
-    all turns. Those that it receives are `stages` apart and repeat modulo `rounds` after `lcm`: then the turn shifts.
+    An exchange is a list of moves: (stage, place) where a chunk is stored, (stage, round) where it runs. Chunk c is
+    stored on stage c // rounds and runs on stage c % stages. A stage stores `rounds` consecutive chunks, so modulo
+    `rounds` each is in another exchange. It receives every `stages`-th chunk; these repeat modulo `rounds` after `lcm`
+    chunks, so from there on the exchange is shifted by one.
     """
     lcm = math.lcm(stages, rounds)
-    turns = [[] for _ in range(rounds)]
+    exchanges = [[] for _ in range(rounds)]
     for c in range(stages * rounds):
-        turns[(c + c // lcm) % rounds].append((divmod(c, rounds), divmod(c, stages)[::-1]))
-    return turns
+        exchanges[(c + c // lcm) % rounds].append((divmod(c, rounds), divmod(c, stages)[::-1]))
+    return exchanges
 
 
-def _exchange(chunks, turns, axis: str):
-    me, received = lax.axis_index(axis), chunks
-    for turn in turns:
-        sent_from = jnp.array([place for (_, place), _ in sorted(turn)])[me]
-        goes_to = jnp.array([place for _, (_, place) in sorted(turn, key=lambda move: move[1])])[me]
-        piece = lax.ppermute(_index(chunks, sent_from), axis, [(here, there) for (here, _), (there, _) in turn])
-        received = _write(received, goes_to, piece, True)
+def _exchange(chunks, exchanges, axis: str):
+    stage, received = lax.axis_index(axis), chunks
+    for moves in exchanges:
+        sent_from = jnp.array([place for (_, place), _ in sorted(moves)])[stage]
+        goes_to = jnp.array([place for _, (_, place) in sorted(moves, key=lambda move: move[1])])[stage]
+        pairs = [(source, target) for (source, _), (target, _) in moves]
+        received = _write(received, goes_to, lax.ppermute(_index(chunks, sent_from), axis, pairs), True)
     return received
 
 
-# -- what it looks like
+# -- a demonstration
 
 
-def idle_share(of: Schedule, forward_s: float = 1.0, backward_s: float = 2.0) -> float:
-    """Share of the time in which a stage has nothing to do: counted, a tick being as long as what any stage does in it.
+def idle_share(schedule: Schedule, forward_s: float = 1.0, backward_s: float = 2.0) -> float:
+    """Share of the time in which a stage is idle, counted; a tick lasts as long as all that any stage does in it.
 
     Raises ValueError if stages do not all do the same work.
     """
-    total, working = 0.0, [0.0] * of.stages
-    for tick in range(of.num_ticks):
-        does = of.does(tick)
-        total += forward_s * does["forwards"] + backward_s * does["backwards"]
-        for stage in range(of.stages):
-            working[stage] += forward_s * of.forward_at(tick, stage)[-1] + backward_s * of.backward_at(tick, stage)[-1]
+    total, working = 0.0, [0.0] * schedule.stages
+    for tick in range(schedule.num_ticks):
+        work = schedule.work_at(tick)
+        total += forward_s * work["forwards"] + backward_s * work["backwards"]
+        for stage in range(schedule.stages):
+            forward, backward = schedule.forward_at(tick, stage), schedule.backward_at(tick, stage)
+            working[stage] += forward_s * forward.busy + backward_s * backward.busy
     if len(set(working)) > 1:
         raise ValueError(f"stages do not all do the same work: {working} s")
     return 1 - working[0] / total
 
 
-def timeline(of: Schedule, width: int = 2) -> str:
-    """A line a stage; a forward pass is the microbatch's digit `width` times, a backward pass its letter twice that."""
+def timeline(schedule: Schedule, width: int = 2) -> str:
+    """A line per stage: a forward pass is its microbatch's digit `width` times, a backward pass a letter twice that."""
     lines = []
-    for stage in range(of.stages):
+    for stage in range(schedule.stages):
         line = ""
-        for tick in range(of.num_ticks):
-            does = of.does(tick)
-            _, m, _, busy = of.forward_at(tick, stage)
-            line += ("0123456789"[m % 10] if busy else ".") * width * does["forwards"]
-            _, m, _, busy = of.backward_at(tick, stage)
-            line += ("abcdefghij"[m % 10] if busy else ".") * width * 2 * does["backwards"]
+        for tick in range(schedule.num_ticks):
+            work = schedule.work_at(tick)
+            _, m, _, busy = schedule.forward_at(tick, stage)
+            line += ("0123456789"[m % 10] if busy else ".") * width * work["forwards"]
+            _, m, _, busy = schedule.backward_at(tick, stage)
+            line += ("abcdefghij"[m % 10] if busy else ".") * width * 2 * work["backwards"]
         lines.append(f"stage {stage}  {line}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Timelines, and a small network whose gradients are compared with those of one device."""
+    """Prints timelines, and compares the gradients of a small network with those of one device."""
     L, D, stages, microbatches = 8, 32, 4, 8
     keys = jax.random.split(jax.random.key(0), 3)
     layers_LDD = 0.2 * jax.random.normal(keys[0], (L, D, D))
@@ -452,7 +508,7 @@ def main() -> None:
     mesh = jax.make_mesh((stages,), ("pipe",), axis_types=(AxisType.Auto,))
 
     first = lambda ends, inputs: inputs @ ends["in"]
-    run = lambda layers, x, inputs, turn: lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers)[0]
+    run = lambda layers, x, inputs, r: lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers)[0]
     last = lambda ends, x, inputs: (jnp.mean((x @ ends["out"] - jnp.sum(inputs, -1)) ** 2), {})
 
     def plain(layers, ends):
@@ -463,23 +519,24 @@ def main() -> None:
         "forward passes are digits, backward passes letters, twice as long; a character is the same time everywhere\n"
     )
     for name, rounds in (("gpipe", 1), ("1f1b", 1), ("circular", 2)):
-        of = schedule_of(name, stages, microbatches, rounds)
+        schedule = make_schedule(name, stages, microbatches, rounds)
 
-        def per_device(layers, ends, x_MbD, of=of):
+        def per_device(layers, ends, x_MbD, schedule=schedule):
             ends, x_MbD = lax.pcast((ends, x_MbD), "pipe", to="varying")
-            layers_R = rounds_of(layers, of.rounds)
-            pipeline = Pipeline(first, run, last, of)
+            layers_R = to_rounds(layers, schedule.rounds)
+            pipeline = Pipeline(first, run, last, schedule)
             _, dlayers_R, dends = loss_and_grads(pipeline, layers_R, ends, lambda m: lax.stop_gradient(x_MbD[m]))
-            return in_order(dlayers_R, of.rounds), lax.psum(dends, "pipe")
+            return from_rounds(dlayers_R, schedule.rounds), lax.psum(dends, "pipe")
 
         sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(P("pipe"), P(), P()), out_specs=(P("pipe"), P()))
         grads = jax.jit(sharded)(layers_LDD, ends, x_MbD)
         off = jax.tree.map(lambda a, b: jnp.linalg.norm(a - b) / jnp.linalg.norm(b), grads, expected)
         print(f"{name}, {stages} stages, {microbatches} microbatches, rounds: {rounds}")
-        print(timeline(of, 2 // rounds))
+        print(timeline(schedule, 2 // rounds))
+        predicted = (stages - 1) / (schedule.passes + stages - 1)
         print(
-            f"idle {idle_share(of):.1%}, counted; (P-1)/(vM+P-1) = {(stages - 1) / (of.passes + stages - 1):.1%}. "
-            f"Residuals of {of.live} passes at once, each 1/{rounds} of a stage\n"
+            f"idle {idle_share(schedule):.1%}, counted; (P-1)/(vM+P-1) = {predicted:.1%}. "
+            f"Residuals of {schedule.live} passes at once, each 1/{rounds} of a stage\n"
             f"gradients differ from one device's by {max(jax.tree.leaves(off)):.0e}, relative, measured\n"
         )
 

@@ -101,7 +101,7 @@ def test_exercise_9_27_or_16():
     need = lambda rounds: next(m for m in range(4, 100) if bounds.bubble(4, m, rounds) <= 0.1)
     assert (need(1), need(2)) == (27, 14)
     assert math.ceil(need(2) / 4) * 4 == 16  # of several rounds the stages take turns: a multiple of their number
-    assert pipeline.idle_share(pipeline.schedule_of("1f1b", 4, 27)) == pytest.approx(0.1)
+    assert pipeline.idle_share(pipeline.make_schedule("1f1b", 4, 27)) == pytest.approx(0.1)
 
 
 def test_exercise_10_512_rows_and_that_is_enough():
