@@ -1,20 +1,21 @@
-"""From text on disk to `batch(step)`: a pure function of the corpus, the seed and the step.
+"""Data: from text on disk to the batch of a step, a pure function of the corpus, the seed and the step.
 
     python data.py prepare PATH... --out corpus.bin     turn text files and folders into a token file
-    python data.py show [corpus.bin]                    what is in it, and one packed sequence
+    python data.py show [corpus.bin]                    print its size, and one packed sequence
 
-**Corpus.** Without a file, the text is the source of Python's own standard library, which every machine that runs this
-has: its bytes are the tokens. Byte 255, which no UTF-8 text holds, stands before every document. One document in
-twenty, chosen by a hash of its name, is held out for evaluation. Where these are not about a twentieth of the text, as
-of a few files or of one that outweighs the others, it is the last twentieth of every document.
+**Corpus.** Without a file, the text is the source of Python's standard library, which every machine that runs this has:
+its bytes are the tokens. Byte 255, which no UTF-8 text contains, precedes every document. One document in twenty,
+chosen by a hash of its name, is held out for evaluation. If these are not about a twentieth of the text, because there
+are few files or one outweighs the others, the last twentieth of every document is held out instead.
 
-**Packing.** The documents stand one after the other in a stream; a sequence is T tokens of it and its targets are the
-same tokens one further on. Each document in a sequence has its own segment id (attention does not cross it) and its
-positions start at 0. A document that a sequence cuts off goes on in another, without what came before.
+**Packing.** The documents follow each other in a stream. A sequence is T tokens of it, and its targets are the same
+tokens shifted by one. Each document in a sequence has its own segment id (attention does not cross it), and its
+positions start at 0. A document that reaches beyond its sequence continues in another one, without the earlier context.
 
-**Order.** Sequence number n of the run (step * batch + row) is sequence perm(n mod size) of the corpus, with another
-permutation each epoch: a Feistel network (Luby & Rackoff 1988), so that nothing is shuffled in memory and any step can
-be had at once. Neither the mesh nor the number of processes enters, and a resumed run needs nothing but its step.
+**Order.** Sequence number n of the run (step * batch + row) is sequence perm(n mod size) of the corpus, with a
+different permutation each epoch. The permutation is a Feistel network (Luby & Rackoff 1988), so nothing is shuffled in
+memory, and the batch of any step can be computed directly. It depends neither on the mesh nor on the number of
+processes, and a resumed run needs only its step.
 
 **Token file.** A 64-byte header, the tokens (training part, then held-out part), and a table with the CRC-32 of every
 64 KiB of them, a uint32 each. All numbers are little-endian.
@@ -30,10 +31,10 @@ be had at once. Neither the mesh nor the number of processes enters, and a resum
            52   8 bytes   zero
            60   uint32    CRC-32 of bytes 0 to 59
 
-**Checks.** Header and table are read when the file is opened, and their hash is the identity that a checkpoint
-remembers: it takes no pass over the tokens. A block is verified each time it is read, so a file that is overwritten or
-cut off in the middle of a run ends the run with a sentence. Blocks are read, not mapped: a mapped file that is cut off
-kills the process. The price is a read of whole blocks, and a CRC at 3 GB/s.
+**Checks.** Header and table are read when the file is opened. Their hash is the identity that a checkpoint records,
+without a pass over the tokens. A block is verified each time it is read, so a file that is overwritten or truncated
+during a run ends the run with a message. Blocks are read, not mapped: a mapped file that is truncated kills the
+process. The price is a read of full blocks, and a CRC at 3 GB/s.
 """
 
 import hashlib
@@ -61,7 +62,7 @@ HELD_OUT_ONE_IN = 20
 _HEADER = struct.Struct("<8sIIQQQQI8xI")
 _HEADER_BYTES = 64
 _VERSION = 2
-_BLOCK_BYTES = 1 << 16  # what has a CRC of its own
+_BLOCK_BYTES = 1 << 16  # each block has its own CRC
 _MAX_VOCAB_SIZE = 1 << 31  # tokens of a batch are int32
 
 
@@ -84,7 +85,7 @@ class Corpus:
     held_out: "np.ndarray | Stream"
     vocab_size: int
     separator: int
-    identity: str = ""  # tells it from any corpus of another content, wherever it is stored
+    identity: str = ""  # a hash of the content, whatever the path
 
     def check(self, seq_len: int, vocab_size: int) -> None:
         """Raises ValueError where a model of this vocabulary and sequence length cannot train on it."""
@@ -106,14 +107,14 @@ class Corpus:
 
 
 class DamagedError(OSError):
-    """A token file that was opened does not have its content any more."""
+    """A token file no longer has the content that it had when it was opened."""
 
 
 class _TokenFile:
-    """An open token file: its header, the CRCs of its blocks, and its tokens, of which every block read is verified."""
+    """An open token file: its header, the CRCs of its blocks, and its tokens, each block verified when it is read."""
 
     def __init__(self, path: str):
-        if os.path.exists(path) and not os.path.isfile(path):  # to open a pipe would wait for its other end
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its other end
             raise ValueError(f"{path} is no ordinary file; make a token file with `python data.py prepare`")
         raw = open(path, "rb", buffering=0)
         weakref.finalize(self, raw.close)
@@ -129,8 +130,8 @@ class _TokenFile:
                 f"{path} has format version {version}, and this program reads version {_VERSION}, which has checksums; "
                 "make it again with `python data.py prepare`"
             )
-        if crc != (found := zlib.crc32(header[:-4])):
-            raise ValueError(f"{path} has a damaged header: CRC {found:#x} in place of {crc:#x}")
+        if crc != (actual := zlib.crc32(header[:-4])):
+            raise ValueError(f"{path} has a damaged header: CRC {actual:#x} in place of {crc:#x}")
         self.vocab_size, self.separator, self.num_train, self.num_held_out = numbers
         _check_vocabulary(path, self.vocab_size, self.separator)
         if itemsize != (needed := _itemsize(self.vocab_size)):
@@ -145,7 +146,7 @@ class _TokenFile:
         self.crcs, self.identity = np.frombuffer(table, "<u4"), _identity(header, table)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`. Raises DamagedError where the file has others by now, or cannot be read."""
+        """Tokens `start` to `stop`. Raises DamagedError where the file has changed, or cannot be read."""
         start, stop = start * self.dtype.itemsize, stop * self.dtype.itemsize
         blocks = range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
         begin, end = blocks.start * _BLOCK_BYTES, min(blocks.stop * _BLOCK_BYTES, self.num_bytes)
@@ -162,18 +163,18 @@ class _TokenFile:
         return np.frombuffer(content[start - begin : stop - begin], self.dtype)
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
-        """Those bytes of the file; fewer where it ends before."""
-        parts = []
+        """`num_bytes` of the file from `offset` on; fewer where it ends before."""
+        pieces = []
         try:
-            while num_bytes > 0 and (part := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
-                parts.append(part)
-                offset, num_bytes = offset + len(part), num_bytes - len(part)
+            while num_bytes > 0 and (piece := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
+                pieces.append(piece)
+                offset, num_bytes = offset + len(piece), num_bytes - len(piece)
         except OSError as error:
             raise DamagedError(f"{self.path} cannot be read at byte {offset}: {error}") from error
-        return b"".join(parts)
+        return b"".join(pieces)
 
     def _change(self) -> str:
-        """Says how the file changed since it was opened."""
+        """How the file has changed since it was opened, for the error message."""
         now = os.fstat(self.descriptor)
         if now.st_size != self.opened.st_size:
             return f"it has {now.st_size} bytes and had {self.opened.st_size} when it was opened"
@@ -184,7 +185,7 @@ class _TokenFile:
 
 @dataclass(frozen=True)
 class Stream:
-    """A part of a token file: it has a length and slices, [start:stop], which are read and verified when asked for."""
+    """The training or held-out part of a token file, with a length and slices [start:stop], verified on each read."""
 
     file: _TokenFile
     first: int
@@ -193,8 +194,8 @@ class Stream:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self.length)
+    def __getitem__(self, index: slice) -> np.ndarray:
+        start, stop, _ = index.indices(self.length)
         return self.file.read(self.first + start, self.first + stop)
 
     @property
@@ -218,7 +219,7 @@ def open_corpus(path: str) -> Corpus:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is empty, truncated, damaged, or no token file, with the number that tells.
+      ValueError: it is empty, truncated, damaged, or not a token file; the message has the numbers.
     """
     if not path:
         return standard_library()
@@ -228,14 +229,14 @@ def open_corpus(path: str) -> Corpus:
 
 
 def _identity(*parts) -> str:
-    # No CRC: a CRC over CRCs is linear, and equal for some contents that differ in two places.
+    # Not a CRC: a CRC over CRCs is linear, and equal for some contents that differ in two places.
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
 def write_corpus(
     path: str, train: Iterable[np.ndarray], held_out: Iterable[np.ndarray], *, vocab_size: int, separator: int
 ) -> Corpus:
-    """Writes documents (arrays of token ids, without separators) as a token file, under another name until it is whole.
+    """Writes documents (arrays of token ids, without separators) as a token file; a temporary one until it is complete.
 
     Raises ValueError for a token or separator outside the vocabulary, with its document and position.
     """
@@ -275,12 +276,12 @@ def write_corpus(
 
 
 def standard_library() -> Corpus:
-    """Source files of the running Python's standard library, as bytes; without its tests, which not every build has."""
+    """The source files of the running Python's standard library, as bytes; without tests, which some builds lack."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
     join = lambda documents: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), document) for document in documents])
-    train, held_out = map(join, _divided(_texts(files, root)[0]))
+    train, held_out = map(join, _split(_texts(files, root)[0]))
     name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
     return Corpus(name, train, held_out, 256, BYTE_SEPARATOR, _identity(train, held_out))
 
@@ -288,11 +289,11 @@ def standard_library() -> Corpus:
 def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
     """Writes the text of files, and of the UTF-8 files below folders, as a token file of bytes.
 
-    Returns the corpus, and what is below folders and was left out: files of other content, pipes and devices, and links
-    to folders, which are not followed.
+    Returns the corpus and the paths below folders that were skipped: files that are not UTF-8 text, pipes, devices, and
+    links to folders, which are not followed.
 
     Raises:
-      ValueError: a file named in `paths` is no UTF-8 text (with the offset) or no file at all, there is no text, or
+      ValueError: a path in `paths` is not UTF-8 text (with the offset) or not an ordinary file, there is no text, or
         `out` is one of the files.
       OSError: a file or folder cannot be read.
     """
@@ -306,41 +307,41 @@ def prepare(paths: list[str], out: str) -> tuple[Corpus, list[Path]]:
             if fault := _fault(path.read_bytes()):
                 raise ValueError(f"{path} is no UTF-8 text: {fault}")
         files, root = (_files_below(path), path) if path.is_dir() else ([path], path.parent)
-        for so_far, found in zip((texts, skipped), _texts(files, root), strict=True):
-            so_far.extend(found)
+        for total, more in zip((texts, skipped), _texts(files, root), strict=True):
+            total.extend(more)
     if not texts:
         raise ValueError(
             f"there is no UTF-8 text in {', '.join(map(str, paths))}; {len(skipped)} files of other content"
         )
-    # What is named twice counts once: else it could be trained on and held out.
+    # A file that is named twice counts once: otherwise it could be both trained on and held out.
     texts = list({os.path.realpath(text.path): text for text in texts}.values())
-    if os.path.exists(out):  # by another name it may be a file below a folder
+    if os.path.exists(out):  # it may be a file below one of the folders, under another name
         outputs.check_apart({"--out": out}, {f"the text {text.path}": text.path for text in texts})
-    return write_corpus(out, *_divided(texts), vocab_size=256, separator=BYTE_SEPARATOR), skipped
+    return write_corpus(out, *_split(texts), vocab_size=256, separator=BYTE_SEPARATOR), skipped
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """All that is below a folder but folders. Raises OSError for one that cannot be read."""
+    """Every path below a folder that is not a folder itself. Raises OSError for a folder that cannot be read."""
 
     def refuse(error: OSError):
         raise error
 
-    found = []
+    paths = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
-        found += [Path(parent, name) for name in files]
-        found += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
-    return found
+        paths += [Path(parent, name) for name in files]
+        paths += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
+    return paths
 
 
 class _Text(NamedTuple):
     path: Path
     num_bytes: int
     crc: int
-    is_chosen: bool  # to be held out, by the hash of its name
+    is_held_out: bool  # by the hash of its name
 
 
 def _texts(files: list[Path], root: Path) -> tuple[list[_Text], list[Path]]:
-    """The files that are UTF-8 text, and all others. Empty ones are in neither."""
+    """Returns the files that are UTF-8 text, and the others; empty files are in neither."""
     texts, skipped = [], []
     for path in sorted(files):
         content = path.read_bytes() if path.is_file() else None
@@ -353,7 +354,7 @@ def _texts(files: list[Path], root: Path) -> tuple[list[_Text], list[Path]]:
 
 
 def _fault(content: bytes) -> str:
-    """What keeps bytes from being UTF-8 text, and where; empty if nothing does."""
+    """Why bytes are not UTF-8 text, and where; empty if they are."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -362,22 +363,22 @@ def _fault(content: bytes) -> str:
 
 
 def _document(text: _Text) -> np.ndarray:
-    """Raises OSError where the file is not what it was when it was found to be text."""
+    """Reads a text again. Raises OSError where its file has changed since it was checked."""
     content = text.path.read_bytes()
     if zlib.crc32(content) != text.crc:
         raise OSError(f"{text.path} has changed since the preparation began: start it again when nobody writes there")
     return np.frombuffer(content, np.uint8)
 
 
-def _divided(texts: list[_Text]) -> tuple[Iterator[np.ndarray], Iterator[np.ndarray]]:
-    """The documents to train on, and those that are held out."""
-    read = lambda chosen: map(_document, chosen)
-    share = sum(text.num_bytes for text in texts if text.is_chosen) / sum(text.num_bytes for text in texts)
+def _split(texts: list[_Text]) -> tuple[Iterator[np.ndarray], Iterator[np.ndarray]]:
+    """Returns the documents to train on, and the held-out ones."""
+    read = lambda texts: map(_document, texts)
+    share = sum(text.num_bytes for text in texts if text.is_held_out) / sum(text.num_bytes for text in texts)
     if 0.5 <= share * HELD_OUT_ONE_IN <= 2:
-        return read(text for text in texts if not text.is_chosen), read(text for text in texts if text.is_chosen)
-    cut = lambda document: len(document) - max(len(document) // HELD_OUT_ONE_IN, 1)
-    return (document[: cut(document)] for document in read(texts)), (
-        document[cut(document) :] for document in read(texts)
+        return read(text for text in texts if not text.is_held_out), read(text for text in texts if text.is_held_out)
+    train_bytes = lambda document: len(document) - max(len(document) // HELD_OUT_ONE_IN, 1)
+    return (document[: train_bytes(document)] for document in read(texts)), (
+        document[train_bytes(document) :] for document in read(texts)
     )
 
 
@@ -389,7 +390,7 @@ def num_sequences(tokens: np.ndarray | Stream, seq_len: int) -> int:
 
 
 def train_batch(corpus: Corpus, step: int, *, batch: int, seq_len: int, seed: int, rows: slice = slice(None)) -> Batch:
-    """Rows `rows` of the global batch of a step, as numpy arrays. Reads those rows only."""
+    """Rows `rows` of the global batch of a step, as numpy arrays. Reads only those rows."""
     numbers = step * batch + np.arange(batch)[rows]
     size = num_sequences(corpus.train, seq_len)
     return _pack(corpus, corpus.train, _permute(numbers, size, seed), seq_len)
@@ -403,14 +404,14 @@ def eval_batch(corpus: Corpus, index: int, *, batch: int, seq_len: int, rows: sl
 
 
 def _eval_order(numbers: np.ndarray, size: int) -> np.ndarray:
-    """A fixed order that takes from all documents, so that the first few sequences stand for the whole."""
+    """A fixed order that mixes all documents, so that the first few sequences represent the held-out part."""
     return _permute(numbers, size, seed=0)
 
 
 def _pack(corpus: Corpus, stream: np.ndarray | Stream, sequences: np.ndarray, seq_len: int) -> Batch:
-    """The numbered sequences of a stream; a negative number is padding."""
-    there = sequences >= 0
-    starts = np.where(there, sequences, 0) * seq_len
+    """Returns the numbered sequences of a stream; a negative number is padding."""
+    is_real = sequences >= 0
+    starts = np.where(is_real, sequences, 0) * seq_len
     window = np.stack([stream[start : start + seq_len + 1] for start in starts])
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
@@ -425,16 +426,16 @@ def _pack(corpus: Corpus, stream: np.ndarray | Stream, sequences: np.ndarray, se
     is_start[:, 0] = True
     index = np.arange(seq_len, dtype=np.int32)
     positions = index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
-    segments = np.cumsum(is_start, axis=1, dtype=np.int32) * there[:, None]
-    weights = np.broadcast_to(there[:, None], tokens.shape).astype(np.float32)
+    segments = np.cumsum(is_start, axis=1, dtype=np.int32) * is_real[:, None]
+    weights = np.broadcast_to(is_real[:, None], tokens.shape).astype(np.float32)
     return Batch(tokens, targets, segments.astype(np.int32), positions.astype(np.int32), weights)
 
 
 def _permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """numbers -> numbers mod size, permuted anew in each epoch (= numbers // size) and for each seed.
+    """Returns numbers mod size, permuted differently in each epoch (= numbers // size) and for each seed.
 
-    A Feistel network permutes 0 .. 4^half_bits - 1; what lands at or above `size` goes through it again until it does
-    not, which keeps it a permutation of 0 .. size - 1.
+    A Feistel network permutes 0 .. 4^half_bits - 1. Values at or above `size` go through it again until they are below,
+    which makes it a permutation of 0 .. size - 1.
     """
     half_bits = np.uint64(max((int(size - 1).bit_length() + 1) // 2, 1))
     mask = np.uint64((1 << int(half_bits)) - 1)
@@ -443,8 +444,8 @@ def _permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
     pending = np.ones(values.shape, bool)
     while pending.any():
         left, right = values[pending] >> half_bits, values[pending] & mask
-        for turn in range(4):
-            key = _mix(epoch[pending] + _mix(np.uint64(seed * 4 + turn) + np.uint64(1)))
+        for feistel_round in range(4):
+            key = _mix(epoch[pending] + _mix(np.uint64(seed * 4 + feistel_round) + np.uint64(1)))
             left, right = right, left ^ (_mix(right + key) & mask)
         values[pending] = left << half_bits | right
         pending = values >= size
@@ -460,8 +461,8 @@ def _mix(x):
         return x ^ (x >> np.uint64(31))
 
 
-def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
-    """make(step) for each step, in order, made on a thread while up to `depth` wait; its errors are raised here."""
+def prefetch(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> Iterator[Any]:
+    """Yields make(step) for each step, in order, computed on a thread while up to `depth` wait; raises its errors."""
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop, end = threading.Event(), object()
 
@@ -480,7 +481,7 @@ def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> I
                 if not put((make(step), None)):
                     return
             put((end, None))
-        except BaseException as error:  # handed over whole, raised where the batch is asked for
+        except BaseException as error:  # raised where the batch is taken
             put((None, error))
 
     thread = threading.Thread(target=work, name="batches", daemon=True)
@@ -491,7 +492,7 @@ def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> I
             if item is end:
                 return
             if error is not None:
-                if isinstance(error, StopIteration):  # raised as it is, it would end this generator without a word
+                if isinstance(error, StopIteration):  # it would end this generator silently
                     raise RuntimeError("making a batch raised StopIteration") from error
                 raise error
             yield item
@@ -500,14 +501,14 @@ def ahead(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -> I
         thread.join()
 
 
-# -- a yardstick
+# -- a baseline
 
 
 def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_train_tokens: int = 50_000_000) -> float:
-    """Mean loss, in nats a token, of a bigram model counted on the training part, on the held-out sequences evaluated.
+    """Mean loss, in nats a token, of a bigram model on the held-out sequences; its counts are of the training part.
 
-    p(b | a) = (count(a, b) + p(b)) / (count(a) + 1): counts that fall back on the unigram p(b), itself smoothed by one
-    count a token of the vocabulary.
+    p(b | a) = (count(a, b) + p(b)) / (count(a) + 1) backs off to the unigram p(b), which is smoothed by one count a
+    token of the vocabulary.
     """
     train = corpus.train[:max_train_tokens].astype(np.int64)
     size = num_sequences(corpus.held_out, seq_len)
@@ -517,15 +518,15 @@ def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_tr
     unigrams = np.bincount(train, minlength=corpus.vocab_size)
     contexts = np.bincount(train[:-1], minlength=corpus.vocab_size)
     pairs, counts = np.unique(train[:-1] * corpus.vocab_size + train[1:], return_counts=True)
-    asked = tokens * corpus.vocab_size + targets
-    at = np.searchsorted(pairs, asked).clip(0, len(pairs) - 1)
-    pair_counts = np.where(pairs[at] == asked, counts[at], 0)
+    wanted = tokens * corpus.vocab_size + targets
+    at = np.searchsorted(pairs, wanted).clip(0, len(pairs) - 1)
+    pair_counts = np.where(pairs[at] == wanted, counts[at], 0)
     p_next = (unigrams[targets] + 1) / (len(train) + corpus.vocab_size)
     return float(-np.mean(np.log((pair_counts + p_next) / (contexts[tokens] + 1))))
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Text of byte tokens; the separator as a line of its own."""
+    """The text of byte tokens, with the separator as a line of its own."""
     return bytes(int(token) for token in tokens).replace(bytes([BYTE_SEPARATOR]), b"\n----\n").decode(errors="replace")
 
 
@@ -537,7 +538,7 @@ def main() -> None:
         "paths", type=command.path, nargs="+", metavar="PATH", help="text file, or folder of them"
     )
     prepare_parser.add_argument("--out", type=command.path, required=True, metavar="FILE", help="the token file")
-    show_parser = commands.add_parser("show", help="say what is in a token file, and show one packed sequence")
+    show_parser = commands.add_parser("show", help="print the size of a token file, and one packed sequence")
     show_parser.add_argument(
         "path", type=command.path, nargs="?", default="", help="default: Python's standard library"
     )

@@ -47,7 +47,7 @@ def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh,
 
     num_batches = -(-num_evaluated(corpus, config) // config.batch)
     sums, previous = np.zeros(2), (0.0, 0.0)  # of (cross-entropies, targets)
-    for batch in data.ahead(make_batch, range(num_batches)):
+    for batch in data.prefetch(make_batch, range(num_batches)):
         running = eval_step(params, batch, amax)
         sums += jax.device_get(previous)  # so that two batches are in flight at most: simulated devices deadlock at 128
         previous = running

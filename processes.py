@@ -1,9 +1,9 @@
-"""One run, several processes: how they find each other, agree on when to stop, and end when one of them is lost.
+"""The processes of a run: how they find each other, agree on when to stop, and end when one of them is lost.
 
 On a TPU slice each host runs the program once, on its own chips; the same holds for processes with simulated devices.
-`jax.distributed` connects them: process 0 listens, the others report to it, and one that is silent for `peer_timeout`
-seconds is taken for lost (at the start, one that has not come within five times as long). The others cannot go on
-without its shards, so they end, with a message, and are started again from the newest checkpoint.
+`jax.distributed` connects them: process 0 listens, and the others report to it. A process that is silent for
+`peer_timeout` seconds counts as lost; at the start, one that has not connected within five times as long. The others
+cannot continue without its shards, so they end with a message, and all are started again from the newest checkpoint.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
 def start(config: Config) -> list[jax.Device]:
-    """Chooses the platform, joins the other processes of the run, sets up the cache of compiled programs.
+    """Chooses the platform, joins the other processes of the run, and sets up the cache of compiled programs.
 
-    Returns the devices of the run. Where flash attention is simulated there are twice as many: the simulator of jax
-    0.10 takes a thread of a device for copies, and with none to spare waits for ever.
+    Returns the devices of the run. To simulate flash attention, JAX makes twice as many: the simulator of jax 0.10
+    takes a device's thread for copies, and without a spare one it waits forever.
 
     Raises:
-      ValueError: the others cannot be found, JAX_PLATFORMS names no device that is here, or this is Windows.
+      ValueError: the others cannot be found, JAX_PLATFORMS names no device of this machine, or this is Windows.
       OSError: process 0 cannot listen.
     """
     if sys.platform == "win32":
@@ -50,21 +50,21 @@ def start(config: Config) -> list[jax.Device]:
     on_tpu = compiler_flags.has_tpu()
     if not on_tpu:
         if "JAX_PLATFORMS" not in os.environ:
-            jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, at length and aloud
+            jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU, slowly and loudly
         own = num_simulated(config.mesh) // max(config.num_processes, 1)
         jax.config.update("jax_num_cpu_devices", own * (2 if config.attention == "flash" else 1))
         keep_freed_memory()
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
     if (coordinator or on_tpu) and not jax.distributed.is_initialized():
-        # Where it is not told another address, process 0 of jax.distributed listens on every interface of its host.
+        # Without a bind address, process 0 of jax.distributed listens on every interface of its host.
         bound_to = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
         if config.coordinator and config.process_id == 0:
             check_port(bound_to)
-        if not on_tpu:  # gloo, the interconnect of CPU processes, prints a line for every connection: not on our stdout
+        if not on_tpu:  # gloo, which connects CPU processes, prints a line for every connection: keep it off our stdout
             sys.stdout = command.output(os.dup(1))
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
-        _reasons.append(partial(not_all_came, config, coordinator, time.monotonic()))
+        _reasons.append(partial(not_all_connected, config, coordinator, time.monotonic()))
         try:
             jax.distributed.initialize(
                 coordinator or None,
@@ -85,7 +85,7 @@ def start(config: Config) -> list[jax.Device]:
             ) from None
         finally:
             _reasons.pop()
-        if jax.process_count() == 1:  # a slice of one host: there is nobody to lose
+        if jax.process_count() == 1:  # a slice of one host: no other process can be lost
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
@@ -98,7 +98,7 @@ def start(config: Config) -> list[jax.Device]:
 
 
 def _devices() -> list[jax.Device]:
-    """Raises ValueError where JAX_PLATFORMS names none that is here, of which JAX itself says little or nothing."""
+    """Raises ValueError where JAX_PLATFORMS names no device of this machine, which JAX itself hardly explains."""
     try:
         return jax.devices()
     except (AssertionError, RuntimeError) as error:
@@ -110,7 +110,7 @@ def _devices() -> list[jax.Device]:
 
 
 def check_port(address: str) -> None:
-    """Raises OSError where process 0 cannot listen: jax would end in C++, and the others wait five minutes."""
+    """Raises OSError where process 0 cannot listen: JAX would end it in C++, and the others would wait five minutes."""
     host, _, port = address.rpartition(":")
     refused, listened = None, False
     try:
@@ -118,7 +118,7 @@ def check_port(address: str) -> None:
             try:
                 socket.create_server(place[:2], family=family).close()
                 listened = True
-            except OSError as error:  # a name may have an address of IPv6 on a host that has none
+            except OSError as error:  # a name may have an IPv6 address on a host without IPv6
                 if error.errno == errno.EADDRINUSE:
                     raise
                 refused = error
@@ -133,9 +133,9 @@ def check_port(address: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Memory that one operation of a simulated device frees stays with the process, for the next.
+    """Keeps memory that an operation of a simulated device frees in the process, for the next operation.
 
-    glibc hands large pieces back to Linux, which clears each page anew as it is touched: a tenth of a step's CPU time.
+    glibc would return large pieces to Linux, which clears each page again on first use: a tenth of a step's CPU time.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # macOS and musl have none
         for parameter, number_of_bytes in ((_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 2**26), (_MMAP_THRESHOLD, 2**30)):
@@ -143,54 +143,54 @@ def keep_freed_memory() -> None:
 
 
 def wait_for_all() -> None:
-    """Returns when all processes of the run are here.
+    """Returns when all processes of the run have called it.
 
-    What each does alone before it, to compile the step, may take one far longer than another. Left to the first
-    collective that wait would be short: on CPUs gloo gives up after 30 s.
+    Before it each compiles the step alone, which may take one far longer than another. The first collective would not
+    wait so long: on CPUs gloo gives up after 30 s.
     """
     if jax.process_count() > 1:
-        with multihost_utils.live_devices(jax.devices()):  # entered by all or none; a lost one ends the others, too
+        with multihost_utils.live_devices(jax.devices()):  # all enter or none; a lost process ends the others
             pass
 
 
 def num_simulated(mesh: str) -> int:
-    """Devices that are simulated for a mesh: as many as it names, about 8 where one of its axes is *."""
+    """Number of devices to simulate for a mesh: as many as it names, about 8 where one of its axes is *."""
     sizes = placement.parse_mesh(mesh)
     fixed = math.prod(size for size in sizes.values() if size)
     return fixed if 0 not in sizes.values() else max(8 // fixed, 1) * fixed
 
 
 def simulated_sizes(config: Config) -> dict[str, int] | None:
-    """Sizes of the mesh axes where all devices are simulated, known before any is made; None where they may be real."""
+    """Sizes of the mesh axes if all devices will be simulated, without making any; None where they may be real."""
     if compiler_flags.has_tpu() or os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         return None
     return placement.fill_mesh(placement.parse_mesh(config.mesh), num_simulated(config.mesh))
 
 
-_reasons = [lambda: LOST_PEER]  # the last one says why jax.distributed ends this process
+_reasons = [lambda: LOST_PEER]  # the last one returns why jax.distributed ends this process
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _last_words(_signal):
-    """jax.distributed ends a process that lost another from C++, by abort(): there no signal handler of Python runs."""
+    """Prints why jax.distributed ends the process: it calls abort() from C++, which runs no handler of Python's."""
     os.write(2, f"train.py: error: {_reasons[-1]()}\n".encode())
     os._exit(1)
 
 
-def not_all_came(config: Config, coordinator: str, begun: float) -> str:
-    """The sentence for processes that did not all connect, or that expect another number of them."""
-    came, several = "", f"the {config.num_processes}" if config.num_processes else "the"
+def not_all_connected(config: Config, coordinator: str, begun: float) -> str:
+    """The error message for processes that did not all connect, or that expect different numbers of processes."""
+    connected, several = "", f"the {config.num_processes}" if config.num_processes else "the"
     if config.process_id == 0 and (number := num_connected(int(coordinator.rpartition(":")[2]))):
-        came = f" ({number} did)"
+        connected = f" ({number} did)"
     return (
         f"{several} processes of this run did not all connect to {coordinator or 'each other'} within "
-        f"{time.monotonic() - begun:.0f} s{came}: start one for each --process_id from 0 on, all with the same "
+        f"{time.monotonic() - begun:.0f} s{connected}: start one for each --process_id from 0 on, all with the same "
         "--coordinator and --num_processes; one that has ended has printed why"
     )
 
 
 def num_connected(port: int) -> int:
-    """Processes that are connected to a port of this host, itself among them; 0 where the kernel does not say."""
+    """The number of processes connected to a port of this host, itself included; 0 where the kernel hides it."""
     tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
     rows = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)  # 01 is an open connection
@@ -198,9 +198,10 @@ def num_connected(port: int) -> int:
 
 @contextlib.contextmanager
 def notice_of_termination() -> Iterator[Callable[[int], int]]:
-    """Gives a function of the step: the signal for which to stop after it, or 0; all processes stop after the same.
+    """Yields a function of the step that returns the signal for which to stop after it, or 0.
 
-    That is SIGTERM, SIGHUP, and where one process is the run also Ctrl-C, the first; the second one interrupts it.
+    All processes stop after the same step. The signals are SIGTERM, SIGHUP, and in a run of one process the first
+    Ctrl-C; a second Ctrl-C interrupts the step.
     """
     notices, several = [], jax.process_count() > 1
 
@@ -213,24 +214,24 @@ def notice_of_termination() -> Iterator[Callable[[int], int]]:
             with contextlib.suppress(OSError):
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
-    def of_all(step):  # jax.distributed takes SIGTERM of any process, and agrees with the others on a step
+    def agreed(step):  # jax.distributed catches SIGTERM of any process, and agrees with the others on a step
         return (notices or [signal.SIGTERM])[0] if multihost_utils.reached_preemption_sync_point(step) else 0
 
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here it ended the program at once: train.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # and now what is open is closed
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here train.py let it end the program at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on open files are closed first
     numbers = [signal.SIGHUP] if several else [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     before = {number: signal.getsignal(number) for number in numbers}
-    if before[signal.SIGHUP] == signal.SIG_IGN:  # by nohup
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
         del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, notice)
     try:
-        yield of_all if several else lambda step: notices[0] if notices else 0
+        yield agreed if several else lambda step: notices[0] if notices else 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def is_lost_peer(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether a collective failed because the process at its other end is gone."""
+    """Whether a collective failed because another process of the run is lost."""
     return any(word in str(error) for word in ("Gloo", "UNAVAILABLE", "Barrier"))

@@ -338,7 +338,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
         profile, stopped = Profile(config, log, step_fn), 0
         terminated = stack.enter_context(processes.notice_of_termination())
-        batches = stack.enter_context(contextlib.closing(data.ahead(make_batch, range(first_step, config.steps))))
+        batches = stack.enter_context(contextlib.closing(data.prefetch(make_batch, range(first_step, config.steps))))
 
         def save_what_is_trained(_, error, trace) -> None:
             # Not with several processes: the others do not know of the error, and wait for the next step.

@@ -1,7 +1,7 @@
-"""Our collectives against XLA's, numpy and one device; what they send, counted in the jaxpr, against the formulas.
+"""Tests collectives against XLA's, numpy and one device, and the messages in their jaxprs against the formulas.
 
-Numbers that are summed are small integers wherever the order of summation is not what is asked: then every sum is exact
-in every dtype, and a block that is missing, doubled or from another device cannot hide in a tolerance.
+Summands are small integers wherever the order of summation is not under test. Then every sum is exact in every dtype,
+and a block that is missing, doubled or from another device cannot hide in a tolerance.
 """
 
 import functools
@@ -44,17 +44,17 @@ FLOATS = (np.float32, jnp.bfloat16, np.float16)
 NUMBERS = (*FLOATS, np.int32, np.int8, np.uint8)
 DTYPES = (*NUMBERS, np.bool_)
 
-# Each program runs once, and compiles a third faster so.
+# Each program runs only once, and compiles a third faster without optimization.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_mesh(sizes: tuple[int, ...]) -> Mesh:
-    """Of the first devices: axes a, b, c."""
+    """Returns a mesh of the first devices with axes a, b, c."""
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), tuple("abc"[: len(sizes)]))
 
 
 def per_device(f, sizes, *, check_vma=True):
-    """f on every device of a mesh: all arguments and results are stacked, [device, ...]. f may yield results, too."""
+    """Runs f on every device of a mesh: arguments and results are stacked, [device, ...]. f may yield its results."""
     mesh = make_mesh(sizes)
     stacked = P(mesh.axis_names)
 
@@ -67,7 +67,7 @@ def per_device(f, sizes, *, check_vma=True):
 
 
 def bits(rng, shape, dtype) -> np.ndarray:
-    """Any bits: infinities, minus zero and all kinds of NaN among them (not in bfloat16: a CPU changes those)."""
+    """Returns random bits, with infinities, minus zero and all kinds of NaN (not in bfloat16: a CPU changes those)."""
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(dtype)
     x = np.frombuffer(rng.bytes(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
@@ -76,7 +76,7 @@ def bits(rng, shape, dtype) -> np.ndarray:
 
 
 def integers(rng, shape, dtype=np.float32) -> np.ndarray:
-    """Small ones, whose sum over 8 devices bfloat16 holds exactly; integer types go round."""
+    """Returns small integers, whose sum over 8 devices is exact in bfloat16; integer types wrap around."""
     return rng.integers(-30, 30, shape).astype(dtype)
 
 
@@ -84,15 +84,15 @@ def normal(rng, shape, dtype=np.float32) -> np.ndarray:
     return rng.normal(size=shape).astype(dtype)
 
 
-def assert_same_bits(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same_bits(results, expected):
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         where = np.flatnonzero(np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8))
         assert not where.size, f"{a.dtype}{a.shape}: {where.size} of {a.nbytes} bytes differ, the first is {where[0]}"
 
 
 def assert_pairs_are_equal(cases, results):
-    """results[case][algorithm] is (ours, what it must be)."""
+    """Asserts for each case and algorithm that results[case][algorithm] is a pair (ours, expected) of equal bits."""
     for case, pairs in zip(cases, results, strict=True):
         for algorithm, pair in pairs.items():
             try:
@@ -101,14 +101,14 @@ def assert_pairs_are_equal(cases, results):
                 raise AssertionError(f"{case}, {algorithm}: {error}") from None
 
 
-# Where the axis of a collective lies: a ring of each size, tori with the axes in several orders, part of a larger mesh.
+# Where the axes of a collective are: a ring of each size, tori with the axes in several orders, part of a larger mesh.
 PLACES = [((n,), "a") for n in range(1, 9)]
 PLACES += [((2, 4), axes) for axes in ("b", ("a", "b"), ("b", "a"))]
 PLACES += [((2, 2, 2), axes) for axes in (("b", "a"), ("c", "a", "b"))]
 
 
 def cases_of(names, values, *quick, id_of=str):
-    """One test for each value; those that are not named in the quick selection are slow."""
+    """Parametrizes a test by the values; those that are not named in `quick` are slow."""
     marks = lambda value: [] if id_of(value) in quick else [pytest.mark.slow]
     pack = (lambda value: value) if "," in names else (lambda value: (value,))
     return pytest.mark.parametrize(names, [pytest.param(*pack(v), id=id_of(v), marks=marks(v)) for v in values])
@@ -124,7 +124,7 @@ def size_of(sizes, axes) -> int:
     return math.prod(sizes["abc".index(axis)] for axis in axes)
 
 
-# -- the same as XLA's
+# -- equality with XLA's
 
 
 @at_places("2x4-ba")
@@ -162,7 +162,7 @@ def test_all_to_all_is_bit_equal_to_lax(sizes, axes):
 
 
 @at_places("2x4-ba")
-def test_reduce_scatter_sums_what_lax_does(sizes, axes):
+def test_reduce_scatter_equals_lax(sizes, axes):
     rng = np.random.default_rng(2)
     n, cases = size_of(sizes, axes), list(itertools.product(range(3), (True, False)))
     xs = []
@@ -180,8 +180,8 @@ def test_reduce_scatter_sums_what_lax_does(sizes, axes):
 
 
 @at_places("3-a")
-def test_all_reduce_sums_what_lax_does(sizes, axes):
-    """Cut along the first or a later dim, padded, a scalar; spread or not."""
+def test_all_reduce_equals_lax(sizes, axes):
+    """Split along the first or a later dim, padded, a scalar; spread or not."""
     rng = np.random.default_rng(3)
     blocks = size_of(sizes, axes) * len(axes)
     shapes = [(2 * blocks, 3), (blocks + 1, blocks), (5, 7), ()]
@@ -200,7 +200,7 @@ def test_all_reduce_sums_what_lax_does(sizes, axes):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("spread", [False, True])
 def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorithm, spread):
-    """Under out_specs=P(), which the varying-axes check refuses for what may differ; that it does is shown, too."""
+    """out_specs=P() accepts it, and the varying-axes check refuses a result that may differ."""
     xs = [integers(np.random.default_rng(4), (8, *shape)) for shape in ((16, 3), (5, 7), ())]
 
     def reduced(to):
@@ -216,18 +216,18 @@ def test_an_invarying_all_reduce_is_the_same_on_all_devices_by_its_type(algorith
 
 
 def ring_order(summands, me, algorithm):
-    """As documented. The next device's summand first, round the ring to one's own; or (own + behind) + ahead."""
+    """The documented order: from the next device's summand around the ring to one's own; or (own + behind) + ahead."""
     n = len(summands)
     add = lambda devices: functools.reduce(np.add, [summands[device % n] for device in devices])
     if algorithm == "ring":
         return add(range(me + 1, me + n + 1))
     behind, ahead = range(me - n // 2, me), range(me + (n - 1) // 2, me, -1)
-    parts = [summands[me], *(add(way) for way in (behind, ahead) if way)]
-    return functools.reduce(np.add, parts)
+    sums = [summands[me], *(add(side) for side in (behind, ahead) if side)]
+    return functools.reduce(np.add, sums)
 
 
 def reference_reduce_scatter(x, axes, algorithm):
-    """x: [*mesh, rows]."""
+    """Reduce-scatters x, [*mesh, rows]."""
     for dim in map("abc".index, axes):
         n = x.shape[dim]
         blocks = np.split(np.moveaxis(x, dim, 0), n, axis=-1)
@@ -254,18 +254,17 @@ def test_sums_are_in_the_documented_order(sizes, axes, dtype):
             functions = (reduce_scatter, all_reduce, partial(all_reduce, spread=True))
             yield [f(x, axes, algorithm=algorithm) for f in functions]
 
-    for algorithm, found in zip(RINGS, per_device(device, sizes)(x), strict=True):
-        scattered, reduced, spread = found
+    for algorithm, (scattered, reduced, spread) in zip(RINGS, per_device(device, sizes)(x), strict=True):
         assert_same_bits(scattered, reference_reduce_scatter(on_mesh, axes, algorithm).reshape(n, -1))
         expected = reference_all_reduce(on_mesh, axes, algorithm)
         assert_same_bits(reduced, np.tile(expected, (n, 1)))
-        parts = enumerate(np.split(on_mesh, k, axis=-1))
-        expected = [reference_all_reduce(part, axes[i:] + axes[:i], algorithm) for i, part in parts]
+        chunks = enumerate(np.split(on_mesh, k, axis=-1))
+        expected = [reference_all_reduce(chunk, axes[i:] + axes[:i], algorithm) for i, chunk in chunks]
         assert_same_bits(spread, np.tile(np.concatenate(expected), (n, 1)))
 
 
 def test_the_two_orders_differ_and_so_does_that_of_lax():
-    """So that the test of the order can fail."""
+    """Otherwise the test of the order could not fail."""
     x = normal(np.random.default_rng(6), (8, 3 * 8))
     ring, both_ways = (reference_reduce_scatter(x, "a", algorithm) for algorithm in RINGS)
     plain = x.sum(0).reshape(8, -1)
@@ -291,7 +290,7 @@ def ragged_case(rng, n, rows):
 
 
 def ragged_rows(input_offsets, send_sizes, output_offsets, block_rows, out_rows):
-    """(from, row of x, to, row of the output) of all rows that arrive, and how many each device drops."""
+    """Returns (from, row of x, to, row of the output) of all rows that arrive, and how many each device drops."""
     n, arriving = len(send_sizes), []
     dropped = np.zeros(n, np.int32)
     for source, to in itertools.product(range(n), repeat=2):
@@ -306,7 +305,7 @@ def ragged_rows(input_offsets, send_sizes, output_offsets, block_rows, out_rows)
 
 @jit
 def ragged_on_one_device(x, output, ct, rows):
-    """The rows that arrive in one scatter between whole arrays [device, row, ...], and its gradients."""
+    """Moves the rows that arrive in one scatter between arrays [device, row, ...]; returns output and gradients."""
     source, row, to, target = rows.T
     output, vjp = jax.vjp(lambda x, output: output.at[to, target].set(x[source, row], mode="drop"), x, output)
     return output, vjp(ct)
@@ -317,32 +316,32 @@ def ragged_on_one_device(x, output, ct, rows):
 def test_ragged_all_to_all_and_its_gradients_equal_one_scatter_on_one_device(sizes, axes):
     rng = np.random.default_rng(7)
     n, rows = math.prod(sizes), 9
-    room = 11 * n  # all that can come, and the gaps
+    capacity = 11 * n  # all rows that can arrive, and the gaps
     settings = [  # block_rows, rows of the output, trailing dims, whether some must be dropped, algorithms
-        (None, room, (2, 3), False, ALGORITHMS),
-        (12, room, (), False, RINGS[:1]),
-        (4, room, (3,), True, RINGS[1:]),
+        (None, capacity, (2, 3), False, ALGORITHMS),
+        (12, capacity, (), False, RINGS[:1]),
+        (4, capacity, (3,), True, RINGS[1:]),
         (9, n + 2, (), True, RINGS[:1]),
     ]
     for block_rows, out_rows, trailing, has_to_drop, algorithms in settings:
 
-        def device(x, output, ct, *where, block_rows=block_rows, algorithms=algorithms):
+        def device(x, output, ct, *case, block_rows=block_rows, algorithms=algorithms):
             for algorithm in algorithms:
                 ours = partial(ragged_all_to_all, axis=axes, block_rows=block_rows, algorithm=algorithm)
-                of_rows = lambda x, output, ours=ours: ours(x, output, *where)
-                moved, vjp, dropped = jax.vjp(of_rows, x, output, has_aux=True)
+                move = lambda x, output, ours=ours: ours(x, output, *case)
+                moved, vjp, dropped = jax.vjp(move, x, output, has_aux=True)
                 yield moved, vjp(ct), dropped
 
         on_mesh, total_dropped = per_device(device, sizes), 0
         for _ in range(8):
             x = integers(rng, (n, rows, *trailing))
             output, ct = (integers(rng, (n, out_rows, *trailing)) for _ in range(2))
-            where = ragged_case(rng, n, rows)
-            arriving, dropped = ragged_rows(*where, block_rows or rows, out_rows)
-            padding = np.full((n * n * rows - len(arriving), 4), n)  # to a device that there is not
+            case = ragged_case(rng, n, rows)
+            arriving, dropped = ragged_rows(*case, block_rows or rows, out_rows)
+            padding = np.full((n * n * rows - len(arriving), 4), n)  # to a device that does not exist
             expected = *ragged_on_one_device(x, output, ct, np.concatenate([arriving, padding])), dropped
-            for found in on_mesh(x, output, ct, *where):
-                assert_same_bits(found, jax.tree.map(np.asarray, expected))
+            for results in on_mesh(x, output, ct, *case):
+                assert_same_bits(results, jax.tree.map(np.asarray, expected))
             total_dropped += dropped.sum()
         assert (total_dropped > 0) == has_to_drop
 
@@ -350,13 +349,13 @@ def test_ragged_all_to_all_and_its_gradients_equal_one_scatter_on_one_device(siz
 # -- halo
 
 
-def cut(x, dim, n) -> np.ndarray:
-    """[device, ...]: the shards."""
+def shards_of(x, dim, n) -> np.ndarray:
+    """Returns the shards of x along a dim: [device, ...]."""
     return np.stack(np.split(x, n, dim))
 
 
 def windows(ids, dim, n, before, after, periodic):
-    """[device, ...]: what each shard of a whole array is with its halo; -1 is where zeros stand."""
+    """Returns the shards of an array with their halos, [device, ...]; -1 stands for zeros beyond the ends."""
     size = ids.shape[dim] // n
     width = [(before, after) if d == dim else (0, 0) for d in range(ids.ndim)]
     padded = np.pad(ids, width, "wrap") if periodic else np.pad(ids, width, constant_values=-1)
@@ -375,8 +374,8 @@ def add_up(ct, ids, shape):
 
 
 @at_places("2-a", "5-a", places=[*PLACES[:8], ((2, 4), "b")])
-def test_halos_and_their_gradients_equal_slices_of_the_whole_array(sizes, axes):
-    """Of 3 rows, none to all as halo; zeros around the whole, or wrapped around."""
+def test_halos_and_their_gradients_equal_slices_of_the_unsharded_array(sizes, axes):
+    """Halos of 0 to 3 of a shard's 3 rows; zeros beyond the ends, or wrapped around."""
     rng = np.random.default_rng(8)
     n, copies = size_of(sizes, axes), math.prod(sizes) // size_of(sizes, axes)
     widths = [(0, 0), (1, 0), (0, 2), (1, 2), (2, 1), (3, 3), (3, 0)]
@@ -387,8 +386,9 @@ def test_halos_and_their_gradients_equal_slices_of_the_whole_array(sizes, axes):
         shape[dim] = 3 * n
         x, ids = integers(rng, shape), windows(np.arange(math.prod(shape)).reshape(shape), dim, n, *options)
         ct = integers(rng, ids.shape)
-        data.append([np.tile(a, (copies, 1, 1, 1)) for a in (cut(x, dim, n), ct)])
-        expected.append([np.tile(a, (copies, 1, 1, 1)) for a in (look_up(x, ids), cut(add_up(ct, ids, shape), dim, n))])
+        data.append([np.tile(a, (copies, 1, 1, 1)) for a in (shards_of(x, dim, n), ct)])
+        results = look_up(x, ids), shards_of(add_up(ct, ids, shape), dim, n)
+        expected.append([np.tile(a, (copies, 1, 1, 1)) for a in results])
 
     def device(data):
         for (x, ct), (dim, before, after, periodic) in zip(data, cases, strict=True):
@@ -396,18 +396,18 @@ def test_halos_and_their_gradients_equal_slices_of_the_whole_array(sizes, axes):
             y, vjp = jax.vjp(exchange, x)
             yield y, *vjp(ct)
 
-    for case, found, wanted in zip(cases, per_device(device, sizes)(data), expected, strict=True):
-        assert_pairs_are_equal([case], [{"halo": (found, wanted)}])
+    for case, *pair in zip(cases, per_device(device, sizes)(data), expected, strict=True):
+        assert_pairs_are_equal([case], [{"halo": pair}])
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (1, 3), (3, 1)])
-def test_halos_in_two_dims_bring_the_corners_along(sizes):
-    """Rows 3 and columns 4 a device; rows, then columns, each periodic or not."""
+def test_halos_in_two_dims_include_the_corners(sizes):
+    """3 rows and 4 columns a device; rows, then columns, each periodic or not."""
     rng = np.random.default_rng(9)
     p, q = sizes
     shape = (3 * p, 4 * q, 2)
     x = integers(rng, shape)
-    shards = np.concatenate([cut(rows, 1, q) for rows in cut(x, 0, p)])
+    shards = np.concatenate([shards_of(rows, 1, q) for rows in shards_of(x, 0, p)])
     cases = [dict(rows=(1, 2, a), columns=(3, 1, b)) for a, b in itertools.product((False, True), repeat=2)]
     expected, cts = [], []
     for case in cases:
@@ -415,7 +415,8 @@ def test_halos_in_two_dims_bring_the_corners_along(sizes):
         ids = np.concatenate([windows(rows, 1, q, *case["columns"]) for rows in ids])
         cts.append(integers(rng, ids.shape))
         dx = add_up(cts[-1], ids, shape)
-        expected.append((look_up(x, ids), np.concatenate([cut(rows, 1, q) for rows in cut(dx, 0, p)])))
+        dx = np.concatenate([shards_of(rows, 1, q) for rows in shards_of(dx, 0, p)])
+        expected.append((look_up(x, ids), dx))
 
     def device(x, cts):
         for case, ct in zip(cases, cts, strict=True):
@@ -428,13 +429,13 @@ def test_halos_in_two_dims_bring_the_corners_along(sizes):
             y, vjp = jax.vjp(exchange, x)
             yield y, *vjp(ct)
 
-    for case, found, wanted in zip(cases, per_device(device, sizes)(shards, cts), expected, strict=True):
-        assert_pairs_are_equal([case], [{"halo": (found, wanted)}])
+    for case, *pair in zip(cases, per_device(device, sizes)(shards, cts), expected, strict=True):
+        assert_pairs_are_equal([case], [{"halo": pair}])
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_sums_of_sliding_windows_over_halos_are_those_over_the_whole(n):
-    """Windows of k, s apart, over shards of 12: as many as there are strides, from the whole padded with zeros."""
+def test_sums_of_sliding_windows_over_halos_equal_those_without_shards(n):
+    """Windows of size k and stride s over shards of 12 rows; the unsharded array is padded with zeros."""
     x = integers(np.random.default_rng(10), (12 * n,))
     cases = [(k, s) for s in (1, 2, 3, 4) for k in (1, 2, 3, 5, 7) if k >= s]
     halos = {(k, s): ((k - s) // 2, k - s - (k - s) // 2) for k, s in cases}
@@ -445,38 +446,38 @@ def test_sums_of_sliding_windows_over_halos_are_those_over_the_whole(n):
             padded = halo_exchange(x, "a", dim=0, before=before, after=after)
             yield lax.reduce_window(padded, 0.0, lax.add, (k,), (s,), "VALID")
 
-    for (k, s), found in zip(cases, per_device(device, (n,))(cut(x, 0, n)), strict=True):
+    for (k, s), sums in zip(cases, per_device(device, (n,))(shards_of(x, 0, n)), strict=True):
         expected = np.lib.stride_tricks.sliding_window_view(np.pad(x, halos[k, s]), k)[::s].sum(1)
-        assert_same_bits(found.reshape(-1), expected)
+        assert_same_bits(sums.reshape(-1), expected)
 
 
 # -- gradients
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("part", [5, 8])
-def test_matrices_in_parts_that_are_no_whole_registers_equal_lax(dim, part):
-    """What `xla` sends as blocks: values, and gradients with another cotangent on each device."""
+@pytest.mark.parametrize("block", [5, 8])
+def test_matrices_in_blocks_of_partial_registers_equal_lax(dim, block):
+    """Values of `xla`, and gradients with a different cotangent on each device."""
     rng, n = np.random.default_rng(13), 4
-    shape = (part, 3) if dim == 0 else (3, part)
-    whole = tuple(n * size if at == dim else size for at, size in enumerate(shape))
-    shards, wholes = (integers(rng, (n, *s)) for s in (shape, whole))
+    shape = (block, 3) if dim == 0 else (3, block)
+    gathered_shape = tuple(n * size if at == dim else size for at, size in enumerate(shape))
+    shards, gathered = (integers(rng, (n, *s)) for s in (shape, gathered_shape))
 
-    def device(shard, whole):
-        theirs = partial(lax.all_gather, axis_name="a", axis=dim, tiled=True)
-        theirs_back = partial(lax.psum_scatter, axis_name="a", scatter_dimension=dim, tiled=True)
-        ours, back = (partial(f, axis="a", dim=dim, algorithm="xla") for f in (all_gather, reduce_scatter))
-        for x, ct, f, g in ((shard, whole, ours, theirs), (whole, shard, back, theirs_back)):
+    def device(shard, gathered):
+        lax_gather = partial(lax.all_gather, axis_name="a", axis=dim, tiled=True)
+        lax_scatter = partial(lax.psum_scatter, axis_name="a", scatter_dimension=dim, tiled=True)
+        gather, scatter = (partial(f, axis="a", dim=dim, algorithm="xla") for f in (all_gather, reduce_scatter))
+        for x, ct, f, g in ((shard, gathered, gather, lax_gather), (gathered, shard, scatter, lax_scatter)):
             (y, vjp), (expected, expected_vjp) = jax.vjp(f, x), jax.vjp(g, x)
             yield {"value": (y, expected), "gradient": (vjp(ct)[0], expected_vjp(ct)[0])}
 
-    assert_pairs_are_equal(["all_gather", "reduce_scatter"], per_device(device, (n,))(shards, wholes))
+    assert_pairs_are_equal(["all_gather", "reduce_scatter"], per_device(device, (n,))(shards, gathered))
 
 
 @pytest.mark.slow
 @at_places("3-a", places=[place for place in PLACES if place[0] in [(2,), (3,), (8,), (2, 4), (2, 2, 2)]])
 def test_gradients_equal_those_of_xla(sizes, axes):
-    """With another cotangent on each device. Gathers, as gradients, pass on bits; sums are of integers: exact."""
+    """The cotangent differs between devices. Gathers pass on bits, and sums are of integers, so all are exact."""
     rng = np.random.default_rng(11)
     n = size_of(sizes, axes)
     functions = {
@@ -507,8 +508,8 @@ def test_gradients_equal_those_of_xla(sizes, axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "matmul"])
-def test_the_gradient_of_what_does_not_vary_is_summed_over_the_axis(function):
-    """Of a weight that all devices have: as with XLA's, it comes out the same on all of them, by its type."""
+def test_the_gradient_of_an_unvarying_weight_is_summed_over_the_axis(function):
+    """The gradient of a weight that all devices have is the same on all of them by its type, as with XLA's."""
     p = integers(np.random.default_rng(12), (8, 8))
 
     def loss(p, algorithm):
@@ -527,7 +528,7 @@ def test_the_gradient_of_what_does_not_vary_is_summed_over_the_axis(function):
         for a in ALGORITHMS
     ]
     assert np.any(grads[0])
-    assert_same_bits(*[[np.asarray(grad) for grad in part] for part in (grads[1:], [grads[0]] * 2)])
+    assert_same_bits(*[[np.asarray(grad) for grad in side] for side in (grads[1:], [grads[0]] * 2)])
 
 
 # -- collective matmuls
@@ -535,7 +536,7 @@ def test_the_gradient_of_what_does_not_vary_is_summed_over_the_axis(function):
 
 @dataclass
 class Matmul:
-    """Per-device code with its specs, and what it is on whole arrays."""
+    """Per-device code with its specs, and the same matmul on unsharded arrays."""
 
     ours: Callable
     plain: Callable
@@ -544,12 +545,12 @@ class Matmul:
     out_specs: P | tuple[P, ...]
 
 
-def spec_of(cut: dict[int, str], ndim: int) -> P:
-    return P(*(cut.get(dim) for dim in range(ndim)))
+def spec_of(axis_of: dict[int, str], ndim: int) -> P:
+    return P(*(axis_of.get(dim) for dim in range(ndim)))
 
 
 def gather_matmul(n, dim, algorithm, dtype=np.float32) -> Matmul:
-    """x [4, 6, J], weights [J, 2n] and [J, n, 5]. Axis a cuts dim `dim` of x, and columns; b a dim of x, no weight."""
+    """x [4, 6, J], weights [J, 2n] and [J, n, 5]. Axis a shards x's `dim`, and columns; b a dim of x, no weight."""
     rng = np.random.default_rng(14)
     shape, batch = [4, 6, 10], {1 if dim == 0 else 0: "b"}
     shape[dim] = 3 * n
@@ -564,7 +565,7 @@ def gather_matmul(n, dim, algorithm, dtype=np.float32) -> Matmul:
 
 
 def matmul_scatter(n, dim, k, algorithm, dtype=np.float32) -> Matmul:
-    """x [4, 6, J..] and w [J.., 3n], J.. being k dims. Axis a cuts the first of those; b a dim of x, but not w."""
+    """x [4, 6, J..] and w [J.., 3n], J.. being k dims. Axis a shards the first of those; b a dim of x, but not w."""
     rng = np.random.default_rng(15)
     shape, batch = [4, 6, 2 * n, 5][: 2 + k], {1 if dim == 0 else 0: "b"}
     if dim < 2:
@@ -579,7 +580,7 @@ def matmul_scatter(n, dim, k, algorithm, dtype=np.float32) -> Matmul:
 
 
 def check_matmuls(matmuls: dict[tuple, Matmul], sizes, tolerance=1e-5, wrap=lambda f: f):
-    """Values and gradients against float32 on one device -> the worst error. In one program: compiling takes long."""
+    """Compares values and gradients with float32 on one device, and returns the worst error. One program: faster."""
     f32 = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
     rng = np.random.default_rng(16)
     cts, expected = {}, {}
@@ -600,10 +601,10 @@ def check_matmuls(matmuls: dict[tuple, Matmul], sizes, tolerance=1e-5, wrap=lamb
         {c: getattr(m, f) for c, m in matmuls.items()} for f in ("args", "in_specs", "out_specs")
     )
     specs = dict(in_specs=(in_specs, out_specs), out_specs={c: (out_specs[c], in_specs[c]) for c in matmuls})
-    found = jit(jax.shard_map(device, mesh=make_mesh(sizes), **specs))(args, cts)
+    results = jit(jax.shard_map(device, mesh=make_mesh(sizes), **specs))(args, cts)
     worst = 0.0
     for case in matmuls:
-        for (path, a), b in zip(jax.tree.leaves_with_path(found[case]), jax.tree.leaves(expected[case]), strict=True):
+        for (path, a), b in zip(jax.tree.leaves_with_path(results[case]), jax.tree.leaves(expected[case]), strict=True):
             assert a.dtype == dtype
             error = relative_error(a, b)
             assert error < tolerance, f"{case}{jax.tree_util.keystr(path)}: {error}"
@@ -643,13 +644,13 @@ def test_collective_matmuls_can_be_recomputed(algorithm):
 def test_collective_matmuls_in_bfloat16(algorithm):
     """Each of 8 products is rounded, and each of their 7 sums: 15 independent errors of at most 2^-9 (2.4 are seen).
 
-    Not of "xla": with jax 0.12 a CPU multiplies for some of the gradients with an error of 6.
+    "xla" is left out: with jax 0.12 a CPU multiplies some of the gradients with an error of 6.
     """
     worst = check_matmuls(some_matmuls(8, algorithm, jnp.bfloat16), (8, 1), tolerance=15**0.5 * 2**-9)
     assert worst > 2**-10  # or it was not bfloat16
 
 
-# -- the jaxpr: what is sent, and what waits for what
+# -- the jaxpr: messages and dependences
 
 
 @dataclass
@@ -673,7 +674,7 @@ class Step:
 
 
 def steps_of(jaxpr) -> list[Step]:
-    """Inner jaxprs inlined."""
+    """Returns the steps of a jaxpr, with inner jaxprs inlined."""
     steps = []
 
     def walk(jaxpr, operands):
@@ -696,23 +697,23 @@ def steps_of(jaxpr) -> list[Step]:
 
 
 def traced(f, sizes, *shapes, dtype=jnp.float32) -> tuple[list[Step], list[Step]]:
-    """The steps of f on one device of a mesh, and those of its backward pass alone."""
-    found = []
+    """Returns the steps of f on one device of a mesh, and those of its backward pass alone."""
+    passes = []
 
     def device(*args):
-        found.append(steps_of(jax.make_jaxpr(f)(*args).jaxpr))
+        passes.append(steps_of(jax.make_jaxpr(f)(*args).jaxpr))
         y, vjp = jax.vjp(f, *args)
-        found.append(steps_of(jax.make_jaxpr(vjp)(y).jaxpr))
+        passes.append(steps_of(jax.make_jaxpr(vjp)(y).jaxpr))
         return jax.tree.leaves(args)[0]
 
     mesh = make_mesh(sizes)
-    whole = [jax.ShapeDtypeStruct((shape[0] * math.prod(sizes), *shape[1:]), dtype) for shape in shapes]
-    jax.eval_shape(jax.shard_map(device, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names)), *whole)
-    return tuple(found)
+    args = [jax.ShapeDtypeStruct((shape[0] * math.prod(sizes), *shape[1:]), dtype) for shape in shapes]
+    jax.eval_shape(jax.shard_map(device, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names)), *args)
+    return tuple(passes)
 
 
 def messages(steps, sizes) -> Counter:
-    """{(axis, direction, bytes): how many}. All that is sent must be sent by permutes to a neighbour on an axis."""
+    """Returns {(axis, direction, bytes): how many}; asserts that all are permutes to a neighbour on an axis."""
     sent = Counter()
     for step in steps:
         names = step.eqn.params.get("axis_name", step.eqn.params.get("axes", ()))
@@ -722,25 +723,26 @@ def messages(steps, sizes) -> Counter:
         assert step.name == "ppermute", step.name
         (axis,) = names
         n, pairs, block = size_of(sizes, axis), set(step.eqn.params["perm"]), step.eqn.invars[0].aval
-        ways = [way for way in (+1, -1) if pairs <= {(i, (i + way) % n) for i in range(n)}]
-        assert pairs and ways, f"{pairs} are not neighbours on a ring of {n}"
-        if len(ways) > 1:  # on a ring of two, where both neighbours are one device
-            ways = [-1] if pairs == {(1, 0)} else [+1]
-        sent[axis, *ways, block.size * block.dtype.itemsize] += 1
+        directions = [d for d in (+1, -1) if pairs <= {(i, (i + d) % n) for i in range(n)}]
+        assert pairs and directions, f"{pairs} are not neighbours on a ring of {n}"
+        if len(directions) > 1:  # on a ring of two, where both neighbours are one device
+            directions = [-1] if pairs == {(1, 0)} else [+1]
+        sent[axis, *directions, block.size * block.dtype.itemsize] += 1
     return sent
 
 
 def traffic(sent: Counter, axis="a") -> Traffic:
-    """Of the busier direction."""
-    ways = [[(size, count) for (name, w, size), count in sent.items() if (name, w) == (axis, way)] for way in (+1, -1)]
-    return Traffic(
-        max(sum(count for _, count in way) for way in ways),
-        max(sum(size * count for size, count in way) for way in ways),
-    )
+    """Returns the traffic of the busier direction."""
+    steps, nbytes = Counter(), Counter()
+    for (name, direction, size), count in sent.items():
+        if name == axis:
+            steps[direction] += count
+            nbytes[direction] += size * count
+    return Traffic(max(steps.values(), default=0), max(nbytes.values(), default=0))
 
 
 def chain(steps) -> int:
-    """The most permutes of which each waits for the one before."""
+    """The length of the longest chain of permutes of which each waits for the one before."""
     length = {}
     for number, step in enumerate(steps):
         if step.name == "ppermute":
@@ -761,8 +763,8 @@ each_algorithm = pytest.mark.parametrize("algorithm", RINGS)
 @pytest.mark.slow
 @each_ring
 @each_algorithm
-def test_steps_and_bytes_are_those_of_the_docstring_and_of_interconnect(algorithm, n):
-    """The same numbers three times: permutes in the jaxpr, formulas of collectives.py, functions of interconnect.py."""
+def test_steps_and_bytes_equal_the_docstring_and_interconnect(algorithm, n):
+    """Three sources agree: permutes in the jaxpr, formulas of collectives.py, functions of interconnect.py."""
     h, options = hops(n, algorithm), dict(bidirectional=algorithm == "ring_bidirectional")
     V = B = 4 * 6 * n * n * 5
     formulas = {
@@ -773,13 +775,13 @@ def test_steps_and_bytes_are_those_of_the_docstring_and_of_interconnect(algorith
     }
     for name, (f, shape, num_steps, nbytes) in formulas.items():
         forward, _ = traced(partial(f, axis="a", algorithm=algorithm), (n,), shape)
-        found = traffic(messages(forward, (n,)))
-        assert found == Traffic(num_steps, nbytes) == getattr(interconnect, name)(V, n, **options)
+        counted = traffic(messages(forward, (n,)))
+        assert counted == Traffic(num_steps, nbytes) == getattr(interconnect, name)(V, n, **options)
         assert chain(forward) == num_steps
 
 
-def test_times_and_what_they_become_for_many_devices():
-    """The last two columns of the docstring's table: of an even ring, both ways round."""
+def test_times_and_their_limits_for_many_devices():
+    """The last two columns of the docstring's table, for an even ring in both directions."""
     N, V, W, t_hop = 1000, 8e9, 1e11, 1e-6
     axis, h = Axis(N, W, t_hop), N // 2
     seconds = lambda kind, nbytes: getattr(interconnect, kind)(nbytes, N).seconds(axis)
@@ -798,25 +800,27 @@ def test_times_and_what_they_become_for_many_devices():
 def test_a_halo_is_one_step_of_the_wider_side(n, periodic):
     for before, after in ((0, 0), (1, 0), (0, 3), (2, 3), (3, 1)):
         exchange = partial(halo_exchange, axis="a", dim=1, before=before, after=after, periodic=periodic)
-        found = traffic(messages(traced(exchange, (n,), (4, 3, 5))[0], (n,)))
+        counted = traffic(messages(traced(exchange, (n,), (4, 3, 5))[0], (n,)))
         row = 4 * 4 * 5
-        if periodic and n == 2:  # both neighbours are one device: two messages to it, on whatever links there are
-            assert found == Traffic((before > 0) + (after > 0), row * (before + after))
+        if periodic and n == 2:  # both neighbours are one device, which gets two messages
+            assert counted == Traffic((before > 0) + (after > 0), row * (before + after))
         elif before or after:
-            assert found == Traffic(1, row * max(before, after)) == interconnect.halo(row * before, row * after)
+            assert counted == Traffic(1, row * max(before, after)) == interconnect.halo(row * before, row * after)
         else:
-            assert found == Traffic(0, 0)
+            assert counted == Traffic(0, 0)
 
 
 def phases(kind, nbytes, sizes, axes, algorithm, spread=False) -> dict[str, Traffic]:
-    """{axis: all that the model sends along it}."""
+    """Returns {axis: all traffic along it} as interconnect.py predicts it."""
     along = [Axis(sizes["abc".index(axis)], 1e9, name=axis) for axis in axes]
     rounds = interconnect.rounds_of(kind, nbytes, along, bidirectional=algorithm == "ring_bidirectional", spread=spread)
-    found = dict.fromkeys(axes, Traffic(0, 0))
+    predicted = dict.fromkeys(axes, Traffic(0, 0))
     for phase in itertools.chain.from_iterable(rounds):
-        steps, link_bytes = found[phase.axis.name].steps, found[phase.axis.name].link_bytes
-        found[phase.axis.name] = Traffic(steps + phase.traffic.steps, link_bytes + phase.traffic.link_bytes)
-    return found
+        so_far = predicted[phase.axis.name]
+        predicted[phase.axis.name] = Traffic(
+            so_far.steps + phase.traffic.steps, so_far.link_bytes + phase.traffic.link_bytes
+        )
+    return predicted
 
 
 TORI = [((2, 4), "ab"), ((2, 4), "ba"), ((4, 2), "ab"), ((2, 2, 2), "abc"), ((2, 2, 2), "cab"), ((1, 5), "ba")]
@@ -825,21 +829,21 @@ TORI = [((2, 4), "ab"), ((2, 4), "ba"), ((4, 2), "ab"), ((2, 2, 2), "abc"), ((2,
 @pytest.mark.slow
 @each_algorithm
 @at_places("2x4-ba", "1x5-ba", places=TORI)
-def test_on_a_torus_each_axis_carries_what_the_ones_before_left(sizes, axes, algorithm):
+def test_on_a_torus_each_axis_carries_the_results_of_the_ones_before(sizes, axes, algorithm):
     n = math.prod(sizes)
     h = sum(hops(sizes["abc".index(axis)], algorithm) for axis in axes)
-    whole = (6 * n * n,)  # V bytes
+    gathered = (6 * n * n,)  # V bytes
     cases = [
         ("all_gather", all_gather, (6 * n,), h, {}),
-        ("reduce_scatter", reduce_scatter, whole, h, {}),
-        ("all_to_all", partial(all_to_all, split_dim=0, concat_dim=0), whole, h, {}),
-        ("all_reduce", all_reduce, whole, 2 * h, {}),
-        ("all_reduce", all_reduce, whole, 2 * h, dict(spread=True)),
+        ("reduce_scatter", reduce_scatter, gathered, h, {}),
+        ("all_to_all", partial(all_to_all, split_dim=0, concat_dim=0), gathered, h, {}),
+        ("all_reduce", all_reduce, gathered, 2 * h, {}),
+        ("all_reduce", all_reduce, gathered, 2 * h, dict(spread=True)),
     ]
     for kind, f, shape, num_steps, options in cases:
         forward, backward = traced(partial(f, axis=tuple(axes), algorithm=algorithm, **options), sizes, shape)
-        expected = phases(kind, 4 * math.prod(whole), sizes, axes, algorithm, **options)
-        for steps in (forward, backward):  # each one's transpose costs the same
+        expected = phases(kind, 4 * math.prod(gathered), sizes, axes, algorithm, **options)
+        for steps in (forward, backward):  # the transpose costs the same
             assert {axis: traffic(messages(steps, sizes), axis) for axis in axes} == expected
             assert chain(steps) == num_steps
 
@@ -847,20 +851,20 @@ def test_on_a_torus_each_axis_carries_what_the_ones_before_left(sizes, axes, alg
 @pytest.mark.slow
 @cases_of("n", [1, 2, 3, 8], "3")
 @each_algorithm
-def test_the_messages_that_the_demonstration_prints_are_these(algorithm, n):
+def test_the_demonstration_prints_the_messages_counted_here(algorithm, n):
     mesh = make_mesh((n,))
     arrays = [jax.ShapeDtypeStruct((n * rows, columns * n), np.float32) for rows, columns in ((2 * n, 3), (3 * n, 4))]
     for name, f in everything(algorithm, n).items():
         sharded = jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
-        found = collectives.messages(sharded, *arrays)
+        printed = collectives.messages(sharded, *arrays)
         forward, _ = traced(f, (n,), *((array.shape[0] // n, array.shape[1]) for array in arrays))
-        flat = Counter((*ring, nbytes) for ring, messages in found.items() for nbytes in messages)
+        flat = Counter((*ring, nbytes) for ring, messages in printed.items() for nbytes in messages)
         assert flat == messages(forward, (n,)), name
 
 
 @each_algorithm
 def test_an_all_reduce_over_two_axes_by_hand(algorithm):
-    """2h1 V/n1 along the first, 2h2 V/(n1 n2) along the second, as documented."""
+    """The documented bytes are 2h1 V/n1 along the first axis and 2h2 V/(n1 n2) along the second."""
     V, (h1, h2) = 4 * 64, (hops(4, algorithm), hops(2, algorithm))
     forward, _ = traced(partial(all_reduce, axis=("b", "a"), algorithm=algorithm), (2, 4), (64,))
     sent = messages(forward, (2, 4))
@@ -871,7 +875,7 @@ def test_an_all_reduce_over_two_axes_by_hand(algorithm):
 @each_algorithm
 @pytest.mark.parametrize("shape, num_elements", [((8, 3), 24), ((2, 4, 3), 24), ((2, 6), 12), ((5, 7), 36), ((), 4)])
 def test_an_all_reduce_is_padded_to_the_next_multiple(algorithm, shape, num_elements):
-    """Of 4 devices; not at all where one dim, or the whole, can be cut in 4."""
+    """The multiple is of the 4 devices; nothing is padded where a dim, or the flattened array, divides by 4."""
     device = lambda x: all_reduce(x.reshape(shape), "a", algorithm=algorithm)
     h = hops(4, algorithm)
     assert traffic(messages(traced(device, (4,), (math.prod(shape),))[0], (4,))) == Traffic(2 * h, 2 * h * num_elements)
@@ -887,7 +891,7 @@ def test_a_spread_all_reduce_gives_equal_axes_equal_work(algorithm):
     assert {traffic(sent, axis) for axis in "abc"} == {Traffic(6, 2 * (V / 3) * (1 / 2 + 1 / 4 + 1 / 8))}
 
 
-# -- transposes, on the jaxpr
+# -- transposes, read off the jaxpr
 
 
 @on_some_rings
@@ -895,25 +899,25 @@ def test_a_spread_all_reduce_gives_equal_axes_equal_work(algorithm):
 def test_the_backward_pass_of_each_collective_is_its_transpose_and_nothing_else(algorithm, n):
     """The messages are those of the transpose, in bytes, number and direction; so are the other steps on floats."""
     trace = lambda f, *shape: traced(partial(f, axis="a", algorithm=algorithm), (n,), shape)
-    gather, gather_back = trace(partial(all_gather, dim=1), 4, 3)
-    scatter, scatter_back = trace(partial(reduce_scatter, dim=1), 4, 3 * n)
-    exchange, exchange_back = trace(partial(all_to_all, split_dim=1, concat_dim=0), 4, 3 * n)
+    gather, gather_vjp = trace(partial(all_gather, dim=1), 4, 3)
+    scatter, scatter_vjp = trace(partial(reduce_scatter, dim=1), 4, 3 * n)
+    exchange, exchange_vjp = trace(partial(all_to_all, split_dim=1, concat_dim=0), 4, 3 * n)
     reverse, _ = trace(partial(all_to_all, split_dim=0, concat_dim=1), 4 * n, 3)
-    for back, transpose in ((gather_back, scatter), (scatter_back, gather), (exchange_back, reverse)):
-        assert messages(back, (n,)) == messages(transpose, (n,)) != Counter()
+    for vjp, transpose in ((gather_vjp, scatter), (scatter_vjp, gather), (exchange_vjp, reverse)):
+        assert messages(vjp, (n,)) == messages(transpose, (n,)) != Counter()
     floats = lambda steps: Counter((step.name, step.shape) for step in steps if step.is_float)
-    assert floats(gather_back) == floats(scatter)
-    assert floats(scatter_back) == floats(gather)
-    added = [step.shape for step in gather_back if step.is_float and step.name in ("add", "add_any")]
-    assert added == [(4, 3)] * (n - 1)  # block by block; never a padded whole
-    whole = Counter(step.name for step in scatter_back if step.shape == (4, 3 * n))
-    assert whole == {"empty": 1, "pvary": 1, "dynamic_update_slice": n}  # pvary is but a type
-    assert not any(step.name in ("add", "add_any", "pad") for step in (*exchange_back, *scatter_back) if step.is_float)
+    assert floats(gather_vjp) == floats(scatter)
+    assert floats(scatter_vjp) == floats(gather)
+    added = [step.shape for step in gather_vjp if step.is_float and step.name in ("add", "add_any")]
+    assert added == [(4, 3)] * (n - 1)  # block by block; never a padded array
+    gathered = Counter(step.name for step in scatter_vjp if step.shape == (4, 3 * n))
+    assert gathered == {"empty": 1, "pvary": 1, "dynamic_update_slice": n}  # pvary changes only the type
+    assert not any(step.name in ("add", "add_any", "pad") for step in (*exchange_vjp, *scatter_vjp) if step.is_float)
 
 
 @each_algorithm
-def test_a_recomputed_collective_matmul_keeps_its_shard_and_gathers_it_again(algorithm):
-    def messages_back(wrap):
+def test_a_recomputed_collective_matmul_saves_its_shard_and_gathers_it_again(algorithm):
+    def backward_messages(wrap):
         f = wrap(lambda x, w: all_gather_matmul(x, (w,), "a", dim=1, algorithm=algorithm)[0])
         return messages(traced(f, (8,), (3, 5, 7), (7, 2))[1], (8,))
 
@@ -921,15 +925,15 @@ def test_a_recomputed_collective_matmul_keeps_its_shard_and_gathers_it_again(alg
         messages(steps, (8,))
         for steps in traced(partial(all_gather, axis="a", dim=1, algorithm=algorithm), (8,), (3, 5, 7))
     )
-    assert messages_back(lambda f: f) == scatter
-    assert messages_back(jax.checkpoint) == gather + scatter
+    assert backward_messages(lambda f: f) == scatter
+    assert backward_messages(jax.checkpoint) == gather + scatter
 
 
 # -- overlap, by construction
 
 
 def traced_matmuls(algorithm, n, dim):
-    """An all-gather-matmul with two weights, and a matmul-reduce-scatter: (forward, backward) of each."""
+    """Returns (forward, backward) of an all-gather-matmul with two weights, and of a matmul-reduce-scatter."""
     J = 7 * (n if dim == 2 else 1)
     gather = lambda x, *weights: all_gather_matmul(x, weights, "a", dim=dim, algorithm=algorithm)
     scatter = partial(matmul_reduce_scatter, axis="a", dim=dim, algorithm=algorithm)
@@ -944,62 +948,62 @@ def numbers_of(name, steps) -> set[int]:
 @each_dim
 @on_some_rings
 @each_algorithm
-def test_where_blocks_arrive_no_message_waits_for_a_matmul(algorithm, n, dim):
-    """all_gather_matmul, and the backward pass of matmul_reduce_scatter with its one matmul more, for the weight."""
-    (gather, _), (_, back) = traced_matmuls(algorithm, n, dim)
-    for steps, num_weights, others in ((gather, 2, 0), (back, 1, 1)):
+def test_while_blocks_arrive_no_message_waits_for_a_matmul(algorithm, n, dim):
+    """In all_gather_matmul, and in matmul_reduce_scatter's backward pass, which has one more matmul for the weight."""
+    (gather, _), (_, scatter_vjp) = traced_matmuls(algorithm, n, dim)
+    for steps, num_weights, others in ((gather, 2, 0), (scatter_vjp, 1, 1)):
         matmuls, permutes = numbers_of("dot_general", steps), numbers_of("ppermute", steps)
         assert (len(matmuls), len(permutes)) == (num_weights * n + others, n - 1)
         assert not any(steps[permute].after & matmuls for permute in permutes)
         # And no block waits for another: the first is multiplied at once, the last one after h hops.
         waits = sorted(len(steps[matmul].after & permutes) for matmul in matmuls)[: num_weights * n]
-        ways = [range(1, hops + 1) for hops in ((n // 2, (n - 1) // 2) if "bi" in algorithm else (n - 1,))]
-        assert waits == sorted([0, *itertools.chain(*ways)] * num_weights)
+        directions = [range(1, hops + 1) for hops in ((n // 2, (n - 1) // 2) if "bi" in algorithm else (n - 1,))]
+        assert waits == sorted([0, *itertools.chain(*directions)] * num_weights)
 
 
 @each_dim
 @on_some_rings
 @each_algorithm
-def test_where_sums_depart_no_matmul_waits_for_a_message(algorithm, n, dim):
-    """matmul_reduce_scatter, and the backward pass of all_gather_matmul with a matmul more for each weight."""
-    (_, back), (scatter, _) = traced_matmuls(algorithm, n, dim)
-    for steps, num_weights, others in ((scatter, 1, 0), (back, 2, 2)):
+def test_while_sums_depart_no_matmul_waits_for_a_message(algorithm, n, dim):
+    """In matmul_reduce_scatter, and in all_gather_matmul's backward pass, which has one more matmul for each weight."""
+    (_, gather_vjp), (scatter, _) = traced_matmuls(algorithm, n, dim)
+    for steps, num_weights, others in ((scatter, 1, 0), (gather_vjp, 2, 2)):
         matmuls, permutes = numbers_of("dot_general", steps), numbers_of("ppermute", steps)
         assert (len(matmuls), len(permutes)) == (num_weights * n + others, n - 1)
         assert not any(steps[matmul].after & permutes for matmul in matmuls)
-        # And a message waits for the blocks in its sum alone: the first for one, each further one for one more.
+        # And a message waits only for the blocks in its sum: the first for one, each further one for one more.
         waits = sorted(len(steps[permute].after & matmuls) for permute in permutes)
-        ways = [range(1, hops + 1) for hops in ((n // 2, (n - 1) // 2) if "bi" in algorithm else (n - 1,))]
-        assert waits == sorted(num_weights * blocks for blocks in itertools.chain(*ways))
+        directions = [range(1, hops + 1) for hops in ((n // 2, (n - 1) // 2) if "bi" in algorithm else (n - 1,))]
+        assert waits == sorted(num_weights * blocks for blocks in itertools.chain(*directions))
 
 
 @each_dim
 @on_some_rings
 @each_algorithm
-def test_the_messages_of_collective_matmuls_are_those_of_a_gather_and_of_a_scatter(algorithm, n, dim):
-    """Forward the one, backward the other: of the gradient of x, or of the one of the product."""
-    (gather, gather_back), (scatter, scatter_back) = traced_matmuls(algorithm, n, dim)
+def test_collective_matmuls_send_the_messages_of_a_gather_and_of_a_scatter(algorithm, n, dim):
+    """One of them in the forward pass, the other in the backward pass: for the gradient of x, or of the product."""
+    (gather, gather_vjp), (scatter, scatter_vjp) = traced_matmuls(algorithm, n, dim)
     plain = lambda f, *shape: traced(partial(f, axis="a", dim=dim, algorithm=algorithm), (n,), shape)
     product = [(3 * n, 5, 2 * n), (3, 5 * n, 2 * n), (3, 5, 2 * n)][dim]
-    for found, found_back, expected in (
-        (gather, gather_back, plain(all_gather, 3, 5, 7)),
-        (scatter, scatter_back, plain(reduce_scatter, *product)),
+    for matmul, matmul_vjp, expected in (
+        (gather, gather_vjp, plain(all_gather, 3, 5, 7)),
+        (scatter, scatter_vjp, plain(reduce_scatter, *product)),
     ):
-        forward, back = (messages(steps, (n,)) for steps in expected)
-        assert messages(found, (n,)) == forward != Counter()
-        assert messages(found_back, (n,)) == back != Counter()
+        forward, backward = (messages(steps, (n,)) for steps in expected)
+        assert messages(matmul, (n,)) == forward != Counter()
+        assert messages(matmul_vjp, (n,)) == backward != Counter()
 
 
-# -- all of them at once
+# -- all collectives at once
 
 
 def everything(algorithm, n):
-    """{name: f(x, w) -> y} for x [2n, 3n] and w [3n, 4n] of a device."""
+    """Returns {name: f(x, w) -> y} for x [2n, 3n] and w [3n, 4n] of a device."""
     options = dict(axis="a", algorithm=algorithm)
 
     def ragged(x, w):
-        where = jnp.arange(n), jnp.full(n, 2) - lax.axis_index("a") % 2, 2 * lax.axis_index("a") + 0 * jnp.arange(n)
-        return ragged_all_to_all(x, x[::-1], *where, block_rows=2, **options)[0]
+        case = jnp.arange(n), jnp.full(n, 2) - lax.axis_index("a") % 2, 2 * lax.axis_index("a") + 0 * jnp.arange(n)
+        return ragged_all_to_all(x, x[::-1], *case, block_rows=2, **options)[0]
 
     return {
         "all_gather": lambda x, w: all_gather(x, dim=1, **options),
@@ -1015,7 +1019,7 @@ def everything(algorithm, n):
 
 
 def run_everything(n, **options):
-    """Values and gradients, of both algorithms."""
+    """Returns values and gradients of both algorithms."""
     rng = np.random.default_rng(17)
     x, w = integers(rng, (n, 2 * n, 3 * n)), integers(rng, (n, 3 * n, 4 * n))
 
@@ -1030,19 +1034,19 @@ def run_everything(n, **options):
 @pytest.mark.slow
 @cases_of("n", [1, 3], "1")
 def test_every_element_of_an_empty_array_is_written(monkeypatch, n):
-    """`lax.empty` is zeros on a CPU and what the memory held on a TPU. With NaN in it, all results are the same.
+    """`lax.empty` is zeros on a CPU and old memory on a TPU. With NaN in it, all results are the same.
 
-    ragged_all_to_all has none of its own: it writes into the caller's `output`.
+    ragged_all_to_all makes none: it writes into the caller's `output`.
     """
-    expected, asked_for = run_everything(n), []
+    expected, shapes = run_everything(n), []
 
     def poison(shape, dtype):
-        asked_for.append(shape)
+        shapes.append(shape)
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 99, dtype)
 
     monkeypatch.setattr(lax, "empty", poison)
     assert_same_bits(run_everything(n), expected)
-    assert len(asked_for) >= 2 * len(everything("ring", n)) - 2
+    assert len(shapes) >= 2 * len(everything("ring", n)) - 2
 
 
 @pytest.mark.slow
@@ -1057,7 +1061,7 @@ def test_the_varying_axes_check_changes_nothing():
 @each_algorithm
 @cases_of("check_vma", [True, False], "False")
 def test_in_a_scan_under_checkpoint_differentiated(algorithm, check_vma):
-    """Weights that are gathered in each turn of a loop: the values and gradients of XLA's, with either type system."""
+    """Weights gathered in each iteration of a loop: values and gradients equal XLA's, with either type system."""
     rng = np.random.default_rng(18)
     w_L = integers(rng, (4, 3, 2, 8)) / 64  # [device, layer, ..]; sums and products of few bits: exact
     x = integers(rng, (4, 5, 8))
@@ -1065,8 +1069,8 @@ def test_in_a_scan_under_checkpoint_differentiated(algorithm, check_vma):
     def loss(algorithm, w_L, x):
         @jax.checkpoint
         def layer(x, w):
-            whole = all_gather(w, "a", algorithm=algorithm)
-            return reduce_scatter(jnp.tanh(x @ whole), "a", dim=1, algorithm=algorithm) @ whole[:2], None
+            gathered = all_gather(w, "a", algorithm=algorithm)
+            return reduce_scatter(jnp.tanh(x @ gathered), "a", dim=1, algorithm=algorithm) @ gathered[:2], None
 
         return jnp.sum(all_reduce(lax.scan(layer, x, w_L)[0], "a", algorithm=algorithm))
 
@@ -1074,8 +1078,8 @@ def test_in_a_scan_under_checkpoint_differentiated(algorithm, check_vma):
         for algorithm_ in (algorithm, "xla"):
             yield jax.value_and_grad(partial(loss, algorithm_), (0, 1))(w_L, x)
 
-    found, expected = per_device(device, (4,), check_vma=check_vma)(w_L, x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    results, expected = per_device(device, (4,), check_vma=check_vma)(w_L, x)
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, b) < 1e-5
 
 
@@ -1101,16 +1105,16 @@ def test_second_derivatives_equal_those_of_xla(algorithm, function):
             )
             yield jax.grad(slope, (0, 1))(x, w)
 
-    found, expected = per_device(device, (4,))(x, w, direction)
-    for a, b in zip(found, expected, strict=True):
+    results, expected = per_device(device, (4,))(x, w, direction)
+    for a, b in zip(results, expected, strict=True):
         assert np.linalg.norm(b) > 1
         assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.slow
 @each_algorithm
-def test_linear_transposes_and_forward_derivatives(algorithm):
-    """As fsdp.py takes the transpose of a gather; and jvp goes through what is linear anyway."""
+def test_linear_transposes_and_jvps_equal_those_of_xla(algorithm):
+    """fsdp.py transposes a gather; jvp works, since all of these are linear."""
     rng = np.random.default_rng(20)
     shapes = {all_gather: (4, 2, 3), reduce_scatter: (4, 8, 3), all_reduce: (4, 8, 3)}
     xs = [integers(rng, shape) for shape in shapes.values()]
@@ -1126,11 +1130,11 @@ def test_linear_transposes_and_forward_derivatives(algorithm):
     assert_same_bits(results[::2], results[1::2])
 
 
-# -- nothing to send
+# -- empty arrays
 
 
 def test_arrays_of_no_elements():
-    """Which the ragged exchange sends where block_rows is 0: all rows are dropped, and counted."""
+    """The ragged exchange sends such arrays where block_rows is 0: all rows are dropped, and counted."""
 
     def device(x):
         for algorithm in ALGORITHMS:
@@ -1139,8 +1143,8 @@ def test_arrays_of_no_elements():
             yield reduce_scatter(x[:, :0], "a", **options)
             yield all_to_all(x[:0], "a", split_dim=0, concat_dim=1, **options)
             yield all_reduce(x[:0], "a", **options)
-            where = jnp.zeros(4, int), jnp.arange(4), jnp.zeros(4, int)
-            yield ragged_all_to_all(x, x, *where, "a", block_rows=0, **options)
+            case = jnp.zeros(4, int), jnp.arange(4), jnp.zeros(4, int)
+            yield ragged_all_to_all(x, x, *case, "a", block_rows=0, **options)
 
     x = integers(np.random.default_rng(21), (4, 8, 3))
     *moved, ragged = per_device(device, (4,))(x)[-5:]
@@ -1194,7 +1198,7 @@ WRONG = {
     "sum of bools": ("bools have no sum", lambda x: reduce_scatter(x > 0, "b")),
     "all-reduce of bools": ("bools have no sum", lambda x: all_reduce(x > 0, "b")),
     "halo too wide": (
-        r"halo of 9 before and 0 after does not fit a shard of 8 along dim 0: .* 0 and 8; .* the 4 parts of 'b'",
+        r"halo of 9 before and 0 after does not fit a shard of 8 along dim 0: .* 0 and 8; .* the 4 devices of 'b'",
         lambda x: halo_exchange(x, "b", dim=0, before=9, after=0),
     ),
     "halo too wide behind": (
@@ -1254,7 +1258,7 @@ def test_wrong_input_is_refused_with_names_and_numbers(name):
         jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b"))), x)
 
 
-def test_outside_of_shard_map_there_are_no_axes():
+def test_outside_of_shard_map_no_axis_exists():
     with pytest.raises(ValueError, match="there is no axis 'a' in the mesh; it has none"):
         all_gather(jnp.ones(3), "a")
 
@@ -1265,7 +1269,7 @@ def test_outside_of_shard_map_there_are_no_axes():
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", RINGS)
 def test_products_that_are_summed_on_the_way_are_rounded_at_each_step(algorithm):
-    """In bfloat16 on 8 devices: 2.2 to 2.4 times the error of one matmul; where nothing is summed, the same."""
+    """In bfloat16 on 8 devices, the error is 2.2 to 2.4 times that of one matmul, and equal where nothing is summed."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jax.random.normal(jax.random.key(0), (64, 1024)).astype(jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (1024, 256)).astype(jnp.bfloat16)

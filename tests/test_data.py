@@ -1,4 +1,4 @@
-"""Corpora on disk and in memory, packing, order, and the thread that runs ahead."""
+"""Tests corpora on disk and in memory, packing, order, and the prefetch thread."""
 
 import collections
 import errno
@@ -25,18 +25,18 @@ DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 1, 2, 3, 4, 5, 6], [7, 7], [8, 1, 
 
 
 def corpus_of(documents, held_out=((1, 2), (3,), (4, 5, 6, 7, 8)), vocab_size=10) -> data.Corpus:
-    join = lambda parts: np.array([t for part in parts for t in (SEPARATOR, *part)], np.uint16)
+    join = lambda documents: np.array([t for document in documents for t in (SEPARATOR, *document)], np.uint16)
     return data.Corpus("the hand-made corpus", join(documents), join(held_out), vocab_size, SEPARATOR)
 
 
 def numbered_corpus(num_sequences: int, seq_len: int) -> data.Corpus:
-    """Token i is i, so that a row tells which sequence it is."""
+    """Returns a corpus in which token i is i, so that a row shows which sequence it is."""
     tokens = np.arange(num_sequences * seq_len + 1, dtype=np.uint32)
     return data.Corpus("numbers", tokens, tokens, len(tokens), 0)
 
 
 def naive_row(stream, number, seq_len, separator):
-    """(tokens, targets, segments, positions) of a sequence, one token at a time."""
+    """Returns (tokens, targets, segments, positions) of a sequence, computed one token at a time."""
     tokens, targets, segments, positions = [], [], [], []
     segment, position = 0, -1
     for i in range(number * seq_len, (number + 1) * seq_len):
@@ -71,7 +71,7 @@ def test_packing_equals_a_loop(seq_len):
 
 
 def test_packing_by_hand():
-    """A separator belongs to its document; a cut document goes on as a new one from position 0."""
+    """A separator belongs to its document; a document that was split continues as a new one from position 0."""
     corpus = corpus_of([], held_out=[[1, 2], [], [3, 4, 5]])  # the stream: 9 1 2 9 9 3 4 5
     batch = data.eval_batch(corpus, 0, batch=1, seq_len=7)
     assert batch.tokens.tolist() == [[9, 1, 2, 9, 9, 3, 4]]
@@ -112,7 +112,7 @@ def test_orders_differ_between_epochs_and_seeds(size):
 
 
 def test_orders_are_unlike_each_other():
-    """No correlation with the order on disk, nor between neighbouring epochs or seeds: 5 sigma is 0.16."""
+    """No order correlates with that on disk, nor with a neighbouring epoch's or seed's: 5 sigma is 0.16."""
     size = 1000
     orders = [data._permute(e * size + np.arange(size), size, s) for e in range(3) for s in range(3)]
     correlations = np.corrcoef([np.arange(size), *orders]) - np.eye(10)
@@ -143,28 +143,28 @@ ROWS = [slice(0, 1), slice(0, 4), slice(4, 8), slice(3, 7), slice(7, 8), slice(N
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_part_of_the_rows_is_that_part_of_the_batch(rows):
+def test_some_rows_are_those_rows_of_the_batch(rows):
     corpus = corpus_of(DOCUMENTS)
-    train = lambda **part: data.train_batch(corpus, 2, batch=8, seq_len=3, seed=5, **part)
-    held_out = lambda **part: data.eval_batch(corpus, 0, batch=8, seq_len=3, **part)
+    train = lambda **options: data.train_batch(corpus, 2, batch=8, seq_len=3, seed=5, **options)
+    held_out = lambda **options: data.eval_batch(corpus, 0, batch=8, seq_len=3, **options)
     for make in (train, held_out):
-        for whole, part in zip(make(), make(rows=rows), strict=True):
-            np.testing.assert_array_equal(whole[rows], part)
+        for full, some in zip(make(), make(rows=rows), strict=True):
+            np.testing.assert_array_equal(full[rows], some)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
-def test_evaluation_goes_through_all_of_the_held_out_part(batch):
-    """Once, in an order that is the same whatever the size of a batch."""
+def test_evaluation_covers_the_held_out_part_once(batch):
+    """The order does not depend on the batch size."""
     size, seq_len = 5, 4
     corpus = numbered_corpus(size, seq_len)
     tokens, targets = [], []
     for index in range(-(-size // batch) + 1):  # and one past the end
-        made = data.eval_batch(corpus, index, batch=batch, seq_len=seq_len)
+        rows = data.eval_batch(corpus, index, batch=batch, seq_len=seq_len)
         real = index * batch + np.arange(batch) < size
-        np.testing.assert_array_equal(made.loss_weights, np.repeat(real[:, None], seq_len, 1))
-        assert (made.segments[~real] == 0).all() and (made.segments[real] > 0).all()
-        tokens += made.tokens[real].tolist()
-        targets += made.targets[real].tolist()
+        np.testing.assert_array_equal(rows.loss_weights, np.repeat(real[:, None], seq_len, 1))
+        assert (rows.segments[~real] == 0).all() and (rows.segments[real] > 0).all()
+        tokens += rows.tokens[real].tolist()
+        targets += rows.targets[real].tolist()
     in_order = data.eval_batch(corpus, 0, batch=size, seq_len=seq_len)
     assert tokens == in_order.tokens.tolist() and targets == in_order.targets.tolist()
     assert sorted(tokens) == corpus.held_out[:-1].reshape(size, seq_len).tolist()
@@ -188,7 +188,7 @@ def test_round_trip(tmp_path, vocab_size, itemsize):
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.bin"]
 
 
-def test_the_file_is_as_documented(tmp_path):
+def test_the_file_has_the_documented_format(tmp_path):
     path = str(tmp_path / "corpus.bin")
     data.write_corpus(path, [np.array([1, 2])], [np.array([3])], vocab_size=300, separator=299)
     tokens = struct.pack("<5H", 299, 1, 2, 299, 3)
@@ -196,7 +196,7 @@ def test_the_file_is_as_documented(tmp_path):
 
 
 def token_file(*header, block_bytes=1 << 16) -> bytes:
-    """A token file by its documentation: the first seven numbers of its header, and the bytes of its tokens."""
+    """Returns a token file as documented, from the first seven numbers of its header and the bytes of its tokens."""
     *numbers, tokens = header
     blocks = [tokens[at : at + block_bytes] for at in range(0, len(tokens), block_bytes)]
     table = struct.pack(f"<{len(blocks)}I", *map(zlib.crc32, blocks))
@@ -205,7 +205,7 @@ def token_file(*header, block_bytes=1 << 16) -> bytes:
 
 
 def patched(path: Path, *, header: dict[int, int] | None = None, token: tuple[int, int] | None = None) -> None:
-    """Writes a token file anew with other numbers in its header or another token at a place, all CRCs being right."""
+    """Rewrites a token file with other numbers in its header or another token at an index, with correct CRCs."""
     content = path.read_bytes()
     numbers = list(struct.unpack_from("<8sIIQQQQ", content))
     for at, number in (header or {}).items():
@@ -229,7 +229,7 @@ def test_missing_file(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 63])
-def test_file_without_a_whole_header(tmp_path, size):
+def test_file_with_a_truncated_header(tmp_path, size):
     path = tmp_path / "short.bin"
     path.write_bytes(small_file(tmp_path).read_bytes()[:size])
     with pytest.raises(ValueError, match=re.escape(f"{path} has {size} bytes: too short for the 64-byte header")):
@@ -240,12 +240,11 @@ def test_file_without_a_whole_header(tmp_path, size):
 def test_file_of_the_wrong_length(tmp_path, change):
     path = small_file(tmp_path)
     content = path.read_bytes()
-    whole = 64 + 2 * (51 + 21) + 4
-    assert len(content) == whole
+    length = 64 + 2 * (51 + 21) + 4
+    assert len(content) == length
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path} has {whole + change} bytes and its header promises {whole}")
-    ):
+    message = f"{path} has {length + change} bytes and its header promises {length}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         data.open_corpus(str(path))
 
 
@@ -263,13 +262,13 @@ def test_every_flipped_bit_of_the_header_is_noticed(tmp_path):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        found = "not a token file" if bit < 64 else "format version" if bit < 96 else "damaged header"
-        with pytest.raises(ValueError, match=found) as error:
+        message = "not a token file" if bit < 64 else "format version" if bit < 96 else "damaged header"
+        with pytest.raises(ValueError, match=message) as error:
             data.open_corpus(str(path))
         assert str(path) in str(error.value)
 
 
-def test_an_older_format_is_named_with_the_way_out(tmp_path):
+def test_an_older_format_is_refused_with_the_remedy(tmp_path):
     path = small_file(tmp_path)
     patched(path, header={1: 1})
     with pytest.raises(ValueError, match=r"format version 1, .* reads version 2, .*make it again with `python data.py"):
@@ -297,7 +296,7 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path, header, message):
 
 
 @pytest.mark.parametrize("header", [{5: 0, 6: 72}, {5: 72, 6: 0}])
-def test_a_file_without_one_of_its_parts_cannot_be_trained_on(tmp_path, header):
+def test_a_file_without_training_or_held_out_tokens_is_refused(tmp_path, header):
     path = small_file(tmp_path)
     patched(path, header=header)
     with pytest.raises(ValueError, match=r"0 (training|held-out) .*use a longer text"):
@@ -307,11 +306,11 @@ def test_a_file_without_one_of_its_parts_cannot_be_trained_on(tmp_path, header):
 # -- a file that changes
 
 
-BLOCK_TOKENS = 1 << 15  # of 64 KiB, at two bytes a token
+BLOCK_TOKENS = 1 << 15  # a block has 64 KiB, at two bytes a token
 
 
 def large_file(tmp_path) -> Path:
-    """Five blocks and a bit; the held-out part begins within the fourth."""
+    """Writes a file of five full blocks and a short one; the held-out part begins within the fourth."""
     path = tmp_path / "large.bin"
     train, held_out = np.arange(int(3.5 * BLOCK_TOKENS)) % 251, np.arange(2 * BLOCK_TOKENS) % 241
     data.write_corpus(str(path), [train], [held_out], vocab_size=256, separator=255)
@@ -321,7 +320,7 @@ def large_file(tmp_path) -> Path:
 @pytest.mark.parametrize(
     "start, stop", [(0, 0), (0, 1), (5, 5), (32767, 32769), (32768, 65536), (7, 114689), (9, 10**9)]
 )
-def test_slices_are_those_of_an_array(tmp_path, start, stop):
+def test_slices_equal_those_of_an_array(tmp_path, start, stop):
     corpus = data.open_corpus(str(large_file(tmp_path)))
     train = np.concatenate([[255], np.arange(int(3.5 * BLOCK_TOKENS)) % 251])
     held_out = np.concatenate([[255], np.arange(2 * BLOCK_TOKENS) % 241])
@@ -340,9 +339,9 @@ def flip(path: Path, bit: int) -> None:
     overwrite(path, bit // 8, bytes([path.read_bytes()[bit // 8] ^ 1 << bit % 8]))
 
 
-def test_every_flipped_bit_is_found_by_who_reads_it_and_only_there(tmp_path):
+def test_a_flipped_bit_is_found_by_reading_its_block_alone(tmp_path):
     path = large_file(tmp_path)
-    corpus, whole = data.open_corpus(str(path)), path.read_bytes()
+    corpus, intact = data.open_corpus(str(path)), path.read_bytes()
     num_tokens = len(corpus.train) + len(corpus.held_out)
     random = np.random.default_rng(0)
     for token in [0, BLOCK_TOKENS - 1, BLOCK_TOKENS, num_tokens - 1, *random.integers(0, num_tokens, 20).tolist()]:
@@ -354,16 +353,16 @@ def test_every_flipped_bit_is_found_by_who_reads_it_and_only_there(tmp_path):
         for other in range(-(-num_tokens // BLOCK_TOKENS)):
             if other != block:
                 corpus.train.file.read(other * BLOCK_TOKENS, min((other + 1) * BLOCK_TOKENS, num_tokens))
-        path.write_bytes(whole)
-    for byte in range(64 + 2 * num_tokens, len(whole)):
+        path.write_bytes(intact)
+    for byte in range(64 + 2 * num_tokens, len(intact)):
         flip(path, byte * 8 + 3)
         with pytest.raises(ValueError, match="damaged table of checksums"):
             data.open_corpus(str(path))
-        path.write_bytes(whole)
-    corpus.train[:], corpus.held_out[:]  # mended under the same open file
+        path.write_bytes(intact)
+    corpus.train[:], corpus.held_out[:]  # restored, under the same open file
 
 
-def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_path):
+def test_a_file_truncated_while_it_is_open_is_an_error_and_no_signal(tmp_path):
     path = large_file(tmp_path)
     corpus, size = data.open_corpus(str(path)), path.stat().st_size
     os.truncate(path, 1000)
@@ -371,7 +370,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_p
         data.train_batch(corpus, 0, batch=4, seq_len=64, seed=0)
 
 
-def test_a_file_that_is_overwritten_while_it_is_open_is_told_by_its_time(tmp_path):
+def test_a_file_overwritten_while_it_is_open_is_reported_with_the_time(tmp_path):
     path, other = large_file(tmp_path), tmp_path / "other.bin"
     corpus, size = data.open_corpus(str(path)), path.stat().st_size
     data.write_corpus(str(other), [np.arange(len(corpus.train) - 1) % 7], [np.arange(2 * BLOCK_TOKENS) % 7],
@@ -383,7 +382,7 @@ def test_a_file_that_is_overwritten_while_it_is_open_is_told_by_its_time(tmp_pat
         data.train_batch(corpus, 0, batch=4, seq_len=64, seed=0)
 
 
-def test_a_file_that_is_replaced_while_it_is_open_is_still_the_one_that_was_opened(tmp_path):
+def test_a_file_replaced_while_it_is_open_is_still_the_opened_one(tmp_path):
     path = large_file(tmp_path)
     corpus = data.open_corpus(str(path))
     before = data.train_batch(corpus, 3, batch=4, seq_len=64, seed=0)
@@ -393,7 +392,7 @@ def test_a_file_that_is_replaced_while_it_is_open_is_still_the_one_that_was_open
     assert other.identity != corpus.identity
 
 
-def test_an_error_of_the_disk_is_told_with_the_file_and_the_place(tmp_path, monkeypatch):
+def test_a_disk_error_names_the_file_and_the_byte(tmp_path, monkeypatch):
     corpus = data.open_corpus(str(large_file(tmp_path)))
 
     def fails(descriptor, num_bytes, offset):
@@ -404,30 +403,30 @@ def test_an_error_of_the_disk_is_told_with_the_file_and_the_place(tmp_path, monk
         corpus.train[BLOCK_TOKENS : BLOCK_TOKENS + 5]
 
 
-def test_reads_that_end_early_are_gone_on_with(tmp_path, monkeypatch):
+def test_short_reads_are_continued(tmp_path, monkeypatch):
     corpus, pread = data.open_corpus(str(large_file(tmp_path))), os.pread
-    whole = corpus.train[:]
+    expected = corpus.train[:]
     monkeypatch.setattr(
         os, "pread", lambda descriptor, num_bytes, offset: pread(descriptor, min(num_bytes, 999), offset)
     )
-    np.testing.assert_array_equal(corpus.train[:], whole)
+    np.testing.assert_array_equal(corpus.train[:], expected)
 
 
-def test_what_is_no_file_is_no_corpus_and_nobody_waits_for_it(tmp_path):
+def test_a_corpus_that_is_no_ordinary_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is no ordinary file; make a token file with"):
             data.open_corpus(str(path))
 
 
-def test_a_file_that_is_only_touched_goes_on(tmp_path):
+def test_a_file_that_is_only_touched_stays_valid(tmp_path):
     path = large_file(tmp_path)
     corpus = data.open_corpus(str(path))
     os.utime(path, (1e9, 1e9))
     corpus.train[:]
 
 
-def test_identity_is_of_the_content_and_not_of_the_path(tmp_path):
+def test_identity_depends_on_the_content_and_not_on_the_path(tmp_path):
     write = lambda name, documents, **kind: data.write_corpus(
         str(tmp_path / name), [np.array(documents)], [np.arange(9)], **dict(vocab_size=50, separator=49) | kind
     )
@@ -455,11 +454,11 @@ def test_a_token_outside_the_vocabulary_in_the_file(tmp_path, vocab_size, part, 
             except ValueError as error:
                 messages.append(str(error))
     expected = f"{path} has token {token} at {part} token {offset}, outside its vocabulary of {vocab_size}"
-    at_a_cut = 0 < offset < 50 and offset % seq_len == 0  # the last target of one sequence, the first token of another
-    assert messages == [expected] * (1 + at_a_cut)
+    in_two = 0 < offset < 50 and offset % seq_len == 0  # the last target of one sequence, the first token of another
+    assert messages == [expected] * (1 + in_two)
 
 
-def test_a_token_beyond_the_positive_int32s_is_seen(tmp_path):
+def test_a_token_beyond_the_positive_int32s_is_refused(tmp_path):
     path = str(tmp_path / "corpus.bin")
     data.write_corpus(path, [np.arange(50)], [np.arange(20)], vocab_size=70_000, separator=99)
     patched(Path(path), token=(13, 2**32 - 1))
@@ -483,7 +482,7 @@ def test_a_token_outside_the_vocabulary_is_not_written(tmp_path, token):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError])
-def test_an_interrupted_write_leaves_the_file_before(tmp_path, error):
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, error):
     path = small_file(tmp_path)
     before = path.read_bytes()
 
@@ -499,7 +498,7 @@ def test_an_interrupted_write_leaves_the_file_before(tmp_path, error):
     assert data.open_corpus(str(path)).train[:].tolist() == [99, 0, 1, 2, 3, 4]
 
 
-def test_check_names_the_numbers_and_the_way_out():
+def test_check_names_the_numbers_and_the_remedy():
     corpus = corpus_of(DOCUMENTS)  # 30 training and 11 held-out tokens
     assert (len(corpus.train), len(corpus.held_out)) == (30, 11)
     corpus.check(seq_len=10, vocab_size=10)
@@ -553,36 +552,36 @@ def test_prepare_a_folder(tmp_path):
     assert held_out == [text for text in by_path if text in held_out]
     assert (corpus.vocab_size, corpus.separator) == (256, 255)
 
-    # Which part a document is in does not depend on what else there is.
+    # Whether a document is held out does not depend on the other documents.
     for path in folder.rglob("1*.txt"):
         path.unlink()
     rest, _ = data.prepare([str(folder), str(single)], str(out))
     assert set(documents_of(rest.train)) <= set(train) and set(documents_of(rest.held_out)) <= set(held_out)
 
 
-def named(chosen: bool, count: int) -> list[str]:
-    """Names of files that the hash holds out, or does not."""
+def file_names(held_out: bool, count: int) -> list[str]:
+    """Returns names of files that the hash holds out, or does not."""
     names = (f"f{i}.txt" for i in itertools.count())
-    return list(itertools.islice((n for n in names if (zlib.crc32(n.encode()) % 20 == 0) == chosen), count))
+    return list(itertools.islice((n for n in names if (zlib.crc32(n.encode()) % 20 == 0) == held_out), count))
 
 
 @pytest.mark.parametrize(
-    "of_chosen, of_others",
+    "held_out_sizes, other_sizes",
     [
         ([200], []),
         ([], [200]),
         ([200], [200]),
-        ([300] * 3, [300]),  # as docs/doc0 to doc3, of which the hash would hold out three
+        ([300] * 3, [300]),  # as docs/doc0 to doc3, three of which the hash would hold out
         ([], [200] * 30),
         ([4000], [50] * 19),
         ([50], [4000]),
         ([3], [7, 1]),
     ],
 )
-def test_about_a_twentieth_is_held_out_of_few_documents_too(tmp_path, of_chosen, of_others):
-    names = named(True, len(of_chosen)) + named(False, len(of_others))
-    texts = [f"{name[1:-4]:_>9} ".encode() * size for name, size in zip(names, of_chosen + of_others, strict=True)]
-    texts = [text[:size] for text, size in zip(texts, of_chosen + of_others, strict=True)]
+def test_about_a_twentieth_is_held_out_of_few_documents_too(tmp_path, held_out_sizes, other_sizes):
+    names = file_names(True, len(held_out_sizes)) + file_names(False, len(other_sizes))
+    sizes = held_out_sizes + other_sizes
+    texts = [(f"{name[1:-4]:_>9} ".encode() * size)[:size] for name, size in zip(names, sizes, strict=True)]
     (tmp_path / "texts").mkdir()
     for name, text in zip(names, texts, strict=True):
         (tmp_path / "texts" / name).write_bytes(text)
@@ -590,22 +589,22 @@ def test_about_a_twentieth_is_held_out_of_few_documents_too(tmp_path, of_chosen,
     train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
     num_bytes = sum(map(len, texts))
     assert num_bytes // 20 - len(texts) <= sum(map(len, held_out)) <= max(num_bytes // 20, len(texts))
-    # The end of each document, and what is before it.
+    # The end of each document is held out, and the rest trained on.
     in_order = [text for _, text in sorted(zip(names, texts, strict=True))]
     assert [a + b for a, b in zip(train, held_out, strict=True)] == in_order
 
 
-def test_the_hash_decides_where_it_holds_out_about_a_twentieth(tmp_path):
-    chosen, others = named(True, 2), named(False, 40)
+def test_the_hash_decides_if_it_holds_out_about_a_twentieth(tmp_path):
+    held_out, others = file_names(True, 2), file_names(False, 40)
     (tmp_path / "texts").mkdir()
-    for name in chosen + others:
+    for name in held_out + others:
         (tmp_path / "texts" / name).write_text(name * 10)
     corpus, _ = data.prepare([str(tmp_path / "texts")], str(tmp_path / "corpus.bin"))
-    assert sorted(documents_of(corpus.held_out)) == sorted(name.encode() * 10 for name in chosen)
+    assert sorted(documents_of(corpus.held_out)) == sorted(name.encode() * 10 for name in held_out)
     assert sorted(documents_of(corpus.train)) == sorted(name.encode() * 10 for name in others)
 
 
-def test_what_is_no_ordinary_file_is_named_and_nobody_waits_for_it(tmp_path):
+def test_texts_that_are_no_ordinary_files_are_named_at_once(tmp_path):
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "fox.txt").write_text("The quick brown fox. " * 20)
@@ -619,27 +618,27 @@ def test_what_is_no_ordinary_file_is_named_and_nobody_waits_for_it(tmp_path):
             data.prepare([str(path)], str(tmp_path / "corpus.bin"))
 
 
-def test_what_is_named_twice_counts_once(tmp_path):
+def test_a_text_that_is_named_twice_counts_once(tmp_path):
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     for i in range(40):
         (folder / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(f"text {i}" * 10)
     once, _ = data.prepare([str(folder)], str(tmp_path / "once.bin"))
-    named = [str(folder), str(folder / "deep"), f"{folder}/deep/../2.txt"]
-    twice, _ = data.prepare(named, str(tmp_path / "twice.bin"))
+    paths = [str(folder), str(folder / "deep"), f"{folder}/deep/../2.txt"]
+    twice, _ = data.prepare(paths, str(tmp_path / "twice.bin"))
     num_bytes = lambda corpus: sum(map(len, documents_of(corpus.train) + documents_of(corpus.held_out)))
     assert num_bytes(twice) == num_bytes(once) == sum(len(f"text {i}" * 10) for i in range(40))
 
 
-def test_a_text_that_changes_meanwhile_is_named(tmp_path, monkeypatch):
-    text, divided = tmp_path / "fox.txt", data._divided
+def test_a_text_that_changes_during_preparation_is_named(tmp_path, monkeypatch):
+    text, split = tmp_path / "fox.txt", data._split
     text.write_text("The quick brown fox. " * 20)
 
     def changed(texts):
         text.write_bytes(text.read_bytes().replace(b"fox", b"f\xffx"))
-        return divided(texts)
+        return split(texts)
 
-    monkeypatch.setattr(data, "_divided", changed)
+    monkeypatch.setattr(data, "_split", changed)
     with pytest.raises(OSError, match=r"fox.txt has changed since the preparation began"):
         data.prepare([str(text)], str(tmp_path / "corpus.bin"))
     assert os.listdir(tmp_path) == ["fox.txt"]
@@ -676,7 +675,7 @@ def test_an_output_that_is_an_input_is_refused_and_nothing_is_lost(tmp_path):
         assert text.read_text() == before and sorted(os.listdir(tmp_path)) == ["linked.bin", "texts"]
 
 
-def test_a_token_outside_the_vocabulary_is_shown_as_a_sentence(tmp_path):
+def test_a_token_outside_the_vocabulary_is_reported_in_one_line(tmp_path):
     path = small_file(tmp_path)
     for token in range(51):
         patched(path, token=(token, 100))
@@ -687,7 +686,7 @@ def test_a_token_outside_the_vocabulary_is_shown_as_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("size", [2, 5, 19, 20, 21, 400, 1000])
 def test_prepare_a_single_small_file(tmp_path, size):
-    """There is one document, so its end is held out."""
+    """Of the only document, the end is held out."""
     text = ("The quick brown fox. " * 50)[:size].encode()
     (tmp_path / "fox.txt").write_bytes(text)
     corpus, skipped = data.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "corpus.bin"))
@@ -755,7 +754,7 @@ def test_decode():
     assert data.decode(np.array([0xC3, 66])) == "\N{REPLACEMENT CHARACTER}B"
 
 
-# -- the thread that runs ahead
+# -- the prefetch thread
 
 
 def batch_threads() -> list[threading.Thread]:
@@ -763,48 +762,48 @@ def batch_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_ahead_yields_in_order_and_ends_its_thread(depth):
-    assert list(data.ahead(lambda step: step * step, range(3, 40), depth)) == [n * n for n in range(3, 40)]
+def test_prefetch_yields_in_order_and_ends_its_thread(depth):
+    assert list(data.prefetch(lambda step: step * step, range(3, 40), depth)) == [n * n for n in range(3, 40)]
     assert not batch_threads()
 
 
-def test_ahead_works_before_it_is_asked():
-    made = {step: threading.Event() for step in range(100)}
+def test_prefetch_works_before_a_batch_is_taken():
+    computed = {step: threading.Event() for step in range(100)}
 
     def make(step):
-        made[step].set()
+        computed[step].set()
         return step
 
-    batches = data.ahead(make, range(100), depth=3)
+    batches = data.prefetch(make, range(100), depth=3)
     assert next(batches) == 0
-    assert all(made[step].wait(10) for step in (1, 2, 3))
-    assert not made[10].is_set()
+    assert all(computed[step].wait(10) for step in (1, 2, 3))
+    assert not computed[10].is_set()
     batches.close()
-    assert not made[10].is_set()
+    assert not computed[10].is_set()
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_ahead_ends_its_thread_when_closed(taken):
-    batches = data.ahead(lambda step: step, iter(range(10**9)))
+def test_prefetch_ends_its_thread_when_closed(taken):
+    batches = data.prefetch(lambda step: step, iter(range(10**9)))
     assert [next(batches) for _ in range(taken)] == list(range(taken))
     assert len(batch_threads()) == (taken > 0)
     batches.close()
     assert not batch_threads()
 
 
-def test_ahead_does_not_take_a_stray_stop_iteration_for_the_end():
+def test_prefetch_does_not_end_at_a_stray_stop_iteration():
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(data.ahead(lambda step: next(iter([])), range(3)))
+        list(data.prefetch(lambda step: next(iter([])), range(3)))
 
 
 @pytest.mark.parametrize("error", [ValueError("bad batch"), OSError("disk"), KeyError("k"), SystemExit(3)])
-def test_ahead_raises_what_the_thread_raised(error):
+def test_prefetch_raises_the_error_of_its_thread(error):
     def make(step):
         if step == 4:
             raise error
         return step
 
-    batches = data.ahead(make, range(10))
+    batches = data.prefetch(make, range(10))
     assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(type(error)) as caught:
         next(batches)
@@ -812,7 +811,7 @@ def test_ahead_raises_what_the_thread_raised(error):
     assert not batch_threads()
 
 
-# -- the yardstick
+# -- the baseline
 
 
 @pytest.mark.parametrize("num_eval_sequences, max_train_tokens", [(1, 100), (3, 100), (50, 100), (3, 12)])
@@ -831,7 +830,7 @@ def test_bigram_loss_equals_counting(num_eval_sequences, max_train_tokens):
         p_b = (singles[b] + 1) / (len(train) + corpus.vocab_size)
         losses.append(-math.log((pairs[a, b] + p_b) / (contexts[a] + 1)))
     assert len(losses) == min(num_eval_sequences, (len(corpus.held_out) - 1) // seq_len) * seq_len > 0
-    found = data.bigram_loss(
+    loss = data.bigram_loss(
         corpus, seq_len=seq_len, num_eval_sequences=num_eval_sequences, max_train_tokens=max_train_tokens
     )
-    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+    assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Runs of two processes on this machine, four simulated devices each: numbers as of one, and no end without a word."""
+"""Tests runs of two processes, four simulated devices each: they equal one process, and end with a message."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def values(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(values, tmp_path_factory) -> Config:
-    """The run in one process."""
+    """Returns the Config of a run in one process."""
     directory = tmp_path_factory.mktemp("one")
     values = values | dict(checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"))
     assert start(values | dict(steps=20), directory / "out").wait() == 0
@@ -46,7 +46,7 @@ def end_with(statuses: list[int], processes: list[subprocess.Popen], directory: 
 
 
 def wait_for_signal(process: subprocess.Popen, other: subprocess.Popen) -> None:
-    """Until a process is killed, or stands still, by the signal that it sends itself."""
+    """Waits until a process is killed, or stopped, by the signal that it sends itself."""
     changed = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     wait_until(lambda: os.waitid(os.P_PID, process.pid, changed), other)
 
@@ -72,25 +72,25 @@ pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_tex
 
 @pytest.fixture(scope="module")
 def two(values, tmp_path_factory) -> Path:
-    """The directory of the run in two processes that nothing disturbs."""
+    """Returns the directory of an undisturbed run in two processes."""
     directory = tmp_path_factory.mktemp("two")
     processes = start_two(values | dict(eval_batches=2, save_every=10), directory, program=("-c", RECORD_ROWS))
     end_with([0, 0], processes, directory)
     return directory
 
 
-def test_two_processes_are_as_one(one, two):
-    """In losses and in the checkpoint, which both write; each reads its share of every batch, and only one speaks."""
-    ours, theirs = read_metrics(two / "metrics.jsonl"), read_metrics(one.metrics_file)
-    assert len(ours) == 20
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+def test_two_processes_equal_one(one, two):
+    """In losses and in the checkpoint, which both write; each reads its share of a batch, and only one prints."""
+    metrics, expected = read_metrics(two / "metrics.jsonl"), read_metrics(one.metrics_file)
+    assert len(metrics) == 20
+    np.testing.assert_allclose(metrics, expected, rtol=1e-6)
 
     rows = [json.loads((two / f"rows{i}.json").read_text()) for i in (0, 1)]
     assert rows == [[[i, i + 1] for i in range(4)], [[i, i + 1] for i in range(4, 8)]]
 
     checkpoints = two / "checkpoints"
     assert steps_in(checkpoints) == [10, 20]
-    for i in (0, 1):  # a process's files: of the same size, up to the small arrays that all hold and one writes
+    for i in (0, 1):  # both write about the same bytes: only small arrays, which all hold, are written by one
         assert sum(f.stat().st_size for f in (checkpoints / "20/state" / f"ocdbt.process_{i}").rglob("*")) > 100_000
     (state, note), (expected, _) = load(dataclasses.replace(one, checkpoint_dir=str(checkpoints))), load(one)
     assert note == ""
@@ -101,7 +101,7 @@ def test_two_processes_are_as_one(one, two):
 
 
 def test_the_first_step_waits_for_the_slowest_compile(values, tmp_path):
-    """Longer than the 30 s that gloo, the interconnect of CPU processes, would wait for it."""
+    """Longer than the 30 s that gloo, which connects CPU processes, would wait for it."""
     compiling = trials.signalled("model.loss_fn", 1)
     processes = start_two(values | dict(compilation_cache=""), tmp_path, own={1: compiling})
     wait_for_signal(processes[1], processes[0])
@@ -113,58 +113,58 @@ def test_the_first_step_waits_for_the_slowest_compile(values, tmp_path):
 def test_a_port_that_is_taken_is_refused_at_once(values, tmp_path):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        of_first = dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
-        assert start(values | of_first, tmp_path / "0.out").wait(60) == 1
-    said = f"train.py: error: process 0 cannot listen at localhost:{port} ("
-    assert (tmp_path / "0.err").read_text().startswith(said)
+        first = dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
+        assert start(values | first, tmp_path / "0.out").wait(60) == 1
+    message = f"train.py: error: process 0 cannot listen at localhost:{port} ("
+    assert (tmp_path / "0.err").read_text().startswith(message)
 
 
 def test_a_port_that_is_taken_at_one_address_of_a_name_is_refused(monkeypatch):
-    """The others may reach process 0 by either, so it is not enough that the other is free."""
+    """The others may reach process 0 at either address, so both must be free."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        places = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+        addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
         with pytest.raises(OSError, match=rf"^process 0 cannot listen at localhost:{port} \("):
             check_port(f"localhost:{port}")
 
 
 def listened_at(port: int) -> set[str]:
-    """Addresses of this machine at whose `port` a program listens, as the kernel writes them."""
+    """The addresses of this machine at whose `port` a program listens, as the kernel writes them."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 
 
 def test_process_0_listens_at_the_address_that_is_named(values, tmp_path):
-    """Not at every address of its host, where all who reach it could take part in the run."""
+    """At every address of its host, all who reach it could join the run."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     values = values | dict(coordinator=f"localhost:{port}", num_processes=2, process_id=0)
     process = start(values, tmp_path / "0.out")
     try:
-        found = wait_until(lambda: listened_at(port), process)
+        addresses = wait_until(lambda: listened_at(port), process)
     finally:
         process.kill()
         process.wait()
-    loopback = "0100007F"  # 127.0.0.1; as an address of IPv6; and IPv6's own
-    assert found <= {loopback, f"{'0' * 16}FFFF0000{loopback}", f"{'0' * 24}01000000"}
+    loopback = "0100007F"  # 127.0.0.1; below also as an IPv6 address, and IPv6's own loopback
+    assert addresses <= {loopback, f"{'0' * 16}FFFF0000{loopback}", f"{'0' * 24}01000000"}
 
 
 def test_an_address_that_is_not_here_is_refused_at_once(values, tmp_path):
-    first = dict(coordinator="192.0.2.1:9911", num_processes=2, process_id=0)  # of RFC 5737: nobody's
+    first = dict(coordinator="192.0.2.1:9911", num_processes=2, process_id=0)  # reserved by RFC 5737
     assert start(values | first, tmp_path / "0.out").wait(60) == 1
-    said = (tmp_path / "0.err").read_text()
-    assert said.startswith("train.py: error: process 0 cannot listen at 192.0.2.1:9911 (")
-    assert said.endswith("set JAX_COORDINATOR_BIND_ADDRESS\n") and said.count("\n") == 1
+    message = (tmp_path / "0.err").read_text()
+    assert message.startswith("train.py: error: process 0 cannot listen at 192.0.2.1:9911 (")
+    assert message.endswith("set JAX_COORDINATOR_BIND_ADDRESS\n") and message.count("\n") == 1
 
 
 NOT_ALL = "processes of this run did not all connect to localhost"
 
 
 @pytest.mark.parametrize("expected", [(3, 2), (2, 3)], ids=["process 0 expects 3", "process 0 expects 2"])
-def test_processes_that_expect_unlike_numbers_end_soon_with_a_sentence(expected, values, tmp_path):
-    """Process 0 of 3 waits for a third one; process 0 of 2 takes in one that expects 3, and flags are compared."""
+def test_processes_that_expect_different_numbers_end_soon_with_a_message(expected, values, tmp_path):
+    """Process 0 of 3 waits for a third one; process 0 of 2 accepts one that expects 3, and flags are compared."""
     mesh = dict(mesh="fsdp:6", batch=6, peer_timeout=4)
     both = start_two(values | mesh | dict(num_processes=expected[0]), tmp_path, second=dict(num_processes=expected[1]))
     end_with([1, 1], both, tmp_path, timeout_s=60)
@@ -177,7 +177,7 @@ def test_processes_that_expect_unlike_numbers_end_soon_with_a_sentence(expected,
             assert "disagree: --num_processes is 2 on process 0 and 3 on process 1" in last
 
 
-def test_a_process_waits_for_one_that_could_not_start_no_longer_than_it_is_told(values, tmp_path):
+def test_a_process_waits_for_one_that_could_not_start_no_longer_than_peer_timeout_allows(values, tmp_path):
     both = start_two(values | dict(peer_timeout=2), tmp_path, second=dict(batch="x"))
     end_with([1, 2], both, tmp_path, timeout_s=60)
     last = (tmp_path / "0.err").read_text().splitlines()[-1]
@@ -186,16 +186,16 @@ def test_a_process_waits_for_one_that_could_not_start_no_longer_than_it_is_told(
 
 
 @pytest.mark.parametrize("address", ["localhost:9911", "nonsense"])
-def test_an_address_in_the_environment_alone_is_no_run(address, values, tmp_path, monkeypatch):
+def test_an_address_in_the_environment_alone_is_refused(address, values, tmp_path, monkeypatch):
     program = f"import os, runpy; os.environ['JAX_COORDINATOR_ADDRESS'] = '{address}'; "
     program += "runpy.run_path('train.py', run_name='__main__')"
     assert start(values, tmp_path / "0.out", program=("-c", program)).wait(60) == 2
-    said = (tmp_path / "0.err").read_text()
-    assert said.startswith(f"train.py: error: JAX_COORDINATOR_ADDRESS={address} is not all: ")
-    assert "--coordinator=HOST:PORT, --num_processes=N and --process_id=I" in said and said.count("\n") == 1
+    message = (tmp_path / "0.err").read_text()
+    assert message.startswith(f"train.py: error: JAX_COORDINATOR_ADDRESS={address} is not all: ")
+    assert "--coordinator=HOST:PORT, --num_processes=N and --process_id=I" in message and message.count("\n") == 1
 
 
-def test_windows_is_told_where_this_runs(monkeypatch):
+def test_windows_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ValueError, match=r"^this runs on Linux, on macOS, and on Windows in WSL"):
         train.run(Config())
@@ -210,14 +210,14 @@ def test_windows_is_told_where_this_runs(monkeypatch):
         ("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes", False),
     ],
 )
-def test_errors_of_a_lost_process_are_told_from_others(error, is_lost):
+def test_errors_of_a_lost_process_are_recognized(error, is_lost):
     assert is_lost_peer(jax.errors.JaxRuntimeError(error)) == is_lost
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=lambda kind: kind.name)
 def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
-    """A connection that breaks in a step is seen at once; one that waits or hangs, by a silence of peer_timeout."""
+    """A connection that breaks in a step is noticed at once, a process that hangs after a silence of peer_timeout."""
     in_a_step = {lost: trials.signalled("log.Log.step", 6, number=kind)}
     processes = start_two(values | dict(save_every=2, peer_timeout=5), tmp_path, own=in_a_step)
     wait_for_signal(processes[lost], processes[1 - lost])
@@ -248,20 +248,22 @@ command.run(train.main)
 """
 
 
-def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_sentence(values, tmp_path):
-    """And neither waits for the other."""
-    ends = start_two(values | dict(save_every=5, peer_timeout=300), tmp_path, program=("-c", DAMAGED_FOR_THE_SECOND))
-    end_with([1, 1], ends, tmp_path)
+def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_message(values, tmp_path):
+    """Neither waits for the other."""
+    processes = start_two(
+        values | dict(save_every=5, peer_timeout=300), tmp_path, program=("-c", DAMAGED_FOR_THE_SECOND)
+    )
+    end_with([1, 1], processes, tmp_path)
     assert (tmp_path / "1.err").read_text() == "train.py: error: squares.bin is damaged\n"
     assert (tmp_path / "0.err").read_text().splitlines()[-1] == f"train.py: error: {LOST_PEER}"
     assert max(steps_in(tmp_path / "checkpoints")) == 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_termination_of_one_process_ends_both_behind_the_same_step(number, values, one, tmp_path):
-    in_a_step = {1: trials.signalled("log.Log.step", 5, number=number, then_s=1)}  # jax.distributed looks every second
-    every_word = dict(TF_CPP_MIN_LOG_LEVEL="0")  # it says when it sees the signal, and on which step all agree
-    processes = start_two(values, tmp_path, own=in_a_step, variables=every_word)
+def test_termination_of_one_process_ends_both_after_the_same_step(number, values, one, tmp_path):
+    in_a_step = {1: trials.signalled("log.Log.step", 5, number=number, then_s=1)}  # jax.distributed polls every second
+    verbose = dict(TF_CPP_MIN_LOG_LEVEL="0")  # it logs when it sees the signal, and on which step all agree
+    processes = start_two(values, tmp_path, own=in_a_step, variables=verbose)
     end_with([128 + signal.SIGTERM, 128 + number], processes, tmp_path)
     (step,) = steps_in(tmp_path / "checkpoints")
     assert 4 < step < 20
@@ -273,13 +275,13 @@ def test_termination_of_one_process_ends_both_behind_the_same_step(number, value
 
 
 def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_path):
-    """Twice a process is lost within a step, the other ends, both are started again: nothing is lost, not a bit.
+    """Twice a process is lost within a step, the other ends, and both are started again: the result is bit-equal.
 
-    With `pytest -s` it says how long it took.
+    With `pytest -s` it prints how long the other took to end.
     """
     values = values | dict(eval_batches=2, save_every=2)
     reached = 0
-    for kind, lost, step, peer_timeout in ((signal.SIGKILL, 0, 6, 60), (signal.SIGSTOP, 1, 8, 5)):  # of this start
+    for kind, lost, step, peer_timeout in ((signal.SIGKILL, 0, 6, 60), (signal.SIGSTOP, 1, 8, 5)):  # step of this start
         in_a_step = {lost: trials.signalled("log.Log.step", step, number=kind)}
         processes = start_two(values | dict(peer_timeout=peer_timeout), tmp_path, own=in_a_step)
         wait_for_signal(processes[lost], processes[1 - lost])
@@ -297,15 +299,15 @@ def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_p
         assert before < reached < before + step
     end_with([0, 0], start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {reached} in " in (tmp_path / "0.out").read_text()
-    ours, theirs = (
+    state, expected = (
         load(dataclasses.replace(one, checkpoint_dir=str(run / "checkpoints")))[0] for run in (tmp_path, two)
     )
-    assert_same_bits(ours, theirs)
+    assert_same_bits(state, expected)
     assert read_metrics(tmp_path / "metrics.jsonl") == read_metrics(two / "metrics.jsonl")
 
 
-def test_freed_memory_is_kept_for_the_next_operation():
-    """The second array of a size touches no page that Linux has to clear; without, it does (512 of 2 MiB)."""
+def test_freed_memory_stays_for_the_next_operation():
+    """A second array of the same size touches no page that Linux must clear; otherwise it touches 512, 2 MiB."""
     program = """
 import resource, sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""The mesh: the order of the devices, and the arithmetic of layouts."""
+"""Tests the mesh: the order of its devices, and the arithmetic of layouts."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ def sizes_of(text: str = "") -> dict[str, int]:
 
 @functools.cache
 def tpu7x(**options) -> list:
-    """16 devices a slice: 2x2x2 chips of two cores."""
+    """Returns 16 devices a slice: 2x2x2 chips of two cores."""
     return topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x2", **options).devices
 
 
@@ -39,7 +39,7 @@ def shuffled(devices) -> list:
 
 
 def places_of_chips(mesh) -> list:
-    """For each chip the places in the mesh of its cores 0 and 1."""
+    """Returns for each chip the positions of its cores 0 and 1 in the mesh."""
     places = {}
     for place, device in np.ndenumerate(mesh.devices):
         chip = getattr(device, "slice_index", 0), *device.coords
@@ -56,7 +56,7 @@ def test_default_devices_in_the_order_of_their_ids():
 
 
 def test_a_core_axis_has_neighbouring_ids():
-    """In whatever order they come."""
+    """The order in which the devices are given does not matter."""
     make = lambda text, **core: sharding.make_mesh(sizes_of(text), shuffled(jax.devices()), **core)
     ids = lambda mesh: np.vectorize(lambda device: device.id)(mesh.devices).squeeze().tolist()
     assert ids(make("data:2,fsdp:4")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -82,7 +82,7 @@ def test_the_cores_of_a_chip_are_neighbours_along_the_core_axis(text, core_axis)
 
 
 @pytest.mark.parametrize("text", MESHES)
-def test_the_core_axis_is_by_default_the_last_one(text):
+def test_the_default_core_axis_is_the_last_one(text):
     last = next(axis for axis in reversed(MESH_AXES) if sizes_of(text)[axis] != 1)
     assert sharding.make_mesh(sizes_of(text), tpu7x()) == sharding.make_mesh(sizes_of(text), tpu7x(), last)
 
@@ -98,7 +98,7 @@ def test_the_core_axis_is_by_default_the_last_one(text):
     ],
 )
 def test_slices_are_outermost(text, core_axis):
-    """The first axis larger than 1 goes over the slices: its lower half is the one, its upper half the other."""
+    """The first axis larger than 1 spans the slices: its lower half is one slice, its upper half the other."""
     mesh = sharding.make_mesh(sizes_of(text), shuffled(tpu7x(num_slices=2)), core_axis)
     outermost = next(axis for axis in MESH_AXES if mesh.shape[axis] > 1)
     for place, device in np.ndenumerate(mesh.devices):
@@ -108,22 +108,22 @@ def test_slices_are_outermost(text, core_axis):
     assert all((second - first)[axis] == 1 and sum(second - first) == 1 for first, second in places_of_chips(mesh))
 
 
-def test_slices_are_told_by_their_numbers_and_not_by_ids(monkeypatch):
-    """Of two slices the second has the lower ids: it is the second half of `data` all the same."""
+def test_slices_are_ordered_by_their_numbers_and_not_by_ids(monkeypatch):
+    """The second of two slices has the lower ids, and is still the second half of `data`."""
     devices = [SimpleNamespace(id=(number + 4) % 8, slice_index=number // 4) for number in range(8)]
     monkeypatch.setattr(sharding, "Mesh", lambda grid, *_, **__: grid)
     grid = sharding.make_mesh(sizes_of("data:2,fsdp:4"), shuffled(devices))
-    assert [[device.id for device in part.flat] for part in grid] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [[device.id for device in half.flat] for half in grid] == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("text", ["fsdp:*", "data:3,fsdp:*", "expert:2,fsdp:16"])
-def test_only_replicas_and_stages_lie_between_slices(text):
+def test_only_replicas_and_stages_cross_slices(text):
     devices = tpu7x(num_slices=2)[: 24 if "3" in text else 32]
     with pytest.raises(ValueError, match=r"must be a multiple of the 2 slices, or part of .*fsdp:.* would cross them"):
         sharding.make_mesh(sizes_of(text), devices)
 
 
-def test_the_predictions_refuse_it_in_the_same_words():
+def test_predictions_refuse_a_mesh_with_the_same_error():
     with pytest.raises(ValueError) as refused:
         sharding.make_mesh(sizes_of("fsdp:32"), tpu7x(num_slices=2))
     for command in ("step", "bounds"):
@@ -132,7 +132,7 @@ def test_the_predictions_refuse_it_in_the_same_words():
 
 
 def test_axes_run_along_the_torus():
-    """Inside a slice the last axis lies on the cores, the one before it along x, then y, then z."""
+    """Inside a slice the last axis is on the cores, the one before it along x, then y, then z."""
     mesh = sharding.make_mesh(sizes_of("data:2,fsdp:2,context:2,tensor:2"), shuffled(tpu7x()))
     for place, device in np.ndenumerate(mesh.devices.squeeze()):
         assert place == (*reversed(device.coords), device.core_on_chip)
@@ -143,17 +143,17 @@ def test_odd_axes_keep_the_order_of_the_ids():
     assert [device.id for device in mesh.devices.flat] == list(range(3))
 
 
-def test_an_odd_last_axis_leaves_the_cores_to_an_even_one():
+def test_with_an_odd_last_axis_an_even_one_is_on_the_cores():
     mesh = sharding.make_mesh(sizes_of("fsdp:2,tensor:3"), shuffled(jax.devices()[:6]))
     assert [[device.id for device in row] for row in mesh.devices.reshape(2, 3)] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_an_axis_over_the_slices_cannot_lie_on_the_cores():
-    with pytest.raises(ValueError, match="core_axis='data': its 2 parts are the 2 slices"):
+def test_an_axis_over_the_slices_cannot_be_on_the_cores():
+    with pytest.raises(ValueError, match="core_axis='data': its 2 places are the 2 slices"):
         sharding.make_mesh(sizes_of("data:2,fsdp:16"), tpu7x(num_slices=2), "data")
 
 
-def test_make_mesh_says_what_does_not_fit():
+def test_make_mesh_refuses_a_mesh_that_does_not_fit():
     with pytest.raises(ValueError, match="mesh fsdp:16 is for 16 devices and there are 8"):
         sharding.make_mesh(sizes_of("fsdp:16"))
 
@@ -161,17 +161,17 @@ def test_make_mesh_says_what_does_not_fit():
 @pytest.mark.parametrize(
     "text, core_axis, expected",
     [
-        ("fsdp:*", "", "16 x TPU7x: fsdp 16; fsdp lies on the two cores of a chip"),
+        ("fsdp:*", "", "16 x TPU7x: fsdp 16; fsdp is on the two cores of a chip"),
         (
             "data:2,fsdp:4,tensor:2",
             "",
-            "16 x TPU7x: data 2, fsdp 4, tensor 2; tensor lies on the two cores of a chip, data cannot as well",
+            "16 x TPU7x: data 2, fsdp 4, tensor 2; tensor is on the two cores of a chip, not data",
         ),
         (
             "data:2,fsdp:2,context:2,tensor:2",
             "fsdp",
-            "16 x TPU7x: data 2, fsdp 2, context 2, tensor 2; fsdp lies on the two cores of a chip, "
-            "data and context and tensor cannot as well",
+            "16 x TPU7x: data 2, fsdp 2, context 2, tensor 2; fsdp is on the two cores of a chip, "
+            "not data or context or tensor",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_add_axis(spec, expected):
 
 
 def test_an_added_axis_is_the_minor_one():
-    """A shard cut further stays inside the shard that it was before."""
+    """A shard that is split further stays inside the shard that it was before."""
     mesh = sharding.make_mesh(sizes_of("data:2,fsdp:4"))
     spec = P("fsdp")
     rows = lambda spec: NamedSharding(mesh, spec).devices_indices_map((16,))
@@ -236,7 +236,7 @@ def test_constants():
         assert MESH_AXES.index(first) < MESH_AXES.index(second)
 
 
-# -- the slice that devices make up
+# -- the slice of a set of devices
 
 
 @pytest.mark.parametrize("topology, num_slices", [("2x2x1", 1), ("2x2x4", 1), ("4x4x8", 1), ("2x2x4", 2)])
