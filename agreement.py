@@ -1,22 +1,23 @@
-"""Agreement: the processes of a run compare all that decides it, before any of them takes a step.
+"""Agreement: before the first step, the processes of a run compare everything that decides it.
 
-Every process draws its own weights, reads its own rows and compiles its own program. With another learning rate, seed
-or corpus on one host nothing fails: the collectives fit, and another model comes out. With another number of steps the
-one hangs in a collective that the other never enters. So each process puts together what decides its run:
+**Idea.** Every process draws its own weights, reads its own rows and compiles its own program. If one host has another
+learning rate, seed or corpus, nothing fails: the collectives match, and the run trains another model. If it has another
+number of steps, one process hangs in a collective that the other never enters. So each process collects what decides
+its run:
 
     every flag        but those that differ by nature (`MAY_DIFFER`)
     versions          of Python and of the packages that compute
     code              a checksum of each of the project's modules that it has loaded, and of the tuned blocks
     environment       flags of XLA and JAX
-    corpus            its identity (data.py), for the same path may lead to other tokens
+    corpus            its identity (data.py), since the same path may lead to other tokens
     checkpoints       the newest step that it sees, and whether it sees a file that process 0 has just written there
 
-Digests of these go over all processes, the texts themselves only where digests differ. One device of each process
-takes part, so that processes with unlike meshes can still tell each other. What keeps one process from starting
-(`--corpus` is not there) is told to all in the same way: every process ends with status 1 and the same difference.
+The processes gather digests of these, and the texts themselves only if digests differ. One device of each process takes
+part, so processes with different meshes can still report to each other. An error that keeps one process from starting
+(no file at `--corpus`) is reported in the same way: every process ends with status 1 and the same message.
 
-Left out: a process whose command line cannot be read ends before it could tell; the others wait for it to connect,
-five times `--peer_timeout`, and process 0 then says how many came.
+**Left out.** A process whose command line cannot be read ends before it could report. The others wait for it to
+connect, five times `--peer_timeout`, and process 0 then reports how many have connected.
 """
 
 import contextlib
@@ -43,27 +44,27 @@ import processes
 import tuned
 from config import Config
 
-MAY_DIFFER = config_lib.deciding("process")  # who a process is, where it finds process 0, its own outputs
+MAY_DIFFER = config_lib.deciding("process")  # its number, the address of process 0, files that it alone writes
 PACKAGES = ("jax", "jaxlib", "numpy", "optax")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
-SHOWN = 4  # differences in a message
-_MARK, _NEWEST = "what process 0 writes to --checkpoint_dir", "the newest checkpoint"
+SHOWN = 4  # differences shown in a message
+_MARK, _NEWEST = "the file that process 0 writes to --checkpoint_dir", "the newest checkpoint"
 _MARK_FILE = ".seen_by_all"
 
 
 @contextlib.contextmanager
 def reached(config: Config) -> Iterator[dict]:
-    """Around what a process does alone, up to its corpus. Gives a dict, for more that is to be the same on all.
+    """Wraps what a process does alone, up to its corpus; at its end waits until all processes agree.
 
-    Leaves when all processes have done it and agree. With one process it does nothing.
+    Yields a dict, for further facts that must be the same on all. With one process it does nothing.
 
-    Raises OSError, on all processes, with the first differences, or with what keeps one of them from starting.
+    Raises OSError, on all processes, with the first differences, or with the error that keeps one from starting.
     """
     more, problem = {}, None
     try:
         yield more
     except (ValueError, OSError) as error:
-        if config.num_processes > 1 and not jax.distributed.is_initialized():  # to tell the others, with a device each
+        if config.num_processes > 1 and not jax.distributed.is_initialized():  # to report it, with one device each
             processes.start(dataclasses.replace(config, mesh=f"data:{config.num_processes}", attention="reference"))
         if not jax.distributed.is_initialized() or jax.process_count() == 1:
             raise
@@ -71,7 +72,7 @@ def reached(config: Config) -> Iterator[dict]:
     if jax.process_count() == 1:
         return
     facts = decided_by(config) | more
-    marked = config.checkpoint_dir and "://" not in config.checkpoint_dir  # a bucket's name is one for all hosts
+    marked = config.checkpoint_dir and "://" not in config.checkpoint_dir  # a bucket is the same for all hosts
     folder = Path(config.checkpoint_dir)
     try:
         if marked and jax.process_index() == 0 and not problem:
@@ -100,7 +101,7 @@ def reached(config: Config) -> Iterator[dict]:
 
 
 def decided_by(config: Config) -> dict[str, str]:
-    """Returns {name: value} of all that decides this process's run, but its corpus and its checkpoints."""
+    """Returns {name: value} of everything that decides this process's run, but its corpus and its checkpoints."""
     facts = {f"--{name}": repr(value) for name, value in vars(config).items() if name not in MAY_DIFFER}
     facts["Python"] = platform.python_version()
     packages = [*PACKAGES, *["libtpu"] * (jax.default_backend() == "tpu")]
@@ -111,15 +112,15 @@ def decided_by(config: Config) -> dict[str, str]:
             facts[name] = "missing"
     facts |= {name: repr(os.environ.get(name, "")) for name in VARIABLES}
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    ours = {Path(file) for file in files} & {*command.modules()}
-    own = [tuned.OWN, *([Path(config.fp8_scales)] if config.fp8 == "static" else [])]
-    for path in (*sorted(ours), tuned.CHECKED_IN, *own):
+    modules = {Path(file) for file in files} & {*command.modules()}
+    tables = [tuned.CHECKED_IN, tuned.OWN, *([Path(config.fp8_scales)] if config.fp8 == "static" else [])]
+    for path in (*sorted(modules), *tables):
         facts[f"the checksum of {path.name}"] = f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else "missing"
     return facts
 
 
 def seen_in(folder: Path) -> dict[str, str]:
-    """Returns what this process sees in the folder of the checkpoints: the mark of process 0, the newest step."""
+    """Returns what this process sees in the checkpoint folder: the mark of process 0, and the newest step."""
     try:
         mark = (folder / _MARK_FILE).read_text()
         steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
@@ -129,7 +130,7 @@ def seen_in(folder: Path) -> dict[str, str]:
 
 
 def exchanged(text: str) -> list[str]:
-    """The texts of all processes, in their order; where all have the same, its digest is all that travels."""
+    """Returns the texts of all processes, in their order; if all are the same, only digests are sent."""
     content = np.frombuffer(text.encode(), np.uint8)
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     length = np.array([content.size], np.int64).view(np.uint8)
@@ -143,35 +144,36 @@ def exchanged(text: str) -> list[str]:
 
 
 def _gathered(row: np.ndarray) -> np.ndarray:
-    """The rows of all processes, [process, byte], by the first device of each: they may have unlike numbers of them."""
+    """Gathers the rows of all processes, [process, byte], over one device of each: they may have different numbers."""
     devices = [next(d for d in jax.devices() if d.process_index == index) for index in range(jax.process_count())]
     mesh = Mesh(np.array(devices), ("process",))
-    mine = jax.device_put(row[None], devices[jax.process_index()])
-    shape, cut = (len(devices), row.size), NamedSharding(mesh, PartitionSpec("process"))
-    rows = jax.make_array_from_single_device_arrays(shape, cut, [mine])
-    everywhere = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    return np.asarray(everywhere(rows).addressable_data(0))
+    local = jax.device_put(row[None], devices[jax.process_index()])
+    shape, sharded = (len(devices), row.size), NamedSharding(mesh, PartitionSpec("process"))
+    rows = jax.make_array_from_single_device_arrays(shape, sharded, [local])
+    replicate = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(replicate(rows).addressable_data(0))
 
 
 def differences(facts: Sequence[dict[str, str]]) -> list[str]:
-    """`--seed is 0 on process 0 and 1 on process 1`, of each fact that is not the same on all."""
+    """Returns a text such as `--seed is 0 on process 0 and 1 on process 1` for each fact that differs."""
     mark = facts[0].get(_MARK)
-    facts = [fact | ({_MARK: "there" if fact[_MARK] == mark else "missing"} if _MARK in fact else {}) for fact in facts]
-    if len({fact["--checkpoint_dir"] for fact in facts}) > 1:  # of other folders that is no news
+    seen = lambda fact: {_MARK: "present" if fact[_MARK] == mark else "missing"} if _MARK in fact else {}
+    facts = [fact | seen(fact) for fact in facts]
+    if len({fact["--checkpoint_dir"] for fact in facts}) > 1:  # different folders differ in these anyway
         facts = [{name: value for name, value in fact.items() if name not in (_MARK, _NEWEST)} for fact in facts]
-    found = []
+    texts = []
     for name in facts[0]:
-        if not all(name in fact for fact in facts):  # one that cannot start has not found out
+        if not all(name in fact for fact in facts):  # a process that cannot start lacks some
             continue
         holders: dict[str, list[int]] = {}
         for index, fact in enumerate(facts):
             holders.setdefault(fact[name], []).append(index)
         if len(holders) > 1:
-            found.append(f"{name} is {' and '.join(f'{value} on {_those(who)}' for value, who in holders.items())}")
-    return found
+            texts.append(f"{name} is {' and '.join(f'{value} on {_names(who)}' for value, who in holders.items())}")
+    return texts
 
 
-def _those(numbers: list[int]) -> str:
+def _names(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"process {numbers[0]}"
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""

@@ -1,13 +1,13 @@
-"""Save and restore the training state with orbax: sharded, asynchronous, atomic. The [checkpoint] extra.
+"""Checkpoints of the training state, with orbax: sharded, asynchronous, atomic. They need the [checkpoint] extra.
 
-Every process writes the shards that its devices hold, on a thread, into a folder that gets its final name only when all
-of it is there; so a run that is killed in the middle of a save finds the one before. An array is restored straight into
-the shards that the new run asks for, whatever mesh it was saved from. What stands beside it is the configuration that
-made it: the batches are a pure function of the step, so there is no iterator to save.
+Every process writes the shards of its devices, on a thread, into a folder that gets its final name only when it is
+complete. So a run that is killed during a save finds the checkpoint before. An array is restored straight into the
+shards of the new run, whatever mesh it was saved from. The configuration is saved with the state, and no data iterator:
+the batches are a pure function of the step.
 
-A step folder holds the state, the configuration, and the checksums of both (checksums.py), which the state must have
-again once it is restored. Where it has not, or cannot be read, the step is damaged: the run ends and offers the newest
-intact one. With `--skip_damaged_checkpoints` it takes that, and renames the damaged folder to STEP.damaged.
+A step folder holds the state, the configuration, and the checksums of both (checksums.py), against which a restored
+state is verified. If it differs, or cannot be read, the step is damaged: the run ends, and names the newest intact one.
+With `--skip_damaged_checkpoints` it resumes from that, and renames the damaged folder to STEP.damaged.
 
 All processes must see the same `--checkpoint_dir`: a shared file system, or a bucket (gs://...). One run at a time may
 save there (lock.py).
@@ -50,28 +50,27 @@ def _orbax():
 
 
 @functools.cache  # once a process
-def _let_one_error_speak() -> None:
-    """Keeps the error that is raised when an array cannot be read or written from drowning in hundreds of lines.
+def _quiet_orbax() -> None:
+    """Drops what orbax reports beside the error that it raises when an array cannot be read or written.
 
-    Orbax logs it with its traceback on every thread that it passes, and closes its event loop on the arrays that are
-    still under way, of which asyncio, tensorstore and the interpreter then report each one, some as late as at its end.
-    What matters of it is raised, too: what they report beside that is dropped.
+    Orbax logs that error with its traceback on every thread that it passes. It then closes its event loop on unfinished
+    arrays, each of which asyncio, tensorstore and the interpreter report, some only when the interpreter exits.
     """
     logging.getLogger("absl").addFilter(lambda record: record.levelno < logging.ERROR and not record.exc_info)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    report, theirs = sys.unraisablehook, tuple(os.path.dirname(package.__file__) for package in (_orbax(), asyncio))
+    report, packages = sys.unraisablehook, tuple(os.path.dirname(package.__file__) for package in (_orbax(), asyncio))
 
-    def report_ours(event) -> None:  # without a global name: at the end of the interpreter they are gone
+    def report_others(event) -> None:  # uses no global name: at the end of the interpreter they are gone
         files = [code.co_filename] if (code := getattr(event.object, "cr_code", None)) else []
         trace = event.exc_traceback
         while trace:
             files.append(trace.tb_frame.f_code.co_filename)
             trace = trace.tb_next
-        if not any(file.startswith(theirs) for file in files):
+        if not any(file.startswith(packages) for file in files):
             report(event)
 
-    sys.unraisablehook = report_ours
+    sys.unraisablehook = report_others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +84,9 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def opened(config: Config) -> Iterator[Checkpoints | None]:
-    """The checkpoints in `config.checkpoint_dir`, locked to this run until the end; None where it is empty.
+    """Yields the checkpoints in `config.checkpoint_dir`, locked to this run until the end; None without that flag.
 
-    What a killed run left half written is removed. At the end it waits until what was saved is there.
+    Removes the unfinished save of a killed run. At the end it waits until the last save is complete.
 
     Raises, the same on all processes:
       ValueError: orbax is missing.
@@ -97,7 +96,7 @@ def opened(config: Config) -> Iterator[Checkpoints | None]:
         yield None
         return
     ocp = _orbax()
-    _let_one_error_speak()
+    _quiet_orbax()
     with contextlib.ExitStack() as stack:
         folder, held, error = _folder(config.checkpoint_dir), None, None
         try:
@@ -110,13 +109,13 @@ def opened(config: Config) -> Iterator[Checkpoints | None]:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(config.keep_checkpoints),
             cleanup_tmp_directories=True,
-            # A folder that cannot be made is told by `save`. Made on a thread, it keeps others waiting for 300 s.
+            # `save` reports a folder that cannot be made. With a thread the other processes would wait 300 s for it.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
-            lightweight_initialize=True,  # a step whose metadata is damaged is met when it is restored
+            lightweight_initialize=True,  # damaged metadata of a step is noticed when the step is restored
         )
         manager = ocp.CheckpointManager(folder, options=options)
-        # It would ask jax.distributed about termination with the step of a save that ends, on a thread; the answer
-        # depends on every process asking with the step it is at, as the training loop does.
+        # It would ask jax.distributed about termination, on a thread, with the step of a save. The answer is right only
+        # if every process asks with its current step, as the training loop does.
         manager.reached_preemption = lambda step: False
         stack.callback(_close, manager)
         yield Checkpoints(manager, folder, held)
@@ -131,7 +130,7 @@ def _folder(path: str):
 
 
 def _claimed(folder, flag: str) -> lock.Lock | None:
-    """Makes the folder and writes to it: on process 0 the lock, which is returned.
+    """Makes the folder and writes to it. Process 0 writes the lock, which is returned.
 
     Raises OSError where another run holds the lock, or it cannot be made or written.
     """
@@ -151,7 +150,7 @@ def _claimed(folder, flag: str) -> lock.Lock | None:
 
 
 def _raise_together(error: Exception | None, kind: type[OSError] = OSError) -> None:
-    """Raises the error of this process, or where it has none another's, as a `kind`: no process goes on alone."""
+    """Raises this process's error, or else that of another process as a `kind`, so that all end together."""
     if jax.process_count() == 1:
         if error:
             raise error
@@ -166,25 +165,25 @@ def _raise_together(error: Exception | None, kind: type[OSError] = OSError) -> N
 
 
 def save(checkpoints: Checkpoints, step: int, state, config: Config, contents: dict[str, str] | None = None) -> None:
-    """Starts to save the state reached after `step` steps; returns when it is copied from the devices.
+    """Starts to save the state after `step` steps; returns when it is copied from the devices.
 
-    `contents` has an identity of the content of each file that the run reads, by its flag.
+    `contents` is {flag: identity of the content} of each file that the run reads.
 
     Raises OSError where another run has taken the folder over, or this save, or the one before it, failed.
     """
-    ocp, made_by = _orbax(), dataclasses.asdict(config) | {"contents": contents or {}}
+    ocp, values = _orbax(), dataclasses.asdict(config) | {"contents": contents or {}}
     if checkpoints.lock:
         checkpoints.lock.check()
-    sums = {"step": step, "config": _checksum_of(made_by), "state": checksums.checksums(state)}
-    parts = ocp.args.Composite(
-        state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(made_by), checksums=ocp.args.JsonSave(sums)
+    sums = {"step": step, "config": _checksum_of(values), "state": checksums.checksums(state)}
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(values), checksums=ocp.args.JsonSave(sums)
     )
     with _writable(checkpoints.manager):
-        checkpoints.manager.save(step, args=parts, force=True)
+        checkpoints.manager.save(step, args=items, force=True)
 
 
 def check(checkpoints: Checkpoints | None) -> None:
-    """Raises OSError where a save has failed meanwhile. Waits for none."""
+    """Raises OSError where a save has failed. Does not wait for a save in progress."""
     if checkpoints and not checkpoints.manager.is_saving_in_progress():
         with _writable(checkpoints.manager):
             checkpoints.manager.wait_until_finished()
@@ -195,14 +194,14 @@ def has_any(checkpoints: Checkpoints | None) -> bool:
 
 
 def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: dict[str, str] | None = None):
-    """(state, note) of the newest checkpoint, of which there must be one, in the given shards.
+    """Returns (state, note) of the newest checkpoint, which must exist, in the given shards.
 
-    With `config.skip_damaged_checkpoints` it is that of the newest intact one, and what is newer is moved aside. `note`
-    says so, says what could not be verified, and names the fields that make the run go on otherwise.
+    With `config.skip_damaged_checkpoints` it takes the newest intact one, and moves newer ones aside. `note` names
+    these, what could not be verified, and the fields with which the run continues differently.
 
     Raises, the same on all processes:
-      ValueError: the checkpoint is of another model (with the fields that differ); a file that the run reads had
-        another content when it was saved.
+      ValueError: the checkpoint is of another model (with the fields that differ), or a file that the run reads has
+        another content than when it was saved.
       OSError: the checkpoint is damaged, or not of this program; a damaged one cannot be moved aside.
     """
     steps, damaged = sorted(checkpoints.manager.all_steps(), reverse=True), {}
@@ -212,7 +211,7 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
             break
         except _DamagedError as error:
             if not config.skip_damaged_checkpoints:
-                raise OSError(f"{error}; {_way_out(steps)}") from error
+                raise OSError(f"{error}; {_remedy(steps)}") from error
             damaged[step] = error
     else:
         raise OSError(
@@ -224,28 +223,28 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
 
 
 class _DamagedError(OSError):
-    """A checkpoint that cannot be read, or is not what was saved."""
+    """A checkpoint cannot be read, or is not what was saved."""
 
 
-def _way_out(steps: list[int]) -> str:
+def _remedy(steps: list[int]) -> str:
     if len(steps) == 1:
         return "there is none before it: give another --checkpoint_dir to begin anew"
     return f"--skip_damaged_checkpoints moves it aside and goes on from step {steps[1]}"
 
 
 def _restored(path, step: int, shapes, shardings, config: Config, contents: dict[str, str]):
-    """(state, notes) of one step folder. Raises ValueError for another model or corpus, and _DamagedError."""
+    """Returns (state, notes) of one step folder. Raises ValueError for another model or corpus, and _DamagedError."""
     ocp = _orbax()
     read_json = lambda name: ocp.JsonCheckpointHandler().restore(path / name, args=ocp.args.JsonRestore())
-    # Not by the manager's own restore: where one process fails in it, the others wait for that one.
+    # The manager's own restore would not do: where one process fails in it, the others wait for that one.
     with _readable(path):
         saved = read_json("config")
         _check_values(saved)
         sums = read_json("checksums") if (path / "checksums").exists() else None
         if sums is not None:
             _check_sums(sums, step, saved)
-    remembers = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
-    if differing := _differing(saved, config, SHAPES + ["fp8", "fp8_modules"] * bool(remembers)):
+    has_amax = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
+    if differing := _differing(saved, config, SHAPES + ["fp8", "fp8_modules"] * bool(has_amax)):
         raise ValueError(
             f"the checkpoint {path} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
@@ -258,8 +257,8 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
     notes = [differing] if differing else []
     if sums is None:
         return state, ["it has no checksums, so nothing could be verified", *notes]
-    found = checksums.checksums(state)
-    if wrong := sorted(name for name in sums["state"].keys() | found if sums["state"].get(name) != found.get(name)):
+    actual = checksums.checksums(state)
+    if wrong := sorted(name for name in sums["state"].keys() | actual if sums["state"].get(name) != actual.get(name)):
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise _DamagedError(
             f"the checkpoint {path} is damaged: {wrong[0]}{more} is not what was saved, by its checksum"
@@ -268,11 +267,11 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
 
 
 def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkpoint) -> set[str]:
-    """The flags whose files have the content that they had, under whatever name.
+    """Returns the flags whose files have the same content as when the checkpoint was saved, whatever their names.
 
-    Raises ValueError where a file of the same name has another: nothing else would tell.
+    Raises ValueError where a file of the same name has another content: nothing else would show that.
     """
-    before = saved.get("contents", {})  # a checkpoint from before there were any names none
+    before = saved.get("contents", {})  # older checkpoints have none
     for flag in before.keys() & contents.keys():
         path = getattr(config, flag)
         if before[flag] != contents[flag] and saved[flag] == path:
@@ -286,7 +285,7 @@ def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkp
 
 
 def _move_aside(checkpoints: Checkpoints, damaged: dict[int, Exception]) -> list[str]:
-    """Renames the folders of these steps, so that they can be saved again. Returns what to say of them."""
+    """Renames the folders of these steps, so that they can be saved again. Returns a note for each."""
     error, notes = None, []
     for step, reason in damaged.items():
         old = checkpoints.folder / str(step)
@@ -316,24 +315,24 @@ def _close(manager) -> None:
 
 @contextlib.contextmanager
 def _writable(manager):
-    """Says in one line that a checkpoint could not be written."""
+    """Raises one OSError of one line where a checkpoint could not be written."""
     try:
         yield
     except jax.errors.JaxRuntimeError:  # another process is lost
         raise
-    except Exception as error:  # tensorstore's errors are ValueErrors, and orbax raises bare ones, too
+    except Exception as error:  # tensorstore raises ValueErrors, and orbax bare Exceptions, too
         raise OSError(f"a checkpoint could not be written to {manager.directory}: {_short(error)}") from error
 
 
 @contextlib.contextmanager
 def _readable(path):
-    """Says which checkpoint could not be read; on all processes, where it was one of them."""
+    """Raises a _DamagedError that names the checkpoint, on all processes, where one of them could not read it."""
     error = None
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MemoryError):  # there is no room for it
+    except (jax.errors.JaxRuntimeError, MemoryError):  # out of memory
         raise
-    except Exception as caught:  # orbax raises bare ones, too
+    except Exception as caught:  # orbax raises bare Exceptions, too
         error = _DamagedError(f"the checkpoint {path} is damaged, or not of this program ({_short(caught)})")
         error.__cause__ = caught
     _raise_together(error, _DamagedError)
@@ -345,7 +344,7 @@ def _short(error: Exception) -> str:
 
 
 def _check_values(saved) -> None:
-    """Raises TypeError where what was read as a configuration is none."""
+    """Raises TypeError where the values read are not a configuration."""
     if not isinstance(saved, dict):
         raise TypeError(f"its configuration is no object, but a {type(saved).__name__}")
     for name, default in dataclasses.asdict(Config()).items():
@@ -357,7 +356,7 @@ def _check_values(saved) -> None:
 
 
 def _check_sums(sums, step: int, saved: dict) -> None:
-    """Raises ValueError where the checksums are none, or not those of the step and the configuration."""
+    """Raises ValueError where the checksums are unreadable, or not those of the step and the configuration."""
     if not isinstance(sums, dict) or sums.keys() != {"step", "config", "state"} or not isinstance(sums["state"], dict):
         raise ValueError("its checksums are not readable")
     if sums["step"] != step:
@@ -367,8 +366,8 @@ def _check_sums(sums, step: int, saved: dict) -> None:
 
 
 def _differing(saved: dict, config: Config, fields) -> str:
-    ours = dataclasses.asdict(config)
-    saved = dataclasses.asdict(Config()) | saved  # a field that is younger than the checkpoint had its default
+    values = dataclasses.asdict(config)
+    saved = dataclasses.asdict(Config()) | saved  # a field that is newer than the checkpoint had its default
     return ", ".join(
-        f"{name} is {saved[name]!r} there and {ours[name]!r} here" for name in fields if saved[name] != ours[name]
+        f"{name} is {saved[name]!r} there and {values[name]!r} here" for name in fields if saved[name] != values[name]
     )

@@ -1,14 +1,17 @@
-"""A checksum of each array of a state, computed where its shards are: a bit that a disk or a network changed shows.
+"""Checksums of the arrays of a state, computed on their shards, to detect bits that a disk or a network changed.
+
+**Formula.**
 
     checksum = sum over the elements of  mix(bits) * (2 * index + 1)   mod 2^32,   mix(b) = b xor (b >> 16)
 
-`bits` is an element as an unsigned integer. `index` is its place in the whole array, row by row, so that the checksum
-does not depend on the mesh, and elements that change places change it. An odd factor has an inverse mod 2^32, and `mix`
-can be undone: whatever happens to one element, a flipped bit or 32, changes the sum. Other damage escapes once in 2^32.
+`bits` is an element as an unsigned integer. `index` is its row-major index in the unsharded array, so the checksum does
+not depend on the mesh, and exchanged elements change it. An odd factor has an inverse mod 2^32, and `mix` is
+invertible: any change of a single element, of one bit or of 32, changes the sum. Other damage escapes once in 2^32.
 
-**Cost**: the state is read once, without a copy of it, and one message of 4 bytes an array crosses the mesh. A save
+**Cost.** The state is read once, without a copy of it, and one message of 4 bytes an array crosses the mesh. A save
 writes as many bytes to a disk: `python benchmarks/checksums.py` has the ratio.
-**Left out**: the replicas of a shard but the first; types of 64 bits; what could mend the damage.
+
+**Left out.** The replicas of a shard but the first; types of 64 bits; repair of the damage.
 """
 
 import math
@@ -19,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Elements that are added up at once: their sums stay in a CPU's first cache, or outweigh the start of a TPU's loop.
+# Elements summed at once: on a CPU they fit the L1 cache; on a TPU they outweigh the start of a loop iteration.
 BLOCK_ON_CPU, BLOCK = 2**10, 2**18
 
 
 def checksums(state) -> dict[str, int]:
-    """{path: checksum} of a tree of arrays on one mesh, the same on every process: all have to call it together."""
+    """Returns {path: checksum} of a tree of arrays on one mesh, equal on every process; all must call it together."""
     named = jax.tree.leaves_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
     arrays = [array for _, array in named]
@@ -38,34 +41,34 @@ def _checksums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...]) ->
     block_size = BLOCK_ON_CPU if mesh.devices.flat[0].platform == "cpu" else BLOCK
     axes_of = [_axes_of(sharding.spec, array.ndim) for array, sharding in zip(arrays, shardings, strict=True)]
 
-    def of_mesh(*shards):
+    def sum_shards(*shards):
         sums = []
         for shard, array, axes, sharding in zip(shards, arrays, axes_of, shardings, strict=True):
             to_device = sharding.memory_kind == "pinned_host"
-            of_shard = _of_shard(shard, array.shape, axes, block_size, to_device)
+            total = _sum_shard(shard, array.shape, axes, block_size, to_device)
             others = [axis for axis in mesh.axis_names if axis not in sum(axes, ())]
             replica = sum((lax.axis_index(axis) for axis in others), jnp.int32(0))
-            sums.append(jnp.where(replica == 0, of_shard, jnp.uint32(0)))
+            sums.append(jnp.where(replica == 0, total, jnp.uint32(0)))
         return lax.psum(jnp.stack(sums), mesh.axis_names)
 
     specs = tuple(sharding.spec for sharding in shardings)
-    return jax.shard_map(of_mesh, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
+    return jax.shard_map(sum_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
 
 def _axes_of(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that shard each dim."""
+    """The mesh axes over which each dim is sharded."""
     axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return axes + [()] * (ndim - len(axes))
 
 
-def _of_shard(shard, shape, axes, block_size: int, to_device: bool) -> jax.Array:
-    """The terms of one shard, added up block by block. XLA's own sum on a CPU copies the shard, at a fifth of the rate.
+def _sum_shard(shard, shape, axes, block_size: int, to_device: bool) -> jax.Array:
+    """Sums the terms of one shard block by block. On a CPU, XLA's own sum copies the shard, at a fifth of the rate.
 
     Args:
-      shape: of the whole array.
-      axes: the mesh axes that shard each of its dims.
-      block_size: elements that are added up at once.
-      to_device: the array is in the memory of the host.
+      shape: the shape of the unsharded array.
+      axes: the mesh axes over which each of its dims is sharded.
+      block_size: elements that are summed at once.
+      to_device: the array is in host memory.
     """
     if shard.size == 0:
         return jnp.uint32(0)
@@ -80,10 +83,10 @@ def _of_shard(shard, shape, axes, block_size: int, to_device: bool) -> jax.Array
 
     def terms(number):
         place, index = start, []
-        for size, whole, stride in reversed(list(zip(block, shard.shape, strides, strict=True))):
-            index.insert(0, number % (whole // size) * size)
+        for size, dim_size, stride in reversed(list(zip(block, shard.shape, strides, strict=True))):
+            index.insert(0, number % (dim_size // size) * size)
             place += index[0].astype(jnp.uint32) * jnp.uint32(stride)
-            number //= whole // size
+            number //= dim_size // size
         elements = lax.dynamic_slice(shard, index, block)
         bits = _bits(jax.device_put(elements, jax.memory.Space.Device) if to_device else elements)
         return (bits ^ (bits >> 16)) * (2 * (place + within) + 1)
@@ -94,19 +97,19 @@ def _of_shard(shard, shape, axes, block_size: int, to_device: bool) -> jax.Array
 
 
 def _block_of(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """A shape that divides `shape`, of `block_size` elements at most, or of whole rows that only thin ones divide."""
-    block, room = [], block_size
-    for whole in reversed(shape):
-        size = next(size for size in range(min(whole, room), 0, -1) if whole % size == 0)
-        if not block and size < min(whole, room) / 16:
-            size = whole
+    """A shape that divides `shape`, of at most `block_size` elements; of full rows if only thin blocks divide a row."""
+    block, capacity = [], block_size
+    for dim_size in reversed(shape):
+        size = next(size for size in range(min(dim_size, capacity), 0, -1) if dim_size % size == 0)
+        if not block and size < min(dim_size, capacity) / 16:
+            size = dim_size
         block.insert(0, size)
-        room = max(room // size, 1)
+        capacity = max(capacity // size, 1)
     return tuple(block)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Elements of 8, 16 or 32 bits, or bools, as uint32."""
+    """Returns elements of 8, 16 or 32 bits, or bools, as uint32."""
     if x.dtype.itemsize > 4:
         raise TypeError(f"{x.dtype} has more than 32 bits")
     if x.dtype != jnp.bool_:

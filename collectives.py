@@ -64,12 +64,10 @@ sum runs on the SparseCores (`_xla_scatter`; tests/test_benchmarks.py). Four gra
 8 blocks, take 1.76 ms with their matmuls in place of 2.72, by the schedule that libtpu 0.0.50 compiles.
 
 **Left out.** Trees for broadcast, scatter and gather from one root: training has no root (state is created in place, in
-shards). `jax.vmap` over the rings, and forward-mode derivatives of the matmuls. Three limits remain:
-
-- Rings on a line without wrap-around links work, but the last message travels back along the full line, so the second
-  direction gains nothing.
-- A mesh axis over several axes of the torus is one ring in the order of its devices; some of its hops cross two links.
-- A program grows with its rings: one of 128 devices is 127 messages a gather, where a torus of 4 x 4 x 4 x 2 has 10.
+shards). `jax.vmap` over the rings, and forward-mode derivatives of the matmuls. Rings on a line without wrap-around
+links work, but the last message travels back along the full line, so the second direction gains nothing. A mesh axis
+over several axes of the torus is one ring in the order of its devices; some of its hops cross two links. A program
+grows with its rings: one of 128 devices is 127 messages a gather, where a torus of 4 x 4 x 4 x 2 has 10.
 """
 
 from collections.abc import Callable, Iterator, Sequence

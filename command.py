@@ -1,21 +1,21 @@
-"""Command lines: how every program reads its own, and how it ends. No jax here.
+"""Command lines: how every program reads its flags, and how it ends. This module does not import jax.
 
     python train.py --step=5                     2, train.py: error: there is no flag '--step=5'; did you mean --steps?
     python hardware.py > /dev/full               1, hardware.py: error: standard output: No space left on device
-    python roofline.py model --explain | head    141, and not a word: the reader left
+    python roofline.py model --explain | head    141, without a message: nobody reads its output any more
 
-`parser` makes a parser of a file's docstring, `arguments` reads a command line with it, `run` calls a program's main.
+`parser` makes a parser from a file's docstring, `arguments` reads a command line with it, `run` calls a program's main.
 
 | a program ends | status |
 |---|---|
-| as it should | 0, or what its main returns |
-| because something failed: OSError, FloatingPointError | 1, with a sentence |
-| because of what was asked: ValueError, a wrong flag | 2, with a sentence |
+| normally | 0, or what its main returns |
+| because something failed: OSError, FloatingPointError | 1, with a message |
+| because of a wrong flag or input: ValueError | 2, with a message |
 | by Ctrl-C | 130 |
-| because nobody reads its output any more | 141, as of SIGPIPE |
+| because nobody reads its output any more | 141, as from SIGPIPE |
 
-A sentence is for errors that the project raises itself, and for those of the operating system. Any other is a defect,
-and its traceback is wanted. What the encoding of stdout cannot show is escaped.
+Errors that the project or the operating system raises end with a message of one line. Any other error is a defect, and
+ends with a traceback. Characters that the encoding of stdout lacks are escaped.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _lost: list[OSError] = []  # why stdout could not be written
 
 
 def modules() -> list[Path]:
-    """The files of the project's modules, without tests and benchmarks."""
+    """Returns the files of the project's modules, without tests and benchmarks."""
     return sorted([*ROOT.glob("*.py"), *ROOT.glob("predicted/*.py"), *ROOT.glob("compiled/*.py")])
 
 
@@ -46,9 +46,9 @@ def modules() -> list[Path]:
 
 
 def parser(file: str, **options) -> argparse.ArgumentParser:
-    """The parser of a program, or of a demonstration, described by the docstring at the head of its file.
+    """Returns the parser of a program or demonstration, described by the docstring at the head of its file.
 
-    It is read from the source: `python -OO` leaves no docstrings in the modules.
+    The docstring is read from the source: `python -OO` removes docstrings from the modules.
     """
     description = Path(file).read_text(encoding="utf-8").split('"""')[1]
     return argparse.ArgumentParser(
@@ -62,8 +62,8 @@ def parser(file: str, **options) -> argparse.ArgumentParser:
 def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line, by default the program's.
 
-    Raises ValueError for a flag that it has not, with the nearest of those that it has. A command of a parser may name
-    its own parser with `set_defaults(parser=...)`.
+    Raises ValueError for an unknown flag, with the nearest known ones. A subcommand may name its own parser with
+    `set_defaults(parser=...)`.
     """
     args, unknown = parser.parse_known_args(argv)
     check_known(unknown, getattr(args, "parser", parser))
@@ -71,7 +71,7 @@ def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 
 
 def check_known(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raises ValueError for the first argument that a parser did not know, with the nearest flags that it has."""
+    """Raises ValueError for the first argument that a parser did not know, with the nearest known flags."""
     if not unknown:
         return
     word = unknown[0]
@@ -89,7 +89,7 @@ def check_names(names: Collection[str], known: Collection[str]) -> None:
 
 
 def path(text: str) -> str:
-    """A file or folder of this machine, as a flag's type: ~ is the home folder. Raises ArgumentTypeError for a URL."""
+    """The type of a flag that is a local path: ~ is the home folder. Raises ArgumentTypeError for a URL."""
     try:
         return expanded(text)
     except ValueError as error:
@@ -100,7 +100,7 @@ def read_text(path: str) -> str:
     """The text of a file that a user named.
 
     Raises:
-      ValueError: it is a pipe or a device, which may never end, or is no UTF-8.
+      ValueError: it is a pipe or a device, which may never end, or is not UTF-8.
       OSError: it cannot be read.
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
@@ -110,7 +110,7 @@ def read_text(path: str) -> str:
 
 
 def at_least(low: int, number: type = int) -> Callable[[str], float]:
-    """The type of a flag whose values are numbers from `low` on."""
+    """Returns the type of a flag whose values are numbers of at least `low`."""
 
     def read(text: str) -> float:
         try:
@@ -126,7 +126,7 @@ def at_least(low: int, number: type = int) -> Callable[[str], float]:
 
 
 def size(text: str) -> int:
-    """A whole number of at least 1, 1e6 too, as a flag's type."""
+    """The type of a flag that is a whole number of at least 1; it may be written as 1e6."""
     value = at_least(1, float)(text)
     if value != int(value) or value >= 2**53:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, and under 2^53")
@@ -134,12 +134,12 @@ def size(text: str) -> int:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Numbers from 0 on with commas between them, as a flag's type."""
-    return [at_least(0)(part) for part in text.split(",")]
+    """The type of a flag that lists numbers of at least 0, separated by commas."""
+    return [at_least(0)(word) for word in text.split(",")]
 
 
 def regex(text: str) -> re.Pattern:
-    """A regular expression, as a flag's type."""
+    """The type of a flag that is a regular expression."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -150,9 +150,9 @@ def regex(text: str) -> re.Pattern:
 
 
 def run(main: Callable, *args):
-    """Calls main(*args) and returns what it returns; ends the program as the head says where it raises."""
+    """Calls main(*args) and returns its result; if it raises, ends the program with the status of the table above."""
     _open_streams()
-    status, result = None, None  # a status is that of a program that ends here
+    status, result = None, None  # a status other than None ends the program
     try:
         result = main(*args)
     except SystemExit as end:
@@ -181,16 +181,16 @@ def run(main: Callable, *args):
 
 
 def end_at_once_when_interrupted() -> None:
-    """From here on Ctrl-C ends the program with 130 and not a word, until another handler is set.
+    """Makes Ctrl-C end the program with 130 and no message, until another handler is set.
 
     While jax is imported and traces, a KeyboardInterrupt is lost in its garbage collector's callback, or aborts C++.
     """
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored: in the background
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # it is ignored in the background
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 def demonstrate(main: Callable, file: str, *, devices: int = 1) -> None:
-    """Runs the demonstration of a file, which takes no flags, on so many simulated devices."""
+    """Runs the demonstration of a file, which takes no flags, on this number of simulated devices."""
 
     def on_devices():
         arguments(parser(file))
@@ -204,7 +204,7 @@ def demonstrate(main: Callable, file: str, *, devices: int = 1) -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Prints at once. Where stdout fails, the program goes on without it, and its status tells at the end."""
+    """Prints and flushes. If stdout fails, the program continues without it; its exit status shows that."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -213,36 +213,36 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def program() -> str:
-    """Its name, as in its sentences."""
+    """The program's name in messages."""
     return Path(sys.argv[0]).name
 
 
 def is_for_the_user(error: Exception) -> bool:
-    """Whether this project raised it, to be read, or the operating system; any other error is a defect."""
+    """Whether this project or the operating system raised an error; any other error is a defect."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     file = Path(frame.filename).resolve()
-    ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts and frame.line.startswith("raise")
-    return ours or isinstance(error, OSError)
+    is_ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts and frame.line.startswith("raise")
+    return is_ours or isinstance(error, OSError)
 
 
 def _open_streams() -> None:
-    """Gives closed standard streams their numbers back, which the next file opened would take.
+    """Reopens closed standard streams, whose numbers the next opened file would get.
 
-    A closed stdout fails when it is written to, as a full one does.
+    A closed stdout then fails when it is written to, as a full one does.
     """
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, mode)  # the lowest number that is free
-    if sys.stdout is sys.__stdout__:  # else it was replaced, as by a test, or is ours
+            os.open(os.devnull, mode)  # it gets the lowest free number
+    if sys.stdout is sys.__stdout__:  # otherwise a test replaced it, or it is ours already
         sys.stdout = output(1)
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)
 
 
 class _Remembering(io.FileIO):
-    """A file that remembers why it could not be written: argparse, for one, does not tell."""
+    """A file that records why it could not be written: argparse, for one, drops that error."""
 
     def write(self, data) -> int:
         try:
@@ -253,17 +253,17 @@ class _Remembering(io.FileIO):
 
 
 def output(number: int) -> io.TextIOWrapper:
-    """A stdout that writes to a file descriptor, and escapes what its encoding has not."""
+    """Returns a stdout that writes to a file descriptor, and escapes characters that its encoding lacks."""
     encoding = sys.stdout.encoding if sys.stdout else "utf-8"
     file = io.BufferedWriter(_Remembering(number, "w", closefd=False))
     return io.TextIOWrapper(file, encoding, errors="backslashreplace", line_buffering=os.isatty(number))
 
 
 def _discard_stdout() -> None:
-    """Sends to nowhere all that is printed from now on, and all that waits to be."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Discards everything that is printed from now on, and everything that is buffered."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _say_error(text: str) -> None:

@@ -1,16 +1,18 @@
-"""One run at a time in a folder: a lock file says which process saves there, and its heartbeat that it still does.
+"""One run at a time in a folder: a lock file names the process that saves there, and has its heartbeat.
 
-The file is created where there is none, which only one of two runs can do at the same time, and removed at the end. A
-process that is killed leaves it behind, so a lock is stale
+**Idea.** The file is created exclusively, which only one of two runs can do, and removed at the end. A process that is
+killed leaves it behind, so a lock is stale
 
-    on this machine    where that process is gone: there is none of its number, or one that began at another time
-    on another         where the heartbeat stops: nothing was written for 35 s, of which one beat is due every 10 s
+    on this machine     if its process is gone: none has its number, or one that began at another time
+    on another one      if its heartbeat stops: nothing was written for 35 s, where a beat is due every 10 s
 
-The second is found out by watching the file, since the clocks of two machines need not agree. Machine means one boot of
-a system and one space of process numbers: two containers are two.
+A heartbeat is checked by watching the file, since the clocks of two machines need not agree. A machine here is one boot
+of a system and one space of process numbers: two containers are two machines.
 
-A run that lost its lock, suspended for long or cut off from the storage, sees it before its next save and ends.
-**Left out**: a bucket creates no file exclusively; there two runs that start in the same two seconds may both go on to
+A run that lost its lock, because it was suspended or could not reach the storage, notices before its next save and
+ends.
+
+**Left out.** A bucket creates no file exclusively. There two runs that start within two seconds may both continue to
 the first heartbeat or save, where one of them ends.
 """
 
@@ -37,13 +39,13 @@ class HeldError(OSError):
 class Lock:
     """A lock that this process holds, from `acquire`."""
 
-    def __init__(self, file, ours: dict):
-        self.file, self.ours, self.beats, self.taken_by = file, ours, 0, None
+    def __init__(self, file, record: dict):
+        self.file, self.record, self.beats, self.taken_by = file, record, 0, None
         self.writing, self.ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._beat_until_ended, name="lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raises OSError where another run has taken the folder over meanwhile."""
+        """Raises OSError where another run has taken over the folder."""
         self.beat()
         if self.taken_by:
             raise OSError(
@@ -52,14 +54,14 @@ class Lock:
             )
 
     def beat(self) -> None:
-        """Writes the file anew, unless it is another run's by now."""
-        with self.writing, contextlib.suppress(OSError):  # a beat that is lost is no reason to end
-            theirs = _parsed(_read(self.file))
-            if theirs and theirs["run"] != self.ours["run"]:
-                self.taken_by = theirs
+        """Writes the file again, unless another run has taken it."""
+        with self.writing, contextlib.suppress(OSError):  # a lost beat is no reason to end
+            written = _parsed(_read(self.file))
+            if written and written["run"] != self.record["run"]:
+                self.taken_by = written
             elif not self.ended.is_set():
                 self.beats += 1
-                _replace(self.file, json.dumps(self.ours | {"beats": self.beats}))
+                _replace(self.file, json.dumps(self.record | {"beats": self.beats}))
 
     def release(self) -> None:
         """Removes the file. Raises nothing: a lock that is left behind is stale."""
@@ -75,13 +77,13 @@ class Lock:
 
 
 def acquire(file) -> Lock:
-    """The lock of the folder that `file` is in, which may be a pathlib.Path, or an etils.epath.Path of a bucket.
+    """Returns the lock of the folder that contains `file`, a pathlib.Path, or an etils.epath.Path of a bucket.
 
     Raises:
       HeldError: another run holds it.
       OSError: the file cannot be written.
     """
-    ours = {
+    record = {
         "host": socket.gethostname(),
         "process": os.getpid(),
         "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
@@ -90,7 +92,7 @@ def acquire(file) -> Lock:
         "run": uuid.uuid4().hex,
         "beats": 0,
     }
-    while not _create(file, json.dumps(ours)):
+    while not _create(file, json.dumps(record)):
         text = _read(file)
         if _is_held(text, file):
             raise HeldError(
@@ -99,19 +101,19 @@ def acquire(file) -> Lock:
         with contextlib.suppress(FileNotFoundError):
             if _read(file) == text:
                 file.unlink()
-    return Lock(file, ours)
+    return Lock(file, record)
 
 
 def _is_held(text: str, file) -> bool:
-    """Whether the run that wrote `text` is still there."""
-    theirs = _parsed(text)
-    if theirs and theirs["machine"] == _machine():
-        born = _born(theirs["process"])
-        if born is None or 0 not in (born, theirs["born"]):
-            return born == theirs["born"]
+    """Whether the run that wrote `text` still exists."""
+    holder = _parsed(text)
+    if holder and holder["machine"] == _machine():
+        born = _born(holder["process"])
+        if born is None or 0 not in (born, holder["born"]):
+            return born == holder["born"]
     if not text and not file.exists():
         return False
-    print(f"{file.parent} is locked by {_named(theirs)}: watching for {SILENCE_S} s", file=sys.stderr, flush=True)
+    print(f"{file.parent} is locked by {_named(holder)}: watching for {SILENCE_S} s", file=sys.stderr, flush=True)
     deadline = time.monotonic() + SILENCE_S
     while time.monotonic() < deadline:
         time.sleep(min(1, SILENCE_S / 10))
@@ -121,7 +123,7 @@ def _is_held(text: str, file) -> bool:
 
 
 def _create(file, text: str) -> bool:
-    """Writes a file that is not there yet; whether it was not."""
+    """Creates a file. Returns whether it did not exist before."""
     if isinstance(file, pathlib.Path):
         try:
             with file.open("x") as opened:
@@ -137,7 +139,7 @@ def _create(file, text: str) -> bool:
 
 
 def _replace(file, text: str) -> None:
-    """Writes a file; a reader finds all of the old or all of the new text, as he always does in a bucket."""
+    """Writes a file so that a reader gets all of the old or all of the new text, as in a bucket anyway."""
     if isinstance(file, pathlib.Path):
         with outputs.replacing(file) as unfinished:
             unfinished.write(text)
@@ -146,7 +148,7 @@ def _replace(file, text: str) -> None:
 
 
 def _read(file) -> str:
-    """Its text; empty where there is no such file."""
+    """The text of a file; empty where it does not exist."""
     try:
         return file.read_text(errors="replace") if isinstance(file, pathlib.Path) else file.read_text()
     except FileNotFoundError:
@@ -154,7 +156,7 @@ def _read(file) -> str:
 
 
 def _parsed(text: str) -> dict | None:
-    """Reads what `acquire` wrote; None where it is damaged."""
+    """The record that `acquire` wrote; None where it is damaged."""
     with contextlib.suppress(ValueError):
         parsed = json.loads(text)
         kinds = dict(host=str, process=int, started=str, machine=str, born=int, run=str)
@@ -170,7 +172,7 @@ def _named(record: dict | None) -> str:
 
 
 def _machine() -> str:
-    """Names the machine or container in which process numbers are unique."""
+    """A name of the machine or container in which process numbers are unique."""
     try:
         return (
             f"{pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -180,15 +182,15 @@ def _machine() -> str:
 
 
 def _born(process: int) -> int | None:
-    """When a process of this machine began, in ticks since boot, or 0 where that is hidden; None where it is gone."""
+    """When a process of this machine began, in ticks since boot; 0 where that is hidden, None where it is gone."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:  # it is another user's
+    except PermissionError:  # another user's process
         pass
     try:
         state, *fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # not Linux, or not for us to see
+    except OSError:  # not Linux, or not visible to us
         return 0
     return None if state in "ZX" else int(fields[18])  # a zombie has ended

@@ -1,4 +1,4 @@
-"""What a run tells: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
+"""The log of a run: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
 
 import contextlib
 import itertools
@@ -21,58 +21,58 @@ from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
-OF_EVERY_STEP = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # the others are the model's
+COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # others depend on the model
 
 
 class Log:
-    """Shows the metrics of the steps, each while the next one runs, so that the devices never wait to be asked.
+    """Prints and writes the metrics of each step while the next one runs, so that the devices never wait for the host.
 
-    Of a run with several processes only the first one speaks and writes.
+    In a run of several processes only the first one prints and writes.
     """
 
     def __init__(self, config: Config, first_step: int, mesh: jax.sharding.Mesh):
         self.flops_per_token = transformer.train_flops_per_token(config)
         self.peak_flops = PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
-        self.config, self.num_devices, self.speaks = config, mesh.size, jax.process_index() == 0
-        self.terminal = self.speaks and sys.stdout.isatty()
+        self.config, self.num_devices, self.prints = config, mesh.size, jax.process_index() == 0
+        self.terminal = self.prints and sys.stdout.isatty()
         self.file, self.first_step = None, first_step
-        if self.speaks and config.metrics_file:
-            evaluates = bool(config.eval_batches) and first_step == config.steps  # again, where all steps are done
+        if self.prints and config.metrics_file:
+            evaluates = bool(config.eval_batches) and first_step == config.steps  # again, if all steps are done
             self.file, moved = open_metrics(config.metrics_file, first_step, evaluates)
             if moved:
                 self.say(f"metrics    of the run before are in {moved}")
-        self.pending = None  # (metrics on the devices, seconds waited for input) of the step that runs
+        self.pending = None  # (metrics on the devices, seconds waited for input) of the running step
         self.waited_s = 0.0
         self.steps_s: list[float] = []
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        if self.speaks:
+        """Prints a line."""
+        if self.prints:
             command.say(f"\r\033[K{text}" if self.terminal else text)
 
     def start_clock(self) -> None:
-        """The next step's time counts from here."""
+        """Starts the time of the next step."""
         self.clock = time.perf_counter()
 
-    def waiting_for(self, batches: Iterable) -> Iterator:
-        """The batches, with the time that each kept us waiting put down to its step."""
+    def time_waits(self, batches: Iterable) -> Iterator:
+        """Yields the batches, and records the wait for each with its step."""
         batches = iter(batches)
         while True:
-            asked = time.perf_counter()
+            begun = time.perf_counter()
             batch = next(batches, None)
-            self.waited_s = time.perf_counter() - asked
+            self.waited_s = time.perf_counter() - begun
             if batch is None:
                 return
             yield batch
 
     def step(self, metrics: dict[str, jax.Array]) -> None:
-        """A step was started; shows the one before."""
+        """Takes the metrics of a step that was started, and shows the step before."""
         waited_s = self.waited_s
         self.finish_step()
         self.pending = metrics, waited_s
 
     def finish_step(self) -> None:
-        """Waits for the step that runs, if any, and shows it.
+        """Waits for the running step, if any, and shows it.
 
         Raises FloatingPointError after `max_skipped` steps in a row with gradients that are not finite.
         """
@@ -81,13 +81,13 @@ class Log:
         metrics, waited_s = self.pending
         self.pending = None
         metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        told = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in metrics if name not in OF_EVERY_STEP]
+        extra = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in metrics if name not in COMMON_METRICS]
         step_s = time.perf_counter() - self.clock
         self.start_clock()
         self.steps_s.append(step_s)
         metrics |= self._rates(step_s) | {"input_wait_s": waited_s}
         self._write(metrics)
-        self._show(metrics, told)
+        self._show(metrics, extra)
         step, limit = metrics["step"], self.config.max_skipped
         if metrics["skipped_in_a_row"] >= limit:
             raise FloatingPointError(
@@ -102,7 +102,7 @@ class Log:
         mfu = flops / self.peak_flops if self.peak_flops else None
         return {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_s_per_device": flops / 1e12, "mfu": mfu}
 
-    def _show(self, metrics: dict, told: list[str]) -> None:
+    def _show(self, metrics: dict, extra: list[str]) -> None:
         total = self.config.steps
         line = (
             f"step {metrics['step']:>{len(str(total))}}/{total}  loss {metrics['loss']:.4f}"
@@ -110,7 +110,7 @@ class Log:
             f"  {metrics['tokens_per_s']:,.0f} tokens/s  {metrics['tflops_per_s_per_device']:.3g} TFLOP/s/device"
         )
         line += f"  MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
-        line += "".join(f"  {words}" for words in told)
+        line += "".join(f"  {text}" for text in extra)
         line += f"  input wait {metrics['input_wait_s'] * 1e3:.1f} ms"
         line += f"  skipped {metrics['skipped']}" if metrics["skipped"] else ""
         is_end = metrics["step"] in (self.first_step + 1, total)
@@ -118,7 +118,7 @@ class Log:
             self.say(line)
         elif self.terminal:
             left_s = (total - metrics["step"]) * self.mean_step_s
-            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be overwritten
             command.say(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="")
 
     def evaluation(self, step: int, eval_loss: float) -> None:
@@ -127,12 +127,12 @@ class Log:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean over all steps but the first, which is not like the others."""
+        """Mean over all steps but the first, which takes longer."""
         steps_s = self.steps_s[1:] or self.steps_s
         return sum(steps_s) / max(len(steps_s), 1)
 
     def summary(self) -> dict[str, float | None]:
-        """The mean rates of the run, printed and returned."""
+        """Prints and returns the mean rates of the run."""
         rates = self._rates(self.mean_step_s)
         mfu = f", MFU {rates['mfu']:.1%}" if rates["mfu"] is not None else ""
         self.say(
@@ -151,7 +151,7 @@ class Log:
             try:
                 self.file.write(json.dumps(finite) + "\n")  # JSON has no NaN
                 self.file.flush()
-            except OSError as error:  # the disk is full: no reason to lose the run
+            except OSError as error:  # a full disk is no reason to end the run
                 self.say(f"metrics    {self.config.metrics_file}: {error}; no more are written")
                 with contextlib.suppress(OSError):
                     self.file.close()
@@ -159,7 +159,7 @@ class Log:
 
 
 class Profile:
-    """A trace of the steps `profile_steps`, and the program that ran: for timeline.py and xprof."""
+    """A trace of the steps `profile_steps`, and the program that ran, for compiled/timeline.py and xprof."""
 
     def __init__(self, config: Config, log: Log, compiled: jax.stages.Compiled):
         self.folder, (self.first, self.last) = config.profile_dir, config.profile_range
@@ -171,7 +171,7 @@ class Profile:
     def before(self, step: int, state: object) -> None:
         if self.folder and self.first <= step <= self.last and not self.running:
             self.log.finish_step()
-            jax.block_until_ready(state)  # no step is in the trace in part
+            jax.block_until_ready(state)  # the trace has only complete steps
             jax.profiler.start_trace(self.folder)
             self.running = True
 
@@ -189,11 +189,14 @@ class Profile:
 
 
 def check_outputs(config: Config) -> None:
-    """Makes the folders that the run writes to. Raises ValueError, with the flag: before hours of work, not after."""
-    files = {"metrics_file": config.metrics_file, "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else ""}
+    """Makes the folders that the run writes to. Raises ValueError, with the flag, before the work begins."""
+    written = {
+        "metrics_file": config.metrics_file,
+        "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else "",
+    }
     read = {"corpus": config.corpus, "fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
-    outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (files, read)))
-    for flag, path in files.items():
+    outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (written, read)))
+    for flag, path in written.items():
         if path:
             outputs.check_writable(f"--{flag}={path}", path)
     if config.profile_dir:
@@ -201,15 +204,15 @@ def check_outputs(config: Config) -> None:
 
 
 def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[IO, str]:
-    """The metrics file, opened to append.
+    """Opens the metrics file to append.
 
-    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once. Before
-    a new one the old file is moved to the first of PATH.1, PATH.2 and so on that is free.
+    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once. For a
+    new run an old file is moved to the first free name of PATH.1, PATH.2 and so on.
 
     Returns:
-      The file, and where an old one is now; "" where none was moved.
+      The file, and the new path of an old one; "" where none was moved.
 
-    Raises ValueError: a line that is no step's is in the way of going on.
+    Raises ValueError where a resumed run finds a line that is not a step's.
     """
     file, moved = Path(path), ""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -221,12 +224,12 @@ def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[I
     elif file.exists():
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-            whole = [line for line in lines if line.endswith("}")]  # a killed run may end in half a line
-            rows = [(line, json.loads(line)) for line in whole]
+            complete = [line for line in lines if line.endswith("}")]  # a killed run may leave half a line
+            rows = [(line, json.loads(line)) for line in complete]
             again = lambda row: evaluates and "eval_loss" in row and row["step"] == first_step
-            kept = [line for line, row in rows if row["step"] <= first_step and not again(row)]
+            retained = [line for line, row in rows if row["step"] <= first_step and not again(row)]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
         with outputs.replacing(file) as unfinished:
-            unfinished.writelines(line + "\n" for line in kept)
+            unfinished.writelines(line + "\n" for line in retained)
     return file.open("a", encoding="utf-8"), moved

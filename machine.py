@@ -1,14 +1,14 @@
-"""This machine: its memory, and what the devices that are simulated on it need of that.
+"""This machine: its memory, and the memory that simulated devices need at least.
 
 Simulated devices share the memory of one machine, which does not refuse a model that is too large: it fills its memory
-and swaps, or the system ends whatever runs. So what all of them need is held against it before one is made. Needed in
-any case, of every replica:
+and swaps, or the system ends any program. So the need of all devices is compared with the memory before one is made. At
+least this is needed, on all devices together:
 
-    weights, optimizer state, gradients    16 bytes a parameter with adamw in float32, each as it is cut (workload.py)
-    inputs of the layers                   L * D elements a token of a microbatch, which every policy of remat.py saves
-    the batch                              20 bytes a token
+    weights, optimizer state, gradients  16 bytes a parameter with adamw in float32, as sharded (predicted/workload.py)
+    inputs of the layers                 L * D elements a token of a microbatch, which every policy of remat.py saves
+    the batch                            20 bytes a token
 
-**Left out**: all else, as other activations and what a program copies. A run that is refused cannot be; one that is not
+**Left out.** All else, such as other activations and a program's copies. A run that is refused cannot fit; another one
 may still be too large.
 """
 
@@ -24,10 +24,10 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def check(config: Config, sizes: dict[str, int]) -> None:
-    """Raises ValueError where simulated devices cannot be, for want of memory.
+    """Raises ValueError where the memory is too small for the simulated devices.
 
     Args:
-      sizes: of all mesh axes.
+      sizes: the sizes of all mesh axes.
     """
     needed, available = needed_bytes(config, sizes) / max(config.num_processes, 1), available_bytes()
     if needed > available:
@@ -40,26 +40,26 @@ def check(config: Config, sizes: dict[str, int]) -> None:
 
 
 def needed_bytes(config: Config, sizes: dict[str, int]) -> float:
-    """Returns the bytes that all devices of the mesh need at least."""
+    """Returns the bytes that all devices of the mesh together need at least."""
     devices = math.prod(sizes.values())
-    run = Run(config, CHIPS["tpu7x"], (devices,), 1, sizes, links={})  # of the chip nothing is asked
-    cut = sizes["data"] if config.shard_update else 1
-    state = 8 * sum(params_of_device(run)) / cut + slots_of_device(run)
+    run = Run(config, CHIPS["tpu7x"], (devices,), 1, sizes, links={})  # any chip will do
+    shards = sizes["data"] if config.shard_update else 1
+    state = 8 * sum(params_of_device(run)) / shards + slots_of_device(run)
     tokens = config.batch * config.seq_len
     inputs = config.num_layers * config.model_dim * run.element * tokens / config.microbatches
     return state * devices + inputs + 20 * tokens
 
 
 def available_bytes() -> float:
-    """Returns the free bytes of the machine, swap included, or of its container; all bytes where none are told free."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = _of_meminfo() or pages
+    """Returns the free bytes of the machine with swap, or of its container; all bytes if the free ones are unknown."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _free_bytes() or total
     limits = [Path(path).read_text().strip() for path in _CGROUPS if os.path.exists(path)]
     return min([available, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
-def _of_meminfo() -> int:
-    """Linux's own count, 0 on macOS."""
+def _free_bytes() -> int:
+    """The free bytes with swap as Linux reports them; 0 on macOS."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:

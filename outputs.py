@@ -1,12 +1,11 @@
-"""Files that a program writes: whole or not at all, and never by way of a link that somebody else put there.
+"""Output files: written completely or not at all, and never through a link that somebody else put there.
 
-A file is written under another name and takes its own when all of it is there, so a kill or a full disk leaves the one
-before. The other name ends in `.unfinished`, has a random part that nobody can know beforehand, and is opened
-exclusively (O_EXCL): where anything has that name already, a link too, nothing is opened. What a kill leaves behind
-is in nobody's way and may be removed.
+A file is written under a temporary name and renamed when it is complete, so a kill or a full disk leaves the old file.
+The temporary name ends in `.unfinished`, has a random part that nobody can predict, and is opened exclusively (O_EXCL):
+if anything has that name already, even a link, nothing is opened. A temporary file that a kill leaves may be removed.
 
-Before the work begins, `check_writable` makes the folder and tries to write there, and `check_apart` finds an output
-that is an input and would replace what it is made from.
+Before the work begins, `check_writable` makes the folder and tries to write there, and `check_apart` refuses an output
+that is also an input and would be lost.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from typing import IO
 def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Yields a new file, opened with `mode` ("w" or "wb"), that becomes `path` at the end of the block.
 
-    An error in the block leaves what was at `path`, and nothing else. A link at `path` is replaced, not followed.
+    An error in the block leaves `path` as it was, and no other file. A link at `path` is replaced, not followed.
 
     Raises:
       ValueError: `path` is a folder, a device or a pipe.
@@ -40,38 +39,38 @@ def replacing(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         raise
 
 
-def check_writable(called: str, path: str | os.PathLike) -> None:
-    """Makes the folder of a file that will be written. Raises ValueError where the file could not be."""
-    _check_kind(called, path)
+def check_writable(name: str, path: str | os.PathLike) -> None:
+    """Makes the folder of an output. Raises ValueError, with the output's name, where it could not be written."""
+    _check_kind(name, path)
     folder = Path(path).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"{called} cannot be written: {error}") from None
+        raise ValueError(f"{name} cannot be written: {error}") from None
 
 
-def _check_kind(called: str, path: str | os.PathLike) -> None:
+def _check_kind(name: str, path: str | os.PathLike) -> None:
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{called} is there, and is no file: name another")
+        raise ValueError(f"{name} exists, and is no file: name another")
 
 
 def check_apart(written: dict[str, str], read: dict[str, str]) -> None:
-    """Raises ValueError where a file to be written is one to be read, by any of its names, or lies in a folder of them.
+    """Raises ValueError where an output is also an input, by any of its paths, or is inside a folder of inputs.
 
-    The same of two files to be written. All are {what it is called: its path}; without a path it is none.
+    Two outputs must differ, too. Both arguments are {name in messages: path}; an empty path is ignored.
     """
-    written, read = ({called: path for called, path in files.items() if path} for files in (written, read))
-    for number, (called, path) in enumerate(written.items()):
-        for other, its in (read | dict(list(written.items())[:number])).items():
-            if _same(path, its):
-                raise ValueError(f"{called}={path} is {other}, too: it would be lost; name another file")
-            if os.path.isdir(its) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(its)):
-                raise ValueError(f"{called}={path} lies in {other}, which is read: name a file elsewhere")
+    written, read = ({name: path for name, path in files.items() if path} for files in (written, read))
+    for number, (name, path) in enumerate(written.items()):
+        for other_name, other in (read | dict(list(written.items())[:number])).items():
+            if _same(path, other):
+                raise ValueError(f"{name}={path} is {other_name}, too: it would be lost; name another file")
+            if os.path.isdir(other) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(other)):
+                raise ValueError(f"{name}={path} is inside {other_name}, which is read: name a file elsewhere")
 
 
 def _same(path: str, other: str) -> bool:
     try:
         return os.path.samefile(path, other)
-    except OSError:  # one of them is not there
+    except OSError:  # one of them does not exist
         return os.path.realpath(path) == os.path.realpath(other)

@@ -1,10 +1,11 @@
-"""Sampling: text that the model continues, token by token, on the mesh that it is trained on.
+"""Sampling: the model continues a text, token by token, on the mesh that it is trained on.
 
-**Formula.** Gumbel-max: the largest of logits plus Gumbel noise is a draw from their softmax. Each device of `tensor`
-looks at its part of the vocabulary, and two reductions of one number a sequence find the largest of all.
+**Formula.** Gumbel-max: the token with the largest logit plus Gumbel noise is a draw from the softmax of the logits.
+Each device of `tensor` searches its shard of the vocabulary, and two reductions of one number a sequence find the
+largest of all.
 
-**Left out.** A cache of keys and values: each token is a forward pass over the whole sequence. It is there to look at;
-roofline.py's serve counts what serving takes.
+**Left out.** A cache of keys and values: each token takes a forward pass over the entire sequence. This is for looking
+at samples; `roofline.py serve` predicts the cost of serving.
 """
 
 import math
@@ -28,7 +29,7 @@ from config import Config
 
 
 def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: int, scaling=parameters.NO_SCALING):
-    """A token for each sequence, one of the first `num_tokens`, drawn by the logits of position `at`.
+    """Draws a token for each sequence, one of the first `num_tokens`, from the logits of position `at`.
 
     Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
     """
@@ -43,7 +44,7 @@ def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: 
     logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
     v = logits_bv.shape[1]
     token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
-    # A corpus may use less than the vocabulary; and only the last stage knows.
+    # A corpus may use only a part of the vocabulary, and only the last stage has the right logits.
     logits_bv = jnp.where((token_bv < num_tokens) & model.is_last_stage(), logits_bv, -jnp.inf)
     axes = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
     best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
@@ -51,23 +52,24 @@ def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: 
 
 
 def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
-    """jitted (params, prompt_BT, length, key, amax) -> [B, config.sample] drawn after the first `length` tokens.
+    """Returns jitted (params, prompt_BT, length, key, amax) -> [B, config.sample] drawn after `length` tokens.
 
-    Only tokens under `vocab_size`, the corpus's, are drawn. The beginning of a sequence drops out when it is full.
+    Only tokens below `vocab_size`, the corpus's, are drawn. A full sequence drops its first tokens.
     """
-    config = config_lib.changed(config, moe_parts=1)  # its tokens need not be a multiple
+    config = config_lib.changed(config, moe_parts=1)  # the tokens need not divide into chunks
     specs, ways = parameters.param_specs(config), mesh.shape["context"]
 
     def per_device(params, prompt_bT, length, key, amax):
         weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
         scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
         T = prompt_bT.shape[1]
-        mine_t = jnp.asarray(parameters.position_order(config, T, ways)).reshape(ways, -1)[lax.axis_index("context")]
+        order = jnp.asarray(parameters.position_order(config, T, ways))
+        own_t = order.reshape(ways, -1)[lax.axis_index("context")]
 
         def extend(carry, number):
             tokens_bT, length = carry
-            tokens_bt = tokens_bT[:, mine_t]
-            positions_bt = jnp.broadcast_to(mine_t, tokens_bt.shape)
+            tokens_bt = tokens_bT[:, own_t]
+            positions_bt = jnp.broadcast_to(own_t, tokens_bt.shape)
             batch = data.Batch(tokens_bt, tokens_bt, jnp.ones_like(tokens_bt), positions_bt, None)
             own_key = jax.random.fold_in(key, number)
             next_b = sample_next(weights, batch, length - 1, own_key, config, vocab_size, scaling)
@@ -85,11 +87,11 @@ def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
 
 
 def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> tuple[str, str]:
-    """(prompt, continuation): the beginning of a held-out document, and `config.sample` tokens of the model's own."""
+    """Returns (prompt, continuation): the beginning of a held-out document, and `config.sample` sampled tokens."""
     length = min(64, max(config.seq_len // 4, 1))
     rows = math.prod(mesh.shape[axis] for axis in (*placement.BATCH_AXES, "pipe"))  # all the same; the first is shown
-    least = 2 * mesh.shape["context"]  # positions that can be cut over it, zigzag
-    prompt_BT = np.zeros((rows, min(config.seq_len, -(-(length + config.sample) // least) * least)), np.int32)
+    multiple = 2 * mesh.shape["context"]  # of positions, to shard them zigzag
+    prompt_BT = np.zeros((rows, min(config.seq_len, -(-(length + config.sample) // multiple) * multiple)), np.int32)
     prompt_BT[:, :length] = corpus.held_out[:length]
     layout = NamedSharding(mesh, P(placement.BATCH_AXES))
     prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])

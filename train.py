@@ -350,7 +350,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
         stack.push(save_what_is_trained)
         log.start_clock()
-        for batch in log.waiting_for(batches):
+        for batch in log.time_waits(batches):
             last_step += 1
             profile.before(last_step, state)
             state, metrics = step_fn(state, batch)

@@ -1,4 +1,4 @@
-"""Processes that would not run the same: each names the difference, and none waits for another."""
+"""Tests processes that would run differently: each reports the difference, and none waits for another."""
 
 import dataclasses
 import shutil
@@ -19,8 +19,8 @@ def values(tmp_path_factory):
     yield from run_values(tmp_path_factory.mktemp("values"))
 
 
-def said_by_both(processes, directory: Path, timeout_s: float = 60) -> str:
-    """The last line of both, which must have ended with status 1 and the same words."""
+def error_of_both(processes, directory: Path, timeout_s: float = 60) -> str:
+    """Returns the last line of both processes; asserts that both ended with status 1 and the same line."""
     try:
         statuses = [process.wait(timeout_s) for process in processes]
     finally:
@@ -52,12 +52,12 @@ def said_by_both(processes, directory: Path, timeout_s: float = 60) -> str:
 def test_another_flag_is_named_by_both(flag, value, first, values, tmp_path):
     if flag == "checkpoint_dir":
         value = str(tmp_path / value)
-    said = said_by_both(start_two(values, tmp_path, second={flag: value}), tmp_path)
-    ours = first or repr({**values, "checkpoint_dir": str(tmp_path / "checkpoints")}[flag])
-    assert said.startswith(
-        f"train.py: error: the processes of this run disagree: --{flag} is {ours} on process 0 and {value!r} on "
+    error = error_of_both(start_two(values, tmp_path, second={flag: value}), tmp_path)
+    first = first or repr({**values, "checkpoint_dir": str(tmp_path / "checkpoints")}[flag])
+    assert error.startswith(
+        f"train.py: error: the processes of this run disagree: --{flag} is {first} on process 0 and {value!r} on "
     )
-    assert said.endswith("start all of them with the same command, code and files")
+    assert error.endswith("start all of them with the same command, code and files")
 
 
 OWN_FOLDER = """
@@ -76,7 +76,7 @@ except (ValueError, OSError) as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["another checkpoint_dir", "another corpus", "no corpus"])
 def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
-    """As on another host: the processes have folders of their own, and the path is relative."""
+    """The processes have separate folders, as two hosts do, and the path is relative."""
     for number in (0, 1):
         (tmp_path / str(number)).mkdir()
         shutil.copy(values["corpus"], tmp_path / str(number) / "c.bin")
@@ -93,25 +93,23 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     processes = start_two(values, tmp_path, program=("-c", program))
     if case == "no corpus":
         assert [process.wait(60) for process in processes] == [1, 1]
-        said = "[Errno 2] No such file or directory: 'c.bin'\n"
-        assert (tmp_path / "0.err").read_text() == f"process 1 cannot start: {said}"
-        assert (tmp_path / "1.err").read_text() == said
+        error = "[Errno 2] No such file or directory: 'c.bin'\n"
+        assert (tmp_path / "0.err").read_text() == f"process 1 cannot start: {error}"
+        assert (tmp_path / "1.err").read_text() == error
         return
-    said = said_by_both(processes, tmp_path)
+    error = error_of_both(processes, tmp_path)
     if case == "another corpus":
-        assert said.startswith("the processes of this run disagree: the corpus is ") and said.count("process") == 3
+        assert error.startswith("the processes of this run disagree: the corpus is ") and error.count("process") == 3
     else:
-        assert (
-            "what process 0 writes to --checkpoint_dir is there on process 0 and missing on process 1: start all"
-            in said
-        )
+        mark = "the file that process 0 writes to --checkpoint_dir"
+        assert f"{mark} is present on process 0 and missing on process 1: start all" in error
 
 
-def test_all_flags_decide_but_those_of_a_process():
-    """And versions, code and environment: each is in what is compared, and is another in another run."""
-    found = agreement.decided_by(Config())
+def test_all_flags_are_compared_but_those_of_a_process():
+    """Versions, code and environment are compared, too, and a difference in any is reported."""
+    facts = agreement.decided_by(Config())
     names = {f"--{field.name}" for field in dataclasses.fields(Config)}
-    assert names - found.keys() == {
+    assert names - facts.keys() == {
         "--process_id",
         "--coordinator",
         "--metrics_file",
@@ -119,21 +117,21 @@ def test_all_flags_decide_but_those_of_a_process():
         "--compilation_cache",
     }
     code = zlib.crc32(Path(agreement.__file__).read_bytes())
-    assert found["the checksum of agreement.py"] == f"{code:08x}" and "the checksum of pytest.py" not in found
-    assert found["numpy"] == np.__version__ and "XLA_FLAGS" in found
-    assert agreement.differences([found, agreement.decided_by(Config(seed=1)) | {"numpy": "1.0"}]) == [
+    assert facts["the checksum of agreement.py"] == f"{code:08x}" and "the checksum of pytest.py" not in facts
+    assert facts["numpy"] == np.__version__ and "XLA_FLAGS" in facts
+    assert agreement.differences([facts, agreement.decided_by(Config(seed=1)) | {"numpy": "1.0"}]) == [
         "--seed is 0 on process 0 and 1 on process 1",
         f"numpy is {np.__version__} on process 0 and 1.0 on process 1",
     ]
 
 
-def test_of_many_processes_three_are_named():
+def test_three_of_many_processes_are_named():
     facts = [{"--checkpoint_dir": "c", "--seed": seed} for seed in "01111"]
     assert agreement.differences(facts[:4]) == ["--seed is 0 on process 0 and 1 on processes 1, 2, 3"]
     assert agreement.differences(facts) == ["--seed is 0 on process 0 and 1 on processes 1, 2, 3 and 1 more"]
 
 
-def test_a_process_sees_the_newest_checkpoint_and_of_other_folders_that_is_no_difference(tmp_path):
+def test_the_newest_checkpoint_is_compared_only_in_the_same_folder(tmp_path):
     for name in ("4", "12", "8", "12.unfinished"):
         (tmp_path / name).mkdir()
     (tmp_path / agreement._MARK_FILE).write_text("of this run")

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run is the run that was not interrupted, bit for bit, whatever interrupted it."""
+"""Tests checkpoints: a resumed run equals the uninterrupted one bit for bit, whatever interrupted it."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ def values(tmp_path_factory):
 
 
 def stop_after(monkeypatch, step: int) -> None:
-    """From here on a run sees the notice of its termination at this step."""
+    """Lets every run from here on see the notice of its termination at this step."""
     notice = lambda now: signal.SIGTERM if now == step else 0
     monkeypatch.setattr(processes, "notice_of_termination", lambda: contextlib.nullcontext(notice))
 
@@ -47,7 +47,7 @@ def stop_after(monkeypatch, step: int) -> None:
 
 
 def train_in(config: Config, directory: Path, **more) -> Config:
-    """Runs it; its checkpoints and its metrics are in the directory."""
+    """Runs a Config with its checkpoints and metrics in the directory; returns the Config with these paths."""
     config = dataclasses.replace(
         config, checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"), **more
     )
@@ -57,19 +57,19 @@ def train_in(config: Config, directory: Path, **more) -> Config:
 
 @pytest.fixture(scope="module")
 def saved(values, tmp_path_factory) -> Config:
-    """20 steps, straight."""
+    """Returns the Config of 20 uninterrupted steps."""
     return train_in(Config(**values, steps=20), tmp_path_factory.mktemp("saved"), save_every=5)
 
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Config:
-    """The same, in a folder that can be spoilt."""
+    """Returns `saved` with a copy of its folder, which a test may damage."""
     shutil.copytree(saved.checkpoint_dir, tmp_path / "copy")
     return dataclasses.replace(saved, checkpoint_dir=str(tmp_path / "copy"), metrics_file="")
 
 
 def stop_and_resume(straight: Config, directory: Path, monkeypatch, capsys) -> None:
-    """Stops after 10 steps and starts again, and asserts that nothing is otherwise than straight."""
+    """Stops after 10 steps and starts again; asserts that all is as in the uninterrupted run `straight`."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_status:
         stop_after(patch, 10)
         train_in(straight, directory)
@@ -83,14 +83,14 @@ def stop_and_resume(straight: Config, directory: Path, monkeypatch, capsys) -> N
     metrics = read_metrics(resumed.metrics_file)
     assert [step for step, *_ in metrics] == list(range(1, 21))
     assert metrics == read_metrics(straight.metrics_file)
-    (ours, _), (theirs, _) = load(resumed), load(straight)
-    assert int(ours.step) == 20
-    assert_same_bits(ours, theirs)
+    (state, _), (expected, _) = load(resumed), load(straight)
+    assert int(state.step) == 20
+    assert_same_bits(state, expected)
 
 
 @pytest.mark.slow
 def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
-    """20 steps = 10 steps, a new start, 10 steps: in every parameter, every slot of the optimizer, every loss."""
+    """20 steps equal 10 steps, a new start and 10 steps, in every parameter, optimizer slot and loss."""
     stop_and_resume(saved, tmp_path, monkeypatch, capsys)
 
 
@@ -122,39 +122,39 @@ def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monke
 )
 def test_restores_onto_another_mesh(changes, saved):
     config = dataclasses.replace(saved, **changes)
-    (ours, note), (theirs, _) = load(config), load(saved)
+    (state, note), (expected, _) = load(config), load(saved)
     assert note == ""
-    assert_same_bits(ours, theirs)
+    assert_same_bits(state, expected)
     layout = train.state_shardings(config, sharding.make_mesh(placement.parse_mesh(config.mesh)))
-    jax.tree.map(lambda array, sharding: array.sharding.is_equivalent_to(sharding, array.ndim) or 1 / 0, ours, layout)
-    assert ours.params.layers.w_q.sharding != theirs.params.layers.w_q.sharding
+    jax.tree.map(lambda array, sharding: array.sharding.is_equivalent_to(sharding, array.ndim) or 1 / 0, state, layout)
+    assert state.params.layers.w_q.sharding != expected.params.layers.w_q.sharding
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(saved, copy, tmp_path):
+def test_a_run_continues_on_another_mesh(saved, copy, tmp_path):
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     file = tmp_path / "metrics.jsonl"
     shutil.copy(saved.metrics_file, file)
     train.run(dataclasses.replace(copy, mesh="data:2,fsdp:2,tensor:2", shard_update=True, metrics_file=str(file)))
-    ours, theirs = read_metrics(file), read_metrics(saved.metrics_file)
-    assert len(ours) == 20 and ours[:15] == theirs[:15] and ours[15:] != theirs[15:]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    metrics, expected = read_metrics(file), read_metrics(saved.metrics_file)
+    assert len(metrics) == 20 and metrics[:15] == expected[:15] and metrics[15:] != expected[15:]
+    np.testing.assert_allclose(metrics, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_says_what_is_not_as_it_was(copy):
+def test_a_resumed_run_reports_the_flags_that_differ(copy):
     note = load(dataclasses.replace(copy, steps=25, learning_rate=0.5, log_every=3))[1]
     assert note == f"steps is 20 there and 25 here, learning_rate is {copy.learning_rate} there and 0.5 here"
 
 
 @pytest.mark.slow
-def test_keeps_the_newest(saved):
+def test_the_newest_checkpoints_are_kept(saved):
     assert saved.keep_checkpoints == 2 and steps_in(saved.checkpoint_dir) == [15, 20]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [20, 3])
-def test_a_run_that_is_done_says_so(steps, copy, capsys):
+def test_a_run_that_is_done_reports_it(steps, copy, capsys):
     assert train.run(dataclasses.replace(copy, steps=steps)) == {}
     out = capsys.readouterr().out
     assert "resumed    from step 20" in out and f"done       before: all of --steps={steps}\n" in out
@@ -184,11 +184,11 @@ def half_written(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_path):
+def test_a_kill_during_a_save_loses_no_earlier_checkpoint(values, saved, tmp_path):
     killed, metrics = tmp_path / "killed", tmp_path / "metrics.jsonl"
     values = values | dict(steps=20, save_every=1, keep_checkpoints=1, checkpoint_dir=killed, metrics_file=metrics)
     complete = 0
-    for kill, call in enumerate((13, 14, 16)):  # a save renames the folders of three items, and then its own
+    for kill, call in enumerate((13, 14, 16)):  # a save renames the folders of its three items, then its own
         out = tmp_path / f"{kill}.out"
         program = trials.signalled("os.rename", call, number=signal.SIGKILL)
         assert start(values, out, program=program).wait(120) == -signal.SIGKILL
@@ -199,14 +199,14 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_before(values, saved, tmp_pa
     assert start(values, tmp_path / "last.out").wait() == 0
     assert f"resumed    from step {complete} in {killed}\n" in (tmp_path / "last.out").read_text()
     assert read_metrics(metrics) == read_metrics(saved.metrics_file)
-    assert [path.name for path in killed.iterdir()] == ["20"]  # what was left half written is gone
+    assert [path.name for path in killed.iterdir()] == ["20"]  # unfinished saves are removed
     assert_same_bits(load(dataclasses.replace(saved, checkpoint_dir=str(killed)))[0], load(saved)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
-    """And nothing but the run's own lines is printed, on the way out as on the way on."""
+    """Before and after, nothing but the run's own lines is printed."""
     directory = tmp_path / "checkpoints"
     values = values | dict(steps=60, checkpoint_dir=directory)
     out = tmp_path / "first.out"
@@ -230,7 +230,7 @@ def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
 
 
 @pytest.mark.slow
-def test_termination_without_a_folder_says_that_nothing_is_saved(saved, monkeypatch, capsys):
+def test_termination_without_a_folder_reports_that_nothing_is_saved(saved, monkeypatch, capsys):
     stop_after(monkeypatch, 2)
     with pytest.raises(SystemExit):
         train.run(changed(saved, checkpoint_dir="", metrics_file=""))
@@ -245,22 +245,22 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_an_error_and_leaves_what_was_saved(values, copy, tmp_path):
-    """At once, not when it would save the next time."""
+def test_a_full_disk_ends_the_run_and_leaves_earlier_checkpoints(values, copy, tmp_path):
+    """The run ends at once, not at its next save."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     before, _ = load(copy)
     values = values | dict(steps=2000, save_every=100, checkpoint_dir=copy.checkpoint_dir, learning_rate=0.001)
     assert start(values, tmp_path / "out", program=("-c", ON_A_FULL_DISK)).wait() == 1
     lines = (tmp_path / "out.err").read_text().splitlines()
-    said = [line for line in lines if line.startswith("train.py: error: a checkpoint could not be written to ")]
-    assert len(said) == 1 and "File too large" in said[0] and len(said[0]) < 500
+    errors = [line for line in lines if line.startswith("train.py: error: a checkpoint could not be written to ")]
+    assert len(errors) == 1 and "File too large" in errors[0] and len(errors[0]) < 500
     assert len(lines) < 5
     assert "\nstep  100/2000" in (out := (tmp_path / "out").read_text()) and "\nstep  200/2000" not in out
     assert steps_in(copy.checkpoint_dir) == [15]
     assert_same_bits(load(copy)[0], before)
 
 
-# -- what cannot be resumed
+# -- checkpoints that cannot be resumed
 
 
 @pytest.mark.slow
@@ -277,8 +277,8 @@ def test_another_model_is_refused(copy, values, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_remembers_is_part_of_the_model(copy):
-    """Its largest elements are in the state, so a checkpoint without them is no damaged one."""
+def test_a_recipe_with_state_is_part_of_the_model(copy):
+    """Its largest elements are in the state; a checkpoint without them is of another model, not a damaged one."""
     with pytest.raises(ValueError, match=r"is of another model: fp8 is 'none' there and 'delayed' here"):
         train.run(dataclasses.replace(copy, fp8="delayed"))
 
@@ -291,7 +291,7 @@ def remove_config(step: Path):
     shutil.rmtree(step / "config")
 
 
-def cut_config(step: Path):
+def truncate_config(step: Path):
     config_of(step).write_text("{")
 
 
@@ -321,22 +321,22 @@ def remove_arrays(step: Path):
         file.unlink()
 
 
-def cut_arrays(step: Path):
+def truncate_arrays(step: Path):
     for file in [*step.glob("state/d/*"), *step.glob("state/*/d/*")]:
         os.truncate(file, 30)
 
 
-def cut_the_index_of_arrays(step: Path):
-    """Not the largest file: what OCDBT has written anew since is still in there, and is not read."""
+def truncate_the_index(step: Path):
+    """Truncates the index, and not the largest file, which has data that OCDBT has since rewritten and never reads."""
     for file in step.glob("state/d/*"):
         os.truncate(file, file.stat().st_size // 2)
 
 
-def cut_metadata_of_arrays(step: Path):
+def truncate_metadata(step: Path):
     os.truncate(step / "state" / "_METADATA", 100)
 
 
-def cut_checksums(step: Path):
+def truncate_checksums(step: Path):
     (step / "checksums" / "metadata").write_text('{"step": 20}')
 
 
@@ -351,10 +351,10 @@ def of_another_program(step: Path):
     (step / "model.pt").write_bytes(b"PK")
 
 
-QUICK = [config_of_strings, cut_arrays, cut_checksums]
-SLOW = [remove_config, cut_config, config_of_no_object, config_of_nesting, config_of_another_run, remove_state]
-SLOW += [remove_arrays, cut_the_index_of_arrays, cut_metadata_of_arrays, of_another_step, of_another_program]
-# Where one of orbax's parallel reads fails, it may leave others that it has not begun, or whose error nobody takes.
+QUICK = [config_of_strings, truncate_arrays, truncate_checksums]
+SLOW = [remove_config, truncate_config, config_of_no_object, config_of_nesting, config_of_another_run, remove_state]
+SLOW += [remove_arrays, truncate_the_index, truncate_metadata, of_another_step, of_another_program]
+# When one of orbax's parallel reads fails, others may be left that were never begun, or whose error nobody retrieves.
 leaves_reads = pytest.mark.filterwarnings(
     "ignore:coroutine .* was never awaited:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
@@ -362,7 +362,7 @@ leaves_reads = pytest.mark.filterwarnings(
 
 @leaves_reads
 @pytest.mark.parametrize("damage", [*QUICK, *(pytest.param(damage, marks=pytest.mark.slow) for damage in SLOW)])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_offered_and_taken(damage, copy):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken_on_request(damage, copy):
     folder = Path(copy.checkpoint_dir)
     damage(folder / "20")
     message = (
@@ -375,13 +375,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered_and_taken(dama
     state, note = load(dataclasses.replace(copy, skip_damaged_checkpoints=True))
     assert int(state.step) == 15 and "/copy/20 is damaged" in note and note.endswith(", and is now 20.damaged")
     assert sorted(path.name for path in folder.iterdir()) == ["15", "20.damaged"]
-    gc.collect()  # what was left is noticed in here
+    gc.collect()  # reports reads that were left
 
 
 @leaves_reads
-def test_where_no_checkpoint_is_intact_none_is_moved(copy):
+def test_if_no_checkpoint_is_intact_none_is_moved(copy):
     for step in ("15", "20"):
-        cut_config(Path(copy.checkpoint_dir) / step)
+        truncate_config(Path(copy.checkpoint_dir) / step)
     with pytest.raises(OSError, match=r"^none of the checkpoints 20, 15 in .*/copy is intact: .*; give another"):
         load(dataclasses.replace(copy, skip_damaged_checkpoints=True))
     assert steps_in(copy.checkpoint_dir) == [15, 20]
@@ -391,9 +391,9 @@ def test_where_no_checkpoint_is_intact_none_is_moved(copy):
 
 
 def flip_bits(folder: Path, copy: Config, saved: Config, num_flips: int) -> list[str]:
-    """Flips a bit of the newest step, restores it, and flips it back, again and again: what came of each flip.
+    """Flips bits of the newest step one at a time, restores the checkpoint, and returns the outcome of each flip.
 
-    Every other flip is in any file, however small, the others are where the bytes are.
+    Every other flip is in a random file, however small; for the others, files are chosen by their sizes.
     """
     rng, (expected, _) = random.Random(0), load(saved)
     files = sorted(file for file in (folder / "20").rglob("*") if file.is_file())
@@ -420,7 +420,7 @@ def flip_bits(folder: Path, copy: Config, saved: Config, num_flips: int) -> list
 @pytest.mark.slow
 @leaves_reads
 def test_a_flipped_bit_is_found_or_changes_nothing(saved, copy):
-    """With `pytest -s` it says how many of each there were."""
+    """With `pytest -s` it prints how often each happened."""
     outcomes = flip_bits(Path(copy.checkpoint_dir), copy, saved, num_flips=60)
     print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
     assert set(outcomes) == {"found", "restored bit by bit"} and outcomes.count("found") > 20
@@ -428,9 +428,9 @@ def test_a_flipped_bit_is_found_or_changes_nothing(saved, copy):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_intact_checkpoint_and_saves_the_damaged_step_again(saved, copy, values, tmp_path):
-    """What it prints is a sentence, also where orbax would print hundreds of lines."""
-    cut_arrays(Path(copy.checkpoint_dir) / "20")
+def test_a_run_resumes_from_the_intact_checkpoint_and_saves_the_damaged_step_again(saved, copy, values, tmp_path):
+    """It prints one line where orbax would print hundreds."""
+    truncate_arrays(Path(copy.checkpoint_dir) / "20")
     files = dict(checkpoint_dir=copy.checkpoint_dir, steps=20)
     assert start(values | files, tmp_path / "first.out").wait() == 1
     error = (tmp_path / "first.err").read_text()
@@ -447,7 +447,7 @@ import asyncio, logging, sys
 import orbax.checkpoint
 import checkpoint
 
-checkpoint._let_one_error_speak()
+checkpoint._quiet_orbax()
 source = '''
 async def read(future):
     try:
@@ -484,7 +484,7 @@ print("train.py: error: a sentence", file=sys.stderr)
 
 @pytest.mark.slow
 def test_orbax_reports_nothing_beside_the_error_that_it_raises():
-    """Coroutines that are closed, also at the end of the interpreter, or never begun, tasks, futures, and loggers."""
+    """Neither do closed or never begun coroutines, tasks, futures and loggers, even when the interpreter exits."""
     ended = subprocess.run([sys.executable, "-c", NOISE], cwd=ROOT, capture_output=True, text=True)
     lines = [line for line in ended.stderr.splitlines() if not line.startswith(("Traceback", " "))]
     assert lines[0] == "held back" and lines[-2:] == ["ValueError: a defect", "train.py: error: a sentence"]
@@ -492,13 +492,13 @@ def test_orbax_reports_nothing_beside_the_error_that_it_raises():
 
 
 def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
-    """It has no checksums, and fields that came later are missing; it says that nothing could be verified."""
+    """It has no checksums, and lacks newer fields; the note says that nothing could be verified."""
     import orbax.checkpoint as ocp
 
     state, _ = load(saved)
     values = dataclasses.asdict(saved)
-    for younger in ("skip_damaged_checkpoints", "moe_parts", "context_heads", "swiglu_limit"):
-        del values[younger]
+    for newer in ("skip_damaged_checkpoints", "moe_parts", "context_heads", "swiglu_limit"):
+        del values[newer]
     with ocp.CheckpointManager(tmp_path / "old") as manager:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(values))
         manager.save(20, args=args, force=True)
@@ -516,8 +516,8 @@ def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
 
 
 @pytest.fixture
-def of_own_corpus(saved, copy, tmp_path) -> Config:
-    """`copy`, 15 steps of it, with its corpus under the name that it was saved with, and it can be spoilt."""
+def own_corpus(saved, copy, tmp_path) -> Config:
+    """Yields 15 steps of `copy`, whose corpus, under the name that it was saved with, a test may damage."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
     content = Path(saved.corpus).read_bytes()
     yield copy
@@ -525,20 +525,20 @@ def of_own_corpus(saved, copy, tmp_path) -> Config:
 
 
 @pytest.mark.slow
-def test_a_corpus_of_another_content_is_refused_by_its_name_and_named_by_another(of_own_corpus, tmp_path, capsys):
+def test_a_changed_corpus_is_refused_under_its_name_and_accepted_under_another(own_corpus, tmp_path, capsys):
     (tmp_path / "cubes.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(5000)))
-    shutil.copy(of_own_corpus.corpus, tmp_path / "the-same.bin")
-    data.prepare([str(tmp_path / "cubes.txt")], of_own_corpus.corpus)
-    name = re.escape(f"--corpus={of_own_corpus.corpus}")
+    shutil.copy(own_corpus.corpus, tmp_path / "the-same.bin")
+    data.prepare([str(tmp_path / "cubes.txt")], own_corpus.corpus)
+    name = re.escape(f"--corpus={own_corpus.corpus}")
     with pytest.raises(ValueError, match=f"{name} has another content .*give the new one another name"):
-        train.run(of_own_corpus)
-    assert steps_in(of_own_corpus.checkpoint_dir) == [15]
-    shutil.copytree(of_own_corpus.checkpoint_dir, tmp_path / "second")
-    shutil.copy(of_own_corpus.corpus, tmp_path / "cubes.bin")  # the way out that it names
-    train.run(dataclasses.replace(of_own_corpus, corpus=str(tmp_path / "cubes.bin"), steps=16))
-    assert f"corpus is '{of_own_corpus.corpus}' there and '{tmp_path}/cubes.bin' here" in capsys.readouterr().out
+        train.run(own_corpus)
+    assert steps_in(own_corpus.checkpoint_dir) == [15]
+    shutil.copytree(own_corpus.checkpoint_dir, tmp_path / "second")
+    shutil.copy(own_corpus.corpus, tmp_path / "cubes.bin")  # the way out that it names
+    train.run(dataclasses.replace(own_corpus, corpus=str(tmp_path / "cubes.bin"), steps=16))
+    assert f"corpus is '{own_corpus.corpus}' there and '{tmp_path}/cubes.bin' here" in capsys.readouterr().out
     second = dict(corpus=str(tmp_path / "the-same.bin"), checkpoint_dir=str(tmp_path / "second"))
-    train.run(dataclasses.replace(of_own_corpus, **second))
+    train.run(dataclasses.replace(own_corpus, **second))
     assert f"resumed    from step 15 in {tmp_path / 'second'}\n" in capsys.readouterr().out  # and no note
 
 
@@ -549,7 +549,7 @@ def zeros_over(path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [zeros_over, lambda path: os.truncate(path, 100)], ids=["overwritten", "cut off"])
-def test_a_corpus_that_is_damaged_in_a_run_ends_it_and_mended_it_goes_on(damage, saved, tmp_path, monkeypatch, capsys):
+def test_a_corpus_damaged_in_a_run_ends_it_and_a_restored_one_resumes_it(damage, saved, tmp_path, monkeypatch, capsys):
     corpus, read = tmp_path / "corpus.bin", data.train_batch
     shutil.copy(saved.corpus, corpus)
 
@@ -572,21 +572,22 @@ def test_a_corpus_that_is_damaged_in_a_run_ends_it_and_mended_it_goes_on(damage,
 
 
 @pytest.mark.parametrize("flag, path", [("corpus", "c.bin"), ("corpus", ""), ("fp8_scales", "scales.json")])
-def test_contents_are_compared_where_both_are_known(flag, path):
+def test_contents_are_compared_if_both_are_known(flag, path):
     config, here = Config(**{flag: path}, fp8="static" if flag == "fp8_scales" else "none"), {flag: "0"}
-    same = lambda before, **changes: checkpoint._same_contents(
+    unchanged = lambda before, **changes: checkpoint._same_contents(
         dataclasses.asdict(config) | changes | {"contents": before}, config, here, "runs/5"
     )
-    assert same({}) == set() and same({flag: "0"}) == {flag} == same({flag: "0"}, **{flag: "elsewhere"})
-    assert same({flag: "1"}, **{flag: "elsewhere"}) == set()  # the note tells the names
+    assert unchanged({}) == set()
+    assert unchanged({flag: "0"}) == {flag} == unchanged({flag: "0"}, **{flag: "elsewhere"})
+    assert unchanged({flag: "1"}, **{flag: "elsewhere"}) == set()  # the note has the names
     with pytest.raises(ValueError, match=rf"--{flag}.* another content \(0\) than .* runs/5 was saved \(1\)"):
-        same({flag: "1"})
+        unchanged({flag: "1"})
 
 
-# -- what cannot be saved
+# -- folders in which nothing can be saved
 
 
-def test_a_second_run_is_refused_while_the_first_one_lasts(copy):
+def test_a_second_run_is_refused_during_the_first_one(copy):
     with checkpoint.opened(copy), pytest.raises(OSError, match=rf"copy is in use by process {os.getpid()} on .*"):
         train.run(copy)
     assert int(load(copy)[0].step) == 20
@@ -601,13 +602,13 @@ def test_a_run_whose_folder_was_taken_over_does_not_save(copy):
     assert steps_in(copy.checkpoint_dir) == [15, 20]
 
 
-@pytest.mark.parametrize("way", ["lock", "folder"])
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(way, copy, monkeypatch, tmp_path):
+@pytest.mark.parametrize("fails", ["lock", "folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(fails, copy, monkeypatch, tmp_path):
     def refuse(*args, **keywords):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(train, "compile_step", None)
-    if way == "lock":
+    if fails == "lock":
         monkeypatch.setattr(lock, "_create", refuse)
         path = copy.checkpoint_dir
     else:
@@ -618,8 +619,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(way, copy, m
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_any_more_ends_the_run_at_once(values, tmp_path):
-    """Where orbax, left alone, would wait for 300 s."""
+def test_a_folder_that_becomes_read_only_ends_the_run_at_once(values, tmp_path):
+    """Orbax alone would wait for 300 s."""
     program = """
 import os, runpy
 import checkpoint
@@ -637,9 +638,9 @@ runpy.run_path("train.py", run_name="__main__")
     begun = time.monotonic()
     assert start(values, tmp_path / "out", program=("-c", program)).wait() == 1
     assert time.monotonic() - begun < 120
-    said = (tmp_path / "out.err").read_text()
-    assert said.startswith("train.py: error: a checkpoint could not be written to ") and "Read-only" in said
-    assert said.count("\n") == 1 and "\nstep  5/20" not in (tmp_path / "out").read_text()
+    error = (tmp_path / "out.err").read_text()
+    assert error.startswith("train.py: error: a checkpoint could not be written to ") and "Read-only" in error
+    assert error.count("\n") == 1 and "\nstep  5/20" not in (tmp_path / "out").read_text()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
@@ -653,7 +654,7 @@ def test_a_step_is_saved_before_it_is_evaluated(values, tmp_path, monkeypatch):
     assert steps_in(tmp_path / "checkpoints") == [2]
 
 
-def test_a_file_is_no_folder(copy, tmp_path):
+def test_a_checkpoint_dir_that_is_a_file_is_refused(copy, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"--checkpoint_dir=.*file is a file"):
         load(dataclasses.replace(copy, checkpoint_dir=str(tmp_path / "file")))
@@ -665,16 +666,16 @@ def test_without_orbax_the_extra_is_named(copy, monkeypatch):
         train.run(copy)
 
 
-def test_a_bucket_is_no_path():
-    """gs://bucket/run is left as it is, ~ and relative paths are not."""
+def test_a_bucket_is_not_made_a_local_path():
+    """gs://bucket/run is unchanged; ~ and relative paths are expanded."""
     paths = [Config(checkpoint_dir=path).checkpoint_dir for path in ("gs://bucket/run", "~/run", "run")]
     folders = list(map(checkpoint._folder, paths))
     assert list(map(str, folders)) == ["gs://bucket/run", str(Path.home() / "run"), str(Path.cwd() / "run")]
-    assert not isinstance(folders[0], Path)  # lock.py asks
+    assert not isinstance(folders[0], Path)  # lock.py tests that
 
 
-# What a resumed run may change and yet be the same run, up to rounding. A new field must be put here or be declared to
-# decide shapes or values.
+# Fields that a resumed run may change and still be the same run, up to rounding. A new field must be added here, or be
+# declared to decide shapes or values.
 FREE_FIELDS = (
     "preset recipe mesh core_axis collectives collective_matmul prefetch double_buffer shard_update "
     "microbatches remat remat_tensors "
@@ -687,6 +688,6 @@ FREE_FIELDS = (
 ).split()
 
 
-def test_every_field_is_put_down_as_what_it_does_to_a_resumed_run():
+def test_every_field_is_classified_by_its_effect_on_a_resumed_run():
     fields = [field.name for field in dataclasses.fields(Config)]
     assert sorted(checkpoint.SHAPES + checkpoint.VALUES + FREE_FIELDS) == sorted(fields)

@@ -1,4 +1,4 @@
-"""Checksums: as plain Python has them, on every mesh, and another one for every flipped bit."""
+"""Tests checksums: they equal the formula in plain Python on every mesh, and differ for every flipped bit."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ MESH = sharding.make_mesh(placement.parse_mesh("data:2,fsdp:2,tensor:2"))
 
 
 def plainly(array: np.ndarray) -> int:
-    """The formula in Python's integers, element by element."""
+    """Computes the formula in Python's integers, element by element."""
     unsigned = array.astype(np.uint8) if array.dtype == bool else array.view(f"uint{8 * array.dtype.itemsize}")
     bits = [int(b) for b in np.ravel(unsigned)]
     return sum((b ^ (b >> 16)) * (2 * i + 1) for i, b in enumerate(bits)) % 2**32
@@ -26,7 +26,7 @@ def laid_out(array: np.ndarray, spec: P, memory: str = "device") -> jax.Array:
 
 
 def drawn(shape, dtype) -> np.ndarray:
-    """Random bits; bools are 0 and 1."""
+    """Draws random bits; bools are 0 and 1."""
     rng = np.random.default_rng(0)
     if dtype is bool:
         return rng.integers(0, 2, shape).astype(bool)
@@ -38,7 +38,7 @@ SPECS = [P(), P("fsdp"), P(None, ("data", "fsdp")), P(("tensor", "data"), None, 
 
 
 @pytest.mark.parametrize("block", [1, 5, 12, 2**10], ids=lambda block: f"block={block}")
-def test_checksums_are_those_of_the_formula_on_every_mesh(block, monkeypatch):
+def test_checksums_equal_the_formula_on_every_mesh(block, monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK_ON_CPU", block)
     checksums._checksums.clear_cache()
     array = drawn((8, 4, 6), jnp.float32)
@@ -53,33 +53,33 @@ def test_checksums_of_every_type(dtype):
     assert checksums.checksums({"a": laid_out(array, P("fsdp"))}) == {"a": plainly(array)}
 
 
-def test_checksums_of_a_number_of_nothing_and_of_an_array_on_the_host():
-    number, nothing, on_host = np.float32(3.5), np.zeros((0, 4), np.float32), drawn((4, 6), jnp.float32)
+def test_checksums_of_a_scalar_an_empty_array_and_one_on_the_host():
+    scalar, empty, on_host = np.float32(3.5), np.zeros((0, 4), np.float32), drawn((4, 6), jnp.float32)
     state = {
-        "number": laid_out(number, P()),
-        "nothing": laid_out(nothing, P()),
+        "scalar": laid_out(scalar, P()),
+        "empty": laid_out(empty, P()),
         "on": {"host": laid_out(on_host, P("data"), "pinned_host")},
     }
     assert checksums.checksums(state) == {
-        "number": plainly(np.array(number)),
-        "nothing": 0,
+        "scalar": plainly(np.array(scalar)),
+        "empty": 0,
         "on.host": plainly(on_host),
     }
 
 
-def test_the_factors_go_round_at_two_to_the_32():
-    """Of an array of more elements than that, the first ones of whose second row are looked at."""
+def test_the_factors_wrap_around_at_two_to_the_32():
+    """An array has more elements than that; the shards have the first elements of its two rows."""
     shape = (2, 2**31 + 3)
     row = drawn((1, 5), jnp.uint16)
     place = 2**31 + 3
     expected = sum(int(b) * (2 * (place + i) + 1) for i, b in enumerate(row[0])) % 2**32
 
-    def of_second_row(shard):
-        return jax.lax.psum(checksums._of_shard(shard, shape, [("data",), ()], 4, False), "data")
+    def sum_second_row(shard):
+        return jax.lax.psum(checksums._sum_shard(shard, shape, [("data",), ()], 4, False), "data")
 
     rows = jax.device_put(np.concatenate([0 * row, row]), NamedSharding(MESH, P("data")))
-    in_one = jax.jit(jax.shard_map(of_second_row, mesh=MESH, in_specs=P("data"), out_specs=P()))
-    assert in_one(rows) == expected
+    total = jax.jit(jax.shard_map(sum_second_row, mesh=MESH, in_specs=P("data"), out_specs=P()))
+    assert total(rows) == expected
 
 
 def test_every_flipped_bit_and_every_exchange_changes_the_checksum():
@@ -87,8 +87,8 @@ def test_every_flipped_bit_and_every_exchange_changes_the_checksum():
     flipped = [bits ^ (np.arange(6) == i) * np.uint32(1 << bit) for i in range(6) for bit in range(32)]
     rolled = [np.roll(bits, by) for by in range(1, 6)]
     both_signs = [bits ^ np.uint32([1 << 31, 1 << 31, 0, 0, 0, 0])]
-    found = [checksums.checksums([laid_out(b.view(np.float32), P())])["0"] for b in flipped + rolled + both_signs]
-    assert len(found) == 198 and plainly(bits) not in found
+    changed = [checksums.checksums([laid_out(b.view(np.float32), P())])["0"] for b in flipped + rolled + both_signs]
+    assert len(changed) == 198 and plainly(bits) not in changed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What every program answers to --help and to a flag that it lacks, and how it ends."""
+"""Tests what every program answers to --help and to an unknown flag, and how it ends."""
 
 import ast
 import dataclasses
@@ -32,7 +32,7 @@ PREDICTIONS += [f"roofline.py {name}" for name in "bounds step plan cost model".
 
 @pytest.fixture
 def ended(capsys, monkeypatch):
-    """Runs a command in this process: its exit status, and what it prints to stdout and stderr."""
+    """Returns a function that runs a command in this process and returns its exit status, stdout and stderr."""
 
     def ended(line: str) -> tuple[int, str, str]:
         program, *arguments = line.split()
@@ -51,24 +51,24 @@ def flags_in(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_help_says_what_it_does_and_each_argument(line, ended):
+def test_help_describes_the_program_and_each_argument(line, ended):
     status, out, err = ended(f"{line} --help")
     assert status == 0 and not err and out.startswith(f"usage: {Path(line.split()[0]).name}")
     if line in PROGRAMS:
         assert ast.get_docstring(ast.parse((ROOT / line).read_text())).splitlines()[0] in out
-    # An argument that is followed by nothing, nor by a line further in.
+    # An argument with no text behind it and no indented line below.
     without_text = re.findall(r"^  (\S+(?: [^ ]+)*)$(?!\n {4})", out, re.MULTILINE)
     assert not without_text
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_flag_that_is_none_is_an_error(line, ended):
+def test_an_unknown_flag_is_an_error(line, ended):
     status, out, err = ended(f"{line} --no_such_flag")
     assert status == 2 and not out and ": error: " in err
 
 
 @pytest.mark.parametrize("line", PREDICTIONS)
-def test_what_predicts_a_run_takes_its_flags(line, ended):
+def test_predictions_of_a_run_take_its_flags(line, ended):
     _, out, _ = ended(f"{line} --help")
     assert flags_in(out) >= {field.name for field in dataclasses.fields(Config)}
     assert "ignores those on which its answer does not depend" in " ".join(out.split())
@@ -78,9 +78,9 @@ NESTED = ["roofline.py collective all_reduce --bytes=1", "roofline.py collective
 
 
 @pytest.mark.parametrize("line", [*PREDICTIONS, "roofline.py serve", *NESTED])
-def test_what_is_proposed_is_a_flag(line, ended):
+def test_every_proposed_name_is_a_flag(line, ended):
     _, out, _ = ended(f"{line} --help")
-    for wrong in ("model_flags", "default_topology", "comand"):  # as names of the parser's own are
+    for wrong in ("model_flags", "default_topology", "comand"):  # like names of the parser's own
         _, _, err = ended(f"{line} --{wrong}=3")
         proposed = re.findall(r"--(?:no-)?(\w+)", err.partition("did you mean ")[2])
         assert f"no flag '--{wrong}=3'" in err and len(proposed) <= 3 and set(proposed) <= flags_in(out)
@@ -92,8 +92,8 @@ def test_what_is_proposed_is_a_flag(line, ended):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_ends_by_the_one_way(program):
-    """Nothing but imports and calls of command.run stands under `if __name__ == "__main__"`, or what it is run with."""
+def test_every_program_ends_through_command_run(program):
+    """Under `if __name__ == "__main__"` are only imports and calls of command.run, or of what it is run with."""
     blocks = [
         node
         for node in ast.parse((ROOT / program).read_text()).body
@@ -105,7 +105,7 @@ def test_every_program_ends_by_the_one_way(program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_program_has_a_way_of_its_own(program):
+def test_no_program_ends_in_a_way_of_its_own(program):
     source = (ROOT / program).read_text()
     assert not re.search(r"parser\.error|parser\.exit|BrokenPipeError|KeyboardInterrupt|description=__doc__", source)
 
@@ -126,12 +126,12 @@ def fails(error: BaseException):
         (SystemExit(), 0, ""),
     ],
 )
-def test_ends(error, status, words, capsys):
+def test_each_way_to_end_has_its_status(error, status, words, capsys):
     with pytest.raises(SystemExit) as end:
         command.run(fails, error)
     assert end.value.code == status
-    said = capsys.readouterr().err
-    assert said.rstrip("\n").endswith(words) and said.count("\n") == bool(words)
+    printed = capsys.readouterr().err
+    assert printed.rstrip("\n").endswith(words) and printed.count("\n") == bool(words)
 
 
 def test_a_defect_keeps_its_traceback():
@@ -141,7 +141,7 @@ def test_a_defect_keeps_its_traceback():
         command.run(fails, KeyError("x"))
 
 
-def test_what_main_returns_comes_back():
+def test_the_result_of_main_is_returned():
     assert command.run(lambda *args: args, 1, 2) == (1, 2)
 
 
@@ -156,17 +156,17 @@ def shell(code: str, redirection: str, **env) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("way, status", [("full", 1), ("closed", 1), ("left", 141)])
-def test_output_that_goes_nowhere(way, status):
-    """Of a program that prints, the end, quiet where the reader left; a run goes on, and its status tells."""
-    done = shell(PRINTS, NOWHERE[way])
+@pytest.mark.parametrize("stdout, status", [("full", 1), ("closed", 1), ("left", 141)])
+def test_lost_output_is_reported_by_the_status(stdout, status):
+    """A program that prints ends, without a message if the reader left; a run continues to its end."""
+    done = shell(PRINTS, NOWHERE[stdout])
     assert done.returncode == status and "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == ("error: standard output: " in done.stderr) == (way != "left")
-    done = shell(SAYS if way != "left" else SAYS.replace("9000", "99_000"), NOWHERE[way])
+    assert done.stderr.count("\n") == ("error: standard output: " in done.stderr) == (stdout != "left")
+    done = shell(SAYS if stdout != "left" else SAYS.replace("9000", "99_000"), NOWHERE[stdout])
     assert done.returncode == status and "the run goes on without" in done.stderr and "end" in done.stderr
 
 
-def test_text_that_the_encoding_has_not_is_escaped():
+def test_characters_that_the_encoding_lacks_are_escaped():
     done = shell(r"import command; command.run(print, 'caf\u00e9 \u4e16 \udcff')", "", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout) == (0, "caf\\xe9 \\u4e16 \\udcff\n")
 
@@ -177,20 +177,20 @@ def test_a_closed_stdout_is_not_the_next_file(tmp_path):
 
 
 def test_an_interrupt_that_a_callback_would_swallow_ends_the_program():
-    """As jax's callback of the garbage collector, of which Python says `Exception ignored`."""
+    """Jax's callback of the garbage collector does that; Python prints `Exception ignored`."""
     loses = "import gc, os; gc.callbacks.append(lambda *_: os.kill(os.getpid(), 2)); gc.collect(); print('lost')"
     done = shell(f"import command; command.end_at_once_when_interrupted(); {loses}", "")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-# -- python -OO, which leaves out docstrings and asserts
+# -- python -OO, which removes docstrings and asserts
 
 
 READS = ast.Name, ast.Attribute, ast.Call
 
 
 def without_fallback(source: str) -> list[str]:
-    """What of a source would be otherwise under `python -OO`: asserts, and reads of a docstring with no `or` behind."""
+    """Returns what changes in a source under `python -OO`: asserts, and reads of a docstring without an `or`."""
     tree = ast.parse(source)
     first = [node.values[0] for node in ast.walk(tree) if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)]
     reads = re.compile(r"__debug__|.*\.__doc__|__doc__|(inspect\.)?(getdoc|cleandoc)\(.*\)")
@@ -203,8 +203,8 @@ def without_fallback(source: str) -> list[str]:
 
 
 def test_reads_of_docstrings_are_found():
-    found = without_fallback("__doc__\nassert x\nf(a.b.__doc__)\ninspect.getdoc(f)\nx = y or f.__doc__\n__debug__")
-    assert sorted(line.split(":")[0] for line in found) == [f"line {number}" for number in range(1, 7)]
+    lines = without_fallback("__doc__\nassert x\nf(a.b.__doc__)\ninspect.getdoc(f)\nx = y or f.__doc__\n__debug__")
+    assert sorted(line.split(":")[0] for line in lines) == [f"line {number}" for number in range(1, 7)]
     assert not without_fallback("x = f.__doc__ or ''\ny = inspect.getdoc(f) or 'none'\ndoc = '__doc__'\n")
 
 
@@ -219,9 +219,9 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_help_is_whole_without_docstrings():
-    asked = [run_python("-OO", "train.py", "--help"), run_python("train.py", "--help")]
-    assert [run.returncode for run in asked] == [0, 0] and asked[0].stdout == asked[1].stdout
+def test_help_is_complete_without_docstrings():
+    runs = [run_python("-OO", "train.py", "--help"), run_python("train.py", "--help")]
+    assert [run.returncode for run in runs] == [0, 0] and runs[0].stdout == runs[1].stdout
 
 
 @pytest.mark.slow
@@ -243,13 +243,13 @@ def test_paths_are_expanded(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/x", "file:///tmp/x", "~nobody-here/x"])
-def test_paths_that_cannot_be(path):
+def test_impossible_paths_are_refused(path):
     with pytest.raises(ValueError, match=r"must be a path of this machine, or of gs://|no user's home"):
         inputs.expanded(path, ("gs",))
 
 
 @pytest.mark.parametrize("text", ["0", "x", "1.5", "nan", "inf", ""])
-def test_numbers_that_are_too_small_or_none(text):
+def test_too_small_numbers_and_other_text_are_refused(text):
     with pytest.raises(command.argparse.ArgumentTypeError, match=r"must be a whole number of at least 1$"):
         command.at_least(1)(text)
     assert command.at_least(1)("12") == 12 and command.at_least(0, float)("1.5") == 1.5
@@ -257,7 +257,7 @@ def test_numbers_that_are_too_small_or_none(text):
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *INSTRUMENTS])
 def test_every_path_is_expanded(program):
-    """An argument that is named as a file or a folder is read by command.path; Config's fields declare it."""
+    """Arguments that are named like files or folders have the type command.path; Config's fields declare it."""
     calls = [node for node in ast.walk(ast.parse((ROOT / program).read_text())) if isinstance(node, ast.Call)]
     for call in (call for call in calls if ast.unparse(call.func).endswith("add_argument")):
         options = {option.arg: ast.unparse(option.value) for option in call.keywords}
@@ -266,8 +266,8 @@ def test_every_path_is_expanded(program):
             assert options.get("type") == "command.path", ast.unparse(call)
 
 
-def test_a_pipe_that_nobody_writes_to_is_refused_not_waited_for(tmp_path):
-    """And a device, which never ends; a file is read as it is."""
+def test_a_pipe_is_refused_at_once(tmp_path):
+    """A device, which never ends, is refused, too; a file is read."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ValueError, match=f"^{path} is no ordinary file: save its text to one$"):
@@ -278,7 +278,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused_not_waited_for(tmp_path):
         command.read_text(str(tmp_path))
 
 
-def test_programs_read_what_a_user_names_in_this_way(tmp_path):
+def test_programs_refuse_pipes_that_a_user_names(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for line in ("aot.py schedule {}", "train.py --fp8=static --fp8_scales={}"):
         program, *flags = line.format(tmp_path / "pipe").split()

@@ -667,7 +667,7 @@ def test_an_output_that_is_an_input_is_refused_and_nothing_is_lost(tmp_path):
         ([text], text, "is the text .*fox.txt, too: it would be lost"),
         ([text], tmp_path / "linked.bin", "is the text .*fox.txt, too: it would be lost"),
         ([tmp_path / "texts"], tmp_path / "linked.bin", "is the text .*fox.txt, too: it would be lost"),
-        ([tmp_path / "texts"], tmp_path / "texts" / "corpus.bin", "lies in the text .*texts, which is read"),
+        ([tmp_path / "texts"], tmp_path / "texts" / "corpus.bin", "is inside the text .*texts, which is read"),
     ):
         before = text.read_text()
         with pytest.raises(ValueError, match=message):

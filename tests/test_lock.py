@@ -1,4 +1,4 @@
-"""The lock of a folder: one of two runs gets it, and what a run that is gone left behind keeps nobody out."""
+"""Tests the lock of a folder: one of two runs gets it, and the lock of a dead run is taken over."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import lock
 
 
 class Bucket:
-    """A path of a bucket: it reads and writes whole objects, and creates none exclusively."""
+    """A path of a bucket: it reads and writes complete objects, and creates none exclusively."""
 
     def __init__(self, path):
         self.path, self.parent = path, path.parent
@@ -26,9 +26,9 @@ class Bucket:
         return self.path.read_text()
 
     def write_text(self, text):
-        whole = self.path.with_name("whole")
-        whole.write_text(text)
-        os.replace(whole, self.path)
+        complete = self.path.with_name("complete")
+        complete.write_text(text)
+        os.replace(complete, self.path)
 
     def unlink(self):
         self.path.unlink()
@@ -43,7 +43,7 @@ def file(request, tmp_path, monkeypatch):
 
 
 def written(file, **changes) -> str:
-    """What a run of another process, which is gone, left behind, with some changes."""
+    """Writes the lock that another process, which is gone, left behind, with some changes; returns its text."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     record = dict(host="h", process=gone.pid, started="then", machine=lock._machine(), born=1, run="theirs", beats=3)
@@ -51,10 +51,10 @@ def written(file, **changes) -> str:
     return file.read_text()
 
 
-def test_a_second_run_is_told_who_holds_the_lock(file):
+def test_a_second_run_is_refused_with_the_holder_of_the_lock(file):
     held = lock.acquire(file)
-    me = f"process {os.getpid()} on {socket.gethostname()}, which started 20"
-    with pytest.raises(lock.HeldError, match=f"{file.parent} is in use by {me}.*: end that run, or give"):
+    holder = f"process {os.getpid()} on {socket.gethostname()}, which started 20"
+    with pytest.raises(lock.HeldError, match=f"{file.parent} is in use by {holder}.*: end that run, or give"):
         lock.acquire(file)
     held.check()
     held.release()
@@ -77,12 +77,12 @@ def test_the_lock_of_a_process_that_is_gone_is_taken(file):
     lock.acquire(file).release()
 
 
-def test_the_lock_of_a_process_whose_number_another_has_by_now_is_taken(file):
+def test_the_lock_of_a_process_whose_number_is_reused_is_taken(file):
     written(file, process=os.getpid())
     lock.acquire(file).release()
 
 
-def test_the_lock_of_a_process_that_has_ended_and_is_not_waited_for_is_taken(file):
+def test_the_lock_of_a_zombie_is_taken(file):
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     born = lock._born(zombie.pid)
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
@@ -102,13 +102,11 @@ def test_a_suspended_process_keeps_its_lock(file):
     process.wait()
 
 
-def test_on_another_machine_the_heartbeat_counts(file, capsys):
-    elsewhere = json.loads(written(file, machine="another boot"))
+def test_on_another_machine_the_heartbeat_decides(file, capsys):
+    record = json.loads(written(file, machine="another boot"))
     lock.acquire(file).release()
-    assert (
-        f"locked by process {elsewhere['process']} on h, which started then: watching for 0.3 s"
-        in capsys.readouterr().err
-    )
+    message = f"locked by process {record['process']} on h, which started then: watching for 0.3 s"
+    assert message in capsys.readouterr().err
 
     ended = threading.Event()
 
@@ -116,10 +114,7 @@ def test_on_another_machine_the_heartbeat_counts(file, capsys):
         beats = 0
         while not ended.wait(0.02):
             beats += 1
-            written_whole = json.dumps(elsewhere | {"beats": beats})
-            lock._replace(file, written_whole) if isinstance(file, lock.pathlib.Path) else file.write_text(
-                written_whole
-            )
+            lock._replace(file, json.dumps(record | {"beats": beats}))
 
     written(file, machine="another boot")
     other = threading.Thread(target=beat)
@@ -138,42 +133,42 @@ def test_a_damaged_lock_is_watched_and_taken(text, file):
 
 @pytest.mark.parametrize("changes", [{}, dict(process=os.getpid(), machine="another")], ids=["here", "elsewhere"])
 def test_a_run_that_lost_its_lock_ends_before_it_saves_and_leaves_the_lock(changes, file):
-    """To any other run, and be its process of the same number: on another machine it may."""
+    """It leaves it to any other run, even one of the same process number, which may be on another machine."""
     held = lock.acquire(file)
-    theirs = written(file, **changes)
+    text = written(file, **changes)
     with pytest.raises(OSError, match=r"taken over by process .* on h, which started then, .* without another save"):
         held.check()
     held.release()
-    assert file.read_text() == theirs
+    assert file.read_text() == text
 
 
 def test_a_lock_that_was_removed_is_written_again(file):
     held = lock.acquire(file)
     file.unlink()
     held.check()
-    assert json.loads(file.read_text())["run"] == held.ours["run"]
+    assert json.loads(file.read_text())["run"] == held.record["run"]
     held.release()
 
 
 def test_one_of_many_runs_at_the_same_time_gets_the_lock(tmp_path):
-    file, got, begin = tmp_path / "lock", [], threading.Barrier(8)
+    file, locks, begin = tmp_path / "lock", [], threading.Barrier(8)
     written(file)
 
     def run():
         begin.wait()
         try:
-            got.append(lock.acquire(file))
+            locks.append(lock.acquire(file))
         except lock.HeldError:
-            got.append(None)
+            locks.append(None)
 
     threads = [threading.Thread(target=run) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    holders = [held for held in got if held]
+    holders = [held for held in locks if held]
     for held in holders:
         held.beat()
-    assert len(got) == 8 and sum(held.taken_by is None for held in holders) == 1
+    assert len(locks) == 8 and sum(held.taken_by is None for held in holders) == 1
     for held in holders:
         held.release()

@@ -1,4 +1,4 @@
-"""What a run prints and writes: every step once, rates from its time, and a metrics file that survives a restart."""
+"""Tests the log of a run: every step once, rates from its time, and a metrics file that survives a restart."""
 
 import contextlib
 import json
@@ -17,14 +17,14 @@ from flags import from_preset
 from log import Log
 
 MESH = sharding.make_mesh(placement.parse_mesh("fsdp:*"))
-IN_A_LINE = (
+KEYS = (
     "step loss grad_norm learning_rate skipped skipped_in_a_row "
     "step_s tokens_per_s tflops_per_s_per_device mfu input_wait_s"
 ).split()
 
 
 def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
-    """As train_step gives them."""
+    """Returns metrics as from train_step."""
     return {
         "step": jnp.int32(step),
         "loss": jnp.float32(loss),
@@ -37,7 +37,7 @@ def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
 
 @contextlib.contextmanager
 def started(config, first_step=0, mesh=MESH):
-    """A Log whose clock runs, closed at the end."""
+    """Yields a Log whose clock runs, and closes it at the end."""
     with contextlib.closing(Log(config, first_step, mesh)) as log:
         log.start_clock()
         yield log
@@ -59,27 +59,27 @@ def test_a_line_of_the_metrics_file_for_each_step(tmp_path):
     lines = lines_of(path)
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.125), (2, 0.25), (3, 0.375)]
     for line in lines:
-        assert set(line) == set(IN_A_LINE)
+        assert set(line) == set(KEYS)
         assert (line["grad_norm"], line["learning_rate"], line["skipped"]) == (0.5, 0.25, 0)
         assert line["step_s"] > 0
         assert line["tokens_per_s"] == pytest.approx(config.batch * config.seq_len / line["step_s"])
         flops_per_s = line["tokens_per_s"] * log.flops_per_token / 8
         assert line["tflops_per_s_per_device"] == pytest.approx(flops_per_s / 1e12)
-        assert line["mfu"] is None  # a CPU has no peak to divide by
+        assert line["mfu"] is None  # the peak of a CPU is unknown
 
 
-def test_what_the_model_tells_is_shown_and_written(tmp_path, capsys):
+def test_metrics_of_the_model_are_shown_and_written(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with started(from_preset("tiny", metrics_file=str(path))) as log:
         log.step({"load_imbalance": jnp.float32(1.25), **metrics(1), "router_entropy": jnp.float32(0.5)})
         log.finish_step()
     assert "  load imbalance 1.25  router entropy 0.5  " in capsys.readouterr().out
     (line,) = lines_of(path)
-    assert set(line) == {*IN_A_LINE, "load_imbalance", "router_entropy"} and line["load_imbalance"] == 1.25
+    assert set(line) == {*KEYS, "load_imbalance", "router_entropy"} and line["load_imbalance"] == 1.25
 
 
-def test_flops_are_those_of_the_config():
-    """Of 60 layers 10 see all 8192 tokens, and 50 a window of 1024."""
+def test_flops_follow_the_config():
+    """10 of 60 layers attend to all 8192 tokens, 50 to a window of 1024."""
     matmuls = 60 * (5376 * 256 * (2 * 32 + 2 * 16) + 3 * 5376 * 21_504) + 5376 * 262_144
     keys = 10 * 8192 / 2 + 50 * (1024 - 1024**2 / (2 * 8192))
     assert Log(from_preset("gemma-31b-like"), 0, MESH).flops_per_token == 6 * matmuls + 12 * 32 * 256 * keys
@@ -110,7 +110,7 @@ def test_no_mfu_on_a_cpu(capsys):
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """A replacement of the module `time`."""
 
     def __init__(self):
         self.now = 100.0
@@ -119,8 +119,8 @@ class Clock:
         return self.now
 
 
-def test_step_time_is_from_step_to_step(monkeypatch):
-    """From the end of the step before to its own, without what start_clock leaves out; the mean is over all but one."""
+def test_step_time_is_counted_from_step_to_step(monkeypatch):
+    """From the end of the step before to its own, without the time before start_clock; the mean omits the first."""
     monkeypatch.setattr(log_lib, "time", clock := Clock())
     with started(from_preset("tiny")) as log:
         log.step(metrics(1))
@@ -139,7 +139,7 @@ def test_step_time_is_from_step_to_step(monkeypatch):
     assert summary["tokens_per_s"] == 16 * 128 / 2.5
 
 
-def test_the_wait_for_input_is_put_down_to_its_step(tmp_path, monkeypatch):
+def test_the_wait_for_input_is_recorded_with_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(log_lib, "time", clock := Clock())
 
     def batches():
@@ -148,7 +148,7 @@ def test_the_wait_for_input_is_put_down_to_its_step(tmp_path, monkeypatch):
             yield step
 
     with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:
-        for step in log.waiting_for(batches()):
+        for step in log.time_waits(batches()):
             log.step(metrics(step))
             clock.now += 1
         log.finish_step()
@@ -156,7 +156,7 @@ def test_the_wait_for_input_is_put_down_to_its_step(tmp_path, monkeypatch):
 
 
 def test_printed_lines(capsys):
-    """The first step, every log_every-th, and each that was skipped."""
+    """The first step, every log_every-th, and each skipped one has a line."""
     with started(from_preset("tiny", steps=1200, log_every=5)) as log:
         for step in range(1, 13):
             log.step(metrics(step, skipped=step >= 8, skipped_in_a_row=step == 8))
@@ -178,7 +178,7 @@ def test_a_resumed_run_shows_its_first_step(capsys):
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["34/100", "50/100"]
 
 
-def test_only_the_first_process_speaks_and_writes(tmp_path, capsys, monkeypatch):
+def test_only_the_first_process_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:
         log.step(metrics(1))
@@ -196,33 +196,33 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
             log.step(metrics(step, loss=math.nan, skipped=step, skipped_in_a_row=in_a_row))
         with pytest.raises(FloatingPointError, match=r"steps 5 to 7 were not finite \(max_skipped=3\).* after step 4"):
             log.finish_step()
-    assert len(lines_of(path)) == 7  # the last one too is in the file
+    assert len(lines_of(path)) == 7  # the file has the last one, too
 
 
 # -- the metrics file
 
 
-def test_no_run_destroys_the_rows_of_those_before(tmp_path, capsys):
+def test_no_run_overwrites_the_metrics_of_earlier_runs(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     Path(f"{path}.2").write_text("not ours\n")
-    told = []
+    outs = []
     for content in ("first", "second", "third"):
         with started(from_preset("tiny", metrics_file=str(path))) as log:
             log.file.write(f"{content}\n")
-        told.append(capsys.readouterr().out)
+        outs.append(capsys.readouterr().out)
     assert [file.read_text().strip() for file in sorted(tmp_path.iterdir())] == ["third", "first", "not ours", "second"]
-    assert told == ["", *(f"metrics    of the run before are in {path}.{number}\n" for number in (1, 3))]
+    assert outs == ["", *(f"metrics    of the run before are in {path}.{number}\n" for number in (1, 3))]
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
 @pytest.mark.parametrize("first_step", [1, 3, 4, 5, 8])
-def test_a_resumed_run_goes_on_behind_its_first_step(tmp_path, tail, first_step):
-    """Lines of steps that will be done again go, and so does what a killed run left half written."""
+def test_a_resumed_run_appends_after_its_first_step(tmp_path, tail, first_step):
+    """Lines of steps that will run again are removed, and so is the half line of a killed run."""
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "loss": 1.0}, {"step": 1, "eval_loss": 1.5}, {"step": 2, "loss": 2.0}]
     lines += [{"step": 3, "loss": 3.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4, "loss": 4.0}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
-    lines += [json.loads(tail)] if tail.endswith("}") else []  # of this one only the end of the line is missing
+    lines += [json.loads(tail)] if tail.endswith("}") else []  # this one lacks only its newline
     new = {"step": first_step + 1, "loss": 0.0}
     with log_lib.open_metrics(str(path), first_step)[0] as file:
         file.write(json.dumps(new) + "\n")
@@ -239,7 +239,7 @@ def test_a_resumed_run_without_a_file_starts_one(tmp_path):
 @pytest.mark.parametrize(
     "damaged", ["{oops}", '{"loss": 2}', "[3, {}", '{"step": ""}', "[" * 99_999 + "}", "\udcff\udcfe}"]
 )
-def test_lines_that_no_run_wrote_are_left_as_they_are(tmp_path, damaged):
+def test_lines_that_no_run_wrote_are_refused_and_left(tmp_path, damaged):
     path = tmp_path / "m.jsonl"
     content = f'{{"step": 1}}\n{damaged}\n'.encode(errors="surrogateescape")
     path.write_bytes(content)
@@ -248,13 +248,13 @@ def test_lines_that_no_run_wrote_are_left_as_they_are(tmp_path, damaged):
     assert path.read_bytes() == content
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     (tmp_path / "file").touch()
     calibrates, file, new = dict(fp8="calibrate", dtype="bfloat16"), str(tmp_path / "file"), str(tmp_path / "new")
     for flags, words in (
         (dict(profile_dir=str(tmp_path / "file" / "trace"), steps=9), "--profile_dir=.*file/trace cannot be written"),
         (dict(metrics_file=str(tmp_path / "file" / "m")), "--metrics_file=.*file/m cannot be written"),
-        (dict(metrics_file=str(tmp_path)), "--metrics_file=.* is there, and is no file"),
+        (dict(metrics_file=str(tmp_path)), "--metrics_file=.* exists, and is no file"),
         (dict(fp8_scales=str(tmp_path / "file" / "s"), **calibrates), "--fp8_scales=.*file/s cannot be written"),
         (dict(metrics_file=file, corpus=file), "--metrics_file=.*/file is --corpus, too: it would be lost"),
         (dict(metrics_file=file, fp8_scales=file, fp8="static"), "--metrics_file=.*/file is --fp8_scales, too"),
