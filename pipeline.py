@@ -78,10 +78,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each stage does in each tick. Ticks and stages may be ints or traced arrays.
+    """A schedule: the passes of each stage in each tick. Ticks and stages may be ints or traced arrays.
 
     A stage makes rounds * microbatches forward passes, number k of them `stage` ticks after the first stage does.
-    Groups of P microbatches go round together, so a microbatch that returns to the first stage is the next one there.
+    Groups of P microbatches go round together: a microbatch that returns to the first stage is the next one there.
     Backward passes go the other way, number k of them P-1-stage ticks after the last stage, rounds last to first.
     """
 
@@ -119,9 +119,9 @@ class Schedule:
 
     def backward_at(self, tick, stage) -> Pass:
         """The backward pass, with the number of the forward pass whose residuals it needs."""
-        number, microbatch, mirrored, busy = self._pass(tick - self.first_backward - (self.stages - 1 - stage))
-        last_first = self.rounds - 1 - mirrored
-        return Pass(number + (last_first - mirrored) * self.stages, microbatch, last_first, busy)
+        number, microbatch, from_last, busy = self._pass(tick - self.first_backward - (self.stages - 1 - stage))
+        r = self.rounds - 1 - from_last
+        return Pass(number + (r - from_last) * self.stages, microbatch, r, busy)
 
     def _pass(self, number) -> Pass:
         busy = (number >= 0) & (number < self.passes)
@@ -130,7 +130,7 @@ class Schedule:
         return Pass(number, group * self.stages + in_group % self.stages, in_group // self.stages, busy)
 
     def work_at(self, tick: int) -> dict[str, bool]:
-        """Which work any stage does in a tick; it changes only at `first_loss` and at `end_forward`."""
+        """The kinds of work that any stage does in a tick; they change only at `first_loss` and at `end_forward`."""
         forwards = tick < self.end_forward
         losses = forwards and tick >= self.first_loss
         return dict(forwards=forwards, losses=losses, backwards=tick >= self.first_backward)
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def live_losses(self) -> int:
-        """Microbatches whose loss has a gradient that waits for its backward pass, at once."""
+        """Microbatches whose loss gradients wait for their backward passes at once."""
         return self.microbatches if self.first_backward > self.first_loss else 1
 
 
@@ -265,7 +265,7 @@ def loss_and_grads(pipeline: Pipeline, layers_R, ends, inputs: Callable):
 
 
 class _Carry(NamedTuple):
-    """What a stage carries from tick to tick."""
+    """The state that a stage carries from tick to tick."""
 
     message: Any  # from the stage before: the input of the next forward pass
     dx: Any  # of the last backward pass, not sent yet

@@ -45,7 +45,7 @@ def error_of_both(processes, directory: Path, timeout_s: float = 60) -> str:
         ("checkpoint_dir", "elsewhere", None),
         ("corpus", "", None),
         ("mesh", "fsdp:4", "'fsdp:8'"),
-        ("mesh", "fsdp:7", "'fsdp:8'"),  # refused before there are devices
+        ("mesh", "fsdp:7", "'fsdp:8'"),  # refused before devices are made
         ("preset", "tiny-moe", "'tiny'"),
     ],
 )

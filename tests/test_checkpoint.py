@@ -163,7 +163,7 @@ def test_a_run_that_is_done_reports_it(steps, copy, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_died_in_its_last_evaluation_evaluates_when_it_is_resumed(copy, tmp_path, monkeypatch, capsys):
-    """And one that did not die has its loss in the metrics once."""
+    """A second run, after one that did not die, evaluates again, but the metrics have its loss once."""
     run = dataclasses.replace(copy, eval_batches=2, steps=22, metrics_file=str(tmp_path / "metrics.jsonl"))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="dies"):
         patch.setattr(train.evaluation, "evaluate", Mock(side_effect=RuntimeError("dies")))

@@ -686,7 +686,7 @@ def test_a_token_outside_the_vocabulary_is_reported_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("size", [2, 5, 19, 20, 21, 400, 1000])
 def test_prepare_a_single_small_file(tmp_path, size):
-    """Of the only document, the end is held out."""
+    """The end of the only document is held out."""
     text = ("The quick brown fox. " * 50)[:size].encode()
     (tmp_path / "fox.txt").write_bytes(text)
     corpus, skipped = data.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "corpus.bin"))

@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism moves and stores: read off the jaxpr, and off programs compiled for TPU7x."""
+"""Tests what fully sharded data parallelism moves and stores, in jaxprs and in programs compiled for TPU7x."""
 
 import dataclasses
 import functools
@@ -304,7 +304,7 @@ def test_tpu7x_hides_the_gathers_of_llama_8b():
 
 @pytest.mark.slow
 def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
-    """The embedding's and the unembedding's gradients, whole on each device, leave it as reduce-scatters."""
+    """The gradients of embedding and unembedding, unsharded on each device, are reduce-scattered."""
     program = compiled_step(Config(**TPU)).as_text()
     reduced = re.findall(r"= (\S+\[[\d,]*\])\S* all-reduce\(", program)
     sizes = [math.prod(map(int, filter(None, re.search(r"\[(.*)\]", shape)[1].split(",")))) for shape in reduced]

@@ -290,7 +290,7 @@ def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_p
             assert processes[1 - lost].wait(100) == 1
             seconds = time.monotonic() - begun
             print(f"process {lost}, {kind.name}: the other ended {seconds:.1f} s later")
-            assert seconds < 30  # the killed one's connections break: its peer_timeout is not waited for
+            assert seconds < 30  # a killed process breaks its connections: nobody waits for peer_timeout
         finally:
             for process in processes:
                 process.kill()
