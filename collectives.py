@@ -644,23 +644,16 @@ def main() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x_IJ = jax.random.normal(jax.random.key(0), (64, 1024))
     w_JK = jax.random.normal(jax.random.key(1), (1024, 256))
+    rows, columns = P("x"), P(None, "x")
+    scatter_matmul = partial(matmul_reduce_scatter, axis="x", dim=1)
+    gather_matmul = lambda x, w, algorithm: all_gather_matmul(x, (w,), "x", dim=1, algorithm=algorithm)[0]
     demonstrated = {
-        "all-gather": (partial(all_gather, axis="x", dim=1), [x_IJ], [P("x")], P("x")),
-        "reduce-scatter": (partial(reduce_scatter, axis="x", dim=1), [x_IJ], [P("x")], P("x")),
-        "all-reduce": (partial(all_reduce, axis="x"), [x_IJ], [P("x")], P("x")),
-        "all-to-all": (partial(all_to_all, axis="x", split_dim=1, concat_dim=0), [x_IJ], [P("x")], P(None, "x")),
-        "all-gather-matmul": (
-            lambda x, w, algorithm: all_gather_matmul(x, (w,), "x", dim=1, algorithm=algorithm)[0],
-            [x_IJ, w_JK],
-            [P(None, "x"), P(None, "x")],
-            P(None, "x"),
-        ),
-        "matmul-reduce-scatter": (
-            partial(matmul_reduce_scatter, axis="x", dim=1),
-            [x_IJ, w_JK],
-            [P(None, "x"), P("x")],
-            P(None, "x"),
-        ),
+        "all-gather": (partial(all_gather, axis="x", dim=1), [x_IJ], [rows], rows),
+        "reduce-scatter": (partial(reduce_scatter, axis="x", dim=1), [x_IJ], [rows], rows),
+        "all-reduce": (partial(all_reduce, axis="x"), [x_IJ], [rows], rows),
+        "all-to-all": (partial(all_to_all, axis="x", split_dim=1, concat_dim=0), [x_IJ], [rows], columns),
+        "all-gather-matmul": (gather_matmul, [x_IJ, w_JK], [columns, columns], columns),
+        "matmul-reduce-scatter": (scatter_matmul, [x_IJ, w_JK], [columns, rows], columns),
     }
     print("a ring of 8 simulated devices, float32; messages read off the jaxpr, differences measured\n")
     print("collective             algorithm            steps   KB through a link   largest difference from XLA's")

@@ -256,29 +256,16 @@ def loss_and_grads(pipeline: Pipeline, layers_R, ends, inputs: Callable):
             dlayers, dends_first, dx = device.backward_pass(vjp, dy, t)
             dlayers = _add(_index(dlayers_R, bwd.round), dlayers)
             dlayers_R, dends = _write(dlayers_R, bwd.round, dlayers, True), _add(dends, dends_first)
-        return _Carry(message, dx, residuals, dys, (shares, dlayers_R, dends)), None
+        return (message, dx, residuals, dys, (shares, dlayers_R, dends)), None
 
     first_loss, end_forward = schedule.first_loss, schedule.end_forward
     for begin, end in [(0, first_loss), (first_loss, end_forward), (end_forward, schedule.num_ticks)]:
         carry = lax.scan(partial(tick, **schedule.work_at(begin)), carry, jnp.arange(begin, end))[0]
-    return carry.totals
-
-
-class _Carry(NamedTuple):
-    """The state that a stage carries from tick to tick."""
-
-    message: Any  # from the stage before: the input of the next forward pass
-    dx: Any  # of the last backward pass, not sent yet
-    residuals: list[jax.Array]  # buffers of `schedule.live` slots
-    dys: Any  # gradients of the loss by the last stage's outputs: buffers of `schedule.live_losses` places
-    totals: tuple  # shares of loss and metrics, gradients of layers_R, gradients of ends
+    return carry[-1]
 
 
 def _first_carry(device: "_Device"):
-    """Returns the carry before the first tick, all zeros, and the tree structure of a VJP, whose leaves it buffers.
-
-    The structure contains a jaxpr, which each loop traces anew, so it cannot be part of the carry.
-    """
+    """The carry before the first tick, all zeros, and the tree structure of a VJP: with a jaxpr in it, no carry."""
     schedule = device.pipeline.schedule
     message = _zeros(device.message_shape())
     _, vjp = jax.eval_shape(device.forward_pass, message, 0)
@@ -288,11 +275,7 @@ def _first_carry(device: "_Device"):
     buffers = lambda size, shapes: jax.tree.map(partial(_buffer, device.stage, size), shapes)
     in_float32 = lambda tree: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), tree)
     totals = (_zeros(shares), in_float32(device.layers_R), in_float32(device.ends))
-    carry = _Carry(message, _zeros(dx), buffers(schedule.live, residuals), buffers(schedule.live_losses, dy), totals)
-    return carry, vjp_tree
-
-
-# -- what a stage computes in a tick
+    return (message, _zeros(dx), buffers(schedule.live, residuals), buffers(schedule.live_losses, dy), totals), vjp_tree
 
 
 @dataclass(frozen=True)
@@ -356,12 +339,9 @@ class _Device:
         return at.busy & (self.stage == schedule.stages - 1) & (at.round == schedule.rounds - 1)
 
     def message_shape(self):
-        def message():
-            embedded = self.pipeline.first(self.ends, self.inputs(0))
-            y = self.pipeline.stage(_index(self.layers_R, 0), embedded, self.inputs(0), 0)
-            return _send(self.pipeline, y, +1)
-
-        return jax.eval_shape(message)
+        stage, first, inputs = self.pipeline.stage, self.pipeline.first, self.inputs(0)
+        output = lambda: stage(_index(self.layers_R, 0), first(self.ends, inputs), inputs, 0)
+        return jax.eval_shape(lambda: _send(self.pipeline, output(), +1))
 
 
 def _last_stage_ends(schedule: Schedule, t):
@@ -399,12 +379,8 @@ def _index(tree, i):
 
 def _write(tree, i, values, valid):
     """Writes values to index i of each array, where valid."""
-
-    def write(a, value):
-        value = value if valid is True else jnp.where(valid, value, _index(a, i))
-        return lax.dynamic_update_index_in_dim(a, value, i, 0)
-
-    return jax.tree.map(write, tree, values)
+    values = values if valid is True else jax.tree.map(partial(jnp.where, valid), values, _index(tree, i))
+    return jax.tree.map(lambda a, value: lax.dynamic_update_index_in_dim(a, value, i, 0), tree, values)
 
 
 def _add(total, more):
@@ -441,10 +417,9 @@ def from_rounds(layers_R, rounds: int, axis: str = "pipe"):
 def _exchanges(stages: int, rounds: int) -> list[list[tuple[tuple[int, int], tuple[int, int]]]]:
     """Exchanges of chunks, in each of which a stage sends one and receives one.
 
-    An exchange is a list of moves: (stage, place) where a chunk is stored, (stage, round) where it runs. Chunk c is
-    stored on stage c // rounds and runs on stage c % stages. A stage stores `rounds` consecutive chunks, so modulo
-    `rounds` each is in another exchange. It receives every `stages`-th chunk; these repeat modulo `rounds` after `lcm`
-    chunks, so from there on the exchange is shifted by one.
+    An exchange is a list of moves: (stage, place) where a chunk is stored, (stage, round) where it runs. A stage stores
+    `rounds` consecutive chunks, so modulo `rounds` each is in another exchange. It runs every `stages`-th chunk; these
+    repeat modulo `rounds` after `lcm` chunks, from where on the exchange is shifted by one.
     """
     lcm = math.lcm(stages, rounds)
     exchanges = [[] for _ in range(rounds)]
@@ -475,9 +450,9 @@ def idle_share(schedule: Schedule, forward_s: float = 1.0, backward_s: float = 2
     for tick in range(schedule.num_ticks):
         work = schedule.work_at(tick)
         total += forward_s * work["forwards"] + backward_s * work["backwards"]
-        for stage in range(schedule.stages):
-            forward, backward = schedule.forward_at(tick, stage), schedule.backward_at(tick, stage)
-            working[stage] += forward_s * forward.busy + backward_s * backward.busy
+        for p in range(schedule.stages):
+            working[p] += forward_s * schedule.forward_at(tick, p).busy
+            working[p] += backward_s * schedule.backward_at(tick, p).busy
     if len(set(working)) > 1:
         raise ValueError(f"stages do not all do the same work: {working} s")
     return 1 - working[0] / total
@@ -515,9 +490,7 @@ def main() -> None:
         return jnp.sum(jax.vmap(lambda x_bD: last(ends, run(layers, first(ends, x_bD), x_bD, 0), x_bD)[0])(x_MbD))
 
     expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(layers_LDD, ends)
-    print(
-        "forward passes are digits, backward passes letters, twice as long; a character is the same time everywhere\n"
-    )
+    print("forward passes are digits, backward passes letters, twice as long; a character is the same time in each\n")
     for name, rounds in (("gpipe", 1), ("1f1b", 1), ("circular", 2)):
         schedule = make_schedule(name, stages, microbatches, rounds)
 
