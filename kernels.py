@@ -113,7 +113,7 @@ def _query_offsets(s: dict) -> set[int]:
 
 
 def _scores(s: dict) -> int:
-    """The number of scores of a head, in tiles of 128 x 128 without those that the mask removes in part."""
+    """The number of scores of a head that are in fully unmasked tiles of 128 x 128."""
     ranges, _ = block_ranges((s["T"], s["S"]), (128, 128), _mask(s))
     return int((ranges[..., 2] - ranges[..., 1]).sum()) * 128 * 128
 
