@@ -17,7 +17,10 @@ def test_three_steps_equal_the_reference(settings):
 def test_the_cover_is_complete_and_the_cases_have_most_of_its_pairs():
     all_pairs, tested = (set().union(*map(pairs, cases)) for cases in (covering(), CASES))
     assert len(covering()) >= 60
-    assert f"({len(covering())} configurations, of which pytest runs {len(CASES)})" in (ROOT / "README.md").read_text()
+    assert (
+        f"({len(covering())} configurations, of which pytest runs {len(CASES)})"
+        in (ROOT / "docs/COMMANDS.md").read_text()
+    )
     assert len(tested) > 0.6 * len(all_pairs)
     values = {name: {settings[name] for settings in covering()} for name in SETTINGS}
     assert values == {name: {*choices} for name, choices in SETTINGS.items()}

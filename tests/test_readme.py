@@ -15,10 +15,13 @@ import config as config_lib
 import flags as flags_lib
 
 ROOT = Path(__file__).parents[1]
-README, RESULTS = ((ROOT / name).read_text() for name in ("README.md", "docs/RESULTS.md"))
+README, COMMANDS_PAGE, FILES, RESULTS, CASES = (
+    (ROOT / name).read_text()
+    for name in ("README.md", "docs/COMMANDS.md", "docs/FILES.md", "docs/RESULTS.md", "docs/CASES.md")
+)
 COMMANDS = [
     line.split("  #")[0].strip(" &")
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for block in re.findall(r"```sh\n(.*?)```", README + COMMANDS_PAGE, re.DOTALL)
     for line in block.splitlines()
 ]
 TRAIN = [shlex.split(command) for command in COMMANDS if command.startswith("python train.py")]
@@ -91,8 +94,8 @@ def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
 
 
 def test_what_it_points_to_is_there():
-    cases = (ROOT / "docs/CASES.md").read_text()
-    for text, folder in ((README, ROOT), (RESULTS, ROOT / "docs"), (cases, ROOT / "docs")):
+    pages = [(page.read_text(), page.parent) for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    for text, folder in pages:
         for path in re.findall(r"\]\(((?:\.\./)?\w[\w./]*)[)#]", text):
             assert (folder / path).exists(), path
         for path in re.findall(r"\b((?:tests|benchmarks)/\w+\.py)", text):
@@ -101,17 +104,22 @@ def test_what_it_points_to_is_there():
     anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     assert re.findall(r"^\| \[(.+?)\]\(#([\w-]+)\)", RESULTS, re.MULTILINE) == [*zip(headings, anchors, strict=True)]
     assert {*re.findall(r"\(docs/RESULTS.md#([\w-]+)\)", README)} <= {*anchors}
-    sections = re.findall(r'RESULTS\.md,\s"([^"]+)"', cases)
+    sections = re.findall(r'RESULTS\.md,\s"([^"]+)"', CASES)
     assert len(sections) >= 6 and {" ".join(name.split()) for name in sections} <= {*headings}
     for module in command.modules():
         path = module.relative_to(ROOT).as_posix()
-        link, tests = f"[{path}]({path})", f"tests/test_{module.name}"
-        row = next((line for line in README.splitlines() if line.startswith("| [") and link in line), "")
-        assert row, f"{module.name} is not in the README's tables"
-        assert (f"[test]({tests})" in row) == (ROOT / tests).exists(), f"{tests} is not in the README's row"
+        link, tests = f"[{path}](../{path})", f"tests/test_{module.name}"
+        row = next((line for line in FILES.splitlines() if line.startswith("| [") and link in line), "")
+        assert row, f"{module.name} is not in docs/FILES.md"
+        assert (f"[test](../{tests})" in row) == (ROOT / tests).exists(), f"{tests} is not in the row of {path}"
 
 
 def test_figures_are_there():
     """benchmarks/readme.py writes the measured text between these marks."""
-    for text, name in ((README, "default run"), (RESULTS, "one device")):
+    for text, name in ((README, "default run"), (COMMANDS_PAGE, "default run in full"), (RESULTS, "one device")):
         assert len(re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)[1]) > 200
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+    assert len(README.partition("## Read it")[0].split()) <= 250

@@ -30,7 +30,7 @@ from predicted.workload import run_of
 from published import RECIPES
 
 ROOT = Path(recipes.__file__).parent
-SHOWN = (ROOT / "README.md").read_text() + (ROOT / "docs/RESULTS.md").read_text()
+SHOWN = (ROOT / "docs/RESULTS.md").read_text()
 EVERY = pytest.mark.parametrize("name", RECIPES)
 BF16, FP8 = "llama3.1-70b-8k-bf16", "llama3.1-70b-8k-fp8"
 
@@ -40,7 +40,7 @@ def parsed(*argv: str) -> Config:
 
 
 def block(name: str) -> str:
-    """The text between the markers that benchmarks/readme.py fills in README.md and docs/RESULTS.md."""
+    """The text between the markers that benchmarks/readme.py fills in docs/RESULTS.md."""
     return re.search(rf"<!-- predicted: {name} -->\n(.*?)\n<!-- end -->", SHOWN, re.DOTALL)[1]
 
 
