@@ -657,7 +657,6 @@ def as_json(found: Prediction) -> dict:
         "passes": found.passes,
         "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in found.parts},
         "memory_bytes": found.memory,
-        "cliffs": cliffs(run),
     }
 
 
@@ -846,7 +845,7 @@ def print_step(args: argparse.Namespace) -> None:
     if args.plot:
         plot({config.preset: found}, args.plot)
     if args.json:
-        return print(json.dumps(as_json(found)))
+        return print(json.dumps(as_json(found) | {"cliffs": cliffs(found.run)}))
     print(describe(found, explain=args.explain))
     if args.explain:
         print(f"\n{describe_matmuls(found)}")
