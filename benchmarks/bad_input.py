@@ -213,14 +213,14 @@ class _FoundError(Exception):
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """{command: its parser} of every program and of its subcommands."""
-    found = {}
+    by_command = {}
 
     def add(line: str, parser: argparse.ArgumentParser) -> None:
-        found[line] = parser
+        by_command[line] = parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                for name, its in action.choices.items():
-                    add(f"{line} {name}", its)
+                for name, subparser in action.choices.items():
+                    add(f"{line} {name}", subparser)
 
     def keep(parser, argv=None):
         raise _FoundError(parser)
@@ -236,7 +236,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
                 add(program, error.args[0])
     finally:
         command.arguments, sys.argv = arguments, argv
-    return found
+    return by_command
 
 
 def kind_of(action: argparse.Action) -> str:
@@ -270,15 +270,15 @@ def contradicting() -> list[str]:
     from benchmarks import refused
 
     without_effect, *others = refused.EXAMPLES.values()
-    found = [f"{program} {flags}" for program in TAKE_A_RUN for flags in without_effect if "--mesh" not in flags]
-    return found + [f"train.py {flags}" for group in [without_effect, *others] for flags in group]
+    lines = [f"{program} {flags}" for program in TAKE_A_RUN for flags in without_effect if "--mesh" not in flags]
+    return lines + [f"train.py {flags}" for group in [without_effect, *others] for flags in group]
 
 
 def lines(words: list[str], sample: int = 0) -> list[str]:
     """All command lines whose command has one of the words; or `sample` of them, evenly chosen."""
-    found = BY_HAND + contradicting() + [one for line, parser in parsers().items() for one in generated(line, parser)]
-    found = [line for line in dict.fromkeys(found) if not words or any(word in line.split("--")[0] for word in words)]
-    return found[:: max(1, math.ceil(len(found) / sample))] if sample else found
+    chosen = BY_HAND + contradicting() + [bad for line, parser in parsers().items() for bad in generated(line, parser)]
+    chosen = [line for line in dict.fromkeys(chosen) if not words or any(word in line.split("--")[0] for word in words)]
+    return chosen[:: max(1, math.ceil(len(chosen) / sample))] if sample else chosen
 
 
 def outcome(line: str) -> tuple[str, str]:
@@ -373,16 +373,16 @@ def counted(verdicts: dict[str, str]) -> dict[str, dict[str, int]]:
     return counts
 
 
-def table(kept: dict) -> str:
+def table(recorded: dict) -> str:
     """Markdown with command lines by program and verdict. Benchmarks share a row, programs with few lines another."""
     rows = {}
-    for program, counts in sorted(kept["counts"].items(), key=lambda row: -sum(row[1].values())):
+    for program, counts in sorted(recorded["counts"].items(), key=lambda row: -sum(row[1].values())):
         few = sum(counts.values()) < 30
         name = "benchmarks/*.py" if program.startswith("benchmarks/") else "others" if few else program
         rows[name] = rows.get(name, Counter()) + Counter(counts)
     rows["others"] = rows.pop("others", Counter())
     rows["in all"] = sum(rows.values(), Counter())
-    lines = [f"On {kept['machine']}, measured:", ""]
+    lines = [f"On {recorded['machine']}, measured:", ""]
     lines += ["| program | command lines | refused | right | faults |", "|---|---|---|---|---|"]
     for name, counts in rows.items():
         cells = counts.total(), counts["refused"], counts["right"], sum(counts[fault] for fault in FAULTS)

@@ -68,14 +68,14 @@ def killed_elsewhere(scene: Scene, target: str) -> None:
 def killed(scene: Scene, moment: tuple, last: bool = True, **values) -> None:
     run = start(scene, at=moment, **values)
     wait_for_stop(run)
-    there = steps_in(scene.checkpoints)[-values.get("keep_checkpoints", 100) :]  # an older one may be half removed
+    saved = steps_in(scene.checkpoints)[-values.get("keep_checkpoints", 100) :]  # an older one may be half removed
     run.kill()
     expect(end(run), -signal.SIGKILL)
-    compare(scene.checkpoints, reference(scene.shared), there)
+    compare(scene.checkpoints, reference(scene.shared), saved)
     if last:
         ended = again(scene, **values)
-        if there and f"from step {there[-1]} " not in ended.said:
-            raise BrokenError(f"steps {there} were saved, and it did not go on from the last: {ended.said[:300]}")
+        if saved and f"from step {saved[-1]} " not in ended.said:
+            raise BrokenError(f"steps {saved} were saved, and it did not go on from the last: {ended.said[:300]}")
 
 
 def killed_again_and_again(scene: Scene) -> None:
@@ -106,13 +106,13 @@ def full_disk(scene: Scene, where: str) -> None:
     moment = ("log.Log.step", scene.random.randint(4, 11)) if where == "step" else in_a_save(scene, 8)
     run = start(scene, at=moment)
     wait_for_stop(run)
-    there = steps_in(scene.checkpoints)
+    saved = steps_in(scene.checkpoints)
     ballast = fill(scene.checkpoints)
     go_on(run)
     ended = end(run)
     ballast.unlink()
     expect(ended, FAILED, "checkpoint.*(No space|not be written|RESOURCE_EXHAUSTED)")
-    compare(scene.checkpoints, reference(scene.shared), there)
+    compare(scene.checkpoints, reference(scene.shared), saved)
     again(scene)
 
 
@@ -120,11 +120,11 @@ def file_too_large(scene: Scene) -> None:
     """From a step on no file may be longer than 1 KiB (a quota); started again without the quota."""
     run = start(scene, at=("log.Log.step", scene.random.randint(4, 11)))
     wait_for_stop(run)
-    there = steps_in(scene.checkpoints)
+    saved = steps_in(scene.checkpoints)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     go_on(run)
     expect(end(run), FAILED, "checkpoint.*(too large|not be written)")
-    compare(scene.checkpoints, reference(scene.shared), there)
+    compare(scene.checkpoints, reference(scene.shared), saved)
     again(scene)
 
 
@@ -199,10 +199,10 @@ def copy_reference(scene: Scene, steps) -> None:
 
 def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
     """Damages the largest file that matches a pattern, or a random one of all files."""
-    found = sorted(path for path in folder.glob(files) if path.is_file())
-    if not found:
+    matching = sorted(path for path in folder.glob(files) if path.is_file())
+    if not matching:
         raise BrokenError(f"a saved step has no {files}")
-    path = scene.random.choice(found) if files == "**/*" else max(found, key=lambda path: path.stat().st_size)
+    path = scene.random.choice(matching) if files == "**/*" else max(matching, key=lambda path: path.stat().st_size)
     content = path.read_bytes()
     if how == "missing":
         path.unlink()
@@ -226,10 +226,10 @@ def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
 
 def _keys(content: bytes) -> list[str]:
     try:
-        found = json.loads(content)
+        names = json.loads(content)
     except ValueError:
-        found = {}
-    return list(found) if isinstance(found, dict) else []
+        names = {}
+    return list(names) if isinstance(names, dict) else []
 
 
 def corpus_at_a_resume(scene: Scene, change: str) -> None:
@@ -251,12 +251,12 @@ def corpus_at_a_resume(scene: Scene, change: str) -> None:
             file.write(b"\x07\x00")
     else:
         shutil.copy(scene.shared / f"{change}.bin", scene.corpus)
-    there = steps_in(scene.checkpoints)
+    saved = steps_in(scene.checkpoints)
     ended = end(start(scene))
     expect(ended, (0, *FAILED) if change == "one token" else FAILED, "corpus.bin")  # it may be one that is never read
     if "step  7" in ended.said and change != "one token":
         raise BrokenError("it took steps before it ended")
-    check_same(scene, steps=there)
+    check_same(scene, steps=saved)
     shutil.copy(scene.shared / "corpus.bin", scene.corpus)
     again(scene)
 
@@ -416,7 +416,7 @@ def lock_of_another_machine(scene: Scene) -> None:
     """The lock of a run on another machine is renewed: refused, naming it; once removed, the command goes on."""
     theirs, path = left_behind(scene) | dict(machine="another", host="elsewhere"), scene.checkpoints / "lock"
     path.write_text(json.dumps(theirs))
-    there, run = steps_in(scene.checkpoints), start(scene)
+    saved, run = steps_in(scene.checkpoints), start(scene)
     while run.poll() is None and time.monotonic() < run.begun + REFUSED_S:
         theirs["beats"] += 1
         with outputs.replacing(path) as file:
@@ -427,7 +427,7 @@ def lock_of_another_machine(scene: Scene) -> None:
     if "watching for" not in watched[0]:
         raise BrokenError(f"it said {ended.complained[-300:]!r}")
     expect(dataclasses.replace(ended, complained=watched[2]), FAILED, f"process {theirs['process']} on elsewhere")
-    if json.loads(path.read_text()) != theirs or steps_in(scene.checkpoints) != there:
+    if json.loads(path.read_text()) != theirs or steps_in(scene.checkpoints) != saved:
         raise BrokenError("it wrote into the folder of the other")
     path.unlink()
     again(scene)
@@ -473,10 +473,10 @@ def signalled(scene: Scene, name: str, where: str) -> None:
 
 def check_terminated(scene: Scene, ended: End) -> None:
     """Raises BrokenError unless the run said after which step it stopped, and that step is saved."""
-    told = re.search(r"terminated after step (\d+), saved", ended.said)
-    if not told or steps_in(scene.checkpoints)[-1:] != [int(told[1])]:
+    stopped = re.search(r"terminated after step (\d+), saved", ended.said)
+    if not stopped or steps_in(scene.checkpoints)[-1:] != [int(stopped[1])]:
         raise BrokenError(f"saved are {steps_in(scene.checkpoints)}, said was {ended.said[-200:]!r}")
-    digests(scene.checkpoints / told[1])
+    digests(scene.checkpoints / stopped[1])
 
 
 def interrupted_twice(scene: Scene) -> None:
@@ -484,7 +484,7 @@ def interrupted_twice(scene: Scene) -> None:
     # The second comes when the first is answered, for two signals that wait are one; the run stands still for it.
     run = start(scene, at=("log.Log.finish_step", scene.random.randint(2, 11), 0, signal.SIGSTOP, 20))
     wait_for_stop(run)
-    there = steps_in(scene.checkpoints)
+    saved = steps_in(scene.checkpoints)
     run.send_signal(signal.SIGINT)
     go_on(run)
     if not any("Ctrl-C again stops at once" in line for line in run.stderr):
@@ -493,7 +493,7 @@ def interrupted_twice(scene: Scene) -> None:
     ended = expect(end(run), 128 + signal.SIGINT)
     if "terminated after" in ended.said:
         raise BrokenError("the second Ctrl-C did not interrupt it")
-    compare(scene.checkpoints, reference(scene.shared), there)
+    compare(scene.checkpoints, reference(scene.shared), saved)
     again(scene)
 
 
@@ -524,9 +524,9 @@ def lost_output(scene: Scene, how: str) -> None:
     check_corpus(scene)
     if ended.status != (128 + signal.SIGPIPE if how == "lost reader" else 1):
         raise BrokenError(f"ended with {ended.status}")
-    told = [line for line in ended.complained.splitlines() if line]
-    if any("standard output" not in line for line in told) or (how != "all closed" and not 1 <= len(told) <= 2):
-        raise BrokenError(f"it said {told}")
+    lines = [line for line in ended.complained.splitlines() if line]
+    if any("standard output" not in line for line in lines) or (how != "all closed" and not 1 <= len(lines) <= 2):
+        raise BrokenError(f"it said {lines}")
 
 
 def of_the_command(ended: End, how: str) -> End:
@@ -564,11 +564,11 @@ def metrics_of_three(scene: Scene) -> None:
         ended = end(start(scene, **UNSAVED, metrics_file=scene.folder / "m.jsonl", steps=3 + number))
         if ended.status:  # to refuse is to lose nothing
             return expect(ended, FAILED, "metrics_file")
-    kept = sorted(
+    steps = sorted(
         sum('"loss"' in line for line in path.read_text().splitlines()) for path in scene.folder.glob("m.jsonl*")
     )
-    if kept != [3, 4, 5]:
-        raise BrokenError(f"rows of steps that are left: {kept}, not [3, 4, 5]")
+    if steps != [3, 4, 5]:
+        raise BrokenError(f"rows of steps that are left: {steps}, not [3, 4, 5]")
 
 
 def metrics_spoilt(scene: Scene, how: str) -> None:

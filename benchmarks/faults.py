@@ -94,8 +94,8 @@ def run_trial(trial: Trial, shared: Path) -> dict:
             outcome, why = "broken", f"the drill itself failed: {error!r:.300}"
         finally:
             clean_up(scene)
-    told = dict(number=trial.number, kind=trial.kind, title=trial.title, seed=trial.seed, outcome=outcome, why=why)
-    return told | dict(starts=len(scene.runs), seconds=round(time.monotonic() - begun, 1))
+    verdict = dict(number=trial.number, kind=trial.kind, title=trial.title, seed=trial.seed, outcome=outcome, why=why)
+    return verdict | dict(starts=len(scene.runs), seconds=round(time.monotonic() - begun, 1))
 
 
 # -- flipped bits
@@ -169,9 +169,9 @@ def load(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else empty
 
 
-def store(path: Path, kept: dict) -> None:
+def store(path: Path, results: dict) -> None:
     with outputs.replacing(path) as file:
-        file.write(json.dumps(kept, indent=1) + "\n")
+        file.write(json.dumps(results, indent=1) + "\n")
 
 
 def machine() -> str:
@@ -180,26 +180,26 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({model[1] if model else 'unknown'}), Python {version}"
 
 
-def table(kept: dict) -> str:
+def table(results: dict) -> str:
     """Markdown with the outcomes of trials by kind, and a line for the flips."""
-    rows = [f"On {kept['machine']}, seeds {1000 * kept['seed']} and up, measured:", ""]
+    rows = [f"On {results['machine']}, seeds {1000 * results['seed']} and up, measured:", ""]
     rows += [
         "| drill | trials | held | broken | not possible here | starts | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     kinds = dict.fromkeys(drill.__name__ for drill, _ in DRILLS)
     for kind in [*kinds, "in all"]:
-        of = [one for one in kept["trials"] if kind in (one["kind"], "in all")]
-        if not of:
+        group = [trial for trial in results["trials"] if kind in (trial["kind"], "in all")]
+        if not group:
             continue
-        count = collections.Counter(one["outcome"] for one in of)
-        counts = f"{len(of)} | {count['held']} | {count['broken']} | {count['impossible']}"
-        starts, seconds = (sum(one[name] for one in of) for name in ("starts", "seconds"))
+        count = collections.Counter(trial["outcome"] for trial in group)
+        counts = f"{len(group)} | {count['held']} | {count['broken']} | {count['impossible']}"
+        starts, seconds = (sum(trial[name] for trial in group) for name in ("starts", "seconds"))
         rows.append(f"| {kind.replace('_', ' ')} | {counts} | {starts} | {seconds:.0f} |")
-    if kept["flips"]:
-        count = collections.Counter(one["outcome"] for one in kept["flips"])
+    if results["flips"]:
+        count = collections.Counter(flipped["outcome"] for flipped in results["flips"])
         each = ", ".join(f"{count[name]} {name}" for name in ("named", "harmless", "silent", "traceback"))
-        rows.append(f"\nFlipped bits: {len(kept['flips'])}, of them {each}.")
+        rows.append(f"\nFlipped bits: {len(results['flips'])}, of them {each}.")
     return "\n".join(rows)
 
 
@@ -232,29 +232,34 @@ def main() -> int:
     if args.list:
         show_list(chosen)
         return 0
-    kept = load(path)
+    results = load(path)
     if not args.table:
-        if (kept["code"], kept["seed"]) != (code(), args.seed):
-            kept = dict(code=code(), machine=machine(), seed=args.seed, trials=[], flips=[])
-        run_all(chosen, kept, path, args.jobs, with_flips, anew=bool(args.names))
-    print(json.dumps(kept) if args.json else table(kept))
-    bad = [one for one in kept["trials"] + kept["flips"] if one["outcome"] in ("broken", "silent", "traceback")]
-    for one in bad:
-        print(f"{one.get('title', 'flip')}, seed {one['seed']}: {one.get('why') or one.get('says')}", file=sys.stderr)
+        if (results["code"], results["seed"]) != (code(), args.seed):
+            results = dict(code=code(), machine=machine(), seed=args.seed, trials=[], flips=[])
+        run_all(chosen, results, path, args.jobs, with_flips, anew=bool(args.names))
+    print(json.dumps(results) if args.json else table(results))
+    bad = [
+        result
+        for result in results["trials"] + results["flips"]
+        if result["outcome"] in ("broken", "silent", "traceback")
+    ]
+    for result in bad:
+        why = result.get("why") or result.get("says")
+        print(f"{result.get('title', 'flip')}, seed {result['seed']}: {why}", file=sys.stderr)
     return int(bool(bad))
 
 
-def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: bool, anew: bool) -> None:
+def run_all(chosen: list[Trial], results: dict, path: Path, jobs: int, with_flips: bool, anew: bool) -> None:
     """Runs trials without a stored result, or all of them (`anew`), and stores each result at once."""
-    there = set() if anew else {one["number"] for one in kept["trials"]}
-    to_run, keeping = [trial for trial in chosen if trial.number not in there], threading.Lock()
+    stored = set() if anew else {trial["number"] for trial in results["trials"]}
+    to_run, storing = [trial for trial in chosen if trial.number not in stored], threading.Lock()
 
-    def one(trial: Trial) -> None:
+    def run_and_store(trial: Trial) -> None:
         result = run_trial(trial, Path(shared))
-        with keeping:
-            others = [other for other in kept["trials"] if other["number"] != trial.number]
-            kept["trials"] = sorted([*others, result], key=lambda one: one["number"])
-            store(path, kept)
+        with storing:
+            others = [other for other in results["trials"] if other["number"] != trial.number]
+            results["trials"] = sorted([*others, result], key=lambda trial: trial["number"])
+            store(path, results)
             done.append(result)
             print(
                 f"{len(done)}/{len(to_run)}  {result['outcome']:10} {result['seconds']:5.1f} s  {trial.number} "
@@ -268,10 +273,10 @@ def run_all(chosen: list[Trial], kept: dict, path: Path, jobs: int, with_flips: 
         if to_run or with_flips:
             simulated_devices()
             reference(Path(shared))
-        list(pool.map(one, to_run))
-        if with_flips and (anew or len(kept["flips"]) < FLIPS):
-            kept["flips"] = [flip(Path(shared), 1000 * kept["seed"] + number) for number in range(FLIPS)]
-            store(path, kept)
+        list(pool.map(run_and_store, to_run))
+        if with_flips and (anew or len(results["flips"]) < FLIPS):
+            results["flips"] = [flip(Path(shared), 1000 * results["seed"] + number) for number in range(FLIPS)]
+            store(path, results)
 
 
 def simulated_devices() -> None:

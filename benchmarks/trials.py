@@ -151,10 +151,10 @@ def start(
 def wait_for_stop(run: subprocess.Popen) -> None:
     """Returns when a run is suspended at its moment. Raises BrokenError where it ends before that."""
     while time.monotonic() < run.begun + LIMIT_S:
-        found = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        if found and found.si_code == os.CLD_STOPPED:
+        status = os.waitid(os.P_PID, run.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if status and status.si_code == os.CLD_STOPPED:
             return
-        if found:
+        if status:
             said, complained = run.communicate()
             raise BrokenError(f"ended with {run.returncode} before its moment: {complained[-300:] or said[-300:]}")
         time.sleep(0.005)
@@ -280,8 +280,8 @@ def compare(folder: Path, reference: Path, steps) -> None:
 
 def check_same(scene: Scene, steps=SAVED, **values) -> None:
     """Raises BrokenError unless the last of these steps are there, as many as are kept, all with the right bits."""
-    kept = steps[-values.get("keep_checkpoints", len(steps)) :]
-    compare(scene.checkpoints, reference(scene.shared), sorted({*kept, *steps_in(scene.checkpoints)}))
+    wanted = steps[-values.get("keep_checkpoints", len(steps)) :]
+    compare(scene.checkpoints, reference(scene.shared), sorted({*wanted, *steps_in(scene.checkpoints)}))
 
 
 _PREPARING, _WRITING = threading.Lock(), threading.Lock()

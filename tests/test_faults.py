@@ -1,4 +1,4 @@
-"""benchmarks/faults.py: that what must hold in a trial can fail, the cheapest trials themselves, and what is kept."""
+"""benchmarks/faults.py: its checks can fail, its cheapest trials hold, and its stored results are in the table."""
 
 import random
 import shutil
@@ -89,9 +89,9 @@ def test_what_the_machine_does_not_allow_does_not_hold(shared, monkeypatch):
 
     monkeypatch.setattr(trials.subprocess, "run", no_mounts)
     trial = next(trial for trial in faults.trials_of(0) if trial.kind == "full_disk")
-    told = faults.run_trial(trial, shared)
-    assert (told["outcome"], told["why"]) == ("impossible", "mount: mount: permission denied")
-    assert "| full disk | 1 | 0 | 0 | 1 | 0 | 0 |" in faults.table(dict(machine="", seed=0, trials=[told], flips=[]))
+    verdict = faults.run_trial(trial, shared)
+    assert (verdict["outcome"], verdict["why"]) == ("impossible", "mount: mount: permission denied")
+    assert "| full disk | 1 | 0 | 0 | 1 | 0 | 0 |" in faults.table(dict(machine="", seed=0, trials=[verdict], flips=[]))
 
 
 def test_there_are_109_trials_with_seeds_of_their_own():
@@ -106,16 +106,16 @@ def test_there_are_109_trials_with_seeds_of_their_own():
 @pytest.mark.parametrize("kind", ["output_is_input", "planted_link", "cut_off"])
 def test_the_cheapest_trials_hold(kind, shared):
     trial = next(trial for trial in faults.trials_of(0) if trial.kind == kind)
-    told = faults.run_trial(trial, shared)
-    assert told["outcome"] == "held", told["why"]
+    verdict = faults.run_trial(trial, shared)
+    assert verdict["outcome"] == "held", verdict["why"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed_in_a_save", "suspended", "damaged", "signalled", "interrupted_early"])
 def test_trials_hold(kind, shared):
     trial = next(trial for trial in faults.trials_of(1) if trial.kind == kind)
-    told = faults.run_trial(trial, shared)
-    assert told["outcome"] == "held", told["why"]
+    verdict = faults.run_trial(trial, shared)
+    assert verdict["outcome"] == "held", verdict["why"]
 
 
 @pytest.mark.slow
@@ -127,6 +127,6 @@ def test_flipped_bits_are_named_or_harmless(shared):
 
 def test_the_table_in_results_is_the_kept_one():
     """python benchmarks/readme.py faults."""
-    kept = faults.load(faults.ROOT / "benchmarks/faults.json")
-    assert {one["number"] for one in kept["trials"]} <= set(range(1, 110))
-    assert faults.table(kept) in (faults.ROOT / "docs/RESULTS.md").read_text()
+    results = faults.load(faults.ROOT / "benchmarks/faults.json")
+    assert {one["number"] for one in results["trials"]} <= set(range(1, 110))
+    assert faults.table(results) in (faults.ROOT / "docs/RESULTS.md").read_text()
