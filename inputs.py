@@ -1,4 +1,4 @@
-"""Paths and names as users write them, and what to say to a wrong one."""
+"""Paths and names as users write them, and the messages that refuse wrong ones."""
 
 import difflib
 import os
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def expanded(path: str, schemes: Collection[str] = ()) -> str:
-    """A path whose ~ is the home folder. Raises ValueError for a URL of other schemes, and for a home of nobody."""
+    """Expands ~ in a path. Raises ValueError for a URL of another scheme, and for an unknown user's home."""
     scheme, colon, _ = path.partition("://")
     if colon and scheme not in schemes:
         others = "".join(f", or of {known}://" for known in schemes)
@@ -18,9 +18,9 @@ def expanded(path: str, schemes: Collection[str] = ()) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str], prefix: str = "", otherwise: str = "") -> str:
-    """The end of a sentence that refuses a name: the three known names nearest to it.
+    """The end of a message that refuses a name: the nearest known names, at most three.
 
-    Where none is near: `otherwise`, or all known names, if they are not too many to be read.
+    If none is near: `otherwise`, or all known names, if they are not too many to read.
     """
     near = [prefix + word for word in difflib.get_close_matches(name, known, n=3, cutoff=0.6)]
     if near:
