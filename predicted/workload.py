@@ -1,29 +1,32 @@
-"""What one device of a run does, predicted: its share of the model, of the batch, of the machine. No jax here.
+"""What one device of a run computes and stores, predicted: its share of the model, the batch and the machine. No JAX.
 
-step.py adds it up to a step. A mesh of X/Y axis sizes, M microbatches, P pipeline stages:
+predicted/step.py adds this up to a step. With the axis sizes of the mesh, M microbatches and P pipeline stages:
 
     b = batch * T / (data * fsdp * expert * context * M)     tokens of a microbatch, which `tensor` devices share
 
-**Time of a layer**, each the arithmetic divided by what programs reach of the chip's figures (`Efficiency`):
+**Formula.** Each part of a layer's time is the arithmetic divided by what programs reach of the chip's figures
+(`Efficiency`):
 
-    matmul        (3 * forward + recomputed) FLOPs / C       dims padded to the matrix unit; rows of experts to tiles;
+    matmul        (3 * forward + recomputed) FLOPs / C       dims padded to the matrix unit, rows of experts to tiles;
                                                              or its bytes / W_hbm, if that takes longer
-    attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes whole blocks of scores
-    elementwise   4 * bytes / W_hbm                          norms, rotations, SwiGLU, tokens sorted by expert and back
+    attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes full blocks of scores
+    elementwise   4 * bytes / W_hbm                          norms, RoPE, SwiGLU, tokens sorted by expert and back
 
-The 3 are one forward and two backward, a fourth what is recomputed: elementwise work always, as it fuses with what
-reads it (with remat=none the program reads what it saved instead, and is no faster).
+The 3 are one forward and two backward; a fourth is what is recomputed. Elementwise work is always recomputed, since it
+fuses with what reads it. (With remat=none the program reads what it saved instead, and is no faster.)
 
-**Memory of a device**: weights in float32 with the optimizer's moments, with `shard_update` a part of both; gradients;
-what the layers save for as many microbatches as are under way (memory comes in tiles of 128 columns, so that a head of
-64 takes the room of one of 128). And the larger of what a layer needs in its backward pass, those of its activations
-that are not saved, or come from the host, gradients half as large as all of them (as large in turns of two), two whole
-layers of weights and a whole gradient, and of what the loss needs: the unembedding, whole, and its gradient in float32,
-the logits of `loss_chunk` positions of each sequence and their gradient. Attention over `context` and stages hold more
-(`memory_of`).
+**Memory of a device** (`memory_of`). The state: weights in float32 with the optimizer's moments, sharded by
+`shard_update`, and gradients. What the layers save, for all microbatches in flight. Memory comes in tiles of 128
+columns, so a head of 64 takes the space of one of 128. And the larger of two peaks:
 
-Where `tensor` cuts the stream, the gradient of a column-parallel weight needs its operand whole: it is gathered again,
-or, with remat=none, it was saved.
+    a layer's backward pass     the activations that are not saved, or come from the host; gradients half as large as
+                                all activations, or as large with `double_buffer`; two gathered layers of weights, and
+                                one gathered gradient
+    the loss                    the gathered unembedding, its gradient in float32; the logits of `loss_chunk` positions
+                                of each sequence, and their gradient
+
+Attention over `context`, and pipeline stages, hold more. Where `tensor` shards the stream, the gradient of a
+column-parallel weight needs the gathered operand. It is gathered again, or with remat=none it was saved.
 """
 
 import dataclasses
@@ -50,51 +53,57 @@ from rules import ring_size, settled
 class Efficiency:
     """What programs reach of a chip's figures: one set for every model.
 
-    "Measured": https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. "Compiled": what libtpu makes
-    of attention kernels for TPU7x, heads of 128 in blocks of 1024 x 1024 scores, counted in cycles (bundles.py) of
-    1.76 GHz, 0.8 of the clock that the peak takes. At that clock the two matmuls of a block forward would be 1024
-    cycles, the five backward 2560.
+    "Measured" is https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. "Compiled" is what libtpu
+    makes of attention kernels for TPU7x, with heads of 128 in blocks of 1024 x 1024 scores, counted in cycles by
+    compiled/bundles.py. A cycle is one of 1.76 GHz, 0.8 of the clock that the peak takes. At the peak's rate the two
+    forward matmuls of a block would take 1024 cycles, the five backward ones 2560.
     """
 
-    matmul: float = 0.83  # of the peak; measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
-    # Of the router's matmuls over bf16's: three where activations in bf16 meet float32 in three parts of 8 bits, six
-    # where both are float32. Compiled: 119k, 122k, 220k cycles forward and backward (8,192 tokens, D 4096, E 128).
+    # Shares of the peak.
+    matmul: float = 0.83  # measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
+    attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # compiled: flash.py, 68.3k cycles for 36 blocks
+    attention_backward: float = KERNEL_CLOCK * 2560 / 4405  # compiled: flash_backward.py, 158.6k for 36 blocks
+    hbm: float = HBM_REACHED
+    links: float = LINKS_REACHED  # of one link
+    # Chosen: what the measured steps of Llama 3.1 70B in bf16 and FP8 and of Qwen3 235B take beyond the other parts,
+    # over the bytes that are counted here. A program moves more bytes: transposes, float32, what is not fused.
+    elementwise: float = 0.37  # of HBM's peak
+
+    # The router's matmuls take so many passes of a bf16 matmul. A float32 operand is split in three parts of 8 bits: so
+    # three passes with activations in bf16, six where both operands are float32. Compiled: 119k, 122k, 220k cycles
+    # forward and backward (8,192 tokens, D 4096, E 128).
     passes_of_f32: int = 4
-    expert_tile: int = 512  # rows; the ends of a group fill a tile more. Compiled: 1.44 of the work, at 1024 rows
-    attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # of the peak; compiled: flash.py, 68.3k cycles for 36 blocks
-    attention_backward: float = (
-        KERNEL_CLOCK * 2560 / 4405
-    )  # of the peak; compiled: flash_backward.py, 158.6k for 36 blocks
-    attention_block: int = 1024  # scores; a block that the mask cuts is computed whole
-    # Positions; whole tiles of a sequence are computed. Compiled: of 1,025 tokens forward 2.01, backward 1.93 times the
-    # cycles of 1,024, where this makes 1.87.
-    attention_tile: int = 512
-    # A block of heads of 64 or 192 takes as long as of 128: the softmax does not see it, and 128 half fills the matrix
-    # unit. Of 256 it takes so many times as long; compiled: 86.0k / 69.5k for 8192 forward, 201.5k / 166.3k backward.
-    attention_of_256: float = 1.22
-    hbm: float = HBM_REACHED  # of the peak
-    # Of HBM's peak. Chosen: what the measured steps of Llama 3.1 70B in bf16 and fp8 and of Qwen3 235B take beyond the
-    # other parts, over the bytes that are counted here. A program moves more: transposes, float32, what is not fused.
-    elementwise: float = 0.37
+    # Rows. The ends of an expert's rows fill one tile more. Compiled: 1.44 times the work, at 1024 rows.
+    expert_tile: int = 512
     gated_experts: bool = True  # the experts' kernel computes their SwiGLU, too: gmm.py
-    links: float = LINKS_REACHED  # of a link
+    attention_block: int = 1024  # scores along an edge; a block that the mask crosses is computed in full
+    # Positions. The kernel computes whole tiles of a sequence. Compiled: 1,025 tokens take 2.01 times the cycles of
+    # 1,024 forward and 1.93 times backward, where this gives 1.87.
+    attention_tile: int = 512
+    # A block of heads of 64 or 192 takes as long as one of 128: the softmax does not depend on it, and 128 half fills
+    # the matrix unit. A block of heads of 256 takes so many times as long. Compiled, for 8192 tokens: 86.0k / 69.5k
+    # cycles forward, 201.5k / 166.3k backward.
+    attention_of_256: float = 1.22
+
     usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
     host_bytes_per_s: float = HOST_BYTES_PER_S  # of a device one way, where a chip has no figure
-    # What of a layer hides the way of its activations to the host. Compiled, without flags: the kernel (remat.py).
+    # The parts of a layer that hide the transfer of its activations. Compiled, without flags: the kernel (remat.py).
     hides_offload: tuple[str, ...] = ("attention",)
-    # A layer's gradients are summed behind what its backward pass has left when those of its MLP or experts are there.
-    # Compiled: of 128 ms a layer of DeepSeek-V3 in 8 bits on fsdp:512, 66 are waited for.
+    # Only what the backward pass has left after its MLP or experts hides the sums of a layer's gradients. Compiled: of
+    # 128 ms a layer of DeepSeek-V3 in FP8 on fsdp:512, 66 are waited for.
     late_sums: bool = True
-    # What is gathered ahead is copied for the next turn of the loop; what comes in parts of other than whole tiles of
-    # rows is, and its gradient before it goes, but for experts. Compiled: 0.2 s of Llama 3.1 70B, 0.7 of Gemma 31B.
+    # Weights that are gathered ahead are copied for the next iteration of the loop. Weights that come in parts other
+    # than whole tiles of rows are copied, too, and so are their gradients before they are sent; those of experts are
+    # not. Compiled: 0.2 s of Llama 3.1 70B, 0.7 of Gemma 31B.
     copies_weights: bool = True
 
 
 TODAY = Efficiency()
-# What published runs have: tokamax's splash attention, 120k cycles forward, 5780 a block backward; the times that it
-# publishes are these cycles at 1.76 GHz. And offloads that all of a layer hides: chosen, for 8B on v6e, which takes no
-# longer than that; what makes it so there is not known. Likewise sums that all of a backward pass hides, for
-# DeepSeek-V3, and no copies of weights: most cut them in two dims, and carry none on.
+# The efficiencies of published runs. Their kernel is tokamax's splash attention: 120k cycles forward, 5780 a block
+# backward. The times that tokamax publishes are these cycles at 1.76 GHz. All of a layer hides its offload: chosen, for
+# 8B on v6e, whose step takes no longer than that; why is not known. All of a backward pass hides the sums, likewise
+# chosen, for DeepSeek-V3. No weights are copied: most of these runs shard them in two dims, and carry none between
+# iterations.
 PUBLISHED = replace(
     TODAY,
     attention_forward=KERNEL_CLOCK * 1024 / 3333,
@@ -111,14 +120,14 @@ PUBLISHED = replace(
 
 @dataclass(frozen=True)
 class Run:
-    """A run on its machine, and what is a device's share of it."""
+    """A run on its machine, with a device's share of both."""
 
     config: Config
     chip: Chip
     topology: tuple[int, ...]
     num_slices: int
-    sizes: dict[str, int]  # of the mesh axes; config.mesh is not looked at
-    links: dict[str, list[Axis]]  # that each of them lies on
+    sizes: dict[str, int]  # of all mesh axes; config.mesh is not read
+    links: dict[str, list[Axis]]  # the links on which each of them is laid out
     efficiency: Efficiency = TODAY
 
     @property
@@ -127,12 +136,12 @@ class Run:
 
     @property
     def hbm_limit(self) -> float:
-        """Bytes that a program gets of a device's memory."""
+        """The bytes of a device's memory that a program can use."""
         return self.chip.hbm_bytes / self.chip.devices * self.efficiency.usable_hbm
 
     @property
     def host_limit(self) -> float:
-        """Bytes of a device's share of its host's memory; infinite where it is not published."""
+        """The bytes of a device's share of its host's memory; infinite where it is not published."""
         return (self.chip.host_memory_bytes or math.inf) / math.prod(self.chip.host) / self.chip.devices
 
     @property
@@ -141,7 +150,7 @@ class Run:
 
     @property
     def in_flight(self) -> float:
-        """Microbatches whose activations a device keeps at once."""
+        """The microbatches whose activations a device has saved at once."""
         config = self.config
         gpipe = config.pipeline_schedule == "gpipe"
         return in_flight(self.pipe, self.microbatches, config.pipeline_rounds, gpipe=gpipe) if self.pipe > 1 else 1
@@ -156,7 +165,7 @@ class Run:
 
     @property
     def tokens(self) -> float:
-        """b: of a microbatch, which the devices along `tensor` have together."""
+        """b: the tokens of a microbatch, which the devices along `tensor` share."""
         groups = math.prod(self.sizes[axis] for axis in (*BATCH_AXES, "context"))
         return self.config.batch * self.config.seq_len / groups / self.microbatches
 
@@ -182,12 +191,12 @@ class Run:
 
     @property
     def element(self) -> int:
-        """Bytes of an activation's element."""
+        """The bytes of an element of an activation."""
         return anatomy.BYTES[self.config.dtype]
 
     @property
     def dtype(self) -> str:
-        """What the layers' weights are multiplied in."""
+        """The dtype in which the layers' weights are multiplied."""
         return matmul_dtype(self.config)
 
     @property
@@ -199,29 +208,30 @@ class Run:
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
     def flops_per_s(self, dtype: str = "bf16") -> float:
-        """Returns the FLOP/s of a device's matmuls; f32 takes `passes_of_f32` passes, for all its bits."""
+        """The FLOP/s that a device's matmuls reach; f32 takes `passes_of_f32` passes, for all its bits."""
         passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
         return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
 
     def effective_links(self, axis: str) -> list[Axis]:
-        """The links of a mesh axis, at the speed that programs reach."""
+        """The links of a mesh axis, with the bandwidth that programs reach."""
         share = self.efficiency.links
         return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
 
     @property
     def pads_sums(self) -> bool:
-        """Whether XLA may add rows to what a reduce-scatter sums."""
+        """Whether XLA may pad what a reduce-scatter sums."""
         return compiler_flags.for_run(self.config).get(compiler_flags.PADS_SUMS) == "true"
 
     def collective_s(self, kind: str, nbytes: float, *axes: str, divisible_by_3: bool = False) -> float:
-        """Over mesh axes, the inner one first, by all links at once.
+        """Seconds of a collective over mesh axes, the inner one first, by all links at once.
 
-        But as XLA has them, compiled for TPU7x, all-gathers and reduce-scatters over part of an axis, and over both
-        devices of a chip, go round one ring of all the devices; and so does a reduce-scatter over three axes, if its
-        parts are not cut in thirds, one for each.
+        With exceptions, as XLA compiles it for TPU7x. An all-gather or reduce-scatter over part of a torus axis and
+        both devices of a chip goes round one ring of all the devices. So does a reduce-scatter over three torus axes,
+        unless its operand splits into three equal parts, one for each axis.
 
         Args:
-          divisible_by_3: the number of elements that are summed is a multiple of 3; if not, XLA may pad them
+          nbytes: as for interconnect.rounds_of.
+          divisible_by_3: the number of elements that are summed is a multiple of 3. If not, XLA may pad the operand
             (`pads_sums`).
         """
         links = [link for axis in axes for link in self.effective_links(axis)]
@@ -229,11 +239,10 @@ class Run:
         dies = [link for link in links if link.name.endswith("die to die")]
         wires = [link for link in links if link not in dies + slices]
         sums = kind == "reduce_scatter"
-        in_parts = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
-        if (in_parts and (sums or kind == "all_gather")) or (
-            sums and len(wires) > 2 and not (divisible_by_3 or self.pads_sums)
-        ):
-            both = math.prod(link.size for link in dies)  # devices of a chip: for these a ring passes its links once
+        on_part_of_an_axis = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
+        one_ring = on_part_of_an_axis and kind in ("all_gather", "reduce_scatter")
+        if one_ring or (sums and len(wires) > 2 and not (divisible_by_3 or self.pads_sums)):
+            both = math.prod(link.size for link in dies)  # devices of a chip: a ring passes its links once for both
             slowest = min(wires, key=lambda link: link.link_bytes_per_s)
             size, speed = both * math.prod(link.size for link in wires), both * slowest.link_bytes_per_s
             ring = dataclasses.replace(slowest, size=size, link_bytes_per_s=speed, wrap=True)
@@ -244,10 +253,10 @@ class Run:
 def run_of(
     config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
 ) -> Run:
-    """The run that `config` describes, on slices of a chip.
+    """Returns the run that `config` describes, on slices of a chip.
 
     Raises:
-      ValueError: the mesh does not make up the devices, or cannot be laid on the torus; remat=auto, still to be chosen.
+      ValueError: the mesh does not make up the devices, or cannot be laid out on the torus; remat=auto is not resolved.
     """
     if config.remat == "auto":
         raise ValueError(
@@ -261,8 +270,8 @@ def run_of(
 # -- a layer
 
 
-ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128  # of memory, as XLA lays out matrices; a head of 64 takes that of 128
-ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` cuts what they sum over
+ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128  # of memory, as XLA lays out matrices; a head of 64 takes one of 128
+ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` shards the dim that they contract
 
 
 @dataclass(frozen=True)
@@ -273,9 +282,9 @@ class Product:
     part: str
     k: int
     n: int
-    copies: int  # experts of a token
+    copies: int  # of a token: its experts, else 1
     recomputed: bool
-    dtype: str  # bf16, fp8, or f32 in full
+    dtype: str  # bf16, fp8 or f32
 
 
 @dataclass(frozen=True)
@@ -434,7 +443,7 @@ def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: 
 
 
 def filled(length: float, tile: int) -> float:
-    """Returns the positions that attention's kernel computes of a sequence: whole tiles, shorter in a short one."""
+    """The positions that attention's kernel computes: whole tiles, no longer than the sequence padded to 256."""
     tile = min(tile, 256 * math.ceil(length / 256))
     return tile * math.ceil(length / tile)
 
@@ -474,9 +483,9 @@ def elementwise_elements(
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:
-    """(rows, k, n, matrices) of a device: its rows, in groups, one for each of so many matrices [k, n].
+    """(rows, k, n, matrices) of a device's part of a matmul: rows in groups, one for each of the matrices [k, n].
 
-    An expert's matmul has as many matrices as the device has experts, and all tokens that `expert` brought to them.
+    An expert's matmul has as many matrices as the device has experts, and all tokens that were dispatched to them.
     """
     k, n, tensor = product.k, product.n, run.tensor
     k, n = (k / tensor, n) if product.weight in ROW_PARALLEL else (k, n / tensor)
@@ -486,17 +495,20 @@ def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]
 
 
 def moved_bytes(run: Run, product: Product) -> float:
-    """Between HBM and the matrix units, forward: operands in what they are multiplied in, the result as computed in."""
+    """The bytes that a forward matmul moves between HBM and the matrix units.
+
+    The operands have the dtype in which they are multiplied, the result that of the computation.
+    """
     rows, k, n, matrices = local_shape(run, product)
     operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else run.element
     nbytes = (matrices * k * n + rows * k) * operand + rows * n * run.element
-    if product.dtype == "f32":  # the weight, and the result
+    if product.dtype == "f32":  # both the weight and the result are in float32
         nbytes += (4 - run.element) * (k * n + rows * n)
     return nbytes
 
 
 def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
-    """Seconds of a microbatch's matmuls, forward and backward."""
+    """The seconds of a microbatch's matmuls, forward and backward."""
     forward = backward = 0.0
     mxu = run.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
@@ -513,15 +525,14 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
 
 
 def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
-    """Seconds of a layer and a microbatch, forward and backward, by part."""
+    """The seconds of a layer and a microbatch by part, each (forward, backward)."""
     config, e, b, tensor = run.config, run.efficiency, run.tokens, run.tensor
-    # The last part of a sequence in its own order has more to do than the mean.
     keys = layer.keys
-    if not anatomy.in_zigzag(config):
+    if not anatomy.in_zigzag(config):  # the last shard of a sequence in order has more to do than the mean
         keys += (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys
     scores = b * keys * config.num_heads / tensor
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
-    of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 that take as long
+    of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 with the same time
     peak = run.chip.bf16_flops_per_s / run.chip.devices
     attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
     attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
@@ -536,25 +547,25 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
 
 
 def elementwise_s(run: Run, elements: float) -> float:
-    """Seconds of a microbatch's elementwise work on so many elements a token."""
+    """The seconds of a microbatch's elementwise work on so many elements a token."""
     return elements * run.element * run.tokens / run.tensor / (run.hbm_bytes_per_s * run.efficiency.elementwise)
 
 
 def after_mlp_s(run: Run, layer: Layer) -> float:
-    """Seconds of a layer's backward pass behind that of its MLP or experts: of attention, and of its matmuls.
+    """The seconds of a layer's backward pass after that of its MLP or experts: attention, and its matmuls.
 
-    What is recomputed is ahead of both.
+    What is recomputed comes before both, so it is not counted.
     """
     matmuls = matmul_s(run, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
     forward, attention = compute_s(run, layer)["attention"]
-    behind = matmuls[1] + attention
+    seconds = matmuls[1] + attention
     if layer.attention_recomputed:
-        behind -= forward
-    return behind + 2 * elementwise_s(run, layer.elementwise[0])
+        seconds -= forward
+    return seconds + 2 * elementwise_s(run, layer.elementwise[0])
 
 
 def params_of_device(run: Run) -> tuple[float, float]:
-    """Elements of a device's shards: of the experts, and of all else. All stages have embedding and unembedding."""
+    """The elements of a device's shards: of the experts, and of all else. All stages have embedding and unembedding."""
     config, sizes = run.config, run.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
     shards = sizes["fsdp"] * run.tensor
@@ -564,36 +575,38 @@ def params_of_device(run: Run) -> tuple[float, float]:
 
 
 def tables_of_device(run: Run) -> float:
-    """Elements of a device's shards of embedding and unembedding."""
+    """The elements of a device's shards of embedding and unembedding."""
     tables = 1 if run.config.tied_embeddings else 2
     return tables * run.config.vocab_size * run.config.model_dim / run.sizes["fsdp"] / run.tensor
 
 
 # -- memory
 
-# Bytes that remat=none keeps, over those of anatomy.activations: it is plain differentiation, which keeps what has
-# no name too, in float32 where it is. Compiled: 4.57 for 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
+# The bytes that remat=none saves, over those of anatomy.activations. It is plain differentiation, which also saves what
+# has no name, some of it in float32. Compiled: 4.57 for 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
 PLAIN = 2.0
 
 
 def slots_of_device(run: Run) -> float:
-    """Bytes of a device's part of the optimizer state, on the device or on its host."""
+    """The bytes of a device's shard of the optimizer state, on the device or on its host."""
     config = run.config
     a_parameter = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config)
     return a_parameter * sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
 
 
 def attention_over_context(run: Run) -> float:
-    """Bytes a token of the device's, that the backward pass of context.py holds beside the activations at the peak.
+    """The bytes a token that the backward pass of context.py adds to a device's peak, beside the activations.
 
-    A ring has dq in float32 twice, before and after a block is added to it, and dk and dv likewise; of queries, results
-    and their gradients a copy, in which those that see a block stand together. Gathered are all keys and values of the
-    sequence, and their gradients, in float32 before they are scattered. Half of it is taken: most of the activations
-    of the MLP are gone by then, and XLA orders the two as it likes. Compiled, between none of it and all adds to the
-    peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small model).
+    A ring has dq in float32 twice, before and after a block is added to it, and likewise dk and dv. It also has a copy
+    of queries, results and their gradients, in which those that see a block are contiguous. With all_gather, a device
+    has all keys and values of the sequence, and their gradients in float32 before they are scattered.
+
+    Half of this is counted. Most activations of the MLP are gone by then, and XLA chooses the order of the two.
+    Compiled, between none of it and all adds to the peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small
+    model).
     """
     config, c = run.config, run.sizes["context"]
-    only_windows = config.window and not config.global_every  # for which a halo is enough
+    only_windows = config.window and not config.global_every  # a halo is enough for these
     if only_windows or ring_size(config, run.sizes) == 1:
         return 0
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
@@ -694,7 +707,7 @@ def _loss_peak(run: Run) -> dict[str, float]:
 
 
 def loss_chunk(run: Run) -> tuple[float, int]:
-    """Sequences of a microbatch on a device, and the positions of each whose logits are there at once."""
+    """The sequences of a microbatch on a device, and the positions of each whose logits it has at once."""
     positions = run.config.seq_len / run.sizes["context"]
     sequences = run.tokens / positions
     chunk = anatomy.loss_chunk(run.config, sequences, math.ceil(positions), run.config.vocab_size / run.tensor)
@@ -702,7 +715,7 @@ def loss_chunk(run: Run) -> tuple[float, int]:
 
 
 def fp8_operands(run: Run, layer: Layer) -> float:
-    """Elements a token that a layer's matmuls in 8 bits read, each once: those side by side read the same."""
+    """The elements a token that a layer's FP8 matmuls read. Matmuls of the same operand count it once."""
     read = {}
     for product in layer.products:
         if product.dtype == "fp8":
@@ -712,10 +725,10 @@ def fp8_operands(run: Run, layer: Layer) -> float:
 
 
 def inputs_in_two_layouts(run: Run) -> bool:
-    """Whether libtpu keeps the inputs of all layers twice, as remat.py has it, on offload.
+    """Whether libtpu stores the inputs of all layers twice (remat.py, on offload).
 
-    Compiled: with queries, keys and values alone on the host, one sequence a device and no `tensor`, it does, of 70B at
-    8k and of 8B at 128k; with two sequences, with `tensor`, and with the MLP on the host as well, it does not.
+    Compiled: it does with only queries, keys and values on the host, one sequence a device and no `tensor` (70B at 8k,
+    8B at 128k). It does not with two sequences, with `tensor`, or with the MLP on the host as well.
     """
     config = run.config
     alone = anatomy.offloaded_names(config) == anatomy.POLICIES["qkv_proj_offloaded"][1]
@@ -724,10 +737,10 @@ def inputs_in_two_layouts(run: Run) -> bool:
 
 
 def context_in_two_layouts(run: Run) -> bool:
-    """Whether libtpu copies what attention has saved, of all layers, before the backward pass.
+    """Whether libtpu copies attention's saved results, of all layers, before the backward pass.
 
     Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether `context` is saved with heads or with positions
-    first), and does not for heads of 128 (70B at 128k); nor without a ring.
+    first). It does not for heads of 128 (70B at 128k), nor without a ring.
     """
     saved = anatomy.saved_names(run.config) - anatomy.offloaded_names(run.config)
     ring = run.config.context_impl == "ring" and ring_size(run.config, run.sizes) > 1
@@ -735,15 +748,15 @@ def context_in_two_layouts(run: Run) -> bool:
 
 
 def host_bytes_of(run: Run, offloaded: float) -> float:
-    """Bytes of a device on its host: what a microbatch has offloaded there, and the optimizer state.
+    """The bytes of a device on its host: a microbatch's `offloaded` activations, and an offloaded optimizer state.
 
-    Of a pipeline, which offloads only with remat_stage, in one of its rounds: the one that is computed again.
+    A pipeline offloads only with remat_stage. Then only one of its rounds is on the host: the one computed again.
     """
     state = slots_of_device(run) if run.config.offload_optimizer else 0
     return offloaded / run.config.pipeline_rounds + state
 
 
 def shortfall_of(run: Run, hbm_bytes: float, host_bytes: float, share: float = 1.0) -> dict[str, float]:
-    """{memory: bytes that a device lacks of it}, if it may fill `room` of its own and its host's; empty if it fits."""
+    """{memory, hbm or host: the bytes missing on a device}, if it may fill `share` of each; empty if it fits."""
     over = {"hbm": hbm_bytes - share * run.hbm_limit, "host": host_bytes - share * run.host_limit}
     return {memory: nbytes for memory, nbytes in over.items() if nbytes > 0}
