@@ -470,7 +470,7 @@ def test_groups_that_exchange_heads_share_the_links_between_them():
     expected = 4 * ((1 + 1 + 2) * ring + 2 * exchange)
     assert seconds(found, "context communication", False) == pytest.approx(expected)
     # Half of a ring is a line; across such halves it is still one.
-    (inner,), (outer,) = step.split([Axis(8, 50e9, 1e-6, wrap=True)], 4)
+    (inner,), (outer,) = step.split_axis([Axis(8, 50e9, 1e-6, wrap=True)], 4)
     assert inner == Axis(4, 50e9, 1e-6, wrap=False) and outer == Axis(2, 12.5e9, 4e-6, wrap=True)
 
 
