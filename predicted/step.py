@@ -30,8 +30,8 @@ layer computes, and the memory. Here the layers of a stage and all M microbatche
     pipe          (P - 1) of vM + P - 1 ticks are idle, with v rounds of M microbatches. Each tick has a message each
                   way. It is hidden unless only forward or only backward passes run: in GPipe in all ticks, else in the
                   first and the last v*P - 1.
-    data          The gradients are all-reduced after the backward pass, exposed. So they are over `context`, which
-                  shards no weight, and over `expert` for all weights but the experts'.
+    data          The gradients are all-reduced after the backward pass, exposed. They are all-reduced over `context`,
+                  too, which shards no weight, and over `expert`, except for those of the experts.
     host          What is offloaded moves to the host during the forward pass and back during the backward pass, behind
                   attention (Efficiency.hides_offload). A batch moves to the device during the step before.
 

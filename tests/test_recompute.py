@@ -25,59 +25,60 @@ LLAMA = partial(from_preset, "llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=8192
 
 
 def predictions(config: Config, gib: float = 96, **changes) -> dict:
-    """The step by policy, on a chip whose devices have so much memory."""
+    """The step by policy, on a chip whose devices have `gib` GiB."""
     chip = dataclasses.replace(TPU7X, hbm_bytes=2 * gib * 2**30, **changes)
     return recompute.predictions(config, chip, CHIPS)
 
 
-def test_every_policy_is_predicted_as_by_itself():
-    found = predictions(LLAMA(remat="custom", remat_tensors="mlp_up:offload"))
-    assert [*found] == [*REMAT_POLICIES]
-    for name, one in found.items():
+def test_a_policy_is_predicted_among_others_as_alone():
+    predicted = predictions(LLAMA(remat="custom", remat_tensors="mlp_up:offload"))
+    assert [*predicted] == [*REMAT_POLICIES]
+    for name, prediction in predicted.items():
         tensors = "mlp_up:offload" if name == "custom" else ""
         alone = step.predict(run_of(LLAMA(remat=name, remat_tensors=tensors), TPU7X, CHIPS))
-        assert (one.step_s, one.hbm_bytes) == (alone.step_s, alone.hbm_bytes)
+        assert (prediction.step_s, prediction.hbm_bytes) == (alone.step_s, alone.hbm_bytes)
     assert [*predictions(LLAMA(remat="full"))] == [name for name in REMAT_POLICIES if name != "custom"]
 
 
 def test_a_row_by_hand():
     """Llama 3.1 8B, 8192 tokens a device: D = NH = 4096, KH = 1024, F = 14336, 32 layers, 16 GB/s to the host."""
-    found = predictions(LLAMA())
-    full, offloaded = recompute.row(found["full"]), recompute.row(found["minimal_offloaded"])
+    predicted = predictions(LLAMA())
+    full, offloaded = recompute.row(predicted["full"]), recompute.row(predicted["minimal_offloaded"])
     assert full["saved_bytes"] == offloaded["saved_bytes"] == 2 * 4096 * 8192
     assert offloaded["offloaded_bytes"] == 2 * 8192 * (4096 + 2 * 1024 + 4096 + 2 * 14_336)
     assert offloaded["host_bytes"] == 32 * offloaded["offloaded_bytes"]
     assert offloaded["host_s"] == pytest.approx(2 * offloaded["host_bytes"] / 16e9)
     assert 0 < offloaded["host_exposed_s"] < offloaded["host_s"] and full["host_s"] == 0
-    # The layer's forward but for w_down, and attention; a token's training FLOPs are 6 a parameter and attention.
+    # Recomputed are the layer's forward matmuls except w_down's, and attention. A token's training FLOPs are 6 a
+    # parameter, and attention's.
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
     attention = 2 * 2 * 4096 * 8192 / 2
     again = 2 * (layer - 4096 * 14_336) + attention
     training = 3 * (2 * layer + attention) + 6 * 4096 * 128_256 / 32
     assert full["recomputed_share"] == pytest.approx(again / training, rel=1e-9)
-    assert recompute.row(found["minimal_with_context"])["recomputed_share"] == 0
+    assert recompute.row(predicted["minimal_with_context"])["recomputed_share"] == 0
 
 
 def test_the_best_policy_is_the_shortest_step_that_fits():
     for gib in (96, 50, 44, 35, 28, 24, 23):
-        found = predictions(LLAMA(), gib)
-        room = planner.MEMORY_SHARE * 94.74 / 96 * gib * 2**30
-        fitting = {name: one.step_s for name, one in found.items() if one.hbm_bytes <= room}
-        chosen = recompute.best(found)
+        predicted = predictions(LLAMA(), gib)
+        limit = planner.MEMORY_SHARE * 94.74 / 96 * gib * 2**30
+        fitting = {name: prediction.step_s for name, prediction in predicted.items() if prediction.hbm_bytes <= limit}
+        chosen = recompute.best(predicted)
         assert chosen in fitting and fitting[chosen] == min(fitting.values())
     assert len({recompute.best(predictions(LLAMA(), gib)) for gib in (96, 44, 28, 24)}) == 4
 
 
-def test_of_equal_steps_the_one_that_recomputes_least():
-    """A link so fast that nothing waits: offloaded and kept take as long, and offloading needs less memory."""
-    found = predictions(LLAMA(), pcie_bytes_per_s=1e15)
-    pair = {name: found[name] for name in ("minimal", "minimal_offloaded")}
+def test_of_equally_short_steps_the_one_that_recomputes_least_is_best():
+    """With a link so fast that nothing waits, offloaded and saved take as long, and offloading needs less memory."""
+    predicted = predictions(LLAMA(), pcie_bytes_per_s=1e15)
+    pair = {name: predicted[name] for name in ("minimal", "minimal_offloaded")}
     assert pair["minimal"].step_s == pair["minimal_offloaded"].step_s
     assert recompute.best(pair) == "minimal_offloaded"
-    # Two policies that take as long, whose recomputation differs: a copy of one with another's config.
-    run = dataclasses.replace(found["minimal"].run, config=found["full"].run.config)
-    slow = dataclasses.replace(found["minimal"], run=run, memory={"all": 1.0})
-    assert recompute.best({"full": slow, "minimal": found["minimal"]}) == "minimal"
+    # Two policies with the same step, one of which recomputes more: a copy of one with the config of the other.
+    run = dataclasses.replace(predicted["minimal"].run, config=predicted["full"].run.config)
+    recomputing = dataclasses.replace(predicted["minimal"], run=run, memory={"all": 1.0})
+    assert recompute.best({"full": recomputing, "minimal": predicted["minimal"]}) == "minimal"
 
 
 def test_nothing_fits():
@@ -86,12 +87,12 @@ def test_nothing_fits():
         recompute.best(predictions(LLAMA(), 10))
 
 
-def test_a_host_whose_memory_is_not_published_has_no_end():
+def test_a_host_of_unpublished_memory_has_no_limit():
     config = from_preset("llama3.1-8b", mesh="fsdp:4", batch=4, remat="minimal_offloaded")
-    found = step.predict(run_of(config, hardware.CHIPS["v4"], (2, 2, 1)))
-    assert found.host_bytes > 0 and found.run.host_limit == math.inf and "host" not in found.shortfall()
-    assert json.loads(json.dumps(step.as_json(found), allow_nan=False))["host_limit_bytes"] is None
-    assert "inf" not in step.describe(found)
+    prediction = step.predict(run_of(config, hardware.CHIPS["v4"], (2, 2, 1)))
+    assert prediction.host_bytes > 0 and prediction.run.host_limit == math.inf and "host" not in prediction.shortfall()
+    assert json.loads(json.dumps(step.as_json(prediction), allow_nan=False))["host_limit_bytes"] is None
+    assert "inf" not in step.describe(prediction)
 
 
 def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_time():
@@ -104,7 +105,7 @@ def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_t
     assert again.host_bytes == pytest.approx(unstaged.host_bytes / 4)  # a quarter of the layers, as many tokens
     with pytest.raises(ValueError, match="--remat_stage"):
         predicted()
-    names = {one.remat for one in recompute.candidates(from_preset("llama3.1-8b", **flags))}
+    names = {candidate.remat for candidate in recompute.candidates(from_preset("llama3.1-8b", **flags))}
     assert names and not any(name.endswith("offloaded") for name in names)
 
 
@@ -119,15 +120,15 @@ def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_t
         (dict(xla_flags="xla_tpu_pipeline_memory_host_transfers=false"), False),
     ],
 )
-def test_inputs_in_two_layouts_are_there_twice(flags, twice):
-    found = step.predict(run_of(LLAMA(**dict(remat="qkv_proj_offloaded") | flags), TPU7X, CHIPS))
-    config, saved = found.run.config, found.memory["saved activations"]
-    stack = 2 * config.num_layers * config.model_dim * found.run.tokens / found.run.tensor
+def test_inputs_in_two_layouts_are_stored_twice(flags, twice):
+    prediction = step.predict(run_of(LLAMA(**dict(remat="qkv_proj_offloaded") | flags), TPU7X, CHIPS))
+    run, config, saved = prediction.run, prediction.run.config, prediction.memory["saved activations"]
+    stack = 2 * config.num_layers * config.model_dim * run.tokens / run.tensor
     policy_alone = transformer.saved_bytes_per_layer(
         config, anatomy.saved_names(config) - anatomy.offloaded_names(config)
     )
-    once = policy_alone * config.num_layers * found.run.tokens / found.run.tensor
-    assert workload.inputs_in_two_layouts(found.run) == twice
+    once = policy_alone * config.num_layers * run.tokens / run.tensor
+    assert workload.inputs_in_two_layouts(run) == twice
     assert saved == pytest.approx(once + twice * stack)
 
 
@@ -141,26 +142,27 @@ def test_inputs_in_two_layouts_are_there_twice(flags, twice):
         (dict(remat="full", remat_tensors=""), False),
     ],
 )
-def test_wide_heads_round_a_ring_are_there_twice(flags, twice):
+def test_wide_heads_round_a_ring_are_stored_twice(flags, twice):
     once = dict(num_heads=16, num_kv_heads=4, head_dim=256, remat="custom", remat_tensors="context:device")
-    found = step.predict(run_of(LLAMA(**once | dict(mesh="fsdp:2,context:4") | flags), TPU7X, CHIPS))
-    config, saved = found.run.config, found.memory["saved activations"]
-    stack = 2 * config.num_layers * config.num_heads * config.head_dim * found.run.tokens
-    assert workload.context_in_two_layouts(found.run) == twice
-    names = transformer.saved_bytes_per_layer(config) * config.num_layers * found.run.tokens
+    prediction = step.predict(run_of(LLAMA(**once | dict(mesh="fsdp:2,context:4") | flags), TPU7X, CHIPS))
+    run, config, saved = prediction.run, prediction.run.config, prediction.memory["saved activations"]
+    stack = 2 * config.num_layers * config.num_heads * config.head_dim * run.tokens
+    assert workload.context_in_two_layouts(run) == twice
+    names = transformer.saved_bytes_per_layer(config) * config.num_layers * run.tokens
     assert saved == pytest.approx(names + twice * stack)
 
 
-def test_a_host_has_an_end_too():
-    """960 GB of 4 chips, 8 devices. With a link so fast that nothing else speaks against it."""
+def test_a_host_has_a_limit_too():
+    """960 GB for 4 chips, 8 devices. The link is so fast that only the limit prevents the offload."""
     flags = dict(mesh="fsdp:16,tensor:2,context:4", batch=16, seq_len=131_072)
     config = from_preset("llama3.1-70b", **flags)
     chip = dataclasses.replace(hardware.CHIPS["tpu7x"], pcie_bytes_per_s=1e15)
-    found = recompute.predictions(config, chip, (4, 4, 4))
-    offloaded = found["minimal_offloaded"]
+    predicted = recompute.predictions(config, chip, (4, 4, 4))
+    offloaded = predicted["minimal_offloaded"]
     assert offloaded.run.host_limit == 120e9 < offloaded.host_bytes and offloaded.hbm_bytes < offloaded.run.hbm_limit
     assert offloaded.shortfall() == {"host": offloaded.host_bytes - 120e9} and not offloaded.fits
-    assert recompute.best(found) == "qkv_proj_offloaded" and found["qkv_proj_offloaded"].step_s > offloaded.step_s
+    chosen = recompute.best(predicted)
+    assert chosen == "qkv_proj_offloaded" and predicted[chosen].step_s > offloaded.step_s
     assert step.describe_shortfall(offloaded.shortfall()) == "73.24 GiB of the host's memory short"
 
 
@@ -181,18 +183,18 @@ def test_auto_is_the_shortest_predicted_step_of_all_that_fit(preset, chips, batc
     chosen = recompute.resolve(config, TPU7X, chips)
     assert chosen.remat != "auto" and dataclasses.replace(chosen, remat="auto") == config
     run = lambda name: run_of(dataclasses.replace(config, remat=name), TPU7X, chips)
-    found = {name: step.predict(run(name)) for name in REMAT_POLICIES if name != "custom"}
-    fitting = [one.step_s for one in found.values() if not one.shortfall(planner.MEMORY_SHARE)]
-    assert found[chosen.remat].step_s == min(fitting)
+    predicted = {name: step.predict(run(name)) for name in REMAT_POLICIES if name != "custom"}
+    fitting = [fit.step_s for fit in predicted.values() if not fit.shortfall(planner.MEMORY_SHARE)]
+    assert predicted[chosen.remat].step_s == min(fitting)
     assert recompute.resolve(chosen, TPU7X, chips) is chosen  # nothing is left to choose
 
 
-def test_auto_is_a_choice_to_be_made_first():
+def test_auto_must_be_resolved_before_a_run_is_predicted():
     with pytest.raises(ValueError, match="remat=auto is a choice still to be made"):
         run_of(LLAMA(remat="auto"), TPU7X, CHIPS)
 
 
-def test_auto_does_not_look_at_the_policy_of_the_config():
+def test_auto_ignores_the_policy_of_the_config():
     for flags in (dict(remat="full"), dict(remat="custom", remat_tensors="mlp_up:offload")):
         assert recompute.auto(LLAMA(**flags), TPU7X, CHIPS) == recompute.best(predictions(LLAMA()))
 
@@ -224,13 +226,13 @@ def test_one_policy_or_the_best(capsys):
     chosen = recompute.best(predictions(LLAMA()))
     (line,) = lines(ran(capsys, "--remat=auto"))
     assert line.startswith(f"* {chosen} ")
-    found = json.loads(ran(capsys, "--remat=auto", "--json"))
-    assert found["auto"] == chosen and [*found["policies"]] == [chosen] and found["kind"] == "predicted"
+    result = json.loads(ran(capsys, "--remat=auto", "--json"))
+    assert result["auto"] == chosen and [*result["policies"]] == [chosen] and result["kind"] == "predicted"
 
 
 def test_json_has_the_numbers_of_the_rows(capsys):
-    found = json.loads(ran(capsys, "--json"))
-    assert found["policies"] == {name: recompute.row(one) for name, one in predictions(LLAMA()).items()}
+    policies = json.loads(ran(capsys, "--json"))["policies"]
+    assert policies == {name: recompute.row(prediction) for name, prediction in predictions(LLAMA()).items()}
 
 
 @pytest.mark.parametrize(
@@ -266,4 +268,4 @@ def test_the_examples_run_without_jax():
         command = line.split("   ")[0].split()[1:]
         done = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0 and "--remat=auto: " in done.stdout
-        assert not {"jax", "numpy", "matplotlib"} & {one.split("|")[-1].strip() for one in done.stderr.splitlines()}
+        assert not {"jax", "numpy", "matplotlib"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
