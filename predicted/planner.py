@@ -5,16 +5,15 @@
 
 **Idea.** Predict the step of every run that the rules allow (predicted/step.py), and take the fastest that fits.
 
-**Search.** The meshes are all sizes of the axes that make up the devices. With each of them:
+**Search.** The meshes are all sizes of the axes that make up the devices. Each mesh is tried with 1, 2, 4, ... 32
+microbatches, and each of these with two recomputation policies. One is the policy that recomputes least and fits: with
+any other the step is longer or does not fit. The other is the best of those that use the host. A run fits if it fills
+at most 92% of a device's memory and of its share of its host's.
 
-    1.  1, 2, 4, ... 32 microbatches.
-    2.  The recomputation policy that recomputes least and fits: with any other the step is longer or does not fit. And
-        the best of the policies that use the host.
-    3.  A run may fill 92% of a device's memory, and of its share of its host's.
-    4.  The 32 fastest of all are varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves
-        least to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
+The 32 fastest of all are then varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves least
+to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
 
-The shortest step wins, with one exception. A prediction is not exact to 5%. So of the runs within 5% of the fastest the
+The shortest step wins, with one exception. A prediction may be wrong by 5%. So of the runs within 5% of the fastest the
 planner takes the one with the fewest mesh axes; of these, one with the default axis on the dies; of these, the fastest.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, against which the plan is compared:
@@ -36,10 +35,10 @@ The guide is based on an older text
 step by fused attention with tuned tiles over plain attention, and 4% by a constant max logit. The latter saves 3% of
 our kernel's cycles, and so less of a step.
 
-The guide's reviewers asked three questions more. Is tensor parallelism worth it at 128k? The table of families has the
-best mesh of each combination of axes. Can two axes of size 2 both be on the two dies of a chip? One can, and each is
-tried. How does the MFU of the step depend on the attention kernel? Where attention is most of the FLOPs, the kernel's
-MFU is the step's.
+The guide's reviewers asked three more questions. Is tensor parallelism worth it at 128k? The table of families has the
+best mesh of each combination of axes. Can two axes of size 2 both be on the two dies of a chip? Only one can, and the
+planner tries each. How does the MFU of the step depend on the attention kernel? Where attention is most of the FLOPs,
+the kernel's MFU is the step's.
 
 **Left out.** `tensor` over 16 devices or over the number of key heads; `expert` over 64 and `pipe` over 16; parts of a
 sequence under 1024 tokens; a pipeline where something else fits, unless there are several slices for its stages; custom
