@@ -9,6 +9,7 @@ cannot continue without its shards, so they end with a message, and all are star
 import contextlib
 import ctypes
 import errno
+import itertools
 import math
 import os
 import signal
@@ -214,8 +215,10 @@ def notice_of_termination() -> Iterator[Callable[[int], int]]:
             with contextlib.suppress(OSError):
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
-    def agreed(step):  # jax.distributed catches SIGTERM of any process, and agrees with the others on a step
-        return (notices or [signal.SIGTERM])[0] if multihost_utils.reached_preemption_sync_point(step) else 0
+    calls = itertools.count(1)  # not the step: of a notice before the first call all agree on number 1
+
+    def agreed(_):  # jax.distributed catches SIGTERM of any process, and agrees with the others on a step
+        return (notices or [signal.SIGTERM])[0] if multihost_utils.reached_preemption_sync_point(next(calls)) else 0
 
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here train.py let it end the program at once
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on open files are closed first
