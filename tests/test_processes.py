@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support import ROOT, assert_same_bits, load, read_metrics, run_values, start, start_two, steps_in, wait_until
 
+import processes
 import train
 from benchmarks import trials
 from config import Config
@@ -257,6 +258,14 @@ def test_a_corpus_that_one_process_cannot_read_ends_both_with_a_message(values, 
     assert (tmp_path / "1.err").read_text() == "train.py: error: squares.bin is damaged\n"
     assert (tmp_path / "0.err").read_text().splitlines()[-1] == f"train.py: error: {LOST_PEER}"
     assert max(steps_in(tmp_path / "checkpoints")) == 10
+
+
+def test_a_termination_before_the_first_step_of_a_resumed_run_stops_it(monkeypatch):
+    """Then jax.distributed agrees on number 1, and compares for equality: so it is not given the number of the step."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", lambda number: number == 1)
+    with processes.notice_of_termination() as terminated:
+        assert [terminated(step) for step in (9, 10)] == [signal.SIGTERM, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
