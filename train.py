@@ -257,6 +257,20 @@ def compile_step(config: Config, mesh: Mesh, compiler_options: dict[str, str]) -
 # -- the run
 
 
+@dataclass(frozen=True)
+class Setup:
+    """A run whose flags, devices and files are checked, before it has a state."""
+
+    config: Config  # without what has no effect on this mesh; remat is a policy
+    mesh: Mesh
+    corpus: data.Corpus
+    contents: dict[str, str]  # {flag: identity of the file that it names}
+    compiler_options: dict[str, str]
+    notes: list[str]
+    seconds: dict[str, float]  # spent since the start of the program, by what for
+    begun: float  # by time.perf_counter
+
+
 def run(config: Config, begun: float | None = None) -> dict[str, float]:
     """The whole run: devices, state, compilation, the loop, the summary. Returns the figures of the summary.
 
@@ -269,6 +283,53 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
       OSError: a file cannot be read or written.
       SystemExit: SIGTERM or Ctrl-C came; the state is saved.
     """
+    setup = set_up(config, begun)
+    config, mesh, corpus = setup.config, setup.mesh, setup.corpus
+    with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
+        restore_begun = time.perf_counter()
+        checkpoints = stack.enter_context(checkpoint.opened(config))
+        state, resumed = restored_state(config, mesh, checkpoints, setup.contents)
+        first_step = 0 if state is None else int(state.step)
+        if checkpoints:
+            setup.seconds["restore"] = time.perf_counter() - restore_begun
+        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
+        prediction = predict_step(config, mesh)
+        introduce(log, config, mesh, corpus, resumed, prediction)
+        for note in setup.notes:
+            log.say(f"note       {note}")
+        eval_step = evaluation.make_eval_step(config, mesh)
+
+        def evaluate(state: State) -> float:
+            scaling = calibration.expected(state.amax, config)
+            loss = evaluation.evaluate(eval_step, state.params, corpus, config, mesh, scaling)
+            log.evaluation(int(state.step), loss)
+            return loss
+
+        if first_step >= config.steps:
+            log.say(f"done       before: all of --steps={config.steps}")
+            if config.eval_batches and first_step == config.steps:  # the run before may have ended in its evaluation
+                evaluate(state)
+            return {}
+        state, step_fn = compile_and_draw(setup, log, state)
+        terminated = stack.enter_context(processes.notice_of_termination())  # until the last save is complete
+        state, eval_loss, stopped = training_loop(setup, log, checkpoints, state, step_fn, evaluate, terminated)
+        if config.fp8 == "calibrate":
+            calibration.save(state.amax, config)
+            log.say(f"calibrated {config.fp8_scales}: the largest elements of {int(state.step)} steps")
+    if stopped:
+        resumable = f"saved in {config.checkpoint_dir}: the same command resumes"
+        log.say(
+            f"terminated after step {int(state.step)}, {resumable if checkpoints else 'not saved: no --checkpoint_dir'}"
+        )
+        raise SystemExit(128 + stopped)
+    return summarise(log, state, corpus, config, mesh, eval_loss, prediction, setup.begun)
+
+
+def set_up(config: Config, begun: float | None) -> Setup:
+    """Starts the devices and checks everything, up to the corpus. All processes agree when it returns.
+
+    Raises as `run`.
+    """
     called = time.perf_counter()
     begun = begun or called
     with agreement.reached(config) as facts:
@@ -277,7 +338,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             machine.check(config, sizes)
         devices = processes.start(config)
         mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
-        spent = {"import": called - begun, "devices": time.perf_counter() - called}  # seconds
+        seconds = {"import": called - begun, "devices": time.perf_counter() - called}
         config = resolve_remat(config, mesh)
         notes = rules.notes(config, dict(mesh.shape))
         config = rules.settled(config, dict(mesh.shape))
@@ -289,101 +350,83 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         check_backend(config, mesh.devices.flat[0].platform)
         corpus = data.open_corpus(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
-        contents = {"corpus": corpus.identity}  # of the files that the run reads, by flag
+        contents = {"corpus": corpus.identity}
         if config.fp8 == "static":
             contents["fp8_scales"] = calibration.identity(config)
         facts["the corpus"] = corpus.identity
+    return Setup(config, mesh, corpus, contents, compiler_options, notes, seconds, begun)
 
+
+def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, jax.stages.Compiled]:
+    """The state, drawn from the seed where there is none, and the step, which is compiled meanwhile."""
+    compiler = ThreadPoolExecutor(1)
+    try:
+        compiling, meanwhile = compiler.submit(compile_step, setup.config, setup.mesh, setup.compiler_options), ""
+        if state is None:
+            draw_begun = time.perf_counter()
+            state = drawn_state(setup.config, setup.mesh)
+            meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
+        step_fn, compile_s = compiling.result()
+    finally:
+        compiler.shutdown(wait=False)  # an error of the drawing is said at once; Python waits when it exits
+    processes.wait_for_all()
+    since_s, before = time.perf_counter() - setup.begun, ", ".join(f"{k} {s:.1f}" for k, s in setup.seconds.items())
+    log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
+    return state, step_fn
+
+
+def training_loop(
+    setup: Setup, log: Log, checkpoints, state: State, step_fn, evaluate, terminated
+) -> tuple[State, float | None, int]:
+    """The steps: (the last state, the last held-out loss, the signal that ended them, or 0)."""
+    config, step, eval_loss = setup.config, log.first_step, None
+    save = partial(checkpoint.save, checkpoints, config=config, contents=setup.contents)
+    profile = Profile(config, log, step_fn)
+    with contextlib.closing(prefetched(setup, step)) as batches:
+        log.start_clock()
+        try:
+            for batch in log.time_waits(batches):
+                step += 1
+                profile.before(step, state)
+                state, metrics = step_fn(state, batch)
+                log.step(metrics)  # shows the step before, while this one runs
+                stopped = terminated(step)
+                at_end = bool(stopped) or step == config.steps
+                profile.after(step, at_end, state)
+                evaluates = config.eval_batches and not stopped and (at_end or _is_due(step, config.eval_every))
+                saves = checkpoints and (at_end or _is_due(step, config.save_every))
+                if evaluates or saves or at_end:
+                    log.finish_step()
+                checkpoint.check(checkpoints)
+                if saves:  # before the evaluation, which may fail
+                    save(step, state)
+                if evaluates:
+                    eval_loss = evaluate(state)
+                if evaluates or saves:
+                    log.start_clock()
+                if stopped:
+                    break
+        except data.DamagedError:
+            # Not with several processes: the others do not know of the error, and wait for the next step.
+            if checkpoints and jax.process_count() == 1:
+                log.finish_step()
+                if step > log.first_step and checkpoints.manager.latest_step() != step:
+                    save(step, state)
+                    log.say(f"saved      after step {step}, as the corpus cannot be read: mended, it goes on")
+            raise
+    return state, eval_loss, stopped
+
+
+def prefetched(setup: Setup, first_step: int):
+    """The batches from step `first_step` on, laid out on the mesh, made ahead of time on a thread."""
+    config, mesh, corpus = setup.config, setup.mesh, setup.corpus
     order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
         return sharding.place(data.Batch, rows, config.batch, order, mesh)
 
-    with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
-        restore_begun = time.perf_counter()
-        checkpoints = stack.enter_context(checkpoint.opened(config))
-        state, resumed = restored_state(config, mesh, checkpoints, contents)
-        last_step = first_step = 0 if state is None else int(state.step)
-        if checkpoints:
-            spent["restore"] = time.perf_counter() - restore_begun
-        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
-        prediction = predict_step(config, mesh)
-        introduce(log, config, mesh, corpus, resumed, prediction)
-        for note in notes:
-            log.say(f"note       {note}")
-        eval_step, eval_loss = evaluation.make_eval_step(config, mesh), None
-
-        def evaluate(state: State) -> float:
-            scaling = calibration.expected(state.amax, config)
-            return evaluation.evaluate(eval_step, state.params, corpus, config, mesh, scaling)
-
-        if first_step >= config.steps:
-            log.say(f"done       before: all of --steps={config.steps}")
-            if config.eval_batches and first_step == config.steps:  # the run before may have ended in its evaluation
-                log.evaluation(last_step, evaluate(state))
-            return {}
-
-        beside = ThreadPoolExecutor(1)
-        stack.callback(beside.shutdown, wait=False)  # what fails meanwhile is said at once; to end, Python waits
-        compiling, meanwhile = beside.submit(compile_step, config, mesh, compiler_options), ""
-        if state is None:
-            draw_begun = time.perf_counter()
-            state = drawn_state(config, mesh)
-            meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
-        step_fn, compile_s = compiling.result()
-        processes.wait_for_all()
-        since_s, before = time.perf_counter() - begun, ", ".join(f"{name} {s:.1f}" for name, s in spent.items())
-        log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
-
-        profile, stopped = Profile(config, log, step_fn), 0
-        terminated = stack.enter_context(processes.notice_of_termination())
-        batches = stack.enter_context(contextlib.closing(data.prefetch(make_batch, range(first_step, config.steps))))
-
-        def save_what_is_trained(_, error, trace) -> None:
-            # Not with several processes: the others do not know of the error, and wait for the next step.
-            if isinstance(error, data.DamagedError) and checkpoints and jax.process_count() == 1:
-                log.finish_step()
-                if last_step > first_step and checkpoints.manager.latest_step() != last_step:
-                    checkpoint.save(checkpoints, last_step, state, config, contents)
-                    log.say(f"saved      after step {last_step}, as the corpus cannot be read: mended, it goes on")
-
-        stack.push(save_what_is_trained)
-        log.start_clock()
-        for batch in log.time_waits(batches):
-            last_step += 1
-            profile.before(last_step, state)
-            state, metrics = step_fn(state, batch)
-            log.step(metrics)  # shows the step before, while this one runs
-            stopped = terminated(last_step)
-            at_end = bool(stopped) or last_step == config.steps
-            profile.after(last_step, at_end, state)
-            evaluates = config.eval_batches and not stopped and (at_end or _is_due(last_step, config.eval_every))
-            saves = checkpoints and (at_end or _is_due(last_step, config.save_every))
-            if evaluates or saves or at_end:
-                log.finish_step()
-            checkpoint.check(checkpoints)
-            if saves:  # before the evaluation, which may fail
-                checkpoint.save(checkpoints, last_step, state, config, contents)
-            if evaluates:
-                eval_loss = evaluate(state)
-                log.evaluation(last_step, eval_loss)
-            if evaluates or saves:
-                log.start_clock()
-            if stopped:
-                break
-        if config.fp8 == "calibrate":
-            calibration.save(state.amax, config)
-            log.say(f"calibrated {config.fp8_scales}: the largest elements of {last_step} steps")
-    if stopped:
-        saved = (
-            f"saved in {config.checkpoint_dir}: the same command resumes"
-            if checkpoints
-            else "not saved: no --checkpoint_dir"
-        )
-        log.say(f"terminated after step {last_step}, {saved}")
-        raise SystemExit(128 + stopped)
-    return summarise(log, state, corpus, config, mesh, eval_loss, prediction, begun)
+    return data.prefetch(make_batch, range(first_step, config.steps))
 
 
 def check_backend(config: Config, backend: str) -> None:
