@@ -410,7 +410,7 @@ class Config:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
         if self.remat_places["decoder_layer_input"] == "remat":
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
 
@@ -486,7 +486,7 @@ class Config:
             )
         for name in ("buffer_factor", "capacity_factor"):
             if not getattr(self, name):
-                raise ValueError(f"{name}=0 has room for no token: at least 1, if none is to be dropped")
+                raise ValueError(f"{name}=0 admits no token: at least 1, if none is to be dropped")
 
     def _check_latent_attention(self):
         if not self.kv_lora_rank:
@@ -494,7 +494,7 @@ class Config:
         if self.rope_head_dim < 2 or self.rope_head_dim % 2:
             raise ValueError(
                 f"rope_head_dim={self.rope_head_dim} must be even and at least 2 with "
-                f"kv_lora_rank={self.kv_lora_rank}: rotary embeddings turn pairs"
+                f"kv_lora_rank={self.kv_lora_rank}: RoPE rotates pairs"
             )
         if self.num_kv_heads != self.num_heads:
             raise ValueError(

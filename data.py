@@ -1,6 +1,6 @@
 """Data: from text on disk to the batch of a step, a pure function of the corpus, the seed and the step.
 
-    python data.py prepare PATH... --out corpus.bin     turn text files and folders into a token file
+    python data.py prepare PATH... --out corpus.bin     make a token file from text files and folders
     python data.py show [corpus.bin]                    print its size, and one packed sequence
 
 **Corpus.** Without a file, the text is the source of Python's standard library, which every machine that runs this has:
@@ -533,7 +533,7 @@ def decode(tokens: np.ndarray) -> str:
 def main() -> None:
     parser = command.parser(__file__)
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare_parser = commands.add_parser("prepare", help="turn text files and folders into a token file of bytes")
+    prepare_parser = commands.add_parser("prepare", help="make a token file of bytes from text files and folders")
     prepare_parser.add_argument(
         "paths", type=command.path, nargs="+", metavar="PATH", help="text file, or folder of them"
     )

@@ -20,7 +20,7 @@ from config import ACTIVATIONS, REMAT_POLICIES, Config, idle
 from presets import PRESETS
 from published import RECIPES, Recipe
 
-# What the help of a flag says beside the comment behind its field.
+# Additions to the help of a flag, which is the comment above its field.
 _MORE = {
     "preset": ", ".join(PRESETS),
     "recipe": ", ".join(RECIPES),
@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Collection[str] = ()) -> 
 
 
 def from_args(args: argparse.Namespace, **defaults) -> Config:
-    """The Config of parsed flags, under which their recipe stands, and `defaults`; all else in `args` is left out.
+    """The Config of parsed flags, over those of their recipe, over `defaults`; all else in `args` is ignored.
 
     Raises ValueError for a wrong value.
     """

@@ -7,11 +7,6 @@
 matmul was measured at 83% of its peak, a copy at 87% of HBM's, an all-gather at 89% of the links'
 (https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood).
 
-**Source.** Every figure has its source beside it, and where sources disagree, what the others have. The order of
-preference: the maker's page on the chip; the designers' papers; the scaling book (Austin et al. 2025,
-https://jax-ml.github.io/scaling-book, part 2); JAX's own table (jax/_src/pallas/mosaic/tpu_info.py). "Page" is
-https://docs.cloud.google.com/tpu/docs/ and the chip's name.
-
 **A chip and a device.** JAX shows a chip as one device, or as two that have half of everything each. v2, v3 and TPU7x
 have two cores with a memory of their own (TPU7x: two dies). v4 and v5p run their two cores as one ("megacore"). The
 links between chips belong to the chip: both devices of a TPU7x send through the same six.
@@ -35,6 +30,11 @@ Every prediction accepts it like a chip of CHIPS. (`python recipes.py --what_if`
 
 **Left out**: SparseCores, the vector unit, prices; twisted tori (v4, v5p), which shorten the paths across a slice like
 4x4x8; the CMEM of v4, 128 MiB beside VMEM.
+
+**Source.** Every figure has its source beside it, and where sources disagree, what the others have. The order of
+preference: the maker's page on the chip; the designers' papers; the scaling book (Austin et al. 2025,
+https://jax-ml.github.io/scaling-book, part 2); JAX's own table (jax/_src/pallas/mosaic/tpu_info.py). "Page" is
+https://docs.cloud.google.com/tpu/docs/ and the chip's name.
 """
 
 import dataclasses

@@ -49,7 +49,7 @@ class Lock:
         self.beat()
         if self.taken_by:
             raise OSError(
-                f"{self.file.parent} was taken over by {_named(self.taken_by)}, while this process stood still for "
+                f"{self.file.parent} was taken over by {_named(self.taken_by)}, while this process was suspended for "
                 f"{SILENCE_S} s or longer: this run ends without another save"
             )
 

@@ -113,7 +113,7 @@ def table(names: list[str]) -> str:
         if result["differs"]:
             differing.setdefault(result["differs"], []).append(result["recipe"])
     notes = [f"- {', '.join(names)}: {differs}" for differs, names in differing.items()]
-    return "\n".join([*lines, *(["", "What differs from what was published:", "", *notes] if notes else [])])
+    return "\n".join([*lines, *(["", "Differences from what was published:", "", *notes] if notes else [])])
 
 
 def _compiled(result: dict | None) -> str:

@@ -11,7 +11,7 @@ memory is L inputs and one full layer; the price is another forward pass, at mos
 **Selective** recomputation (Korthikanti et al. 2022, arXiv:2205.05198, section 5): activations differ in the FLOPs that
 a saved byte avoids. Attention's scores are the most bytes for the fewest FLOPs, and a fused kernel recomputes them
 anyway, from the log-sum-exp that it saves. For the rest, a policy is a set of names. `named` tags a tensor of the
-layer, and `policy` tells `jax.checkpoint` which names to save. The tables are in anatomy.py: `activations` has the
+layer, and `policy` says to `jax.checkpoint` which names to save. The tables are in anatomy.py: `activations` has the
 elements a token of each name, `POLICIES` the sets. For D = NH, elements a token and layer, with MaxText's names:
 
     full                                D                     recomputed: all matmuls but the one that ends a layer
@@ -49,7 +49,7 @@ For all that `minimal_offloaded` moves of that model, MLP included, the step wai
 step waits for 10.9; of 1.7 s of q, k, v for 0.9. At 128k the kernel takes 24 s, and of 3.4 s the step waits for 0.3. To
 overlap a layer's transfers with the next layer, libtpu peels an iteration off each loop. If a device has one sequence,
 that iteration may need the stack of the layers' inputs in another layout: a second stack of 10 GiB for 70B at 8k on 128
-devices (predicted/workload.py predicts where). --xla_flags=xla_tpu_pipeline_memory_host_transfers=false turns both off.
+devices (predicted/workload.py predicts where). --xla_flags=xla_tpu_pipeline_memory_host_transfers=false disables both.
 `python aot.py results offloaded` has steps of both kinds.
 
 **Memory.** Whether a step fits and how long it takes is a prediction (`python roofline.py remat`). The program never

@@ -4,24 +4,24 @@
 
 A run is refused for one of three reasons:
 
-    a flag without effect    set to other than its default, or off, where this model has no use for it (config.Need)
-    no code                  two choices that nobody has taught each other
-    what does not divide     a dim of the model, a sequence or a batch that the mesh cannot cut in equal parts
+    a flag without effect    it is neither at its default nor off, and this model has no use for it (config.Need)
+    no code                  two choices that have no common implementation
+    what does not divide     a dim of the model, a sequence or a batch that the mesh cannot split into equal parts
 
 A flag of a mesh axis of size 1 is no reason: it takes its default, with a note, so that a sweep over meshes runs
 (`config.Need` of kind "mesh"). What needs no mesh is checked by config.py, before jax is imported. train.py and aot.py
 call `check` before they compile, predicted/step.py and predicted/planner.py before they predict: what is proposed can
 be run.
 
-**What is cut** (the layouts are in anatomy.py, and tests hold them against this table):
+**Layout.** The mesh axes that shard each dim (anatomy.py has the layouts, and tests compare them with this table):
 
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
     batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, if E and D are
 
-**8 bits in blocks** (fp8.py): what a device multiplies, forward and backward, is made of whole blocks. So all dims of
-a product are multiples on each device: the one that is contracted, of x and of a weight's shard; the columns, of the
-weight and of dy; and of the gradient of the weight, which contracts them, the rows, b*t of a microbatch.
+**FP8 in blocks** (fp8.py). A device multiplies whole blocks, forward and backward. So all dims of a product are
+multiples of the block on each device: the contracted dim, of x and of a weight's shard; the columns, of the weight and
+of dy; and the rows, b*t of a microbatch, which the gradient of the weight contracts.
 """
 
 import dataclasses
@@ -73,25 +73,25 @@ def check(config: Config, sizes: dict[str, int]) -> None:
 
 
 def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
-    """(flag, size, the axes that cut it) of the model's dims."""
-    of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    """(flag, size, {mesh axis that shards it: its size}) of the model's dims."""
+    sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
     replicas = ("data",) if config.shard_update else ()
-    found = [
-        ("model_dim", config.model_dim, of("tensor", "fsdp", *replicas)),
-        ("vocab_size", config.vocab_size, of("tensor")),
-        ("num_heads", config.num_heads, of("tensor")),
+    dims = [
+        ("model_dim", config.model_dim, sizes_of("tensor", "fsdp", *replicas)),
+        ("vocab_size", config.vocab_size, sizes_of("tensor")),
+        ("num_heads", config.num_heads, sizes_of("tensor")),
     ]
     if config.kv_lora_rank:
-        found.append(("kv_lora_rank", config.kv_lora_rank, of("fsdp", *replicas)))
-        found.append(("q_lora_rank", config.q_lora_rank, of("fsdp", *replicas)))
+        dims.append(("kv_lora_rank", config.kv_lora_rank, sizes_of("fsdp", *replicas)))
+        dims.append(("q_lora_rank", config.q_lora_rank, sizes_of("fsdp", *replicas)))
     else:
-        found.append(("num_kv_heads", config.num_kv_heads, of("tensor")))
+        dims.append(("num_kv_heads", config.num_kv_heads, sizes_of("tensor")))
     if config.num_experts:
-        found.append(("num_experts", config.num_experts, of("expert")))
-        found.append(("expert_dim", config.expert_dim, of("tensor")))
+        dims.append(("num_experts", config.num_experts, sizes_of("expert")))
+        dims.append(("expert_dim", config.expert_dim, sizes_of("tensor")))
     if config.num_dense_layers or not config.num_experts:
-        found.append(("ff_dim", config.ff_dim, of("tensor")))
-    return found
+        dims.append(("ff_dim", config.ff_dim, sizes_of("tensor")))
+    return dims
 
 
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:
@@ -129,7 +129,7 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
 
 
 def offloaded_by_a_stage(config: Config, sizes: dict[str, int]) -> frozenset[str]:
-    """What a policy would have wait on the host where a pipeline has no place for it but the device."""
+    """Activations that a policy offloads, where a pipeline can store them only on the device."""
     in_stages = sizes["pipe"] != 1 and not config.remat_stage
     return anatomy.offloaded_names(config) if in_stages else frozenset()
 
@@ -160,7 +160,7 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
         )
 
 
-# -- 8 bits
+# -- FP8
 
 
 def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
@@ -182,26 +182,26 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
 
 
 def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
-    """(dim, size, the axes that cut it) of the matmuls in 8 bits; a device's part is to be whole blocks."""
-    of = lambda *axes: {axis: sizes[axis] for axis in axes}
-    modules, tensor, fsdp = config.fp8_modules.split(","), of("tensor"), of("fsdp")
+    """(dim, size, {mesh axis that shards it: its size}) of the FP8 matmuls; a device's part must be whole blocks."""
+    sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    modules, tensor, fsdp = config.fp8_modules.split(","), sizes_of("tensor"), sizes_of("fsdp")
     keys, values = anatomy.key_dim(config), anatomy.value_dim(config)
-    rows = of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
-    found = [
+    rows = sizes_of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
+    dims = [
         ("batch*seq_len", config.batch * config.seq_len, rows),
         ("model_dim", config.model_dim, fsdp),
     ]
     if "qkv" in modules or "mlp" in modules:  # what goes into these is cut over tensor before it is gathered
-        found.append(("model_dim", config.model_dim, tensor))
+        dims.append(("model_dim", config.model_dim, tensor))
     if "qkv" in modules:
-        found.append(("num_heads*head_dim", config.num_heads * keys, tensor))
-        found.append(("num_kv_heads*head_dim", config.num_kv_heads * keys, tensor))
+        dims.append(("num_heads*head_dim", config.num_heads * keys, tensor))
+        dims.append(("num_kv_heads*head_dim", config.num_kv_heads * keys, tensor))
     if "out" in modules:
-        found.append(("num_heads*value_head_dim", config.num_heads * values, tensor))
+        dims.append(("num_heads*value_head_dim", config.num_heads * values, tensor))
     if "mlp" in modules and anatomy.weight_names(config) >= {"w_gate"}:
-        found.append(("ff_dim", config.ff_dim, tensor))
+        dims.append(("ff_dim", config.ff_dim, tensor))
     if "unembed" in modules:
-        found.append(("vocab_size", config.vocab_size, tensor))
+        dims.append(("vocab_size", config.vocab_size, tensor))
     if "mlp" in modules and config.num_shared_experts:
-        found.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
-    return found
+        dims.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
+    return dims

@@ -74,7 +74,7 @@ class State:
     step: jax.Array  # int32: steps done, and so the number of the next batch
     params: parameters.Params
     opt_state: optax.OptState
-    amax: dict  # the largest elements of operands in 8 bits, where the recipe remembers them: calibration.py
+    amax: dict  # the largest elements of FP8 operands, where the recipe remembers them: calibration.py
     skipped: jax.Array  # int32: steps whose gradients were not finite
     skipped_in_a_row: jax.Array  # int32: of them, those since the last good one
 
@@ -115,7 +115,7 @@ def init_state(key: jax.Array, config: Config) -> State:
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:
-    """The layout of the state. An optimizer slot lies as the parameter whose shape it has; all else is replicated.
+    """The layout of the state. An optimizer slot is laid out as the parameter of its shape; all else is replicated.
 
     All else is counts, and the sums over rows and columns that adafactor keeps in place of second moments. Slots are in
     the memory of the host with `offload_optimizer`.
@@ -129,8 +129,8 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
 
     def layout(path, leaf):
         name = jax.tree_util.keystr(path)
-        found = (spec for end, (shape, spec) in spec_of.items() if name.endswith(end) and leaf.shape == shape)
-        spec = next(found, None)
+        specs = (spec for end, (shape, spec) in spec_of.items() if name.endswith(end) and leaf.shape == shape)
+        spec = next(specs, None)
         on_host = config.offload_optimizer and spec is not None and name.startswith(".opt_state")
         return NamedSharding(mesh, spec or P(), memory_kind=offload.MEMORY if on_host else "device")
 
@@ -140,7 +140,7 @@ def state_shardings(config: Config, mesh: Mesh) -> State:
 def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=parameters.NO_SCALING, *, config: Config):
     """Loss, metrics, and the loss's gradients, laid out as the parameters. Per-device code, in the step's shard_map.
 
-    Where `scaling` has largest elements to expect, those that were found are among the metrics, as `amax`.
+    Where `scaling` has expected maxima (FP8), the measured ones are among the metrics, as `amax`.
     """
     specs = parameters.param_specs(config)
     num_targets = lax.psum(jnp.sum(batch.loss_weights), sharding.axes_of(BATCH_SPEC))
@@ -151,16 +151,16 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
         weights, amax = trained
         return model.loss_fn(weights, batch, config, parameters.Scaling(amax, key))
 
-    def add(total, more):  # the gradients of the largest elements expected are those found: calibration.py
+    def add(total, more):  # the "gradients" of expected maxima are the measured ones: calibration.py
         return jax.tree.map(jnp.add, total[0], more[0]), jax.tree.map(jnp.maximum, total[1], more[1])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     trained = weights, lax.pcast(scaling.amax, placement.MESH_AXES, to="varying")
     if lax.axis_size("pipe") > 1:
         shares, grads = model.pipelined_loss_and_grads(weights, batch, config)
-        found = {}
+        amax = {}
     elif config.microbatches == 1:
-        shares, (grads, found) = value_and_grad(trained, batch, scaling.key)
+        shares, (grads, amax) = value_and_grad(trained, batch, scaling.key)
     else:
 
         def accumulate(total, of_microbatch):
@@ -170,10 +170,10 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
 
         zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), trained)
         keys = None if scaling.key is None else jax.random.split(scaling.key, config.microbatches)
-        (grads, found), shares = lax.scan(accumulate, zeros, (model.split(batch, config.microbatches), keys))
+        (grads, amax), shares = lax.scan(accumulate, zeros, (model.split(batch, config.microbatches), keys))
         shares = jax.tree.map(lambda a: jnp.sum(a, 0), shares)
     loss, metrics = lax.psum(shares, LOSS_AXES)
-    metrics |= {"amax": lax.pmax(found, placement.MESH_AXES)} if found else {}
+    metrics |= {"amax": lax.pmax(amax, placement.MESH_AXES)} if amax else {}
     return loss, metrics, fsdp.sum_gradients(grads, specs, config.collectives)
 
 
@@ -466,13 +466,13 @@ def resolve_remat(config: Config, mesh: Mesh) -> Config:
     """`config` with a policy in place of remat=auto. Raises ValueError where none fits, or for an unknown chip."""
     if config.remat != "auto":
         return config
-    found = hardware.slice_of(mesh.devices.flat)
-    if found is None:
+    tpu = hardware.slice_of(mesh.devices.flat)
+    if tpu is None:
         raise ValueError(
             f"remat=auto chooses by the memory of a chip, and hardware.py has no {mesh.devices.flat[0].device_kind!r}: "
             "name a policy, as in --remat=full"
         )
-    chip, topology, num_slices = found
+    chip, topology, num_slices = tpu
     return recompute.resolve(_with_sizes(config, mesh), chip, topology, num_slices=num_slices)
 
 
@@ -482,11 +482,11 @@ def _with_sizes(config: Config, mesh: Mesh) -> Config:
 
 
 def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
-    """What roofline.py predicts of the step on these devices; None for chips, or a mesh, that it cannot tell of."""
-    found = hardware.slice_of(mesh.devices.flat)
-    if found is None:
+    """The prediction of roofline.py for the step on these devices; None for chips, or a mesh, that it does not know."""
+    tpu = hardware.slice_of(mesh.devices.flat)
+    if tpu is None:
         return None
-    chip, topology, num_slices = found
+    chip, topology, num_slices = tpu
     try:
         return predict(run_of(_with_sizes(config, mesh), chip, topology, num_slices=num_slices))
     except ValueError:  # a mesh that runs, laid over the torus in a way that has no name in placement.py

@@ -357,7 +357,7 @@ def prepared() -> None:
 
 @contextlib.contextmanager
 def odd_files():
-    """Makes the folder that {odd} stands for, and puts its path into the environment."""
+    """Makes the folder that {odd} names, and puts its path into the environment."""
     with tempfile.TemporaryDirectory() as folder:
         os.symlink("nowhere", f"{folder}/dangling")
         os.mkfifo(f"{folder}/pipe")

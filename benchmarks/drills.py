@@ -481,7 +481,7 @@ def check_terminated(scene: Scene, ended: End) -> None:
 
 def interrupted_twice(scene: Scene) -> None:
     """Ctrl-C twice in a step: ends at once, without a word; started again."""
-    # The second comes when the first is answered, for two signals that wait are one; the run stands still for it.
+    # The second comes when the first is answered, for two pending signals are one; the run is suspended meanwhile.
     run = start(scene, at=("log.Log.finish_step", scene.random.randint(2, 11), 0, signal.SIGSTOP, 20))
     wait_for_stop(run)
     saved = steps_in(scene.checkpoints)
@@ -629,7 +629,7 @@ GUESSED = (
 
 
 def planted_link(scene: Scene, name: str) -> None:
-    """A link to somebody else's file stands at the name of an output, or at the guessed one of its first writing.
+    """A link to somebody else's file has the name of an output, or the guessed name of its unfinished file.
 
     That file is what it was; the link is replaced, or refused.
     """

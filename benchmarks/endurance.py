@@ -103,7 +103,7 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
 
 
 def _start(program: list[str], options: dict, ends: int) -> str:
-    """What the program printed, which is also shown. Raises RuntimeError where it does not end with that status."""
+    """Returns what the program printed, and shows it. Raises RuntimeError where it does not end with that status."""
     command = [sys.executable, *program, *(f"--{name}={value}" for name, value in options.items())]
     said = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -1,4 +1,4 @@
-"""What FP8 changes in the compiled step, against bfloat16: matmuls, saved activations, gathered bytes.
+"""Changes that FP8 makes to the compiled step, against bfloat16: matmuls, saved activations, gathered bytes.
 
     python benchmarks/fp8.py [--topology=tpu7x:4x4x4] [--fp8=dynamic] [--json] [any flag of train.py]
 

@@ -96,7 +96,7 @@ class Copy:
             shutil.copy2(ROOT / name, folder / name)
 
     def write(self, module: str, source: str) -> None:
-        """Writes a module with a new time stamp: Python tells by time and size whether its compiled file is old."""
+        """Writes a module with a new time stamp: Python compares time and size with those of its compiled file."""
         path = self.folder / f"{module}.py"
         path.write_text(source)
         self.changes += 1

@@ -51,13 +51,13 @@ class Row:
     """A figure and the most that it should be, None without a target."""
 
     what: str
-    found: float
+    value: float
     target: float | None = None
     where: str = ""
 
     @property
     def met(self) -> bool | None:
-        return None if self.target is None else self.found <= self.target
+        return None if self.target is None else self.value <= self.target
 
 
 def sources(root: Path) -> dict[Path, str]:
@@ -163,11 +163,11 @@ def rows(root: Path, entered: set[tuple[Path, int]]) -> list[Row]:
     ]
 
 
-def table(found: list[Row]) -> str:
+def table(figures: list[Row]) -> str:
     lines = ["| what | today | at most | met | where |", "|---|---|---|---|---|"]
-    for row in found:
+    for row in figures:
         target, met = ("", "") if row.target is None else (f"{row.target:,}", "yes" if row.met else "no")
-        lines.append(f"| {row.what} | {row.found:,} | {target} | {met} | {row.where} |")
+        lines.append(f"| {row.what} | {row.value:,} | {target} | {met} | {row.where} |")
     return "\n".join(lines)
 
 
@@ -176,8 +176,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the rows as JSON")
     args = command.arguments(parser)
     with tempfile.TemporaryDirectory() as cache:
-        found = rows(ROOT, traced(ROOT, "--steps=2", f"--compilation_cache={cache}"))
-    print(json.dumps([{**asdict(row), "met": row.met} for row in found], indent=1) if args.json else table(found))
+        figures = rows(ROOT, traced(ROOT, "--steps=2", f"--compilation_cache={cache}"))
+    print(json.dumps([{**asdict(row), "met": row.met} for row in figures], indent=1) if args.json else table(figures))
 
 
 if __name__ == "__main__":

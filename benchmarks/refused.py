@@ -186,7 +186,7 @@ def row(flags: str) -> str:
 
 
 def page() -> str:
-    text = f"""# What is refused
+    text = f"""# Refusals
 
 A run that is impossible, or that would differ from what its flags say, ends before anything is compiled. One or two
 sentences name the value, the reason and the way out. Here is an example of every rule, with the answer of `python

@@ -98,13 +98,13 @@ def main() -> None:
             theirs = lambda steps, folder: maxtext(args.maxtext, steps, folder)
             maxtext_runs.append(measure(theirs, r"completed step: 0,", ON_CPU))
     median = lambda runs: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    here, there = median(our_runs), median(maxtext_runs or [MAXTEXT_RESULT])
+    ours_s, theirs_s = median(our_runs), median(maxtext_runs or [MAXTEXT_RESULT])
     if args.json:
-        print(json.dumps(here | {"maxtext": there}))
+        print(json.dumps(ours_s | {"maxtext": theirs_s}))
         return
     print(f"{'measured':32}{'here':>10}{'MaxText':>10}{'ratio':>8}")
     for name, words in (("first_step_s", "first step done after, s"), ("cpu_s_a_step", "CPU-seconds a step")):
-        print(f"{words:32}{here[name]:10.2f}{there[name]:10.2f}{there[name] / here[name]:8.2f}")
+        print(f"{words:32}{ours_s[name]:10.2f}{theirs_s[name]:10.2f}{theirs_s[name] / ours_s[name]:8.2f}")
 
 
 if __name__ == "__main__":

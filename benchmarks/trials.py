@@ -279,7 +279,7 @@ def compare(folder: Path, reference: Path, steps) -> None:
 
 
 def check_same(scene: Scene, steps=SAVED, **values) -> None:
-    """Raises BrokenError unless the last of these steps are there, as many as are kept, all with the right bits."""
+    """Raises BrokenError unless the last `keep_checkpoints` of these steps are there, all with the right bits."""
     wanted = steps[-values.get("keep_checkpoints", len(steps)) :]
     compare(scene.checkpoints, reference(scene.shared), sorted({*wanted, *steps_in(scene.checkpoints)}))
 

@@ -104,7 +104,7 @@ class Region:
     last: int
     cycles: int
     slots: dict[str, float]  # {unit: share of its slots in use}; FILL and SPILL: number of instructions
-    executions: int | None  # in a call of the kernel; for a loop its iterations; None if the program does not tell
+    executions: int | None  # in a call of the kernel; for a loop its iterations; None if the program does not show it
     trips: int | None  # executions each time that the program reaches it, if constant
     children: tuple["Region", ...]
 

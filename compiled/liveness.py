@@ -18,7 +18,7 @@ is set, also if it then refuses the program for lack of memory. This module read
                                 of a loop is listed once, where the loop is
     *-buffer-assignment-values.txt, and the text of the program: the instructions, with op_name and source line
 
-Shapes and uses alone do not tell which operations write in place. The values that a loop carries, updates of slices, a
+Shapes and uses alone do not show which operations write in place. The values that a loop carries, updates of slices, a
 donated argument and an asynchronous copy share a buffer with their operand; counted twice they would exceed the memory
 of the device. In the assignment they have one place (an allocation and an offset), and each place counts once.
 

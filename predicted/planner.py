@@ -249,7 +249,7 @@ def _configs(config: Config) -> dict[int, list[Config]]:
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     by_policy = [dataclasses.replace(plain, remat=policy, remat_tensors="") for policy in policies]
     by_policy += [plain] if config.remat == "custom" else []
-    # Of policies that recompute alike, those that leave more on the device come first.
+    # Policies that recompute alike are sorted by what they offload, the least first.
     by_policy.sort(key=lambda candidate: (_recomputed_flops(candidate), len(anatomy.offloaded_names(candidate))))
     return {2**i: [dataclasses.replace(candidate, microbatches=2**i) for candidate in by_policy] for i in range(6)}
 
@@ -273,7 +273,7 @@ def _with_variants(fitting: list[Prediction]) -> list[Prediction]:
     return fitting
 
 
-# What a custom policy saves on the device, each or not. What shared experts compute is not among it.
+# The activations that a custom policy may save on the device, without those of shared experts.
 SAVABLE = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up expert_up", "expert_down")
 
 
@@ -480,7 +480,7 @@ def print_plan(args: argparse.Namespace) -> None:
 
 
 def as_json_of_plan(plan: Plan, in_fp8: Plan | None) -> dict:
-    """What --json prints."""
+    """The object that --json prints."""
     return {
         "best": as_json(plan.best),
         "families": {family(prediction): as_json(prediction) for prediction in plan.families},

@@ -78,13 +78,13 @@ def best(predicted: dict[str, Prediction]) -> str:
 
 
 def auto(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> str:
-    """Returns the policy that remat=auto stands for: the `best` of the named ones. Raises ValueError if none fits."""
+    """Returns the policy that remat=auto means: the `best` of the named ones. Raises ValueError if none fits."""
     named_only = dataclasses.replace(config, remat="auto", remat_tensors="")
     return best(predictions(named_only, chip, topology, num_slices=num_slices))
 
 
 def resolve(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1) -> Config:
-    """Returns `config` with the policy that remat=auto stands for; any other config as it is. Raises as `auto` does."""
+    """Returns `config` with the policy that remat=auto means; any other config as it is. Raises as `auto` does."""
     if config.remat != "auto":
         return config
     return dataclasses.replace(config, remat=auto(config, chip, topology, num_slices=num_slices))

@@ -309,8 +309,10 @@ def test_what_fails_is_a_cell_and_not_the_end():
 
 def test_the_table_without_tokamax(monkeypatch, capsys):
     """Runs the command without compiling anything."""
-    there = importlib.util.find_spec
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None if name == "tokamax" else there(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        kernels.importlib.util, "find_spec", lambda name: None if name == "tokamax" else find_spec(name)
+    )
     monkeypatch.setattr(bundles, "measure", lambda builder, **options: Report(builder, options, "refused", (), 1.0))
     assert kernels.main(["--only=^forward, head"]) == 1
     out, err = capsys.readouterr()
@@ -372,8 +374,8 @@ def test_memory_says_of_each_policy_what_was_compiled_or_why_it_was_refused(caps
         ("minimal_offloaded", 131_072): dict(fits=False, memory="host", used_bytes=2**37),
     }
     other = dict(fits=True, peak_hbm_bytes=2**30, host_bytes=0)
-    of = lambda expected: (expected.run.config.remat, expected.run.config.seq_len)
-    monkeypatch.setattr(memory.results, "load_or_compile", lambda expected: known.get(of(expected), other))
+    case = lambda expected: (expected.run.config.remat, expected.run.config.seq_len)
+    monkeypatch.setattr(memory.results, "load_or_compile", lambda expected: known.get(case(expected), other))
     memory.main(["8b"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in lines} == {head.count("|")}

@@ -295,7 +295,7 @@ def test_maxtext_fsdp_and_experts(chip, tokens):
 def test_maxtext_experts(chip, width):
     """4*M/Z > alpha holds for two matmuls and long rings. The exact bound is (Z+2)/Z times that, 1.5 times at Z = 4.
 
-    The third matmul, which the page leaves out, makes it two thirds of this: at Z = 4 the two factors cancel.
+    The third matmul, which the page leaves out, makes it 2/3 of this: at Z = 4 the two factors cancel.
     """
     exact = bounds.expert(ici(maxtext[chip]), 4096, 4, matmuls=2).critical
     assert exact * 4 / (4 + 2) == about(width, rel=0.025)

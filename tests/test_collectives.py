@@ -355,7 +355,7 @@ def shards_of(x, dim, n) -> np.ndarray:
 
 
 def windows(ids, dim, n, before, after, periodic):
-    """Returns the shards of an array with their halos, [device, ...]; -1 stands for zeros beyond the ends."""
+    """Returns the shards of an array with their halos, [device, ...]; -1 means zeros beyond the ends."""
     size = ids.shape[dim] // n
     width = [(before, after) if d == dim else (0, 0) for d in range(ids.ndim)]
     padded = np.pad(ids, width, "wrap") if periodic else np.pad(ids, width, constant_values=-1)

@@ -221,7 +221,7 @@ AT_LEAST_1 = (
         ),
         (
             dict(num_experts=4, experts_per_token=1, expert_dim=8, capacity_factor=0.0, moe_impl="capacity"),
-            "capacity_factor=0 has room for no token",
+            "capacity_factor=0 admits no token",
         ),
         (dict(kv_lora_rank=-1), "kv_lora_rank=-1 must be at least 0"),
         (dict(q_lora_rank=8), "q_lora_rank=8 has no effect: kv_lora_rank=0 is no latent attention"),

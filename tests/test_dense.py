@@ -100,7 +100,7 @@ def test_k_is_split_in_equal_parts(K, k):
 
 
 def test_the_limit():
-    """Of a 256^3 tile 256 rows pass through the MXUs: two a cycle in each, and there are two."""
+    """The 256 rows of a 256^3 tile pass through two MXUs, two rows a cycle in each."""
     assert (dense.mxu_cycles(256, 256, 256, "bfloat16"), dense.mxu_cycles(256, 256, 256, "float8_e5m2")) == (64, 32)
 
 

@@ -80,7 +80,7 @@ def test_exercise_6_one_large_element_costs_the_small_ones():
 
 
 def blocks_by_device(order):
-    """Of a sequence in 16 parts, two a device: pairs (queries, keys) of which something is seen."""
+    """Counts, by device, the pairs (queries, keys) of 16 parts of a sequence, two a device, that the mask admits."""
     return [sum(keys <= queries for queries in its for keys in range(16)) for its in order.reshape(8, 2)]
 
 
@@ -100,7 +100,7 @@ def test_exercise_8_three_of_which_two_need_a_mask():
 def test_exercise_9_27_or_16():
     need = lambda rounds: next(m for m in range(4, 100) if bounds.bubble(4, m, rounds) <= 0.1)
     assert (need(1), need(2)) == (27, 14)
-    assert math.ceil(need(2) / 4) * 4 == 16  # of several rounds the stages take turns: a multiple of their number
+    assert math.ceil(need(2) / 4) * 4 == 16  # several rounds need a multiple of the number of stages
     assert pipeline.idle_share(pipeline.make_schedule("1f1b", 4, 27)) == pytest.approx(0.1)
 
 

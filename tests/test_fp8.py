@@ -58,8 +58,8 @@ def near(x):
 
 def gradients(multiply, x, w, dy):
     """(y, dx, dw) of a product."""
-    y, back = jax.vjp(multiply, x, w)
-    return y, *back(dy)
+    y, pullback = jax.vjp(multiply, x, w)
+    return y, *pullback(dy)
 
 
 def f64(x):
@@ -243,8 +243,8 @@ def test_empty_and_zero_operands(name):
 
     @jax.jit
     def train(x, w, dy):
-        y, back = jax.vjp(lambda x, w: fp8.dot(x, weight(w, recipe, zero, zero), recipe), x, w)
-        return y, *back(dy)
+        y, pullback = jax.vjp(lambda x, w: fp8.dot(x, weight(w, recipe, zero, zero), recipe), x, w)
+        return y, *pullback(dy)
 
     for rows, inner in ((0, 8), (8, 0), (8, 8)):
         shapes = (rows, inner), (inner, 16), (rows, 16)
@@ -319,8 +319,8 @@ def test_gradients_equal_a_plain_emulation(name):
 
     @jax.jit
     def ours(x, w, amax_x, amax_dy, dy):
-        y, back = jax.vjp(multiply, x, w, amax_x, amax_dy)
-        return y, *back(dy)
+        y, pullback = jax.vjp(multiply, x, w, amax_x, amax_dy)
+        return y, *pullback(dy)
 
     y, dx, dw, observed_x, observed_dy = ours(x, w, amax_x, amax_dy, dy)
     for actual, expected in zip((y, dx, dw), emulate(recipe, x, w, dy, amax_x, amax_dy), strict=True):
@@ -440,8 +440,8 @@ def test_one_and_eight_devices_agree(name, algorithm):
                 w = fp8.Weight(fp8.gather_weight(w, P("fsdp", "tensor"), recipe, 1, algorithm=algorithm))
             return fp8.dot(x, w, recipe)
 
-        y, back = jax.vjp(multiply, x, w)
-        dx, dw = back(dy)
+        y, pullback = jax.vjp(multiply, x, w)
+        dx, dw = pullback(dy)
         return y, dx, dw
 
     options = dict(granularity=name, block=BLOCK)

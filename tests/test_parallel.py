@@ -135,7 +135,7 @@ def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     ids=lambda option: "-".join(f"{key}={value}" for key, value in option.items()),
 )
 def test_optimizers_equal_the_reference(optimizer):
-    # Rounding the first moment to bfloat16 can turn a last-bit difference of gradients into 2^-9 of an update.
+    # Rounding the first moment to bfloat16 can make 2^-9 of an update from a last-bit difference of gradients.
     tolerance = 1e-4 if "mu_dtype" in optimizer else 1e-5
     check_steps(Config(**SMALL | optimizer, mesh="data:2,fsdp:2,tensor:2", shard_update=True), 3, tolerance)
 

@@ -68,11 +68,11 @@ CONFIG_JSON = {
     | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
     | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4),
-    # Of the model card of Gemma 4 31B: what presets.py takes from it.
+    # From the model card of Gemma 4 31B.
     "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
     | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
 }
-# What the models' code says and not a number of config.json; and the weight of a loss, which presets.py chooses.
+# Numbers of the models' code that config.json lacks; and the weight of a loss, which presets.py chooses.
 OF_THE_CODE = {
     "llama2-70b": dict(head_dim=8192 // 64),
     "qwen2.5-7b": dict(head_dim=3584 // 28, qkv_bias=True),
@@ -88,7 +88,7 @@ OF_THE_CODE = {
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not name.startswith("tiny")])
 def test_every_number_of_a_model_is_the_published_one(preset):
-    """What is in no table here is off, as in the default: no field of the model is left out."""
+    """No field of the model is left out: those in no table here are off, as in the default."""
     published = {FIELDS[key]: value for key, value in CONFIG_JSON[preset].items()} | OF_THE_CODE.get(preset, {})
     groups = flags_lib._documentation()
     of_the_model = [*groups["model"], *groups["mixture of experts"], *groups["multi-head latent attention"]]
@@ -101,7 +101,7 @@ def test_every_number_of_a_model_is_the_published_one(preset):
 
 
 def test_the_defaults_that_the_tables_lean_on():
-    """Of a model that says nothing of these."""
+    """A model without these numbers in its config.json has these."""
     config = Config()
     assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.rope_original_len) == (1e-5, 1e4, 1, 8192)
     assert (config.selection_bias_rate, config.router_scale, config.renormalise) == (0.001, 1, True)

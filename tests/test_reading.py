@@ -83,15 +83,15 @@ def test_a_run_that_fails_is_an_error(root):
 
 
 def test_the_rows(root):
-    found = {row.what: row for row in reading.rows(root, reading.traced(root))}
-    modules, lines, run, longest, longest_of_all, parameters, instruments, words = found.values()
-    assert (modules.found, lines.found) == (2, 5 + 32)
-    assert (run.found, run.where) == (27, "3 functions 15, heads 12")
-    assert (longest.found, longest.where) == (8, "train.py: step")
-    assert (longest_of_all.found, longest_of_all.where) == (32, "predicted/cost.py: _ring_kernel")
-    assert (parameters.found, parameters.where) == (6, "train.py: unused")
-    assert instruments.found == round(100 * 7 / (7 + 5 + 33)) and instruments.met is False
-    assert words.found == 2 + 5 and words.met is True
+    rows_by_name = {row.what: row for row in reading.rows(root, reading.traced(root))}
+    modules, lines, run, longest, longest_of_all, parameters, instruments, words = rows_by_name.values()
+    assert (modules.value, lines.value) == (2, 5 + 32)
+    assert (run.value, run.where) == (27, "3 functions 15, heads 12")
+    assert (longest.value, longest.where) == (8, "train.py: step")
+    assert (longest_of_all.value, longest_of_all.where) == (32, "predicted/cost.py: _ring_kernel")
+    assert (parameters.value, parameters.where) == (6, "train.py: unused")
+    assert instruments.value == round(100 * 7 / (7 + 5 + 33)) and instruments.met is False
+    assert words.value == 2 + 5 and words.met is True
     assert longest_of_all.met is None
 
 
@@ -108,5 +108,5 @@ def test_the_table_and_json_say_the_same(root, monkeypatch, capsys):
     table, _, text = capsys.readouterr().out.partition("[\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     met = {True: "yes", False: "no", None: ""}
-    said = [(row["what"], f"{row['found']:,}", met[row["met"]]) for row in json.loads("[\n" + text)]
+    said = [(row["what"], f"{row['value']:,}", met[row["met"]]) for row in json.loads("[\n" + text)]
     assert [(row[0], row[1], row[3]) for row in rows] == said and len(said) == 8

@@ -1,4 +1,4 @@
-"""What a recomputation policy is predicted to save, repeat and cost, and which one is the best."""
+"""Predictions of recomputation policies: what each saves, recomputes and costs, and which is the best."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What is refused: for a run as for its prediction, and no more and no less than what has no program."""
+"""Refusals: the same for a run as for its prediction, no more and no less than what cannot run."""
 
 import dataclasses
 import functools
@@ -48,20 +48,27 @@ def refusal(call) -> str:
 
 def drawn(generator: random.Random) -> tuple[Config, dict[str, int]] | None:
     """A model of odd sizes with flags of any kind on 8 devices; None where the flags alone are refused."""
-    of = generator.choice
+    choose = generator.choice
     sizes = dict.fromkeys(MESH_AXES, 1)
     for _ in range(3):
-        sizes[of(MESH_AXES)] *= 2
+        sizes[choose(MESH_AXES)] *= 2
     names = [name for name in SETTINGS if name not in (*MESH_AXES, "model", "remat", "fp8", "fp8_granularity")]
-    flags = {name: of(SETTINGS[name]) for name in generator.sample(names, 5)}
+    flags = {name: choose(SETTINGS[name]) for name in generator.sample(names, 5)}
     flags |= dict(pipeline_rounds=2) if flags.get("pipeline_schedule") == "circular" else {}
-    flags |= of((dict(), dict(context_heads=2), dict(max_logit=8.0)))
-    flags |= of((dict(), dict(fp8="dynamic", fp8_modules=of(("out,mlp", "qkv,out", "mlp")))))
+    flags |= choose((dict(), dict(context_heads=2), dict(max_logit=8.0)))
+    flags |= choose((dict(), dict(fp8="dynamic", fp8_modules=choose(("out,mlp", "qkv,out", "mlp")))))
     if "fp8" in flags:
-        flags |= of((dict(), dict(fp8_granularity="block", fp8_block=of((4, 8, 16))), dict(fp8_rounding="stochastic")))
-    model = of(MODELS)
-    flags |= dict(num_layers=of((4, 6)), model_dim=of((32, 64, 96, 36)), ff_dim=of((16, 32, 20)), seq_len=of((24, 20)))
-    heads = of(((8, 8), (16, 4), (8, 2), (12, 12)))
+        flags |= choose(
+            (dict(), dict(fp8_granularity="block", fp8_block=choose((4, 8, 16))), dict(fp8_rounding="stochastic"))
+        )
+    model = choose(MODELS)
+    flags |= dict(
+        num_layers=choose((4, 6)),
+        model_dim=choose((32, 64, 96, 36)),
+        ff_dim=choose((16, 32, 20)),
+        seq_len=choose((24, 20)),
+    )
+    heads = choose(((8, 8), (16, 4), (8, 2), (12, 12)))
     flags |= dict(num_heads=heads[0], num_kv_heads=heads[0] if "kv_lora_rank" in model else heads[1])
     mesh = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
     try:
@@ -73,7 +80,7 @@ def drawn(generator: random.Random) -> tuple[Config, dict[str, int]] | None:
 @functools.cache
 def draws(number: int, seed: int = 0) -> list[tuple[Config, dict[str, int]]]:
     generator = random.Random(seed)
-    return [found for _ in range(number) if (found := drawn(generator))]
+    return [pair for _ in range(number) if (pair := drawn(generator))]
 
 
 def test_a_prediction_refuses_what_a_run_refuses():
@@ -96,14 +103,14 @@ def test_every_shard_is_whole_where_the_rules_say_so_and_only_there():
         cut = all(size % ways(axes) == 0 for _, size, axes in rules.cuts(config, sizes))
         cut &= config.num_layers % sizes["pipe"] == 0
         shapes, specs = parameters.param_shapes(config), parameters.param_specs(config)
-        whole = all(
+        divides = all(
             size % ways(sharding.axes_of((entry,))) == 0
             for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
             for size, entry in zip(leaf.shape, spec, strict=True)
         )
-        whole &= config.num_experts % sizes["expert"] == 0  # whole experts, of rows cut as one
-        assert whole == cut, (config, sizes)
-        verdicts.append(whole)
+        divides &= config.num_experts % sizes["expert"] == 0  # whole experts, of rows cut as one
+        assert divides == cut, (config, sizes)
+        verdicts.append(divides)
     assert 20 < sum(verdicts) < len(verdicts) - 20
 
 
@@ -138,8 +145,8 @@ SMALL_BLOCKS = SMALL | dict(fp8="dynamic", fp8_granularity="block", num_layers=2
 def test_blocks_are_whole_where_a_program_can_be_traced_and_only_there(flags, message):
     config = Config(**SMALL_BLOCKS | flags)
     sizes = fill_mesh(parse_mesh(config.mesh), 8)
-    found = refusal(lambda: rules.check(config, sizes))
-    assert found.startswith(message) and bool(found) == bool(message)
+    error = refusal(lambda: rules.check(config, sizes))
+    assert error.startswith(message) and bool(error) == bool(message)
     if message:  # and the program itself could not be made
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="fp8 block of"):
             patch.setattr(rules, "check", lambda *_: None)
@@ -172,8 +179,8 @@ def test_blocks_are_whole_where_a_program_can_be_traced_and_only_there(flags, me
 )
 def test_sequences_are_cut_where_a_program_can_be_traced(flags, message):
     config = Config(**SMALL | dict(num_layers=2, mesh="fsdp:2,context:4") | flags)
-    found = refusal(lambda: rules.check(config, fill_mesh(parse_mesh(config.mesh), 8)))
-    assert found.startswith(message) and bool(found) == bool(message)
+    error = refusal(lambda: rules.check(config, fill_mesh(parse_mesh(config.mesh), 8)))
+    assert error.startswith(message) and bool(error) == bool(message)
     if not message:
         traced(config)
 
@@ -270,7 +277,7 @@ FP8 = dict(fp8="dynamic")
             )
         ),
         ("data:3,fsdp:2", dict(microbatches=2), dict(batch=36), dict(batch=42), "batch=42 must be a multiple of"),
-        # 8 bits of a pipeline: each of the three alone.
+        # FP8 in a pipeline: each of the three alone.
         *(
             ("pipe:3", FP8, taken, wrong, "with pipe:3 stages fp8 is dynamic or fixed, rounds to nearest, and skips")
             for taken, wrong in (
@@ -386,7 +393,7 @@ def test_settled_is_legal_and_the_same_where_nothing_is_idle():
 def test_the_planner_says_nothing_that_has_no_effect():
     """A flag for an axis that a mesh lacks is no reason not to propose that mesh; but it is left out."""
     config = from_preset("llama3.1-8b", batch=64, context_impl="all_gather", shard_update=True)
-    found = planner.plan(config, CHIPS["tpu7x"], (2, 2, 1))
-    for one in found.families:
+    plan = planner.plan(config, CHIPS["tpu7x"], (2, 2, 1))
+    for one in plan.families:
         rules.check(one.run.config, one.run.sizes)
-    assert {one.run.config.context_impl for one in found.families} == {"ring", "all_gather"}
+    assert {one.run.config.context_impl for one in plan.families} == {"ring", "all_gather"}

@@ -54,7 +54,7 @@ def test_the_passes_of_the_layers_add_up_to_their_parts():
         parts = sum(seconds(prediction, name) for name in ("matmul", "attention", "elementwise"))
         assert sum(prediction.passes.values()) == pytest.approx(parts)
         ratios.append(prediction.passes["backward"] / prediction.passes["forward"])
-    # What is recomputed is less than the forward pass: no gradient needs the result of the MLP's last matmul.
+    # Recomputation is less than the forward pass: no gradient needs the result of the MLP's last matmul.
     assert 2 < ratios[0] < 2.3 and 0.6 < ratios[1] - ratios[0] < 0.75
 
 

@@ -93,7 +93,7 @@ def test_updates_are_those_of_the_papers(options):
     first = jax.tree.map(lambda w: np.float32(0.05 * draw(w.shape)), parameters.param_shapes(config))
     state, update = optimizer.init(first), jax.jit(optimizer.update)
     params, plain, plain_state = first, first, None
-    # Of all that was added. A first moment in bfloat16 is rounded twice a step, by 2^-9.
+    # Relative to the sum of all updates. A first moment in bfloat16 is rounded twice a step, by 2^-9.
     tolerance = 2**-7 if config.mu_dtype == "bfloat16" else 1e-5
     for count in range(10):
         grads = jax.tree.map(lambda w: np.float32(draw(w.shape)), params)
@@ -199,15 +199,15 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     assert float(metrics["loss"]) < float(first["loss"])
 
 
-def steps_of(config: Config, monkeypatch, told: list) -> list:
-    """(state, metrics) after each step, of which `told` has (loss, gradient, metrics) in place of the model.
+def steps_of(config: Config, monkeypatch, given: list) -> list:
+    """(state, metrics) after each step; `given` has each step's (loss, gradient, metrics), in place of the model.
 
-    Every element of every gradient is the one that is told, but of selection biases, which have none.
+    All elements of all gradients are the given one; selection biases have none.
     """
 
     def loss_and_grads(params, batch, scaling, *, config):
         number = lax.pmax(jnp.max(batch.tokens), sharding.axes_of(sharding.BATCH_SPEC))
-        loss, gradient, metrics = jax.tree.map(lambda *values: jnp.stack(values)[number], *told)
+        loss, gradient, metrics = jax.tree.map(lambda *values: jnp.stack(values)[number], *given)
         metrics |= {"noise": jax.random.key_data(scaling.key)}
         grads = jax.tree.map(lambda w: jnp.full_like(w, gradient), params)
         if config.selection_bias:  # as the model has it
@@ -217,14 +217,14 @@ def steps_of(config: Config, monkeypatch, told: list) -> list:
 
     monkeypatch.setattr(train, "loss_and_grads", loss_and_grads)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), jax.devices()[:2])
-    step, state, found = train.make_train_step(config, mesh), first_state(config, mesh, init(config)), []
-    found.append((jax.device_get(state), {}))
-    for number in range(len(told)):
+    step, state, results = train.make_train_step(config, mesh), first_state(config, mesh, init(config)), []
+    results.append((jax.device_get(state), {}))
+    for number in range(len(given)):
         batch = jax.tree.map(lambda a, n=number: np.full_like(a, n), make_batch(config))
         batch = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
         state, metrics = step(state, data.Batch(*batch))
-        found.append(jax.device_get((state, metrics)))
-    return found
+        results.append(jax.device_get((state, metrics)))
+    return results
 
 
 GOOD, BAD = (2.0, 0.5), [(np.nan, 0.5), (np.inf, 0.5), (2.0, np.nan), (2.0, -np.inf)]
@@ -245,11 +245,13 @@ def test_a_loss_or_gradients_alone_that_are_not_finite_change_nothing_but_the_co
         "selection_bias": {"expert_loads": np.float32([[5, 3, n, 6]]), "dropped": np.float32(0)},
     }[what]
     losses = [BAD[0], GOOD, *BAD, GOOD]
-    told = [(*map(np.float32, one), metrics_of(n)) for n, one in enumerate(losses)]
-    states, metrics = zip(*steps_of(config, monkeypatch, told), strict=True)
-    kept = lambda state: jax.tree.leaves((state.params, state.opt_state, state.amax))
+    given = [(*map(np.float32, one), metrics_of(n)) for n, one in enumerate(losses)]
+    states, metrics = zip(*steps_of(config, monkeypatch, given), strict=True)
+    state_of = lambda state: jax.tree.leaves((state.params, state.opt_state, state.amax))
     for number, one in enumerate(losses):
-        same = [np.array_equal(*pair) for pair in zip(kept(states[number]), kept(states[number + 1]), strict=True)]
+        same = [
+            np.array_equal(*pair) for pair in zip(state_of(states[number]), state_of(states[number + 1]), strict=True)
+        ]
         assert not all(same) if one is GOOD else all(same), (number, one)
     counts = [(int(m["step"]), int(m["skipped"]), int(m["skipped_in_a_row"])) for m in metrics[1:]]
     assert counts == [(1, 1, 1), (2, 1, 0), (3, 2, 1), (4, 3, 2), (5, 4, 3), (6, 5, 4), (7, 5, 0)]
@@ -265,10 +267,10 @@ def test_the_rate_that_is_told_is_the_one_that_was_used(monkeypatch):
     """Also behind steps that were skipped: they are no updates."""
     options = dict(optimizer="sgd", beta1=0.0, clip_norm=0.0, learning_rate=0.5, warmup_ratio=0.3)
     config, is_good = Config(**ONE_LAYER | options), [1, 0, 1, 1, 0, 0, 1, 1]
-    told = [(np.float32(1 if good else np.nan), np.float32(1), {}) for good in is_good]
-    found = steps_of(config, monkeypatch, told)
+    given = [(np.float32(1 if good else np.nan), np.float32(1), {}) for good in is_good]
+    results = steps_of(config, monkeypatch, given)
     for number, good in enumerate(is_good):
-        (before, _), (after, metrics) = found[number : number + 2]
+        (before, _), (after, metrics) = results[number : number + 2]
         expected = reference.learning_rate(sum(is_good[:number]), config)
         assert metrics["learning_rate"] == pytest.approx(expected, rel=1e-5)
         moved = before.params.layers.norm_mlp - after.params.layers.norm_mlp
@@ -277,10 +279,10 @@ def test_the_rate_that_is_told_is_the_one_that_was_used(monkeypatch):
 
 def test_every_step_has_its_own_noise(monkeypatch):
     """And every seed; also behind a step that was skipped, so that it is not tried again with the same."""
-    told = [(np.float32(loss), np.float32(1), {}) for loss in (1, np.nan, 1)]
+    given = [(np.float32(loss), np.float32(1), {}) for loss in (1, np.nan, 1)]
     keys = set()
     for seed in (0, 1):
-        keys |= {m["noise"].tobytes() for _, m in steps_of(Config(**ONE_LAYER, seed=seed), monkeypatch, told)[1:]}
+        keys |= {m["noise"].tobytes() for _, m in steps_of(Config(**ONE_LAYER, seed=seed), monkeypatch, given)[1:]}
     assert len(keys) == 6
 
 
@@ -338,8 +340,8 @@ def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
         chosen = np.concatenate([batch_of(index).tokens for index in range(-(-rows // config.batch))])[:rows]
         chosen = {place_of[tuple(row)] for row in chosen}
         assert len(chosen) == rows == evaluation.num_evaluated(corpus, its)
-        found = evaluation.evaluate(eval_step, placed, corpus, its, mesh)
-        assert found == pytest.approx(each[sorted(chosen)].mean(), rel=1e-5), (sequences, batches)
+        loss = evaluation.evaluate(eval_step, placed, corpus, its, mesh)
+        assert loss == pytest.approx(each[sorted(chosen)].mean(), rel=1e-5), (sequences, batches)
 
 
 def test_an_evaluation_has_two_batches_in_flight_at_most():
@@ -383,7 +385,7 @@ def test_an_evaluation_of_more_batches_than_devices_queue_ends():
 
 @pytest.mark.slow
 def test_samples_follow_the_distribution():
-    """Of a model whose logits are known: all weights zero but a bias in the unembedding makes every token follow it."""
+    """The logits are known: all weights are zero but for a bias in the unembedding."""
     config = Config(**TINY | dict(vocab_size=8, num_layers=1, sample=64), mesh="fsdp:2,tensor:4")
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
@@ -419,11 +421,11 @@ def test_sampling_continues_the_prompt(mesh):
     placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
     sampled = np.asarray(sampling.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
 
-    whole, tokens = jax.device_get(params), list(prompt[0, :5])
+    gathered, tokens = jax.device_get(params), list(prompt[0, :5])
     for token in sampled:
         seen = np.array([tokens[-8:]])
         ones, positions = np.ones_like(seen), np.arange(seen.shape[1])[None]
-        logits = reference.logits(whole, data.Batch(seen, seen, ones, positions, ones), config)
+        logits = reference.logits(gathered, data.Batch(seen, seen, ones, positions, ones), config)
         assert token == np.argmax(logits[0, -1])
         tokens.append(token)
 
@@ -511,8 +513,8 @@ def test_flash_attention_trains_as_the_reference_does(tmp_path):
         losses[attention] = [line["loss"] for line in read(file) if "loss" in line]
     expected = losses.pop("reference")
     assert len(expected) == 2
-    for found in losses.values():
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for loss in losses.values():
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -537,12 +539,12 @@ def test_second_start_reads_the_cache_of_compiled_programs(tmp_path):
 
 
 def test_the_prediction_is_that_of_the_slice():
-    """Of TPU devices that are not there: what `roofline.py step` says of this mesh, and for simulated ones nothing."""
+    """For TPU devices it is that of `roofline.py step` for this mesh; for simulated devices there is none."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x2").devices
     config = from_preset("llama3.1-8b", mesh="fsdp:8,tensor:*", batch=8)
-    found = train.predict_step(config, sharding.make_mesh(placement.parse_mesh(config.mesh), devices))
+    prediction = train.predict_step(config, sharding.make_mesh(placement.parse_mesh(config.mesh), devices))
     filled = dataclasses.replace(config, mesh="fsdp:8,tensor:2")
-    assert found.step_s == predict(run_of(filled, CHIPS["tpu7x"], (2, 2, 2))).step_s
+    assert prediction.step_s == predict(run_of(filled, CHIPS["tpu7x"], (2, 2, 2))).step_s
     assert train.predict_step(config, sharding.make_mesh(placement.parse_mesh("fsdp:8"), jax.devices())) is None
     odd = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x3").devices
     assert train.predict_step(config, sharding.make_mesh(placement.parse_mesh("fsdp:8,tensor:3"), odd)) is None
