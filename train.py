@@ -4,9 +4,9 @@
     python train.py --mesh=data:2,fsdp:2,tensor:2 --steps=50     another mesh
     python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
 
-Top to bottom: the state, the step, and the run that repeats it. The parts have files of their own: config.py (every
+Top to bottom: the state, the step, and the run that repeats it. Their parts have files of their own: config.py (every
 flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and sharding.py
-(who holds what, and when it moves), evaluation.py, sampling.py, processes.py, checkpoint.py and log.py.
+(which device stores what, and when it moves), evaluation.py, sampling.py, processes.py, checkpoint.py and log.py.
 """
 
 import signal
@@ -93,7 +93,7 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
     )
     learning_rate = lambda count: schedule(count + 1)  # so that the first update is not lost to a rate of 0
     decay, matrices = config.weight_decay, parameters.is_matrix(config)
-    # As offload.py updates a part of the parameters, with None in place of the others.
+    # offload.py updates some of the parameters at a time, with None in place of the others.
     mask = lambda tree: jax.tree.map(lambda matrix, w: None if w is None else matrix, matrices, tree)
     if config.optimizer == "adamw":
         beta1, beta2, mu_dtype = config.beta1, config.beta2, config.mu_dtype
@@ -198,7 +198,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
         skipped=state.skipped + ~finite,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
-    # Minimised is the sum; shown is the cross-entropy, as of the held-out sequences, and beside it what was added.
+    # The sum is minimised. The cross-entropy is reported, as for held-out sequences, and the auxiliary losses apart.
     metrics = mixture.reported_metrics(metrics) | {
         "step": new_state.step,
         "loss": loss - metrics.get("auxiliary_loss", 0),
@@ -213,7 +213,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
 def update(state: State, grads: parameters.Params, accept: jax.Array, *, config: Config, mesh: Mesh):
     """(params, opt_state) after the optimizer's step, or as they were where not `accept`.
 
-    Left to the partitioner: but for norms it is elementwise. With its state on the host it is per-device code.
+    XLA's partitioner distributes it: but for norms it is elementwise. With its state on the host it is per-device code.
     """
     optimizer, _ = make_optimizer(config)
     if not config.offload_optimizer:
@@ -238,7 +238,7 @@ def make_train_step(config: Config, mesh: Mesh):
 
 
 def lower_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
-    """The step for the devices of a mesh, as jax lowers it: nothing is compiled yet, or made."""
+    """The step lowered for the devices of a mesh; nothing is compiled or allocated."""
     shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     state = jax.eval_shape(partial(init_state, config=config), key)
@@ -249,7 +249,7 @@ def lower_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
 
 
 def compile_step(config: Config, mesh: Mesh, compiler_options: dict[str, str]) -> tuple[jax.stages.Compiled, float]:
-    """The compiled step, and seconds that it took."""
+    """The compiled step, and the seconds of its compilation."""
     begun = time.perf_counter()
     return lower_step(config, mesh).compile(compiler_options or None), time.perf_counter() - begun
 
@@ -457,7 +457,7 @@ def restored_state(
 
 
 def drawn_state(config: Config, mesh: Mesh) -> State:
-    """The seed's, each device drawing its shards."""
+    """The initial state by `config.seed`; each device draws its own shards."""
     init = jax.jit(partial(init_state, config=config), out_shardings=state_shardings(config, mesh))
     return jax.block_until_ready(init(jax.random.key(config.seed)))
 
@@ -496,7 +496,7 @@ def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
 def introduce(
     log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed: str | None, prediction: Prediction | None
 ) -> None:
-    """Says what is about to run."""
+    """Prints what is about to run: mesh, model, data, prediction, and the checkpoint that it resumes from."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
     log.say(
@@ -526,7 +526,7 @@ def _is_due(step: int, every: int) -> bool:
 def summarise(
     log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, prediction, begun
 ) -> dict:
-    """Prints what came out of the run, and returns it as numbers."""
+    """Prints the results of the run, and returns them as numbers."""
     figures = log.summary()
     if prediction:
         figures["predicted_step_s"] = prediction.step_s
