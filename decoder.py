@@ -1,10 +1,20 @@
-"""A layer of the decoder, as the code that one device runs: attention, then an MLP or a mixture of experts.
+"""A layer of the decoder, in per-device code: attention, then an MLP or a mixture of experts.
 
 **Formula.**
 
-    x += attention(norm(x));   x += swiglu(norm(x))
+    x = x + attention(norm(x)) @ w_o,    then    x = x + swiglu(norm(x))
 
-With `num_experts` a mixture of experts takes the place of the MLP (mixture.py). tensor.py has the matmuls.
+If `num_experts` is not 0, a mixture of experts takes the place of the MLP (mixture.py), except in the first
+`num_dense_layers` layers. tensor.py has the matmuls.
+
+**Layout.** The suffix of a name is the shape of the array. A capital is a full dim, a lower-case letter this device's
+shard of it (sharding.py has all letters):
+
+    b sequences   t positions   d model   f hidden dims of the MLP
+    n query heads   k key/value heads   H dims of a head's queries and keys   U dims of its values
+    latent attention: Q, C the latents of queries and of keys and values   R, I dims of a head with RoPE and without
+
+`named` gives an activation the name by which a recomputation policy can save it (remat.py).
 
 **Source.** RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864),
 grouped-query or latent attention, SwiGLU (Shazeer 2020, arXiv:2002.05202).
@@ -33,13 +43,17 @@ from tensor import column_parallel, matmul, row_parallel
 
 
 def layer(w: Layers, x, constants, i, is_global, config: Config):
-    """x = (x_btd, metrics) after one layer: attention, then an MLP or a mixture of experts.
+    """Runs one layer: attention, then an MLP or a mixture of experts.
 
     Args:
-      w: the layer's weights, gathered over fsdp and without the dim L.
-      constants: (segments_bt, cos, sin), the same for all layers.
-      i: the number of the layer among those with experts.
-      is_global: whether the layer attends without a window; None if all layers do the same.
+      w: the weights of this layer, gathered over fsdp: those of `Layers` without the leading dim of layers.
+      x: (x_btd, metrics), the residual stream and the metrics of the layers before (`mixture.zero_metrics`).
+      constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`.
+      i: the number of this layer among the layers with experts, from 0.
+      is_global: whether this layer attends without a window. None if all layers of the model do the same.
+
+    Returns:
+      (x_btd, metrics) after the layer. A dense layer leaves the metrics as they are.
     """
     x_btd, metrics = x
     x_btd = named(x_btd, "decoder_layer_input")
@@ -52,13 +66,16 @@ def layer(w: Layers, x, constants, i, is_global, config: Config):
         x_btd += y_btd
         if config.num_shared_experts:
             x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
-    # Without this constraint XLA:TPU chooses a layout with T fastest, and transposes it on the SparseCores. The gathers
-    # of the next layer, which run there too, would then wait for the end of this one.
+    # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
+    # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics
 
 
 def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
-    """attention(norm(x)) of this device's heads, projected back to the residual stream."""
+    """Returns attention(norm(x)) @ w_o as out_btd, to be added to the residual stream.
+
+    Each device computes attention for its own heads. The output projection sums over the heads of all devices.
+    """
     h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
     project = project_latents if config.kv_lora_rank else project_qkv
     q_btnH, k_btkH, v_btkU = project(w, h_btd, cos, sin, config)
@@ -71,7 +88,7 @@ def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: 
 
 
 def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
-    """Queries, keys and values of this device's heads, with rotary positions."""
+    """Returns q_btnH, k_btkH and v_btkU of this device's heads, the first two with rotary positions."""
     q_btnH, k_btkH, v_btkU = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + w.bias_v
@@ -83,7 +100,10 @@ def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
 
 
 def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
-    """An MLP that all tokens go through: (silu(h w) * (h v)) w_down. `name` begins the names of its activations."""
+    """Returns (silu(h @ w) * (h @ v)) @ w_down as y_btd, for a dense MLP or the shared experts.
+
+    `weights` are (gate, up, down), here w, v and w_down. The names of the activations are `name`_gate and so on.
+    """
     w_Df, v_Df, w_fD = weights
     gate_btf, up_btf = column_parallel(h_btd, (w_Df, v_Df), config)
     gate_btf, up_btf = named(gate_btf, f"{name}_gate"), named(up_btf, f"{name}_up")
@@ -95,7 +115,11 @@ def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str
 
 
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
-    """x / rms(x) * scale, in float32. The mean is over all of D; with `axis` this device holds a shard of it."""
+    """Returns x / rms(x) * scale in the shape and dtype of x, computed in float32.
+
+    The mean of squares is over all of D. With `axis`, each device along that mesh axis holds a shard of D. With None,
+    x holds all of it.
+    """
     x_f32 = x_btd.astype(jnp.float32)
     mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
     if axis:
@@ -104,16 +128,16 @@ def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None 
 
 
 def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position * frequency, each [b, t, H/2] in float32.
+    """Returns the cos and sin of position * frequency, each [b, t, H/2] in float32 (R/2 in latent attention).
 
-    `rope_scaling` = s > 1 stretches the context as in Llama 3.1 (arXiv:2407.21783; the 1 and 4 below are from its
-    released configuration). Wavelengths above the original length become s times longer, those under a quarter of it
-    stay the same, and those between are interpolated.
+    `rope_scaling` = s > 1 extends the context as in Llama 3.1 (arXiv:2407.21783). Wavelengths longer than
+    `rope_original_len` tokens become s times as long. Those shorter than a quarter of it stay the same. In between the
+    frequencies are interpolated. The 1 and the 4 below are from the released configuration of the model.
     """
     half = (config.rope_head_dim or config.head_dim) // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if config.rope_scaling != 1:
-        periods = config.rope_original_len * frequency / (2 * math.pi)  # in the original context
+        periods = config.rope_original_len * frequency / (2 * math.pi)  # number of periods in the original context
         unscaled = ((periods - 1) / (4 - 1)).clip(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / config.rope_scaling)
     angles = positions_bt[..., None].astype(jnp.float32) * frequency
@@ -121,10 +145,11 @@ def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax
 
 
 def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H/2]) of every head by their angles: x * cos + (-x2, x1) * sin.
+    """Returns x with the pair (x[i], x[i + H/2]) of every head rotated by its angle, in the shape and dtype of x.
 
-    A matmul swaps the halves. It is exact, since each sum has one term, and costs 1% of the projection before it.
-    Slicing and concatenating would be separate passes through HBM: 2% of a step of Llama 3.1 70B on TPU7x (compiled).
+    With x1 and x2 the two halves of a head, the result is [x1, x2] * cos + [-x2, x1] * sin. A matmul makes [-x2, x1].
+    It is exact, since only one term of each of its sums is not 0, and costs 1% of the projection before it. Slicing and
+    concatenating would be separate passes through HBM: 2% of a step of Llama 3.1 70B on TPU7x (compiled).
     """
     half = jnp.eye(cos.shape[-1], dtype=x_btnH.dtype)
     swap_HH = jnp.block([[0 * half, half], [-half, 0 * half]])
@@ -137,11 +162,15 @@ def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config):
-    """Causal attention, with a window unless the layer is global, by the implementation for this mesh and platform."""
+    """Returns the result of causal attention, context_btnU, for this device's heads.
+
+    Attention has the window `config.window`, or no window in a global layer. Mesh, platform and config determine which
+    implementation runs: context.py if `context` shards the sequences, else flash.py or attention.py.
+    """
     kernel, interpret = uses_flash_kernel(config), sharding.platform() != "tpu"
     over_context = lax.axis_size("context") > 1
 
-    def windowed(window, which=None):
+    def windowed(window, which=None):  # with a tuple of windows, `which` is the index of the one that applies
         mask = Mask(window=window, which=which, segments=(segments_bt, segments_bt))
         operands = q_btnH, k_btkH, v_btkU, mask, Scores(max_logit=config.max_logit or None), sinks
         if over_context:
@@ -154,35 +183,38 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
             return context_attention(*operands, method=method, kernel=kernel, interpret=interpret)[0]
         if kernel:
             return flash_attention(*operands, interpret=interpret)[0]
-        # causal_attention works on quarters of the queries, over which the TPU compiler of jax 0.10 crashes.
+        # causal_attention splits the queries into quarters. The TPU compiler of jax 0.10 crashes on that.
         plain = attention if sharding.platform() == "tpu" else causal_attention
         return named(plain(*operands)[0], "context")
 
     if not config.global_every:
         return windowed(config.window)
-    if kernel and not over_context:  # flash_attention takes both windows and branches around its kernel alone
+    if kernel and not over_context:  # flash_attention takes both windows, and branches around its kernel only
         return windowed((config.window, 0), is_global)
     return lax.cond(is_global, partial(windowed, 0), partial(windowed, config.window))
 
 
 def uses_flash_kernel(config: Config) -> bool:
-    """Whether attention runs as the kernel of flash.py. On devices other than TPUs the kernel is interpreted."""
+    """Returns whether the Pallas kernel of flash.py computes attention. Only a TPU runs it compiled."""
     return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
 
 
 def project_latents(w: Layers, h_btd, cos, sin, config: Config):
-    """`project_qkv` of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    """Returns q_btnH, k_btnH and v_btnU of this device's heads, in multi-head latent attention.
 
-    The keys and values of all heads are computed from a latent of C numbers a token, the queries from one of Q. Rotary
-    positions apply to R dims of each query, and to one key of R dims that all heads share.
+    It is that of DeepSeek-V2 (arXiv:2405.04434, section 2.1). The keys and values of all heads are computed from a
+    latent of C numbers per token. The queries are computed from a latent of Q numbers, or from h if `q_lora_rank` is 0.
+    RoPE applies to the last R dims of each query. The last R dims of the keys are one rotated vector, which all heads
+    share.
 
-    Each device multiplies its d columns of h by its d rows of the down projections, which leaves partial sums. One
-    all-reduce of b*t*(Q + C + R) numbers completes them, in place of a gather of b*t*D (2,112 against 7,168 in
-    DeepSeek-V3). The backward pass all-reduces as much: each device has its heads' share of the latents' gradients.
+    Each device multiplies its d columns of h by its d rows of the down projections. This gives partial sums. An
+    all-reduce of b*t*(Q + C + R) numbers completes them, where gathering h would move b*t*D numbers. In DeepSeek-V3
+    these are 2,112 and 7,168 per token. The backward pass all-reduces as many numbers, because each device computes
+    only its own heads' contribution to the gradients of the latents.
     """
     R, eps = config.rope_head_dim, config.norm_eps
     downs = (w.w_kv_down, w.w_k_rope, w.w_q_down) if config.q_lora_rank else (w.w_kv_down, w.w_k_rope)
-    latents = matmul(h_btd, *downs)  # {U_tensor}
+    latents = matmul(h_btd, *downs)  # {U_tensor}: partial sums, still to be added over `tensor`
     latents = [all_reduce(x, "tensor", algorithm=config.collectives) for x in latents]
     kv_btC, k_rope_btR = named(latents[0], "kv_latent"), latents[1]
     if config.q_lora_rank:

@@ -1,58 +1,67 @@
 """Fully sharded data parallelism: every weight is stored in shards and gathered only while it is used.
 
 **Idea** (Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277). N devices
-train on N shards of the batch, and each owns 1/N of every weight, gradient and optimizer slot. Before a layer runs, its
-weights are all-gathered; after its backward pass, its weight gradients are reduce-scattered. Only the gather is
-written: the transpose of an all-gather *is* a reduce-scatter, so differentiation yields the rest.
+train on N shards of the batch. Each device stores 1/N of every weight, of its gradient and of its optimizer state. The
+weights of a layer are all-gathered before its forward pass, and again before its backward pass. After the backward pass
+the gradients of its weights are reduce-scattered. The code contains the all-gather only: its transpose *is* a
+reduce-scatter, so differentiation yields that. In the names, D is a full dim and d this device's shard of it:
 
     forward    w_DF = all_gather(w_dF)         y = x @ w_DF
     backward   w_DF = all_gather(w_dF)         dw_dF = reduce_scatter(x^T @ dy)
 
-**Prefetch.** In program order a layer would wait for its own weights. `scan_layers(prefetch=True)` carries the gathered
-weights of layer i through iteration i, and starts the gather of layer i+1 (backward: i-1) beside the computation, which
-does not depend on it. At most two layers are gathered at once, and each pass gathers L+1 times instead of L. The loop
-is differentiated by hand: a differentiated `lax.scan` would save the gathered weights in its carry for every layer.
+**Prefetch.** Without it a layer waits for its own weights. `scan_layers(prefetch=True)` carries the gathered weights of
+layer i into iteration i of the loop. That iteration gathers the weights of layer i+1 (in the backward pass, i-1) while
+it computes layer i, since neither depends on the other. At most two layers are gathered at once. A pass over L layers
+gathers L+1 times, because the last iteration gathers its own layer again. `scan_layers` defines its own derivative.
+That of `lax.scan` would save the gathered weights of every layer, because they are in the loop's carry.
 
-**Double buffering.** The loop carry is one buffer, busy until the layer is done. So XLA:TPU gathers the next layer
-elsewhere, and copies it over at the end of the iteration. With `double_buffer` an iteration has two layers, the buffers
-swap roles, and nothing is copied:
+**Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
+layer into another buffer, and copies that into the carry at the end of the iteration. With `double_buffer` an iteration
+has two layers, the two buffers swap roles, and nothing is copied. Here a and b are buffers, and | separates what runs
+at the same time:
 
     one layer     [layer(a) | gather b], a = copy(b)
     two layers    [layer(a) | gather b], [layer(b) | gather a]
 
-A barrier makes the second gather wait until the first layer is done; without it XLA:TPU copies as before.
+An optimization barrier (`_after`) makes the second gather wait for the end of the first layer. Without the barrier
+XLA:TPU copies as before.
 
-**Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1).
-Plain data parallelism stores the full state on every replica, all-reduces the gradients and does the same update
-everywhere. With `shard_update` the master weights and the optimizer state are sharded over `data` as well. A step then
-all-gathers the weights once, in the compute dtype (`gather_over_data`), and reduce-scatters the gradients once, in
-float32 (`sum_gradients`).
+**Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). The
+mesh axis `data` replicates what `fsdp` shards. In plain data parallelism every replica has the full state,
+all-reduces the gradients, and computes the same update. With `shard_update` the master weights and the optimizer state
+are sharded over `data` as well. A step then all-gathers the weights over `data` once, in the compute dtype
+(`gather_over_data`), and reduce-scatters the gradients once, in float32 (`sum_gradients`). For P parameters each device
+receives about
 
-    all-reduce of float32 gradients     8 * P bytes a device (reduce-scatter, then all-gather)
-    sharded update, bfloat16 weights    6 * P bytes, state memory and update time divided by the axis
+    all-reduce of float32 gradients     8 * P bytes (reduce-scatter, then all-gather)
+    sharded update, bfloat16 weights    6 * P bytes; state memory and update time are divided by the size of `data`
 
-**Cost** of a layer of P parameters in bfloat16, with b*t tokens a device, C FLOP/s and W bytes/s into a device:
+**Cost** of one layer, in bfloat16. P is its number of parameters, b*t the tokens per device, C the FLOP/s of a device,
+and W the bytes/s that it can receive:
 
-    compute    forward 2*P*b*t / C
-    gather     2*P / W, hidden when   b*t > C / W   tokens a device
+    compute, forward    2*P*b*t / C  seconds
+    gather              2*P / W      seconds, hidden when  b*t > C / W
 
-The condition does not depend on the model: a larger batch a device hides more communication. The backward pass has
-twice the FLOPs to hide a gather and a reduce-scatter, which is in the compute dtype, too.
+The condition does not depend on the model: more tokens per device hide more communication. The backward pass has twice
+the FLOPs, to hide a gather and a reduce-scatter. Both are in the compute dtype.
 
-**On TPU7x** C is 1153.5e12. With rings in all six directions of a torus, of about 90e9 bytes/s each, whose chips pass
-on what they receive to both of their devices, C/W is about 2100. A reduce-scatter is compiled to six, four or two rings
-(predicted/workload.py has the rule); those with two are the first to be exposed.
+**On TPU7x** C is 1153.5e12. A gather over a 3D torus uses rings in all six directions, at about 90e9 bytes/s each. A
+chip passes what it receives to both of its devices, so W is six times 90e9, and C/W is about 2100. XLA:TPU compiles a
+reduce-scatter to six, four or two rings; predicted/workload.py has the rule. With two rings it is the first to be
+exposed.
 
-Without double buffering, the copy is missing where the backward pass frees a buffer early, as with the weights of a
-dense MLP: XLA:TPU starts to gather these when the buffer is free. With it, the loop's body is twice as large, and
-compiling takes about half as long again (compiled, Llama 3.1 8B on fsdp:8 in two sequences a device, 60 MiB of VMEM:
-1.21 s a step in place of 1.25, in 324 s in place of 213).
+Without double buffering, some weights are not copied. The backward pass frees the buffer of a dense MLP's weights
+early, and XLA:TPU starts the next gather into it at once. With double buffering the loop's body is twice as large, so
+compilation takes about 1.5 times as long. For Llama 3.1 8B on fsdp:8, with two sequences per device and 60 MiB of
+VMEM, a step takes 1.21 s instead of 1.25, and compilation 324 s instead of 213 (compiled).
 
-Summing the gradients of layer i within iteration i-1 would let all of a layer's computation hide the sums, and is left
-out: XLA:TPU starts them as late as before, and holds one more layer of gradients (compiled, Llama 3.1 70B on
-fsdp:64,tensor:2 in four microbatches: 12.91 s a step in place of 11.56, of which 3.1 and 2.0 s wait).
+**Left out.** Several small layers are not gathered at once, and no layer stays gathered between its forward and its
+backward pass.
 
-**Left out.** Gathering several small layers at once, and keeping some layers gathered between forward and backward.
+Gradients of layer i are not summed within iteration i-1, where the computation of a whole layer could hide the sums.
+That was slower: XLA:TPU starts the sums as late as before, and the gradients of one more layer take memory. Llama 3.1
+70B on fsdp:64,tensor:2 in four microbatches takes 12.91 s a step, 3.1 s of it exposed, instead of 11.56 s, 2.0 s of it
+exposed (compiled).
 """
 
 import math
@@ -70,33 +79,38 @@ from sharding import axes_of, dim_of
 
 
 def gather(w: jax.Array, spec: PartitionSpec, axis: str, algorithm: str = "xla") -> jax.Array:
-    """All-gathers a shard over one mesh axis, along the dim that `spec` shards over it; without such a dim returns it.
+    """Returns the shard `w` all-gathered over a mesh axis, along the dim that `spec` shards over that axis.
 
-    Per-device code. Its transpose is the reduce-scatter of the gradient. `algorithm`: one of collectives.ALGORITHMS.
+    If `spec` shards no dim over the axis, `w` is returned as it is. Per-device code. The transpose is the
+    reduce-scatter of the gradient. `algorithm` is one of collectives.ALGORITHMS.
     """
     dim = dim_of(spec, axis)
     return w if dim is None else all_gather(w, axis, dim=dim, algorithm=algorithm)
 
 
 def gather_over_data(params, specs, dtypes, algorithm="xla"):
-    """Returns the parameters as the model takes them, once a step: gathered over `data`, and varying over every axis.
+    """Returns the parameters as the model takes them, from this device's shards; called once per step.
 
-    With the sharded update this is the step's one all-gather over `data`, in `dtypes`; without it, nothing moves.
+    They are cast to `dtypes` and gathered over `data`, still sharded over the other axes, and typed as varying over all
+    mesh axes (see `jax.shard_map`). With the sharded update this is the only all-gather over `data` in a step. Without
+    it nothing is communicated. `params`, `specs` (PartitionSpecs) and `dtypes` are trees of the same structure.
     """
 
     def prepare(w, spec, dtype):
         w = w.astype(dtype)
         w = gather(w, spec, "data", algorithm) if "data" in axes_of(spec) else w
-        # A change of type alone. Its transpose is a sum over these axes, which `sum_gradients` does once.
+        # This changes the type only. Its transpose is a sum over these axes, which `sum_gradients` does once per step.
         return lax.pcast(w, _replicated_axes(spec), to="varying")
 
     return jax.tree.map(prepare, params, specs, dtypes)
 
 
 def sum_gradients(grads, specs, algorithm="xla"):
-    """The transpose of `gather_over_data`, once a step: sums in float32 over the axes that do not shard a parameter.
+    """Returns the gradients of the stored shards, in float32: the transpose of `gather_over_data`, once per step.
 
-    Over `data` that is an all-reduce; with the sharded update, one reduce-scatter in its place.
+    Each gradient is summed over the axes that do not shard its parameter. Over `data` this is an all-reduce, or with
+    the sharded update a reduce-scatter. It is written out, not derived, since the step takes gradients with respect to
+    the gathered weights and first adds up those of its microbatches.
     """
 
     def reduce(dw, spec):
@@ -109,29 +123,35 @@ def sum_gradients(grads, specs, algorithm="xla"):
 
 
 def _replicated_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes over which `spec` shards no dim."""
     return tuple(axis for axis in MESH_AXES if axis not in axes_of(spec))
 
 
 def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double_buffer: bool = False):
-    """x = layer(gather_layer(shards_L[i]), x, aux, i) for each layer i; one is gathered at a time, two with prefetch.
+    """Runs the layers in order: x = layer(gather_layer(shards_L[i]), x, aux, i) for each i. Returns the last x.
+
+    At most one layer's weights are gathered at a time, two with prefetch. Per-device code, differentiable in `shards_L`
+    and x.
 
     Args:
       layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass. The
-        gathered weights are never saved, but what it computes from them (a cast, say) would be, for every layer.
-      gather_layer: one layer's shards -> its weights; its transpose reduce-scatters the gradient.
-      shards_L: a tree of arrays with a leading layer dim.
-      x: the residual stream; or a tree of the stream, its largest array, and of sums that the layers add to. Gradients
-        flow to the sums, too.
-      aux: a tree of constants that all layers see. The layer itself must stop gradients to it.
-      double_buffer: with prefetch, run two layers in an iteration of the loop. A last odd layer has its own loop.
+        gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for example) is
+        saved for every layer.
+      gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient.
+      shards_L: a tree of arrays with a leading layer dim, the weights of all layers.
+      x: the residual stream, or a tree with the stream and with sums to which the layers add. The stream must be the
+        largest array of the tree. Gradients flow to the sums, too.
+      aux: a tree of constants for all layers, without a gradient: `layer` must apply `lax.stop_gradient` to it.
+      double_buffer: with prefetch, an iteration of the loop has two layers. If their number is odd, the last layer runs
+        in a loop of its own.
     """
     return _scan_layers(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux)
 
 
 def _run(step, gather_layer, prefetch, double_buffer, shards_L, x, saved=None, reverse=False):
-    """Runs x, out = step(weights, x, i, *saved) over the layers i; with prefetch, gathers weights one layer ahead.
+    """Runs x, out = step(weights, x, i, *saved) for each layer i; with prefetch, gathers weights one layer ahead.
 
-    Returns x, and the outs of all layers as `_loop` stacks them; `saved` is stacked in the same way.
+    Returns the last x, and `out` of all layers, stacked by `_loop`. `saved` is None or is stacked in the same way.
     """
     num_layers = jax.tree.leaves(shards_L)[0].shape[0]
     weights = lambda i: gather_layer(_index(shards_L, i))
@@ -141,7 +161,7 @@ def _run(step, gather_layer, prefetch, double_buffer, shards_L, x, saved=None, r
 
     def gather_beside(carry, i, *saved):
         x, w = carry
-        following = (i + ahead).clip(0, num_layers - 1)  # the last one again: cheaper than a second loop body
+        following = (i + ahead).clip(0, num_layers - 1)  # the extra gather is cheaper than a second loop body
         if double_buffer:
             x, following = _after(x, following)
         w_next = weights(following)
@@ -154,9 +174,10 @@ def _run(step, gather_layer, prefetch, double_buffer, shards_L, x, saved=None, r
 
 
 def _after(x, i):
-    """Returns (x, i) behind a barrier: users of i wait for the layer that made x, whose weights' buffer is then free.
+    """Returns (x, i) through an optimization barrier, so that what uses i starts only after x is computed.
 
-    Only the largest array of x, the residual stream, is behind it: a barrier makes arrays vary over each other's axes.
+    The buffer with the weights of the layer that computed x is then free. Only the residual stream, the largest array
+    of x, goes through the barrier. A barrier would make the other arrays of x vary over all mesh axes of the stream.
     """
     leaves, tree = jax.tree.flatten(x)
     stream = max(range(len(leaves)), key=lambda n: leaves[n].size)
@@ -165,14 +186,19 @@ def _after(x, i):
 
 
 def _loop(body, carry, num_layers, per_iteration, saved, reverse):
-    """Runs carry, out = body(carry, i, *saved[i]) over the layers i, with `per_iteration` of them in an iteration.
+    """Runs carry, out = body(carry, i, *saved of layer i) for each layer i, `per_iteration` layers in an iteration.
 
-    Layers that are left over have a loop of their own. Returns the carry and, for each loop, a tuple with the outs of
-    each layer of an iteration, stacked over the iterations: they are interleaved only where that is needed.
+    Layers that are left over run in a loop of their own.
+
+    Returns:
+      The last carry.
+      The outs, a list with an entry for each loop. It is a tuple with an entry for each layer of an iteration: `out` of
+      that layer, stacked over the iterations. Putting all layers in order is left to the caller.
     """
 
     def iteration(start, size, carry, xs):
-        # A number, not a row of arange(L).reshape(-1, size): a compiled program's text leaves out such tables.
+        # xs has the number of the iteration, not a row of arange(L).reshape(-1, size). The text of a compiled program
+        # leaves out such tables of constants, and compiled/hlo.py evaluates integers from that text.
         number, *saved = xs
         out = {}
         for j in sorted(range(size), reverse=reverse):
@@ -192,16 +218,19 @@ def _loop(body, carry, num_layers, per_iteration, saved, reverse):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _scan_layers(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux):
+    """`scan_layers`, as a function whose derivative is `_forward` and `_backward`."""
     step = lambda w, x, i: (layer(w, x, aux, i), None)
     return _run(step, gather_layer, prefetch, double_buffer, shards_L, x)[0]
 
 
 def _forward(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux):
+    """Returns the last x, and the residuals for `_backward`: the vjp of each layer, shards_L and aux."""
+
     def step(w, x, i):
         x, backward = jax.vjp(layer, w, x, aux, i)
-        # The backward pass gathers the weights again, and has aux and i: saved, they would take memory for every layer.
-        # For removing residuals from a vjp see JAX's "First-class VJPs",
-        # https://docs.jax.dev/en/latest/301/vjp-objects.html
+        # args_res has the arguments (w, x, aux, i) that the vjp saves. The backward pass gathers w again, and has aux
+        # and i. Saved here, these three would take memory for every layer. JAX's "First-class VJPs" describes how to
+        # remove them: https://docs.jax.dev/en/latest/301/vjp-objects.html
         backward.args_res[0] = backward.args_res[2] = backward.args_res[3] = None
         return x, backward
 
@@ -210,6 +239,7 @@ def _forward(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux):
 
 
 def _backward(layer, gather_layer, prefetch, double_buffer, residuals, dx):
+    """Returns the gradients of shards_L and of the first x, and None for aux, from the gradient dx of the last x."""
     backwards, shards_L, aux = residuals
 
     def step(w, dx, i, backward):
@@ -219,6 +249,7 @@ def _backward(layer, gather_layer, prefetch, double_buffer, residuals, dx):
         return dx, scatter(dw)[0]
 
     dx, dshards = _run(step, gather_layer, prefetch, double_buffer, shards_L, dx, backwards, reverse=True)
+    # Each loop has one stack for each layer of an iteration. Merge these to one stack in the order of the layers.
     interleave = lambda *layers: jnp.stack(layers, axis=1).reshape(-1, *layers[0].shape[1:])
     loops = [jax.tree.map(interleave, *layers) for layers in dshards]
     return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *loops), dx, None
@@ -228,11 +259,12 @@ _scan_layers.defvjp(_forward, _backward)
 
 
 def _index(tree_L, i):
+    """Returns the arrays of layer i, from arrays with a leading layer dim."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree_L)
 
 
 def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
-    """Prints layouts of a weight, the loss and gradient of a sharded stack of matmuls, and exposed gathers on TPU7x."""
+    """Prints layouts of a weight, the loss and gradient of a sharded stack of matmuls, and exposed time on TPU7x."""
     mesh = jax.make_mesh((n,), ("fsdp",), axis_types=(AxisType.Auto,))
     layouts = {
         "P()": PartitionSpec(),
@@ -271,8 +303,8 @@ def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
         loss = jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
         step = jax.jit(jax.value_and_grad(loss))
         value, gradient = step(w_LDD, x_bD)
-        off = jnp.abs(gradient - expected_gradient).max() / jnp.abs(expected_gradient).max()
-        print(f"  prefetch={prefetch!s:6} {value:.1f} as {expected:.1f} on one; gradient off by {off:.0e}")
+        error = jnp.abs(gradient - expected_gradient).max() / jnp.abs(expected_gradient).max()
+        print(f"  prefetch={prefetch!s:6} {value:.1f}, on one device {expected:.1f}; error of the gradient {error:.0e}")
 
     D, F = 8192, 28_672
     print(f"\na layer of one matmul [{D}, {F}], forward, on TPU7x, predicted (formula at the head of fsdp.py), ms")

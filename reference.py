@@ -1,22 +1,33 @@
-"""Chapter 0: the model and its training, plainly: one device, whole arrays, a Python loop over layers.
+"""Chapter 0: the model and its training on one device, without sharding, in the plainest code.
 
-**Idea.** This is what all other files compute, with nothing that makes it fast or spreads it over devices. It imports
-no other file of the project, so tests hold the fast paths against it: the loss, its gradients and the update are the
-same up to rounding, on every mesh (tests/test_parallel.py, tests/test_train.py).
+**Idea.** This file defines the values that the fast and sharded code must reproduce. Arrays are whole, and a Python
+loop runs over the layers. The file imports no other file of the project. The tests compare the loss, its gradients and
+the parameter updates of the other code with those of this file, on many meshes. They must agree up to rounding
+(tests/test_parallel.py, tests/test_train.py).
 
-**Formula.** A decoder (Vaswani et al. 2017, arXiv:1706.03762; RMSNorm before each block, arXiv:1910.07467), for tokens
-x_0 = embed[tokens]:
+**Formula.** The model is a decoder (Vaswani et al. 2017, arXiv:1706.03762) with RMSNorm before each block
+(arXiv:1910.07467). For tokens x_0 = embed[tokens]:
 
-    x = x + attention(norm(x)) @ w_o           x = x + mlp(norm(x))             once a layer
-    logits = norm(x) @ unembed^T               loss = mean of logsumexp(logits) - logits[target]
+    for each layer:    x = x + attention(norm(x)) @ w_o,    then    x = x + mlp(norm(x))
+    logits = norm(x) @ unembed^T
+    loss = mean over tokens of (logsumexp(logits) - logits[target]), in nats per token
 
-**Layout.** Dims in einsums: b sequences, t queries and s keys (positions), d model, n heads, h dims of a head
-(u of its value), e experts, m dims of an expert. `params` has the arrays of parameters.py: `embed`, `norm`, `unembed`,
-and `layers`, whose arrays have one row a layer (and `dense_layers`, those before the first mixture). `batch` has
-`tokens`, `targets`, `positions`, `segments` (the document of a token: attention stays inside it) and `loss_weights`,
-all [b, t].
+`loss` also has the options of the project: weights of the tokens, z-loss, and the auxiliary losses of the router.
 
-**Left out.** The computation dtype (all is float32 or more), FP8 and dropped tokens: these change values.
+**Layout.** Einsums and docstrings use these letters for dims:
+
+    b sequences   t query positions   s key positions   d model   V vocabulary
+    n query heads   k key/value heads   h dims of a head's queries and keys   u dims of its values   c dims of a latent
+    e experts   m hidden dims of an expert
+
+`params` is a parameters.Params. Each array in `layers` stacks one weight of the layers along its first dim. If dense
+layers precede those with experts, `dense_layers` holds them. `w` has the weights of one layer.
+
+`batch` is a data.Batch of arrays [b, t]: `tokens`, `targets`, `positions`, `segments` and `loss_weights`. A segment is
+the number of a token's document, and attention stays within a document. `config` is a config.Config.
+
+**Left out.** A lower precision than float32 for the computation, FP8, and experts that drop tokens. These change the
+values, so this file does not have them.
 """
 
 import math
@@ -25,55 +36,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# -- attention
+# -- norm and attention
 
 
 def norm(x, scale, eps):
-    """RMSNorm over the last dim."""
+    """Returns RMSNorm of x over its last dim, in float32 and the shape of x. `scale` has the size of that dim."""
     x = x.astype(jnp.float32)
     return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale
 
 
 def rotate(x, positions, config):
-    """RoPE (Su et al. 2021, arXiv:2104.09864): rotates each pair (i, i + H/2) of a head by position * frequency_i.
+    """Returns x [b, t, heads, h] with rotary positions, RoPE (Su et al. 2021, arXiv:2104.09864).
 
-    With `rope_scaling` low frequencies are divided by it, and those between are blended (Llama 3.1, arXiv:2407.21783).
+    Dims i and i + h/2 of a head are a pair, which is rotated by the angle position * freq_i, in radians.
+
+    `rope_scaling` is that of Llama 3.1 (arXiv:2407.21783). A frequency is divided by it if its wavelength is longer
+    than `rope_original_len` tokens, and stays if it is shorter than a quarter of that. In between the two are blended.
     """
     half = x.shape[-1] // 2
     freq = jnp.array([config.rope_theta ** (-i / half) for i in range(half)], jnp.float32)
     if config.rope_scaling != 1:
         wavelength = 2 * jnp.pi / freq
-        smooth = (config.rope_original_len / wavelength - 1) / 3
+        long, short = config.rope_original_len, config.rope_original_len / 4
+        smooth = (config.rope_original_len / wavelength - 1) / 3  # 0 at the long limit, 1 at the short one
         blended = (1 - smooth) * freq / config.rope_scaling + smooth * freq
-        low, high = config.rope_original_len, config.rope_original_len / 4
-        freq = jnp.where(wavelength > low, freq / config.rope_scaling, jnp.where(wavelength < high, freq, blended))
+        freq = jnp.where(wavelength > long, freq / config.rope_scaling, jnp.where(wavelength < short, freq, blended))
     angle = positions[:, :, None, None] * freq
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
 def attend(q, k, v, segments, window, sinks=None):
-    """softmax(q k^T / sqrt(H)) v for all heads; N/K query heads share a key/value head.
+    """Returns softmax(q k^T / sqrt(h)) v, causal and within documents, as [b, t, n, u].
 
-    A query sees the keys of its own document up to itself, with a window the last `window` of them. A sink is one more
-    key that every query sees, with a learned score and the value 0.
+    Args:
+      q, k, v: queries [b, t, n, h], keys [b, s, k, h] and values [b, s, k, u], with s = t. Each key/value head serves
+        n/k consecutive query heads.
+      segments: [b, t], the document of each position. A query sees only keys of its own document, none later than
+        itself.
+      window: if it is not 0, a query sees at most the `window` positions that end with its own.
+      sinks: [n] or None. A sink is one more key of each head, with a learned score and the value 0.
     """
     repeat = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)
+    k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)  # now n heads each
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = (j <= i) & ((i - j < window) if window else True)
     same_document = segments[:, None, :, None] == segments[:, None, None, :]
     scores = jnp.where(seen & same_document, scores, -jnp.inf)
-    if sinks is not None:
+    if sinks is None:
+        weights = jax.nn.softmax(scores, -1)
+    else:
         sinks = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-        return jnp.einsum("bnts,bsnu->btnu", jax.nn.softmax(jnp.concatenate([scores, sinks], -1), -1)[..., :-1], v)
-    return jnp.einsum("bnts,bsnu->btnu", jax.nn.softmax(scores, -1), v)
+        # The last weight belongs to the sink. Its value is 0, so the weight is dropped after the softmax.
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1), -1)[..., :-1]
+    return jnp.einsum("bnts,bsnu->btnu", weights, v)
 
 
 def projections(w, h, positions, config):
-    """Queries, keys and values of plain (grouped-query) attention."""
-    q, k, v = (jnp.einsum("btd,dnh->btnh", h, m) for m in (w.w_q, w.w_k, w.w_v))
+    """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
+    q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in (w.w_q, w.w_k, w.w_v))
     if config.qkv_bias:
         q, k, v = q + w.bias_q, k + w.bias_k, v + w.bias_v
     if config.qk_norm:
@@ -82,19 +104,22 @@ def projections(w, h, positions, config):
 
 
 def latent_projections(w, h, positions, config):
-    """Queries, keys and values of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+    """Returns q, k and v of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), from h [b, t, d].
 
-    They are made from small latents. The last dims of a head are rotated, and all heads share these dims of the key.
+    q and k are [b, t, n, head_dim + rope_head_dim], v is [b, t, n, u]. Keys and values are projected up from a latent
+    [b, t, c]; queries have a latent of their own if `q_lora_rank` is not 0. RoPE rotates the last `rope_head_dim` dims
+    of queries and keys. All heads share these dims of the key.
     """
-    up = lambda latent, scale, m: jnp.einsum("btc,cnh->btnh", norm(latent, scale, config.norm_eps), m)
+    up = lambda latent, scale, matrix: jnp.einsum("btc,cnh->btnh", norm(latent, scale, config.norm_eps), matrix)
     if config.q_lora_rank:
         q = up(h @ w.w_q_down, w.norm_q_latent, w.w_q_up)
     else:
         q = jnp.einsum("btd,dnh->btnh", h, w.w_q)
     latent = h @ w.w_kv_down
-    k, v = (up(latent, w.norm_kv_latent, m) for m in (w.w_k_up, w.w_v_up))
+    k, v = (up(latent, w.norm_kv_latent, matrix) for matrix in (w.w_k_up, w.w_v_up))
     plain, rotated = q[..., : config.head_dim], rotate(q[..., config.head_dim :], positions, config)
-    shared_key = jnp.repeat(rotate((h @ w.w_k_rope)[:, :, None], positions, config), config.num_heads, 2)
+    shared_key = rotate((h @ w.w_k_rope)[:, :, None], positions, config)  # one head
+    shared_key = jnp.repeat(shared_key, config.num_heads, 2)
     return jnp.concatenate([plain, rotated], -1), jnp.concatenate([k, shared_key], -1), v
 
 
@@ -102,50 +127,59 @@ def latent_projections(w, h, positions, config):
 
 
 def swiglu(x, gate, up, down):
-    """(silu(x @ gate) * (x @ up)) @ down (Shazeer 2020, arXiv:2002.05202)."""
+    """Returns (silu(x @ gate) * (x @ up)) @ down, in the shape of x (Shazeer 2020, arXiv:2002.05202)."""
     gate = x @ gate
     return (gate / (1 + jnp.exp(-gate)) * (x @ up)) @ down
 
 
 def mixture(w, h, config):
-    """A layer's mixture of experts: (y, auxiliary losses, tokens by expert).
+    """Applies the mixture of experts of one layer to h [b, t, d].
 
-    Every expert computes every token; the router's weights, zero for all but `experts_per_token` experts, choose.
+    Every expert computes every token. The result of a token is the sum over experts, weighted by the router. All but
+    `experts_per_token` experts have the weight zero. In the einsums here t stands for all tokens of the batch.
+
+    Returns:
+      y, the result, in the shape of h.
+      auxiliary, a scalar: the sum of the load-balance loss and the router's z-loss, each times its weight in `config`.
+      loads [e], the number of tokens that chose each expert.
     """
+    rank = lambda x: jnp.argsort(jnp.argsort(-x, stable=True), stable=True)  # in the last dim; 0 is the largest
     x = h.reshape(-1, config.model_dim)
     logits = x @ w.w_router + (w.bias_router if config.expert_bias else 0)
     scores = jax.nn.softmax(logits, -1) if config.router_scores == "softmax" else 1 / (1 + jnp.exp(-logits))
 
-    # The choice: the best experts of the best groups. A group is as good as the sum of its two best experts.
+    # Each token chooses the best experts of its best groups. The score of a group is the sum of its two best experts.
+    # The selection bias changes which experts are chosen, but not their weights.
     choice = scores + (w.selection_bias if config.selection_bias else 0)
     groups = choice.reshape(len(x), config.router_groups, -1)
     group_scores = jnp.sort(groups, -1)[..., -2:].sum(-1)
-    allowed = jnp.argsort(jnp.argsort(-group_scores, stable=True), stable=True) < config.router_groups_kept
+    allowed = rank(group_scores) < config.router_groups_kept
     choice = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(choice.shape)
-    rank = jnp.argsort(jnp.argsort(-choice, stable=True), stable=True)
-    chosen = rank < config.experts_per_token
+    chosen = rank(choice) < config.experts_per_token
     weights = jnp.where(chosen, scores, 0)
     weights = weights / weights.sum(-1, keepdims=True) if config.renormalise else weights
 
-    each = lambda all_experts: all_experts.reshape(config.num_experts, config.model_dim, -1)
-    gate = jnp.einsum("td,edm->etm", x, each(w.expert_gate))
-    up = jnp.einsum("td,edm->etm", x, each(w.expert_up))
+    # The matrices of all experts are stored as one, [e*d, m]. The down projection is stored transposed.
+    by_expert = lambda matrix: matrix.reshape(config.num_experts, config.model_dim, -1)
+    gate = jnp.einsum("td,edm->etm", x, by_expert(w.expert_gate))
+    up = jnp.einsum("td,edm->etm", x, by_expert(w.expert_up))
     if config.expert_bias:
         gate, up = gate + w.bias_expert_gate[:, None], up + w.bias_expert_up[:, None]
-    if limit := config.swiglu_limit:  # gpt-oss
+    if limit := config.swiglu_limit:  # the SwiGLU of gpt-oss: clamped, gate * sigmoid(1.702 * gate) * (up + 1)
         gate = jnp.minimum(gate, limit)
         product = gate / (1 + jnp.exp(-1.702 * gate)) * (jnp.clip(up, -limit, limit) + 1)
     else:
         product = gate / (1 + jnp.exp(-gate)) * up
-    y = jnp.einsum("etm,edm->etd", product, each(w.expert_down))
+    y = jnp.einsum("etm,edm->etd", product, by_expert(w.expert_down))
     y = y + (w.bias_expert_down[:, None] if config.expert_bias else 0)
     y = jnp.einsum("etd,te->td", y, weights * config.router_scale)
     if config.num_shared_experts:
         y = y + swiglu(x, w.shared_gate, w.shared_up, w.shared_down)
 
     # Switch's load-balance loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906).
-    share, mean = chosen.sum(0) / chosen.sum(), (scores / scores.sum(-1, keepdims=True)).mean(0)
-    auxiliary = config.load_balance_loss * config.num_experts * jnp.sum(share * mean)
+    token_share = chosen.sum(0) / chosen.sum()
+    mean_score = (scores / scores.sum(-1, keepdims=True)).mean(0)
+    auxiliary = config.load_balance_loss * config.num_experts * jnp.sum(token_share * mean_score)
     auxiliary += config.router_z_loss * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
     return y.reshape(h.shape), auxiliary, chosen.sum(0)
 
@@ -154,7 +188,13 @@ def mixture(w, h, config):
 
 
 def forward(params, batch, config):
-    """(logits [b, t, V], auxiliary losses, [tokens by expert] of the layers with experts)."""
+    """Runs the model on a batch.
+
+    Returns:
+      logits [b, t, V].
+      auxiliary, a scalar: the sum of the auxiliary losses of all layers.
+      loads, a list: for each layer with experts, the number of tokens that chose each expert, [e].
+    """
     x, auxiliary, loads = params.embed[batch.tokens], 0.0, []
     for i in range(config.num_layers):
         is_dense = i < config.num_dense_layers
@@ -164,15 +204,15 @@ def forward(params, batch, config):
         h = norm(x, w.norm_attention, config.norm_eps)
         q, k, v = (latent_projections if config.kv_lora_rank else projections)(w, h, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
-        out = attend(q, k, v, batch.segments, 0 if is_global else config.window, w.sinks)
-        x = x + jnp.einsum("btnu,nud->btd", out, w.w_o) + (w.bias_o if config.output_bias else 0)
+        context = attend(q, k, v, batch.segments, 0 if is_global else config.window, w.sinks)
+        x = x + jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
 
         h = norm(x, w.norm_mlp, config.norm_eps)
         if is_dense or not config.num_experts:
             x = x + swiglu(h, w.w_gate, w.w_up, w.w_down)
         else:
-            y, losses, tokens = mixture(w, h, config)
-            x, auxiliary, loads = x + y, auxiliary + losses, [*loads, tokens]
+            y, layer_auxiliary, layer_loads = mixture(w, h, config)
+            x, auxiliary, loads = x + y, auxiliary + layer_auxiliary, [*loads, layer_loads]
     x = norm(x, params.norm, config.norm_eps)
     out = x @ (params.embed if config.tied_embeddings else params.unembed).T
     out = config.logit_soft_cap * jnp.tanh(out / config.logit_soft_cap) if config.logit_soft_cap else out
@@ -180,12 +220,16 @@ def forward(params, batch, config):
 
 
 def logits(params, batch, config):
-    """[b, t, V]."""
+    """Returns the logits of each position's next token, [b, t, V]."""
     return forward(params, batch, config)[0]
 
 
 def loss(params, batch, config):
-    """The mean over tokens, weighted by `batch.loss_weights`, of cross entropy and z-loss; and auxiliary losses."""
+    """Returns the loss in nats per token, a scalar.
+
+    It is the mean over tokens of cross entropy and z-loss, weighted by `batch.loss_weights`. The auxiliary losses are
+    added to it.
+    """
     out, auxiliary, _ = forward(params, batch, config)
     lse = jax.nn.logsumexp(out, -1)
     target = jnp.take_along_axis(out, batch.targets[..., None], -1)[..., 0]
@@ -197,8 +241,9 @@ def loss(params, batch, config):
 
 
 def learning_rate(count, config):
-    """The rate of the update after `count` others: a linear warm-up, then half a cosine (arXiv:1608.03983)."""
-    warmup, n = int(config.warmup_ratio * config.steps), min(count + 1, config.steps)
+    """Returns the learning rate of update count + 1: a linear warm-up, then half a cosine (arXiv:1608.03983)."""
+    warmup = int(config.warmup_ratio * config.steps)
+    n = min(count + 1, config.steps)
     if n < warmup:
         return config.learning_rate * n / warmup
     cosine = (1 + math.cos(math.pi * (n - warmup) / (config.steps - warmup))) / 2
@@ -206,17 +251,24 @@ def learning_rate(count, config):
 
 
 def decays(name):
-    """Whether weight decay applies to a parameter of this name: to matrices, not to norms, biases and sinks."""
+    """Returns whether weight decay applies to a parameter of this name. Norms, biases and sinks do not decay."""
     return not name.startswith(("norm", "bias", "sinks", "selection_bias"))
 
 
 def rms(x):
-    """The root of the mean square."""
+    """Returns the root mean square of all elements, a scalar."""
     return np.sqrt(np.mean(x**2))
 
 
 def adamw(w, g, m, v, n, config):
-    """(step, first moment, second moment) of update n, from 1 (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    """Computes update n of AdamW for one parameter; the first has n = 1 (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+    Args:
+      w, g, m, v: the parameter, its gradient after clipping, and its first and second moment, all of one shape.
+
+    Returns:
+      The step, before the learning rate and weight decay are applied; the new m, in `mu_dtype`; the new v.
+    """
     m = config.beta1 * m.astype(np.float64) + (1 - config.beta1) * g
     v = config.beta2 * v + (1 - config.beta2) * g**2
     step = m / (1 - config.beta1**n) / (np.sqrt(v / (1 - config.beta2**n)) + 1e-8)
@@ -224,13 +276,16 @@ def adamw(w, g, m, v, n, config):
 
 
 def adafactor(w, g, m, v, n, config):
-    """As adamw, without a first moment (Shazeer & Stern 2018, arXiv:1804.04235).
+    """Computes update n of Adafactor (Shazeer & Stern 2018, arXiv:1804.04235). Arguments and results: see `adamw`.
 
-    Of a matrix whose dims are 128 or more the second moment is estimated from its row means and its column means.
+    It has no first moment: m is returned unchanged. If the two largest dims of w are both 128 or more, the second
+    moment is estimated from its means over each of them. An efficient version stores only these means. Here v is stored
+    in full. Its means are the same, because a moving average is linear.
     """
     beta = 1 - n**-0.8
     v = beta * v + (1 - beta) * (g**2 + 1e-30)
-    estimate, largest = v, sorted(range(w.ndim), key=lambda dim: w.shape[dim])[-2:]
+    estimate = v
+    largest = sorted(range(w.ndim), key=lambda dim: w.shape[dim])[-2:]
     if len(largest) == 2 and min(w.shape[dim] for dim in largest) >= 128:
         row, column = largest
         mean = lambda *dims: np.mean(v, dims, keepdims=True)
@@ -240,28 +295,29 @@ def adafactor(w, g, m, v, n, config):
 
 
 def sgd(w, g, m, v, n, config):
-    """As adamw: gradient descent with momentum."""
+    """Computes update n of gradient descent with momentum. Arguments and results: see `adamw`; v stays."""
     m = config.beta1 * m + g
     return m, m, v
 
 
 def update(params, grads, state, config):
-    """(params, state) after an update. `state`: the number of updates, both moments of each parameter; None at first.
+    """Applies one update of the optimizer to all parameters, and returns the new (params, state).
 
-    Gradients are scaled to a global norm of `clip_norm` at most (Pascanu et al. 2013, arXiv:1211.5063). Weight decay is
-    decoupled from them.
+    `state` is (the number of updates done, first moments, second moments), or None before the first update. The moments
+    are sequences with an array for each parameter. Gradients are scaled so that their global norm is `clip_norm` at
+    most (Pascanu et al. 2013, arXiv:1211.5063). Weight decay is decoupled: it is not part of the gradients.
     """
     paths, treedef = jax.tree.flatten_with_path(params)
     grads = [np.float64(g) for g in jax.tree.leaves(grads)]
     count, ms, vs = state or (0, [0 * g for g in grads], [0 * g for g in grads])
     rate, optimizer = learning_rate(count, config), {"adamw": adamw, "adafactor": adafactor, "sgd": sgd}
-    norm = np.sqrt(sum(np.sum(g**2) for g in grads))
-    scale = min(1, config.clip_norm / norm) if config.clip_norm else 1
-    new = []
+    grad_norm = np.sqrt(sum(np.sum(g**2) for g in grads))
+    scale = min(1, config.clip_norm / grad_norm) if config.clip_norm else 1
+    updated = []
     for (path, w), g, m, v in zip(paths, grads, ms, vs, strict=True):
         w = np.float64(w)
         step, m, v = optimizer[config.optimizer](w, g * scale, m, v, count + 1, config)
         decay = config.weight_decay if config.optimizer != "sgd" and decays(path[-1].name) else 0
-        new.append((np.float32(w - rate * (step + decay * w)), m, v))
-    params, ms, vs = zip(*new, strict=True)
+        updated.append((np.float32(w - rate * (step + decay * w)), m, v))
+    params, ms, vs = zip(*updated, strict=True)
     return treedef.unflatten(params), (count + 1, ms, vs)
