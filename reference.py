@@ -136,7 +136,7 @@ def mixture(w, h, config):
     """Applies the mixture of experts of one layer to h [b, t, d].
 
     Every expert computes every token. The result of a token is the sum over experts, weighted by the router. All but
-    `experts_per_token` experts have the weight zero. In the einsums here t stands for all tokens of the batch.
+    `experts_per_token` experts have the weight zero. In the einsums here t is the number of all tokens of the batch.
 
     Returns:
       y, the result, in the shape of h.
