@@ -1,26 +1,31 @@
 """Mixture of experts: a router sends each token to X of a layer's E feed-forward networks, spread over a mesh axis.
 
-**Idea** (Shazeer et al. 2017, arXiv:1701.06538). Parameters grow with E, FLOPs with X. The arithmetic of an expert is
-that of an MLP. What is new is the communication: each token needs other weights, and how many tokens each expert gets
-is known only at run time.
+**Idea** (Shazeer et al. 2017, arXiv:1701.06538). The parameters grow with E, but the FLOPs of a token only with X. An
+expert computes what an MLP computes. The communication is new: each token is sent to the devices of its experts. The
+number of tokens for each expert is known only at run time.
 
 **Formula.**
 
-    scores_E = softmax(x_D @ w_router_DE)         or sigmoid
+    scores_E = softmax(x_D @ w_router_DE)         or a sigmoid of each logit
     chosen   = the X experts with the largest scores
     y_D      = sum over chosen e of  scores_E[e] * expert_e(x_D)
+
+**Names of dims.** A device has t tokens and e of the E experts. Each token is sent to X experts. D is the model's
+width, d a device's shard of it. M is an expert's width, m a device's shard of it. p counts (token, choice) pairs, r the
+rows of a buffer, and c the rows of an expert with a fixed capacity.
 
 **Routing** (`route`) is in float32. Mixtral (arXiv:2401.04088), Qwen 3 (arXiv:2505.09388) and gpt-oss take a softmax
 over all experts, choose the X largest, and may renormalise their weights to a sum of 1. DeepSeek-V3 (arXiv:2412.19437,
 section 2.1.2) takes a sigmoid of each logit and renormalises. With groups, only experts of the best groups can be
 chosen; the score of a group is the sum of its two best.
 
-**Balance.** Without a counterweight a router learns to send all tokens to a few experts. There are two:
+**Balance.** A router that is trained on the task's loss alone learns to send all tokens to a few experts. There are two
+remedies:
 
-    a loss      E * sum over e of f_e * p_e     f: share of the choices, p: mean score; 1 when all are equal. From
-                                                Switch (Fedus et al. 2021, arXiv:2101.03961, section 2.2). f counts the
-                                                tokens of all devices, so that a single sequence may prefer some experts
-                                                (Qiu et al. 2025, arXiv:2501.11873)
+    a loss      E * sum over e of f_e * p_e     f: an expert's share of all choices, p: its mean score. It is 1 when all
+                                                are equal. From Switch (Fedus et al. 2021, arXiv:2101.03961, section
+                                                2.2). f counts the tokens of all devices, so that a single sequence may
+                                                prefer some experts (Qiu et al. 2025, arXiv:2501.11873)
     a bias      b_e += u * sign(mean load - load of e)   after each step, outside the gradient. Experts are chosen by
                                                 scores + b and weighted by scores alone (Wang et al. 2024,
                                                 arXiv:2408.15664), so the gradient of the task is unchanged
@@ -28,54 +33,60 @@ chosen; the score of a group is the sum of its two best.
 The z-loss, the mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 2022, ST-MoE, arXiv:2202.08906, section 3).
 
 **Dispatch.** The t tokens of a device make t*X (token, choice) pairs. Three methods bring them to their experts and
-combine the results. All give the same y:
+combine the results. All give the same y, except for dropped pairs:
 
-    dropless    Pairs are sorted by expert and sent without padding. They arrive sorted by expert, then by sender, and a
-                grouped matmul (gmm.py) multiplies the rows of each expert by its matrix. The results return by the
-                reverse of the same plan. The receiver's buffer has a static size, `buffer_rows`. Rows that do not fit
-                are dropped and counted; no others are.
+    dropless    Pairs are sorted by expert and sent without padding. In the receiver's buffer they are sorted by expert,
+                and for each expert by sender. A grouped matmul (gmm.py) multiplies the rows of each expert by its
+                matrix. The results are sent back by the same plan with senders and receivers exchanged. The buffer has
+                a static size, `buffer_rows`. Rows that do not fit are dropped and counted. No other rows are dropped.
     capacity    Every expert has C = factor * t*X/E slots for the tokens of each device (Lepikhin et al. 2020, GShard,
-                arXiv:2006.16668, section 2.2): dense arrays and an ordinary all-to-all. First choices get slots first;
-                pairs without a slot are dropped and counted. 1 - 1/factor of the matmuls is padding.
-    reference   Every expert multiplies every token, and weights, most of them zero, select. E/X times the FLOPs.
+                arXiv:2006.16668, section 2.2). So arrays are dense, and the all-to-all is an ordinary one. The first
+                choices of all tokens get slots before the second ones. Pairs without a slot are dropped and counted.
+                1 - 1/factor of the matmuls is padding.
+    reference   Every expert multiplies every token. The sum over experts is weighted, and most weights are zero. It
+                takes E/X times the FLOPs.
 
     x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  all-to-all  ->  y_td
 
-**Chunks** (`in_chunks`). No matmul of a layer can start before its rows arrive, and there is little else to compute.
-With the tokens in n chunks, the rows of one travel while those of another are multiplied:
+**Chunks** (`in_chunks`). The matmuls of the experts cannot start before their rows arrive, and the layer has little
+else to compute meanwhile. If the tokens are split into n chunks, the rows of one chunk are sent while those of another
+are multiplied:
 
     links      dispatch 1   dispatch 2   combine 1   combine 2       1 - 1/n of the traffic is beside a matmul
     experts                 chunk 1      chunk 2
 
-It costs matmuls of fewer rows an expert, and a weight's gradient is a sum of n.
+The price is that each matmul has fewer rows, and a weight's gradient is a sum of n.
 
-**Layout.** fsdp shards the experts' matrices as one matrix of E*D rows (down's are stored transposed). Each of E
-devices has one expert, each of 2E has half of one, and a gathered shard is contiguous in memory.
+**Layout.** fsdp shards the experts' matrices as if they were one matrix of E*D rows (those of `down` are stored
+transposed). So each of E devices has the matrix of one expert, and each of 2E devices half of one. A gathered shard is
+contiguous in memory.
 
-**Cost**, a layer, a device, forward, in bfloat16, at C FLOP/s, W bytes/s into a device, on an expert axis of N:
+**Cost** of a layer for one device in the forward pass, in bfloat16. C is the FLOP/s of a device, W the bytes/s that it
+receives, N the size of the mesh axis `expert`:
 
     compute              6 t X D M / C
     all-to-all           4 t X D (1 - 1/N) / W        dispatch and combine
     gather over fsdp     6 E D M / W / N              1/N of the experts: those of this device
 
-With N = 1 (FSDP alone, no all-to-all) the gather hides when t > E/X * C/W tokens a device. On TPU7x C/W is about 2100
-(fsdp.py), which takes 34,000 tokens for Qwen3-30B (E/X = 16). An all-to-all hides when M > 2/3 * C/W. Its W is less
-than a gather's: across a ring of N devices each byte makes N/4 hops. Expert parallelism moves less where
+With N = 1 (FSDP alone, no all-to-all) the gather is hidden if t > E/X * C/W tokens a device. On TPU7x C/W is about 2100
+(fsdp.py), so Qwen3-30B (E/X = 16) needs 34,000 tokens. An all-to-all is hidden if M > 2/3 * C/W. Its W is less than
+that of a gather, because in a ring of N devices each byte passes N/4 links. Expert parallelism sends fewer bytes if
 
     4 t X D < 6 E D M     <=>     t < 1.5 M E/X          18,000 tokens a device of Qwen3-30B, 98,000 of DeepSeek-V3
 
-so it is for many experts and few tokens a device: large slices, long training of small batches. Published runs on TPU
-with many tokens a device found FSDP alone faster; `roofline.py plan` compares the two.
+So it suits models with many experts, and runs with few tokens a device: large slices, or long training with small
+batches. Published runs on TPU with many tokens a device found FSDP alone faster. `roofline.py plan` compares the two.
 
-**On TPU7x.** With the matrices sharded by D instead, every shard has D/N rows of each matrix. If that is no multiple of
-8, the rows of a register, XLA:TPU copies gathered shards to their place, and gradients before they are scattered. For
-DeepSeek-V3 on `fsdp:512`, with 14 rows each, that took 4.3 s of a step of 29 (compiled). The order of the chunks above
-is what XLA:TPU finds for a layer on its own (compiled, tests/test_moe.py). In a step it hardly does: with two chunks 7%
-of the messages are hidden (docs/RESULTS.md, "Experts").
+**On TPU7x.** If fsdp sharded D of every matrix instead, a shard would have D/N rows of each matrix. If D/N is not a
+multiple of 8, the rows of a register, XLA:TPU copies gathered shards to their place, and gradients before they are
+scattered. With DeepSeek-V3 on `fsdp:512` a shard had 14 rows of each matrix, and the copies took 4.3 s of a step of
+29 s (compiled). The order of chunks above is the one that XLA:TPU schedules for a single layer (compiled,
+tests/test_moe.py). In a full step it overlaps little: with two chunks 7% of the messages are hidden (docs/RESULTS.md,
+"Experts").
 
-**Left out.** Sending a token over the axis once, in place of once for each of its experts there: for N <= X an
-all-gather of x_td, (N-1) t D, moves less than X (1 - 1/N) t D. Limits on the devices to which a token may go, for which
-DeepSeek-V3 has its groups, and its balance within a sequence (section 2.1.2). Experts that choose tokens
+**Left out.** A token could be sent over the axis once, not once for each of its experts there. For N <= X an all-gather
+of x_td receives (N-1) t D elements, fewer than X (1 - 1/N) t D. DeepSeek-V3 uses its groups to limit the devices to
+which a token may go, and balances within a sequence (section 2.1.2). Also left out are experts that choose tokens
 (arXiv:2202.09368), noise in the router, and forward-mode derivatives.
 """
 
@@ -94,7 +105,8 @@ import collectives
 import sharding
 from gmm import gated_gmm, gmm
 
-# experts(x, sizes): x is [rows, d], sorted by expert, and `sizes` the rows of each; or [experts, rows, d] and None.
+# A function experts(x, sizes) that returns the results of a device's experts, in the shape of x. If x is [rows, d], its
+# rows are sorted by expert, and `sizes` has their number for each expert. If x is [experts, rows, d], `sizes` is None.
 Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
@@ -104,9 +116,9 @@ Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
 class Routing(NamedTuple):
     """The router's decision for t tokens."""
 
-    experts_tX: jax.Array  # int32: the chosen experts, the best first
-    weights_tX: jax.Array  # float32: the weights of their results, differentiable in the logits
-    scores_tE: jax.Array  # float32: the scores of all experts, with a sum of 1
+    experts_tX: jax.Array  # int32: the chosen experts of each token, the best first
+    weights_tX: jax.Array  # float32: the weights of their results, differentiable with respect to the logits
+    scores_tE: jax.Array  # float32: the scores of all experts, which sum to 1 for each token
 
 
 def route(
@@ -120,16 +132,18 @@ def route(
     groups_kept: int = 1,
     scale: float = 1.0,
 ) -> Routing:
-    """Chooses experts for each token, and the weights of their results. Ties go to the expert with the lower number.
+    """Returns the chosen experts of each token and the weights of their results.
+
+    Of experts with equal scores, the one with the lower index is chosen.
 
     Args:
-      logits_tE: float32.
-      choices: X, the number of experts a token.
+      logits_tE: the router's logits, float32.
+      choices: X, the number of experts for each token.
       scores: "softmax" over the experts, or "sigmoid" of each.
       renormalise: divide the weights of the chosen experts by their sum.
       bias_E: added to the scores for the choice only.
-      groups: number of groups of experts. Only experts of the `groups_kept` best groups can be chosen.
-      scale: factor of all weights (DeepSeek-V3: 2.5).
+      groups: the number of groups of experts. Only experts of the `groups_kept` best groups can be chosen.
+      scale: a factor that multiplies all weights (DeepSeek-V3: 2.5).
     """
     t, E = logits_tE.shape
     scores_tE = jax.nn.softmax(logits_tE) if scores == "softmax" else jax.nn.sigmoid(logits_tE)
@@ -141,7 +155,7 @@ def route(
         is_best = jnp.any(best_groups[:, :, None] == jnp.arange(groups), 1)
         choice_tE = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(t, E)
     experts_tX = top_k(choice_tE, choices)[1]
-    # A masked sum in place of a look-up, whose gradient would be a scatter.
+    # A masked sum in place of indexing, whose gradient would be a scatter.
     chosen_tXE = experts_tX[..., None] == jnp.arange(E)
     weights_tX = jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1)
     if renormalise:
@@ -152,49 +166,55 @@ def route(
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """(values, indices) of the k largest along the last dim, as `lax.top_k`. At least k must be above -inf.
+    """Returns (values, indices) of the k largest elements along the last dim, both [..., k], as `lax.top_k` does.
 
-    It takes one maximum after the other. XLA:TPU sorts every row for `lax.top_k`: 5.8 ms for the 8 best of 128 of
-    65,536 tokens (Qwen3 235B), 11.6 ms of 256 (DeepSeek-V3), where this takes 1.8 and 1.9 (compiled).
+    At least k elements of each row must be above -inf. The k maxima are computed one after another. For `lax.top_k`
+    XLA:TPU sorts every row. Compiled for 65,536 tokens, sorting takes 5.8 ms for the 8 best of 128 (Qwen3 235B), and
+    11.6 ms for the 8 best of 256 (DeepSeek-V3). This function takes 1.8 and 1.9 ms.
     """
-    number, values, indices = jnp.arange(x.shape[-1]), [], []
+    index, values, indices = jnp.arange(x.shape[-1]), [], []
     for _ in range(k):
         values.append(jnp.max(x, -1))
         indices.append(jnp.argmax(x, -1).astype(jnp.int32))
-        x = jnp.where(number == indices[-1][..., None], -jnp.inf, x)
+        x = jnp.where(index == indices[-1][..., None], -jnp.inf, x)
     return jnp.stack(values, -1), jnp.stack(indices, -1)
 
 
 def loads(experts_tX: jax.Array, num_experts: int) -> jax.Array:
-    """The number of choices of each expert, int32 [E]."""
+    """Returns how many tokens chose each expert, int32 [E]."""
     chosen_tXE = experts_tX[..., None] == jnp.arange(num_experts)
     return jnp.sum(chosen_tXE, (0, 1), dtype=jnp.int32)
 
 
 def load_balance_loss(scores_tE: jax.Array, loads_E: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of E * sum f_e * p_e, which is 1 for equal loads and E if one expert has all.
+    """Returns this device's share of E * sum f_e * p_e, a scalar; the sum over devices is the loss.
+
+    The loss is 1 for equal loads, and E if one expert has all choices and a score of 1.
 
     Args:
       scores_tE: the scores of this device's tokens, through which the gradient flows.
-      loads_E: the choices of all tokens to balance over, those of other devices included.
-      num_tokens: the number of all tokens whose shares are summed.
+      loads_E: how many of the tokens to balance over chose each expert, on all devices.
+      num_tokens: the number of tokens whose shares are summed, on all devices.
     """
     f_E = loads_E / jnp.sum(loads_E)
     return scores_tE.shape[1] * jnp.sum(f_E * jnp.sum(scores_tE, 0)) / num_tokens
 
 
 def z_loss(logits_tE: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of the mean of log(Z)^2, where Z is the denominator of the softmax."""
+    """Returns this device's share of the mean of log(Z)^2, a scalar, where Z is the denominator of the softmax."""
     return jnp.sum(jax.nn.logsumexp(logits_tE, -1) ** 2) / num_tokens
 
 
 def entropy(scores_tE: jax.Array, num_tokens: float) -> jax.Array:
-    """This device's share of the mean entropy of the scores, in nats: log(E) if all are equal, 0 if one is 1."""
+    """Returns this device's share of the scores' mean entropy in nats: log(E) if all are equal, 0 if one is 1."""
     return -jnp.sum(jax.scipy.special.xlogy(scores_tE, scores_tE)) / num_tokens
 
 
 def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
-    """The bias [..., E] after a step with these loads [..., E]: raised below the mean load, lowered above it."""
+    """Returns the bias [..., E] after a step with these loads [..., E].
+
+    It is raised by `rate` for experts below the mean load, and lowered by `rate` for experts above it.
+    """
     return bias + rate * jnp.sign(jnp.mean(loads, -1, keepdims=True) - loads)
 
 
@@ -204,10 +224,11 @@ def updated_bias(bias: jax.Array, loads: jax.Array, rate: float) -> jax.Array:
 def grouped_matmul(
     x_rK: jax.Array, w_eKN: jax.Array, sizes_e: jax.Array | None, *, transpose: bool = False
 ) -> jax.Array:
-    """Each expert's rows times its matrix. Differentiable; on a TPU by the kernels of gmm.py.
+    """Returns y_rN, each expert's rows times its matrix. It is differentiable. On a TPU gmm.py has the kernels.
 
     Args:
-      x_rK: rows sorted by expert, or x_ecK. Rows after the last group give zeros.
+      x_rK: the rows of all experts, sorted by expert. The result is zero for rows after those of the last expert. Or
+        x_ecK, with the same number of rows c for each expert; the result is then y_ecN.
       w_eKN: a matrix for each expert, or w_eNK with `transpose`.
       sizes_e: the number of rows of each expert; None for x_ecK.
     """
@@ -226,10 +247,11 @@ def gated_matmul(
     limit: float = 0.0,
     names: tuple[str, str] = ("gate", "up"),
 ) -> jax.Array:
-    """`swiglu` of the grouped matmuls with gate and up, whose results `jax.checkpoint` policies know by `names`.
+    """Returns `swiglu` of the grouped matmuls with gate and up, [r, m] or [e, c, m].
 
-    On a TPU one kernel computes all three, and the activation hides behind the matmuls. On its own it would take the
-    vector units 0.15 of the time of an expert's three matmuls of 4096 (compiled, gmm.py).
+    The results of the two matmuls have `names`, by which `jax.checkpoint` policies save them. On a TPU one kernel
+    computes both matmuls and the activation, which hides behind the matmuls. In a kernel of its own the activation
+    would take 0.15 of the time of an expert's three matmuls with dims of 4096 (compiled, gmm.py).
     """
     activation = partial(swiglu, limit=limit)
     if sizes_e is not None and sharding.platform() == "tpu":
@@ -239,7 +261,10 @@ def gated_matmul(
 
 
 def _products(x_ecK, w, transpose):
-    """x_ecK . w_eKN, or x_ecK . w_eNK without transposing it: the copy would be a saved residual of every layer."""
+    """Returns y_ecN = x_ecK @ w_eKN, or the product with w_eNK if `transpose`.
+
+    The einsum does not transpose w_eNK in memory: JAX would save the transposed copy of every layer as a residual.
+    """
     if not transpose:
         return jnp.matmul(x_ecK, w)
     w_eNK = w
@@ -247,18 +272,18 @@ def _products(x_ecK, w, transpose):
 
 
 def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64):
-    """`grouped_matmul` in plain jax.numpy: tiles of rows of one expert, each times a copy of its matrix.
+    """`grouped_matmul` in plain jax.numpy: each tile has rows of one expert, and is multiplied by a copy of its matrix.
 
-    Without a kernel, `jax.lax.ragged_dot` has every expert multiply all rows. On a CPU, with 8 experts of 512 rows,
-    forward and backward take 12 times as long as this (measured).
+    Where there is no kernel for `jax.lax.ragged_dot`, it multiplies all rows by the matrix of every expert. On a CPU,
+    with 8 experts of 512 rows, its forward and backward pass take 12 times as long as this (measured).
     """
     num_rows, num_experts = x_rK.shape[0], w_eKN.shape[0]
     tiles_e = -(-sizes_e // rows)
-    last_e, end_e = jnp.cumsum(tiles_e), jnp.cumsum(sizes_e)
-    tile = jnp.arange(-(-num_rows // rows) + num_experts)
-    expert = jnp.minimum(jnp.searchsorted(last_e, tile, side="right"), num_experts - 1)
-    nth = tile - (last_e - tiles_e)[expert]
-    row = ((end_e - sizes_e)[expert] + nth * rows)[:, None] + jnp.arange(rows)
+    end_tile_e, end_e = jnp.cumsum(tiles_e), jnp.cumsum(sizes_e)
+    tile = jnp.arange(-(-num_rows // rows) + num_experts)  # as many tiles as there can be
+    expert = jnp.minimum(jnp.searchsorted(end_tile_e, tile, side="right"), num_experts - 1)
+    nth = tile - (end_tile_e - tiles_e)[expert]  # the number of the tile among those of its expert
+    row = ((end_e - sizes_e)[expert] + nth * rows)[:, None] + jnp.arange(rows)  # [tile, row of the tile]: row of x
     row = jnp.where(row < end_e[expert][:, None], row, num_rows)  # past the end: dropped
     tiles = jnp.take(x_rK, row, axis=0, mode="fill", fill_value=0)
     products = _products(tiles, w_eKN[expert], transpose)
@@ -267,18 +292,23 @@ def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64)
 
 
 def add_bias(y_rm: jax.Array, bias_em: jax.Array, sizes_e: jax.Array | None) -> jax.Array:
-    """Adds each expert's bias to its rows, sorted as in `grouped_matmul`. Rows after the last group become zeros."""
+    """Returns y_rm with each expert's bias added to its rows, which are sorted by expert.
+
+    The result is zero for rows after those of the last expert. If `sizes_e` is None, y is y_ecm.
+    """
     if sizes_e is None:
         return y_rm + bias_em[:, None]
     end_e = jnp.cumsum(sizes_e)
     row = jnp.arange(y_rm.shape[0])[:, None]
     is_in_re = (row >= end_e - sizes_e) & (row < end_e)
-    bias_rm = jnp.matmul(is_in_re.astype(bias_em.dtype), bias_em)  # a look-up's gradient would be a scatter
+    bias_rm = jnp.matmul(is_in_re.astype(bias_em.dtype), bias_em)  # the gradient of indexing would be a scatter
     return jnp.where(row < end_e[-1], y_rm + bias_rm, 0)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
-    """silu(gate) * up. With a limit the variant of gpt-oss: both clamped, a steeper sigmoid, and up + 1 in place of up.
+    """Returns silu(gate) * up, elementwise. With a limit, it is the variant of gpt-oss.
+
+    That variant clamps gate from above and up on both sides, has a steeper sigmoid, and multiplies by up + 1.
 
     Source: the `swiglu` of openai/gpt-oss (gpt_oss/torch/model.py).
     """
@@ -292,28 +322,33 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
 
 
 class Missing(NamedTuple):
-    """Which indices of `copy_rows` may be past the end."""
+    """Which index arrays of `copy_rows` may have indices past the end: for rows that do not exist."""
 
-    sources: bool
-    copies: bool
+    sources: bool  # some rows of the result have no source: they are zeros
+    copies: bool  # some rows of x have fewer than k copies
 
 
 NONE_MISSING = Missing(sources=False, copies=False)
 
 
 def copy_rows(x: jax.Array, source: jax.Array, copies: jax.Array, missing: Missing) -> jax.Array:
-    """x[source], with zeros where `source` is past the end.
+    """Returns x[source], of shape [len(source), ...], with zeros where an index in `source` is past the end of x.
 
-    `copies` is the inverse, so that the gradient is a look-up and not a scatter. If a row of x has at most k copies, it
-    has k * (rows of x) entries: the rows of the result that are copies of each row of x, or an index past the end.
-
-    XLA:TPU goes over all rows a second time to put zeros for indices past the end: 6.2 ms for the 524,288 pairs of 4096
-    in a layer of Qwen3 235B, six times a layer (compiled). `missing` says where that is needed.
+    Args:
+      x: rows [n, ...].
+      source: for each row of the result, its row in x.
+      copies: the inverse of `source`, so that the gradient indexes rows and does not scatter them. If each row of x has
+        at most k copies, it is a [k, n] array, flattened. It has the rows of the result that are copies of each row of
+        x, and an index past the end for each copy that a row of x lacks.
+      missing: whether `source` and `copies` may have indices past the end. If so, XLA:TPU passes over all rows again to
+        put zeros. That takes 6.2 ms for the 524,288 pairs of width 4096 in a layer of Qwen3 235B, and would be needed
+        six times a layer (compiled).
     """
     return _copy_rows((x.shape[0], missing), x, source, copies)
 
 
 def _rows(x, indices, may_miss):
+    """x[indices]; with `may_miss`, zeros for indices past the end."""
     return jnp.take(x, indices, axis=0, **dict(mode="fill", fill_value=0) if may_miss else dict(mode="clip"))
 
 
@@ -334,20 +369,26 @@ _copy_rows.defvjp(
 
 
 def _sum(terms: list[jax.Array]) -> jax.Array:
-    """The sum in float32, term by term: by XLA:TPU's own estimate, reducing an array's first dim takes longer."""
+    """The sum of the terms, computed in float32, in the dtype of the terms.
+
+    The terms are added one by one: by XLA:TPU's estimate, `jnp.sum` over the first dim of one array takes longer.
+    """
     return sum(term.astype(jnp.float32) for term in terms).astype(terms[0].dtype)
 
 
 class Pairs(NamedTuple):
-    """All (token, choice) pairs of a device, sorted by expert, first choices first: pair = choice*t + token. int32."""
+    """The order of a device's (token, choice) pairs by expert. Pairs of an expert are ordered by choice, then by token.
 
-    order_p: jax.Array  # the pair at each position
-    place_p: jax.Array  # the position of each pair
+    A pair has the number choice*t + token. All arrays are int32.
+    """
+
+    order_p: jax.Array  # the number of the pair at each position
+    place_p: jax.Array  # the position of each pair, by its number
     loads_E: jax.Array  # the number of pairs of each expert
 
 
 def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
-    """The pairs of these choices."""
+    """Returns the pairs of these choices, sorted by expert."""
     expert_p = experts_tX.T.reshape(-1)
     order_p = jnp.argsort(expert_p, stable=True)
     return Pairs(order_p, jnp.argsort(order_p), loads(experts_tX, num_experts))
@@ -356,21 +397,31 @@ def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
 def combine(
     y_rd: jax.Array, place_p: jax.Array, order_r: jax.Array, weights_tX: jax.Array, missing: Missing
 ) -> jax.Array:
-    """The weighted sum of each token's results, which are the rows `place_p` of `y_rd`."""
+    """Returns y_td, the weighted sum of the X results of each token.
+
+    Args:
+      y_rd: the results, one row for each pair; or [r, d / 128, 128], and y_td likewise.
+      place_p: the row of each pair, by the pair's number choice*t + token.
+      order_r: the pair of each row.
+      weights_tX: the weights of each token's results, float32.
+      missing: whether `place_p` ("sources") and `order_r` ("copies") may have indices past the end.
+    """
     t, X = weights_tX.shape
     y_Xtd = copy_rows(y_rd, place_p, order_r, missing).reshape(X, t, *y_rd.shape[1:])
     over_d = lambda weight_t: weight_t.reshape(t, *(1 for _ in y_rd.shape[1:]))
-    return sum(y_Xtd[k] * over_d(weights_tX[:, k]) for k in range(X)).astype(y_rd.dtype)  # float32, as the weights
+    # The sum is in float32, as the weights are.
+    return sum(y_Xtd[k] * over_d(weights_tX[:, k]) for k in range(X)).astype(y_rd.dtype)
 
 
 # -- dispatch
 
 
 def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: int) -> tuple[jax.Array, jax.Array]:
-    """`mixture(x_td, routing)` on the tokens in chunks, so that one can be computed while another travels.
+    """Applies `mixture(x_td, routing)` to the tokens in chunks, and returns (y_td, number of dropped pairs).
 
-    XLA:TPU hides 7% of the messages so, and a step is 6% shorter (compiled, docs/RESULTS.md, "Experts"). Each chunk has
-    a buffer of its own, so one may have to drop rows while another has space.
+    The rows of one chunk can be sent while those of another are multiplied. With two chunks XLA:TPU hides 7% of the
+    messages, and a step is 6% shorter (compiled, docs/RESULTS.md, "Experts"). Each chunk has a buffer of its own, so
+    one chunk may drop rows while the buffer of another is not full.
     """
     chunks = zip(*(jnp.split(a, num_chunks) for a in (x_td, *routing)), strict=True)
     y, dropped = zip(*(mixture(x_td, Routing(*chunk)) for x_td, *chunk in chunks), strict=True)
@@ -380,14 +431,14 @@ def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: 
 def dropless(
     x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(y_td, the number of this device's pairs that were dropped). Per-device code.
+    """Returns (y_td, the number of this device's pairs that were dropped). To be called in `jax.shard_map`.
 
     Args:
-      experts: the experts of this device, on sorted rows. Rows after the last group, here and in the cotangent of the
-        result, are uninitialised memory; their results are not read.
-      axis: mesh axis of the experts. With size 1 nothing is sent or dropped.
-      buffer_rows: rows of the buffer that receives the rows of all devices, this one included. If more arrive, those of
-        the last experts are dropped, and these experts add nothing to the tokens.
+      experts: applies the experts of this device to sorted rows. Rows after those of the last expert are uninitialised
+        memory, in x and in the cotangent of the result. The results of such rows are not read.
+      axis: the mesh axis of the experts. With size 1 nothing is sent or dropped.
+      buffer_rows: the rows of the buffer that receives rows from all devices, this one included. If more rows are sent
+        to it, those of the last experts are dropped, so these experts add nothing to their tokens.
     """
     (t, E), d = routing.scores_tE.shape, x_td.shape[1]
     pairs = sort_pairs(routing.experts_tX, E)
@@ -397,10 +448,11 @@ def dropless(
         return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX, NONE_MISSING), dropped
     dispatch_plan, combine_plan, sizes_e, dropped = exchange_plan(pairs.loads_E, axis, buffer_rows)
     is_for_pE = routing.experts_tX.T.reshape(-1, 1) == jnp.arange(E)
-    end_E = dispatch_plan.input_offsets + dispatch_plan.send_sizes  # of the slice that is sent to each expert
+    end_E = dispatch_plan.input_offsets + dispatch_plan.send_sizes  # the end of the slice sent to each expert
     end_p = jnp.sum(jnp.where(is_for_pE, end_E, 0), 1)
     num_pairs = end_p.shape[0]
-    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)  # past the end if dropped
+    # A dropped pair gets an index past the end. Its result is then zero, and it adds nothing to its token's gradient.
+    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)
     x_pd = copy_rows(contiguous_rows(x_td), pairs.order_p % t, place_p, Missing(sources=False, copies=True))
     x_rd = exchange(x_pd, buffer_rows, dispatch_plan, combine_plan, axis, t).reshape(buffer_rows, d)
     y_rd = contiguous_rows(experts(x_rd, sizes_e))
@@ -410,48 +462,56 @@ def dropless(
 
 
 def contiguous_rows(x_rd: jax.Array) -> jax.Array:
-    """[r, d / 128, 128] if 128 divides d: in the memory layout of a TPU each row is then contiguous.
+    """Returns x as [r, d / 128, 128] if 128 divides d: in the memory layout of a TPU each row is then contiguous.
 
-    In [r, d] the layout interleaves 8 rows, so a slice of rows is not contiguous. XLA would convert the operand and the
-    result of the exchange, and run what comes before and after in that form at a quarter of the speed. Compiled, a
-    layer of Qwen3-30B with its experts on 4 of 16 devices takes 23 ms beside its kernels, forward and backward, where
-    it took 33; uninitialised buffers and `_sum` are part of that. If 128 does not divide d, the copies take the time:
-    55 ms in a layer of gpt-oss with a buffer of 327,680 rows of 2880. Padded to 2944, 23 registers' columns, they took
-    no less (3072 was not tried).
+    The layout of [r, d] interleaves 8 rows, so a slice of rows is not contiguous. For the exchange XLA would convert
+    its operand and its result to another layout. The operations before and after would use that layout, at a quarter of
+    the speed. Compiled, a layer of Qwen3-30B with its experts on 4 of 16 devices took 33 ms in addition to its kernels,
+    forward and backward. Now it takes 23 ms, for which uninitialised buffers and `_sum` are a part of the reason. If
+    128 does not divide d, XLA makes the copies: 55 ms in a layer of gpt-oss with a buffer of 327,680 rows of 2880. With
+    rows padded to 2944, the columns of 23 registers, they took no less (3072 was not tried).
     """
     return x_rd.reshape(x_rd.shape[0], -1, 128) if x_rd.shape[1] % 128 == 0 else x_rd
 
 
 class SendPlan(NamedTuple):
-    """The slices of rows that this device sends and receives, int32 [E]: E/N to and from each of N devices.
+    """The slices of rows that this device sends and receives, in numbers of rows.
 
-    The names are those of `lax.ragged_all_to_all`. Dispatch sends a slice to each expert, combine one back from each.
+    Each array is int32 [E]: E/N slices for each of N devices. The names are those of `lax.ragged_all_to_all`. Dispatch
+    sends one slice to each expert, and combine receives one from each.
     """
 
-    input_offsets: jax.Array  # where the slices to send start here
+    input_offsets: jax.Array  # where each slice to send starts in this device's array
     send_sizes: jax.Array
-    output_offsets: jax.Array  # where each starts in its receiver's buffer
+    output_offsets: jax.Array  # where each sent slice starts in its receiver's buffer
     recv_sizes: jax.Array
 
 
 def exchange_plan(loads_E: jax.Array, axis: str, buffer_rows: int) -> tuple[SendPlan, SendPlan, jax.Array, jax.Array]:
-    """(dispatch plan, combine plan, the rows that each expert of this device gets, the number of pairs it must drop).
+    """Returns the plans of the exchanges for this device.
 
-    All devices gather N*E numbers: the rows that each has for each expert. So each knows where its slices belong in a
-    receiver's buffer, which is sorted by expert, then by sender.
+    All devices gather N*E numbers: the rows that each device has for each expert. So each device can compute where its
+    slices start in a receiver's buffer, which is sorted by expert, then by sender.
+
+    Returns:
+      (dispatch plan, combine plan, the rows that each expert of this device receives, int32 [E/N], the number of this
+      device's pairs that are dropped).
     """
     N, E = lax.axis_size(axis), loads_E.shape[0]
     me = lax.axis_index(axis)
     loads_NE = collectives.all_gather(loads_E, axis, tiled=False, algorithm="xla")
-    offsets_NE = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where they start among the sender's pairs
-    # In the buffer of each receiver: [receiver, its expert, sender].
+    offsets_NE = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where a slice starts among the sender's pairs
+    # The slices in the buffer of each receiver, each array [receiver, its expert, sender]: rows wanted, end, start in
+    # the buffer, and rows that fit.
     wanted = loads_NE.T.reshape(N, E // N, N)
     ends = jnp.cumsum(wanted.reshape(N, -1), 1).reshape(wanted.shape)
     in_buffer = jnp.minimum(ends - wanted, buffer_rows)
     sizes = jnp.minimum(ends, buffer_rows) - in_buffer
+    # `mine` is this device's entry of the first dim. `sent` are the slices that it sends, by receiver, then by expert.
+    # `received` are the slices that it receives, by sender, then by expert.
     mine = lambda a: lax.dynamic_index_in_dim(a, me, 0, keepdims=False)
-    sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)  # [receiver, its expert]
-    received = lambda a: mine(a).T.reshape(E)  # [sender, my expert]
+    sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)
+    received = lambda a: mine(a).T.reshape(E)
     at_sender = received(jnp.moveaxis(offsets_NE.reshape(N, N, E // N), 0, 2))
     dispatch_plan = SendPlan(mine(offsets_NE), sent(sizes), sent(in_buffer), received(sizes))
     combine_plan = SendPlan(received(in_buffer), received(sizes), at_sender, sent(sizes))
@@ -459,16 +519,17 @@ def exchange_plan(loads_E: jax.Array, axis: str, buffer_rows: int) -> tuple[Send
 
 
 def exchange(x: jax.Array, rows: int, plan: SendPlan, reverse_plan: SendPlan, axis: str, block_rows: int) -> jax.Array:
-    """Sends slices of x by `plan`: [rows, ...], uninitialised where no row arrives. The gradient uses `reverse_plan`.
+    """Sends slices of x by `plan`, and returns the received rows, [rows, ...].
 
-    On a TPU it is `lax.ragged_all_to_all`, which the SparseCores run beside the computation. Elsewhere it is
-    collectives.py's, which pads each slice to `block_rows`, the most that one can have.
+    Rows of the result to which nothing is sent are uninitialised. The gradient is sent by `reverse_plan`. On a TPU this
+    is `lax.ragged_all_to_all`, which the SparseCores run while the TensorCore computes. On other platforms it is the
+    one of collectives.py, which pads each slice to `block_rows`, the largest size of a slice.
     """
     return _exchange((axis, block_rows), (rows, x.shape[0]), x, plan, reverse_plan)
 
 
 def uninitialised(shape: tuple[int, ...], dtype) -> jax.Array:
-    """Memory with any content, possibly NaN: write it before reading it."""
+    """Returns an array with arbitrary content, possibly NaN: it must be written before it is read."""
     return lax.empty(shape, dtype)
 
 
@@ -496,13 +557,22 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 def with_capacity(
     x_td: jax.Array, routing: Routing, experts: Experts, axis: str, capacity: int, algorithm: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """`dropless` with a limit: each expert takes at most `capacity` of this device's pairs, first choices first."""
+    """Returns (y_td, the number of this device's pairs that were dropped). To be called in `jax.shard_map`.
+
+    Each expert takes at most `capacity` of this device's pairs. The first choices of tokens come before the second.
+
+    Args:
+      experts: applies the experts of this device to x [experts, rows, d], with `capacity` rows from each device.
+      axis: the mesh axis of the experts.
+      capacity: C, the slots of each expert for this device's pairs.
+      algorithm: of the all-to-all, as in collectives.py.
+    """
     t, E = routing.scores_tE.shape
     pairs = sort_pairs(routing.experts_tX, E)
     num_pairs = pairs.order_p.shape[0]
     start_E = jnp.cumsum(pairs.loads_E) - pairs.loads_E
     nth = jnp.arange(capacity)
-    slot_EC = jnp.where(nth < pairs.loads_E[:, None], start_E[:, None] + nth, num_pairs)  # position of its pair
+    slot_EC = jnp.where(nth < pairs.loads_E[:, None], start_E[:, None] + nth, num_pairs)  # sorted position of its pair
     pair_r = jnp.take(pairs.order_p, slot_EC.reshape(-1), mode="fill", fill_value=num_pairs)
     expert_p = routing.experts_tX.T.reshape(-1)
     nth_p = pairs.place_p - start_E[expert_p]
@@ -520,7 +590,10 @@ def with_capacity(
 
 
 def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
-    """All tokens through all experts. Over `axis` the tokens are gathered, and the experts' sums reduce-scattered."""
+    """Returns y_td, for which every expert multiplies every token. To be called in `jax.shard_map`.
+
+    The tokens are gathered over `axis`, and the weighted sums over each device's experts are reduce-scattered.
+    """
     E = routing.scores_tE.shape[1]
     chosen_tXE = jax.nn.one_hot(routing.experts_tX, E)
     gates_tE = jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
@@ -537,7 +610,7 @@ def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) ->
 
 
 def main() -> None:
-    """Eight experts on eight simulated devices: their loads, dropped pairs, and the error against the reference."""
+    """Prints loads, dropped pairs and errors against the reference, for 8 experts on 8 simulated devices."""
     t, X, E, D, M = 64, 2, 8, 32, 64
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 5)
@@ -546,7 +619,7 @@ def main() -> None:
         jax.random.normal(key, shape) / shape[1] ** 0.5
         for key, shape in zip(keys[1:4], [(E, D, M), (E, D, M), (E, M, D)], strict=True)
     )
-    # One router without preferences, one that prefers some experts.
+    # The first router has no preferences, the second prefers some experts.
     for name, skew in (("even", 0.0), ("skewed", 1.0)):
         logits_TE = jax.random.normal(keys[4], (8 * t, E)) + skew * jnp.arange(E) / 2
 

@@ -1,87 +1,93 @@
-"""Predicts the time of a compiled program, and what waits for what, from its schedule: text, no jax and no TPU.
+"""Predicts the time of a compiled program, and what it waits for, from the text of its schedule. No jax, no TPU.
 
     python aot.py schedule step.hlo
     python aot.py schedule step.hlo --kernel='attention.*=4.6e6' --link_bytes_per_s=45e9 --json
 
 **Idea.** `compiled.as_text()` of a program for TPU7x is its scheduled HLO. With `is_scheduled=true` in the first line,
 the order of the lines is the order in which the TensorCore issues the instructions. A loop names the computations of
-its body and its condition, a fusion the computation that it fuses. Asynchronous work is split in two: `x-start` hands
-it over and returns at once, `x-done` waits for the result. Collectives on the SparseCores are a `call-start` and a
-`call-done` with `async_execution_thread="sparsecore"` around the computation that contains them. With newer compilers
-`call-start` has no operands: they come with a `call-update`, which begins the work.
+its body and its condition, a fusion names the computation that it fuses. An asynchronous operation has two
+instructions: `x-start` issues it and returns at once, `x-done` waits for its result. Collectives on the SparseCores are
+a `call-start` and a `call-done` with `async_execution_thread="sparsecore"`. They call the computation that contains the
+collective. With newer compilers `call-start` has no operands: a `call-update` has them, and begins the work.
 
-**The walk** goes through the lines with a clock, `now`, and a queue for each engine:
+**The walk** goes through the lines with a clock, `now`, and a queue of transfers for each engine:
 
     TensorCore        now += estimated_cycles / clock       XLA writes the estimate into the instruction
-      no estimate     now += bytes in HBM / W_hbm           outputs and operands; a slice read from or written into an
-                                                            array counts alone; sorting n elements takes the
-                                                            log n (log n + 1) / 2 passes of a sorting network
-    Pallas kernel     now += cycles / kernel clock          the caller passes them (compiled/bundles.py)
-    x-start           ready = max(now, queue free) + t      t from the table below; the queue is busy until then
+      no estimate     now += bytes in HBM / W_hbm           bytes of outputs and operands. If a slice is read from or
+                                                            written into an array, the bytes of the slice. Sorting n
+                                                            elements reads and writes them log n (log n + 1) / 2 times,
+                                                            the passes of a sorting network
+    Pallas kernel     now += cycles / kernel clock          the caller passes the cycles (compiled/bundles.py)
+    x-start           ready = max(now, end of queue) + t    t from the table below; the queue then ends at `ready`
     x-done            now = max(now, ready)                 a stall: the share of t that no computation hid is exposed
-    collective alone  now += t                              synchronous: exposed in full
-    while             trips x body                          trips from the condition's constant, start and step
-    conditional       the branch with the known index; the longest branch if the text does not determine the index
+    sync. collective  now += t                              exposed in full
+    while             trips * body                          trips from the condition's constant, start and step
+    conditional       time of one branch                    the branch with the known index; the longest branch if the
+                                                            text does not determine the index
 
-The queues, and the transfers in flight among the values that a loop carries, persist from one iteration to the next.
-Iterations are walked until one leaves both as it found them; all later iterations take the time of that one. A loop may
-contain branches, for example if every sixth layer attends to more tokens. Then the integers are evaluated
-(`hlo.evaluate`), and every iteration is walked.
+The queues persist from one iteration of a loop to the next. So do transfers in flight that the loop carries. Iterations
+are walked until one leaves both unchanged. All later iterations take the time of that one. A loop may contain branches,
+for example if every sixth layer attends to more tokens. Then the loop's integers, such as the index of the layer, are
+evaluated (`hlo.evaluate`), and every iteration is walked.
 
 **Formula.** The time t of a transfer:
 
     all-gather        V (n-1)/n / (rings W)                 V: bytes of the gathered array, n: devices of a group
     reduce-scatter    V (n-1)/n / (rings W)
     all-reduce        2 V (n-1)/n / (rings W)
-    all-to-all        n V/4 / (links over the middle W)     V: bytes that a device sends; half of all bytes cross the
-                                                            middle of the longest axis, half of these each way: V a link
-                                                            on 2x2x1 and on a torus of 4x4x4. V (n-1)/n / W without
-                                                            `chips`. The sizes of a ragged one are known only at run
-                                                            time: V is the smaller one of its two buffers
-    permute           V / W                                 one queue per direction
+    all-to-all        n V/4 / (links over the middle W)     V: bytes that a device sends. Half of all bytes cross the
+                                                            middle of the longest axis, and half of these go each way.
+                                                            A link carries V on 2x2x1 and on a torus of 4x4x4. Without
+                                                            `chips`, t is V (n-1)/n / W. The sizes of a ragged
+                                                            all-to-all are known only at run time, so V is its smaller
+                                                            buffer
+    permute           V / W                                 one queue for each direction
     copy, slice       V / W_hbm, V / W_host                 between HBM and VMEM, or device and host; 2V for a copy
                                                             within HBM, or to gather or transpose on the SparseCores
 
-`rings` is the number of "colours" in the strategy that XLA wrote into the collective, each a direction of links; 1 if
-it wrote none. Between two chips, or along a line, two colours share the same links. So rings are capped by the links
-that lead out of a chip: two for each torus axis that wraps around and that the group spans in full, one for each other
-axis along which it extends.
+XLA writes a strategy into a collective, with a number of "colours". Each colour is a direction in which data goes
+round. `rings` is the number of colours, or 1 without a strategy. Between two chips, or along a line, two colours share
+the same links. So rings are at most the number of links from a chip to others of the group. These are two for each
+torus axis that wraps around and that the group spans in full. They are one for each other axis on which the group has
+several chips.
 
-W is the bandwidth of a link one way. Both devices of a chip send through its links, so W is divided by the number of
-groups that have a device on the same chip; for permutes, by the number that go from one chip to the same other chip.
-Between the two devices of a chip W is that of the die-to-die link, with one ring. The text does not say where the chips
-are. aot.py passes `chips`; without it, as on the command line, each two consecutive devices are a chip, and rings are
-not capped.
+W is the bandwidth of a link, one way. Both devices of a chip send through the chip's links. So W is divided by the
+number of groups with a device on the same chip. For permutes it is divided by the number of pairs with the same source
+chip and the same target chip. Between the two devices of a chip, W is that of the die-to-die link, with one ring. The
+text does not say where the chips are: aot.py passes `chips`. On the command line there are none. Then devices 2i and
+2i + 1 are taken for a chip, and rings are not limited.
 
-**Constants** (`Rates`; the shares of the peaks are defined in hardware.py):
+**Constants** (`Rates`; hardware.py defines the shares of the peaks):
 
-    clock     2.2 GHz      the clock of the published peak. XLA plans with 1.9: its cycles are of that clock where HBM
-                           is the bound. At the other extreme all time that is not a transfer is 1.16 times as long
-    kernels   1.76 GHz     tokamax publishes times of attention kernels on TPU7x: their compiled cycles over 1.7 to 1.8.
-                           Their count left out some waits that compiled/bundles.py counts: kernels may be up to 9%
-                           faster
-    W         89 GB/s      100 a link one way; measured: an all-gather, 178.8 of 200. The die-to-die link as well: x0.89
-    W_hbm     3.2 TB/s     a device's half of 7.38; measured: a copy, 0.87 of the peak
+    clock     2.2 GHz      the clock of the published peak. XLA's cost model assumes 1.9 GHz: for instructions bound by
+                           HBM, its cycles are of that clock. If all its cycles were, all time that is not a transfer
+                           would be 1.16 times as long
+    kernels   1.76 GHz     from times of attention kernels on TPU7x that tokamax publishes: their compiled cycles over
+                           these times are 1.7 to 1.8 GHz. The count of cycles left out some waits that
+                           compiled/bundles.py counts, so kernels may be up to 9% faster
+    W         89 GB/s      0.89 of the peak of 100 GB/s; measured: an all-gather, 178.8 of 200 GB/s. The same share is
+                           taken for the die-to-die link
+    W_hbm     3.2 TB/s     a device's half of 7.38 TB/s, times 0.87; measured: a copy
     W_host    16 GB/s      assumed; no figure is published
-    network   6.25 GB/s    a device's half of a chip's 100 Gb/s; sends and receives between slices
+    network   6.25 GB/s    a device's half of a chip's 100 Gb/s; for sends and receives between slices
 
-TensorCore seconds scale with 1/clock. Half the W doubles each t, but the total grows only by the time that the
-computations beside it no longer hide: by nothing as long as all of it is hidden. `Rates` and the flags let you vary
-these.
+TensorCore seconds scale with 1/clock. With half the W each t doubles, but the total grows only by the time that the
+computations beside the transfer do not hide. `Rates` and the flags let you vary the constants.
 
-**Other chips** (`rates_of`; aot.py compiles for them too) get the same shares of their own figures. Their kernels take
-the cycles of TPU7x, as compiled/bundles.py reads no other chip's program; v6e's matrix units do as much in a cycle.
-Axes wrap around where TPU7x's do, in whole cubes: for v6e that is right except for axes of 16.
+**Other chips** (`rates_of`; aot.py compiles for them too) are taken to achieve the same shares of their own peaks.
+Their kernels are taken to need the cycles of TPU7x, as compiled/bundles.py reads no other chip's program. This fits
+v6e, whose matrix units do as much in a cycle. Axes are taken to wrap around as on TPU7x, if all are multiples of 4. For
+v6e this is right except for axes of 16.
 
 **On TPU7x** XLA's cycles for an elementwise fusion are an estimate, too. It counts windows of up to 64 x 16 registers,
-as many for bfloat16 as for float32. To negate [65536, 14336] it has 5.93 M cycles for either, 4.96 M for int8 (libtpu
-0.0.50.1): 2.7 ms in bfloat16, for which HBM would take 1.2. In mixtures of experts and in FP8 such passes are up to a
-quarter of a step; there the time of a compiled step is too long rather than too short.
+and as many windows for bfloat16 as for float32. To negate [65536, 14336] takes 5.93 M cycles for either by this
+estimate, and 4.96 M for int8 (libtpu 0.0.50.1). For bfloat16 that is 2.7 ms, while HBM takes 1.2 ms. Such fusions are
+up to a quarter of a step with mixtures of experts or FP8. There the predicted time is too long rather than too short.
 
-**Left out**: transfers, SparseCores and TensorCore share HBM; a ring over several axes has phases of different size;
-start-up and hops (1 us each) of collectives; the links that a message passes on its way to a chip that is not a
-neighbour; a synchronous collective waits for those in flight; other devices that are late; the host. So small
-collectives take longer than their bytes suggest.
+**Left out.** The walk ignores these effects. Transfers, SparseCores and the TensorCore share the bandwidth of HBM. A
+ring over several axes has phases of different sizes. A collective takes time to start, and 1 us for each hop, so small
+ones take longer than predicted. A message to a distant chip occupies all links on its way. A synchronous collective
+waits for those in flight. Other devices may be late, and so may the host.
 
 **Source**: rates measured in https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood.
 """
@@ -104,7 +110,7 @@ CHIP = CHIPS["tpu7x"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates that the engines of a device reach; sources: above."""
+    """The rates that the engines of a device achieve. The head of this file has the sources."""
 
     clock_hz: float
     kernel_clock_hz: float
@@ -116,7 +122,10 @@ class Rates:
 
 
 def rates_of(chip: Chip) -> Rates:
-    """The rates of a device: the shares of its peaks that were measured on TPU7x; 16 GB/s to an unknown host."""
+    """Returns the rates of a device: the shares of its peaks that were measured on TPU7x.
+
+    The rate to the host is 16 GB/s for a chip without a published figure.
+    """
     return Rates(
         clock_hz=chip.clock_hz,
         kernel_clock_hz=KERNEL_CLOCK * chip.clock_hz,
@@ -133,11 +142,12 @@ TPU7X = rates_of(CHIP)
 
 # -- what an instruction costs
 
+# Opcodes that take no time.
 FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier"
     " partition-id replica-id domain".split()
 )
-# Without an estimate by XLA these take the time of their bytes.
+# Opcodes that, without an estimate by XLA, take the time to move their bytes to and from HBM.
 BYTES = set(
     "abs add and atan2 bitcast-convert broadcast cbrt ceil clamp clz compare complex concatenate convert copy cosine"
     " count-leading-zeros divide dynamic-reshape dynamic-slice dynamic-update-slice erf exponential"
@@ -147,41 +157,48 @@ BYTES = set(
     " set-dimension-size get-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine slice sort"
     " sqrt stochastic-convert subtract tan tanh transpose xor".split()
 )
+# Targets of custom-calls that take no time.
 FREE_TARGETS = set(
     "PrepareAsyncCallStart PrepareAsyncCallDone AllocateBuffer ConcatBitcast AssumeGatherIndicesInBound"
     " GatherScatterIndicesBitpacked Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape".split()
 )
-BYTES_TARGETS = {"ZeroCrop"}  # between slices: zeroes the padding of an array in place, so at most its bytes
+# Targets of custom-calls that take the time of their bytes. ZeroCrop, used between slices, zeroes an array's padding in
+# place, so its time is at most that.
+BYTES_TARGETS = {"ZeroCrop"}
 MATMULS = {"convolution", "dot"}
-MOVES = FREE | set(  # move data and compute nothing
+MOVES = FREE | set(  # opcodes that move data and compute nothing
     "broadcast concatenate copy dynamic-slice dynamic-update-slice fusion iota pad reshape reverse slice"
     " transpose".split()
 )
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 COLLECTIVES += ("collective-broadcast",)
-BETWEEN_SLICES = ("send", "recv")  # XLA's lowering of a collective over the network
+BETWEEN_SLICES = ("send", "recv")  # what XLA makes of a collective over the network
 
 
 def among(kind: str, kinds: Sequence[str]) -> bool:
-    """Whether a message, or every message that shares one start, has one of these kinds."""
+    """Whether `kind` is one of `kinds`.
+
+    Several messages that share one start have a kind such as "all-gather and all-reduce" (Walk.serialized). Then all of
+    them must be among `kinds`.
+    """
     return {*kind.split(" and ")} <= {*kinds}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Work beside the TensorCore or, if it is synchronous, in its place."""
+    """A collective or a copy. It runs while the TensorCore computes or, if it is synchronous, while that waits."""
 
-    kind: str
-    engine: str
-    queue: str
-    nbytes: float  # of the gathered array
+    kind: str  # the opcode, as in "all-gather"; for a copy also its direction, as in "copy to host"
+    engine: str  # what runs it: SparseCore, TensorCore, DMA, network, or another thread of the HLO
+    queue: str  # transfers with the same queue run one after another
+    nbytes: float  # of the array; for a collective, of the gathered array
     seconds: float
-    groups: tuple[tuple[int, ...], ...] = ()
-    rings: int = 0
+    groups: tuple[tuple[int, ...], ...] = ()  # the devices of each group, or the (source, target) pairs of a permute
+    rings: int = 0  # the number of colours in XLA's strategy
 
 
 def num_rings(config: object) -> int:
-    """The number of colours of the strategy in a collective's backend_config, 0 if there is none."""
+    """The number of colours in a collective's strategy, 0 if it has none. `config` is its backend_config."""
     if isinstance(config, dict):
         if "color_strategies" in config:
             return len(config["color_strategies"])
@@ -191,17 +208,22 @@ def num_rings(config: object) -> int:
 
 
 def chips_of(devices: Sequence[int], chips: Sequence) -> list:
-    """The chip of each device; `chips` as for `walk`."""
+    """The chip of each device: its (slice, x, y, z) if `chips` are known (see `walk`), else a number."""
     return [chips[device] if chips else device // 2 for device in devices]
 
 
 def on_one_chip(devices: Sequence[int], chips: Sequence) -> bool:
-    """Whether these are the two devices of a chip."""
+    """Whether `devices` are the two devices of one chip."""
     return len(devices) == 2 and devices[0] != devices[1] and len({*chips_of(devices, chips)}) == 1
 
 
 def torus_axes(devices: Sequence[int], chips: Sequence) -> list[tuple[int, bool]]:
-    """(chips of the group, whether they form a ring) along each torus axis on which the group has several chips."""
+    """Returns (extent, is_ring) for each torus axis on which a group of devices has several chips.
+
+    The extent is the number of the group's chips along the axis. They are a ring if the axis wraps around and they are
+    all of its chips.
+    """
+    # [1:] leaves out the number of the slice, which is the first coordinate.
     extents, sizes = (
         [len({*coords}) for coords in zip(*places, strict=True)][1:] for places in (chips_of(devices, chips), chips)
     )
@@ -210,20 +232,27 @@ def torus_axes(devices: Sequence[int], chips: Sequence) -> list[tuple[int, bool]
 
 
 def links_out(devices: Sequence[int], chips: Sequence) -> float:
-    """The links one way from a chip to other chips of the group; infinite if the places of the chips are unknown."""
+    """The number of links from a chip to other chips of its group; infinite if the places of the chips are unknown."""
     return sum(1 + ring for _, ring in torus_axes(devices, chips)) if chips else math.inf
 
 
 def busiest_link_share(devices: Sequence[int], chips: Sequence) -> float:
-    """The bytes of an all-to-all that cross the busiest link, over the bytes that a device sends."""
+    """The bytes of an all-to-all that cross the busiest link in one direction, over the bytes that a device sends.
+
+    Of n devices' bytes, n/4 cross the middle of an axis in each direction. They share the lines along that axis, of
+    which a line has one link across its middle, and a ring two.
+    """
     num_chips, axes = len({*chips_of(devices, chips)}), torus_axes(devices, chips)
     crossing = (len(devices) / 4 / (num_chips / extent * (1 + ring)) for extent, ring in axes)
-    # A group with one device at the same place of each of several slices spans no torus axis.
+    # A group with one device of each slice, at the same place, spans no torus axis.
     return max(crossing, default=1 - 1 / len(devices))
 
 
 def link_users(instruction: Instruction, chips: Sequence) -> int:
-    """The number of groups, or of permutes in one direction, that send through the links of a chip at once."""
+    """The number of groups that send through the links of the same chip, at most.
+
+    For a permute it is the number of pairs with the same source chip and the same target chip.
+    """
     if instruction.pairs:
         directions = (tuple(chips_of(pair, chips)) for pair in instruction.pairs)
         users = Counter(direction for direction in directions if direction[0] != direction[1])
@@ -235,10 +264,18 @@ def link_users(instruction: Instruction, chips: Sequence) -> int:
 def collective(
     instruction: Instruction, operands: Sequence[Shape], rates: Rates, thread: str, chips: Sequence = ()
 ) -> Transfer:
-    """The transfer of a collective; `thread` names the engine that runs it."""
+    """Returns the transfer of a collective.
+
+    Args:
+      operands: the shapes of its operands, flattened.
+      thread: the async_execution_thread that runs it, "sparsecore" or "main".
+      chips: as for `walk`.
+    """
     kind, start = instruction.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
-    shapes = [shape for shape in instruction.shapes if not (start and not shape.dims and shape.space)]  # semaphores
-    if start and kind != "all-reduce":  # (operands, results)
+    shapes = [shape for shape in instruction.shapes if not (start and not shape.dims and shape.space)]
+    # The result of a start is (operands, results, semaphores); the line above removes the semaphores. For an all-reduce
+    # it has no operands.
+    if start and kind != "all-reduce":
         shapes = shapes[len(operands) :]
     nbytes = sum(shape.nbytes for shape in shapes)
     if kind == "ragged-all-to-all":
@@ -247,17 +284,17 @@ def collective(
     rings = num_rings(instruction.config)
     sparse = thread == "sparsecore" or instruction.config.get("device_type") == "DEVICE_TYPE_SPARSECORE"
     groups = instruction.groups or instruction.pairs
-    near = bool(groups) and all(on_one_chip(devices, chips) for devices in groups)
-    speed = rates.die_to_die_bytes_per_s if near else rates.link_bytes_per_s
+    within_chips = bool(groups) and all(on_one_chip(devices, chips) for devices in groups)
+    speed = rates.die_to_die_bytes_per_s if within_chips else rates.link_bytes_per_s
     queue = "links"
     if kind in ("collective-permute", "collective-broadcast"):
         moved = nbytes if instruction.pairs or size > 1 else 0.0
         queue = "link {} to {}".format(*min(instruction.pairs)) if instruction.pairs else queue
-        speed /= 1 if near else link_users(instruction, chips)
+        speed /= 1 if within_chips else link_users(instruction, chips)
     else:
         nbytes *= size if kind == "reduce-scatter" else 1
         moved = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
-        if size > 1 and not near:
+        if size > 1 and not within_chips:
             group = instruction.groups[0]
             if not kind.endswith("all-to-all"):
                 speed *= max(min(rings, links_out(group, chips)), 1) / link_users(instruction, chips)
@@ -269,9 +306,10 @@ def collective(
 
 
 def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruction | None:
-    """The reduce-scatter that XLA:TPU wrote as a fusion of an all-reduce and a slice; None for another instruction.
+    """Returns a fusion as the reduce-scatter that it was compiled from, or None for any other instruction.
 
-    XLA:TPU does so if the shards are padded. The TensorCore runs it, and nothing else meanwhile.
+    If the shards are padded, XLA:TPU compiles a reduce-scatter to a fusion of an all-reduce and a slice. It is
+    synchronous: the TensorCore runs it and computes nothing else meanwhile.
     """
     algorithm = instruction.config.get("collective_algorithm_config", {})
     if instruction.opcode != "fusion" or not algorithm.get("emitter", "").endswith("AllReduceScatterFusion"):
@@ -284,7 +322,10 @@ def fused_reduce_scatter(program: Program, instruction: Instruction) -> Instruct
 
 
 def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
-    """Yields an instruction's opcode and those that it fuses; a custom-call that only moves data is named as a move."""
+    """Yields the opcode of an instruction and those of the instructions that it fuses.
+
+    For a custom-call of a known target it yields an opcode of the same cost: bitcast if it is free, else broadcast.
+    """
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     yield "bitcast" if target in FREE_TARGETS else "broadcast" if target in BYTES_TARGETS else instruction.opcode
     for name in instruction.called.get("calls", ()):
@@ -293,7 +334,7 @@ def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
 
 
 def category_of(program: Program, instruction: Instruction) -> str:
-    """The category of an instruction: matmul, elementwise, copies and layouts, or a kernel by its name."""
+    """The category of an instruction: "matmul", "elementwise", "copies and layouts", or "kernel <its name>"."""
     opcodes = set(opcodes_of(program, instruction))
     if instruction.opcode == "custom-call" and "custom-call" in opcodes:
         return f"kernel {re.sub(r'[.][0-9]+$', '', instruction.name)}"
@@ -305,37 +346,37 @@ def category_of(program: Program, instruction: Instruction) -> str:
 
 @dataclass(frozen=True)
 class Op:
-    """The time of a TensorCore instruction, over all trips of the loops around it."""
+    """A TensorCore instruction, with its time and count over all trips of the loops around it."""
 
     name: str
     category: str
     seconds: float
     count: int
-    by: str  # what its time is derived from: "cycles", "bytes", or "caller" for cycles that the caller gave
-    op_name: str
-    source: str
+    by: str  # what its time is computed from: "cycles", "bytes", or "caller" for cycles that the caller passed
+    op_name: str  # the operation in the JAX program
+    source: str  # its file and line
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective or a copy beside the TensorCore, over all trips of the loops around it."""
+    """A collective or a copy, with its time and count over all trips of the loops around it."""
 
     name: str
     kind: str
     engine: str  # SparseCore, TensorCore, DMA
-    nbytes: float  # of the gathered array, once
+    nbytes: float  # of the gathered array, in one trip
     group_size: int
     groups: tuple[tuple[int, ...], ...]
     rings: int
     count: int
     op_name: str
     source: str
-    after: str  # the last computation before it starts
-    before: str  # the first one after it is done
+    after: str  # the op that the TensorCore ran last before the start
+    before: str  # the op that the TensorCore ran first after the done
     synchronous: bool
-    computed_s: float  # that the TensorCore computed between start and done
-    seconds: float
-    exposed_s: float  # of the seconds, those that the TensorCore waited
+    computed_s: float  # the time that the TensorCore computed between start and done
+    seconds: float  # the time of the transfer
+    exposed_s: float  # the part of `seconds` in which the TensorCore waited
 
     @property
     def hidden_s(self) -> float:
@@ -347,11 +388,11 @@ class Breakdown:
     """The time of a program, by category, by operation and by message."""
 
     seconds: float
-    categories: dict[str, float]  # add up to the seconds
+    categories: dict[str, float]  # {category: seconds}, which add up to `seconds`, the longest first
     ops: tuple[Op, ...]  # the longest first
     messages: tuple[Message, ...]
-    by_bytes_s: float  # seconds of ops for which XLA has no estimate
-    uncounted: tuple[str, ...]  # counted as no time, because their cycles or trips are unknown
+    by_bytes_s: float  # seconds of ops whose time is computed from bytes, as XLA has no estimate
+    uncounted: tuple[str, ...]  # instructions without known cycles, and loops without known trips
 
     @property
     def collectives(self) -> tuple[Message, ...]:
@@ -367,19 +408,31 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Flight:
-    """A transfer in flight; without a queue and times, one that still waits for its operands."""
+    """A transfer in flight. Without a queue, its start had no operands, and a call-update will begin it.
 
-    key: tuple[str, str]
+    Times are seconds of the walk's clock.
+    """
+
+    key: tuple[str, str]  # (computation, name of the instruction)
     queue: str = ""
-    start: float = 0.0
-    begin: float = 0.0
-    ready: float = 0.0
-    busy: float = 0.0  # seconds that the TensorCore had computed when it started
+    start: float = 0.0  # when the TensorCore issued it
+    begin: float = 0.0  # when the transfers ahead of it in the queue are done
+    ready: float = 0.0  # when it is done
+    busy: float = 0.0  # Walk.busy at `start`
     value: object = None  # the integers that it transfers, if they are known
 
 
 class Walk:
-    """The state of a walk: the clock, the queues, and a ledger of {(quantity, key): seconds or count}."""
+    """The state of a walk.
+
+    Attributes:
+      now: the clock, seconds since the first instruction.
+      busy: the seconds in which the TensorCore computed.
+      queues: {queue: its transfers, in order}, of which some may be done.
+      ledger: {(quantity, key): seconds or count}. A quantity is count, seconds, computed, exposed or category. A key is
+        (computation, name of an instruction), or for category the name of the category.
+      missing: {instruction: what is unknown about it}.
+    """
 
     def __init__(
         self,
@@ -391,23 +444,32 @@ class Walk:
     ):
         self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
         self.missing: dict[str, str] = {}
-        self.evaluates = True  # whether to evaluate integers: outside of loops, and in loops with branches
+        self.evaluates = True  # whether to evaluate integers: outside loops, and in loops with branches
         self.now = self.busy = 0.0
         self.queues: dict[str, list[Flight]] = {}
         self.ledger: Counter = Counter()
-        self.facts: dict[tuple, tuple] = {}  # what is the same in each execution of an op or a message
-        self.last, self.ended = "", []  # the last op, and the messages that ended after it
-        self.after, self.before = {}, {}
+        # {key: (instruction, category, by) of an op, or (instruction, transfer, synchronous) of a message}.
+        self.facts: dict[tuple, tuple] = {}
+        self.last, self.ended = "", []  # the name of the last op, and the keys of messages that ended after it
+        self.after, self.before = {}, {}  # {key of a message: the op before its start, or after its done}
 
     def run(self, computation: str, arguments: list) -> object:
-        """Walks a computation. Returns its root's value: known integers, a Flight, a tuple of values, or None."""
+        """Walks a computation, and returns the value of its root.
+
+        A value is Numbers (known integers), a Flight, a tuple of values, or None if it is not known.
+        """
         values = {}
         for name, instruction in self.program.computations[computation].items():
             values[name] = self.step(computation, instruction, [values[n] for n in instruction.operands], arguments)
         return values[self.program.roots[computation]]
 
     def step(self, computation: str, instruction: Instruction, values: list, arguments: list) -> object:
-        """Walks one instruction, given the values of its operands and the arguments of its computation."""
+        """Walks one instruction and returns its value.
+
+        Args:
+          values: the values of its operands.
+          arguments: the values of the parameters of its computation.
+        """
         opcode, called = instruction.opcode, instruction.called
         key = computation, instruction.name
         first = values[0] if values else None
@@ -443,6 +505,7 @@ class Walk:
         return evaluate(self.program, instruction, values) if self.evaluates or opcode in PASS_THROUGH else None
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
+        """The shapes of each operand; an operand that is a tuple has several."""
         return [self.program.computations[computation][name].shapes for name in instruction.operands]
 
     # the TensorCore
@@ -467,7 +530,7 @@ class Walk:
         self.ended = []
 
     def cost(self, instruction: Instruction, operands: list) -> tuple[float, str]:
-        """(seconds, what they are derived from: `Op.by`)."""
+        """Returns (seconds, `Op.by`), and records an instruction of unknown time as missing."""
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         for pattern, cycles in self.kernels.items():
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name, target)):
@@ -485,7 +548,11 @@ class Walk:
         return self.hbm_bytes(opcodes, instruction.shapes, operands) / self.rates.hbm_bytes_per_s, "bytes"
 
     def hbm_bytes(self, opcodes: set[str], results: Sequence[Shape], operands: list) -> float:
-        """Bytes read and written. An update in place, or a slice, does not read all of its largest operand."""
+        """The bytes that an instruction reads and writes in HBM.
+
+        A slice reads, and an update in place writes, only a part of its largest operand.
+        """
+        # Space 0 is HBM, space 5 the host's memory.
         in_hbm = lambda shapes: sum(shape.nbytes for shape in shapes if shape.space in (0, 5) and shape.dims)
         read, written = sorted(map(in_hbm, operands)), in_hbm(results)
         if "sort" in opcodes and results and results[0].dims:  # a sorting network: log n (log n + 1) / 2 passes
@@ -500,7 +567,7 @@ class Walk:
     # beside the TensorCore
 
     def start(self, key: tuple, computation: str, instruction: Instruction) -> Flight:
-        """Puts a transfer on its queue; it begins when those before it are done."""
+        """Appends a transfer to its queue, and returns it. It begins when the transfers ahead of it are done."""
         transfer = self.transfer(computation, instruction)
         queue = [flight for flight in self.queues.get(transfer.queue, []) if flight.ready > self.now]
         begin = max([self.now, *(flight.ready for flight in queue)])
@@ -510,7 +577,10 @@ class Walk:
         return flight
 
     def done(self, instruction: Instruction, flight: object) -> None:
-        """Advances the clock to the end of a transfer; the stall counts for the transfers on its queue at that time."""
+        """Advances the clock to the end of a transfer.
+
+        The wait is counted as exposed time of each transfer that its queue runs meanwhile, this one and those ahead.
+        """
         if not isinstance(flight, Flight) or not flight.queue:
             raise ValueError(f"line {instruction.line}: %{instruction.name} waits for what was not started before it")
         if flight.ready > self.now:
@@ -536,13 +606,14 @@ class Walk:
         self.ended.append(key)
 
     def count(self, key: tuple, instruction: Instruction, transfer: Transfer, *, synchronous: bool) -> None:
+        """Enters one execution of a transfer into the ledger."""
         self.ledger["count", key] += 1
         self.ledger["seconds", key] += transfer.seconds
         self.facts[key] = instruction, transfer, synchronous
         self.after.setdefault(key, self.last)
 
     def transfer(self, computation: str, instruction: Instruction) -> Transfer:
-        """The transfer that a start begins: the work of the computation that it calls, or of its own opcode."""
+        """Returns the transfer of an `x-start`: its own operation, or that of the computation that it calls."""
         thread, inner = instruction.thread, instruction
         while inner.called.get("to_apply", inner.called.get("calls")) and inner.opcode in ("call-start", "async-start"):
             (computation,) = inner.called.get("to_apply", inner.called.get("calls"))
@@ -565,30 +636,31 @@ class Walk:
                 return Transfer(inner.opcode, "SparseCore", "SparseCore", nbytes, nbytes / rates.hbm_bytes_per_s)
         kind = inner.opcode.removesuffix("-start")
         if kind in BETWEEN_SLICES:
-            nbytes, far = inner.shapes[0].nbytes, "megascale" in inner.attributes.get("frontend_attributes", "")
-            if far or "is_host_transfer" not in inner.attributes:
+            nbytes = inner.shapes[0].nbytes
+            between_slices = "megascale" in inner.attributes.get("frontend_attributes", "")
+            if between_slices or "is_host_transfer" not in inner.attributes:
                 return Transfer(kind, "network", f"network, {kind}", nbytes, nbytes / rates.network_bytes_per_s)
             host = "to host" if kind == "send" else "from host"
             return Transfer(f"{kind} host", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
         if kind not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice") or thread != "main":
             seconds, by = self.cost(inner, operands)
-            if by == "bytes":  # on an engine whose memory bandwidth is not in Rates
+            if by == "bytes":  # Rates has no memory bandwidth for this engine
                 self.missing[inner.name] = f"line {inner.line}: {kind} %{inner.name} on {thread} {inner.op_name}"
             return Transfer(kind, thread, thread, 0.0, seconds)
-        if inner.opcode == "copy-start":  # its result: (target, origin, semaphore)
+        if inner.opcode == "copy-start":  # its result is (target, origin, semaphore)
             target, origin = inner.shapes[:2]
-        else:  # its result: ((operands), target, semaphore), or within a computation the target
+        else:  # the result of another start is ((operands), target, semaphore); without a start, it is the target
             target, origin = inner.shapes[len(flat) if inner.opcode.endswith("-start") else 0], flat[0]
         origin = flat[1] if kind == "dynamic-update-slice" else origin
         nbytes = min(target.nbytes, origin.nbytes)
-        if 5 in (target.space, origin.space) and target.space != origin.space:
+        if 5 in (target.space, origin.space) and target.space != origin.space:  # space 5 is the host's memory
             host = "to host" if target.space == 5 else "from host"
             return Transfer(f"{kind} {host}", "DMA", host, nbytes, nbytes / rates.host_bytes_per_s)
-        passes = max((target.space == 0) + (origin.space == 0), 1)
+        passes = max((target.space == 0) + (origin.space == 0), 1)  # 2 if both ends are in HBM
         return Transfer(kind, "DMA", "DMA", nbytes, nbytes * passes / rates.hbm_bytes_per_s)
 
     def serialized(self, computation: str, instructions: Sequence[Instruction], thread: str) -> Transfer:
-        """The transfer of several collectives that share one start: they run one after another on the same links."""
+        """Returns one transfer for several collectives that share one start: they run one after another."""
         transfers = [
             collective(
                 i, [s for shapes in self.operand_shapes(computation, i) for s in shapes], self.rates, thread, self.chips
@@ -602,11 +674,11 @@ class Walk:
     # loops and branches
 
     def branch(self, instruction: Instruction, values: list) -> object:
-        """Walks the branch of a conditional that is taken or, if that is unknown, the longest."""
+        """Walks one branch of a conditional and returns its value: the branch taken or, if unknown, the longest."""
         names = [name for computations in instruction.called.values() for name in computations]
         if isinstance(values[0], Numbers):
             (index,) = values[0].values
-            if "true_computation" in instruction.called:
+            if "true_computation" in instruction.called:  # true, index 1, is named first
                 index = 1 - index
             index = index if 0 <= index < len(names) else -1  # an index out of range takes the last branch
             return self.run(names[index], [values[1:][index]])
@@ -619,6 +691,7 @@ class Walk:
         return value
 
     def state(self) -> tuple:
+        """A copy of what walking a branch changes, for `restore`; the clock comes first."""
         queues = {name: list(flights) for name, flights in self.queues.items()}
         return self.now, self.busy, queues, Counter(self.ledger), self.last, list(self.ended)
 
@@ -628,7 +701,10 @@ class Walk:
         self.ledger, self.ended = Counter(ledger), list(ended)
 
     def loop(self, instruction: Instruction, carried: object) -> object:
-        """Walks a loop until an iteration leaves the state as it found it, and skips the rest."""
+        """Walks a loop, and returns the value that it carries at the end.
+
+        It walks iterations until one leaves the state (`snapshot`) unchanged. Then it skips all others (`skip`).
+        """
         (body,) = instruction.called["body"]
         left = self.trips(instruction, carried)
         evaluates, self.evaluates = self.evaluates, self.evaluates and body in self.branching
@@ -636,7 +712,7 @@ class Walk:
             before, begin, busy = self.snapshot(carried), self.now, self.busy
             outer, self.ledger = self.ledger, Counter()
             carried = self.run(body, [carried])
-            times = left if self.snapshot(carried) == before else 1  # from the same state all others take the same time
+            times = left if self.snapshot(carried) == before else 1  # from the same state, all take the same time
             outer.update({key: times * amount for key, amount in self.ledger.items()})
             self.ledger = outer
             if times > 1:
@@ -649,17 +725,16 @@ class Walk:
     def branching(self) -> set[str]:
         """The computations that contain a branch, or call one that does."""
         branching: set[str] = set()
-        for name, instructions in self.program.computations.items():  # the text has callees before their callers
+        for name, instructions in self.program.computations.items():  # a callee precedes its callers
             called = {callee for i in instructions.values() for names in i.called.values() for callee in names}
             if called & branching or any(i.opcode == "conditional" for i in instructions.values()):
                 branching.add(name)
         return branching
 
     def snapshot(self, value: object) -> tuple:
-        """The state that determines what follows, to compare: the transfers in flight, and how long each still takes.
+        """The state that determines the time of the next iteration, in a form that can be compared.
 
-        Args:
-          value: the value that the loop carries.
+        It has the transfers in flight, with times relative to the clock, and `value`, which the loop carries.
         """
         remaining = lambda time: round(max(time - self.now, 0.0), 12)
 
@@ -676,7 +751,15 @@ class Walk:
         return relative(value), sorted((name, flights) for name, flights in queues.items() if flights)
 
     def skip(self, value: object, begin: float, seconds: float, busy: float) -> object:
-        """Advances the clock over iterations, and with it the transfers that the last one started."""
+        """Advances the clock over iterations that are not walked, and returns the value `value` that the loop carries.
+
+        Transfers that the last walked iteration started are moved as well, as if the last iteration had started them.
+
+        Args:
+          begin: the time at which the last walked iteration began.
+          seconds: the time of the iterations that are skipped.
+          busy: the part of it in which the TensorCore computes.
+        """
 
         def moved(value: object) -> object:
             if isinstance(value, Flight) and value.queue and value.start >= begin:
@@ -691,10 +774,11 @@ class Walk:
         return value
 
     def breakdown(self) -> Breakdown:
+        """Returns the result of the walk so far."""
         ops, messages = [], []
         for key, (instruction, detail, more) in self.facts.items():
             count, seconds = round(self.ledger["count", key]), self.ledger["seconds", key]
-            if not count:  # in a branch that is not the longest
+            if not count:  # in a branch that was walked, but is not the longest
                 continue
             common = dict(op_name=instruction.op_name, source=instruction.source, count=count, seconds=seconds)
             if isinstance(detail, str):  # the category of an op
@@ -716,13 +800,18 @@ class Walk:
         )
 
     def trips(self, instruction: Instruction, carried: object) -> int:
-        """The trips of a loop, from known_trip_count, from the caller, or from the bound in its condition."""
-        if known := instruction.config.get("known_trip_count"):
-            return int(known["n"])
+        """The number of trips of a loop: from known_trip_count, from the caller, or from the loop's condition.
+
+        The condition must compare a counter with a bound: start + trip * step + offset < bound, or with another sign.
+        If the number is unknown, the loop is recorded as missing, and 1 is returned.
+        """
+        if known_trip_count := instruction.config.get("known_trip_count"):
+            return int(known_trip_count["n"])
         for pattern, trips in self.given_trips.items():
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name)):
                 return trips
         (body,), (condition,) = instruction.called["body"], instruction.called["condition"]
+        # Forms of scalars are those that `linear` returns. At the start, a carried value is a constant if it is known.
         known = lambda i: isinstance(carried, tuple) and isinstance(carried[i], Numbers) and len(carried[i].values) == 1
         start = lambda i: (None, *carried[i].values) if known(i) else None
         compare, bind = self.program.root(condition), None
@@ -734,13 +823,14 @@ class Walk:
         sides = [linear(self.program, scope, operand, bind) for operand in compare.operands]
         direction = compare.attributes.get("direction", "")
         if len(sides) == 2 and None not in sides and direction in DIRECTIONS:
-            if sides[0][0] is None:
+            if sides[0][0] is None:  # the counter is on the right: exchange the sides
                 sides, direction = sides[::-1], {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "NE")
             (index, offset), bound = sides
             bound = start(bound[0]) if bound[0] is not None and bound[1] == 0 else bound
             step = linear(self.program, body, self.program.root(body).operands[index]) if index is not None else None
             first = start(index) if index is not None else None
             if first and bound and bound[0] is None and step and step[0] == index and step[1]:
+                # The distance that the counter goes, and how far it goes in a trip.
                 distance, by = bound[1] - first[1] - offset, step[1]
                 distance += {"LE": 1, "GE": -1}.get(direction, 0)
                 rising = {"LT": True, "LE": True, "GT": False, "GE": False, "NE": by > 0}[direction]
@@ -750,14 +840,18 @@ class Walk:
         return 1
 
 
-DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")  # comparisons that a loop's condition may make
+DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")  # comparisons in a loop's condition from which its trips can be computed
 
 
 def linear(program: Program, computation: str, name: str, bind: list | None = None) -> tuple[int | None, int] | None:
-    """A scalar as (index of a carried value or None, a constant added to it), or None if it has no such form.
+    """Returns a scalar as (i, c), the i-th value that a loop carries plus a constant c, or as (None, c), the constant.
+
+    Returns None if the scalar has neither form.
 
     Args:
-      bind: for a fusion, the forms of its parameters; otherwise the only parameter is the tuple that a loop carries.
+      computation: the computation that has the instruction `name`.
+      bind: the forms of the computation's parameters, if a fusion calls it. Without it, the computation is the body or
+        the condition of a loop, and its only parameter is the tuple that the loop carries.
     """
     instruction = program.computations[computation][name]
     form = lambda operand: linear(program, computation, operand, bind)
@@ -793,15 +887,18 @@ def walk(
     chips: Sequence = (),
     uncounted: bool = False,
 ) -> Breakdown:
-    """The time of a program from its first instruction to its last, broken down.
+    """Returns the time of a program from its first instruction to its last, broken down.
 
     Args:
-      kernels: {regular expression: cycles} of instructions that XLA has no estimate for; the expression is searched in
+      rates: the rates of the device's engines.
+      kernels: {regular expression: cycles} for instructions without an estimate by XLA. The expression is searched in
         the name, the op_name and the target.
-      trips: {regular expression: trips} of loops whose condition does not determine them; searched in name and op_name.
-      chips: (slice, x, y, z) of the chip of each device, by the device's number in the program. By default each two
-        consecutive devices are a chip, whose number of links is unknown.
-      uncounted: instructions without cycles take no time, loops without trips one trip; the result names them.
+      trips: {regular expression: trips} for loops whose condition does not determine the number of trips. The
+        expression is searched in the name and the op_name.
+      chips: the (slice, x, y, z) of each device's chip, by the device's number in the program. By default devices 2i
+        and 2i + 1 are a chip, and the number of its links is unknown.
+      uncounted: count an instruction without known cycles as 0 s, and a loop without known trips as one trip. The
+        result lists them. By default they are an error.
 
     Raises:
       ValueError: the cycles or trips of an instruction are unknown, and `uncounted` is not set.
@@ -821,6 +918,7 @@ def walk(
 
 
 def print_breakdown(breakdown: Breakdown, top: int) -> None:
+    """Prints the categories, the `top` longest operations, and the messages by kind with the most exposed of each."""
     total = breakdown.seconds or 1.0
     row = lambda name, seconds: print(f"{name:32}{seconds:12.6f} s {seconds / total:7.1%}")
     row("total, predicted", breakdown.seconds)
@@ -843,7 +941,7 @@ def print_breakdown(breakdown: Breakdown, top: int) -> None:
 
 
 def print_messages(messages: Sequence[Message], kind: str, text: str) -> None:
-    """Prints one row for messages of a kind; without a kind, for one message with its MB, group size and rings."""
+    """Prints one row with the sums of messages. With kind="", the only message's MB, group size and rings are added."""
     columns = (1e3 * math.fsum(getattr(m, name) for m in messages) for name in ("seconds", "exposed_s", "computed_s"))
     first = messages[0]
     details = " " * 20 if kind else f"{first.nbytes / 1e6:9.3f}{first.group_size:5}{first.rings:6}"
@@ -852,7 +950,7 @@ def print_messages(messages: Sequence[Message], kind: str, text: str) -> None:
 
 
 def parse_pairs(values: Sequence[str], flag: str) -> dict[str, float]:
-    """{REGEX: NUMBER} of the values REGEX=NUMBER of a flag. Raises ValueError."""
+    """Returns {REGEX: NUMBER} for a flag's values, each REGEX=NUMBER. Raises ValueError for any other value."""
     pairs = dict(value.rpartition("=")[::2] for value in values)
     try:
         return {pattern: float(number) for pattern, number in pairs.items() if re.compile(pattern)}

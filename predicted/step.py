@@ -1,55 +1,66 @@
-"""How long a training step takes, and whether it fits, predicted: every part of the step with its formula.
+"""Predicts how long a training step takes, part by part, and whether the run fits in memory.
 
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --explain
     python roofline.py step --preset=qwen3-235b-a22b --topology=tpu7x:4x8x8 --batch=2048 --json
 
-**Idea.** A roofline says what a step must take at least. This predicts what it takes: the same arithmetic, with each
-part divided by what programs reach of the chip's figures. predicted/workload.py has these efficiencies, the time that a
-layer computes, and the memory. Here the layers of a stage and all M microbatches are added up, with what no layer has:
+**Idea.** A roofline gives the least time that a step can take. This file predicts the time that it does take. The
+arithmetic is the same, but is divided by the rates that programs achieve, not by the chip's peaks.
+predicted/workload.py has the achieved rates, the compute time of a layer, and the memory. This file adds up the layers
+of a pipeline stage over all M microbatches. It then adds the parts of a step that belong to no layer:
 
     loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax
     update        28 bytes a parameter / W_hbm                       adamw: read weights, gradients, moments; write them
 
-**Communication.** It makes the step longer only by its exposed part, which nothing hides:
+D is the width of the model and V the size of the vocabulary. C is the achieved FLOP/s of a device, W_hbm the achieved
+bytes/s of its memory (HBM). "Compiled" marks a figure from a program that was compiled for TPU7x.
 
-    fsdp          A layer is gathered forward and backward. This hides behind the compute of another layer, as far as
-                  that lasts. Its gradient is reduce-scattered. This hides behind what its backward pass has left when
-                  the gradients of the MLP or the experts are computed. Both are exposed for the first layer and the
-                  last, and without `prefetch`.
-    tensor        The stream is gathered and reduce-scattered twice a layer, forward and backward, and gathered twice
-                  more if it was not saved gathered. It is exposed, as matmuls wait for it. With `collective_matmul`
-                  what the matmuls do not cover is exposed, and one message.
-    context       Keys and values go round a ring while attention computes. Each hop takes as long as the slowest of its
-                  links; backward they have their gradients in float32 with them. Gathered, or exchanged for heads by
-                  all or by `context_heads` neighbours, they are exposed; so is the halo of a layer with a window.
-    merging       The result of each hop of a ring is added to the sum so far, in float32: results, and backward
-                  gradients.
-    expert        All-to-all to dispatch and to combine, forward and backward. It is exposed, also where chunks of the
-                  tokens could hide each other's messages (--moe_parts). Compiled, 7% of those of two chunks are hidden,
-                  and no more with barriers between them.
-    pipe          (P - 1) of vM + P - 1 ticks are idle, with v rounds of M microbatches. Each tick has a message each
-                  way. It is hidden unless only forward or only backward passes run: in GPipe in all ticks, else in the
-                  first and the last v*P - 1.
-    data          The gradients are all-reduced after the backward pass, exposed. They are all-reduced over `context`,
-                  too, which shards no weight, and over `expert`, except for those of the experts.
-    host          What is offloaded moves to the host during the forward pass and back during the backward pass, behind
-                  attention (Efficiency.hides_offload). A batch moves to the device during the step before.
+**Communication.** A message is hidden while the device computes, and exposed while the device waits for it. Only the
+exposed time makes the step longer. By mesh axis:
 
-Every microbatch gathers and reduce-scatters anew.
+    fsdp          The weights of a layer are gathered in the forward and in the backward pass. A gather hides behind the
+                  compute of a neighbouring layer, and what takes longer is exposed. The gradients of a layer are
+                  reduce-scattered. XLA starts this when the gradients of the MLP or the experts are computed, so it
+                  hides only behind the rest of the layer's backward pass. The messages of the first and the last layer
+                  are exposed, and with --no-prefetch all of them.
+    tensor        Each layer gathers and reduce-scatters the residual stream twice in the forward pass and twice in the
+                  backward pass. The backward pass gathers twice more, unless the gathered stream was saved. All of this
+                  is exposed, because matmuls wait for it. With `collective_matmul`, messages hide behind the matmuls:
+                  exposed is what takes longer than they do, and at least one of the blocks that are sent.
+    context       With a ring, keys and values pass from device to device while attention computes. A hop takes as long
+                  as the slowest of its links. In the backward pass their float32 gradients travel with them. Two other
+                  methods are exposed: gathering the keys and values, and exchanging heads for positions (between all
+                  devices of the axis, or groups of `context_heads`). So is the halo of a layer with a window.
+    merging       After each hop of a ring, attention's partial result is added to a float32 sum. In the backward pass
+                  the partial gradients are.
+    expert        An all-to-all dispatches tokens and another combines results, in both passes. They are exposed. This
+                  holds also with chunks of tokens (--moe_parts), which could hide each other's messages. Compiled, two
+                  chunks hide 7% of their messages, and barriers between the chunks do not raise that.
+    pipe          P - 1 of v*M + P - 1 ticks are idle, with M microbatches and v rounds (pipeline.py defines both). Each
+                  tick sends a message in each direction. Messages hide in ticks with forward and backward passes. They
+                  are exposed in ticks with only one kind: all ticks of GPipe, the first and the last v*P - 1 of others.
+    data          The gradients are all-reduced after the backward pass, which is exposed. They are all-reduced over
+                  `context` too, which shards no weight. Gradients outside the experts also are over `expert`.
+    host          Offloaded activations move to the host during the forward pass and back during the backward pass. They
+                  hide behind attention (Efficiency.hides_offload). A batch moves to the device during the step before.
 
-**Copies.** In the forward pass, weights that are gathered ahead are copied within HBM for the next iteration, except
-with `double_buffer` (fsdp.py). If a shard of a weight is not whole tiles of rows, gathered weights and gradients of the
-backward pass are copied, too. So are the rows that are sent over `expert`, before and after, if their width is no
-multiple of 128.
+Every microbatch gathers the weights and reduce-scatters the gradients again.
 
-**MFU** is `flops_per_step` (no recomputation, causal attention at half) over what the chips' bf16 peak would compute in
-the same time, whatever the dtype of the matmuls. For an FP8 run it is up to twice `own_precision_mfu`.
+**Copies** within HBM have three causes. In the forward pass, weights that are gathered ahead are copied at the end of
+each iteration of the layer loop, except with `double_buffer` (fsdp.py). Gathered weights and gradients of the backward
+pass are copied if a shard does not consist of whole tiles of 8 rows. Rows that are sent over `expert` are copied before
+and after, if their width is not a multiple of 128.
 
-**Cliffs.** A kernel may take over CLIFF times as long with one size as with its neighbour. Such sizes are reported here
-and when train.py starts: a sequence whose last tiles of attention are almost empty, experts whose dims no tiles fit.
+**MFU** is `flops_per_step` over the FLOPs that the bf16 peak of all chips allows in the time of the step. It counts no
+recomputation, and half of the square of causal attention. An FP8 run is measured by the bf16 peak, too, so its MFU is
+up to twice its `own_precision_mfu`, which is measured by the FP8 peak.
 
-**Left out.** Reading the input, checkpoints, stragglers, the first step's compilation. That transfers slow each other
-and the compute down. Attention is assumed to be a fused kernel. Nothing here imports JAX.
+**Cliffs.** A cliff is a size at which a kernel takes over `CLIFF` times as long per FLOP as at a neighbouring size.
+Cliffs are reported here and when train.py starts. There are two kinds: a sequence whose last tiles of attention are
+almost empty, and experts with dims that no tiles fit.
+
+**Left out.** Reading the input, checkpoints, stragglers, and the compilation before the first step are not counted. Nor
+is the slowdown of compute and transfers that run at the same time. Attention is assumed to be a fused kernel. Nothing
+here imports JAX.
 """
 
 import argparse
@@ -87,34 +98,35 @@ from predicted.workload import (
 )
 
 GiB = 2**30
-# A size is reported if a kernel takes so many times as long with it as with its neighbour. It is less than the 1.3 of
-# compiled programs, as predictions are too low: 4,097 tokens have 1.30 compiled, 1.24 predicted.
+# A size is reported if its time per FLOP is over this factor times that of a neighbouring size. Compiled programs use
+# 1.3 as the limit. This one is lower because predicted factors are too low: for 4,097 tokens 1.24, compiled 1.30.
 CLIFF = 1.2
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the step, on the busiest device."""
+    """One part of the step's time, on the busiest device."""
 
     name: str
     resource: str  # what the step waits for: compute, attention, memory, communication, host, idle
-    seconds: float  # hidden or not
-    exposed_s: float  # the seconds by which it makes the step longer
-    formula: str  # with the numbers in it
+    seconds: float  # in total, both hidden and exposed
+    exposed_s: float  # the seconds that this part adds to the step
+    formula: str  # how the seconds are computed, with numbers, for --explain
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step of a run, as it is predicted."""
+    """The predicted time and memory of one training step."""
 
     run: Run
     parts: list[Part]
-    memory: dict[str, float]  # bytes of a device, by what they hold
-    host_bytes: float  # of a device on its host: activations and optimizer state
-    passes: dict[str, float]  # seconds that the layers compute, forward and backward, with what the latter recomputes
+    memory: dict[str, float]  # {what is stored: its bytes in the HBM of a device}
+    host_bytes: float  # that a device stores in host memory: activations and optimizer state
+    passes: dict[str, float]  # compute seconds of a stage's layers, "forward" and "backward" (with recomputation)
 
     @property
     def flops_per_step(self) -> float:
+        """The model FLOPs of a step on all chips, without recomputation."""
         config = self.run.config
         return transformer.train_flops_per_token(config) * config.batch * config.seq_len
 
@@ -127,7 +139,10 @@ class Prediction:
         return math.fsum(self.memory.values())
 
     def shortfall(self, share: float = 1.0) -> dict[str, float]:
-        """{memory, hbm or host: the bytes missing on a device}, if it may fill `share` of each; empty if it fits."""
+        """The bytes that a device lacks, under the keys "hbm" and "host" for the memories that are too small.
+
+        Empty if the run fits. A device may use `share`, between 0 and 1, of each memory.
+        """
         return shortfall_of(self.run, self.hbm_bytes, self.host_bytes, share)
 
     @property
@@ -144,15 +159,17 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
+        """Model FLOPs utilization: achieved model FLOP/s over the bf16 peak, a fraction."""
         return self.flops_per_step / self.step_s / self.run.num_chips / self.run.chip.bf16_flops_per_s
 
     @property
     def own_precision_mfu(self) -> float:
+        """The same over the peak of the dtype in which the layers' weights are multiplied."""
         return self.mfu * self.run.chip.bf16_flops_per_s / self.run.chip.flops_per_s(self.run.dtype)
 
     @property
     def by_resource(self) -> dict[str, float]:
-        """The seconds of the step by the resource that it waits for, the longest first."""
+        """{resource: exposed seconds of the step that wait for it}, the largest first."""
         seconds = {}
         for part in self.parts:
             seconds[part.resource] = seconds.get(part.resource, 0) + part.exposed_s
@@ -160,6 +177,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
+        """The resource that the step waits for longest."""
         return next(iter(self.by_resource))
 
 
@@ -167,7 +185,7 @@ class Prediction:
 
 
 def predict(run: Run) -> Prediction:
-    """Predicts the step of a run. Raises ValueError for a run that rules.py refuses."""
+    """Returns the prediction for a step of a run. Raises ValueError for a run that rules.py refuses."""
     rules.check(run.config, run.sizes)
     kinds = [Kind(layer, run) for layer in layers_of(run)]
     memory, host_bytes = memory_of(run, [kind.layer for kind in kinds])
@@ -190,22 +208,22 @@ def predict(run: Run) -> Prediction:
 
 
 class Kind:
-    """The layers of one kind, and the seconds that one of them computes for a microbatch.
+    """The layers of one kind (dense, or with experts), and the compute time of one of them for one microbatch.
 
     Attributes:
       layer: the costs of one layer.
-      times: how often a stage runs such a layer in a step.
-      by_part: the seconds of a layer and a microbatch by part, each (forward, backward).
-      forward: the sum of the parts, forward.
-      backward: the sum of the parts, backward.
+      times: (layer, microbatch) pairs of this kind that a pipeline stage runs in a step, the mean over the stages.
+      by_part: {"matmul", "attention" or "elementwise": (forward, backward)}, in seconds for one such pair.
+      forward: the sum of the parts' forward seconds.
+      backward: the sum of the parts' backward seconds, with recomputation.
     """
 
     def __init__(self, layer: Layer, run: Run):
         self.layer = layer
         self.times = layer.num_layers / run.pipe * run.microbatches
         self.by_part = compute_s(run, layer)
-        if run.config.remat_stage:  # the stage runs forward once more, for the inputs of its layers
-            self.by_part = {name: (forward, forward + back) for name, (forward, back) in self.by_part.items()}
+        if run.config.remat_stage:  # the backward pass first repeats the stage's forward pass, for the layers' inputs
+            self.by_part = {name: (forward, forward + backward) for name, (forward, backward) in self.by_part.items()}
         self.forward, self.backward = map(math.fsum, zip(*self.by_part.values(), strict=True))
 
 
@@ -213,18 +231,19 @@ class Kind:
 
 
 def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
+    """The parts in which the layers compute: matmuls, attention, and elementwise work."""
     config, e = run.config, run.efficiency
     seconds = {
         name: math.fsum(sum(kind.by_part[name]) * kind.times for kind in kinds)
         for name in ("matmul", "attention", "elementwise")
     }
-    flops = {"matmul": 0.0, "attention": 0.0}  # a token
-    again = transformer.recomputed_flops_per_token(config)
+    flops = {"matmul": 0.0, "attention": 0.0}  # for one token, forward and backward
+    recomputed = transformer.recomputed_flops_per_token(config)
     for name, forward in transformer.forward_flops_per_token(config).items():
         if name != "unembedding":
-            flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + again.get(name, 0)
-    tokens = f"{config.batch * config.seq_len / math.prod(run.sizes.values()):,.0f} tokens"  # a device's share
-    moved = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * run.element
+            flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + recomputed.get(name, 0)
+    tokens = f"{config.batch * config.seq_len / math.prod(run.sizes.values()):,.0f} tokens"  # those of one device
+    nbytes = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * run.element
     peak = run.chip.bf16_flops_per_s / run.chip.devices
     speed = run.chip.flops_per_s(run.dtype) / run.chip.devices
     slower = "" if run.dtype == "bf16" else f", {si(peak, 'FLOP/s')} for what stays in bfloat16"
@@ -234,7 +253,7 @@ def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, for heads of 128); blocks on the "
         f"diagonal are full, the sequence is padded to tiles of {e.attention_tile}, backward has one more matmul",
-        "elementwise": f"{tokens} * 4 * {si(moved, 'B')} of all layers / "
+        "elementwise": f"{tokens} * 4 * {si(nbytes, 'B')} of all layers / "
         f"({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
     resources = {"matmul": "compute", "attention": "attention", "elementwise": "memory"}
@@ -242,9 +261,12 @@ def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
 
 
 def _loss(run: Run) -> Part:
-    """The loss, in chunks, forward and backward: logits and dx read the unembedding, dw is summed in float32.
+    """The loss, forward and backward, for one chunk of positions after another.
 
-    Compiled: 8 chunks of 1,024 rows of Llama 3.1 8B take 10.6 ms for their logits, and 21.9 for dw with its sum.
+    A chunk has three matmuls. The logits and the gradient of the operand (dx) each read the unembedding. The gradient
+    of the unembedding (dw) is added to a float32 sum over the chunks.
+
+    Compiled: 8 chunks of 1,024 rows of Llama 3.1 8B take 10.6 ms for the logits, and 21.9 ms for dw and its sum.
     """
     D, V = run.config.model_dim, run.config.vocab_size / run.tensor
     sequences, chunk = loss_chunk(run)
@@ -253,10 +275,12 @@ def _loss(run: Run) -> Part:
     speed, bandwidth = run.flops_per_s("fp8" if in_fp8 else "bf16"), run.hbm_bytes_per_s * run.efficiency.hbm
     elementwise = run.hbm_bytes_per_s * run.efficiency.elementwise
     matmul, element = 2 * rows * D * V / speed, 1 if in_fp8 else run.element
+    # Seconds to read the unembedding, and to read and write the float32 sum of dw.
     read, added = element * D * V / bandwidth, 8 * D * V / bandwidth
-    number, once = chunks * run.microbatches, 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
-    seconds = number * once
-    formula = f"{number} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
+    num_chunks = chunks * run.microbatches
+    seconds_per_chunk = 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
+    seconds = num_chunks * seconds_per_chunk
+    formula = f"{num_chunks} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
     formula += (
         f"{rows:,.0f} * {V:,.0f} * 16 B / {si(elementwise, 'B/s')} + 8 B * {D} * {V:,.0f} / {si(bandwidth, 'B/s')})"
     )
@@ -264,64 +288,76 @@ def _loss(run: Run) -> Part:
 
 
 def _update(run: Run) -> Part:
+    """The optimizer's update of a device's shard of the weights, bound by HBM."""
     config = run.config
     params = sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
-    slots = {"adamw": anatomy.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
-    each = 4 + 4 + 4 + 2 * slots  # read the gradient; read and write the weight and the slots
+    slot_bytes = {"adamw": anatomy.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
+    # Bytes a parameter: read the gradient, read and write the weight, read and write the optimizer's slots (moments).
+    bytes_per_param = 4 + 4 + 4 + 2 * slot_bytes
     bandwidth = run.hbm_bytes_per_s * run.efficiency.hbm
-    seconds = params * each / bandwidth
-    return Part("update", "memory", seconds, seconds, f"{params:,.0f} parameters * {each} B / {si(bandwidth, 'B/s')}")
+    seconds = params * bytes_per_param / bandwidth
+    formula = f"{params:,.0f} parameters * {bytes_per_param} B / {si(bandwidth, 'B/s')}"
+    return Part("update", "memory", seconds, seconds, formula)
 
 
 # -- communication
 
 
 def _fsdp(run: Run, kinds: list[Kind]) -> Part:
+    """Gathering weights and reduce-scattering their gradients over `fsdp`; both hide behind compute, with prefetch."""
     if run.sizes["fsdp"] == 1:
         return _communication("fsdp", 0, 0)
     config = run.config
     gathers = 3 if config.remat_stage else 2
-    seconds = exposed = ends = 0.0
+    seconds = exposed = most_hidden = 0.0
     for kind in kinds:
         gather = run.collective_s("all_gather", kind.layer.gathered_bytes(run), "fsdp")
         scatter = _scatter_s(run, kind.layer)
         moved = gathers * gather + scatter
-        # A sum waits for its gradient, and XLA does not let it run on into the next layer.
-        behind = after_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
+        # The reduce-scatter starts when a gradient is computed, and XLA makes it end before the next layer starts.
+        compute_behind = after_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
         hidden = 0.0
         if config.prefetch:
             hidden = min(gather, kind.forward)
-            hidden += min((gathers - 1) * gather + min(scatter, behind), kind.backward)
+            hidden += min((gathers - 1) * gather + min(scatter, compute_behind), kind.backward)
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
-        ends = max(ends, hidden)  # nothing hides the messages of the first layer and the last
-    formula = _fsdp_formula(run, kinds[-1].layer, gathers, gather, scatter, behind)
+        most_hidden = max(most_hidden, hidden)
+    formula = _fsdp_formula(run, kinds[-1].layer, gathers, gather, scatter, compute_behind)
     tables_s = run.microbatches * _tables_s(run)
-    return _communication("fsdp", seconds + tables_s, exposed + tables_s + run.microbatches * ends, formula)
+    # Nothing hides the first layer's gather and the last layer's scatter: one layer's messages in each microbatch.
+    exposed = exposed + tables_s + run.microbatches * most_hidden
+    return _communication("fsdp", seconds + tables_s, exposed, formula)
 
 
 def _scatter_s(run: Run, layer: Layer) -> float:
-    """Seconds to reduce-scatter a layer's gradients over `fsdp`."""
+    """The seconds to reduce-scatter a layer's gradients over `fsdp`.
+
+    Gradients whose size is a multiple of 3 may take three torus axes at once (Run.collective_s), so they are apart.
+    """
     by_3 = run.element * layer.gathered_params_by_3(run)
     sizes = (by_3, True), (layer.gradient_bytes(run) - by_3, False)
     return sum(run.collective_s("reduce_scatter", n, "fsdp", divisible_by_3=divisible) for n, divisible in sizes if n)
 
 
 def _tables_s(run: Run) -> float:
-    """Seconds to gather embedding and unembedding over `fsdp`, and to reduce-scatter their gradients."""
+    """The seconds to gather embedding and unembedding over `fsdp`, and to reduce-scatter their gradients."""
     config = run.config
     table = config.vocab_size * config.model_dim / run.tensor
     tables = run.element * table * (1 if config.tied_embeddings else 2)
     gathered = tables
     if "unembed" in anatomy.fp8_weights(config):
-        # A tied table that is multiplied in FP8 is gathered in FP8 beside the one that the embedding reads.
+        # The unembedding is gathered in FP8. A tied table is gathered once more for the embedding, not in FP8.
         gathered += table if config.tied_embeddings else -(run.element - 1) * table
     gather = run.collective_s("all_gather", gathered, "fsdp")
     return gather + run.collective_s("reduce_scatter", tables, "fsdp", divisible_by_3=table % 3 == 0)
 
 
-def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: float, behind: float) -> str:
-    """The formula of `_fsdp` with the numbers of one layer; `gather`, `scatter` and `behind` are seconds."""
+def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: float, compute: float) -> str:
+    """The formula of `_fsdp` with the numbers of one layer.
+
+    `gather` and `scatter` are the seconds of a message, `compute` those of the compute that the scatter hides behind.
+    """
     formula = f"gather {si(layer.gathered_bytes(run), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
     formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_links_text(run, 'fsdp')}"
     at_once = run.collective_s("reduce_scatter", layer.gradient_bytes(run), "fsdp", divisible_by_3=True)
@@ -330,11 +366,11 @@ def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: 
         formula += f", {share:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
     if not run.config.prefetch:
         return f"{formula}, not hidden (--no-prefetch)"
-    return f"{formula}, behind a layer's compute, the sum behind {si(behind, 's')} of its backward pass"
+    return f"{formula}, behind a layer's compute, the sum behind {si(compute, 's')} of its backward pass"
 
 
 def _copies(run: Run, kinds: list[Kind]) -> Part:
-    """Copies of gathered weights: for the next iteration of the loop, and to align shards that are not whole tiles."""
+    """Copies of gathered weights: to the buffer of the next layer's weights, and to align shards that split a tile."""
     config, e = run.config, run.efficiency
     if run.sizes["fsdp"] == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
@@ -343,12 +379,12 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
     forwards = 2 if config.remat_stage else 1
     nbytes = 0.0
     for kind in kinds:
-        layer, of_rows, gradients = kind.layer, 0.0, 0.0
-        if untiled:  # except for the experts, whose rows are sharded as those of one matrix (moe.py)
-            of_rows = layer.gathered_bytes(run, with_experts=False)
+        layer, aligned, gradients = kind.layer, 0.0, 0.0
+        if untiled:  # not for the experts: fsdp shards the rows of all their matrices as if of one matrix (moe.py)
+            aligned = layer.gathered_bytes(run, with_experts=False)
             gradients = layer.gradient_bytes(run, with_experts=False)
-        forward = max(layer.gathered_bytes(run) if carried else 0, of_rows)
-        nbytes += kind.times * 2 * (forwards * forward + of_rows + gradients)
+        forward = max(layer.gathered_bytes(run) if carried else 0, aligned)
+        nbytes += kind.times * 2 * (forwards * forward + aligned + gradients)  # each is read and written
     seconds = nbytes / (run.hbm_bytes_per_s * e.elementwise)
     why = ["forward, for the next iteration"] if carried else []
     why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] if untiled else []
@@ -357,6 +393,7 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
 
 
 def _tensor(run: Run, kinds: list[Kind]) -> Part:
+    """Gathering and reduce-scattering the residual stream over `tensor`."""
     if run.tensor == 1:
         return _communication("tensor", 0, 0)
     config = run.config
@@ -369,8 +406,9 @@ def _tensor(run: Run, kinds: list[Kind]) -> Part:
             covered = matmul_s if config.collective_matmul else 0
             seconds += kind.times * (overlapping + alone) * once
             exposed += kind.times * (max(overlapping * once - covered, overlapping * once / run.tensor) + alone * once)
-    ends = 4 * run.microbatches * once  # scatter the embedding's result, gather the loss's operand; both backward, too
-    seconds, exposed = seconds + ends, exposed + ends
+    # The embedding's result is scattered and the loss's operand gathered, and the reverse in the backward pass.
+    outside_layers = 4 * run.microbatches * once
+    seconds, exposed = seconds + outside_layers, exposed + outside_layers
     formula = f"{si(stream, 'B')} gathered or reduce-scattered {seconds / once:,.0f} times, {si(once, 's')} each, over "
     formula += f"{_links_text(run, 'tensor')}: twice a sub-layer and pass, and again what is not saved"
     formula += ", behind the matmuls" if config.collective_matmul else ""
@@ -378,13 +416,15 @@ def _tensor(run: Run, kinds: list[Kind]) -> Part:
 
 
 def _stream_messages(run: Run, layer: Layer) -> tuple[tuple[int, float], tuple[int, float]]:
-    """How often a layer gathers or reduce-scatters the stream over `tensor`, forward and backward.
+    """How often a layer gathers or reduce-scatters the stream over `tensor`, for the forward and the backward pass.
 
-    Each as (messages that a collective matmul overlaps, messages that none does). The first are those of attention and
-    of a dense or shared MLP. The others are those of experts: the stream or, where rows travel to the experts, as many
-    rows as their buffers have. Backward, the operands of column-parallel matmuls are gathered again for the gradients
-    of their weights, unless remat=none saved them; attention's result is scattered again, if the stream behind it was
-    not saved.
+    Returns a pair for each pass. Its first number counts messages that `collective_matmul` overlaps with matmuls: those
+    of attention and of a dense or shared MLP. Its second number is the messages of experts, which it does not overlap,
+    as a multiple of the stream's size. If tokens are sent to experts on other devices, it is the rows of the buffers.
+
+    The backward pass repeats two kinds of messages. It gathers the operands of column-parallel matmuls again for the
+    gradients of their weights, unless remat=none saved them. It reduce-scatters attention's output projection again, if
+    the stream after attention was not saved.
     """
     config = run.config
     rows, mlps = 0.0, 1
@@ -399,25 +439,33 @@ def _stream_messages(run: Run, layer: Layer) -> tuple[tuple[int, float], tuple[i
 
 
 def _context(run: Run, kinds: list[Kind]) -> Part:
-    """What context.py moves: round a ring behind attention, or at once and exposed; a halo for layers with a window."""
+    """The messages of context.py. Those of a ring hide behind attention.
+
+    A gather, an exchange of heads for positions, and the halo of a layer with a window are exposed.
+    """
     ways, config = run.sizes["context"], run.config
     if ways == 1:
         return _communication("context", 0, 0)
-    dims = (anatomy.key_dim(config) + anatomy.value_dim(config)) / run.tensor * run.element
-    # Groups of `exchanging` neighbours exchange positions for heads; a ring, if there is one, goes across the groups.
+    # Bytes of a token in one head of keys and one of values, for each of the devices along `tensor`.
+    head_bytes = (anatomy.key_dim(config) + anatomy.value_dim(config)) / run.tensor * run.element
+    # The devices are in groups of `exchanging` neighbours. Within a group, heads are exchanged for positions. A ring,
+    # if there is one, connects the groups.
     ring = rules.ring_size(config, run.sizes)
     exchanging = ways // ring
     inner, outer = split_axis(run.effective_links("context"), exchanging)
-    copied = run.tensor * math.lcm(config.num_kv_heads // run.tensor, exchanging)  # heads, with copies
-    local = run.tokens * copied * dims
-    exchange = collective_s("all_to_all", run.tokens * (config.num_heads + copied) * dims, inner) if inner else 0.0
+    # Key/value heads, with copies if there are fewer of them than devices in a group.
+    copied = run.tensor * math.lcm(config.num_kv_heads // run.tensor, exchanging)
+    local = run.tokens * copied * head_bytes
+    all_heads = run.tokens * (config.num_heads + copied) * head_bytes
+    exchange = collective_s("all_to_all", all_heads, inner) if inner else 0.0
     round_ring = (ring - 1) * ring_hop_s(run, outer, local) if ring > 1 else 0.0
     global_share = transformer.num_global_layers(config) / config.num_layers
     halo_shards = min((config.window - 1) * ways / config.seq_len, ways - 1)
-    shard = run.tokens * config.num_kv_heads * dims
+    shard = run.tokens * config.num_kv_heads * head_bytes
     halo = ring_hop_s(run, run.effective_links("context"), shard * halo_shards) if global_share < 1 else 0.0
     in_float32 = 4 / run.element
-    moved = {
+    # {method: seconds of keys and values, of their gradients, and of exchanges for heads}
+    seconds_of = {
         "ring": (round_ring, in_float32 * round_ring, exchange),
         "all_gather": (
             run.collective_s("all_gather", local * ways, "context"),
@@ -426,12 +474,15 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
         ),
         "all_to_all": (0.0, 0.0, exchange),
     }
-    once, gradients, exchanged = moved[config.context_impl]
+    once, gradients, exchanged = seconds_of[config.context_impl]
     seconds = exposed = 0.0
     for kind in kinds:
         forward, backward = kind.by_part["attention"]
-        again = _attention_forwards(run, kind)
-        for runs, passed, attention in ((1, once, forward), (again, again * once + gradients, backward)):
+        # The backward pass moves keys and values once itself, and once for each forward run that it repeats. That is as
+        # often as attention runs forward in both passes.
+        runs_backward = _attention_forwards(run, kind)
+        passes = (1, once, forward), (runs_backward, runs_backward * once + gradients, backward)
+        for runs, passed, attention in passes:
             behind = attention * (1 - 1 / ring) if config.context_impl == "ring" else 0
             others = global_share * runs * exchanged + (1 - global_share) * runs * halo
             seconds += kind.times * (global_share * passed + others)
@@ -449,17 +500,21 @@ def _context_formula(run: Run, ring: int, nbytes: float) -> str:
 
 
 def _attention_forwards(run: Run, kind: Kind) -> int:
-    """How often attention runs forward: again if its result is not saved, and again if its stage runs forward again."""
+    """How often attention's forward kernel runs for one layer and microbatch.
+
+    It runs once in the forward pass, once more if its result is not saved, and once more if the stage is recomputed.
+    """
     return 1 + [kind.layer.attention_recomputed, run.config.remat_stage].count(True)
 
 
 def _merging(run: Run, kinds: list[Kind]) -> Part:
-    """The sums of context.py after each hop of a ring: it reads the sum so far and a summand, and writes the sum."""
+    """Adding up partial results and gradients after each hop of a ring (context.py), bound by HBM."""
     config, hops = run.config, rules.ring_size(run.config, run.sizes) - 1
     if config.context_impl != "ring":
         return Part("merging", "memory", 0, 0, "")
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
-    # Bytes a token. The kernel's results have the activations' dtype.
+    # Bytes a token: a float32 sum is read, a summand read, the float32 sum written. The kernel's results, and its
+    # gradients of keys and values, have the activations' dtype.
     results = (4 + run.element + 4) * config.num_heads * Hv
     gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + run.element + 4) * config.num_kv_heads * (Hk + Hv)
     share = transformer.num_global_layers(config) / config.num_layers
@@ -471,10 +526,10 @@ def _merging(run: Run, kinds: list[Kind]) -> Part:
 
 
 def split_axis(links: list[Axis], ways: int) -> tuple[list[Axis], list[Axis]]:
-    """The links within groups of the innermost `ways` devices of a mesh axis, and the links between such groups.
+    """(links within groups of the innermost `ways` devices of a mesh axis, links between such groups).
 
-    Where both are on one torus axis, a message to the next group passes the devices of its own group. So as many
-    messages share a link.
+    If a group takes a part of a torus axis, a message to the next group passes the other devices of its own group. Each
+    link then carries as many messages as the group has devices on that axis.
     """
     inner, outer = [], []
     for link in links:
@@ -491,7 +546,8 @@ def split_axis(links: list[Axis], ways: int) -> tuple[list[Axis], list[Axis]]:
 def ring_hop_s(run: Run, links: list[Axis], nbytes: float) -> float:
     """The seconds until every device of a ring over these links has sent `nbytes` to the next.
 
-    In a ring over both dies of each chip only one of them sends to the next chip, so it has the link to itself.
+    If the ring goes over both devices of each chip, only one of the two sends to the next chip. That device has the
+    full bandwidth of the chip's link, not half of it.
     """
     share = run.chip.devices if links[0].name == "die to die" else 1
     speeds = [link.link_bytes_per_s * (1 if link.name == "die to die" else share) for link in links]
@@ -499,39 +555,43 @@ def ring_hop_s(run: Run, links: list[Axis], nbytes: float) -> float:
 
 
 def _expert(run: Run, kinds: list[Kind]) -> Part:
+    """Sending tokens to their experts over `expert`, and the results back."""
     if run.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
     sent = run.tokens * run.config.model_dim / run.tensor * run.element
-    if run.config.moe_impl == "reference":  # the tokens of all devices are gathered, and their sums scattered
+    if run.config.moe_impl == "reference":  # tokens are gathered, and results reduce-scattered
         sent *= run.sizes["expert"]
         once = run.collective_s("all_gather", sent, "expert")
     else:
         sent *= run.config.experts_per_token * run.expert_work
         once = run.collective_s("all_to_all", sent, "expert")
-    number = _exchanges(run)
-    seconds = number * once * _mixtures(kinds)
-    formula = f"{number} times {si(sent, 'B')} of a layer's tokens dispatched or combined, {si(once, 's')} each, over "
+    times = _exchanges(run)
+    seconds = times * once * _mixtures(kinds)
+    formula = f"{times} times {si(sent, 'B')} of a layer's tokens dispatched or combined, {si(once, 's')} each, over "
     formula += _links_text(run, "expert")
     return _communication("expert", seconds, seconds, formula)
 
 
 def _exchanges(run: Run) -> int:
-    """How often a layer sends rows over `expert`: dispatch and combine in both passes, and what is recomputed."""
+    """How often a layer sends rows over `expert` for a microbatch.
+
+    Dispatch and combine are sent in both passes. The backward pass repeats each of them if its result is not saved.
+    """
     return 4 + len({"expert_input", "expert_down"} - anatomy.saved_names(run.config))
 
 
 def _mixtures(kinds: list[Kind]) -> float:
-    """How often a stage runs a layer with experts in a step."""
+    """The (layer, microbatch) pairs that a stage runs in a step, of layers with experts."""
     return sum(kind.times for kind in kinds if kind.layer.params.experts)
 
 
 def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
-    """Copies that make rows contiguous for an exchange, if they do not fill registers (moe.contiguous_rows).
+    """Copies that make rows contiguous for an exchange, if 128 does not divide their width (moe.contiguous_rows).
 
-    Compiled, with a buffer of 327,680 rows of 2880, twice the rows that are sent (gpt-oss-120b on fsdp:64,expert:2):
-    each of six exchanges pads both to 3072 columns, reshapes them, and slices the result. That is 32 copies a layer and
-    microbatch, 4.0 s of a step of 15.4. Fitted to that: one copy of the rows that are sent and three of the buffer, at
-    the speed of elementwise work.
+    Compiled for gpt-oss-120b on fsdp:64,expert:2, with rows of 2880: the buffer has 327,680 of them, twice as many as
+    are sent. Each of six exchanges pads its operand and its result to 3072 columns, reshapes them, and slices the
+    result. That is 32 copies a layer and microbatch, 4.0 s of a step of 15.4 s. This formula is fitted to that: one
+    copy of the rows that are sent and three of the buffer, at the speed of elementwise work.
     """
     config, width = run.config, run.config.model_dim // run.tensor
     if run.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
@@ -546,13 +606,13 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
 
 
 def _pipe(run: Run, working_s: float) -> list[Part]:
-    """The idle ticks of a pipeline, and its messages; a stage works for `working_s` of a step."""
+    """The idle ticks of a pipeline, and its messages. `working_s` is the seconds of a step in which a stage works."""
     if run.pipe == 1:
         return []
     rounds = run.config.pipeline_rounds
     passes = rounds * run.microbatches
     tick, ticks = working_s / passes, passes + run.pipe - 1
-    # Ticks in which only forward or only backward passes run, which hide no message.
+    # The ticks that have only forward or only backward passes: they hide no message.
     alone = ticks if run.config.pipeline_schedule == "gpipe" else rounds * run.pipe - 1
     stream = run.tokens * run.config.model_dim * run.element / run.tensor
     message = max(link.hop_s + stream / link.link_bytes_per_s for link in run.effective_links("pipe"))
@@ -569,6 +629,7 @@ def _pipe(run: Run, working_s: float) -> list[Part]:
 
 
 def _gradient_sum(run: Run) -> Part:
+    """Adding up the gradients of devices that hold the same weights, after the backward pass."""
     sizes = run.sizes
     experts, others = params_of_device(run)
     seconds = 0.0
@@ -589,6 +650,7 @@ def _gradient_sum(run: Run) -> Part:
 
 
 def _input(run: Run, step_s: float) -> Part:
+    """Moving a device's share of the next batch from the host: five arrays of 4 bytes a token."""
     nbytes = run.tokens * run.microbatches * 5 * 4
     seconds = nbytes / run.host_bytes_per_s
     formula = f"{si(nbytes, 'B')} of tokens, targets, documents, positions, weights of the loss / "
@@ -597,6 +659,7 @@ def _input(run: Run, step_s: float) -> Part:
 
 
 def _activation_offload(run: Run, kinds: list[Kind], nbytes: float) -> Part:
+    """Moving offloaded activations to the host and back; `nbytes` is those of a microbatch on a device."""
     speed = run.host_bytes_per_s
     one_way = nbytes * run.microbatches / speed
     hiding = [(*kind.by_part[name], kind.times) for kind in kinds for name in run.efficiency.hides_offload]
@@ -609,7 +672,7 @@ def _activation_offload(run: Run, kinds: list[Kind], nbytes: float) -> Part:
 
 
 def _optimizer_offload(run: Run) -> Part:
-    """The transfers of an offloaded optimizer state, one layer after the other: to the device, and back."""
+    """Moving an offloaded optimizer state to the device and back, one layer after the other; nothing hides it."""
     nbytes = slots_of_device(run) if run.config.offload_optimizer else 0.0
     seconds = 2 * nbytes / run.host_bytes_per_s
     formula = f"2 * {si(nbytes, 'B')} / {si(run.host_bytes_per_s, 'B/s')}, to the device and back"
@@ -617,11 +680,15 @@ def _optimizer_offload(run: Run) -> Part:
 
 
 def _communication(axis: str, seconds: float, exposed: float, formula: str = "") -> Part:
+    """The part of the messages over a mesh axis, with its seconds in total and exposed."""
     return Part(f"{axis} communication", "communication", seconds, exposed, formula)
 
 
 def _links_text(run: Run, axis: str) -> str:
-    """fsdp:128 on x (4 of 44.5 GB/s), ...: a device's links, one way, at the speed that programs reach."""
+    """A mesh axis and its links, as in "fsdp:128 on x (4 of 44.5 GB/s)".
+
+    The 4 are the devices along x; the rate is what programs achieve one way, a device's share of the link.
+    """
     links = (f"{link.name} ({link.size} of {si(link.link_bytes_per_s, 'B/s')})" for link in run.effective_links(axis))
     return f"{axis}:{run.sizes[axis]} on {', '.join(links)}"
 
@@ -630,7 +697,7 @@ def _links_text(run: Run, axis: str) -> str:
 
 
 def as_json(prediction: Prediction) -> dict:
-    """What --json prints, in seconds, bytes and FLOPs."""
+    """Returns the object that --json prints, in seconds, bytes and FLOPs."""
     run, config = prediction.run, prediction.run.config
     return {
         "preset": config.preset,
@@ -663,36 +730,44 @@ def as_json(prediction: Prediction) -> dict:
 
 
 def cliffs(run: Run) -> list[str]:
-    """Returns a sentence for each size with which a kernel takes over CLIFF times as long as with its neighbour."""
+    """Returns a sentence for each size at which a kernel takes over CLIFF times as long as at a neighbouring size."""
     return [*_cliff_of_attention(run), *_cliff_of_experts(run)]
 
 
 def _cliff_of_attention(run: Run) -> list[str]:
-    """Attention's kernel computes whole tiles, and the last ones of a sequence may be almost empty."""
+    """A sentence if the last tiles of a sequence are almost empty, as attention's kernel computes whole tiles."""
     config, T, ring = run.config, run.config.seq_len, rules.ring_size(run.config, run.sizes)
+    # Positions of the sequence for one tile on each device of a ring. The tiles of shorter sequences have 256.
     unit = lambda size: ring * (size if T >= ring * size else 256)
     block, tile = unit(run.efficiency.attention_block), unit(run.efficiency.attention_tile)
-    less = T // block * block
-    if config.attention == "reference" or not less:
+    full_blocks = T // block * block
+    if config.attention == "reference" or not full_blocks:
         return []
 
     def seconds_per_flop(seq_len: int) -> float:
-        shorter = replace(run, config=replace(config, seq_len=seq_len))
-        flops = transformer.forward_flops_per_token(shorter.config)
-        seconds = sum(layer.num_layers * sum(compute_s(shorter, layer)["attention"]) for layer in layers_of(shorter))
-        return seconds / shorter.tokens / (flops["scores"] + flops["mix"])
+        """The seconds that attention takes for one of its model FLOPs, in sequences of `seq_len`."""
+        resized = replace(run, config=replace(config, seq_len=seq_len))
+        flops = transformer.forward_flops_per_token(resized.config)
+        seconds = sum(layer.num_layers * sum(compute_s(resized, layer)["attention"]) for layer in layers_of(resized))
+        return seconds / resized.tokens / (flops["scores"] + flops["mix"])
 
-    factor, nearest = seconds_per_flop(T) / seconds_per_flop(less), round(T / tile) * tile
-    why = f"as with {less:,}: its last tiles are almost empty; the nearest size that fills them is {nearest:,}"
+    factor, nearest = seconds_per_flop(T) / seconds_per_flop(full_blocks), round(T / tile) * tile
+    why = f"as with {full_blocks:,}: its last tiles are almost empty; the nearest size that fills them is {nearest:,}"
     return [f"seq_len={T:,}: attention takes {factor:.2f} times as long a FLOP {why}"] if factor > CLIFF else []
 
 
 def _cliff_of_experts(run: Run) -> list[str]:
-    """The experts' kernels tile only dims that are multiples of 128. Another dim must fit in VMEM, or it is refused."""
+    """A sentence if a dim of the experts' matrices is not a multiple of 128 on each device.
+
+    The experts' kernels split only such multiples into tiles. Any other dim is one tile, and a kernel that then does
+    not fit in VMEM is refused.
+    """
     config, tensor = run.config, run.tensor
+    # (size, number of devices that share it)
     dims = {"model_dim": (config.model_dim, 1), "expert_dim": (config.expert_dim, tensor)}
-    odd = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
-    if not config.num_experts or config.moe_impl != "dropless" or not odd:
+    # The dims that are no such multiple, and the next size that is one.
+    rounded_up = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
+    if not config.num_experts or config.moe_impl != "dropless" or not rounded_up:
         return []
     import groups  # here: it needs numpy, which other predictions do not
 
@@ -701,7 +776,7 @@ def _cliff_of_experts(run: Run) -> list[str]:
     is_gated = anatomy.swiglu_in_kernel(config)
 
     def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
-        """The time of the slowest kernel over that of its matmuls on the matrix units; infinite if one is refused."""
+        """The slowest kernel's time over the least that the matrix units need; infinite if a kernel is refused."""
         D, M = model_dim, expert_dim // tensor
         gated, plain, transposed = (groups.Variant(gated=is_gated), groups.PLAIN, groups.Variant(transpose_rhs=True))
         matmuls = (D, M, gated), (M, D, plain), (M, D, transposed), (D, M, transposed)
@@ -712,17 +787,17 @@ def _cliff_of_experts(run: Run) -> list[str]:
             return math.inf
         return max(groups.slowdown(*each) for each in tiles)
 
-    factor, least = slowdown(), slowdown(**odd)
+    factor, least = slowdown(), slowdown(**rounded_up)
     if factor <= CLIFF * least and factor < math.inf:
         return []
-    sizes = " and ".join(f"{name}={dims[name][0]:,}" for name in odd)
-    nearest = " and ".join(f"{size:,}" for size in odd.values())
+    sizes = " and ".join(f"{name}={dims[name][0]:,}" for name in rounded_up)
+    nearest = " and ".join(f"{size:,}" for size in rounded_up.values())
     effect = "are refused" if factor == math.inf else f"take {factor / least:.2f} times as long as with {nearest}"
     return [f"{sizes}: the experts' kernels {effect}, as they tile only multiples of 128; the nearest is {nearest}"]
 
 
 def describe(prediction: Prediction, *, explain: bool = False) -> str:
-    """The prediction as text: the run, the parts of the step, MFU and memory."""
+    """The prediction as text: the run, the parts of the step, MFU and memory; formulas with `explain`."""
     run, config, chip = prediction.run, prediction.run.config, prediction.run.chip
     mesh = ", ".join(
         f"{axis} {size} ({', '.join(link.name for link in run.links[axis])})"
@@ -771,13 +846,16 @@ def describe(prediction: Prediction, *, explain: bool = False) -> str:
 
 
 def describe_shortfall(shortfall: dict[str, float]) -> str:
-    """The bytes that `Prediction.shortfall` returns, in words; empty if it fits."""
+    """The result of `Prediction.shortfall` in words; an empty string if the run fits."""
     names = {"hbm": "", "host": " of the host's memory"}
     return " and ".join(f"{nbytes / GiB:.2f} GiB{names[memory]} short" for memory, nbytes in shortfall.items())
 
 
 def matmuls(prediction: Prediction) -> list[tuple[str, float, float, float]]:
-    """(weight, FLOPs, bytes, FLOP/s by the roofline) of each forward matmul of a layer on a device."""
+    """Returns (weight, FLOPs, bytes of HBM, FLOP/s at the roofline) for each forward matmul of a layer on a device.
+
+    Matmuls that are the same in both kinds of layers are listed once.
+    """
     run, rows = prediction.run, []
     for layer in layers_of(run):
         for product in layer.products:
@@ -789,7 +867,7 @@ def matmuls(prediction: Prediction) -> list[tuple[str, float, float, float]]:
 
 
 def describe_matmuls(prediction: Prediction) -> str:
-    """The matmuls of a layer on the roofline of a device, as a table."""
+    """Returns a table of the matmuls of a layer on the roofline of a device."""
     run = prediction.run
     ridge = run.chip.flops_per_s(run.dtype) / run.chip.hbm_bytes_per_s
     lines = [f"matmuls of a layer, forward, on a device (ridge: {ridge:.1f} FLOPs a byte of HBM)"]
@@ -804,7 +882,7 @@ def describe_matmuls(prediction: Prediction) -> str:
 
 
 def plot(predictions: dict[str, Prediction], path: str) -> None:
-    """Draws each step by its parts, and for the first one the matmuls of a layer on the roofline of a device."""
+    """Draws two charts into the file `path`: the parts of each step, and the first run's matmuls on the roofline."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -866,5 +944,5 @@ def add_step_command(commands) -> None:
         metavar="FILE.png",
         help="draw the parts, and the matmuls on a roofline; needs matplotlib",
     )
-    flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # tiny is for a host
+    flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # the default model is small
     parser.set_defaults(run=print_step, parser=parser)

@@ -1,32 +1,38 @@
-"""What one device of a run computes and stores, predicted: its share of the model, the batch and the machine. No JAX.
+"""Predicts what one device of a run computes and stores: its shares of the model and the batch. No JAX.
 
-predicted/step.py adds this up to a step. With the axis sizes of the mesh, M microbatches and P pipeline stages:
+predicted/step.py adds this up to a step. With T positions in a sequence, M microbatches, and the sizes of mesh axes:
 
-    b = batch * T / (data * fsdp * expert * context * M)     tokens of a microbatch, which `tensor` devices share
+    b = batch * T / (data * fsdp * expert * context * M)     tokens of a microbatch, shared by the devices of `tensor`
 
-**Formula.** Each part of a layer's time is the arithmetic divided by what programs reach of the chip's figures
-(`Efficiency`):
+**Formula.** Each part of a layer's time is its arithmetic divided by a rate that programs achieve (`Efficiency`). C is
+the achieved FLOP/s of a device, W_hbm the achieved bytes/s of its memory (HBM):
 
     matmul        (3 * forward + recomputed) FLOPs / C       dims padded to the matrix unit, rows of experts to tiles;
                                                              or its bytes / W_hbm, if that takes longer
-    attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes full blocks of scores
+    attention     scores * (forward * (1 or 2) + backward)   of a fused kernel, which computes full blocks of scores;
+                                                             2 if the backward pass runs it forward again
     elementwise   4 * bytes / W_hbm                          norms, RoPE, SwiGLU, tokens sorted by expert and back
 
-The 3 are one forward and two backward; a fourth is what is recomputed. Elementwise work is always recomputed, since it
-fuses with what reads it. (With remat=none the program reads what it saved instead, and is no faster.)
+The factor 3 is one forward and two backward matmuls. The factor 4 is one forward pass, two backward, and one repeated
+in the backward pass. Elementwise work is always repeated there, since it is fused with the operations that read its
+result. (With remat=none the program reads saved results instead, and is no faster.)
 
-**Memory of a device** (`memory_of`). The state: weights in float32 with the optimizer's moments, sharded by
-`shard_update`, and gradients. What the layers save, for all microbatches in flight. Memory comes in tiles of 128
-columns, so a head of 64 takes the space of one of 128. And the larger of two peaks:
+**Memory of a device** (`memory_of`) is the sum of three terms. The first is the state: weights and optimizer moments
+in float32, which `shard_update` shards further, and gradients. The second is the activations that layers save, for all
+microbatches in flight. Arrays are stored in tiles of 128 columns, so a head of 64 takes the space of a head of 128. The
+third is the larger of two peaks:
 
-    a layer's backward pass     the activations that are not saved, or come from the host; gradients half as large as
-                                all activations, or as large with `double_buffer`; two gathered layers of weights, and
-                                one gathered gradient
+    a layer's backward pass     the activations that are not saved, or come from the host; their gradients, half as
+                                large as all activations, or as large with `double_buffer`; the gathered weights of two
+                                layers, and the gathered gradients of one
     the loss                    the gathered unembedding, its gradient in float32; the logits of `loss_chunk` positions
                                 of each sequence, and their gradient
 
-Attention over `context`, and pipeline stages, hold more. Where `tensor` shards the stream, the gradient of a
-column-parallel weight needs the gathered operand. It is gathered again, or with remat=none it was saved.
+Attention over `context` and pipeline stages add to this. If `tensor` shards the residual stream, the gradient of a
+column-parallel weight needs the gathered operand. The backward pass gathers it again. With remat=none it was saved.
+
+**Figures.** "Compiled" marks a figure from a program that libtpu compiled for TPU7x. "Measured" marks a
+published measurement. "Chosen" marks a value that makes predictions agree with measured steps.
 """
 
 import dataclasses
@@ -51,12 +57,12 @@ from rules import ring_size, settled
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What programs reach of a chip's figures: one set for every model.
+    """The shares of a chip's peak rates that programs achieve. All models use the same values.
 
-    "Measured" is https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. "Compiled" is what libtpu
-    makes of attention kernels for TPU7x, with heads of 128 in blocks of 1024 x 1024 scores, counted in cycles by
-    compiled/bundles.py. A cycle is one of 1.76 GHz, 0.8 of the clock that the peak takes. At the peak's rate the two
-    forward matmuls of a block would take 1024 cycles, the five backward ones 2560.
+    Measured values are from https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. Compiled values
+    are cycles of the project's attention kernels, compiled for TPU7x and counted by compiled/bundles.py. Heads have 128
+    dims, blocks 1024 x 1024 scores. The clock is 1.76 GHz, 0.8 of the clock of the published peak. At peak rate, the
+    two forward matmuls of a block would take 1024 cycles, the five backward ones 2560.
     """
 
     # Shares of the peak.
@@ -64,46 +70,49 @@ class Efficiency:
     attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = KERNEL_CLOCK * 2560 / 4405  # compiled: flash_backward.py, 158.6k for 36 blocks
     hbm: float = HBM_REACHED
-    links: float = LINKS_REACHED  # of one link
-    # Chosen: what the measured steps of Llama 3.1 70B in bf16 and FP8 and of Qwen3 235B take beyond the other parts,
-    # over the bytes that are counted here. A program moves more bytes: transposes, float32, what is not fused.
+    links: float = LINKS_REACHED  # of a link's bandwidth, one way
+    # Chosen: the time of elementwise work is what the other parts leave of measured steps (Llama 3.1 70B in bf16 and
+    # FP8, Qwen3 235B). The share is low because a program moves more bytes than are counted here. Examples are
+    # transposes, float32 values, and operations that are not fused.
     elementwise: float = 0.37  # of HBM's peak
 
-    # The router's matmuls take so many passes of a bf16 matmul. A float32 operand is split in three parts of 8 bits: so
-    # three passes with activations in bf16, six where both operands are float32. Compiled: 119k, 122k, 220k cycles
-    # forward and backward (8,192 tokens, D 4096, E 128).
+    # The router's matmuls are in float32. The matrix unit takes this many bf16 passes for one, on average. It splits a
+    # float32 operand in three bf16 parts: three passes if the other operand is bf16, six if both are float32.
+    # Compiled, forward and backward: 119k, 122k, 220k cycles (8,192 tokens, D 4096, E 128).
     passes_of_f32: int = 4
-    # Rows. The ends of an expert's rows fill one tile more. Compiled: 1.44 times the work, at 1024 rows.
+    # Rows of a tile. Tiles at the ends of an expert's rows are partly empty: each expert computes one tile more than it
+    # has rows for. Compiled: 1.44 times the work, at 1024 rows.
     expert_tile: int = 512
-    gated_experts: bool = True  # the experts' kernel computes their SwiGLU, too: gmm.py
+    gated_experts: bool = True  # the experts' kernel also computes their SwiGLU (gmm.py)
     attention_block: int = 1024  # scores along an edge; a block that the mask crosses is computed in full
-    # Positions. The kernel computes whole tiles of a sequence. Compiled: 1,025 tokens take 2.01 times the cycles of
-    # 1,024 forward and 1.93 times backward, where this gives 1.87.
+    # Positions of a tile. The kernel computes whole tiles of a sequence. Compiled: 1,025 tokens take 2.01 times the
+    # cycles of 1,024 forward and 1.93 times backward. This value predicts 1.87.
     attention_tile: int = 512
-    # A block of heads of 64 or 192 takes as long as one of 128: the softmax does not depend on it, and 128 half fills
-    # the matrix unit. A block of heads of 256 takes so many times as long. Compiled, for 8192 tokens: 86.0k / 69.5k
-    # cycles forward, 201.5k / 166.3k backward.
+    # The time of a block with heads of 256, over the time with heads of 128. Heads of 64 or 192 take as long as heads
+    # of 128. The softmax takes the same time for all of them, and a dim of 128 fills only half of the matrix unit.
+    # Compiled, for 8192 tokens: 86.0k / 69.5k cycles forward, 201.5k / 166.3k backward.
     attention_of_256: float = 1.22
 
-    usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA names for a TPU7x device
-    host_bytes_per_s: float = HOST_BYTES_PER_S  # of a device one way, where a chip has no figure
-    # The parts of a layer that hide the transfer of its activations. Compiled, without flags: the kernel (remat.py).
+    usable_hbm: float = 94.74 / 96  # compiled: the limit that XLA reports for a TPU7x device, in GiB
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # of a device one way, for chips without a published figure
+    # The parts of a layer's compute that hide the transfer of its activations. Compiled, without compiler flags: only
+    # attention's kernel (remat.py).
     hides_offload: tuple[str, ...] = ("attention",)
-    # Only what the backward pass has left after its MLP or experts hides the sums of a layer's gradients. Compiled: of
-    # 128 ms a layer of DeepSeek-V3 in FP8 on fsdp:512, 66 are waited for.
+    # Whether a reduce-scatter of gradients hides only behind the layer's backward pass after its MLP or experts.
+    # Compiled, DeepSeek-V3 in FP8 on fsdp:512: of the 128 ms that a layer's sums take, the device waits for 66.
     late_sums: bool = True
-    # Weights that are gathered ahead are copied for the next iteration of the loop. Weights that come in parts other
-    # than whole tiles of rows are copied, too, and so are their gradients before they are sent; those of experts are
-    # not. Compiled: 0.2 s of Llama 3.1 70B, 0.7 of Gemma 31B.
+    # Whether weights that are gathered ahead are copied at the end of an iteration of the layer loop. Other copies
+    # align weights whose shards are not whole tiles of rows, and their gradients before these are sent. Those of
+    # experts need no such copy. Compiled: 0.2 s of a step of Llama 3.1 70B, 0.7 s of Gemma 31B.
     copies_weights: bool = True
 
 
-TODAY = Efficiency()
-# The efficiencies of published runs. Their kernel is tokamax's splash attention: 120k cycles forward, 5780 a block
-# backward. The times that tokamax publishes are these cycles at 1.76 GHz. All of a layer hides its offload: chosen, for
-# 8B on v6e, whose step takes no longer than that; why is not known. All of a backward pass hides the sums, likewise
-# chosen, for DeepSeek-V3. No weights are copied: most of these runs shard them in two dims, and carry none between
-# iterations.
+TODAY = Efficiency()  # of this project's programs
+# The efficiencies of published runs of other programs. Their attention kernel is tokamax's splash attention: 120k
+# cycles forward, 5780 for a block backward. The times that tokamax publishes are these cycles at 1.76 GHz. All parts of
+# a layer hide its offload. This is chosen to fit the step of 8B on v6e; the cause is not known. The full backward pass
+# of a layer hides the sums of its gradients, chosen to fit DeepSeek-V3. No weights are copied: most of these runs shard
+# weights in two dims, and their loops carry none between iterations.
 PUBLISHED = replace(
     TODAY,
     attention_forward=KERNEL_CLOCK * 1024 / 3333,
@@ -120,14 +129,14 @@ PUBLISHED = replace(
 
 @dataclass(frozen=True)
 class Run:
-    """A run on its machine, with a device's share of both."""
+    """A run on a slice or several, and quantities of one device. Seconds, bytes and FLOP/s are those of a device."""
 
     config: Config
     chip: Chip
     topology: tuple[int, ...]
     num_slices: int
-    sizes: dict[str, int]  # of all mesh axes; config.mesh is not read
-    links: dict[str, list[Axis]]  # the links on which each of them is laid out
+    sizes: dict[str, int]  # {mesh axis: size}, for all axes; used in place of config.mesh
+    links: dict[str, list[Axis]]  # {mesh axis: the links that it is laid out on}
     efficiency: Efficiency = TODAY
 
     @property
@@ -136,12 +145,12 @@ class Run:
 
     @property
     def hbm_limit(self) -> float:
-        """The bytes of a device's memory that a program can use."""
+        """The bytes of a device's HBM that a program can use."""
         return self.chip.hbm_bytes / self.chip.devices * self.efficiency.usable_hbm
 
     @property
     def host_limit(self) -> float:
-        """The bytes of a device's share of its host's memory; infinite where it is not published."""
+        """The bytes of a device's share of its host's memory; infinite for a chip without a published figure."""
         return (self.chip.host_memory_bytes or math.inf) / math.prod(self.chip.host) / self.chip.devices
 
     @property
@@ -150,7 +159,7 @@ class Run:
 
     @property
     def in_flight(self) -> float:
-        """The microbatches whose activations a device has saved at once."""
+        """The number of microbatches whose saved activations a device holds at once; a fraction with several rounds."""
         config = self.config
         gpipe = config.pipeline_schedule == "gpipe"
         return in_flight(self.pipe, self.microbatches, config.pipeline_rounds, gpipe=gpipe) if self.pipe > 1 else 1
@@ -165,13 +174,13 @@ class Run:
 
     @property
     def tokens(self) -> float:
-        """b: the tokens of a microbatch, which the devices along `tensor` share."""
+        """b: the number of tokens of a microbatch that the devices along `tensor` share."""
         groups = math.prod(self.sizes[axis] for axis in (*BATCH_AXES, "context"))
         return self.config.batch * self.config.seq_len / groups / self.microbatches
 
     @property
     def expert_buffer_ratio(self) -> float:
-        """The rows in the buffers of a device's experts, over those that the router makes of its tokens."""
+        """The rows in the buffers of a device's experts, over the device's (token, choice) pairs."""
         if not self.config.num_experts:
             return 1.0
         tokens = max(1, round(self.tokens / self.config.moe_parts))
@@ -180,18 +189,21 @@ class Run:
 
     @property
     def expert_work(self) -> float:
-        """The rows that a device's experts multiply, over the same: dropless, those that are filled."""
+        """The rows that a device's experts multiply, over the device's (token, choice) pairs.
+
+        `dropless` multiplies only the rows that are filled, the other methods all rows of the buffers.
+        """
         ratio = self.expert_buffer_ratio
         return min(1.0, ratio) if self.config.moe_impl == "dropless" else ratio
 
     @property
     def experts_filled(self) -> float:
-        """The share of the rows in their buffers that a device's experts multiply."""
+        """The rows that a device's experts multiply, over the rows in their buffers."""
         return self.expert_work / self.expert_buffer_ratio
 
     @property
     def element(self) -> int:
-        """The bytes of an element of an activation."""
+        """The bytes of one element of an activation."""
         return anatomy.BYTES[self.config.dtype]
 
     @property
@@ -201,38 +213,42 @@ class Run:
 
     @property
     def hbm_bytes_per_s(self) -> float:
+        """The peak of a device's HBM."""
         return self.chip.hbm_bytes_per_s / self.chip.devices
 
     @property
     def host_bytes_per_s(self) -> float:
+        """The rate of a device's transfers to or from its host, one way."""
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
     def flops_per_s(self, dtype: str = "bf16") -> float:
-        """The FLOP/s that a device's matmuls reach; f32 takes `passes_of_f32` passes, for all its bits."""
+        """The FLOP/s that a device's matmuls achieve. An f32 matmul takes `passes_of_f32` passes of a bf16 matmul."""
         passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
         return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
 
     def effective_links(self, axis: str) -> list[Axis]:
-        """The links of a mesh axis, with the bandwidth that programs reach."""
+        """The links of a mesh axis, with the bandwidth that programs achieve."""
         share = self.efficiency.links
         return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
 
     @property
     def pads_sums(self) -> bool:
-        """Whether XLA may pad what a reduce-scatter sums."""
+        """Whether XLA may pad the operand of a reduce-scatter, so that it splits into three equal parts."""
         return compiler_flags.for_run(self.config).get(compiler_flags.PADS_SUMS) == "true"
 
     def collective_s(self, kind: str, nbytes: float, *axes: str, divisible_by_3: bool = False) -> float:
-        """Seconds of a collective over mesh axes, the inner one first, by all links at once.
+        """Returns the seconds of a collective over mesh axes, the inner one first.
 
-        With exceptions, as XLA compiles it for TPU7x. An all-gather or reduce-scatter over part of a torus axis and
-        both devices of a chip goes round one ring of all the devices. So does a reduce-scatter over three torus axes,
+        It uses the links of all torus axes at once, with two exceptions, which follow what XLA compiles for TPU7x. The
+        collective then goes round one ring of all the devices. This holds for an all-gather or reduce-scatter over a
+        part of a torus axis and both devices of a chip. It also holds for a reduce-scatter over three torus axes,
         unless its operand splits into three equal parts, one for each axis.
 
         Args:
-          nbytes: as for interconnect.rounds_of.
-          divisible_by_3: the number of elements that are summed is a multiple of 3. If not, XLA may pad the operand
-            (`pads_sums`).
+          kind: a collective of predicted/interconnect.py, such as "all_gather".
+          nbytes: the bytes of the gathered array; for an all_to_all, the bytes that each device holds.
+          divisible_by_3: whether the number of elements that are summed is a multiple of 3. If not, XLA may pad the
+            operand (`pads_sums`).
         """
         links = [link for axis in axes for link in self.effective_links(axis)]
         slices = [link for link in links if link.name.endswith("slices")]
@@ -242,9 +258,10 @@ class Run:
         on_part_of_an_axis = dies and len(wires) > 1 and any(" of " in link.name for link in wires)
         one_ring = on_part_of_an_axis and kind in ("all_gather", "reduce_scatter")
         if one_ring or (sums and len(wires) > 2 and not (divisible_by_3 or self.pads_sums)):
-            both = math.prod(link.size for link in dies)  # devices of a chip: a ring passes its links once for both
+            # Devices of a chip in the ring. Only one of them sends over the chip's links, with their full bandwidth.
+            per_chip = math.prod(link.size for link in dies)
             slowest = min(wires, key=lambda link: link.link_bytes_per_s)
-            size, speed = both * math.prod(link.size for link in wires), both * slowest.link_bytes_per_s
+            size, speed = per_chip * math.prod(link.size for link in wires), per_chip * slowest.link_bytes_per_s
             ring = dataclasses.replace(slowest, size=size, link_bytes_per_s=speed, wrap=True)
             links = [ring, *slices]
         return collective_s(kind, nbytes, links, spread=not sums or len(wires) > 1)
@@ -253,10 +270,11 @@ class Run:
 def run_of(
     config: Config, chip: Chip, topology: Sequence[int], *, num_slices: int = 1, efficiency: Efficiency = TODAY
 ) -> Run:
-    """Returns the run that `config` describes, on slices of a chip.
+    """Returns the run that `config` describes, on `num_slices` slices of `chip` with this topology.
 
     Raises:
-      ValueError: the mesh does not make up the devices, or cannot be laid out on the torus; remat=auto is not resolved.
+      ValueError: the mesh sizes do not multiply to the number of devices, the mesh cannot be laid out on the torus, or
+        remat=auto is not resolved.
     """
     if config.remat == "auto":
         raise ValueError(
@@ -270,26 +288,28 @@ def run_of(
 # -- a layer
 
 
-ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128  # of memory, as XLA lays out matrices; a head of 64 takes one of 128
-ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}  # `tensor` shards the dim that they contract
+# XLA stores matrices in tiles of 8 x 128 elements.
+ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128
+# The weights whose contracted dim `tensor` shards. It shards the other dim of all other weights.
+ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """A layer's matmul with a weight: [tokens * copies, k] . [k, n]."""
+    """A layer's matmul with a weight on all devices: [tokens * copies, k] @ [k, n]."""
 
     weight: str
     part: str
     k: int
     n: int
-    copies: int  # of a token: its experts, else 1
-    recomputed: bool
+    copies: int  # rows of a token: the number of its experts, else 1
+    recomputed: bool  # whether the backward pass repeats the forward matmul
     dtype: str  # bf16, fp8 or f32
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters of a layer: those of its experts, and all others."""
+    """Numbers of parameters of a layer: those of its experts, and the others."""
 
     experts: int
     others: int
@@ -297,63 +317,63 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The costs of one layer of a kind: of those with experts, or of the dense ones."""
+    """The costs of one layer of a kind (dense, or with experts). "A token" means for each token of the batch."""
 
     num_layers: int
     products: list[Product]
     params: Counts
-    fp8_params: Counts  # those that are gathered in FP8
-    float32_params: Counts  # those that are gathered in float32, as their gradients are
-    params_by_3: Counts  # those of matrices whose size is a multiple of 3; that of a shard is assumed to be one, too
-    attention_recomputed: bool  # the backward pass needs the kernel's forward again
-    keys: float  # keys that the kernel computes for a query, on average over the layers
-    global_keys: float  # the part of `keys` that is of layers without a window
-    elementwise: tuple[float, float]  # elements a token, forward: of attention, and of all else
-    saved_bytes: float  # a token, on the device
-    offloaded_bytes: float  # a token, on the host
+    fp8_params: Counts  # of weights that are gathered in FP8
+    float32_params: Counts  # of weights that are gathered in float32, in which their gradients are, too
+    params_by_3: Counts  # of weights with a multiple of 3 elements; their shards are assumed to have one, too
+    attention_recomputed: bool  # whether the backward pass runs attention's forward kernel again
+    keys: float  # scores that the kernel computes for a query, the mean over the layers
+    global_keys: float  # the summand of `keys` from layers without a window
+    elementwise: tuple[float, float]  # elements a token, forward: (of attention, of the rest), see elementwise_elements
+    saved_bytes: float  # a token, of activations saved on the device
+    offloaded_bytes: float  # a token, of activations saved on the host
     activation_bytes: float  # a token, of all activations that the backward pass reads
-    norm_bytes: float  # a token, of what the column-parallel matmuls take, if it is saved
+    norm_bytes: float  # a token, of the normed operands of column-parallel matmuls; 0 if they are not saved
 
     def gathered_params(self, run: Run, with_experts: bool = True) -> float:
-        """The parameters of a layer on a device, once they are gathered over `fsdp`."""
+        """The number of a layer's parameters on a device after they are gathered over `fsdp`."""
         return _gathered(run, self.params, with_experts)
 
     def gathered_params_by_3(self, run: Run) -> float:
-        """Those of them whose gradients split into three equal parts, to be summed over three torus axes at once."""
+        """The number of gathered parameters whose gradients split into three equal parts (see Run.collective_s)."""
         return _gathered(run, self.params_by_3)
 
     def gathered_bytes(self, run: Run, with_experts: bool = True) -> float:
-        """The bytes of the gathered parameters, in the dtypes in which they are gathered and multiplied."""
+        """The bytes of a layer's gathered parameters on a device, in the dtypes in which they are gathered."""
         fp8 = _gathered(run, self.fp8_params, with_experts)
         return self.gradient_bytes(run, with_experts) - (run.element - DTYPE_BYTES["fp8"]) * fp8
 
     def gradient_bytes(self, run: Run, with_experts: bool = True) -> float:
-        """The bytes of their gradients, before these are summed."""
+        """The bytes of the gradients of a layer's gathered parameters, before they are reduce-scattered."""
         float32 = _gathered(run, self.float32_params, with_experts)
         return run.element * self.gathered_params(run, with_experts) + (4 - run.element) * float32
 
 
 def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
-    """How many of these parameters a device has, once they are gathered over `fsdp`."""
+    """The number of these parameters on a device after they are gathered over `fsdp`."""
     experts = params.experts / run.sizes["expert"] if with_experts else 0
     return (experts + params.others) / run.tensor
 
 
 def layers_of(run: Run) -> list[Layer]:
-    """The kinds of layers that the model has."""
+    """Returns the kinds of layers that the model has: dense, with experts, or both."""
     row_copies = run.tensor if run.sizes["expert"] == 1 else 1
     gated = run.efficiency.gated_experts and anatomy.swiglu_in_kernel(run.config)
     return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, gated)
 
 
 def kernel_keys(run: Run) -> tuple[float, float]:
-    """The keys that attention's kernel computes for a query, on average over the layers.
+    """Returns (scores, global scores) that attention's kernel computes for a query, the means over all layers.
 
-    The second number is the part of them that is of layers without a window.
+    The second number is the summand of the first that comes from layers without a window.
     """
     config, block = run.config, run.efficiency.attention_block
     shard = config.seq_len / ring_size(config, run.sizes)
-    padding = filled(shard, run.efficiency.attention_tile) / shard  # computed positions over those of the sequence
+    padding = filled(shard, run.efficiency.attention_tile) / shard  # computed positions over positions of the sequence
     T = padding * config.seq_len
     causal = padding * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed in full
     windowed = min(causal, padding * (config.window + block)) if config.window else causal
@@ -366,13 +386,13 @@ def kernel_keys(run: Run) -> tuple[float, float]:
 def _layers(
     config: Config, keys: tuple[float, float], expert_buffer_ratio: float, row_copies: int, gated: bool
 ) -> list[Layer]:
-    """The dense layers and those with experts, of which a model has one kind or both.
+    """The costs of a model's dense layers and of its layers with experts; a model has one kind or both.
 
     Args:
-      keys: as `kernel_keys` returns them.
-      expert_buffer_ratio: as for anatomy.activations.
-      row_copies: as for anatomy.activations.
-      gated: as for `elementwise_elements`.
+      keys: the result of `kernel_keys`.
+      expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
+      row_copies: the number of devices along `tensor` that each hold full rows of experts.
+      gated: whether the experts' kernel computes their SwiGLU.
     """
     num_experts = anatomy.num_expert_layers(config)
     kinds = (False, config.num_layers - num_experts), (True, num_experts)
@@ -383,7 +403,10 @@ def _layers(
 def _layer(
     config: Config, experts: bool, num_layers: int, keys: tuple[float, float], rows: dict[str, float], gated: bool
 ) -> Layer:
-    """One kind of layer, with experts or without; `rows` has the sizes of the experts' buffers, the rest as above."""
+    """The costs of one kind of layer, with experts or without.
+
+    `rows` has expert_buffer_ratio and row_copies. These, `keys` and `gated` are those of `_layers`.
+    """
     names = anatomy.layer_weights(config, experts=experts)
     weights = {name: weight for name, weight in transformer.weights(config).items() if name in names}
     by_3 = {name for name, weight in weights.items() if math.prod(weight.shape[1:]) % 3 == 0}
@@ -394,7 +417,8 @@ def _layer(
     nbytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, experts=experts, **rows)
     activation_bytes = nbytes(read)
     if experts and "expert_up" in fp8 and "expert_input" not in saved:
-        # Experts' rows, the largest of all, wait for their weights' gradients in FP8. Compiled: Qwen3.
+        # The operands of the experts are the largest activations. They are held in FP8 until the gradients of the
+        # experts' weights are computed. Compiled: Qwen3.
         activation_bytes -= (1 - 1 / anatomy.BYTES[config.dtype]) * nbytes({"expert_input"})
     return Layer(
         num_layers=num_layers,
@@ -415,7 +439,7 @@ def _layer(
 
 
 def _count(weights: Mapping[str, transformer.Weight], names: Collection[str]) -> Counts:
-    """The parameters that a layer has in those of its weights that are among `names`."""
+    """The numbers of parameters in the weights of a layer that are among `names`."""
     size = lambda of_experts: sum(
         math.prod(weight.shape[1:])
         for name, weight in weights.items()
@@ -425,10 +449,10 @@ def _count(weights: Mapping[str, transformer.Weight], names: Collection[str]) ->
 
 
 def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: Collection[str]) -> list[Product]:
-    """The matmuls of a layer with these weights, of which the `saved` results are not computed again."""
+    """The matmuls of a layer with these weights. Matmuls whose results are `saved` are not repeated."""
     fp8, products = anatomy.fp8_weights(config), []
     for name, weight in weights.items():
-        if not weight.makes:
+        if not weight.makes:  # not the weight of a matmul
             continue
         dims, copies = weight.shape[1:], 1
         if weight.part == "experts":
@@ -436,14 +460,17 @@ def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: 
         if name == "expert_down":
             dims = dims[::-1]
         k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-        again = transformer.multiplied_again(weight, saved)
+        recomputed = transformer.multiplied_again(weight, saved)
         dtype = "fp8" if name in fp8 else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
-        products.append(Product(name, weight.part, k, n, copies, again, dtype))
+        products.append(Product(name, weight.part, k, n, copies, recomputed, dtype))
     return products
 
 
 def filled(length: float, tile: int) -> float:
-    """The positions that attention's kernel computes: whole tiles, no longer than the sequence padded to 256."""
+    """The positions that attention's kernel computes for a sequence of `length`: a multiple of the tile.
+
+    The tile is at most the length, rounded up to a multiple of 256.
+    """
     tile = min(tile, 256 * math.ceil(length / 256))
     return tile * math.ceil(length / tile)
 
@@ -451,21 +478,32 @@ def filled(length: float, tile: int) -> float:
 def elementwise_elements(
     config: Config, experts: bool, expert_buffer_ratio: float = 1.0, row_copies: int = 1, gated: bool = False
 ) -> tuple[float, float]:
-    """Elements a token that a layer's elementwise work reads and writes, forward; the backward pass has twice as many.
+    """Returns the elements a token that a layer's elementwise work reads and writes in the forward pass.
 
-    The first number is attention's: norm 2D; rotation of queries and keys, into the kernel's layout, 2(N+K)Hk; values
-    into that layout and the result out of it, 2(K+N)Hv; addition to the stream 3D. The second is that of the rest: norm
-    and addition again, and the SwiGLU, 3F. With experts: their tokens sorted, X*D, read and written; SwiGLU 3*X*M, of
-    all rows of the buffers; sorted back; weighted and added, X*D + D; the router's E, a few times.
+    The first number is that of attention:
 
-    In FP8 a kernel's rows, X*D and X*M, are scaled in passes of their own (fp8.py). Ahead of XLA's matmuls the scaling
-    is fused with other work.
+        norm                                                          2D
+        rotation of queries and keys, written in the kernel's layout  2(N+K)Hk, twice with qk_norm
+        values to the kernel's layout, the result from it             2(K+N)Hv
+        residual addition                                             3D
+        norms of latent queries, keys and values                      2(q_lora_rank + kv_lora_rank)
+
+    The second number is that of the rest of the layer:
+
+        norm and residual addition                                    5D
+        SwiGLU of a dense MLP, or of shared experts                   3F or 3M for each
+        rows sorted by expert, and back                               5X*D with the weighting, plus D for the sum
+        SwiGLU of the experts, for all rows of their buffers          3X*M
+        router                                                        4E
+
+    The backward pass has twice as many. In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate
+    passes (fp8.py). The scaling for XLA's matmuls is fused with other work.
 
     Args:
-      expert_buffer_ratio: as for anatomy.activations.
-      row_copies: as for anatomy.activations; each of these devices sorts all the rows.
-      gated: the experts' kernel computes their SwiGLU, hidden, forward and in what is recomputed. Half of it is left,
-        for the gradient.
+      expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
+      row_copies: the number of devices along `tensor` that each hold full rows of experts, and so all sort them.
+      gated: whether the experts' kernel computes their SwiGLU, in the forward pass and when it is repeated. Then only
+        half of the SwiGLU counts as elementwise work, its gradient.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
@@ -483,9 +521,10 @@ def elementwise_elements(
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:
-    """(rows, k, n, matrices) of a device's part of a matmul: rows in groups, one for each of the matrices [k, n].
+    """Returns (rows, k, n, matrices) of a device's share of a matmul, [rows, k] @ [k, n], for one microbatch.
 
-    An expert's matmul has as many matrices as the device has experts, and all tokens that were dispatched to them.
+    The matmul of experts is grouped. Its rows are the tokens dispatched to all experts of the device. Each expert
+    multiplies its group of rows by its own matrix [k, n]. All other matmuls have one matrix.
     """
     k, n, tensor = product.k, product.n, run.tensor
     k, n = (k / tensor, n) if product.weight in ROW_PARALLEL else (k, n / tensor)
@@ -495,9 +534,9 @@ def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]
 
 
 def moved_bytes(run: Run, product: Product) -> float:
-    """The bytes that a forward matmul moves between HBM and the matrix units.
+    """The bytes that a device moves between HBM and its matrix units for a forward matmul of one microbatch.
 
-    The operands have the dtype in which they are multiplied, the result that of the computation.
+    The operands have the dtype in which they are multiplied, the result has the activations' dtype.
     """
     rows, k, n, matrices = local_shape(run, product)
     operand = DTYPE_BYTES["fp8"] if product.dtype == "fp8" else run.element
@@ -508,7 +547,7 @@ def moved_bytes(run: Run, product: Product) -> float:
 
 
 def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
-    """The seconds of a microbatch's matmuls, forward and backward."""
+    """Returns (forward, backward) seconds of these matmuls for one microbatch, the latter with what is recomputed."""
     forward = backward = 0.0
     mxu = run.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
@@ -525,17 +564,18 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
 
 
 def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
-    """The seconds of a layer and a microbatch by part, each (forward, backward)."""
+    """Returns {"matmul", "attention", "elementwise": (forward, backward)}, in seconds for a layer and a microbatch."""
     config, e, b, tensor = run.config, run.efficiency, run.tokens, run.tensor
     keys = layer.keys
-    if not anatomy.in_zigzag(config):  # the last shard of a sequence in order has more to do than the mean
+    if not anatomy.in_zigzag(config):  # in sequence order, the last shard attends to most keys, 2 - 1/ring of the mean
         keys += (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys
     scores = b * keys * config.num_heads / tensor
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
-    of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)  # heads of 128 with the same time
+    # The number of heads with 128 dims that take as long as one of these heads.
+    heads_of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)
     peak = run.chip.bf16_flops_per_s / run.chip.devices
-    attention = scores * 2 * 2 * 128 * of_128 / (peak * e.attention_forward)
-    attention_backward = scores * 5 * 2 * 128 * of_128 / (peak * e.attention_backward)
+    attention = scores * 2 * 2 * 128 * heads_of_128 / (peak * e.attention_forward)
+    attention_backward = scores * 5 * 2 * 128 * heads_of_128 / (peak * e.attention_backward)
     if layer.attention_recomputed:
         attention_backward += attention
     elementwise = elementwise_s(run, sum(layer.elementwise))
@@ -547,14 +587,14 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
 
 
 def elementwise_s(run: Run, elements: float) -> float:
-    """The seconds of a microbatch's elementwise work on so many elements a token."""
+    """The seconds of elementwise work for one microbatch that reads and writes `elements` a token."""
     return elements * run.element * run.tokens / run.tensor / (run.hbm_bytes_per_s * run.efficiency.elementwise)
 
 
 def after_mlp_s(run: Run, layer: Layer) -> float:
-    """The seconds of a layer's backward pass after that of its MLP or experts: attention, and its matmuls.
+    """The seconds of a layer's backward pass after the backward pass of its MLP or experts, for one microbatch.
 
-    What is recomputed comes before both, so it is not counted.
+    This is the backward pass of attention and its matmuls. Recomputation comes before it and is not counted.
     """
     matmuls = matmul_s(run, [replace(p, recomputed=False) for p in layer.products if p.part == "attention"])
     forward, attention = compute_s(run, layer)["attention"]
@@ -565,7 +605,10 @@ def after_mlp_s(run: Run, layer: Layer) -> float:
 
 
 def params_of_device(run: Run) -> tuple[float, float]:
-    """The elements of a device's shards: of the experts, and of all else. All stages have embedding and unembedding."""
+    """Returns (parameters of experts, other parameters) in a device's shards, numbers of elements.
+
+    Every pipeline stage has shards of the embedding and the unembedding.
+    """
     config, sizes = run.config, run.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
     shards = sizes["fsdp"] * run.tensor
@@ -575,38 +618,40 @@ def params_of_device(run: Run) -> tuple[float, float]:
 
 
 def tables_of_device(run: Run) -> float:
-    """The elements of a device's shards of embedding and unembedding."""
+    """The number of elements in a device's shards of embedding and unembedding, which are one table if tied."""
     tables = 1 if run.config.tied_embeddings else 2
     return tables * run.config.vocab_size * run.config.model_dim / run.sizes["fsdp"] / run.tensor
 
 
 # -- memory
 
-# The bytes that remat=none saves, over those of anatomy.activations. It is plain differentiation, which also saves what
-# has no name, some of it in float32. Compiled: 4.57 for 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
+# The bytes that remat=none saves, over the bytes of the named activations (anatomy.activations). Without
+# jax.checkpoint, JAX also saves intermediate results that have no name, some of them in float32. Compiled: 4.57 GiB for
+# 2.31 GiB (D = 1024, F = 4D, T = 4096, 8 layers, bfloat16).
 PLAIN = 2.0
 
 
 def slots_of_device(run: Run) -> float:
-    """The bytes of a device's shard of the optimizer state, on the device or on its host."""
+    """The bytes of a device's shard of the optimizer state (its slots), stored on the device or on its host."""
     config = run.config
-    a_parameter = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config)
-    return a_parameter * sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
+    bytes_per_param = transformer.state_bytes(config)["optimizer"] / transformer.num_params(config)
+    return bytes_per_param * sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
 
 
 def attention_over_context(run: Run) -> float:
-    """The bytes a token that the backward pass of context.py adds to a device's peak, beside the activations.
+    """The bytes a token that the backward pass of context.py adds to a device's peak, in addition to the activations.
 
-    A ring has dq in float32 twice, before and after a block is added to it, and likewise dk and dv. It also has a copy
-    of queries, results and their gradients, in which those that see a block are contiguous. With all_gather, a device
-    has all keys and values of the sequence, and their gradients in float32 before they are scattered.
+    With a ring, a device holds the float32 gradients dq, dk and dv twice, before and after a block is added to them. It
+    also holds copies of queries, results and their gradients. In the copies, the positions that attend to a block are
+    contiguous. With all_gather, a device holds the keys and values of the full sequence. It also holds their float32
+    gradients until they are reduce-scattered.
 
-    Half of this is counted. Most activations of the MLP are gone by then, and XLA chooses the order of the two.
-    Compiled, between none of it and all adds to the peak (Llama 3.1 8B at 128k to 1M, `context` of 2 to 32, and a small
-    model).
+    Half of this is counted. Most activations of the MLP are freed before attention's backward pass, so the peak of a
+    layer may be in either of the two. Compiled, the peak grew by anything from none to all of these bytes (Llama 3.1 8B
+    at 128k to 1M, `context` of 2 to 32, and a small model).
     """
     config, c = run.config, run.sizes["context"]
-    only_windows = config.window and not config.global_every  # a halo is enough for these
+    only_windows = config.window and not config.global_every  # these layers need only a halo
     if only_windows or ring_size(config, run.sizes) == 1:
         return 0
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
@@ -618,11 +663,11 @@ def attention_over_context(run: Run) -> float:
 
 
 def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
-    """The bytes of a device by what they hold, and the bytes that a microbatch offloads to its host."""
+    """Returns ({what is stored: bytes of a device's HBM}, the bytes that a microbatch of a device offloads)."""
     config, params = run.config, sum(params_of_device(run))
     memory = {
         "weights": 4 * params / (run.sizes["data"] if config.shard_update else 1),
-        # An offloaded state comes to the device when the activations are gone.
+        # An offloaded state is moved to the device after the activations are freed, so it does not raise the peak.
         "optimizer": 0 if config.offload_optimizer else slots_of_device(run),
         "gradients": _gradient_bytes(run, params),
         "saved activations": _saved_bytes(run, layers),
@@ -632,29 +677,29 @@ def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
 
 
 def _of_microbatch(run: Run, layers: list[Layer], nbytes: Callable[[Layer], float]) -> float:
-    """The bytes of a microbatch on a device, from those that a layer has a token."""
+    """The bytes of a microbatch on a device, where `nbytes` returns the bytes a token of a layer."""
     of_model = math.fsum(nbytes(layer) * layer.num_layers for layer in layers)
     return of_model / run.pipe * run.tokens / run.tensor
 
 
 def _saved_bytes(run: Run, layers: list[Layer]) -> float:
-    """The bytes of the activations that wait for the backward pass, of all microbatches in flight."""
+    """The bytes of the activations that a device saves for the backward pass, for all microbatches in flight."""
     config = run.config
     bytes_of = partial(_of_microbatch, run, layers)
     saved = bytes_of(lambda layer: layer.saved_bytes)
     if config.remat == "none":
-        # A name saves a device's shard of the norms. Plain differentiation saves them gathered, and in FP8 what matmuls
-        # read in FP8.
+        # A policy saves a device's shard of the norms. Without jax.checkpoint, the gathered norms are saved, and the
+        # operands of FP8 matmuls are saved in FP8.
         fp8 = lambda layer: (run.element - 1) * fp8_operands(run, layer)
         saved = bytes_of(lambda layer: PLAIN * layer.saved_bytes + (run.tensor - 1) * layer.norm_bytes - fp8(layer))
     waiting = saved * run.in_flight
     if config.remat_stage:
-        # The input of the stage, or of its chunk of a round, of each microbatch; all activations of the one that is
-        # computed again.
+        # The stage saves its input for each microbatch, or with several rounds the input of each chunk of layers. It
+        # holds all activations of the one chunk that it is recomputing.
         rounds = config.pipeline_rounds
         waiting = saved / rounds + run.in_flight * rounds * config.model_dim * run.element * run.tokens / run.tensor
     elif run.pipe > 1:
-        waiting += saved  # a copy of those that the backward pass reads
+        waiting += saved  # the backward pass reads a copy of one microbatch's activations
     if inputs_in_two_layouts(run):
         waiting += bytes_of(lambda layer: config.model_dim * run.element)
     if context_in_two_layouts(run):
@@ -663,31 +708,32 @@ def _saved_bytes(run: Run, layers: list[Layer]) -> float:
 
 
 def _gradient_bytes(run: Run, params: float) -> float:
-    """The bytes of the gradients of a device's `params` at their peak, with the weights that are multiplied."""
-    # Stages have the gradients of all layers and the weights that are multiplied, in bfloat16; these weights twice, and
-    # the float32 sums of their microbatches as well: compiled, 808B parameters on two slices of 4x4x4.
+    """The peak bytes of the gradients of a device's `params`, with copies of the weights in the compute dtype."""
+    # At its peak a pipeline stage holds four arrays for all its layers. They are gradients in bfloat16, weights in
+    # bfloat16 twice, and float32 sums of gradients over microbatches. Compiled: 808B parameters on two slices of 4x4x4.
     stages = (run.element + 4) * params if run.pipe > 1 else 0
     replicas = run.sizes["data"]
     if run.config.shard_update and replicas > 1:
-        # Gathered over `data` are the weights that are multiplied and their gradients; then these in float32, beside
-        # the sums of this device's shard.
+        # First a device holds the weights gathered over `data` and their gradients, in the compute dtype. Later it
+        # holds these gradients in float32, and the float32 sums of its own shard.
         return max(2 * run.element, 4 + 4 / replicas) * params + stages
-    # With replicas the tables' sums are not in place: compiled, data:8 on 2x2x1.
+    # With several replicas, the all-reduce of the tables' gradients is not in place: compiled, data:8 on 2x2x1.
     tables = 4 * tables_of_device(run) if replicas > 1 else 0
     return 4 * params + tables + stages
 
 
 def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
-    """What a device holds during the backward pass of a layer, beside the state and what is saved."""
+    """{what is stored: bytes} of a device in the backward pass of a layer, beyond the state and saved activations."""
     config = run.config
     largest = max(layers, key=lambda layer: layer.activation_bytes)
-    # With two layers an iteration, half of another's: compiled, 3.1 and 1.6 GiB more of 70B in one microbatch and two.
+    # Gradients take half as much as the activations. With two layers in an iteration of the loop, half of the other
+    # layer's activations are added. Compiled: 70B takes 3.1 GiB more in one microbatch, and 1.6 GiB more in two.
     activations = largest.activation_bytes * (2 if config.double_buffer else 1.5)
     weights = 0
     if run.sizes["fsdp"] > 1:
         gathered = max(layer.gathered_bytes(run) for layer in layers)
         weights = (2 if config.prefetch else 1) * gathered + max(layer.gradient_bytes(run) for layer in layers)
-    # What comes from the host, ahead of its layer, is on the device once more.
+    # Offloaded activations arrive from the host before their layer needs them, so they are on the device once more.
     activations = activations - largest.saved_bytes + largest.offloaded_bytes
     peak = {"a layer's activations": activations * run.tokens / run.tensor, "gathered weights": weights}
     if over_context := attention_over_context(run):
@@ -696,7 +742,10 @@ def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
 
 
 def _loss_peak(run: Run) -> dict[str, float]:
-    """What a device holds while it computes the loss: the gathered unembedding, its gradient in float32, and logits."""
+    """{what is stored: bytes} of a device while it computes the loss.
+
+    It holds the gathered unembedding and its gradient in float32, and a chunk of logits and their gradient.
+    """
     config = run.config
     table = config.vocab_size * config.model_dim / run.tensor
     element = 1 if "unembed" in anatomy.fp8_weights(config) else run.element
@@ -707,7 +756,7 @@ def _loss_peak(run: Run) -> dict[str, float]:
 
 
 def loss_chunk(run: Run) -> tuple[float, int]:
-    """The sequences of a microbatch on a device, and the positions of each whose logits it has at once."""
+    """Returns (sequences of a microbatch on a device, positions of each whose logits are in memory at once)."""
     positions = run.config.seq_len / run.sizes["context"]
     sequences = run.tokens / positions
     chunk = anatomy.loss_chunk(run.config, sequences, math.ceil(positions), run.config.vocab_size / run.tensor)
@@ -715,7 +764,7 @@ def loss_chunk(run: Run) -> tuple[float, int]:
 
 
 def fp8_operands(run: Run, layer: Layer) -> float:
-    """The elements a token that a layer's FP8 matmuls read. Matmuls of the same operand count it once."""
+    """The elements a token of the operands of a layer's FP8 matmuls. An operand of several matmuls counts once."""
     read = {}
     for product in layer.products:
         if product.dtype == "fp8":
@@ -725,22 +774,22 @@ def fp8_operands(run: Run, layer: Layer) -> float:
 
 
 def inputs_in_two_layouts(run: Run) -> bool:
-    """Whether libtpu stores the inputs of all layers twice (remat.py, on offload).
+    """Whether libtpu stores the inputs of all layers twice, in two memory layouts (remat.py, "On TPU7x").
 
-    Compiled: it does with only queries, keys and values on the host, one sequence a device and no `tensor` (70B at 8k,
-    8B at 128k). It does not with two sequences, with `tensor`, or with the MLP on the host as well.
+    Compiled: it does if only queries, keys and values are offloaded, a device has one sequence, and `tensor` is 1 (70B
+    at 8k, 8B at 128k). It does not with two sequences, with `tensor`, or if the MLP is also offloaded.
     """
     config = run.config
-    alone = anatomy.offloaded_names(config) == anatomy.POLICIES["qkv_proj_offloaded"][1]
+    only_qkv = anatomy.offloaded_names(config) == anatomy.POLICIES["qkv_proj_offloaded"][1]
     pipelined = "xla_tpu_pipeline_memory_host_transfers=false" not in config.xla_flags
-    return alone and pipelined and run.tensor == 1 and run.tokens * run.sizes["context"] == config.seq_len
+    return only_qkv and pipelined and run.tensor == 1 and run.tokens * run.sizes["context"] == config.seq_len
 
 
 def context_in_two_layouts(run: Run) -> bool:
-    """Whether libtpu copies attention's saved results, of all layers, before the backward pass.
+    """Whether libtpu copies the saved attention results of all layers before the backward pass.
 
-    Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether `context` is saved with heads or with positions
-    first). It does not for heads of 128 (70B at 128k), nor without a ring.
+    Compiled: with a ring it does for 16 heads of 256 (8B at 1M, whether heads or positions are the first dim of the
+    saved array). It does not for heads of 128 (70B at 128k), nor without a ring.
     """
     saved = anatomy.saved_names(run.config) - anatomy.offloaded_names(run.config)
     ring = run.config.context_impl == "ring" and ring_size(run.config, run.sizes) > 1
@@ -748,15 +797,18 @@ def context_in_two_layouts(run: Run) -> bool:
 
 
 def host_bytes_of(run: Run, offloaded: float) -> float:
-    """The bytes of a device on its host: a microbatch's `offloaded` activations, and an offloaded optimizer state.
+    """The bytes that a device stores on its host: a microbatch's `offloaded` activations, and optimizer state.
 
-    A pipeline offloads only with remat_stage. Then only one of its rounds is on the host: the one computed again.
+    A pipeline offloads only with remat_stage. Then only the round that is being recomputed has activations on the host.
     """
     state = slots_of_device(run) if run.config.offload_optimizer else 0
     return offloaded / run.config.pipeline_rounds + state
 
 
 def shortfall_of(run: Run, hbm_bytes: float, host_bytes: float, share: float = 1.0) -> dict[str, float]:
-    """{memory, hbm or host: the bytes missing on a device}, if it may fill `share` of each; empty if it fits."""
+    """Returns the bytes that a device lacks, under the keys "hbm" and "host" for the memories that are too small.
+
+    Empty if the run fits. A device may use `share`, between 0 and 1, of each memory.
+    """
     over = {"hbm": hbm_bytes - share * run.hbm_limit, "host": host_bytes - share * run.host_limit}
     return {memory: nbytes for memory, nbytes in over.items() if nbytes > 0}
