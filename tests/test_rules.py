@@ -148,7 +148,7 @@ def test_blocks_are_whole_where_a_program_can_be_traced_and_only_there(flags, me
     error = refusal(lambda: rules.check(config, sizes))
     assert error.startswith(message) and bool(error) == bool(message)
     if message:  # and the program itself could not be made
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="fp8 block of"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="fp8 blocks of"):
             patch.setattr(rules, "check", lambda *_: None)
             traced(config)
     else:
