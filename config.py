@@ -48,15 +48,15 @@ class Need:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag but for its name, its default and its help.
+    """A declared flag, without its name, its default and its help.
 
     decides: a subset of
       "shapes"   the arrays of a checkpoint, which a run with another value cannot read
       "values"   the training from here on: a resumed run with another value goes on, but otherwise
       "program"  the compiled step, and so its time and its memory
       "scales"   the maxima that --fp8=calibrate writes
-      "plan"     nothing: `roofline.py plan` finds it
-      "process"  nothing of the run: each process may have its own
+      "plan"     what `roofline.py plan` finds, so that it is no input of it
+      "process"  what one process is and writes: the others may have other values
     least, below: bounds of a number, `least` included.
     path: the URL schemes that a path may have; None: it is no path.
     """

@@ -378,7 +378,14 @@ def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State
 def training_loop(
     setup: Setup, log: Log, checkpoints, state: State, step_fn, evaluate, terminated
 ) -> tuple[State, float | None, int]:
-    """The steps: (the last state, the last held-out loss, the signal that ended them, or 0)."""
+    """Runs the steps. Returns (the last state, the last held-out loss or None, the signal that ended them or 0).
+
+    Args:
+      checkpoints: of checkpoint.opened; None saves nothing.
+      step_fn: the compiled (state, batch) -> (state, metrics).
+      evaluate: state -> held-out loss, which it also logs.
+      terminated: of processes.notice_of_termination: step -> signal or 0.
+    """
     config, step, eval_loss = setup.config, log.first_step, None
     save = partial(checkpoint.save, checkpoints, config=config, contents=setup.contents)
     profile = Profile(config, log, step_fn)

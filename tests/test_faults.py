@@ -58,7 +58,7 @@ def test_an_end_without_its_one_sentence_is_seen(complained, why):
 
 
 def test_programs_take_signals_that_are_ignored_here(scene):
-    """As under nohup: else a drill of SIGHUP would find that nothing happens."""
+    """Under nohup a drill of SIGHUP would otherwise find that nothing happens."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         dies = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"

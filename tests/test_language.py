@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 name_of = lambda path: path.relative_to(ROOT).as_posix()
 
 # A docstring or a comment is a sentence, or a noun with what qualifies it: it does not begin in the middle of one.
-FRAGMENT = re.compile(r"(Of|That of|Those of|What) ")
+FRAGMENT = re.compile(r"(Of|That of|Those of|What) |As [^,.]*:")
 # {word that only this project would use so: what it means elsewhere}.
 HOUSE_WORDS = {
     r"turns?": "iteration, tick, round, hop; or rotates",
@@ -105,6 +105,8 @@ def test_heads_have_their_labels_in_the_fixed_order(path):
     [
         ('"""Of a grouped matmul, where nothing else is asked."""', 1),
         ("x = 1  # What comes in parts is, and its gradient before it goes", 1),
+        ('"""As compiled: the step waits."""', 1),
+        ('"""As the mask is causal, half of the tiles are skipped."""', 0),
         ('"""The default result dtype of a grouped matmul: that of its operands."""', 0),
     ],
 )

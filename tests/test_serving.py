@@ -445,7 +445,7 @@ def test_the_critical_batch_of_tpu7x():
 
 
 def test_attention_of_latents_is_bound_by_flops():
-    """As the top of serving.py says: 242 FLOPs a byte in bfloat16, under TPU7x's 313, and 484 in FP8."""
+    """It has 242 FLOPs a byte in bfloat16, under TPU7x's 313, and 484 in FP8: the head of predicted/serving.py."""
     for dtype, bound in (("bf16", False), ("fp8", True)):
         step = decode(load_of(from_preset("deepseek-v3"), 8192, cache_dtype=dtype), CHIPS["tpu7x"], 8, 1024)
         assert (step.attention_flops_s > step.cache_s) == bound

@@ -519,7 +519,7 @@ def test_expert_parallelism_dispatches_and_combines_tokens():
 
 
 def test_chunks_of_tokens_hide_nothing():
-    """As compiled: the step waits for all messages of the experts, in one chunk or in four."""
+    """The step waits for all messages of the experts, in one chunk or in four, as compiled programs do."""
     experts = dict(num_experts=8, experts_per_token=2, expert_dim=256)
     flags = SMALL | experts | dict(mesh="data:32,expert:4", batch=128)
     for moe_parts in (1, 4):
