@@ -67,12 +67,13 @@ def start(config: Config) -> list[jax.Device]:
         ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
         _reasons.append(partial(not_all_connected, config, coordinator, time.monotonic()))
         try:
+            patience = START_TIMEOUTS if config.process_id == 0 else START_TIMEOUTS + 1  # so that process 0 counts all
             jax.distributed.initialize(
                 coordinator or None,
                 config.num_processes or None,
                 config.process_id if config.process_id >= 0 else None,
                 coordinator_bind_address=bound_to or None,
-                initialization_timeout=START_TIMEOUTS * config.peer_timeout,
+                initialization_timeout=patience * config.peer_timeout,
                 heartbeat_timeout_seconds=config.peer_timeout,
                 shutdown_timeout_seconds=config.peer_timeout,
             )

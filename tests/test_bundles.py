@@ -439,7 +439,7 @@ def test_named_regions_of_a_compiled_kernel():
     report = bundles.measure("dense:build", M=1000, K=1000, N=1000, tiles=[512, 512, 512])
     assert report.error == "" and not report.kernel().cycles_with_scopes
     named = {name: region for region, _ in bundles.walk(report.kernel().root) for name in region.names}
-    assert set(named) == {"begin", "add", "add what is left", "end"}
+    assert set(named) == {"begin", "add", "add remainder", "end"}
     # A quarter of 512^3 takes 512 cycles on two MXUs; two tiles of 8x128 zeros are stored per cycle.
     assert 512 < named["add"].cycles < 1000 and 512 * 512 / 1024 / 2 - 10 <= named["begin"].cycles < 160
     assert {region.kind for region, _ in bundles.walk(report.kernel().root)} >= {"grid", "step", "copy", "branch"}

@@ -625,12 +625,12 @@ def test_a_folder_that_becomes_read_only_ends_the_run_at_once(values, tmp_path):
 import os, runpy
 import checkpoint
 begin = checkpoint.save
-def save(checkpoints, step, *rest):
+def save(checkpoints, step, *rest, **keywords):
     if step == 4:
         def refuse(path, *args, **keywords):
             raise OSError(30, "Read-only file system", str(path))
         os.mkdir = refuse
-    return begin(checkpoints, step, *rest)
+    return begin(checkpoints, step, *rest, **keywords)
 checkpoint.save = save
 runpy.run_path("train.py", run_name="__main__")
 """

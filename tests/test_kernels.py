@@ -194,8 +194,8 @@ def keys_of_experts(config: Config, M: int, monkeypatch) -> list[str]:
             quantized = lambda w: fp8.Weight(fp8.quantize(w, **options))
             matrices = {name: quantized(w) for name, w in matrices.items()}
         w = SimpleNamespace(**matrices, bias_expert_gate=bias_EF, bias_expert_up=bias_EF)
-        product = mixture.gated(w, x, sizes, config)
-        (y,) = mixture.grouped(product, (w.expert_down,), sizes, config, transpose=True)
+        product = mixture.expert_activation(w, x, sizes, config)
+        (y,) = mixture.expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True)
         return y.astype(jnp.float32).sum()
 
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
