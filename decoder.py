@@ -42,22 +42,25 @@ from remat import named
 from tensor import column_parallel, matmul, row_parallel
 
 
-def layer(w: Layers, x, constants, i, is_global, config: Config):
+def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=None):
     """Runs one layer: attention, then an MLP or a mixture of experts.
 
     Args:
       w: the weights of this layer, gathered over fsdp: those of `Layers` without the leading dim of layers.
-      x: (x_btd, metrics), the residual stream and the metrics of the layers before (`mixture.zero_metrics`).
+      x: (x_btd, metrics), the residual stream and the metrics of the layers before (`mixture.zero_metrics`); with
+        `attend_with` also what this function carries from layer to layer.
       constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`.
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window. None if all layers of the model do the same.
+      attend_with: takes the place of `self_attention`, to generate text with a cache (generation.py).
 
     Returns:
-      (x_btd, metrics) after the layer. A dense layer leaves the metrics as they are.
+      x after the layer. A dense layer leaves the metrics as they are.
     """
-    x_btd, metrics = x
+    x_btd, metrics, *carried = x
     x_btd = named(x_btd, "decoder_layer_input")
-    x_btd = named(x_btd + attention_block(w, x_btd, *constants, is_global, config), "mlp_input")
+    out_btd, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
+    x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     if w.w_router is None:
         x_btd += swiglu_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
@@ -68,23 +71,29 @@ def layer(w: Layers, x, constants, i, is_global, config: Config):
             x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
     # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
-    return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics
+    return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics, *carried
 
 
-def attention_block(w: Layers, x_btd, segments_bt, cos, sin, is_global, config: Config):
-    """Returns attention(norm(x)) @ w_o as out_btd, to be added to the residual stream.
+def attention_block(w: Layers, x_btd, constants, is_global, config: Config, attend_with=None, *carried):
+    """Returns (attention(norm(x)) @ w_o as out_btd, to be added to the residual stream; what is carried on).
 
     Each device computes attention for its own heads. The output projection sums over the heads of all devices.
     """
     h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
-    project = project_latents if config.kv_lora_rank else project_qkv
-    q_btnH, k_btkH, v_btkU = project(w, h_btd, cos, sin, config)
-    q_btnH, k_btkH, v_btkU = named(q_btnH, "query_proj"), named(k_btkH, "key_proj"), named(v_btkU, "value_proj")
-    context_btnU = attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config)
+    context_btnU, *carried = (attend_with or self_attention)(w, h_btd, constants, is_global, config, *carried)
     out_btd = row_parallel(context_btnU, w.w_o, config)
     if config.output_bias:
         out_btd += w.bias_o
-    return named(out_btd, "out_proj")
+    return named(out_btd, "out_proj"), *carried
+
+
+def self_attention(w: Layers, h_btd, constants, is_global, config: Config):
+    """Returns (context_btnU,): attention of all positions of h_btd to those before them, for this device's heads."""
+    segments_bt, cos, sin = constants
+    project = project_latents if config.kv_lora_rank else project_qkv
+    q_btnH, k_btkH, v_btkU = project(w, h_btd, cos, sin, config)
+    q_btnH, k_btkH, v_btkU = named(q_btnH, "query_proj"), named(k_btkH, "key_proj"), named(v_btkU, "value_proj")
+    return (attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config),)
 
 
 def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
@@ -172,7 +181,7 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
 
     def windowed(window, which=None):  # with a tuple of windows, `which` is the index of the one that applies
         mask = Mask(window=window, which=which, segments=(segments_bt, segments_bt))
-        operands = q_btnH, k_btkH, v_btkU, mask, Scores(max_logit=config.max_logit or None), sinks
+        operands = q_btnH, k_btkH, v_btkU, mask, score_options(config), sinks
         if over_context:
             method = Method(
                 impl=config.context_impl,
@@ -194,18 +203,29 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
     return lax.cond(is_global, partial(windowed, 0), partial(windowed, config.window))
 
 
+def score_options(config: Config) -> Scores:
+    """Returns how attention computes its scores."""
+    return Scores(max_logit=config.max_logit or None)
+
+
 def uses_flash_kernel(config: Config) -> bool:
     """Returns whether the Pallas kernel of flash.py computes attention. Only a TPU runs it compiled."""
     return config.attention == "flash" or (config.attention == "auto" and sharding.platform() == "tpu")
 
 
 def project_latents(w: Layers, h_btd, cos, sin, config: Config):
-    """Returns q_btnH, k_btnH and v_btnU of this device's heads, in multi-head latent attention.
+    """Returns q_btnH, k_btnH and v_btnU of this device's heads, in multi-head latent attention."""
+    q_btnH, *latents = latent_projections(w, h_btd, cos, sin, config)
+    return q_btnH, *expand_latents(w, *latents)
 
-    It is that of DeepSeek-V2 (arXiv:2405.04434, section 2.1). The keys and values of all heads are computed from a
-    latent of C numbers per token. The queries are computed from a latent of Q numbers, or from h if `q_lora_rank` is 0.
-    RoPE applies to the last R dims of each query. The last R dims of the keys are one rotated vector, which all heads
-    share.
+
+def latent_projections(w: Layers, h_btd, cos, sin, config: Config):
+    """Returns q_btnH of this device's heads, and kv_btC and k_rope_bt1R, of which all heads' keys and values are made.
+
+    Latent attention is that of DeepSeek-V2 (arXiv:2405.04434, section 2.1). The keys and values of all heads are
+    computed from a latent of C numbers per token. The queries are computed from a latent of Q numbers, or from h if
+    `q_lora_rank` is 0. RoPE applies to the last R dims of each query. The last R dims of the keys are one rotated
+    vector, which all heads share.
 
     Each device multiplies its d columns of h by its d rows of the down projections. This gives partial sums. An
     all-reduce of b*t*(Q + C + R) numbers completes them, where gathering h would move b*t*D numbers. In DeepSeek-V3
@@ -224,7 +244,12 @@ def project_latents(w: Layers, h_btd, cos, sin, config: Config):
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
     kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, eps, axis=None), "kv_latent_norm")
-    k_btnI, v_btnU = matmul(kv_btC, w.w_k_up, w.w_v_up)
     q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
-    k_rope_btnR = jnp.broadcast_to(rope(k_rope_btR[:, :, None], cos, sin), (*k_btnI.shape[:3], R))
-    return q_btnH, jnp.concatenate([k_btnI, k_rope_btnR], -1), v_btnU
+    return q_btnH, kv_btC, rope(k_rope_btR[:, :, None], cos, sin)
+
+
+def expand_latents(w: Layers, kv_btC, k_rope_bt1R):
+    """Returns k_btnH and v_btnU of this device's heads, from the latents of `latent_projections`."""
+    k_btnI, v_btnU = matmul(kv_btC, w.w_k_up, w.w_v_up)
+    k_rope_btnR = jnp.broadcast_to(k_rope_bt1R, (*k_btnI.shape[:3], k_rope_bt1R.shape[3]))
+    return jnp.concatenate([k_btnI, k_rope_btnR], -1), v_btnU

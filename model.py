@@ -59,7 +59,7 @@ def loss_fn(
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
-    x = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling)
+    x = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling=scaling)
     return loss_and_metrics(params, x, batch, config, scaling.key)
 
 
@@ -80,17 +80,20 @@ def constants(batch: "data.Batch", config: Config) -> tuple[jax.Array, ...]:
     return (batch.segments, *rope_tables(batch.positions, config))
 
 
-def run_all_layers(params: Params, x, constants, config: Config, scaling: Scaling = NO_SCALING):
-    """x after all layers: the leading dense ones of a mixture first, then the others."""
+def run_all_layers(params: Params, x, constants, config: Config, **options):
+    """x after all layers: the leading dense ones of a mixture first, then the others. Options: of `run_layers`."""
     if num_dense := config.num_dense_layers:
-        x = run_layers(params.dense_layers, x, constants, config, stack="dense_layers", scaling=scaling)
-    return run_layers(params.layers, x, constants, config, num_dense, scaling=scaling)
+        x = run_layers(params.dense_layers, x, constants, config, stack="dense_layers", **options)
+    return run_layers(params.layers, x, constants, config, num_dense, **options)
 
 
 def run_layers(
-    layers: Layers, x, constants, config: Config, first_layer=0, stack: str = "layers", scaling: Scaling = NO_SCALING
+    layers: Layers, x, constants, config: Config, first_layer=0, stack="layers", scaling=NO_SCALING, attend_with=None
 ):
-    """x after `layers`: a full stack, or the layers of a pipeline stage. The number of the first is `first_layer`."""
+    """x after `layers`: a full stack, or the layers of a pipeline stage. The number of the first is `first_layer`.
+
+    `attend_with` takes the place of attention (decoder.layer); its first argument is the number of the layer.
+    """
     if config.fp8_skip_layers:
         return run_layers_in_two_precisions(layers, x, constants, config, scaling)
     layers, gather = layer_gather(layers, config, stack)
@@ -100,7 +103,8 @@ def run_layers(
         *constants, first_layer, key = lax.stop_gradient(aux)
         w = with_scales(*weights, None if key is None else jax.random.fold_in(key, first_layer + i), config)
         is_global = is_global_layer(i, first_layer, num_layers, config)
-        return decoder.layer(w, x, constants, first_layer + i - config.num_dense_layers, is_global, config)
+        attend = attend_with and partial(attend_with, first_layer + i)
+        return decoder.layer(w, x, constants, first_layer + i - config.num_dense_layers, is_global, config, attend)
 
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
@@ -258,16 +262,3 @@ def split(batch: "data.Batch", microbatches: int) -> "data.Batch":
 def is_last_stage() -> jax.Array:
     """Whether this device is in the last pipeline stage."""
     return lax.axis_index("pipe") == lax.axis_size("pipe") - 1
-
-
-# -- for generation
-
-
-def hidden_states(params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NO_SCALING) -> jax.Array:
-    """x_btd after the final norm. In a pipeline only the last stage has it, and b is a multiple of the stages."""
-    if (stages := lax.axis_size("pipe")) > 1:
-        last = lambda params, x, batch, config: final_norm(params, x[0], config)
-        x_Mbtd = pipeline.forward(*pipelined(params, batch, last, stages, config))
-        return x_Mbtd.reshape(-1, *x_Mbtd.shape[2:])
-    x_btd, _ = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling)
-    return final_norm(params, x_btd, config)

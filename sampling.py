@@ -23,9 +23,20 @@ import data
 import fsdp
 import model
 import parameters
+import pipeline
 import placement
 from collectives import all_gather
 from config import Config
+
+
+def hidden_states(params, batch: data.Batch, config: Config, scaling) -> jax.Array:
+    """x_btd after the final norm. In a pipeline only the last stage has it, and b is a multiple of the stages."""
+    if (stages := lax.axis_size("pipe")) > 1:
+        last = lambda params, x, batch, config: model.final_norm(params, x[0], config)
+        x_Mbtd = pipeline.forward(*model.pipelined(params, batch, last, stages, config))
+        return x_Mbtd.reshape(-1, *x_Mbtd.shape[2:])
+    x, constants = model.embed_tokens(params, batch, config), model.constants(batch, config)
+    return model.final_norm(params, model.run_all_layers(params, x, constants, config, scaling=scaling)[0], config)
 
 
 def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: int, scaling=parameters.NO_SCALING):
@@ -33,7 +44,7 @@ def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: 
 
     Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
     """
-    x_btd = model.hidden_states(params, batch, config, scaling)
+    x_btd = hidden_states(params, batch, config, scaling)
     here_bt = batch.positions == at  # on one of the devices of `context`
     x_bd = lax.psum(jnp.sum(jnp.where(here_bt[..., None], x_btd, 0), 1), "context")
     x_bD = all_gather(x_bd, "tensor", dim=1, algorithm=config.collectives)
