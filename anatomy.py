@@ -345,12 +345,12 @@ def offloaded_names(config: Config) -> frozenset[str]:
     return POLICIES[config.remat][1] if config.remat in POLICIES else frozenset()
 
 
-def swiglu_in_kernel(config: Config) -> bool:
-    """Whether one kernel computes gate, up and their SwiGLU for experts (gmm.gated_gmm).
+def glu_in_kernel(config: Config) -> bool:
+    """Whether one kernel computes gate, up and activation(gate) * up for experts (gmm.gated_gmm).
 
     Recomputation repeats all of a kernel. A policy may save gate or up but not their product, which down's gradient
-    reads. The kernel would then repeat matmuls whose results are saved. So two matmuls and XLA's SwiGLU take its place,
-    and only the SwiGLU is repeated.
+    reads. The kernel would then repeat matmuls whose results are saved. So two matmuls and XLA's activation take its
+    place, and only the activation is repeated.
     """
     saved, products = saved_names(config), {"expert_gate", "expert_up"}
     saves_some = bool(saved & products) and not saved >= products | {"expert_product"}

@@ -91,6 +91,9 @@ ROPE_SCALING = Need(lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no fr
 EXPERTS = Need(
     lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=8 --experts_per_token=2 --expert_dim=512"
 )
+SILU = Need(
+    lambda c: c.mlp_activation == "silu", "mlp_activation={mlp_activation} has no limit", "--mlp_activation=silu"
+)
 SELECTION_BIAS = Need(lambda c: c.selection_bias, "there is no bias that it would change", "--selection_bias")
 DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no use for it", "--moe_impl=dropless")
 CAPACITY = Need(lambda c: c.moe_impl == "capacity", "moe_impl={moe_impl} has no use for it", "--moe_impl=capacity")
@@ -162,7 +165,7 @@ class Config:
     num_layers: int = flag(3, "shapes program scales", least=1)
     # D: width of the residual stream
     model_dim: int = flag(192, "shapes program scales", least=1)
-    # F: width of the SwiGLU MLP
+    # F: width of the gated MLP
     ff_dim: int = flag(512, "shapes program scales", least=1)
     # N: query heads
     num_heads: int = flag(8, "shapes program scales", least=1)
@@ -176,6 +179,8 @@ class Config:
     rope_scaling: float = flag(1.0, "values program", least=1)
     # context length before rope_scaling
     rope_original_len: int = flag(8192, "values program", ROPE_SCALING, least=1)
+    # activation of an MLP's gate, and of an expert's: silu (SwiGLU), or gelu in its tanh approximation (GeGLU)
+    mlp_activation: str = flag("silu", "values program", choices="silu gelu")
     # RMSNorm on each head's queries and keys
     qk_norm: bool = flag(False, "shapes program")
     # bias on the query, key and value projections (Qwen 2.5)
@@ -204,7 +209,7 @@ class Config:
     num_experts: int = flag(0, "shapes program", least=0)
     # X: experts that the router sends a token to
     experts_per_token: int = flag(0, "values program", EXPERTS, least=0)
-    # M: width of an expert's SwiGLU
+    # M: width of an expert's MLP
     expert_dim: int = flag(0, "shapes program", EXPERTS, least=0)
     # experts of the same width that see every token, beside the routed ones
     num_shared_experts: int = flag(0, "shapes program", EXPERTS, least=0)
@@ -213,7 +218,7 @@ class Config:
     # biases on the router and on the experts' projections (gpt-oss)
     expert_bias: bool = flag(False, "shapes program", EXPERTS)
     # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
-    swiglu_limit: float = flag(0.0, "values program", EXPERTS, least=0)
+    swiglu_limit: float = flag(0.0, "values program", EXPERTS, SILU, least=0)
     # what the router makes of its logits: softmax, or sigmoid (DeepSeek-V3)
     router_scores: str = flag("softmax", "values program", EXPERTS, choices="softmax sigmoid")
     # the weights of a token's experts are divided by their sum

@@ -2,7 +2,7 @@
 
 **Formula.**
 
-    x = x + attention(norm(x)) @ w_o,    then    x = x + swiglu(norm(x))
+    x = x + attention(norm(x)) @ w_o,    then    x = x + mlp(norm(x))
 
 If `num_experts` is not 0, a mixture of experts takes the place of the MLP (mixture.py), except in the first
 `num_dense_layers` layers. tensor.py has the matmuls.
@@ -17,7 +17,7 @@ shard of it (sharding.py has all letters):
 `named` gives an activation the name by which a recomputation policy can save it (remat.py).
 
 **Source.** RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864),
-grouped-query or latent attention, SwiGLU (Shazeer 2020, arXiv:2002.05202).
+grouped-query or latent attention, SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202).
 """
 
 import math
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+import moe
 import sharding
 from anatomy import in_zigzag
 from attention import attention, causal_attention
@@ -63,12 +64,12 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     if w.w_router is None:
-        x_btd += swiglu_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
+        x_btd += gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
         y_btd, metrics = mixture(w, h_btd, metrics, i, config)
         x_btd += y_btd
         if config.num_shared_experts:
-            x_btd += swiglu_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
+            x_btd += gated_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
     # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics, *carried
@@ -108,15 +109,15 @@ def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
     return rope(q_btnH, cos, sin), rope(k_btkH, cos, sin), v_btkU
 
 
-def swiglu_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
-    """Returns (silu(h @ w) * (h @ v)) @ w_down as y_btd, for a dense MLP or the shared experts.
+def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
+    """Returns (activation(h @ w) * (h @ v)) @ w_down as y_btd, for a dense MLP or the shared experts.
 
     `weights` are (gate, up, down), here w, v and w_down. The names of the activations are `name`_gate and so on.
     """
     w_Df, v_Df, w_fD = weights
     gate_btf, up_btf = column_parallel(h_btd, (w_Df, v_Df), config)
     gate_btf, up_btf = named(gate_btf, f"{name}_gate"), named(up_btf, f"{name}_up")
-    product_btf = named(jax.nn.silu(gate_btf) * up_btf, f"{name}_product")
+    product_btf = named(moe.glu(gate_btf, up_btf, config.mlp_activation), f"{name}_product")
     return named(row_parallel(product_btf, w_fD, config), f"{name}_down")
 
 

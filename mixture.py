@@ -18,7 +18,7 @@ import fp8
 import moe
 import remat
 import sharding
-from anatomy import expert_capacity, expert_rows, swiglu_in_kernel
+from anatomy import expert_capacity, expert_rows, glu_in_kernel
 from collectives import all_gather, reduce_scatter
 from config import Config
 from parameters import Layers, Params, fp8_recipe
@@ -53,18 +53,18 @@ def mixture(w: Layers, h_btd, metrics, i, config: Config):
 
 
 def expert_activation(w: Layers, x, sizes, config: Config):
-    """`moe.swiglu` of x @ expert_gate and x @ expert_up, for each expert's rows."""
+    """`moe.glu` of x @ expert_gate and x @ expert_up, for each expert's rows."""
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
-    if swiglu_in_kernel(config):
+    activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
+    if glu_in_kernel(config):
         if isinstance(w.expert_gate, fp8.Weight):
-            activation = partial(moe.swiglu, limit=config.swiglu_limit)
             return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names)
-        return moe.gated_matmul(x, *weights, sizes, config.swiglu_limit, names)
+        return moe.gated_matmul(x, *weights, sizes, activation, names)
     products = expert_matmuls(x, weights, sizes, config)
     if config.expert_bias:
         biases = (w.bias_expert_gate, w.bias_expert_up)
         products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
-    return moe.swiglu(*map(remat.named, products, names), config.swiglu_limit)
+    return activation(*map(remat.named, products, names))
 
 
 def expert_matmuls(

@@ -1,7 +1,7 @@
 """The model: a Llama-3-style decoder and its loss, written as the code that one device runs.
 
     x = embed[tokens]
-    for each layer:   x += attention(norm(x));   x += swiglu(norm(x))                     decoder.py
+    for each layer:   x += attention(norm(x));   x += mlp(norm(x))                        decoder.py
     loss = cross_entropy(unembed(norm(x)), next tokens)                                   vocabulary.py
 
 The layers run in a loop that gathers the weights of each just before use (fsdp.py), or in stages (pipeline.py). If some

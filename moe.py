@@ -244,16 +244,15 @@ def gated_matmul(
     gate_eDm: jax.Array,
     up_eDm: jax.Array,
     sizes_e: jax.Array | None,
-    limit: float = 0.0,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
     names: tuple[str, str] = ("gate", "up"),
 ) -> jax.Array:
-    """Returns `swiglu` of the grouped matmuls with gate and up, [r, m] or [e, c, m].
+    """Returns `activation` of the grouped matmuls with gate and up, [r, m] or [e, c, m].
 
     The results of the two matmuls have `names`, by which `jax.checkpoint` policies save them. On a TPU one kernel
     computes both matmuls and the activation, which hides behind the matmuls. In a kernel of its own the activation
     would take 0.15 of the time of an expert's three matmuls with dims of 4096 (compiled, gmm.py).
     """
-    activation = partial(swiglu, limit=limit)
     if sizes_e is not None and sharding.platform() == "tpu":
         return gated_gmm(x_rD, gate_eDm, up_eDm, sizes_e, activation, names=names)
     products = (grouped_matmul(x_rD, w, sizes_e) for w in (gate_eDm, up_eDm))
@@ -305,15 +304,15 @@ def add_bias(y_rm: jax.Array, bias_em: jax.Array, sizes_e: jax.Array | None) -> 
     return jnp.where(row < end_e[-1], y_rm + bias_rm, 0)
 
 
-def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0) -> jax.Array:
-    """Returns silu(gate) * up, elementwise. With a limit, it is the variant of gpt-oss.
+def glu(gate: jax.Array, up: jax.Array, activation: str = "silu", limit: float = 0.0) -> jax.Array:
+    """Returns activation(gate) * up, elementwise: SwiGLU or GeGLU. With a limit, it is the SwiGLU of gpt-oss.
 
     That variant clamps gate from above and up on both sides, has a steeper sigmoid, and multiplies by up + 1.
 
     Source: the `swiglu` of openai/gpt-oss (gpt_oss/torch/model.py).
     """
     if not limit:
-        return jax.nn.silu(gate) * up
+        return (jax.nn.gelu if activation == "gelu" else jax.nn.silu)(gate) * up
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
@@ -627,7 +626,7 @@ def main() -> None:
             routing = route(logits_tE, X)
 
             def experts(x, sizes):
-                return grouped_matmul(gated_matmul(x, gate, up, sizes), down, sizes)
+                return grouped_matmul(gated_matmul(x, gate, up, sizes, glu), down, sizes)
 
             want = reference(x_td, routing, experts, "expert")
             share = lambda y_td: jnp.sum((y_td - want) ** 2) / jnp.sum(want**2)

@@ -126,10 +126,16 @@ def latent_projections(w, h, positions, config):
 # -- MLP and mixture of experts
 
 
-def swiglu(x, gate, up, down):
-    """Returns (silu(x @ gate) * (x @ up)) @ down, in the shape of x (Shazeer 2020, arXiv:2002.05202)."""
-    gate = x @ gate
-    return (gate / (1 + jnp.exp(-gate)) * (x @ up)) @ down
+def activate(gate, config):
+    """Returns silu(gate), or with `mlp_activation` gelu the tanh approximation of GELU (arXiv:1606.08415)."""
+    if config.mlp_activation == "gelu":
+        return gate / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return gate / (1 + jnp.exp(-gate))
+
+
+def gated_mlp(x, gate, up, down, config):
+    """Returns (activate(x @ gate) * (x @ up)) @ down, in the shape of x (Shazeer 2020, arXiv:2002.05202)."""
+    return (activate(x @ gate, config) * (x @ up)) @ down
 
 
 def mixture(w, h, config):
@@ -169,12 +175,12 @@ def mixture(w, h, config):
         gate = jnp.minimum(gate, limit)
         product = gate / (1 + jnp.exp(-1.702 * gate)) * (jnp.clip(up, -limit, limit) + 1)
     else:
-        product = gate / (1 + jnp.exp(-gate)) * up
+        product = activate(gate, config) * up
     y = jnp.einsum("etm,edm->etd", product, by_expert(w.expert_down))
     y = y + (w.bias_expert_down[:, None] if config.expert_bias else 0)
     y = jnp.einsum("etd,te->td", y, weights * config.router_scale)
     if config.num_shared_experts:
-        y = y + swiglu(x, w.shared_gate, w.shared_up, w.shared_down)
+        y = y + gated_mlp(x, w.shared_gate, w.shared_up, w.shared_down, config)
 
     # Switch's load-balance loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906).
     token_share = chosen.sum(0) / chosen.sum()
@@ -209,7 +215,7 @@ def forward(params, batch, config):
 
         h = norm(x, w.norm_mlp, config.norm_eps)
         if is_dense or not config.num_experts:
-            x = x + swiglu(h, w.w_gate, w.w_up, w.w_down)
+            x = x + gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
         else:
             y, layer_auxiliary, layer_loads = mixture(w, h, config)
             x, auxiliary, loads = x + y, auxiliary + layer_auxiliary, [*loads, layer_loads]

@@ -773,7 +773,7 @@ def _cliff_of_experts(run: Run) -> list[str]:
 
     rows, experts = round(run.tokens * config.experts_per_token), config.num_experts // run.sizes["expert"]
     dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype
-    is_gated = anatomy.swiglu_in_kernel(config)
+    is_gated = anatomy.glu_in_kernel(config)
 
     def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
         """The slowest kernel's time over the least that the matrix units need; infinite if a kernel is refused."""

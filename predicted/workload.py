@@ -362,7 +362,7 @@ def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
 def layers_of(run: Run) -> list[Layer]:
     """Returns the kinds of layers that the model has: dense, with experts, or both."""
     row_copies = run.tensor if run.sizes["expert"] == 1 else 1
-    gated = run.efficiency.gated_experts and anatomy.swiglu_in_kernel(run.config)
+    gated = run.efficiency.gated_experts and anatomy.glu_in_kernel(run.config)
     return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, gated)
 
 

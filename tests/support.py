@@ -54,7 +54,8 @@ SMALL = dict(
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_dim=16, load_balance_loss=0.1, buffer_factor=8.0)
 MIXTURES = {
     "mixtral": EXPERTS,
-    "not renormalised, of all tokens' losses": EXPERTS | dict(renormalise=False, router_z_loss=0.01),
+    "not renormalised, of all tokens' losses": EXPERTS
+    | dict(renormalise=False, router_z_loss=0.01, mlp_activation="gelu"),
     "deepseek": EXPERTS
     | dict(num_shared_experts=2, num_dense_layers=1, router_scores="sigmoid", router_groups=4, router_groups_kept=2)
     | dict(router_scale=2.5, selection_bias=True, load_balance_loss=0.0, kv_lora_rank=16, q_lora_rank=8)

@@ -67,6 +67,7 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "rope_theta": ({}, 5e5),
     "rope_scaling": ({}, 8.0),
     "rope_original_len": (dict(rope_scaling=8.0), 4096),
+    "mlp_activation": ({}, "gelu"),
     "qk_norm": ({}, True),
     "qkv_bias": ({}, True),
     "output_bias": ({}, True),

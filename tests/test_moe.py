@@ -148,11 +148,18 @@ def test_grouped_matmul_equals_one_expert_at_a_time():
 
 def test_swiglu_with_a_limit():
     """By hand: gate 10 is clamped to 7, up -9 to -7; sigmoid(1.702 * 7) is 0.9999933, and up is increased by 1."""
-    assert float(moe.swiglu(jnp.float32(10), jnp.float32(-9), 7.0)) == pytest.approx(7 * 0.9999933 * -6, rel=1e-6)
-    assert float(moe.swiglu(jnp.float32(1), jnp.float32(0.5), 7.0)) == pytest.approx(
+    assert float(moe.glu(jnp.float32(10), jnp.float32(-9), limit=7.0)) == pytest.approx(7 * 0.9999933 * -6, rel=1e-6)
+    assert float(moe.glu(jnp.float32(1), jnp.float32(0.5), limit=7.0)) == pytest.approx(
         1.5 / (1 + np.exp(-1.702)), rel=1e-6
     )
-    assert float(moe.swiglu(jnp.float32(1), jnp.float32(0.5))) == pytest.approx(0.5 / (1 + np.exp(-1)), rel=1e-6)
+    assert float(moe.glu(jnp.float32(1), jnp.float32(0.5))) == pytest.approx(0.5 / (1 + np.exp(-1)), rel=1e-6)
+
+
+def test_geglu_is_the_tanh_approximation():
+    """By hand, at 1: sqrt(2/pi) * 1.044715 is 0.8335620. The exact GELU of 1 is 0.8413447."""
+    geglu = float(moe.glu(jnp.float32(1), jnp.float32(0.5), "gelu"))
+    assert geglu == pytest.approx(0.25 * (1 + math.tanh(0.8335620)), rel=1e-6)
+    assert geglu != pytest.approx(0.5 * 0.8413447, rel=1e-4)
 
 
 # -- dispatch
@@ -201,7 +208,7 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
         routing = moe.route(jnp.where(tied, 0.0, x_td @ router) + extra_tE, X)
 
         def experts(x, sizes):
-            return moe.grouped_matmul(moe.gated_matmul(x, gate, up, sizes), down, sizes)
+            return moe.grouped_matmul(moe.gated_matmul(x, gate, up, sizes, moe.glu), down, sizes)
 
         dropped = jnp.sum(0 * routing.experts_tX)
         if impl in ("dropless", "in chunks"):
@@ -263,7 +270,7 @@ def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
     x, sizes = jax.random.normal(jax.random.key(0), (40, gate.shape[1])), jnp.array([0, 9, 1, 0, 20, 3, 0, 4])[:E]
 
     def experts(x, gate, up, down):
-        product = moe.gated_matmul(x, gate, up, sizes, 7.0)
+        product = moe.gated_matmul(x, gate, up, sizes, partial(moe.glu, limit=7.0))
         return moe.grouped_matmul(product, down.swapaxes(1, 2), sizes, transpose=True)
 
     results = []

@@ -147,6 +147,7 @@ VARIANTS = [  # two at a time if they concern different parts of the model
     dict(window=5, global_every=2),
     dict(rope_scaling=8.0, rope_original_len=64, logit_soft_cap=2.0),
     dict(num_heads=8, output_bias=True),
+    dict(mlp_activation="gelu"),
     dict(attention_sinks=True),
     dict(loss_chunk=24),
     dict(model_dim=40),  # shards are not whole registers, and travel as blocks
