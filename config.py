@@ -195,6 +195,10 @@ class Config:
     window: int = flag(0, "values program", least=0)
     # with a window: every so many-th layer attends without it; 0 is never
     global_every: int = flag(0, "values program", WINDOW, least=0)
+    # factor of the scores q k^T of attention; 0 is 1/sqrt(dims of a query)
+    attention_scale: float = flag(0.0, "values program", least=0)
+    # attention's scores become cap * tanh(scores / cap); 0 is off (Gemma 2)
+    attention_soft_cap: float = flag(0.0, "values program", least=0)
     # logits become cap * tanh(logits / cap); 0 is off
     logit_soft_cap: float = flag(0.0, "values program", least=0)
     # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off

@@ -206,7 +206,7 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
 
 def score_options(config: Config) -> Scores:
     """Returns how attention computes its scores."""
-    return Scores(max_logit=config.max_logit or None)
+    return Scores(config.attention_scale or None, config.attention_soft_cap, config.max_logit or None)
 
 
 def uses_flash_kernel(config: Config) -> bool:

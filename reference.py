@@ -66,7 +66,7 @@ def rotate(x, positions, config):
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
-def attend(q, k, v, segments, window, sinks=None):
+def attend(q, k, v, segments, window, sinks=None, scale=0, soft_cap=0):
     """Returns softmax(q k^T / sqrt(h)) v, causal and within documents, as [b, t, n, u].
 
     Args:
@@ -76,10 +76,13 @@ def attend(q, k, v, segments, window, sinks=None):
         itself.
       window: if it is not 0, a query sees at most the `window` positions that end with its own.
       sinks: [n] or None. A sink is one more key of each head, with a learned score and the value 0.
+      scale: if it is not 0, it replaces 1 / sqrt(h).
+      soft_cap: if it is not 0, it bounds the scores: they become soft_cap * tanh(scores / soft_cap).
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)  # now n heads each
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or 1 / jnp.sqrt(q.shape[-1]))
+    scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = (j <= i) & ((i - j < window) if window else True)
     same_document = segments[:, None, :, None] == segments[:, None, None, :]
@@ -210,7 +213,8 @@ def forward(params, batch, config):
         h = norm(x, w.norm_attention, config.norm_eps)
         q, k, v = (latent_projections if config.kv_lora_rank else projections)(w, h, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
-        context = attend(q, k, v, batch.segments, 0 if is_global else config.window, w.sinks)
+        window = 0 if is_global else config.window
+        context = attend(q, k, v, batch.segments, window, w.sinks, config.attention_scale, config.attention_soft_cap)
         x = x + jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
 
         h = norm(x, w.norm_mlp, config.norm_eps)

@@ -75,6 +75,8 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "tied_embeddings": ({}, True),
     "window": ({}, 64),
     "global_every": (dict(window=64), 3),
+    "attention_scale": ({}, 0.5),
+    "attention_soft_cap": ({}, 50.0),
     "logit_soft_cap": ({}, 30.0),
     "z_loss": ({}, 1e-4),
     "norm_eps": ({}, 1e-6),

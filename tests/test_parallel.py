@@ -148,6 +148,7 @@ VARIANTS = [  # two at a time if they concern different parts of the model
     dict(rope_scaling=8.0, rope_original_len=64, logit_soft_cap=2.0),
     dict(num_heads=8, output_bias=True),
     dict(mlp_activation="gelu"),
+    dict(attention_scale=2.0, attention_soft_cap=0.5),
     dict(attention_sinks=True),
     dict(loss_chunk=24),
     dict(model_dim=40),  # shards are not whole registers, and travel as blocks
@@ -237,7 +238,8 @@ CONTEXT = [
     ("fsdp:2,context:4", dict(context_impl="all_to_all", batch=2)),
     ("context:8", dict(context_balance=False, num_kv_heads=2)),
     ("context:4,tensor:2", dict(context_heads=2, num_kv_heads=4)),
-    ("context:8", dict(window=5)),
+    ("context:8", dict(window=5, attention_scale=2.0, attention_soft_cap=0.5)),
+    ("context:4,tensor:2", dict(attention_scale=2.0, attention_soft_cap=0.5)),
     ("data:2,fsdp:2,context:2", dict(window=5, global_every=2, microbatches=2, shard_update=True)),
     ("context:2,tensor:4", dict(context_impl="all_to_all", attention_sinks=True, remat="full")),
     ("fsdp:2,context:4", dict(context_impl="all_gather", context_balance=False, collectives="ring", remat="full")),
@@ -266,8 +268,12 @@ FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attenti
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
-    [dict(max_logit=8.0), dict(window=5, global_every=2, attention_sinks=True)],
-    ids=["max logit", "alternating windows and sinks"],
+    [
+        dict(max_logit=8.0),
+        dict(window=5, global_every=2, attention_sinks=True),
+        dict(window=5, global_every=2, attention_scale=2.0, attention_soft_cap=0.5),
+    ],
+    ids=["max logit", "alternating windows and sinks", "soft cap"],
 )
 def test_flash_attention_equals_the_reference(option):
     """By interpreted kernels, on two devices. Documents are packed, and blocks do not divide the length."""
