@@ -87,7 +87,15 @@ GLOBAL_LAYERS = Need(
     "--global_every=2 or --window=0",
 )
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
-ROPE_SCALING = Need(lambda c: c.rope_scaling != 1, "rope_scaling=1 changes no frequency", "--rope_scaling=8")
+ROPE_TYPE = Need(
+    lambda c: c.rope_type != "default", "rope_type=default leaves the frequencies as they are", "--rope_type=llama3"
+)
+ORIGINAL_LEN = Need(
+    lambda c: c.rope_type in ("llama3", "yarn") and c.rope_scaling != 1,
+    "rope_type={rope_type} with rope_scaling={rope_scaling} treats all frequencies alike",
+    "--rope_type=llama3 --rope_scaling=8",
+)
+YARN = Need(lambda c: c.rope_type == "yarn", "rope_type={rope_type} has no use for it", "--rope_type=yarn")
 EXPERTS = Need(
     lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=8 --experts_per_token=2 --expert_dim=512"
 )
@@ -175,10 +183,22 @@ class Config:
     head_dim: int = flag(24, "shapes program scales", least=1)
     # base of the rotary frequencies
     rope_theta: float = flag(10_000.0, "values program", least=1)
-    # Llama 3.1's frequency scaling: its factor (8 in Llama 3.1); 1 is off
-    rope_scaling: float = flag(1.0, "values program", least=1)
-    # context length before rope_scaling
-    rope_original_len: int = flag(8192, "values program", ROPE_SCALING, least=1)
+    # frequencies for a longer context than the original one: default (none), linear, llama3 or yarn
+    rope_type: str = flag("default", "values program", choices="default linear llama3 yarn")
+    # how many times longer; low frequencies are divided by it; 1 is off
+    rope_scaling: float = flag(1.0, "values program", ROPE_TYPE, least=1)
+    # length of the original context
+    rope_original_len: int = flag(8192, "values program", ORIGINAL_LEN, least=1)
+    # yarn: frequencies with more periods than this in the original context stay as they are
+    rope_beta_fast: float = flag(32.0, "values program", YARN, least=0)
+    # yarn: frequencies with fewer periods than this are divided by rope_scaling
+    rope_beta_slow: float = flag(1.0, "values program", YARN, least=0)
+    # yarn: the bounds between those two are rounded to whole pairs of dims (not in gpt-oss)
+    rope_truncate: bool = flag(True, "values program", YARN)
+    # yarn: m in the factor 0.1 * m * log(rope_scaling) + 1 of rotated queries and keys
+    rope_mscale: float = flag(1.0, "values program", YARN, least=0)
+    # yarn: m of a factor that all dims get in place of the rotated ones (DeepSeek); 0 is off
+    rope_mscale_all_dim: float = flag(0.0, "values program", YARN, LATENT, least=0)
     # activation of an MLP's gate, and of an expert's: silu (SwiGLU), or gelu in its tanh approximation (GeGLU)
     mlp_activation: str = flag("silu", "values program", choices="silu gelu")
     # RMSNorm on each head's queries and keys
@@ -420,6 +440,11 @@ class Config:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        if self.rope_type == "yarn" and not (self.rope_theta > 1 and self.rope_beta_fast > self.rope_beta_slow > 0):
+            raise ValueError(
+                f"rope_type=yarn needs rope_theta={self.rope_theta:g} above 1, and rope_beta_fast="
+                f"{self.rope_beta_fast:g} above rope_beta_slow={self.rope_beta_slow:g} above 0"
+            )
         if self.remat_places["decoder_layer_input"] == "remat":
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
 

@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 import moe
 import sharding
-from anatomy import in_zigzag
+from anatomy import in_zigzag, key_dim
 from attention import attention, causal_attention
 from collectives import all_reduce
 from config import Config
@@ -140,18 +140,52 @@ def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None 
 def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
     """Returns the cos and sin of position * frequency, each [b, t, H/2] in float32 (R/2 in latent attention).
 
-    `rope_scaling` = s > 1 extends the context as in Llama 3.1 (arXiv:2407.21783). Wavelengths longer than
-    `rope_original_len` tokens become s times as long. Those shorter than a quarter of it stay the same. In between the
-    frequencies are interpolated. The 1 and the 4 below are from the released configuration of the model.
+    With YaRN both are multiplied by 0.1 * log(rope_scaling) + 1, so that longer contexts have sharper scores. DeepSeek
+    multiplies all dims of the scores instead (`score_options`), and divides by that here.
+    """
+    angles = positions_bt[..., None].astype(jnp.float32) * rope_frequencies(config)
+    if config.rope_type != "yarn":
+        return jnp.cos(angles), jnp.sin(angles)
+    magnitude = yarn_magnitude(config.rope_mscale, config) / yarn_magnitude(config.rope_mscale_all_dim, config)
+    return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
+
+
+def rope_frequencies(config: Config) -> jax.Array:
+    """Returns the angle per position of each rotated pair of dims, in radians, as float32 [H/2] (or [R/2]).
+
+    Pair i has the frequency theta^(-2i/H). To extend a context of L = `rope_original_len` tokens by the factor s =
+    `rope_scaling`, low frequencies are divided by s and high ones stay. A pair makes L * frequency / (2 pi) periods in
+    the original context.
+
+        linear   all are divided (Chen et al. 2023, arXiv:2306.15595)
+        llama3   those with less than 1 period are divided, those with more than 4 stay, and between the two s is
+                 interpolated by the number of periods (arXiv:2407.21783; 1 and 4 are in the released configurations)
+        yarn     the same with `rope_beta_slow` and `rope_beta_fast` periods, but interpolated by the number i of the
+                 pair (Peng et al. 2023, arXiv:2309.00071, section 3.2)
     """
     half = (config.rope_head_dim or config.head_dim) // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if config.rope_scaling != 1:
-        periods = config.rope_original_len * frequency / (2 * math.pi)  # number of periods in the original context
+    i = jnp.arange(half, dtype=jnp.float32)
+    frequency = config.rope_theta ** (-i / half)
+    if config.rope_type == "default":
+        return frequency
+    unscaled = 0.0  # 1 where the frequency stays
+    if config.rope_type == "llama3":
+        periods = config.rope_original_len * frequency / (2 * math.pi)
         unscaled = ((periods - 1) / (4 - 1)).clip(0, 1)
-        frequency = frequency * (unscaled + (1 - unscaled) / config.rope_scaling)
-    angles = positions_bt[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angles), jnp.sin(angles)
+    elif config.rope_type == "yarn":
+        length, log_theta = config.rope_original_len, math.log(config.rope_theta)
+        pair = lambda periods: half * math.log(length / (2 * math.pi * periods)) / log_theta  # the i with these periods
+        first, last = pair(config.rope_beta_fast), pair(config.rope_beta_slow)
+        if config.rope_truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)  # the published bounds
+        unscaled = 1 - ((i - first) / max(last - first, 0.001)).clip(0, 1)
+    return frequency * (unscaled + (1 - unscaled) / config.rope_scaling)
+
+
+def yarn_magnitude(mscale: float, config: Config) -> float:
+    """Returns YaRN's factor for longer contexts, 0.1 * mscale * log(rope_scaling) + 1 (section 3.4 of the paper)."""
+    return 0.1 * mscale * math.log(config.rope_scaling) + 1
 
 
 def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -205,8 +239,10 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
 
 
 def score_options(config: Config) -> Scores:
-    """Returns how attention computes its scores."""
-    return Scores(config.attention_scale or None, config.attention_soft_cap, config.max_logit or None)
+    """Returns how attention computes its scores. DeepSeek's YaRN multiplies them by the square of its magnitude."""
+    scale = config.attention_scale or key_dim(config) ** -0.5
+    scale *= yarn_magnitude(config.rope_mscale_all_dim, config) ** 2
+    return Scores(scale, config.attention_soft_cap, config.max_logit or None)
 
 
 def uses_flash_kernel(config: Config) -> bool:

@@ -15,13 +15,12 @@ Routers follow the reports and configurations. All of them renormalise; for gpt-
 selected experts. DeepSeek-V3's router has sigmoids, 8 groups of which 4 are selected, and a scale of 2.5. It is
 balanced by a bias with a rate of 0.001 (sections 2.1.2 and 4.2), here without the loss of 1e-4 within a sequence. The
 others' weights of the load-balance loss in training are not published; 0.01 is Switch's.
-
-**Left out**: the YaRN frequencies of DeepSeek-V3 and gpt-oss.
 """
 
 _LARGE = dict(dtype="bfloat16", remat="full", learning_rate=3e-4, warmup_ratio=0.02, steps=100_000, batch=128)
 _LARGE |= dict(loss_chunk=1024)
-_LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, rope_scaling=8.0, seq_len=8192, num_kv_heads=8)
+_LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, seq_len=8192, num_kv_heads=8)
+_LLAMA31 |= dict(rope_type="llama3", rope_scaling=8.0)
 _QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
 _QWEN3 |= dict(num_experts=128, experts_per_token=8, load_balance_loss=0.01)
 PRESETS: dict[str, dict] = {
@@ -127,6 +126,10 @@ PRESETS: dict[str, dict] = {
         q_lora_rank=1536,
         rope_head_dim=64,
         value_head_dim=128,
+        rope_type="yarn",
+        rope_scaling=40.0,
+        rope_original_len=4096,
+        rope_mscale_all_dim=1.0,
     ),
     "gpt-oss-120b": dict(
         _LARGE,
@@ -139,6 +142,10 @@ PRESETS: dict[str, dict] = {
         num_kv_heads=8,
         head_dim=64,
         rope_theta=150_000.0,
+        rope_type="yarn",
+        rope_scaling=32.0,
+        rope_original_len=4096,
+        rope_truncate=False,
         qkv_bias=True,
         output_bias=True,
         attention_sinks=True,

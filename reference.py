@@ -50,23 +50,39 @@ def rotate(x, positions, config):
 
     Dims i and i + h/2 of a head are a pair, which is rotated by the angle position * freq_i, in radians.
 
-    `rope_scaling` is that of Llama 3.1 (arXiv:2407.21783). A frequency is divided by it if its wavelength is longer
-    than `rope_original_len` tokens, and stays if it is shorter than a quarter of that. In between the two are blended.
+    For a longer context a frequency is divided by `rope_scaling`, stays, or is blended between the two. In Llama 3.1
+    (arXiv:2407.21783) it is divided if its wavelength is longer than `rope_original_len` tokens, and stays if it is
+    shorter than a quarter of that. In YaRN (arXiv:2309.00071) the number i of the pair decides. `pair_with(n)` is the
+    one with n periods in the original context. YaRN also makes x longer; for DeepSeek `attend` does so.
     """
-    half = x.shape[-1] // 2
+    half, scaling, original = x.shape[-1] // 2, config.rope_scaling, config.rope_original_len
     freq = jnp.array([config.rope_theta ** (-i / half) for i in range(half)], jnp.float32)
-    if config.rope_scaling != 1:
+    if config.rope_type == "linear":
+        freq = freq / scaling
+    elif config.rope_type == "llama3":
         wavelength = 2 * jnp.pi / freq
-        long, short = config.rope_original_len, config.rope_original_len / 4
-        smooth = (config.rope_original_len / wavelength - 1) / 3  # 0 at the long limit, 1 at the short one
-        blended = (1 - smooth) * freq / config.rope_scaling + smooth * freq
-        freq = jnp.where(wavelength > long, freq / config.rope_scaling, jnp.where(wavelength < short, freq, blended))
+        smooth = (original / wavelength - 1) / 3  # 0 at the long limit, 1 at the short one
+        blended = (1 - smooth) * freq / scaling + smooth * freq
+        freq = jnp.where(wavelength > original, freq / scaling, jnp.where(wavelength < original / 4, freq, blended))
+    elif config.rope_type == "yarn":
+        pair_with = lambda n: half * math.log(original / (n * 2 * math.pi)) / math.log(config.rope_theta)
+        low, high = pair_with(config.rope_beta_fast), pair_with(config.rope_beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if config.rope_truncate else (low, high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        divided = np.array([min(max((i - low) / max(high - low, 0.001), 0), 1) for i in range(half)])
+        freq = divided * freq / scaling + (1 - divided) * freq
+        x = x * yarn_magnitude(config.rope_mscale, config) / yarn_magnitude(config.rope_mscale_all_dim, config)
     angle = positions[:, :, None, None] * freq
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
 
 
-def attend(q, k, v, segments, window, sinks=None, scale=0, soft_cap=0):
+def yarn_magnitude(mscale, config):
+    """Returns the factor by which YaRN lengthens queries and keys; 1 for an `mscale` of 0."""
+    return 0.1 * mscale * math.log(config.rope_scaling) + 1
+
+
+def attend(q, k, v, segments, window, config, sinks=None):
     """Returns softmax(q k^T / sqrt(h)) v, causal and within documents, as [b, t, n, u].
 
     Args:
@@ -81,7 +97,10 @@ def attend(q, k, v, segments, window, sinks=None, scale=0, soft_cap=0):
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)  # now n heads each
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or 1 / jnp.sqrt(q.shape[-1]))
+    scale = (config.attention_scale or 1 / jnp.sqrt(q.shape[-1])) * yarn_magnitude(
+        config.rope_mscale_all_dim, config
+    ) ** 2
+    scores, soft_cap = jnp.einsum("btnh,bsnh->bnts", q, k) * scale, config.attention_soft_cap
     scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = (j <= i) & ((i - j < window) if window else True)
@@ -213,8 +232,7 @@ def forward(params, batch, config):
         h = norm(x, w.norm_attention, config.norm_eps)
         q, k, v = (latent_projections if config.kv_lora_rank else projections)(w, h, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
-        window = 0 if is_global else config.window
-        context = attend(q, k, v, batch.segments, window, w.sinks, config.attention_scale, config.attention_soft_cap)
+        context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
         x = x + jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
 
         h = norm(x, w.norm_mlp, config.norm_eps)

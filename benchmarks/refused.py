@@ -29,11 +29,14 @@ MLA = "--preset=tiny-mla"
 EXAMPLES = {
     "Flags that would have no effect": [
         "--global_every=2",
+        "--rope_scaling=8",
         "--rope_original_len=4096",
+        "--rope_beta_fast=16",
         "--expert_dim=256",
         f"{MOE} --selection_bias_rate=0.01",
         f"{MOE} --moe_impl=capacity --buffer_factor=4",
         f"{MOE} --capacity_factor=2",
+        f"{MOE} --swiglu_limit=7 --mlp_activation=gelu",
         "--rope_head_dim=8",
         "--window=64 --context_impl=all_gather --mesh=context:8",
         "--remat_tensors=context:device",
@@ -56,6 +59,7 @@ EXAMPLES = {
         "--mesh=expert:8",
         "--mesh=context:8 --max_logit=8",
         "--remat=custom --remat_tensors=decoder_layer_input:remat",
+        "--rope_type=yarn --rope_scaling=8 --rope_beta_fast=1",
         f"{MLA} --qk_norm",
         f"{MLA} --num_kv_heads=4",
         "--fp8=delayed --fp8_granularity=per_axis",

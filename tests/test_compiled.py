@@ -51,6 +51,7 @@ def test_the_key_has_the_flags_that_determine_the_program():
 MIXED = dict(num_experts=8, experts_per_token=2, expert_dim=128)
 CAPACITY = MIXED | dict(moe_impl="capacity")
 LATENT = dict(kv_lora_rank=64, q_lora_rank=64, rope_head_dim=16)
+YARN = dict(rope_type="yarn", rope_scaling=8.0, rope_original_len=64)
 FP8 = dict(fp8="dynamic")
 CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
 PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and another value
@@ -65,8 +66,14 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "num_kv_heads": ({}, 4),
     "head_dim": ({}, 32),
     "rope_theta": ({}, 5e5),
-    "rope_scaling": ({}, 8.0),
-    "rope_original_len": (dict(rope_scaling=8.0), 4096),
+    "rope_type": (dict(rope_type="llama3", rope_scaling=8.0), "linear"),
+    "rope_scaling": (dict(rope_type="llama3"), 8.0),
+    "rope_original_len": (dict(rope_type="llama3", rope_scaling=8.0), 4096),
+    "rope_beta_fast": (YARN, 16.0),
+    "rope_beta_slow": (YARN, 2.0),
+    "rope_truncate": (YARN, False),
+    "rope_mscale": (YARN, 0.5),
+    "rope_mscale_all_dim": (LATENT | YARN, 1.0),
     "mlp_activation": ({}, "gelu"),
     "qk_norm": ({}, True),
     "qkv_bias": ({}, True),

@@ -32,9 +32,25 @@ def test_no_matmul_sums_over_two_dims_of_tokens(flags):
     assert all(len(dims) == 1 or not {3, 20} & {*dims} for dims in summed), summed
 
 
-@pytest.mark.parametrize("scaling", [1.0, 8.0])
-def test_rope_is_the_published_formula(scaling):
-    config = Config(head_dim=64, rope_theta=500_000.0, rope_scaling=scaling)
+YARN = dict(rope_type="yarn", rope_scaling=32.0, rope_original_len=4096, rope_truncate=False)
+LATENT = dict(kv_lora_rank=16, rope_head_dim=64)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        dict(rope_type="linear", rope_scaling=8.0),
+        dict(rope_type="llama3", rope_scaling=8.0),
+        YARN,
+        YARN | dict(rope_truncate=True, rope_mscale=0.7, rope_beta_fast=20.0, rope_beta_slow=2.0),
+        YARN | LATENT | dict(rope_mscale_all_dim=0.5),
+        YARN | dict(rope_original_len=8),  # all pairs make less than a period
+    ],
+    ids=str,
+)
+def test_rope_is_the_published_formula(flags):
+    config = Config(**dict(head_dim=64, rope_theta=500_000.0) | flags)
     positions = jnp.arange(4000)[None, ::37]
     x = jax.random.normal(jax.random.key(0), (1, positions.shape[1], 2, 64))
     rotated = decoder.rope(x, *decoder.rope_tables(positions, config))

@@ -145,7 +145,7 @@ VARIANTS = [  # two at a time if they concern different parts of the model
     dict(qkv_bias=True, tied_embeddings=True),
     dict(window=5),
     dict(window=5, global_every=2),
-    dict(rope_scaling=8.0, rope_original_len=64, logit_soft_cap=2.0),
+    dict(rope_type="llama3", rope_scaling=8.0, rope_original_len=64, logit_soft_cap=2.0),
     dict(num_heads=8, output_bias=True),
     dict(mlp_activation="gelu"),
     dict(attention_scale=2.0, attention_soft_cap=0.5),
@@ -155,7 +155,9 @@ VARIANTS = [  # two at a time if they concern different parts of the model
 ]
 EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
 LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6, norm_eps=0.1)
+YARN = dict(rope_type="yarn", rope_scaling=8.0, rope_original_len=64, rope_theta=50.0)
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
+VARIANTS += [YARN | dict(rope_truncate=False), LATENT | YARN | dict(rope_head_dim=8, rope_mscale_all_dim=0.7)]
 
 
 @pytest.mark.slow

@@ -17,7 +17,13 @@ FIELDS = {
     "head_dim": "head_dim",
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
+    "rope_scaling.rope_type": "rope_type",
     "rope_scaling.factor": "rope_scaling",
+    "rope_scaling.truncate": "rope_truncate",
+    "rope_scaling.beta_fast": "rope_beta_fast",
+    "rope_scaling.beta_slow": "rope_beta_slow",
+    "rope_scaling.mscale": "rope_mscale",
+    "rope_scaling.mscale_all_dim": "rope_mscale_all_dim",
     "rope_scaling.original_max_position_embeddings": "rope_original_len",
     "tie_word_embeddings": "tied_embeddings",
     "sliding_window": "window",
@@ -47,7 +53,12 @@ def sized(*sizes: int, **others) -> dict:
     return dict(zip(SIZES, sizes, strict=True)) | others
 
 
-LLAMA31 = {"rope_scaling.factor": 8.0, "rope_scaling.original_max_position_embeddings": 8192}
+def rope(kind: str, factor: float, original_len: int, **others) -> dict:
+    numbers = dict(rope_type=kind, factor=factor, original_max_position_embeddings=original_len) | others
+    return {f"rope_scaling.{name}": value for name, value in numbers.items()}
+
+
+LLAMA31 = rope("llama3", 8.0, 8192)
 LLAMA31 |= dict(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False)
 QWEN3 = dict(head_dim=128, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=False)
 QWEN3 |= dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
@@ -65,9 +76,11 @@ CONFIG_JSON = {
     | dict(n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1)
     | dict(first_k_dense_replace=3, scoring_func="sigmoid", norm_topk_prob=True, n_group=8, topk_group=4)
     | dict(routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536)
-    | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    | rope("yarn", 40.0, 4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
     "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
-    | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4),
+    | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4)
+    | rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False),
     # From the model card of Gemma 4 31B.
     "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
     | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
