@@ -92,16 +92,16 @@ def attend(q, k, v, segments, window, config, sinks=None):
         itself.
       window: if it is not 0, a query sees at most the `window` positions that end with its own.
       sinks: [n] or None. A sink is one more key of each head, with a learned score and the value 0.
-      scale: if it is not 0, it replaces 1 / sqrt(h).
-      soft_cap: if it is not 0, it bounds the scores: they become soft_cap * tanh(scores / soft_cap).
+
+    In `config`, an `attention_scale` that is not 0 replaces 1 / sqrt(h). An `attention_soft_cap` c that is not 0 bounds
+    the scores: they become c * tanh(scores / c).
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)  # now n heads each
-    scale = (config.attention_scale or 1 / jnp.sqrt(q.shape[-1])) * yarn_magnitude(
-        config.rope_mscale_all_dim, config
-    ) ** 2
-    scores, soft_cap = jnp.einsum("btnh,bsnh->bnts", q, k) * scale, config.attention_soft_cap
-    scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
+    scale = config.attention_scale or 1 / jnp.sqrt(q.shape[-1])
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale * yarn_magnitude(config.rope_mscale_all_dim, config) ** 2
+    if cap := config.attention_soft_cap:
+        scores = cap * jnp.tanh(scores / cap)
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
     seen = (j <= i) & ((i - j < window) if window else True)
     same_document = segments[:, None, :, None] == segments[:, None, None, :]
