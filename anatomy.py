@@ -54,6 +54,7 @@ _query = lambda c, experts: not c.q_lora_rank
 _query_latent = lambda c, experts: c.q_lora_rank
 _key_value = lambda c, experts: not c.kv_lora_rank
 _key_value_latent = lambda c, experts: c.kv_lora_rank
+_post_norms = lambda c, experts: c.post_norms
 _qk_norm = lambda c, experts: c.qk_norm
 _qkv_bias = lambda c, experts: c.qkv_bias
 _output_bias = lambda c, experts: c.output_bias
@@ -72,6 +73,8 @@ WEIGHTS = {
     "norm_attention": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
     "w_o": Weight("attention", "LNUD", ("pipe", "tensor", None, "fsdp"), "NUL", "out_proj"),
     "norm_mlp": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
+    "norm_attention_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
+    "norm_mlp_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
     # queries, keys and values from the residual stream
     "w_q": Weight("attention", "LDNH", ("pipe", "fsdp", "tensor", None), "D", "query_proj", _query),
     "w_k": Weight("attention", "LDKH", ("pipe", "fsdp", "tensor", None), "D", "key_proj", _key_value),
@@ -243,8 +246,6 @@ def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: flo
 
 # Activations that are in float32 whatever the dtype of the computation.
 FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
-# Results that end a sub-layer and are added to the residual stream: the backward pass reads the sum, not the summand.
-UNREAD_ACTIVATIONS = {"out_proj", "mlp_down", "shared_down"}
 
 
 def expert_capacity(config: Config, tokens: int) -> int:
@@ -303,7 +304,7 @@ def activations(
     if config.num_shared_experts:
         shared = config.num_shared_experts * M
         elements |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
-    return elements
+    return elements | ({"mixture_out": D} if config.post_norms else {})
 
 
 _QKV = frozenset({"query_proj", "key_proj", "value_proj"})
@@ -331,7 +332,7 @@ def saved_names(config: Config) -> frozenset[str]:
     """
     if config.remat == "none":
         every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
-        return frozenset(every - UNREAD_ACTIVATIONS)
+        return read_names(every, config)
     if config.remat == "custom":
         return frozenset(name for name, place in config.remat_places.items() if place != "remat")
     on_device, on_host = POLICIES[config.remat]
@@ -357,9 +358,12 @@ def glu_in_kernel(config: Config) -> bool:
     return config.moe_impl == "dropless" and not config.expert_bias and not saves_some
 
 
-def read_names(saved: Collection[str]) -> frozenset[str]:
+def read_names(saved: Collection[str], config: Config) -> frozenset[str]:
     """The `saved` activations that the backward pass reads. The others take no memory, whatever the policy says.
 
     It does not read a layer's result, nor attention's output projection if its sum with the residual stream is saved.
+    With `post_norms` it reads both, since the gradient of a norm reads what is normed.
     """
+    if config.post_norms:
+        return frozenset(saved) - ({"shared_down"} if "mixture_out" in saved else set())
     return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())

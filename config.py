@@ -26,7 +26,7 @@ ACTIVATIONS = (
     "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
     "key_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj mlp_input norm_mlp "
     "mlp_gate mlp_up mlp_product mlp_down router_logits expert_input expert_gate expert_up expert_product expert_down "
-    "shared_gate shared_up shared_product shared_down"
+    "shared_gate shared_up shared_product shared_down mixture_out"
 ).split()
 FLOATS = "float32 bfloat16"
 
@@ -201,6 +201,8 @@ class Config:
     rope_mscale_all_dim: float = flag(0.0, "values program", YARN, LATENT, least=0)
     # activation of an MLP's gate, and of an expert's: silu (SwiGLU), or gelu in its tanh approximation (GeGLU)
     mlp_activation: str = flag("silu", "values program", choices="silu gelu")
+    # RMSNorm of the result of attention and of the MLP or mixture, before it is added to the residual stream (Gemma)
+    post_norms: bool = flag(False, "shapes program")
     # RMSNorm on each head's queries and keys
     qk_norm: bool = flag(False, "shapes program")
     # bias on the query, key and value projections (Qwen 2.5)

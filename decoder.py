@@ -64,12 +64,13 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
     if w.w_router is None:
-        x_btd += gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
+        out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
-        y_btd, metrics = mixture(w, h_btd, metrics, i, config)
-        x_btd += y_btd
+        out_btd, metrics = mixture(w, h_btd, metrics, i, config)
         if config.num_shared_experts:
-            x_btd += gated_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
+            out_btd += gated_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
+        out_btd = named(out_btd, "mixture_out")
+    x_btd += rms_norm(out_btd, w.norm_mlp_out, config.norm_eps) if config.post_norms else out_btd
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
     # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics, *carried
@@ -78,6 +79,8 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
 def attention_block(w: Layers, x_btd, constants, is_global, config: Config, attend_with=None, *carried):
     """Returns (attention(norm(x)) @ w_o as out_btd, to be added to the residual stream; what is carried on).
 
+    With `post_norms` the result is normed, too.
+
     Each device computes attention for its own heads. The output projection sums over the heads of all devices.
     """
     h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
@@ -85,7 +88,10 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
     out_btd = row_parallel(context_btnU, w.w_o, config)
     if config.output_bias:
         out_btd += w.bias_o
-    return named(out_btd, "out_proj"), *carried
+    out_btd = named(out_btd, "out_proj")
+    if config.post_norms:
+        out_btd = rms_norm(out_btd, w.norm_attention_out, config.norm_eps)
+    return out_btd, *carried
 
 
 def self_attention(w: Layers, h_btd, constants, is_global, config: Config):

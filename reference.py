@@ -233,14 +233,16 @@ def forward(params, batch, config):
         q, k, v = (latent_projections if config.kv_lora_rank else projections)(w, h, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
         context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
-        x = x + jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
+        out = jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
+        x = x + (norm(out, w.norm_attention_out, config.norm_eps) if config.post_norms else out)
 
         h = norm(x, w.norm_mlp, config.norm_eps)
         if is_dense or not config.num_experts:
-            x = x + gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
+            out = gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
         else:
-            y, layer_auxiliary, layer_loads = mixture(w, h, config)
-            x, auxiliary, loads = x + y, auxiliary + layer_auxiliary, [*loads, layer_loads]
+            out, layer_auxiliary, layer_loads = mixture(w, h, config)
+            auxiliary, loads = auxiliary + layer_auxiliary, [*loads, layer_loads]
+        x = x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out)
     x = norm(x, params.norm, config.norm_eps)
     out = x @ (params.embed if config.tied_embeddings else params.unembed).T
     out = config.logit_soft_cap * jnp.tanh(out / config.logit_soft_cap) if config.logit_soft_cap else out

@@ -250,7 +250,7 @@ def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *,
       columns: of a tile of memory; the dim of a head is padded to a multiple of it.
       options: those of `activations`.
     """
-    names = read_names(saved_names(config) if saved is None else {*saved})
+    names = read_names(saved_names(config) if saved is None else {*saved}, config)
     dims = dict.fromkeys(("value_proj", "context"), value_dim(config))
     dims |= dict.fromkeys(("query_before_norm", "key_before_norm", "query_proj", "key_proj"), key_dim(config))
     padding = lambda dim: -(-dim // columns) * columns / dim
@@ -268,12 +268,12 @@ def saved_bytes_per_token(
     return (config.num_layers - num_experts) * a_layer(False) + num_experts * (a_layer(True) if num_experts else 0)
 
 
-def multiplied_again(weight: Weight, saved: Collection[str]) -> bool:
+def multiplied_again(weight: Weight, saved: Collection[str], config: Config) -> bool:
     """Whether the backward pass repeats a weight's matmul: it reads the result, which is not among the `saved`.
 
     Logits are never repeated: vocabulary.cross_entropy takes the gradient while it has them.
     """
-    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}) - {*saved, "logits"}
+    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}, config) - {*saved, "logits"}
 
 
 def recomputed_flops_per_token(
@@ -289,7 +289,7 @@ def recomputed_flops_per_token(
     names = saved_names(config) if saved is None else {*saved}
     again = dict.fromkeys(PARTS, 0.0)
     for weight in weights(config).values():
-        if multiplied_again(weight, names):
+        if multiplied_again(weight, names, config):
             again[weight.part] += 2 * weight.active_params
     forward = forward_flops_per_token(config)
     repeated = "context" not in names or names.isdisjoint({"log_sum_exp", "scores"})

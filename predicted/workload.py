@@ -411,7 +411,7 @@ def _layer(
     weights = {name: weight for name, weight in transformer.weights(config).items() if name in names}
     by_3 = {name for name, weight in weights.items() if math.prod(weight.shape[1:]) % 3 == 0}
     fp8 = anatomy.fp8_weights(config)
-    saved = anatomy.read_names(anatomy.saved_names(config))
+    saved = anatomy.read_names(anatomy.saved_names(config), config)
     offloaded = saved & anatomy.offloaded_names(config)
     read = anatomy.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     nbytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, experts=experts, **rows)
@@ -460,7 +460,7 @@ def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: 
         if name == "expert_down":
             dims = dims[::-1]
         k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-        recomputed = transformer.multiplied_again(weight, saved)
+        recomputed = transformer.multiplied_again(weight, saved, config)
         dtype = "fp8" if name in fp8 else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
         products.append(Product(name, weight.part, k, n, copies, recomputed, dtype))
     return products
@@ -486,11 +486,13 @@ def elementwise_elements(
         rotation of queries and keys, written in the kernel's layout  2(N+K)Hk, twice with qk_norm
         values to the kernel's layout, the result from it             2(K+N)Hv
         residual addition                                             3D
+        norm of the result, with post_norms                           2D
         norms of latent queries, keys and values                      2(q_lora_rank + kv_lora_rank)
 
     The second number is that of the rest of the layer:
 
         norm and residual addition                                    5D
+        norm of the result, with post_norms                           2D
         SwiGLU of a dense MLP, or of shared experts                   3F or 3M for each
         rows sorted by expert, and back                               5X*D with the weighting, plus D for the sum
         SwiGLU of the experts, for all rows of their buffers          3X*M
@@ -507,17 +509,18 @@ def elementwise_elements(
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
-    attention = 5 * D + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
+    norms = 5 * D + (2 * D if config.post_norms else 0)
+    attention = norms + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
     attention += 2 * (config.q_lora_rank + config.kv_lora_rank)
     if not experts:
-        return attention, 5 * D + 3 * config.ff_dim
+        return attention, norms + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
     of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
         of_experts += X * expert_buffer_ratio * (D + M) * nbytes / anatomy.BYTES[config.dtype]
-    return attention, 5 * D + shared + 5 * X * D * row_copies + D + of_experts + 4 * config.num_experts
+    return attention, norms + shared + 5 * X * D * row_copies + D + of_experts + 4 * config.num_experts
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:

@@ -61,6 +61,7 @@ MIXTURES = {
     | dict(router_scale=2.5, selection_bias=True, load_balance_loss=0.0, kv_lora_rank=16, q_lora_rank=8)
     | dict(rope_head_dim=4, num_kv_heads=16, rope_theta=50.0),
     "gpt-oss": EXPERTS
+    | dict(post_norms=True)
     | dict(expert_bias=True, swiglu_limit=0.5, window=5, global_every=2, attention_sinks=True, output_bias=True)
     | dict(num_dense_layers=1, experts_per_token=3),
 }

@@ -75,6 +75,7 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "rope_mscale": (YARN, 0.5),
     "rope_mscale_all_dim": (LATENT | YARN, 1.0),
     "mlp_activation": ({}, "gelu"),
+    "post_norms": ({}, True),
     "qk_norm": ({}, True),
     "qkv_bias": ({}, True),
     "output_bias": ({}, True),

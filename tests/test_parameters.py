@@ -96,10 +96,10 @@ ONES = dict.fromkeys("norm norm_attention norm_mlp".split(), "ones")
 MIXTURE = DENSE | dict(w_router=1 / 48, expert_gate=1 / 48, expert_up=1 / 48, expert_down=1 / 16 / 8)
 STARTS = {  # model: (flags, the variance of each weight, or the value of all its elements)
     "dense": (
-        dict(qk_norm=True, qkv_bias=True, output_bias=True, attention_sinks=True),
+        dict(qk_norm=True, qkv_bias=True, output_bias=True, attention_sinks=True, post_norms=True),
         DENSE
         | ONES
-        | dict.fromkeys("norm_q norm_k".split(), "ones")
+        | dict.fromkeys("norm_q norm_k norm_attention_out norm_mlp_out".split(), "ones")
         | dict.fromkeys("bias_q bias_k bias_v bias_o sinks".split(), "zeros"),
     ),
     "tied": (

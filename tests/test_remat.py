@@ -46,7 +46,11 @@ CUSTOM = (
 POLICIES = [dict(remat=name) for name in REMAT_POLICIES if name not in ("none", "custom")]
 POLICIES += [dict(remat="custom", remat_tensors=tensors) for tensors in CUSTOM]
 named = lambda flags: flags.get("remat_tensors") or flags["remat"]
-MODELS = {"plain": dict(), "qk_norm": dict(qk_norm=True, num_kv_heads=4)}  # both with grouped queries
+MODELS = {  # with grouped queries
+    "plain": dict(),
+    "qk_norm": dict(qk_norm=True, num_kv_heads=4),
+    "post_norms": dict(post_norms=True),
+}
 
 
 # -- the program
@@ -137,7 +141,7 @@ def test_a_tpu_multiplies_by_gate_and_up_as_often_as_predicted(flags, kernels, f
     gated = ["gated" in s for s in shapes]
     assert gated.count(True) == kernels
     weights, saved = transformer.weights(config), anatomy.saved_names(config)
-    again = sum(transformer.multiplied_again(weights[name], saved) for name in ("expert_gate", "expert_up"))
+    again = sum(transformer.multiplied_again(weights[name], saved, config) for name in ("expert_gate", "expert_up"))
     down = 1  # the gradient through down, whose transposed matrices have the shape of gate's and up's
     assert 2 * gated.count(True) + gated.count(False) - down == 2 + again
     (layer,) = workload.layers_of(run_of(config, TPU7X, CHIPS))
@@ -155,7 +159,7 @@ def test_a_layer_saves_the_names_of_its_policy_and_no_more(model, flags):
     tokens = config.batch * config.seq_len // 4  # of a device; tensor:2 shards every tensor with a name
     assert by_name == {
         (name, "Host" if name in offloaded else "Device"): sizes[name] * tokens // 2
-        for name in anatomy.read_names(anatomy.saved_names(config))
+        for name in anatomy.read_names(anatomy.saved_names(config), config)
         if name in sizes
     }
     assert not nameless  # neither segments nor the rotary tables, which are the same for all layers

@@ -520,13 +520,26 @@ def test_remat_policies_are_maxtexts():
 def test_a_flag_can_name_every_activation():
     tables = [
         anatomy.activations(config, experts=experts, fused=fused)
-        for config in (dataclasses.replace(SMALL, qk_norm=True), LATENT_EXPERTS)
-        for experts in (False, True)[: 1 + (config is LATENT_EXPERTS)]
+        for config in (dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(LATENT_EXPERTS, post_norms=True))
+        for experts in (False, True)[: 1 + (config.num_experts > 0)]
         for fused in (False, True)
     ]
     assert set().union(*tables) == {*ACTIVATIONS}
     for table in tables:
         assert [name for name in ACTIVATIONS if name in table] == list(table)
+
+
+def test_norms_of_results_read_them():
+    """The gradient of a norm reads its operand; the shared experts' result is read only to repeat a sum that has it."""
+    normed = dataclasses.replace(LATENT_EXPERTS, post_norms=True)
+    results = {"out_proj", "mlp_input", "mlp_down", "shared_down", "mixture_out"}
+    assert anatomy.read_names(results, LATENT_EXPERTS) == {"mlp_input", "mixture_out"}
+    assert anatomy.read_names(results, normed) == results - {"shared_down"}
+    assert anatomy.read_names(results - {"mixture_out"}, normed) == results - {"mixture_out"}
+    again = lambda config: transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
+    repeated = {part: flops - again(LATENT_EXPERTS).get(part, 0) for part, flops in again(normed).items()}
+    result_of = lambda name: 2 * transformer.weights(normed)[name].params
+    assert repeated["mlp"] == result_of("w_down") and repeated["shared experts"] == result_of("shared_down")
 
 
 def test_activations_of_a_layer_with_experts():
