@@ -213,6 +213,8 @@ class Config:
     attention_sinks: bool = flag(False, "shapes program")
     # the unembedding is the embedding
     tied_embeddings: bool = flag(False, "shapes program")
+    # the embedding is multiplied by sqrt(model_dim), rounded to dtype (Gemma)
+    embedding_scale: bool = flag(False, "values program")
     # sliding-window attention: a query sees this many keys, itself included; 0 is no window
     window: int = flag(0, "values program", least=0)
     # with a window: every so many-th layer attends without it; 0 is never

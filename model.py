@@ -9,6 +9,7 @@ layers have experts and the leading ones do not, those dense layers are a stack 
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,10 @@ def embed_tokens(params: Params, batch: "data.Batch", config: Config) -> tuple[j
     Here and below, `params` are gathered over `data` and vary over all mesh axes.
     """
     x_btD = embed(_gather(params.embed, param_specs(config).embed, config), batch.tokens)  # {U_tensor}
-    return reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives), zero_metrics(config)
+    x_btd = reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives)
+    if config.embedding_scale:
+        x_btd *= jnp.asarray(math.sqrt(config.model_dim), x_btd.dtype)
+    return x_btd, zero_metrics(config)
 
 
 def constants(batch: "data.Batch", config: Config) -> tuple[jax.Array, ...]:

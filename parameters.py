@@ -94,7 +94,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
     The 2L matrices that add to the residual stream have 2L times less variance. The stream then starts with the
     variance 1 of an embedding row, and all sub-layers together add about as much. The embedding is a look-up of fan-in
-    1; its fan-in is D if it is also the unembedding.
+    1; its fan-in is D if it is also the unembedding, or is multiplied by sqrt(D).
 
     Call it under jit with the parameters' shardings as output, so that each device draws its own shards only. The
     values depend on the seed and the parameter's name alone, not on the mesh.
@@ -104,7 +104,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
     def draw(name, shape, weight):
         if weight.start in (anatomy.ONES, anatomy.ZEROS):
             return jnp.full(shape, float(weight.start == anatomy.ONES), jnp.float32)
-        start = "D" if name == "embed" and config.tied_embeddings else weight.start
+        start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
         fan_in = math.prod(2 * size[dim] if dim == "L" else size[dim] for dim in start)
         key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5

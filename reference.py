@@ -224,6 +224,7 @@ def forward(params, batch, config):
       loads, a list: for each layer with experts, the number of tokens that chose each expert, [e].
     """
     x, auxiliary, loads = params.embed[batch.tokens], 0.0, []
+    x = x * math.sqrt(config.model_dim) if config.embedding_scale else x
     for i in range(config.num_layers):
         is_dense = i < config.num_dense_layers
         stack, row = (params.dense_layers, i) if is_dense else (params.layers, i - config.num_dense_layers)

@@ -81,6 +81,7 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "output_bias": ({}, True),
     "attention_sinks": ({}, True),
     "tied_embeddings": ({}, True),
+    "embedding_scale": ({}, True),
     "window": ({}, 64),
     "global_every": (dict(window=64), 3),
     "attention_scale": ({}, 0.5),

@@ -149,7 +149,7 @@ VARIANTS = [  # two at a time if they concern different parts of the model
     dict(num_heads=8, output_bias=True),
     dict(mlp_activation="gelu"),
     dict(attention_scale=2.0, attention_soft_cap=0.5),
-    dict(post_norms=True),
+    dict(post_norms=True, embedding_scale=True),
     dict(attention_sinks=True),
     dict(loss_chunk=24),
     dict(model_dim=40),  # shards are not whole registers, and travel as blocks

@@ -102,6 +102,7 @@ STARTS = {  # model: (flags, the variance of each weight, or the value of all it
         | dict.fromkeys("norm_q norm_k norm_attention_out norm_mlp_out".split(), "ones")
         | dict.fromkeys("bias_q bias_k bias_v bias_o sinks".split(), "zeros"),
     ),
+    "scaled embedding": (dict(embedding_scale=True), DENSE | ONES | dict(embed=1 / 48)),
     "tied": (
         dict(tied_embeddings=True, kv_lora_rank=12, q_lora_rank=20, rope_head_dim=2, value_head_dim=10)
         | dict(num_kv_heads=4),
