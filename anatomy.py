@@ -15,8 +15,9 @@ of them as those of one matrix (moe.py). Down's are stored transposed, so that a
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 
-from config import Config
+from config import Config, changed
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ONES, ZEROS = "ones", "zeros"
@@ -181,6 +182,18 @@ def weight_names(config: Config) -> frozenset[str]:
     """The names of all weights of the model."""
     in_layers = (layer_weights(config, experts=experts) for _, experts in layer_stacks(config).values())
     return frozenset(other_weights(config)).union(*in_layers)
+
+
+@cache
+def of_kind(config: Config, is_global: bool) -> Config:
+    """The model as its global layers have it, or as the other layers have it, if these differ in more than the window.
+
+    The result has no flag of another kind of layer, but the window of the model.
+    """
+    values = dict(rope_theta=config.global_rope_theta or config.rope_theta) if is_global else {}
+    if config.global_rope_theta and not is_global:
+        values = dict(rope_type="default", rope_fraction=1.0)
+    return changed(config, **values, global_rope_theta=0.0)
 
 
 # -- the sequence

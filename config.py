@@ -86,6 +86,7 @@ GLOBAL_LAYERS = Need(
     "window={window} in every layer needs only a halo of keys",
     "--global_every=2 or --window=0",
 )
+GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
 ROPE_TYPE = Need(
     lambda c: c.rope_type != "default", "rope_type=default leaves the frequencies as they are", "--rope_type=llama3"
@@ -201,6 +202,10 @@ class Config:
     rope_mscale_all_dim: float = flag(0.0, "values program", YARN, LATENT, least=0)
     # activation of an MLP's gate, and of an expert's: silu (SwiGLU), or gelu in its tanh approximation (GeGLU)
     mlp_activation: str = flag("silu", "values program", choices="silu gelu")
+    # share of a head's pairs of dims that rotate, those of the highest frequencies (Gemma 4)
+    rope_fraction: float = flag(1.0, "values program", least=0)
+    # rope_theta of global layers, and the other layers have rope_type=default and rope_fraction=1 (Gemma 3); 0 is off
+    global_rope_theta: float = flag(0.0, "values program", GLOBAL, least=0)
     # RMSNorm of the result of attention and of the MLP or mixture, before it is added to the residual stream (Gemma)
     post_norms: bool = flag(False, "shapes program")
     # RMSNorm on each head's queries and keys
@@ -449,6 +454,10 @@ class Config:
                 f"rope_type=yarn needs rope_theta={self.rope_theta:g} above 1, and rope_beta_fast="
                 f"{self.rope_beta_fast:g} above rope_beta_slow={self.rope_beta_slow:g} above 0"
             )
+        if self.rope_fraction > 1:
+            raise ValueError(f"rope_fraction={self.rope_fraction} must be at most 1: a head has no more dims to rotate")
+        if 0 < self.global_rope_theta < 1:
+            raise ValueError(f"global_rope_theta={self.global_rope_theta} must be at least 1; 0 takes rope_theta")
         if self.remat_places["decoder_layer_input"] == "remat":
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
 

@@ -50,7 +50,8 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       w: the weights of this layer, gathered over fsdp: those of `Layers` without the leading dim of layers.
       x: (x_btd, metrics), the residual stream and the metrics of the layers before (`mixture.zero_metrics`); with
         `attend_with` also what this function carries from layer to layer.
-      constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`.
+      constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`. If global layers
+        have other tables, their cos and sin follow.
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window. None if all layers of the model do the same.
       attend_with: takes the place of `self_attention`, to generate text with a cache (generation.py).
@@ -60,6 +61,10 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     """
     x_btd, metrics, *carried = x
     x_btd = named(x_btd, "decoder_layer_input")
+    if len(constants) > 3:
+        segments_bt, *local_tables, cos, sin = constants
+        cos, sin = (jnp.where(is_global, *tables) for tables in zip((cos, sin), local_tables, strict=True))
+        constants = segments_bt, cos, sin
     out_btd, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
     x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
@@ -168,10 +173,14 @@ def rope_frequencies(config: Config) -> jax.Array:
                  interpolated by the number of periods (arXiv:2407.21783; 1 and 4 are in the released configurations)
         yarn     the same with `rope_beta_slow` and `rope_beta_fast` periods, but interpolated by the number i of the
                  pair (Peng et al. 2023, arXiv:2309.00071, section 3.2)
+
+    Only the first `rope_fraction` of the pairs rotate.
     """
     half = (config.rope_head_dim or config.head_dim) // 2
     i = jnp.arange(half, dtype=jnp.float32)
     frequency = config.rope_theta ** (-i / half)
+    if config.rope_fraction != 1:
+        frequency = jnp.where(i < int(config.rope_fraction * half), frequency, 0)
     if config.rope_type == "default":
         return frequency
     unscaled = 0.0  # 1 where the frequency stays

@@ -80,8 +80,12 @@ def embed_tokens(params: Params, batch: "data.Batch", config: Config) -> tuple[j
 
 
 def constants(batch: "data.Batch", config: Config) -> tuple[jax.Array, ...]:
-    """The inputs that all layers share: segments_bt, and the cos and sin of rotary positions."""
-    return (batch.segments, *rope_tables(batch.positions, config))
+    """The inputs that all layers share: segments_bt, and the cos and sin of rotary positions.
+
+    If global layers have other positions, their cos and sin follow.
+    """
+    kinds = [anatomy.of_kind(config, is_global) for is_global in (False, True)[: 1 + (config.global_rope_theta > 0)]]
+    return (batch.segments, *(table for kind in kinds for table in rope_tables(batch.positions, kind)))
 
 
 def run_all_layers(params: Params, x, constants, config: Config, **options):

@@ -45,7 +45,7 @@ def norm(x, scale, eps):
     return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + eps) * scale
 
 
-def rotate(x, positions, config):
+def rotate(x, positions, config, is_global=False):
     """Returns x [b, t, heads, h] with rotary positions, RoPE (Su et al. 2021, arXiv:2104.09864).
 
     Dims i and i + h/2 of a head are a pair, which is rotated by the angle position * freq_i, in radians.
@@ -54,10 +54,18 @@ def rotate(x, positions, config):
     (arXiv:2407.21783) it is divided if its wavelength is longer than `rope_original_len` tokens, and stays if it is
     shorter than a quarter of that. In YaRN (arXiv:2309.00071) the number i of the pair decides. `pair_with(n)` is the
     one with n periods in the original context. YaRN also makes x longer; for DeepSeek `attend` does so.
+
+    If `global_rope_theta` is not 0, it is the base of global layers. All of this is then for them alone, and the other
+    layers rotate by theta^(-i / (h/2)). Only the first `rope_fraction` of the pairs rotate.
     """
     half, scaling, original = x.shape[-1] // 2, config.rope_scaling, config.rope_original_len
-    freq = jnp.array([config.rope_theta ** (-i / half) for i in range(half)], jnp.float32)
-    if config.rope_type == "linear":
+    theta, is_plain = config.rope_theta, config.global_rope_theta and not is_global
+    if config.global_rope_theta and is_global:
+        theta = config.global_rope_theta
+    freq = jnp.array([theta ** (-i / half) for i in range(half)], jnp.float32)
+    if is_plain:
+        pass
+    elif config.rope_type == "linear":
         freq = freq / scaling
     elif config.rope_type == "llama3":
         wavelength = 2 * jnp.pi / freq
@@ -65,13 +73,14 @@ def rotate(x, positions, config):
         blended = (1 - smooth) * freq / scaling + smooth * freq
         freq = jnp.where(wavelength > original, freq / scaling, jnp.where(wavelength < original / 4, freq, blended))
     elif config.rope_type == "yarn":
-        pair_with = lambda n: half * math.log(original / (n * 2 * math.pi)) / math.log(config.rope_theta)
+        pair_with = lambda n: half * math.log(original / (n * 2 * math.pi)) / math.log(theta)
         low, high = pair_with(config.rope_beta_fast), pair_with(config.rope_beta_slow)
         low, high = (math.floor(low), math.ceil(high)) if config.rope_truncate else (low, high)
         low, high = max(low, 0), min(high, 2 * half - 1)
         divided = np.array([min(max((i - low) / max(high - low, 0.001), 0), 1) for i in range(half)])
         freq = divided * freq / scaling + (1 - divided) * freq
         x = x * yarn_magnitude(config.rope_mscale, config) / yarn_magnitude(config.rope_mscale_all_dim, config)
+    freq = freq if is_plain else jnp.where(jnp.arange(half) < int(config.rope_fraction * half), freq, 0)
     angle = positions[:, :, None, None] * freq
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
@@ -115,17 +124,17 @@ def attend(q, k, v, segments, window, config, sinks=None):
     return jnp.einsum("bnts,bsnu->btnu", weights, v)
 
 
-def projections(w, h, positions, config):
+def projections(w, h, positions, config, is_global):
     """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in (w.w_q, w.w_k, w.w_v))
     if config.qkv_bias:
         q, k, v = q + w.bias_q, k + w.bias_k, v + w.bias_v
     if config.qk_norm:
         q, k = norm(q, w.norm_q, config.norm_eps), norm(k, w.norm_k, config.norm_eps)
-    return rotate(q, positions, config), rotate(k, positions, config), v
+    return rotate(q, positions, config, is_global), rotate(k, positions, config, is_global), v
 
 
-def latent_projections(w, h, positions, config):
+def latent_projections(w, h, positions, config, is_global):
     """Returns q, k and v of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), from h [b, t, d].
 
     q and k are [b, t, n, head_dim + rope_head_dim], v is [b, t, n, u]. Keys and values are projected up from a latent
@@ -139,8 +148,8 @@ def latent_projections(w, h, positions, config):
         q = jnp.einsum("btd,dnh->btnh", h, w.w_q)
     latent = h @ w.w_kv_down
     k, v = (up(latent, w.norm_kv_latent, matrix) for matrix in (w.w_k_up, w.w_v_up))
-    plain, rotated = q[..., : config.head_dim], rotate(q[..., config.head_dim :], positions, config)
-    shared_key = rotate((h @ w.w_k_rope)[:, :, None], positions, config)  # one head
+    plain, rotated = q[..., : config.head_dim], rotate(q[..., config.head_dim :], positions, config, is_global)
+    shared_key = rotate((h @ w.w_k_rope)[:, :, None], positions, config, is_global)  # one head
     shared_key = jnp.repeat(shared_key, config.num_heads, 2)
     return jnp.concatenate([plain, rotated], -1), jnp.concatenate([k, shared_key], -1), v
 
@@ -231,8 +240,9 @@ def forward(params, batch, config):
         w = jax.tree.map(lambda a, row=row: a[row], stack)
 
         h = norm(x, w.norm_attention, config.norm_eps)
-        q, k, v = (latent_projections if config.kv_lora_rank else projections)(w, h, batch.positions, config)
         is_global = config.global_every and (i + 1) % config.global_every == 0
+        project = latent_projections if config.kv_lora_rank else projections
+        q, k, v = project(w, h, batch.positions, config, is_global)
         context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
         out = jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
         x = x + (norm(out, w.norm_attention_out, config.norm_eps) if config.post_norms else out)

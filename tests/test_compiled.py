@@ -75,6 +75,8 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "rope_mscale": (YARN, 0.5),
     "rope_mscale_all_dim": (LATENT | YARN, 1.0),
     "mlp_activation": ({}, "gelu"),
+    "rope_fraction": ({}, 0.5),
+    "global_rope_theta": (dict(window=64, global_every=3), 1e6),
     "post_norms": ({}, True),
     "qk_norm": ({}, True),
     "qkv_bias": ({}, True),

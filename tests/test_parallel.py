@@ -158,6 +158,9 @@ EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
 LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6, norm_eps=0.1)
 YARN = dict(rope_type="yarn", rope_scaling=8.0, rope_original_len=64, rope_theta=50.0)
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
+VARIANTS += [
+    dict(window=5, global_every=2, global_rope_theta=50.0, rope_type="linear", rope_scaling=8.0, rope_fraction=0.5),
+]
 VARIANTS += [YARN | dict(rope_truncate=False), LATENT | YARN | dict(rope_head_dim=8, rope_mscale_all_dim=0.7)]
 
 
