@@ -22,14 +22,15 @@ FLOORS = [
     {"command"},
     {"config", "placement", "data", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
-    {"anatomy", "flags"},
+    {"families"},
+    {"anatomy", "flags", "tensor_files"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters", "checkpoint", "remat"},
-    {"planner", "cost", "calibration", "machine"},
+    {"planner", "cost", "calibration", "machine", "weights"},
     {"recompute", "results"},
     {"mixture", "tensor", "roofline", "recipes"},
     {"decoder"},

@@ -1,0 +1,262 @@
+"""Tests published weights: the values of each tensor, shards, the bytes that are read, and folders that are refused."""
+
+import dataclasses
+import json
+import operator
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import anatomy
+import families
+import parameters
+import placement
+import sharding
+import tensor_files
+import weights
+from config import Config
+
+SMALL = dict(
+    vocab_size=32, num_layers=2, model_dim=16, ff_dim=24, num_heads=4, num_kv_heads=2, head_dim=8, seq_len=8, batch=8
+)
+MOE = dict(num_experts=4, experts_per_token=2, expert_dim=8)
+LATENT = dict(kv_lora_rank=8, rope_head_dim=4, value_head_dim=6, num_kv_heads=4, norm_eps=1e-6, num_dense_layers=1)
+DEEPSEEK = SMALL | MOE | LATENT | dict(num_shared_experts=2, renormalise=False, router_scale=1.5)
+YARN = dict(rope_type="yarn", rope_scaling=4.0, rope_original_len=64)
+LLAMA3 = dict(rope_type="llama3", rope_scaling=8.0, rope_original_len=64)
+MODELS = {
+    "llama": SMALL | LLAMA3 | dict(tied_embeddings=True, qkv_bias=True, output_bias=True),
+    "mistral": SMALL | dict(window=4),
+    "qwen2": SMALL | dict(qkv_bias=True),
+    "qwen3": SMALL | dict(qk_norm=True, window=4, global_every=2),
+    "qwen3_moe": SMALL | MOE | dict(qk_norm=True, num_dense_layers=1),
+    "mixtral": SMALL | MOE,
+    "deepseek_v2": DEEPSEEK | YARN | dict(rope_mscale=0.5, rope_mscale_all_dim=0.5),
+    "deepseek_v3": DEEPSEEK
+    | dict(q_lora_rank=12, router_scores="sigmoid", selection_bias=True, router_groups=2, renormalise=True),
+    "gpt_oss": SMALL
+    | MOE
+    | YARN
+    | dict(qkv_bias=True, output_bias=True, attention_sinks=True, expert_bias=True, swiglu_limit=7.0)
+    | dict(window=4, global_every=2, rope_truncate=False),
+}
+
+
+def model(name: str, **more) -> Config:
+    return Config(**MODELS[name] | more)
+
+
+def mesh_of(sizes: str = "fsdp:1"):
+    sizes = placement.parse_mesh(sizes)
+    return sharding.make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def exported(directory: Path, config: Config, **options) -> tuple[parameters.Params, str]:
+    """Random parameters, and the folder with them in float32."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), parameters.param_shapes(config))
+    weights.export(params, config, str(directory), **dict(dtype="float32") | options)
+    return params, str(directory)
+
+
+def equal(tree, other) -> bool:
+    return all(map(np.array_equal, *map(jax.tree.leaves, (tree, other)))) and len(jax.tree.leaves(tree)) > 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_comes_back_with_the_same_bits(name, tmp_path):
+    config = model(name)
+    params, folder = exported(tmp_path / "a", config)
+    fields = weights.settings(folder)
+    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == name
+    assert all(getattr(config, field) == value for field, value in fields.items() if field != "ff_dim")
+    loaded = weights.load(folder, dataclasses.replace(config, **fields), mesh_of())
+    assert equal(params, loaded)
+    weights.export(jax.tree.map(np.asarray, loaded), config, str(tmp_path / "b"), "float32")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def attention(w, p, i: int, config: Config) -> dict[str, np.ndarray]:
+    """The published tensors of grouped-query attention, made from ours."""
+    D = config.model_dim
+    tensors = {f"{p}.o_proj.weight": np.asarray(w.w_o[i]).reshape(-1, D).T}
+    for letter, matrix, bias in (("q", w.w_q, w.bias_q), ("k", w.w_k, w.bias_k), ("v", w.w_v, w.bias_v)):
+        tensors[f"{p}.{letter}_proj.weight"] = np.asarray(matrix[i]).reshape(D, -1).T
+        if bias is not None:
+            tensors[f"{p}.{letter}_proj.bias"] = np.asarray(bias[i]).reshape(-1)
+    return tensors
+
+
+def test_tensors_of_a_dense_model_are_transposed_matrices(tmp_path):
+    config = model("llama")
+    params, folder = exported(tmp_path, config)
+    tensors, w = load_file(f"{folder}/model.safetensors"), params.layers
+    for i in range(config.num_layers):
+        p = f"model.layers.{i}"
+        wanted = attention(w, f"{p}.self_attn", i, config) | {
+            f"{p}.self_attn.o_proj.bias": w.bias_o[i],
+            f"{p}.input_layernorm.weight": w.norm_attention[i],
+            f"{p}.post_attention_layernorm.weight": w.norm_mlp[i],
+            f"{p}.mlp.gate_proj.weight": w.w_gate[i].T,
+            f"{p}.mlp.up_proj.weight": w.w_up[i].T,
+            f"{p}.mlp.down_proj.weight": w.w_down[i].T,
+        }
+        for name, value in wanted.items():
+            assert np.array_equal(tensors.pop(name), value), name
+    wanted = {"model.embed_tokens.weight": params.embed, "model.norm.weight": params.norm}
+    assert tensors.keys() == wanted.keys() and all(np.array_equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_experts_of_gpt_oss_alternate_gate_and_up(tmp_path):
+    config = model("gpt_oss")
+    params, folder = exported(tmp_path, config)
+    tensors, w = load_file(f"{folder}/model.safetensors"), params.layers
+    by_expert = lambda matrix: np.asarray(matrix[1]).reshape(config.num_experts, config.model_dim, -1)
+    p = "model.layers.1.mlp.experts"
+    assert np.array_equal(tensors[f"{p}.gate_up_proj"][..., 0::2], by_expert(w.expert_gate))
+    assert np.array_equal(tensors[f"{p}.gate_up_proj"][..., 1::2], by_expert(w.expert_up))
+    assert np.array_equal(tensors[f"{p}.gate_up_proj_bias"][:, 1::2], w.bias_expert_up[1])
+    assert np.array_equal(tensors[f"{p}.down_proj"], by_expert(w.expert_down).transpose(0, 2, 1))
+    assert np.array_equal(tensors["model.layers.1.mlp.router.weight"], w.w_router[1].T)
+
+
+def test_latent_attention_of_deepseek_is_joined_and_has_adjacent_pairs(tmp_path):
+    config = model("deepseek_v3")
+    params, folder = exported(tmp_path, config)
+    tensors, w, R = load_file(f"{folder}/model.safetensors"), params.layers, config.rope_head_dim
+    p = "model.layers.1.self_attn"  # layer 0 is dense
+    up = tensors[f"{p}.kv_b_proj.weight"].reshape(config.num_heads, -1, config.kv_lora_rank)
+    assert np.array_equal(up[:, : config.head_dim], np.asarray(w.w_k_up[0]).transpose(1, 2, 0))
+    assert np.array_equal(up[:, config.head_dim :], np.asarray(w.w_v_up[0]).transpose(1, 2, 0))
+    down = tensors[f"{p}.kv_a_proj_with_mqa.weight"]
+    assert np.array_equal(down[: config.kv_lora_rank], w.w_kv_down[0].T)
+    rotary = down[config.kv_lora_rank :]
+    assert np.array_equal(np.concatenate([rotary[0::2], rotary[1::2]]), w.w_k_rope[0].T)
+    query = tensors[f"{p}.q_b_proj.weight"].reshape(config.num_heads, -1, config.q_lora_rank)
+    ours = np.asarray(w.w_q_up[0]).transpose(1, 2, 0)
+    assert np.array_equal(query[:, :-R], ours[:, :-R])
+    assert np.array_equal(query[:, -R::2], ours[:, -R : -R // 2]) and np.array_equal(
+        query[:, -R + 1 :: 2], ours[:, -R // 2 :]
+    )
+    assert np.array_equal(tensors["model.layers.1.mlp.gate.e_score_correction_bias"], w.selection_bias[0])
+    expert = np.asarray(w.expert_down[0]).reshape(config.num_experts, config.model_dim, -1)[3]
+    assert np.array_equal(tensors["model.layers.1.mlp.experts.3.down_proj.weight"], expert)
+
+
+# -- shards
+
+
+MESHES = {
+    "llama": "data:2,fsdp:2,tensor:2",
+    "qwen3_moe": "fsdp:2,expert:4",
+    "deepseek_v3": "expert:2,fsdp:4",
+    "gpt_oss": "expert:2,fsdp:2,tensor:2",
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_shards_on_eight_devices_are_those_of_the_arrays(name, tmp_path):
+    config = model(name, mesh=MESHES[name])
+    params, folder = exported(tmp_path, config)
+    mesh = mesh_of(config.mesh)
+    loaded = weights.load(folder, config, mesh)
+    assert equal(params, loaded)
+    for spec, array in zip(jax.tree.leaves(parameters.param_specs(config)), jax.tree.leaves(loaded), strict=True):
+        assert array.sharding == jax.sharding.NamedSharding(mesh, spec)
+    if name == "llama":
+        weights.export(loaded, config, str(tmp_path / "again"), "float32")
+        assert (tmp_path / "again/model.safetensors").read_bytes() == Path(folder, "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_block_is_read_without_the_bytes_around_it(name, tmp_path):
+    """Counts the bytes that the device with the last shard of each weight reads, and compares them with its shards."""
+    config = model(name, mesh=MESHES[name])
+    _, folder = exported(tmp_path, config)
+    mesh, rows = mesh_of(config.mesh), weights._rows(families.FAMILIES[name])
+    specs = parameters.param_specs(config)
+    with tensor_files.Folder(folder) as opened:
+        for path, ours, layers in weights._stacks(config):
+            shape, spec = map(operator.attrgetter(path), (parameters.param_shapes(config), specs))
+            layout = jax.sharding.NamedSharding(mesh, spec)
+            index = layout.devices_indices_map(shape.shape)[mesh.devices.flat[-1]]
+            ranges = [each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True)]
+            before = opened.bytes_read
+            block = weights._block(opened, rows[ours], layers.start, ranges, config)
+            assert opened.bytes_read - before == block.nbytes == 4 * np.prod(layout.shard_shape(shape.shape))
+
+
+def test_replicas_of_a_shard_are_read_once(tmp_path, monkeypatch):
+    config = model("qwen3", mesh="data:8")
+    params, folder = exported(tmp_path, config)
+    read = []
+    leave = tensor_files.Folder.__exit__
+    monkeypatch.setattr(tensor_files.Folder, "__exit__", lambda self, *_: (read.append(self.bytes_read), leave(self)))
+    assert equal(params, weights.load(folder, config, mesh_of("data:8")))
+    assert read == [sum(array.nbytes for array in jax.tree.leaves(params))]
+
+
+# -- dtypes and files
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_read_as_float32(dtype, tmp_path):
+    config = model("qwen3")
+    params, folder = exported(tmp_path, config)
+    tensors = load_file(f"{folder}/model.safetensors")
+    save_file({name: value.astype(dtype) for name, value in tensors.items()}, f"{folder}/model.safetensors")
+    loaded = weights.load(folder, config, mesh_of())
+    assert equal(jax.tree.map(lambda a: np.asarray(a).astype(dtype).astype(np.float32), params), loaded)
+
+
+def test_an_export_in_bfloat16_is_rounded_to_the_nearest_but_for_the_selection_bias(tmp_path):
+    config = model("deepseek_v3")
+    params, folder = exported(tmp_path, config, dtype="bfloat16")
+    tensors = load_file(f"{folder}/model.safetensors")
+    assert np.array_equal(tensors["model.norm.weight"], np.asarray(params.norm).astype(ml_dtypes.bfloat16))
+    bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.dtype == np.float32 and np.array_equal(bias, params.layers.selection_bias[0])
+
+
+def test_a_large_model_is_in_several_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
+    config = model("llama")
+    params, folder = exported(tmp_path, config)
+    index = json.loads((tmp_path / tensor_files.INDEX).read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert (
+        files == sorted({*index["weight_map"].values()}) and len(files) > 3 and files[0].startswith("model-00001-of-")
+    )
+    for file in files:
+        tensors = load_file(tmp_path / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == tensors.keys()
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 4000
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in jax.tree.leaves(params))
+    assert equal(params, weights.load(folder, config, mesh_of()))
+
+
+def test_a_folder_that_is_not_empty_is_not_written_to(tmp_path):
+    config = model("llama")
+    _, folder = exported(tmp_path / "a", config)
+    with pytest.raises(ValueError, match="a is there already, and is not empty: name a new folder"):
+        exported(Path(folder), config)
+
+
+def test_show_prints_what_a_folder_holds(tmp_path, capsys):
+    config = model("mixtral")
+    params, folder = exported(tmp_path, config)
+    weights.show(folder)
+    out = capsys.readouterr().out
+    assert out.startswith("family     mixtral: MixtralForCausalLM\n") and "--num_experts=4" in out
+    assert f"parameters {sum(array.size for array in jax.tree.leaves(params)):,}" in out
+
+
+def test_every_row_is_of_a_weight_of_this_project():
+    for name, family in families.FAMILIES.items():
+        assert {row.ours for row in family.rows} <= anatomy.WEIGHTS.keys()
+        assert len({row.ours for row in family.rows}) == len(family.rows), name

@@ -1,0 +1,396 @@
+"""Published weights: folders of safetensors files with the names of Hugging Face, to and from our parameters.
+
+    python weights.py show DIR                                    what a folder holds, and whether it can be read
+
+**Idea.** families.py says which published tensor holds which weight, and the order of its dims. `load` makes the shard
+of each device from the bytes of that shard alone, so no host ever holds the model. `export` writes one tensor at a
+time. All headers are checked before any value is read: each tensor must be there once, in the shape that config.json
+implies.
+
+**Cost.** A process reads the bytes of its shards once. It needs the memory of its shards in float32, and of one more
+shard of one weight.
+
+**Left out.** Quantised exports, and the export of arrays whose shards are on several processes.
+
+**Source.** The formats: tensor_files.py. The names: families.py.
+"""
+
+import itertools
+import json
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+import anatomy
+import command
+import outputs
+import parameters
+import tensor_files
+from config import Config
+from families import FAMILIES, Family, Row, config_json, family_of, settings
+from tensor_files import Folder, New
+
+__all__ = ["check", "export", "load", "settings"]
+
+SHARD_BYTES = 4 * 10**9  # of an exported file, at most, unless one tensor is larger
+# These are exported in float32 whatever the dtype: the steps of the bias are too small for bfloat16.
+_FLOAT32 = frozenset({"selection_bias"})
+
+
+# -- the dims of a row
+
+
+def _terms(row: Row) -> list[list[str]]:
+    """The axes of a published tensor, each a list of its terms."""
+    return [axis.split() for axis in row.dims.split(",")]
+
+
+def _size(term: str, sizes: dict[str, int]) -> int:
+    if ":" in term:
+        return int(term.partition(":")[0])
+    return sum(sizes[letter] for letter in term.rstrip("~").split("+"))
+
+
+def _shape(row: Row, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(_size(term, sizes) for term in axis) for axis in _terms(row))
+
+
+def _letter(term: str, letters: str) -> str:
+    """The one of a weight's `letters` that a term has; empty for a numbered one."""
+    return next((letter for letter in term.rstrip("~").split("+") if letter in letters), "")
+
+
+def _interval(term: str, ranges: dict[str, tuple[int, int]], sizes: dict[str, int]) -> tuple[int, int, int]:
+    """(size, start, stop): the size of a term, and the part of it that holds the `ranges` of a weight."""
+    size, start = _size(term, sizes), 0
+    if ":" in term:
+        number = int(term.partition(":")[2])
+        return size, number, number + 1
+    for letter in term.rstrip("~").split("+"):
+        if letter in ranges:
+            return size, start + ranges[letter][0], start + ranges[letter][1]
+        start += sizes[letter]
+    raise KeyError(term)
+
+
+def _halves(size: int, rotary: int) -> np.ndarray:
+    """int [size]: the published place of each dim of a head, the last `rotary` of which are adjacent pairs there."""
+    plain, pairs = np.split(np.arange(size), [size - rotary])
+    return np.concatenate([plain, pairs[0::2], pairs[1::2]])
+
+
+def _rotary_axis(row: Row, letters: str) -> int | None:
+    """The dim of a weight whose pairs are adjacent in the published tensor, among the dims that both have."""
+    terms = [term for axis in _terms(row) for term in axis]
+    shared = [letter for letter in letters if any(letter == _letter(term, letters) for term in terms)]
+    pairs = next((term[-2] for term in terms if term.endswith("~")), None)
+    return shared.index(pairs) if pairs in shared else None
+
+
+# -- our weights in pieces
+
+
+def _stacks(config: Config) -> Iterator[tuple[str, str, range]]:
+    """(path, name, numbers of the layers) of each of our weights; the range is empty outside the layers."""
+    for name in anatomy.other_weights(config):
+        yield name, name, range(0)
+    for stack, (num_layers, experts) in anatomy.layer_stacks(config).items():
+        first = 0 if stack == "dense_layers" else config.num_layers - num_layers
+        for name in anatomy.layer_weights(config, experts=experts):
+            yield f"{stack}.{name}", name, range(first, first + num_layers)
+
+
+def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
+    """The pieces of a block of one of our weights that are in one published tensor each.
+
+    The matrices of experts are one dim Z = E * D, so a piece has the rows of one expert.
+
+    Args:
+      ranges: (start, stop) for each dim of the weight.
+
+    Yields (place in the block, layer, expert, letters, {letter: (start, stop)}), without L, and with E D in place of Z.
+    """
+    dims, D = anatomy.WEIGHTS[name].dims, config.model_dim
+    in_layers = dims[0] == "L"
+    inner = dict(zip(dims, ranges, strict=True))
+    layers = range(*inner.pop("L")) if in_layers else range(1)
+    letters = dims.replace("L", "").replace("Z", "ED")
+    for number, layer in enumerate(layers):
+        place = (number,) if in_layers else ()
+        if "Z" not in dims:
+            yield place, layer, 0, letters, inner
+            continue
+        start, stop = inner["Z"]
+        for e in range(start // D, -(-stop // D)):
+            low, high = max(start, e * D), min(stop, (e + 1) * D)
+            of_expert = {"E": (e, e + 1), "D": (low - e * D, high - e * D), "M": inner["M"]}
+            yield (*place, slice(low - start, high - start)), layer, e, letters, of_expert
+
+
+# -- what must be in a folder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A published tensor, or a part of one, and the piece of our weights that it holds."""
+
+    name: str  # of the published tensor
+    row: Row
+    path: str  # of our weight: embed, layers.w_q
+    layer: int  # in the stack of our weight; 0 outside the layers
+    expert: int | None  # None if the tensor holds all experts, or none
+
+
+def entries(config: Config, family: Family) -> list[Entry]:
+    """Returns the published tensors of a model, layer by layer. Raises ValueError for a weight of another family."""
+    rows, numbered = _rows(family), []
+    for path, ours, layers in _stacks(config):
+        if ours not in rows:
+            raise ValueError(f"{family.architecture} has no weight {ours}, which this model has")
+        row = rows[ours]
+        experts = range(config.num_experts) if "{e}" in row.published else [None]
+        for i, e in itertools.product(layers or [-1], experts):
+            entry = Entry(row.published.format(i=i, e=e), row, path, i - layers.start if layers else 0, e)
+            numbered.append((i, entry))
+    return [entry for _, entry in sorted(numbered, key=lambda each: each[0])]
+
+
+def _rows(family: Family) -> dict[str, Row]:
+    return {row.ours: row for row in family.rows}
+
+
+def check(folder: Folder, config: Config) -> list[str]:
+    """Checks all tensors of a folder against the model. Returns a note for each kind that is skipped.
+
+    Raises ValueError for a missing, an unknown or a wrongly shaped tensor, and for a dtype that is not read.
+    """
+    family = FAMILIES[family_of(folder.values, str(folder.directory / "config.json"))]
+    used, missing, sizes = set(), [], anatomy.sizes(config)
+    for entry in entries(config, family):
+        name, parts = entry.name, folder.parts(entry.name, _shape(entry.row, sizes))
+        missing += [] if parts else [name]
+        for part, (wanted, dtypes) in parts.items():
+            if part not in folder.tensors:
+                raise ValueError(f"{folder.directory} has {name} quantised, but no {part}")
+            tensor = folder.tensors[part]
+            if tensor.shape != wanted:
+                raise ValueError(
+                    f"{tensor.path} has {part} {list(tensor.shape)}, and by config.json it must be {list(wanted)}"
+                )
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{tensor.path} has {part} in {tensor.dtype}: this program reads {', '.join(dtypes)}")
+            used.add(part)
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ValueError(f"{folder.directory} has no {missing[0]}{more}, which config.json promises")
+    return _skipped(folder, family, config, used)
+
+
+def _skipped(folder: Folder, family: Family, config: Config, used: set[str]) -> list[str]:
+    """Notes on the tensors that are not used. Raises ValueError for one that nothing explains."""
+    reasons = dict(family.skipped)
+    if config.tied_embeddings:
+        reasons[r"lm_head\.weight"] = "the unembedding is the embedding"
+    skipped: dict[str, list[str]] = {}
+    for name in sorted(folder.tensors.keys() - used):
+        matches = lambda pattern, name=name: re.fullmatch(pattern.replace("{L}", str(config.num_layers)), name)
+        why = next((why for pattern, why in reasons.items() if matches(pattern)), None)
+        if why is None:
+            raise ValueError(
+                f"{folder.tensors[name].path} has {name} {list(folder.tensors[name].shape)}, which "
+                f"{family.architecture} does not have with this config.json"
+            )
+        skipped.setdefault(why, []).append(name)
+    return [f"{names[0]} and {len(names) - 1} more are skipped: {why}" for why, names in skipped.items()]
+
+
+# -- import
+
+
+def load(directory: str, config: Config, mesh: Mesh) -> parameters.Params:
+    """Returns the parameters in a folder of published weights, in float32 and laid out on the mesh.
+
+    Each process reads the bytes of its own shards.
+
+    Raises:
+      ValueError: the folder is damaged, or not of this model; nothing is read then.
+      OSError: a file is missing, or cannot be read.
+    """
+    with Folder(directory) as folder:
+        check(folder, config)
+        return read(folder, config, mesh)
+
+
+def read(folder: Folder, config: Config, mesh: Mesh) -> parameters.Params:
+    """As `load`, from a folder that is open and checked."""
+    rows = _rows(FAMILIES[folder.values["model_type"]])
+    first_layers = {path: layers.start for path, _, layers in _stacks(config)}
+
+    def place(path, shape, spec):
+        path = jax.tree_util.keystr(path, simple=True, separator=".")
+        row = rows[path.rpartition(".")[2]]
+        blocks: dict[tuple, np.ndarray] = {}  # replicas of a shard are read once
+
+        def shard(index):
+            ranges = tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
+            if ranges not in blocks:
+                blocks[ranges] = _block(folder, row, first_layers[path], ranges, config)
+            return blocks[ranges]
+
+        return jax.make_array_from_callback(shape.shape, NamedSharding(mesh, spec), shard)
+
+    return jax.tree.map_with_path(place, parameters.param_shapes(config), parameters.param_specs(config))
+
+
+def _block(folder: Folder, row: Row, first: int, ranges: tuple[tuple[int, int], ...], config: Config) -> np.ndarray:
+    """Returns a block of one of our weights in float32.
+
+    Args:
+      first: the number of the layer that is the first one of the stack.
+      ranges: (start, stop) for each dim of the weight.
+    """
+    block, sizes = np.empty([stop - start for start, stop in ranges], np.float32), anatomy.sizes(config)
+    for place, layer, e, letters, inner in _pieces(row.ours, ranges, config):
+        axes = [[_interval(term, inner, sizes) for term in axis] for axis in _terms(row)]
+        published = folder.read(row.published.format(i=first + layer, e=e), axes)
+        block[place] = _to_ours(published, row, letters, config).reshape(block[place].shape)
+    return block
+
+
+def _to_ours(published: np.ndarray, row: Row, letters: str, config: Config) -> np.ndarray:
+    """Returns a published block, which has a dim for each term, with the dims of our weight that it has."""
+    has = [_letter(term, letters) for axis in _terms(row) for term in axis]
+    block = published.reshape([size for size, letter in zip(published.shape, has, strict=True) if letter])
+    has = [letter for letter in has if letter]
+    block = block.transpose([has.index(letter) for letter in letters if letter in has])
+    if (axis := _rotary_axis(row, letters)) is not None:
+        block = block.take(_halves(block.shape[axis], config.rope_head_dim), axis)
+    return block
+
+
+# -- export
+
+
+def export(params: parameters.Params, config: Config, out_dir: str, dtype: str = "bfloat16") -> None:
+    """Writes parameters as a folder of published weights: config.json, and safetensors files with an index.
+
+    Args:
+      params: numpy arrays, or JAX's, whose shards are all on this process.
+      out_dir: a new folder, or an empty one.
+      dtype: bfloat16 or float32.
+
+    Raises:
+      ValueError: no published family has this model, or the folder is not empty.
+      OSError: it cannot be written.
+    """
+
+    def piece(path: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+        array = operator.attrgetter(path)(params)
+        if isinstance(array, np.ndarray):
+            return array[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+        return np.asarray(_slice(array, starts, sizes))
+
+    write(piece, config, out_dir, dtype)
+
+
+@partial(jax.jit, static_argnums=2)
+def _slice(array: jax.Array, starts, sizes: tuple[int, ...]) -> jax.Array:
+    return lax.dynamic_slice(array, starts, sizes)
+
+
+def write(piece: Callable, config: Config, out_dir: str, dtype: str) -> None:
+    """As `export`, with a function in place of the parameters.
+
+    Args:
+      piece: (path of a weight as in layers.w_q, starts, sizes) -> that block of the weight, as a numpy array.
+    """
+    values = config_json(config)
+    family, folder = FAMILIES[values["model_type"]], Path(out_dir)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{out_dir} is there already, and is not empty: name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes, sources = anatomy.sizes(config), {}
+    for entry in entries(config, family):
+        sources.setdefault(entry.name, []).append(entry)
+
+    def new(name: str, row: Row) -> New:
+        stored = "F32" if row.ours in _FLOAT32 or dtype == "float32" else "BF16"
+        return New(name, stored, _shape(row, sizes))
+
+    def value_of(tensor: New) -> np.ndarray:
+        published = np.empty(tensor.shape, np.float32)
+        for entry in sources[tensor.name]:
+            _put(entry, piece, published, config)
+        return published
+
+    tensors = [new(name, each[0].row) for name, each in sources.items()]
+    tensor_files.write(folder, tensors, value_of, SHARD_BYTES)
+    values["torch_dtype"] = dtype
+    with outputs.replacing(folder / "config.json") as file:  # last: without it the folder is refused
+        json.dump(values, file, indent=2)
+
+
+def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -> None:
+    """Puts a piece of our weights into a published tensor: the inverse of `_to_ours`."""
+    dims, sizes, D = anatomy.WEIGHTS[entry.row.ours].dims, anatomy.sizes(config), config.model_dim
+    ranges = {letter: (0, sizes[letter]) for letter in dims}
+    if dims[0] == "L":
+        ranges["L"] = entry.layer, entry.layer + 1
+    if entry.expert is not None:
+        ranges["Z"] = entry.expert * D, (entry.expert + 1) * D
+    block = piece(entry.path, *zip(*((start, stop - start) for start, stop in ranges.values()), strict=True))
+    letters = dims.replace("L", "").replace("Z", "ED")
+    unsharded = {letter: (0, sizes[letter]) for letter in letters}
+    slots = [[_interval(term, unsharded, sizes) for term in axis] for axis in _terms(entry.row)]
+    slots = [slot for axis in slots for slot in axis]
+    has = [_letter(term, letters) for axis in _terms(entry.row) for term in axis]
+    shared = [letter for letter in letters if letter in has]
+    block = block.reshape([sizes[letter] for letter in shared])
+    if (axis := _rotary_axis(entry.row, letters)) is not None:
+        block = block.take(np.argsort(_halves(block.shape[axis], config.rope_head_dim)), axis)
+    block = block.transpose([shared.index(letter) for letter in has if letter])
+    view = published.reshape([size for size, _, _ in slots])[tuple(slice(start, stop) for _, start, stop in slots)]
+    view[...] = block.reshape(view.shape)
+
+
+def show(directory: str) -> None:
+    """Prints what is in a folder of published weights. Raises ValueError and OSError where `load` would refuse it."""
+    with Folder(directory) as folder:
+        kind = family_of(folder.values, str(folder.directory / "config.json"))
+        files = {tensor.path for tensor in folder.tensors.values()}
+        dtypes = Counter(tensor.dtype for tensor in folder.tensors.values())
+        num_bytes = sum(path.stat().st_size for path in files)
+        print(f"family     {kind}: {FAMILIES[kind].architecture}")
+        print(f"files      {len(files)} of {num_bytes / 1e9:,.3g} GB, {len(folder.tensors):,} tensors: ", end="")
+        print(", ".join(f"{number:,} in {dtype}" for dtype, number in dtypes.most_common()))
+        fields = settings(directory)
+        print(f"model      {' '.join(f'--{name}={value}' for name, value in fields.items())}")
+        config = Config(**fields)
+        notes = check(folder, config)
+        num_params = sum(math.prod(shape.shape) for shape in jax.tree.leaves(parameters.param_shapes(config)))
+        print(f"parameters {num_params:,}")
+        for note in notes:
+            print(f"note       {note}")
+
+
+def main() -> None:
+    parser = command.parser(__file__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show_parser = commands.add_parser("show", help="print what a folder holds, and whether it can be read")
+    show_parser.add_argument("directory", type=command.path, metavar="DIR", help="folder of published weights")
+    args = command.arguments(parser)
+    show(args.directory)
+
+
+if __name__ == "__main__":
+    command.run(main)
