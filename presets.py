@@ -1,7 +1,8 @@
 """The models, for `--preset=NAME`: published shapes, and small ones that learn on a CPU.
 
 **Dense models.** Sources are the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
-arXiv:2412.15115) with their released configuration files, and Gemma 4 31B's model card. `gemma-31b-like` has Gemma's
+arXiv:2412.15115; Gemma 2, arXiv:2408.00118; Gemma 3, arXiv:2503.19786) with their released configuration files, and
+Gemma 4 31B's model card. Gemma 3 of 4B and 12B is the text model, without its images. `gemma-31b-like` has Gemma 4's
 widths, depth and 5:1 pattern of local and global layers, in the block of this project's models. It has SwiGLU where
 Gemma has GeGLU, no norms after the sub-layers, no scaled embedding and one rotary base. Its global layers have the same
 16 key/value heads of 256 as the local ones, where Gemma's have 4 of 512.
@@ -23,6 +24,11 @@ _LLAMA31 = dict(_LARGE, vocab_size=128_256, rope_theta=500_000.0, seq_len=8192, 
 _LLAMA31 |= dict(rope_type="llama3", rope_scaling=8.0)
 _QWEN3 = dict(_LARGE, vocab_size=151_936, rope_theta=1_000_000.0, qk_norm=True, norm_eps=1e-6, seq_len=4096)
 _QWEN3 |= dict(num_experts=128, experts_per_token=8, load_balance_loss=0.01)
+_GEMMA = dict(_LARGE, seq_len=8192, norm_eps=1e-6, tied_embeddings=True, embedding_scale=True, post_norms=True)
+_GEMMA |= dict(mlp_activation="gelu", head_dim=256)
+_GEMMA2 = _GEMMA | dict(vocab_size=256_000, window=4096, global_every=2, attention_soft_cap=50.0, logit_soft_cap=30.0)
+_GEMMA3 = _GEMMA | dict(qk_norm=True, global_every=6, global_rope_theta=1_000_000.0)
+_GEMMA3_LONG = _GEMMA3 | dict(vocab_size=262_208, window=1024, rope_type="linear", rope_scaling=8.0)
 PRESETS: dict[str, dict] = {
     "tiny": {},
     "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
@@ -55,6 +61,20 @@ PRESETS: dict[str, dict] = {
         qkv_bias=True,
         norm_eps=1e-6,
     ),
+    "gemma2-2b": dict(_GEMMA2, num_layers=26, model_dim=2304, ff_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2-9b": dict(_GEMMA2, num_layers=42, model_dim=3584, ff_dim=14_336, num_heads=16, num_kv_heads=8),
+    "gemma3-1b": dict(
+        _GEMMA3,
+        vocab_size=262_144,
+        window=512,
+        num_layers=26,
+        model_dim=1152,
+        ff_dim=6912,
+        num_heads=4,
+        num_kv_heads=1,
+    ),
+    "gemma3-4b": dict(_GEMMA3_LONG, num_layers=34, model_dim=2560, ff_dim=10_240, num_heads=8, num_kv_heads=4),
+    "gemma3-12b": dict(_GEMMA3_LONG, num_layers=48, model_dim=3840, ff_dim=15_360, num_heads=16, num_kv_heads=8),
     "gemma-31b-like": dict(
         _LARGE,
         vocab_size=262_144,

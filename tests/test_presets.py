@@ -27,6 +27,11 @@ FIELDS = {
     "rope_scaling.original_max_position_embeddings": "rope_original_len",
     "tie_word_embeddings": "tied_embeddings",
     "sliding_window": "window",
+    "sliding_window_pattern": "global_every",
+    "rope_parameters.sliding_attention.rope_theta": "rope_theta",
+    "rope_parameters.full_attention.rope_theta": "global_rope_theta",
+    "attn_logit_softcapping": "attention_soft_cap",
+    "final_logit_softcapping": "logit_soft_cap",
     "swiglu_limit": "swiglu_limit",
     "num_local_experts": "num_experts",
     "num_experts": "num_experts",
@@ -62,6 +67,12 @@ LLAMA31 = rope("llama3", 8.0, 8192)
 LLAMA31 |= dict(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False)
 QWEN3 = dict(head_dim=128, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=False)
 QWEN3 |= dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+GEMMA = dict(head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True)
+GEMMA2 = GEMMA | dict(rope_theta=10_000.0, sliding_window=4096)
+GEMMA2 |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+GEMMA3 = GEMMA | {f"rope_parameters.{kind}_attention.rope_theta": t for kind, t in (("sliding", 1e4), ("full", 1e6))}
+GEMMA3 |= dict(sliding_window_pattern=6)
+GEMMA3_LONG = GEMMA3 | {"sliding_window": 1024, "rope_scaling.rope_type": "linear", "rope_scaling.factor": 8.0}
 CONFIG_JSON = {
     "llama2-70b": sized(80, 8192, 28_672, 64, 8, 32_000, rms_norm_eps=1e-5, rope_theta=10_000.0),
     "llama3.1-8b": sized(32, 4096, 14_336, 32, 8, 128_256) | LLAMA31,
@@ -81,6 +92,11 @@ CONFIG_JSON = {
     "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
     | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4)
     | rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False),
+    "gemma2-2b": sized(26, 2304, 9216, 8, 4, 256_000) | GEMMA2,
+    "gemma2-9b": sized(42, 3584, 14_336, 16, 8, 256_000) | GEMMA2,
+    "gemma3-1b": sized(26, 1152, 6912, 4, 1, 262_144, sliding_window=512) | GEMMA3,
+    "gemma3-4b": sized(34, 2560, 10_240, 8, 4, 262_208) | GEMMA3_LONG,
+    "gemma3-12b": sized(48, 3840, 15_360, 16, 8, 262_208) | GEMMA3_LONG,
     # From the model card of Gemma 4 31B.
     "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
     | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
@@ -97,6 +113,10 @@ OF_THE_CODE = {
     | dict(expert_dim=2880, load_balance_loss=0.01),
     "gemma-31b-like": dict(qk_norm=True, global_every=6),
 }
+# Their scale of attention, query_pre_attn_scalar^-0.5, is that of head_dim=256.
+GEMMA_CODE = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
+OF_THE_CODE |= {f"gemma2-{size}": GEMMA_CODE | dict(global_every=2) for size in ("2b", "9b")}
+OF_THE_CODE |= {f"gemma3-{size}": GEMMA_CODE | dict(qk_norm=True) for size in ("1b", "4b", "12b")}
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not name.startswith("tiny")])

@@ -278,7 +278,7 @@ def plain_layer(x, w, batch, config: Config):
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, m) for m in (w.w_q, w.w_k, w.w_v))
     q, k = reference.rotate(q, batch.positions, config), reference.rotate(k, batch.positions, config)
     q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
-    out = named(reference.attend(q, k, v, batch.segments, 0), "context")
+    out = named(reference.attend(q, k, v, batch.segments, 0, config), "context")
     x = named(x + named(jnp.einsum("btnh,nhd->btd", out, w.w_o), "out_proj"), "mlp_input")
     h = named(reference.norm(x, w.norm_mlp, config.norm_eps), "norm_mlp")
     gate, up = named(h @ w.w_gate, "mlp_gate"), named(h @ w.w_up, "mlp_up")
