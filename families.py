@@ -63,11 +63,13 @@ class Row:
     published: its name, with {i} for the number of the layer and {e} for that of the expert.
     ours: the name of the weight.
     dims: the axes of the published tensor, see the head of this file.
+    plus: what is added to its values: 1 where a norm multiplies by 1 + w.
     """
 
     published: str
     ours: str
     dims: str
+    plus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,9 @@ def _article(kind: type) -> str:
 # -- what families share
 
 
-def _shapes(keys: Keys) -> dict:
-    """Fields of the shapes that all families have under the same names."""
-    keys.fix(hidden_act="silu", attention_dropout=0, mlp_bias=False, clip_qkv=False)
+def _shapes(keys: Keys, activation: str = "silu", tied: bool = False) -> dict:
+    """Fields of the shapes that all families have under the same names; `tied` is what a missing key says."""
+    keys.fix(hidden_act=activation, attention_dropout=0, mlp_bias=False, clip_qkv=False)
     return dict(
         vocab_size=keys.take("vocab_size", int, at_least=1),
         num_layers=keys.take("num_hidden_layers", int, at_least=1),
@@ -149,7 +151,7 @@ def _shapes(keys: Keys) -> dict:
         num_heads=(num_heads := keys.take("num_attention_heads", int, at_least=1)),
         num_kv_heads=keys.take("num_key_value_heads", int, num_heads, at_least=1),
         norm_eps=keys.take("rms_norm_eps", float),
-        tied_embeddings=keys.take("tie_word_embeddings", bool, False),
+        tied_embeddings=keys.take("tie_word_embeddings", bool, tied),
     )
 
 
@@ -534,6 +536,82 @@ def _write_gpt_oss(config: Config) -> dict:
     )
 
 
+def _gemma_shapes(keys: Keys) -> dict:
+    """Fields that Gemma 2 and 3 share."""
+    keys.fix(attention_bias=False, use_bidirectional_attention=False, cache_implementation="hybrid")
+    keys.fix(hidden_activation="gelu_pytorch_tanh")
+    fields = _shapes(keys, "gelu_pytorch_tanh", tied=True)
+    fields |= _head_dim(keys, fields, 256) | dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
+    scalar = keys.take("query_pre_attn_scalar", float, 256.0, at_least=1)
+    return fields | dict(attention_scale=0.0 if scalar == fields["head_dim"] else scalar**-0.5)
+
+
+def _cap(keys: Keys, key: str, default: float) -> float:
+    """A soft cap, which null turns off."""
+    is_off = keys.values.get(key, default) is None
+    return keys.take(key, float, 0.0 if is_off else default)
+
+
+def _written_gemma(config: Config) -> dict:
+    scalar = round(config.attention_scale**-2, 6) if config.attention_scale else config.head_dim
+    return _written_shapes(config) | dict(
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
+        attn_logit_softcapping=config.attention_soft_cap or None,
+        final_logit_softcapping=config.logit_soft_cap or None,
+        sliding_window=config.window or None,
+        layer_types=_layer_types(config),
+    )
+
+
+def _read_gemma2(keys: Keys) -> dict:
+    fields = _gemma_shapes(keys) | _rope(keys)
+    fields |= dict(attention_soft_cap=_cap(keys, "attn_logit_softcapping", 50.0))
+    fields |= dict(logit_soft_cap=_cap(keys, "final_logit_softcapping", 30.0))
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])]
+    return fields | _window(keys, fields["num_layers"], keys.take("sliding_window", int, 4096), alternating)
+
+
+def _read_gemma3(keys: Keys) -> dict:
+    fields = _gemma_shapes(keys) | dict(qk_norm=True)
+    fields |= dict(attention_soft_cap=_cap(keys, "attn_logit_softcapping", 0.0))
+    fields |= dict(logit_soft_cap=_cap(keys, "final_logit_softcapping", 0.0))
+    if kinds := keys.take("rope_parameters", dict, {}):  # new files have those of each kind of layer
+        of_kind = Keys(kinds, f"{keys.file}: rope_parameters")
+        full, local = (of_kind.take(f"{kind}_attention", dict, {}) for kind in ("full", "sliding"))
+        of_kind.end()
+        rope = _rope(Keys(dict(rope_parameters=full), keys.file), 1_000_000.0)
+        local_rope = _rope(Keys(dict(rope_parameters=local), keys.file))
+        if local_rope.keys() > {"rope_theta"}:
+            raise ValueError(f"{keys.file} has {local} for sliding_attention: this program scales global layers only")
+        local_theta = local_rope["rope_theta"]
+    else:
+        rope, local_theta = _rope(keys, 1_000_000.0), keys.take("rope_local_base_freq", float, 10_000.0, at_least=1)
+    fields |= rope | dict(rope_theta=local_theta, global_rope_theta=rope["rope_theta"])
+    every = keys.take("sliding_window_pattern", int, keys.take("_sliding_window_pattern", int, 6), at_least=1)
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(fields["num_layers"])]
+    return fields | _window(keys, fields["num_layers"], keys.take("sliding_window", int, 4096), types)
+
+
+def _write_gemma3(config: Config) -> dict:
+    values = _written_gemma(config) | dict(rope_local_base_freq=config.rope_theta)
+    values["rope_theta"] = config.global_rope_theta or config.rope_theta
+    if config.rope_type == "default":
+        values["rope_scaling"] = None
+    return values
+
+
+_GEMMA_ROWS = (
+    *(row if row.ours != "norm" else dataclasses.replace(row, plus=1.0) for row in _OUTSIDE),
+    Row("model.layers.{i}.input_layernorm.weight", "norm_attention", "D", 1.0),
+    Row("model.layers.{i}.post_attention_layernorm.weight", "norm_attention_out", "D", 1.0),
+    Row("model.layers.{i}.pre_feedforward_layernorm.weight", "norm_mlp", "D", 1.0),
+    Row("model.layers.{i}.post_feedforward_layernorm.weight", "norm_mlp_out", "D", 1.0),
+    *(row if row.dims != "H" else dataclasses.replace(row, plus=1.0) for row in _ATTENTION),
+    *_MLP,
+)
 _MIXTRAL_ROWS = (
     Row("model.layers.{i}.block_sparse_moe.gate.weight", "w_router", "E, D"),
     Row("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "expert_gate", "M, D"),
@@ -598,6 +676,8 @@ FAMILIES = {
         (*_OUTSIDE, *_NORMS, *_DEEPSEEK_ROWS, *_MLP),
         _SKIPPED_V3,
     ),
+    "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _written_gemma, _GEMMA_ROWS, _SKIPPED),
+    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _SKIPPED),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _read_gpt_oss,

@@ -275,7 +275,7 @@ def _to_ours(published: np.ndarray, row: Row, letters: str, config: Config) -> n
     block = block.transpose([has.index(letter) for letter in letters if letter in has])
     if (axis := _rotary_axis(row, letters)) is not None:
         block = block.take(_halves(block.shape[axis], config.rope_head_dim), axis)
-    return block
+    return block + np.float32(row.plus) if row.plus else block
 
 
 # -- export
@@ -355,7 +355,7 @@ def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -
     slots = [slot for axis in slots for slot in axis]
     has = [_letter(term, letters) for axis in _terms(entry.row) for term in axis]
     shared = [letter for letter in letters if letter in has]
-    block = block.reshape([sizes[letter] for letter in shared])
+    block = block.reshape([sizes[letter] for letter in shared]) - np.float32(entry.row.plus)
     if (axis := _rotary_axis(entry.row, letters)) is not None:
         block = block.take(np.argsort(_halves(block.shape[axis], config.rope_head_dim)), axis)
     block = block.transpose([shared.index(letter) for letter in has if letter])

@@ -209,6 +209,68 @@ RELEASED = {
         v_head_dim=128,
         vocab_size=129280,
     ),
+    "gemma2-2b": dict(
+        architectures=["Gemma2ForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        attn_logit_softcapping=50.0,
+        bos_token_id=2,
+        cache_implementation="hybrid",
+        eos_token_id=1,
+        final_logit_softcapping=30.0,
+        head_dim=256,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2304,
+        initializer_range=0.02,
+        intermediate_size=9216,
+        max_position_embeddings=8192,
+        model_type="gemma2",
+        num_attention_heads=8,
+        num_hidden_layers=26,
+        num_key_value_heads=4,
+        pad_token_id=0,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-06,
+        rope_theta=10000.0,
+        sliding_window=4096,
+        torch_dtype="float32",
+        transformers_version="4.42.4",
+        use_cache=True,
+        vocab_size=256000,
+    ),
+    "gemma3-1b": dict(
+        architectures=["Gemma3ForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        attn_logit_softcapping=None,
+        bos_token_id=2,
+        cache_implementation="hybrid",
+        eos_token_id=1,
+        final_logit_softcapping=None,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=1152,
+        initializer_range=0.02,
+        intermediate_size=6912,
+        max_position_embeddings=32768,
+        model_type="gemma3_text",
+        num_attention_heads=4,
+        num_hidden_layers=26,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-06,
+        rope_local_base_freq=10000,
+        rope_scaling=None,
+        rope_theta=1000000,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        torch_dtype="bfloat16",
+        transformers_version="4.50.0.dev0",
+        use_cache=True,
+        vocab_size=262144,
+    ),
     "gpt-oss-120b": dict(
         architectures=["GptOssForCausalLM"],
         attention_bias=True,
@@ -282,6 +344,24 @@ def test_newer_files_have_rope_parameters(tmp_path):
     old = settings(tmp_path, LLAMA | dict(rope_theta=5e5, rope_scaling=LLAMA3))
     assert old == settings(tmp_path, LLAMA | dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5)))
     assert old["rope_scaling"] == 8.0 and old["rope_theta"] == 5e5
+
+
+def test_gemma_3_has_rope_parameters_for_each_kind_of_layer(tmp_path):
+    old = RELEASED["gemma3-1b"] | dict(rope_scaling=dict(rope_type="linear", factor=8.0))
+    new = {key: value for key, value in old.items() if not key.startswith("rope_")}
+    full = dict(rope_type="linear", factor=8.0, rope_theta=1e6)
+    local = dict(rope_type="default", rope_theta=1e4)
+    fields = settings(tmp_path, new | dict(rope_parameters=dict(full_attention=full, sliding_attention=local)))
+    assert fields == settings(tmp_path, old)
+    assert (fields["rope_theta"], fields["global_rope_theta"], fields["rope_scaling"]) == (1e4, 1e6, 8.0)
+    with pytest.raises(ValueError, match="this program scales global layers only"):
+        settings(tmp_path, new | dict(rope_parameters=dict(full_attention=full, sliding_attention=full)))
+
+
+def test_caps_of_gemma_2_are_on_unless_they_are_null(tmp_path):
+    without = {key: value for key, value in RELEASED["gemma2-2b"].items() if "softcapping" not in key}
+    fields = settings(tmp_path, without | dict(attn_logit_softcapping=None))
+    assert (fields["attention_soft_cap"], fields["logit_soft_cap"]) == (0.0, 30.0)
 
 
 def test_what_a_file_leaves_out_has_the_default_of_its_family(tmp_path):

@@ -28,6 +28,8 @@ LATENT = dict(kv_lora_rank=8, rope_head_dim=4, value_head_dim=6, num_kv_heads=4,
 DEEPSEEK = SMALL | MOE | LATENT | dict(num_shared_experts=2, renormalise=False, router_scale=1.5)
 YARN = dict(rope_type="yarn", rope_scaling=4.0, rope_original_len=64)
 LLAMA3 = dict(rope_type="llama3", rope_scaling=8.0, rope_original_len=64)
+GEMMA = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True, tied_embeddings=True)
+GEMMA |= dict(window=4, global_every=2)
 MODELS = {
     "llama": SMALL | LLAMA3 | dict(tied_embeddings=True, qkv_bias=True, output_bias=True),
     "mistral": SMALL | dict(window=4),
@@ -38,6 +40,10 @@ MODELS = {
     "deepseek_v2": DEEPSEEK | YARN | dict(rope_mscale=0.5, rope_mscale_all_dim=0.5),
     "deepseek_v3": DEEPSEEK
     | dict(q_lora_rank=12, router_scores="sigmoid", selection_bias=True, router_groups=2, renormalise=True),
+    "gemma2": SMALL | GEMMA | dict(attention_soft_cap=50.0, logit_soft_cap=30.0),
+    "gemma3_text": SMALL
+    | GEMMA
+    | dict(qk_norm=True, global_rope_theta=1e6, rope_type="linear", rope_scaling=8.0, attention_scale=12**-0.5),
     "gpt_oss": SMALL
     | MOE
     | YARN
@@ -56,9 +62,10 @@ def mesh_of(sizes: str = "fsdp:1"):
 
 
 def exported(directory: Path, config: Config, **options) -> tuple[parameters.Params, str]:
-    """Random parameters, and the folder with them in float32."""
+    """Random parameters, and the folder with them in float32. They are multiples of 2^-12: without 1 they are exact."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), parameters.param_shapes(config))
+    draw = lambda a: np.round(rng.standard_normal(a.shape, np.float32) * 4096) / np.float32(4096)
+    params = jax.tree.map(draw, parameters.param_shapes(config))
     weights.export(params, config, str(directory), **dict(dtype="float32") | options)
     return params, str(directory)
 
@@ -110,6 +117,18 @@ def test_tensors_of_a_dense_model_are_transposed_matrices(tmp_path):
             assert np.array_equal(tensors.pop(name), value), name
     wanted = {"model.embed_tokens.weight": params.embed, "model.norm.weight": params.norm}
     assert tensors.keys() == wanted.keys() and all(np.array_equal(tensors[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_norms_of_gemma_are_without_their_one(name, tmp_path):
+    params, folder = exported(tmp_path, model(name))
+    tensors, w = load_file(f"{folder}/model.safetensors"), params.layers
+    norms = dict(input_layernorm=w.norm_attention, post_attention_layernorm=w.norm_attention_out)
+    norms |= dict(pre_feedforward_layernorm=w.norm_mlp, post_feedforward_layernorm=w.norm_mlp_out)
+    norms |= {"self_attn.q_norm": w.norm_q, "self_attn.k_norm": w.norm_k} if name == "gemma3_text" else {}
+    for part, ours in norms.items():
+        assert np.array_equal(tensors[f"model.layers.1.{part}.weight"], ours[1] - 1), part
+    assert np.array_equal(tensors["model.norm.weight"], params.norm - 1)
 
 
 def test_experts_of_gpt_oss_alternate_gate_and_up(tmp_path):
