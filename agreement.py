@@ -9,7 +9,7 @@ its run:
     versions          of Python and of the packages that compute
     code              a checksum of each of the project's modules that it has loaded, and of the tuned blocks
     environment       flags of XLA and JAX
-    corpus            its identity (data.py), since the same path may lead to other tokens
+    corpus, weights   their identities (data.py, tensor_files.py), since the same path may lead to other content
     checkpoints       the newest step that it sees, and whether it sees a file that process 0 has just written there
 
 The processes gather digests of these, and the texts themselves only if digests differ. One device of each process takes
@@ -101,7 +101,7 @@ def reached(config: Config) -> Iterator[dict]:
 
 
 def decided_by(config: Config) -> dict[str, str]:
-    """Returns {name: value} of everything that decides this process's run, but its corpus and its checkpoints."""
+    """Returns {name: value} of everything that decides this process's run, but its files and its checkpoints."""
     facts = {f"--{name}": repr(value) for name, value in vars(config).items() if name not in MAY_DIFFER}
     facts["Python"] = platform.python_version()
     packages = [*PACKAGES, *["libtpu"] * (jax.default_backend() == "tpu")]

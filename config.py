@@ -158,6 +158,8 @@ class Config:
     preset: str = flag("tiny")
     # named run to start from, model, mesh and all (published.py); every other flag overrides it
     recipe: str = flag("")
+    # folder of published weights to start from, shape and all (weights.py); needs the [weights] extra
+    weights: str = flag("", "values", path=())
     # optimizer steps in all (a resumed run counts the steps before it)
     steps: int = flag(300, "values", least=1)
     # global batch in sequences

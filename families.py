@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import command
+import config as config_lib
 import inputs
 from config import Config
 
@@ -744,23 +745,33 @@ def config_json(config: Config) -> dict:
     for kind, family in FAMILIES.items():
         values = dict(architectures=[family.architecture], model_type=kind, **family.write(config))
         try:
-            differing = _differing(_settings_of(values, "config.json"), config)
+            wrong = differing(_settings_of(values, "config.json"), config)
         except ValueError as error:
-            differing = {"": str(error)}
-        if not differing:
+            wrong = {"": str(error)}
+        if not wrong:
             return values
-        if nearest is None or len(differing) < nearest[0]:
-            name, reason = next(iter(differing.items()))
-            nearest = len(differing), f"{kind}: {reason}" if not name else f"{kind} has {reason}"
+        if nearest is None or len(wrong) < nearest[0]:
+            name, reason = next(iter(wrong.items()))
+            nearest = len(wrong), f"{kind}: {reason}" if not name else f"{kind} has {reason}"
     raise ValueError(f"no published family has this model; the nearest is {nearest[1]}")
 
 
-def _differing(fields: dict, config: Config) -> dict[str, str]:
-    """{field: both values} of what `fields`, read from a config.json, have in another way than `config`."""
-    unused = {"ff_dim"} if config.num_experts and not config.num_dense_layers else set()
-    differing = {}
-    for name in model_fields():
-        theirs, ours = fields.get(name, getattr(Config, name)), getattr(config, name)
+def complete(fields: dict) -> dict:
+    """Returns all fields of the model: `fields` from `settings`, and the defaults of Config."""
+    return {name: fields.get(name, getattr(Config, name)) for name in model_fields()}
+
+
+def shape_fields() -> list[str]:
+    """Returns the fields of the model that decide the shapes of its weights."""
+    shapes = config_lib.deciding("shapes")
+    return [name for name in model_fields() if name in shapes]
+
+
+def differing(fields: dict, config: Config) -> dict[str, str]:
+    """Returns {field: both values} of what `fields`, from `settings`, have in another way than `config`."""
+    unused, wrong = {"ff_dim"} if config.num_experts and not config.num_dense_layers else set(), {}
+    for name, theirs in complete(fields).items():
+        ours = getattr(config, name)
         if theirs != ours and name not in unused:
-            differing[name] = f"{name}={theirs!r}, and this model {name}={ours!r}"
-    return differing
+            wrong[name] = f"{name}={theirs!r}, and this model {name}={ours!r}"
+    return wrong

@@ -1,7 +1,8 @@
 """A Config from the command line: flags over a recipe over a preset.
 
 A preset (presets.py) has the values of a model, a recipe (published.py) those of a whole run. Flags on the command line
-override both; what then has no effect is left at its default.
+override both; what then has no effect is left at its default. --weights has the model of its config.json, and no flag
+may give another shape.
 
     python train.py --preset=llama3.1-8b --mesh=fsdp:64,tensor:2 --batch=128 --no-prefetch
     python flags.py --preset=llama3.1-8b                                                  every field and its value
@@ -15,6 +16,7 @@ import re
 from collections.abc import Collection, Sequence
 
 import command
+import families
 import inputs
 from config import ACTIVATIONS, REMAT_POLICIES, Config, idle
 from presets import PRESETS
@@ -46,8 +48,37 @@ def _built(below: dict, overrides: dict) -> Config:
         if name not in fields:
             raise ValueError(f"there is no field {name!r}{inputs.did_you_mean(name, fields)}")
     values = PRESETS[preset] | below | overrides | {"preset": preset}
+    if directory := values.get("weights"):
+        values |= _published(directory, below, overrides) | overrides
     unused = idle(argparse.Namespace(**fields | values), "refused").keys() - overrides.keys()
     return Config(**{name: value for name, value in values.items() if name not in unused})
+
+
+def _published(directory: str, below: dict, overrides: dict) -> dict:
+    """The fields of the model in a folder of published weights, {field: value}.
+
+    Raises ValueError where a flag, or a preset or recipe that was asked for, gives another shape.
+    """
+    try:
+        directory = inputs.expanded(directory)
+    except ValueError as error:
+        raise ValueError(f"weights={error}") from None
+    published = families.complete(families.settings(directory))
+    named = dict(overrides)
+    if "preset" in overrides or "recipe" in below:
+        defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+        named = defaults | PRESETS[overrides.get("preset", below["preset"])] | below | overrides
+    for name in families.shape_fields():
+        if name in named and named[name] != published[name]:
+            way_out = (
+                f"leave out --{'no-' * (overrides[name] is False)}{name}"
+                if name in overrides
+                else "leave out the preset or the recipe"
+            )
+            raise ValueError(
+                f"{name}={named[name]!r} is not that of the weights in {directory}, {published[name]!r}: {way_out}"
+            )
+    return published
 
 
 def recipe_of(name: str) -> Recipe:

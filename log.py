@@ -194,7 +194,8 @@ def check_outputs(config: Config) -> None:
         "metrics_file": config.metrics_file,
         "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else "",
     }
-    read = {"corpus": config.corpus, "fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
+    read = {"corpus": config.corpus, "weights": config.weights}
+    read |= {"fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
     outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (written, read)))
     for flag, path in written.items():
         if path:

@@ -120,6 +120,8 @@ class Folder:
         if name in self.tensors:
             if self.tensors[name].dtype != "F8_E4M3":
                 return {name: (shape, PLAIN)}
+            if not self.block:
+                raise ValueError(f"{self.directory} has {name} in F8_E4M3, and its config.json has no quant_method=fp8")
             if len(shape) != 2:
                 raise ValueError(f"{self.directory} has {name} {list(shape)} in F8_E4M3: only matrices may be")
             scales = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
@@ -205,8 +207,8 @@ def _places(axis: list[tuple[int, int, int]]) -> np.ndarray:
     return places
 
 
-def _block_of_fp8(values: dict, file: Path) -> tuple[int, int]:
-    """The block of FP8 values that share a scale, by config.json. Raises ValueError for another quantisation."""
+def _block_of_fp8(values: dict, file: Path) -> tuple[int, ...]:
+    """The block of FP8 values that share a scale, by config.json; () without FP8. Raises ValueError for other kinds."""
     given = values.get("quantization_config") or {}
     method = given.get("quant_method") if isinstance(given, dict) else given
     if given and method not in ("fp8", "mxfp4"):
@@ -214,7 +216,9 @@ def _block_of_fp8(values: dict, file: Path) -> tuple[int, int]:
             f"{file} has quantization_config with quant_method={method!r}: this program reads fp8 in blocks, mxfp4, "
             "and weights that are not quantised"
         )
-    block = given.get("weight_block_size") if method == "fp8" else [128, 128]
+    if method != "fp8":
+        return ()
+    block = given.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise ValueError(f"{file} has weight_block_size={block!r}: it must be two whole numbers, as in [128, 128]")
     return tuple(block)

@@ -59,6 +59,7 @@ import remat
 import rules
 import sampling
 import sharding
+import weights
 from log import Log, Profile, check_outputs
 from predicted import recompute, transformer
 from predicted.step import GiB, Prediction, cliffs, describe_shortfall, predict
@@ -109,7 +110,11 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
 
 
 def init_state(key: jax.Array, config: Config) -> State:
-    params = parameters.init_params(config, key)
+    return _first_state(parameters.init_params(config, key), config)
+
+
+def _first_state(params: parameters.Params, config: Config) -> State:
+    """The state before the first step, with these weights."""
     zero = jnp.int32(0)
     return State(zero, params, make_optimizer(config)[0].init(params), calibration.initial(config), zero, zero)
 
@@ -264,7 +269,7 @@ class Setup:
     config: Config  # without what has no effect on this mesh; remat is a policy
     mesh: Mesh
     corpus: data.Corpus
-    contents: dict[str, str]  # {flag: identity of the file that it names}
+    contents: dict[str, str]  # {flag: identity of the file or folder that it names}
     compiler_options: dict[str, str]
     notes: list[str]
     seconds: dict[str, float]  # spent since the start of the program, by what for
@@ -354,18 +359,24 @@ def set_up(config: Config, begun: float | None) -> Setup:
         if config.fp8 == "static":
             contents["fp8_scales"] = calibration.identity(config)
         facts["the corpus"] = corpus.identity
+        if config.weights:
+            identity, skipped = weights.examined(config.weights, config)
+            notes += skipped
+            contents["weights"] = facts["the folder of weights"] = identity
     return Setup(config, mesh, corpus, contents, compiler_options, notes, seconds, begun)
 
 
 def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, jax.stages.Compiled]:
-    """The state, drawn from the seed where there is none, and the step, which is compiled meanwhile."""
+    """The state, and the step, which is compiled meanwhile. Without a state one is made, from --weights or the seed."""
     compiler = ThreadPoolExecutor(1)
     try:
         compiling, meanwhile = compiler.submit(compile_step, setup.config, setup.mesh, setup.compiler_options), ""
         if state is None:
             draw_begun = time.perf_counter()
-            state = drawn_state(setup.config, setup.mesh)
-            meanwhile = f", the state drawn in {time.perf_counter() - draw_begun:.1f} s meanwhile"
+            made = read_state if setup.config.weights else drawn_state
+            state = made(setup.config, setup.mesh)
+            how = "read" if setup.config.weights else "drawn"
+            meanwhile = f", the state {how} in {time.perf_counter() - draw_begun:.1f} s meanwhile"
         step_fn, compile_s = compiling.result()
     finally:
         compiler.shutdown(wait=False)  # an error of the drawing is said at once; Python waits when it exits
@@ -469,6 +480,13 @@ def drawn_state(config: Config, mesh: Mesh) -> State:
     return jax.block_until_ready(init(jax.random.key(config.seed)))
 
 
+def read_state(config: Config, mesh: Mesh) -> State:
+    """The initial state with the published weights of `config.weights`. Raises as weights.load."""
+    params = weights.load(config.weights, config, mesh)
+    make = partial(_first_state, config=config)
+    return jax.block_until_ready(jax.jit(make, donate_argnums=0, out_shardings=state_shardings(config, mesh))(params))
+
+
 def resolve_remat(config: Config, mesh: Mesh) -> Config:
     """`config` with a policy in place of remat=auto. Raises ValueError where none fits, or for an unknown chip."""
     if config.remat != "auto":
@@ -507,7 +525,7 @@ def introduce(
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
     log.say(
-        f"model      {config.preset}: {transformer.num_params(config):,} parameters, {config.dtype}, "
+        f"model      {config.weights or config.preset}: {transformer.num_params(config):,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
     log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")

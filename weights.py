@@ -1,6 +1,7 @@
 """Published weights: folders of safetensors files with the names of Hugging Face, to and from our parameters.
 
     python weights.py show DIR                                    what a folder holds, and whether it can be read
+    python train.py --weights=DIR --learning_rate=1e-5            train on from it
 
 **Idea.** families.py says which published tensor holds which weight, and the order of its dims. `load` makes the shard
 of each device from the bytes of that shard alone, so no host ever holds the model. `export` writes one tensor at a
@@ -37,7 +38,7 @@ import outputs
 import parameters
 import tensor_files
 from config import Config
-from families import FAMILIES, Family, Row, config_json, family_of, settings
+from families import FAMILIES, Family, Row, config_json, differing, family_of, settings, shape_fields
 from tensor_files import Folder, New
 
 __all__ = ["check", "export", "load", "settings"]
@@ -169,11 +170,21 @@ def _rows(family: Family) -> dict[str, Row]:
     return {row.ours: row for row in family.rows}
 
 
+def examined(directory: str, config: Config) -> tuple[str, list[str]]:
+    """Returns (the identity of a folder, notes on what is skipped), for a model. Raises as `load`; no value is read."""
+    with Folder(directory) as folder:
+        return folder.identity, check(folder, config)
+
+
 def check(folder: Folder, config: Config) -> list[str]:
     """Checks all tensors of a folder against the model. Returns a note for each kind that is skipped.
 
-    Raises ValueError for a missing, an unknown or a wrongly shaped tensor, and for a dtype that is not read.
+    Raises ValueError for another shape of the model than that of config.json, for a missing, an unknown or a wrongly
+    shaped tensor, and for a dtype that is not read.
     """
+    for name, both in differing(settings(str(folder.directory)), config).items():
+        if name in shape_fields():
+            raise ValueError(f"{folder.directory} has by its config.json {both}")
     family = FAMILIES[family_of(folder.values, str(folder.directory / "config.json"))]
     used, missing, sizes = set(), [], anatomy.sizes(config)
     for entry in entries(config, family):

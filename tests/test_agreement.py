@@ -5,12 +5,16 @@ import shutil
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support import run_values, start_two
 
 import agreement
 import data
+import families
+import parameters
+import weights
 from config import Config
 
 
@@ -74,7 +78,7 @@ except (ValueError, OSError) as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["another checkpoint_dir", "another corpus", "no corpus"])
+@pytest.mark.parametrize("case", ["another checkpoint_dir", "another corpus", "no corpus", "other weights"])
 def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     """The processes have separate folders, as two hosts do, and the path is relative."""
     for number in (0, 1):
@@ -88,7 +92,14 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
         data.write_corpus(str(path), [other[1:]], [corpus.held_out[1:]], vocab_size=256, separator=255)
     elif case == "no corpus":
         path.unlink()
-    flag, path = ("corpus", "c.bin") if "corpus" in case else ("checkpoint_dir", "checkpoints")
+    elif case == "other weights":
+        config = Config(**{name: value for name, value in values.items() if name in families.model_fields()})
+        for number in (0, 1):  # the last value differs
+            params = jax.tree.map(lambda a: np.zeros(a.shape, np.float32), parameters.param_shapes(config))
+            params.unembed[-1, -1] = number
+            weights.export(params, config, str(tmp_path / str(number) / "w"))
+    flags = {"checkpoint_dir": "checkpoints", "corpus": "c.bin", "weights": "w"}
+    flag, path = next(pair for pair in flags.items() if pair[0] in case)
     program = OWN_FOLDER.format(folder=tmp_path, flag=flag, path=path)
     processes = start_two(values, tmp_path, program=("-c", program))
     if case == "no corpus":
@@ -98,7 +109,12 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
         assert (tmp_path / "1.err").read_text() == error
         return
     error = error_of_both(processes, tmp_path)
-    if case == "another corpus":
+    if case == "other weights":
+        assert (
+            error.startswith("the processes of this run disagree: the folder of weights is ")
+            and error.count("process") == 3
+        )
+    elif case == "another corpus":
         assert error.startswith("the processes of this run disagree: the corpus is ") and error.count("process") == 3
     else:
         mark = "the file that process 0 writes to --checkpoint_dir"

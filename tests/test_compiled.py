@@ -169,7 +169,7 @@ NUMBERS = dict(  # only constants of the program
 def test_every_field_is_of_the_program_or_of_the_run():
     """Add a new field to a table here and, if it does not change the program, to compiled/results.py."""
     fields = {field.name for field in dataclasses.fields(config_lib.Config)}
-    tables = [*PROGRAM_FIELDS, *RUN_FIELDS, *NUMBERS, "recipe"]  # a recipe is a set of flags
+    tables = [*PROGRAM_FIELDS, *RUN_FIELDS, *NUMBERS, "recipe", "weights"]  # these two are sets of flags
     assert len(tables) == len(fields) and fields == {*tables}
 
 

@@ -3,20 +3,27 @@
 import dataclasses
 import json
 import operator
+import shutil
+import struct
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import support
 from safetensors.numpy import load_file, save_file
 
 import anatomy
+import data
 import families
+import flags
 import parameters
 import placement
+import reference
 import sharding
 import tensor_files
+import train
 import weights
 from config import Config
 
@@ -220,6 +227,83 @@ def test_replicas_of_a_shard_are_read_once(tmp_path, monkeypatch):
     assert read == [sum(array.nbytes for array in jax.tree.leaves(params))]
 
 
+# -- a training that starts from them
+
+
+def test_flags_take_the_model_of_a_folder(tmp_path):
+    _, folder = exported(tmp_path, model("qwen3_moe"))
+    config = flags.from_preset("tiny", weights=folder, seq_len=16)
+    assert {name: getattr(config, name) for name in families.model_fields()} == {
+        name: getattr(model("qwen3_moe"), name) for name in families.model_fields()
+    }
+    assert (config.weights, config.seq_len, config.preset) == (folder, 16, "tiny")
+    assert flags.parse_flags("train.py", [f"--weights={folder}", "--rope_theta=5e5"]).rope_theta == 5e5
+    assert flags.parse_flags("train.py", [f"--weights={folder}", "--num_layers=2"]).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--num_layers=3"], "num_layers=3 is not that of the weights in .*, 2: leave out --num_layers"),
+        (["--no-qk_norm"], "qk_norm=False is not that of the weights in .*, True: leave out --no-qk_norm"),
+        (["--preset=tiny"], "vocab_size=256 is not that of the weights in .*, 32: leave out the preset or the recipe"),
+        (["--recipe=llama3.1-70b-8k-bf16"], "vocab_size=128256 is not .* leave out the preset or the recipe"),
+        (["--weights=/nowhere"], "/nowhere has no config.json: it must be a folder of published weights"),
+        (["--weights=gs://bucket/x"], "weights='gs://bucket/x' must be a path of this machine"),
+    ],
+)
+def test_flags_of_another_shape_are_refused(given, message, tmp_path):
+    _, folder = exported(tmp_path, model("qwen3"))
+    with pytest.raises((ValueError, OSError), match=message):
+        flags.parse_flags("train.py", [f"--weights={folder}", *given])
+
+
+def test_a_state_starts_from_the_weights_with_a_fresh_optimizer(tmp_path):
+    config = model("llama", mesh="fsdp:4,tensor:2", weights=str(tmp_path))
+    params, _ = exported(tmp_path, config)
+    mesh = mesh_of(config.mesh)
+    state, drawn = train.read_state(config, mesh), train.drawn_state(config, mesh)
+    assert equal(params, state.params) and jax.tree.structure(state) == jax.tree.structure(drawn)
+    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, drawn)
+    rest = lambda state: jax.tree.leaves(dataclasses.replace(state, params=None))
+    assert all(map(np.array_equal, rest(state), rest(drawn)))
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    yield from support.run_values(tmp_path_factory.mktemp("weights"))
+
+
+def of_a_run(values: dict, folder: str, **more) -> Config:
+    shapes = families.model_fields()
+    return flags.from_preset("tiny", **{k: v for k, v in values.items() if k not in shapes}, weights=folder, **more)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_and_resumes_from_its_checkpoint(values, tmp_path, capsys):
+    config = model("llama", vocab_size=256, seq_len=32)
+    params, folder = exported(tmp_path / "w", config)
+    run = of_a_run(values, folder, steps=2, checkpoint_dir=str(tmp_path / "c"), metrics_file=str(tmp_path / "m"))
+    train.run(run)
+    first = json.loads((tmp_path / "m").read_text().splitlines()[0])
+    batch = data.train_batch(data.open_corpus(run.corpus), 0, batch=run.batch, seq_len=run.seq_len, seed=run.seed)
+    assert first["loss"] == pytest.approx(float(reference.loss(params, batch, run)), rel=1e-5)
+    out = capsys.readouterr().out
+    assert f"model      {folder}: " in out and "the state read in " in out
+    read = tensor_files.Folder.read
+    try:  # a run that resumes reads no weights
+        del tensor_files.Folder.read
+        train.run(dataclasses.replace(run, steps=3))
+    finally:
+        tensor_files.Folder.read = read
+    assert "resumed    from step 2" in capsys.readouterr().out
+    exported(tmp_path / "other", config, dtype="bfloat16")
+    for file in (tmp_path / "other").iterdir():
+        shutil.copy(file, tmp_path / "w")
+    with pytest.raises(ValueError, match=f"--weights={folder} has another content .* than when the checkpoint"):
+        train.run(dataclasses.replace(run, steps=4))
+
+
 # -- dtypes and files
 
 
@@ -279,3 +363,116 @@ def test_every_row_is_of_a_weight_of_this_project():
     for name, family in families.FAMILIES.items():
         assert {row.ours for row in family.rows} <= anatomy.WEIGHTS.keys()
         assert len({row.ours for row in family.rows}) == len(family.rows), name
+
+
+# -- folders of another model
+
+
+def changed_tensors(folder: str, change) -> None:
+    tensors = load_file(f"{folder}/model.safetensors")
+    change(tensors)
+    save_file(tensors, f"{folder}/model.safetensors")
+
+
+def changed_values(folder: str, **changes) -> None:
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+FP8 = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+
+
+def with_dtype(folder: str, name: str, dtype: str, scales: tuple[int, ...] | None = None) -> None:
+    """Gives a tensor bytes in a dtype that the package cannot write from numpy, and the scales of an FP8 tensor."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    tensors[name] = np.zeros(tensors[name].shape, np.int64 if dtype == "I64" else np.uint8)
+    if scales:
+        tensors[f"{name}_scale_inv"] = np.ones(scales, np.float32)
+    save_file(tensors, file := f"{folder}/model.safetensors")
+    content = Path(file).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length].replace(b'"dtype":"U8"', f'"dtype":"{dtype}"'.encode())
+    Path(file).write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+
+
+REFUSED = {
+    "a missing tensor": (
+        lambda folder: changed_tensors(folder, lambda tensors: tensors.pop(UP)),
+        f"has no {UP}, which config.json promises",
+    ),
+    "missing layers": (
+        lambda folder: changed_values(folder, num_hidden_layers=3),
+        r"has no model.layers.2.input_layernorm.weight and 8 more",
+    ),
+    "missing biases": (
+        lambda folder: changed_values(folder, attention_bias=True),
+        r"has no model.layers.0.self_attn.q_proj.bias and 7 more",
+    ),
+    "an extra tensor": (
+        lambda folder: changed_tensors(folder, lambda tensors: tensors.update({BIAS: np.zeros(32, np.float32)})),
+        rf"has {BIAS} \[32\], which LlamaForCausalLM does not have with this config.json",
+    ),
+    "a layer too many": (
+        lambda folder: changed_values(folder, num_hidden_layers=1),
+        r"has model.layers.1.input_layernorm.weight \[16\], which LlamaForCausalLM does not have",
+    ),
+    "a transposed tensor": (
+        lambda folder: changed_tensors(folder, lambda t: t.update({UP: np.ascontiguousarray(t[UP].T)})),
+        rf"has {UP} \[16, 24\], and by config.json it must be \[24, 16\]",
+    ),
+    "another width": (
+        lambda folder: changed_values(folder, intermediate_size=32),
+        r"has model.layers.0.mlp.gate_proj.weight \[24, 16\], and by config.json it must be \[32, 16\]",
+    ),
+    "an unembedding that is tied": (
+        lambda folder: changed_values(folder, tie_word_embeddings=False),
+        "has no lm_head.weight, which config.json promises",
+    ),
+    "whole numbers": (
+        lambda folder: with_dtype(folder, "model.norm.weight", "I64"),
+        "has model.norm.weight in I64: this program reads F32, F16, BF16",
+    ),
+    "bytes": (
+        lambda folder: with_dtype(folder, UP, "U8"),
+        f"has {UP} in U8: this program reads F32, F16, BF16",
+    ),
+    "8-bit floats of the other kind": (
+        lambda folder: with_dtype(folder, UP, "F8_E5M2"),
+        f"has {UP} in F8_E5M2: this program reads F32, F16, BF16",
+    ),
+    "FP8 that config.json does not name": (
+        lambda folder: with_dtype(folder, UP, "F8_E4M3"),
+        f"has {UP} in F8_E4M3, and its config.json has no quant_method=fp8",
+    ),
+    "FP8 without its scales": (
+        lambda folder: (with_dtype(folder, UP, "F8_E4M3"), changed_values(folder, **FP8)),
+        f"has {UP} quantised, but no {UP}_scale_inv",
+    ),
+    "FP8 with other scales": (
+        lambda folder: (with_dtype(folder, UP, "F8_E4M3", (2, 1)), changed_values(folder, **FP8)),
+        rf"has {UP}_scale_inv \[2, 1\], and by config.json it must be \[1, 1\]",
+    ),
+    "a vector in FP8": (
+        lambda folder: (with_dtype(folder, "model.norm.weight", "F8_E4M3"), changed_values(folder, **FP8)),
+        r"has model.norm.weight \[16\] in F8_E4M3: only matrices may be",
+    ),
+    "another family": (
+        lambda folder: changed_values(folder, model_type="gpt_oss", architectures=["GptOssForCausalLM"]),
+        "has no num_experts_per_tok: it must be a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_folder_of_another_model_is_refused_before_any_value_is_read(kind, tmp_path, monkeypatch):
+    folder = exported(tmp_path, Config(**SMALL, tied_embeddings=True))[1]
+    change, message = REFUSED[kind]
+    change(folder)
+    monkeypatch.delattr(tensor_files.Folder, "read")
+    with pytest.raises(ValueError, match=message) as error:
+        weights.load(folder, Config(**SMALL | weights.settings(folder)), mesh_of())
+    assert "\n" not in str(error.value) and folder in str(error.value)
+    with pytest.raises(ValueError, match=message):
+        weights.show(folder)
