@@ -51,6 +51,7 @@ class Weight:
 
 
 _untied = lambda c, experts: not c.tied_embeddings
+_mtp = lambda c, experts: c.mtp
 _query = lambda c, experts: not c.q_lora_rank
 _query_latent = lambda c, experts: c.q_lora_rank
 _key_value = lambda c, experts: not c.kv_lora_rank
@@ -116,9 +117,15 @@ WEIGHTS = {
     "shared_down": Weight("shared experts", "LJD", ("pipe", "tensor", "fsdp"), "JL", "shared_down", _shared),
     # after the layers
     "norm": Weight("norms", "D", (_SPREAD,), ONES),
+    # multi-token prediction: what its layer starts from, and its last norm
+    "norm_mtp_embed": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
+    "norm_mtp_hidden": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
+    "w_mtp_embed": Weight("mtp", "DD", ("tensor", "fsdp"), "D", "mtp", _mtp),
+    "w_mtp_hidden": Weight("mtp", "DD", ("tensor", "fsdp"), "D", "mtp", _mtp),
+    "norm_mtp": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
     "unembed": Weight("unembedding", "VD", ("tensor", "fsdp"), "D", "logits", _untied),
 }
-PARTS = ("embedding", "attention", "mlp", "experts", "router", "shared experts", "norms", "biases", "unembedding")
+PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
 # The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
 # the selection bias changes by steps too small for bfloat16.
 FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias"})
@@ -134,9 +141,19 @@ def value_dim(config: Config) -> int:
     return config.value_head_dim or config.head_dim
 
 
+def runs_mtp(config: Config) -> bool:
+    """Whether a step runs the layer of multi-token prediction."""
+    return config.mtp and config.mtp_loss > 0
+
+
+def num_run_layers(config: Config) -> int:
+    """The number of layers that a step runs: those of the model, and that of multi-token prediction."""
+    return config.num_layers + runs_mtp(config)
+
+
 def num_expert_layers(config: Config) -> int:
-    """The number of layers with experts."""
-    return config.num_layers - config.num_dense_layers if config.num_experts else 0
+    """The number of layers with experts that a step runs."""
+    return num_run_layers(config) - config.num_dense_layers if config.num_experts else 0
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -165,7 +182,8 @@ def layer_stacks(config: Config) -> dict[str, tuple[int, bool]]:
     """The stacks of equal layers, {field of Params: (number of layers, whether they have experts)}."""
     num_dense = config.num_dense_layers
     stacks = {"layers": (config.num_layers - num_dense, bool(config.num_experts))}
-    return stacks | ({"dense_layers": (num_dense, False)} if num_dense else {})
+    stacks |= {"dense_layers": (num_dense, False)} if num_dense else {}
+    return stacks | ({"mtp_layers": (1, bool(config.num_experts))} if config.mtp else {})
 
 
 def layer_weights(config: Config, *, experts: bool) -> dict[str, Weight]:

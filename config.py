@@ -97,6 +97,7 @@ ORIGINAL_LEN = Need(
     "--rope_type=llama3 --rope_scaling=8",
 )
 YARN = Need(lambda c: c.rope_type == "yarn", "rope_type={rope_type} has no use for it", "--rope_type=yarn")
+MTP = Need(lambda c: c.mtp, "no token after the next is predicted", "--mtp")
 EXPERTS = Need(
     lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=8 --experts_per_token=2 --expert_dim=512"
 )
@@ -234,6 +235,10 @@ class Config:
     logit_soft_cap: float = flag(0.0, "values program", least=0)
     # weight of log(Z)^2 in the loss, Z the softmax's denominator; 0 is off
     z_loss: float = flag(0.0, "values program", least=0)
+    # multi-token prediction (DeepSeek-V3): one more layer predicts the token after the next
+    mtp: bool = flag(False, "shapes program")
+    # weight of its loss
+    mtp_loss: float = flag(0.3, "values program", MTP, least=0)
     # epsilon of every RMSNorm
     norm_eps: float = flag(1e-5, "values program", least=0)
     # dtype of the computation: float32 or bfloat16; the master weights are float32
@@ -566,6 +571,11 @@ class Config:
         if self.fp8 == "none":
             return
         modules = self.fp8_modules.split(",")
+        if self.mtp and (self.fp8 in ("static", "delayed", "calibrate") or self.fp8_skip_layers):
+            raise ValueError(
+                f"fp8={self.fp8} and fp8_skip_layers={self.fp8_skip_layers}: with mtp fp8 is dynamic or fixed, and "
+                "skips no layers: --fp8=dynamic --fp8_skip_layers=0"
+            )
         if self.fp8 not in ("dynamic", "calibrate") and self.fp8_granularity != "per_tensor":
             raise ValueError(
                 f"fp8_granularity={self.fp8_granularity}: fp8={self.fp8} has one scale a tensor; use --fp8=dynamic"

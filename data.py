@@ -74,6 +74,7 @@ class Batch(NamedTuple):
     segments: Any  # int32: number of the document in the sequence, from 1; 0 is padding
     positions: Any  # int32: position in the document
     loss_weights: Any  # float32: weight of the target in the loss; 0 is padding
+    next_targets: Any = None  # int32: the token that follows the target in the same document; -1 is none
 
 
 @dataclass(frozen=True)
@@ -428,7 +429,9 @@ def _pack(corpus: Corpus, stream: np.ndarray | Stream, sequences: np.ndarray, se
     positions = index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
     segments = np.cumsum(is_start, axis=1, dtype=np.int32) * is_real[:, None]
     weights = np.broadcast_to(is_real[:, None], tokens.shape).astype(np.float32)
-    return Batch(tokens, targets, segments.astype(np.int32), positions.astype(np.int32), weights)
+    next_targets = np.full_like(targets, -1)
+    next_targets[:, :-1] = np.where(segments[:, 1:] == segments[:, :-1], targets[:, 1:], -1)
+    return Batch(tokens, targets, segments.astype(np.int32), positions.astype(np.int32), weights, next_targets)
 
 
 def _permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from sharding import BATCH_SPEC, LOSS_AXES
 def make_eval_step(config: Config, mesh: Mesh):
     """Returns jitted (params, batch, amax) -> (sum of the cross-entropies of all targets, number of targets)."""
     specs = parameters.param_specs(config)
-    config = dataclasses.replace(config, z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0)
+    config = dataclasses.replace(config, z_loss=0.0, load_balance_loss=0.0, router_z_loss=0.0, mtp_loss=0.0)
 
     def per_device(params, batch, amax):
         weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)

@@ -18,7 +18,7 @@ import fp8
 import moe
 import remat
 import sharding
-from anatomy import expert_capacity, expert_rows, glu_in_kernel
+from anatomy import expert_capacity, expert_rows, glu_in_kernel, num_expert_layers, runs_mtp
 from collectives import all_gather, reduce_scatter
 from config import Config
 from parameters import Layers, Params, fp8_recipe
@@ -120,7 +120,7 @@ def zero_metrics(config: Config) -> dict[str, jax.Array]:
     """The metrics before the first layer: zeros, to which each device adds its share; none in a dense model."""
     if not config.num_experts:
         return {}
-    loads_LE = jnp.zeros((config.num_layers - config.num_dense_layers, config.num_experts))
+    loads_LE = jnp.zeros((num_expert_layers(config), config.num_experts))
     zeros = dict.fromkeys(("auxiliary_loss", "dropped", "router_entropy"), jnp.float32(0)) | {"expert_loads": loads_LE}
     return jax.tree.map(lambda a: lax.pcast(a, sharding.LOSS_AXES, to="varying"), zeros)
 
@@ -158,7 +158,12 @@ def update_selection_biases(params: Params, metrics: dict[str, jax.Array], accep
     """The parameters with selection biases moved by the expert loads of a step; unchanged if not `accept`."""
     if not config.selection_bias:
         return params
-    old_LE = params.layers.selection_bias
-    bias_LE = moe.updated_bias(old_LE, metrics["expert_loads"], config.selection_bias_rate)
-    layers = dataclasses.replace(params.layers, selection_bias=jnp.where(accept, bias_LE, old_LE))
-    return dataclasses.replace(params, layers=layers)
+    first, updated = 0, {}
+    for stack in ("layers", "mtp_layers") if runs_mtp(config) else ("layers",):
+        layers = getattr(params, stack)
+        old_LE = layers.selection_bias
+        loads_LE = metrics["expert_loads"][first : first + len(old_LE)]
+        bias_LE = jnp.where(accept, moe.updated_bias(old_LE, loads_LE, config.selection_bias_rate), old_LE)
+        updated[stack] = dataclasses.replace(layers, selection_bias=bias_LE)
+        first += len(old_LE)
+    return dataclasses.replace(params, **updated)

@@ -42,6 +42,7 @@ from parameters import (
     unstack_experts,
     with_scales,
 )
+from tensor import row_parallel
 from vocabulary import cross_entropy, embed
 
 if TYPE_CHECKING:  # only annotations name it
@@ -55,24 +56,27 @@ def loss_fn(
 
     Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.gather_over_data` makes the `params`. A
     dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
-    A pipeline runs the batch in `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
+    With `mtp` there is `mtp_loss`. A pipeline runs the batch in `config.microbatches`; for its gradients use
+    `pipelined_loss_and_grads`.
     """
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
-    x = run_all_layers(params, embed_tokens(params, batch, config), constants(batch, config), config, scaling=scaling)
+    shared = constants(batch, config)
+    x = run_all_layers(params, embed_tokens(params, batch.tokens, config), shared, config, scaling=scaling)
+    x = x[0], predict_later(params, x, batch, shared, config, scaling) if anatomy.runs_mtp(config) else x[1]
     return loss_and_metrics(params, x, batch, config, scaling.key)
 
 
 # -- the layers
 
 
-def embed_tokens(params: Params, batch: "data.Batch", config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
+def embed_tokens(params: Params, tokens_bt, config: Config) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The input of the layers: the residual stream x_btd, and the metrics to which the layers add (see `loss_fn`).
 
     Here and below, `params` are gathered over `data` and vary over all mesh axes.
     """
-    x_btD = embed(_gather(params.embed, param_specs(config).embed, config), batch.tokens)  # {U_tensor}
+    x_btD = embed(_gather(params.embed, param_specs(config).embed, config), tokens_bt)  # {U_tensor}
     x_btd = reduce_scatter(x_btD, "tensor", dim=2, algorithm=config.collectives)
     if config.embedding_scale:
         x_btd *= jnp.asarray(math.sqrt(config.model_dim), x_btd.dtype)
@@ -187,9 +191,10 @@ def _rounding_key(key: jax.Array | None, config: Config) -> jax.Array | None:
 # -- the output
 
 
-def final_norm(params: Params, x_btd: jax.Array, config: Config) -> jax.Array:
-    """The norm after the last layer."""
-    return rms_norm(x_btd, _gather(params.norm, param_specs(config).norm, config), config.norm_eps)
+def final_norm(params: Params, x_btd: jax.Array, config: Config, name: str = "norm") -> jax.Array:
+    """The norm after the last layer, or another one outside the layers."""
+    scale_d = _gather(getattr(params, name), getattr(param_specs(config), name), config)
+    return rms_norm(x_btd, scale_d, config.norm_eps)
 
 
 def unembedding(params: Params, config: Config) -> jax.Array:
@@ -217,14 +222,42 @@ def loss_and_metrics(
     `key`: for stochastic rounding.
     """
     x_btd, metrics = x
-    x_btD = all_gather(final_norm(params, x_btd, config), "tensor", dim=2, algorithm=config.collectives)
-    w_vD, operand, matmul = output_layer(params, key, config)
-    chunk = anatomy.loss_chunk(config, *batch.tokens.shape, config.vocab_size // lax.axis_size("tensor"))
-    loss, z_part = cross_entropy(
-        x_btD, w_vD, batch.targets, batch.loss_weights, operand, chunk, config.logit_soft_cap, config.z_loss, matmul
-    )
+    h_btd = final_norm(params, x_btd, config)
+    loss, z_part = output_loss(params, h_btd, batch.targets, batch.loss_weights, config, config.z_loss, key)
     loss += (auxiliary_loss := metrics.get("auxiliary_loss", 0))
     return loss, metrics | {"auxiliary_loss": auxiliary_loss + z_part} if config.z_loss else metrics
+
+
+def output_loss(params: Params, h_btd, targets_bt, weights_bt, config: Config, z_loss: float, key=None):
+    """`cross_entropy` of the logits of h_btd, the normed result of a layer."""
+    h_btD = all_gather(h_btd, "tensor", dim=2, algorithm=config.collectives)
+    w_vD, operand, matmul = output_layer(params, key, config)
+    chunk = anatomy.loss_chunk(config, *targets_bt.shape, config.vocab_size // lax.axis_size("tensor"))
+    return cross_entropy(h_btD, w_vD, targets_bt, weights_bt, operand, chunk, config.logit_soft_cap, z_loss, matmul)
+
+
+def predict_later(params: Params, x, batch: "data.Batch", shared, config: Config, scaling: Scaling):
+    """The metrics, with the loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) added.
+
+    One more layer predicts the token after the next, from the model's result for a token and the embedding of the next
+    one. Embedding and unembedding are the model's. The paper leaves open whether that result is normed; here it is, as
+    in vLLM, where the released weights then predict more tokens (vllm-project/vllm#47448).
+    """
+    x_btd, metrics = x
+    specs = param_specs(config)
+    hidden_btd = final_norm(params, final_norm(params, x_btd, config), config, "norm_mtp_hidden")
+    next_btd = final_norm(params, embed_tokens(params, batch.targets, config)[0], config, "norm_mtp_embed")
+    w_dD = _gather(params.w_mtp_embed, specs.w_mtp_embed, config)
+    v_dD = _gather(params.w_mtp_hidden, specs.w_mtp_hidden, config)
+    x_btd = row_parallel(next_btd, w_dD, config) + row_parallel(hidden_btd, v_dD, config)
+    options = dict(stack="mtp_layers", scaling=scaling)
+    x_btd, metrics = run_layers(params.mtp_layers, (x_btd, metrics), shared, config, config.num_layers, **options)
+    weights_bt = jnp.where(batch.next_targets < 0, 0, batch.loss_weights)
+    h_btd = final_norm(params, x_btd, config, "norm_mtp")
+    key = None if scaling.key is None else jax.random.fold_in(scaling.key, config.num_layers)
+    loss, _ = output_loss(params, h_btd, jnp.maximum(batch.next_targets, 0), weights_bt, config, 0.0, key)
+    auxiliary_loss = metrics.get("auxiliary_loss", 0) + config.mtp_loss * loss
+    return metrics | {"mtp_loss": loss, "auxiliary_loss": auxiliary_loss}
 
 
 # -- in pipeline stages
@@ -247,7 +280,7 @@ def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, conf
         return run_layers(layers, x, inputs[1], config, (round_ * stages + lax.axis_index("pipe")) * num_layers)
 
     functions = pipeline.Pipeline(
-        first=lambda params, inputs: embed_tokens(params, inputs[0], config),
+        first=lambda params, inputs: embed_tokens(params, inputs[0].tokens, config),
         stage=jax.checkpoint(stage, prevent_cse=False) if config.remat_stage else stage,
         last=lambda params, x, inputs: last(params, x, inputs[0], config),
         schedule=pipeline.make_schedule(config.pipeline_schedule, stages, microbatches, rounds),

@@ -32,6 +32,12 @@ class Params:
     norm: jax.Array
     unembed: jax.Array | None = None  # None if tied to embed
     dense_layers: "Layers | None" = None  # in a mixture the leading layers, which have a dense MLP
+    mtp_layers: "Layers | None" = None  # the layer of multi-token prediction, and what goes with it
+    norm_mtp_embed: jax.Array | None = None
+    norm_mtp_hidden: jax.Array | None = None
+    w_mtp_embed: jax.Array | None = None
+    w_mtp_hidden: jax.Array | None = None
+    norm_mtp: jax.Array | None = None
 
 
 # The weights of a stack of layers, under the names of anatomy.WEIGHTS; None for a weight that the model does not have.
@@ -163,7 +169,7 @@ def fp8_contracted(config: Config) -> Params:
     names = {name for group in anatomy.fp8_groups(config) for name in group}
 
     def contracted(name, shape, weight):
-        return len(weight.start.replace("L", "")) if name.removeprefix("dense_layers.") in names else 0
+        return len(weight.start.replace("L", "")) if name.rpartition(".")[2] in names else 0
 
     return _tree(config, contracted)
 

@@ -224,6 +224,67 @@ def mixture(w, h, config):
 # -- the model
 
 
+def embed(params, tokens, config):
+    """Returns the embeddings of tokens [b, t], as [b, t, d]."""
+    x = params.embed[tokens]
+    return x * math.sqrt(config.model_dim) if config.embedding_scale else x
+
+
+def layer(stack, row, x, i, batch, config):
+    """Runs layer i of the model, which is the given row of a stack of layers, on x [b, t, d].
+
+    Returns its result [b, t, d], its auxiliary loss, and a list with the loads of its experts, if it has experts.
+    """
+    w = jax.tree.map(lambda a: a[row], stack)
+
+    h = norm(x, w.norm_attention, config.norm_eps)
+    is_global = config.global_every and (i + 1) % config.global_every == 0
+    project = latent_projections if config.kv_lora_rank else projections
+    q, k, v = project(w, h, batch.positions, config, is_global)
+    context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
+    out = jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
+    x = x + (norm(out, w.norm_attention_out, config.norm_eps) if config.post_norms else out)
+
+    h = norm(x, w.norm_mlp, config.norm_eps)
+    auxiliary, loads = 0.0, []
+    if w.w_router is None:
+        out = gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
+    else:
+        out, auxiliary, loads_of_experts = mixture(w, h, config)
+        loads = [loads_of_experts]
+    return x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out), auxiliary, loads
+
+
+def unembed(params, x, config):
+    """Returns the logits [b, t, V] of normed results x [b, t, d]."""
+    out = x @ (params.embed if config.tied_embeddings else params.unembed).T
+    return config.logit_soft_cap * jnp.tanh(out / config.logit_soft_cap) if config.logit_soft_cap else out
+
+
+def hidden_states(params, batch, config):
+    """Returns the normed result of the last layer [b, t, d], and the auxiliary losses and loads as in `forward`."""
+    x, auxiliary, loads = embed(params, batch.tokens, config), 0.0, []
+    for i in range(config.num_layers):
+        is_dense = i < config.num_dense_layers
+        stack, row = (params.dense_layers, i) if is_dense else (params.layers, i - config.num_dense_layers)
+        x, more_auxiliary, more_loads = layer(stack, row, x, i, batch, config)
+        auxiliary, loads = auxiliary + more_auxiliary, loads + more_loads
+    return norm(x, params.norm, config.norm_eps), auxiliary, loads
+
+
+def predict_later(params, x, batch, config):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a layer predicts the token after the next.
+
+    It starts from the model's result x [b, t, d] for a token and the embedding of the next one.
+
+    Returns its logits [b, t, V], and its auxiliary loss and loads as `layer` does.
+    """
+    hidden = norm(x, params.norm_mtp_hidden, config.norm_eps) @ params.w_mtp_hidden
+    following = norm(embed(params, batch.targets, config), params.norm_mtp_embed, config.norm_eps) @ params.w_mtp_embed
+    x, auxiliary, loads = layer(params.mtp_layers, 0, hidden + following, config.num_layers, batch, config)
+    return unembed(params, norm(x, params.norm_mtp, config.norm_eps), config), auxiliary, loads
+
+
 def forward(params, batch, config):
     """Runs the model on a batch.
 
@@ -232,32 +293,8 @@ def forward(params, batch, config):
       auxiliary, a scalar: the sum of the auxiliary losses of all layers.
       loads, a list: for each layer with experts, the number of tokens that chose each expert, [e].
     """
-    x, auxiliary, loads = params.embed[batch.tokens], 0.0, []
-    x = x * math.sqrt(config.model_dim) if config.embedding_scale else x
-    for i in range(config.num_layers):
-        is_dense = i < config.num_dense_layers
-        stack, row = (params.dense_layers, i) if is_dense else (params.layers, i - config.num_dense_layers)
-        w = jax.tree.map(lambda a, row=row: a[row], stack)
-
-        h = norm(x, w.norm_attention, config.norm_eps)
-        is_global = config.global_every and (i + 1) % config.global_every == 0
-        project = latent_projections if config.kv_lora_rank else projections
-        q, k, v = project(w, h, batch.positions, config, is_global)
-        context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
-        out = jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
-        x = x + (norm(out, w.norm_attention_out, config.norm_eps) if config.post_norms else out)
-
-        h = norm(x, w.norm_mlp, config.norm_eps)
-        if is_dense or not config.num_experts:
-            out = gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
-        else:
-            out, layer_auxiliary, layer_loads = mixture(w, h, config)
-            auxiliary, loads = auxiliary + layer_auxiliary, [*loads, layer_loads]
-        x = x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out)
-    x = norm(x, params.norm, config.norm_eps)
-    out = x @ (params.embed if config.tied_embeddings else params.unembed).T
-    out = config.logit_soft_cap * jnp.tanh(out / config.logit_soft_cap) if config.logit_soft_cap else out
-    return out, auxiliary, loads
+    x, auxiliary, loads = hidden_states(params, batch, config)
+    return unembed(params, x, config), auxiliary, loads
 
 
 def logits(params, batch, config):
@@ -269,13 +306,23 @@ def loss(params, batch, config):
     """Returns the loss in nats per token, a scalar.
 
     It is the mean over tokens of cross entropy and z-loss, weighted by `batch.loss_weights`. The auxiliary losses are
-    added to it.
+    added to it, and with `mtp` also `mtp_loss` times the cross entropy of the tokens after the next.
     """
-    out, auxiliary, _ = forward(params, batch, config)
+    x, auxiliary, _ = hidden_states(params, batch, config)
+    weights = batch.loss_weights / jnp.sum(batch.loss_weights)
+    total = mean_loss(unembed(params, x, config), batch.targets, weights, config.z_loss) + auxiliary
+    if config.mtp and config.mtp_loss:
+        out, auxiliary, _ = predict_later(params, x, batch, config)
+        weights = jnp.where(batch.next_targets < 0, 0, weights)
+        total += config.mtp_loss * mean_loss(out, batch.next_targets, weights, 0) + auxiliary
+    return total
+
+
+def mean_loss(out, targets, weights, z_loss):
+    """Returns the cross entropy and z-loss of logits [b, t, V], added up with the weights [b, t]."""
     lse = jax.nn.logsumexp(out, -1)
-    target = jnp.take_along_axis(out, batch.targets[..., None], -1)[..., 0]
-    mean = jnp.sum(batch.loss_weights * (lse - target + config.z_loss * lse**2)) / jnp.sum(batch.loss_weights)
-    return mean + auxiliary
+    target = jnp.take_along_axis(out, targets[..., None], -1)[..., 0]
+    return jnp.sum(weights * (lse - target + z_loss * lse**2))
 
 
 # -- training

@@ -96,6 +96,11 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
 
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, layers = sizes["pipe"], config.pipeline_rounds, config.num_layers
+    if config.mtp:
+        raise ValueError(
+            f"mtp: the last stage of mesh axis pipe:{stages} would have one layer and one loss more than the others, "
+            "which would wait for it: another axis than pipe, or --no-mtp"
+        )
     if config.num_dense_layers:
         raise ValueError(
             f"num_dense_layers={config.num_dense_layers}: the stages of mesh axis pipe:{stages} run one "

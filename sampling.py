@@ -35,7 +35,7 @@ def hidden_states(params, batch: data.Batch, config: Config, scaling) -> jax.Arr
         last = lambda params, x, batch, config: model.final_norm(params, x[0], config)
         x_Mbtd = pipeline.forward(*model.pipelined(params, batch, last, stages, config))
         return x_Mbtd.reshape(-1, *x_Mbtd.shape[2:])
-    x, constants = model.embed_tokens(params, batch, config), model.constants(batch, config)
+    x, constants = model.embed_tokens(params, batch.tokens, config), model.constants(batch, config)
     return model.final_norm(params, model.run_all_layers(params, x, constants, config, scaling=scaling)[0], config)
 
 

@@ -248,7 +248,7 @@ def lower_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     state = jax.eval_shape(partial(init_state, config=config), key)
     state = jax.tree.map(shaped, state, state_shardings(config, mesh))
-    dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
+    dtypes = data.Batch(jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
     array = partial(jax.ShapeDtypeStruct, (config.batch, config.seq_len), sharding=NamedSharding(mesh, BATCH_SPEC))
     return make_train_step(config, mesh).lower(state, data.Batch(*map(array, dtypes)))
 

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 
+import anatomy
 import command
 import flags as flags_lib
 import placement
@@ -96,7 +97,7 @@ def resolve(config: Config, chip: Chip, topology: Sequence[int], *, num_slices: 
 def row(prediction: Prediction) -> dict:
     """The numbers of a policy. `saved_bytes` and `offloaded_bytes` are of an average layer and one microbatch."""
     run = prediction.run
-    layers = run.config.num_layers / run.pipe * run.in_flight  # of all microbatches in flight on a device
+    layers = anatomy.num_run_layers(run.config) / run.pipe * run.in_flight  # of all microbatches in flight on a device
     offload = [part for part in prediction.parts if part.name == "host offload"]
     return {
         "saved_bytes": prediction.memory["saved activations"] / layers,

@@ -277,7 +277,7 @@ def _loss(run: Run) -> Part:
     matmul, element = 2 * rows * D * V / speed, 1 if in_fp8 else run.element
     # Seconds to read the unembedding, and to read and write the float32 sum of dw.
     read, added = element * D * V / bandwidth, 8 * D * V / bandwidth
-    num_chunks = chunks * run.microbatches
+    num_chunks = chunks * run.microbatches * (1 + anatomy.runs_mtp(run.config))  # one loss more
     seconds_per_chunk = 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
     seconds = num_chunks * seconds_per_chunk
     formula = f"{num_chunks} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
@@ -459,7 +459,7 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     all_heads = run.tokens * (config.num_heads + copied) * head_bytes
     exchange = collective_s("all_to_all", all_heads, inner) if inner else 0.0
     round_ring = (ring - 1) * ring_hop_s(run, outer, local) if ring > 1 else 0.0
-    global_share = transformer.num_global_layers(config) / config.num_layers
+    global_share = transformer.num_global_layers(config) / anatomy.num_run_layers(config)
     halo_shards = min((config.window - 1) * ways / config.seq_len, ways - 1)
     shard = run.tokens * config.num_kv_heads * head_bytes
     halo = ring_hop_s(run, run.effective_links("context"), shard * halo_shards) if global_share < 1 else 0.0
@@ -517,7 +517,7 @@ def _merging(run: Run, kinds: list[Kind]) -> Part:
     # gradients of keys and values, have the activations' dtype.
     results = (4 + run.element + 4) * config.num_heads * Hv
     gradients = (4 + 4 + 4) * config.num_heads * Hk + (4 + run.element + 4) * config.num_kv_heads * (Hk + Hv)
-    share = transformer.num_global_layers(config) / config.num_layers
+    share = transformer.num_global_layers(config) / anatomy.num_run_layers(config)
     times = hops * share * run.tokens / run.tensor
     nbytes = math.fsum(kind.times * times * (_attention_forwards(run, kind) * results + gradients) for kind in kinds)
     bandwidth = run.hbm_bytes_per_s * run.efficiency.elementwise

@@ -129,7 +129,7 @@ class Part:
 def parts(config: Config) -> Mapping[str, Part]:
     """Returns the parameters of each part that the model has.
 
-    A tied unembedding has no parameters of its own, but it has a matmul.
+    A tied unembedding has no parameters of its own, but it has a matmul. Multi-token prediction has it again.
     """
     result = {}
     for part in PARTS:
@@ -137,6 +137,8 @@ def parts(config: Config) -> Mapping[str, Part]:
         matmul = sum(weight.active_params for weight in members if weight.makes)
         if part == "unembedding" and config.tied_embeddings:
             matmul = config.vocab_size * config.model_dim
+        if part == "unembedding" and anatomy.runs_mtp(config):
+            matmul *= 2
         if members or matmul:
             active = sum(weight.active_params for weight in members)
             result[part] = Part(sum(weight.params for weight in members), active, matmul)
@@ -174,16 +176,17 @@ def mean_keys(seq_len: int, window: int = 0) -> float:
 
 def num_global_layers(config: Config) -> int:
     """The number of layers whose attention has no window."""
+    num_layers = anatomy.num_run_layers(config)
     if not config.window:
-        return config.num_layers
-    return config.num_layers // config.global_every if config.global_every else 0
+        return num_layers
+    return num_layers // config.global_every if config.global_every else 0
 
 
 def keys_of_all_layers(config: Config) -> float:
     """The keys that a token's query attends to, on average over the sequence, summed over the layers."""
     num_global = num_global_layers(config)
     keys = num_global * mean_keys(config.seq_len)
-    return keys + (config.num_layers - num_global) * mean_keys(config.seq_len, config.window)
+    return keys + (anatomy.num_run_layers(config) - num_global) * mean_keys(config.seq_len, config.window)
 
 
 def forward_flops_per_token(config: Config) -> dict[str, float]:
@@ -208,7 +211,8 @@ def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = Tr
       over: P counts the full "layer", its "mlp" (experts, router and all), or the "projections" of attention.
       causal: count half of the scores, as the mask leaves them. The book counts all of them and has half this T.
     """
-    layers_with = {"attention": config.num_layers, "mlp": config.num_layers - num_expert_layers(config)}
+    num_layers = anatomy.num_run_layers(config)
+    layers_with = {"attention": num_layers, "mlp": num_layers - num_expert_layers(config)}
     by_part = parts(config)
     # The last layer is counted: if the model has experts, that layer has them.
     mlp_parts = ("experts", "router", "shared experts") if config.num_experts else ("mlp",)
@@ -265,15 +269,17 @@ def saved_bytes_per_token(
     names = saved_names(config) if saved is None else {*saved}
     num_experts = num_expert_layers(config)
     a_layer = lambda experts: saved_bytes_per_layer(config, names, columns=columns, experts=experts, fused=fused)
-    return (config.num_layers - num_experts) * a_layer(False) + num_experts * (a_layer(True) if num_experts else 0)
+    num_dense = anatomy.num_run_layers(config) - num_experts
+    return num_dense * a_layer(False) + (num_experts * a_layer(True) if num_experts else 0)
 
 
 def multiplied_again(weight: Weight, saved: Collection[str], config: Config) -> bool:
     """Whether the backward pass repeats a weight's matmul: it reads the result, which is not among the `saved`.
 
-    Logits are never repeated: vocabulary.cross_entropy takes the gradient while it has them.
+    Logits are never repeated: vocabulary.cross_entropy takes the gradient while it has them. Nor is what is outside the
+    layers, as the projections of multi-token prediction are.
     """
-    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}, config) - {*saved, "logits"}
+    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}, config) - {*saved, "logits", "mtp"}
 
 
 def recomputed_flops_per_token(
@@ -354,7 +360,8 @@ def summary(config: Config) -> dict:
     """Returns all of the above for one model: what is printed, and what --json gives."""
     forward = forward_flops_per_token(config)
     kinds = {"dense": False, "experts": True}
-    num_layers = {"dense": config.num_layers - num_expert_layers(config), "experts": num_expert_layers(config)}
+    num_experts = num_expert_layers(config)
+    num_layers = {"dense": anatomy.num_run_layers(config) - num_experts, "experts": num_experts}
     tensors = lambda remat: config.remat_tensors if remat == "custom" else ""
     policies = {
         remat: saved_names(config_lib.changed(config, remat=remat, remat_tensors=tensors(remat)))

@@ -377,7 +377,7 @@ def kernel_keys(run: Run) -> tuple[float, float]:
     T = padding * config.seq_len
     causal = padding * (T if T <= block else T / 2 + block / 2)  # blocks on the diagonal are computed in full
     windowed = min(causal, padding * (config.window + block)) if config.window else causal
-    num_layers, num_global = config.num_layers, transformer.num_global_layers(config)
+    num_layers, num_global = anatomy.num_run_layers(config), transformer.num_global_layers(config)
     keys = (num_global * causal + (num_layers - num_global) * windowed) / num_layers
     return keys, num_global * causal / num_layers
 
@@ -395,7 +395,7 @@ def _layers(
       gated: whether the experts' kernel computes their SwiGLU.
     """
     num_experts = anatomy.num_expert_layers(config)
-    kinds = (False, config.num_layers - num_experts), (True, num_experts)
+    kinds = (False, anatomy.num_run_layers(config) - num_experts), (True, num_experts)
     rows = dict(expert_buffer_ratio=expert_buffer_ratio, row_copies=row_copies)
     return [_layer(config, experts, number, keys, rows, gated) for experts, number in kinds if number]
 

@@ -109,7 +109,7 @@ def on_tensor_mesh(function: Callable, in_specs, out_specs, tensor: int = 4) -> 
 def laid_out(batch: data.Batch, config: Config, mesh: Mesh) -> data.Batch:
     """The batch with its positions in the order in which the mesh axis `context` holds them."""
     order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
-    return data.Batch(*(np.asarray(field)[:, order] for field in batch))
+    return jax.tree.map(lambda field: np.asarray(field)[:, order], batch)
 
 
 def first_state(config: Config, mesh: Mesh, params: parameters.Params) -> train.State:

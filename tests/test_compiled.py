@@ -90,6 +90,8 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "attention_soft_cap": ({}, 50.0),
     "logit_soft_cap": ({}, 30.0),
     "z_loss": ({}, 1e-4),
+    "mtp": ({}, True),
+    "mtp_loss": (dict(mtp=True), 0.1),
     "norm_eps": ({}, 1e-6),
     "dtype": ({}, "bfloat16"),
     "num_experts": (MIXED, 16),

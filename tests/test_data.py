@@ -78,6 +78,7 @@ def test_packing_by_hand():
     assert batch.targets.tolist() == [[1, 2, 9, 9, 3, 4, 5]]
     assert batch.segments.tolist() == [[1, 1, 1, 2, 3, 3, 3]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+    assert batch.next_targets.tolist() == [[2, 9, -1, -1, 4, 5, -1]]  # none in the next document
     batch = data.eval_batch(corpus, 0, batch=3, seq_len=2)
     assert batch.tokens.tolist() == [[9, 1], [2, 9], [9, 3]]
     assert batch.segments.tolist() == [[1, 1], [1, 2], [1, 1]]
@@ -86,8 +87,8 @@ def test_packing_by_hand():
 
 def test_dtypes_and_shapes():
     batch = data.train_batch(corpus_of(DOCUMENTS), 5, batch=4, seq_len=6, seed=0)
-    assert [a.shape for a in batch] == [(4, 6)] * 5
-    assert [a.dtype for a in batch] == [np.int32] * 4 + [np.float32]
+    assert [a.shape for a in batch] == [(4, 6)] * 6
+    assert [a.dtype for a in batch] == [np.int32] * 4 + [np.float32, np.int32]
 
 
 # -- order

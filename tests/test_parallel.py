@@ -161,6 +161,7 @@ VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(at
 VARIANTS += [
     dict(window=5, global_every=2, global_rope_theta=50.0, rope_type="linear", rope_scaling=8.0, rope_fraction=0.5),
 ]
+VARIANTS += [dict(mtp=True, norm_eps=0.1), LATENT | dict(mtp=True, tied_embeddings=True, remat="full")]
 VARIANTS += [YARN | dict(rope_truncate=False), LATENT | YARN | dict(rope_head_dim=8, rope_mscale_all_dim=0.7)]
 
 
@@ -209,6 +210,7 @@ EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
     ("fsdp:8", dict(num_experts=4)),
     ("data:2,fsdp:2,expert:2", dict(shard_update=True, remat="full")),
     ("fsdp:4,expert:2", dict(collectives="ring_bidirectional", prefetch=False)),
+    ("expert:2,context:2,tensor:2", dict(mtp=True, mtp_loss=0.5, remat="minimal")),
 ]
 
 
@@ -224,7 +226,8 @@ EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
         )
         for index, name in enumerate(MIXTURES)
         for number, (mesh, option) in enumerate(EXPERT_MESHES)
-        if number % len(MIXTURES) == index or (name, number) == ("deepseek", 3)  # alternating models, and one more
+        if number % len(MIXTURES) == index
+        or (name == "deepseek" and number in (3, 13))  # alternating models, and two more
     ],
 )
 def test_mixtures_equal_the_reference(name, mesh, option):

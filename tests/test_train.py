@@ -137,22 +137,30 @@ def test_metrics_of_the_model_are_summed(microbatches, monkeypatch):
     assert metrics["tokens"] == config.batch * config.seq_len
 
 
+def loads_of_layers(params, batch, config):
+    """The loads of the experts in each layer of the plain model, that of multi-token prediction last."""
+    x, _, loads = reference.hidden_states(params, batch, config)
+    return loads + (reference.predict_later(params, x, batch, config)[2] if config.mtp else [])
+
+
 @pytest.mark.slow
-def test_selection_biases_follow_the_loads():
+@pytest.mark.parametrize("mtp", [False, True])
+def test_selection_biases_follow_the_loads(mtp):
     """Outside the gradient, by the loads of the whole batch; the metrics are those of the plain model."""
-    mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16, num_dense_layers=1, selection_bias=True)
+    mixture = dict(num_experts=8, experts_per_token=2, expert_dim=16, num_dense_layers=1, selection_bias=True, mtp=mtp)
     config = Config(**SMALL, **mixture, mesh="fsdp:2,expert:2,tensor:2", microbatches=2, buffer_factor=4.0)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
     params, batch = jax.device_get(state.params), make_batch(config)
-    loads = np.array(jax.jit(partial(reference.forward, config=config))(params, batch)[2])
+    loads = np.array(jax.jit(partial(loads_of_layers, config=config))(params, batch))
     placed = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
     state, metrics = train.make_train_step(config, mesh)(state, placed)
     assert metrics["load_imbalance"] == pytest.approx(np.mean(loads.max(1) / loads.mean(1)))
     assert metrics["dropped_fraction"] == 0 and 0 < metrics["router_entropy"] < math.log(8)
     want = 0.001 * np.sign(loads.mean(1, keepdims=True) - loads)
-    np.testing.assert_allclose(state.params.layers.selection_bias, want, rtol=1e-6)
+    stacks = [state.params.layers, *([state.params.mtp_layers] if mtp else [])]
+    np.testing.assert_allclose(np.concatenate([stack.selection_bias for stack in stacks]), want, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -247,7 +247,9 @@ def masked_half(config: Config) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [{}, dict(num_kv_heads=4, seq_len=24), dict(tied_embeddings=True, qkv_bias=True)])
+@pytest.mark.parametrize(
+    "overrides", [{}, dict(num_kv_heads=4, seq_len=24), dict(tied_embeddings=True, qkv_bias=True), dict(mtp=True)]
+)
 def test_the_matmuls_of_the_reference_are_counted_exactly(overrides):
     config = dataclasses.replace(SMALL, **overrides)
     params, batch = parameters.param_shapes(config), batch_shapes(config)
