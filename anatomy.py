@@ -55,16 +55,22 @@ _mtp = lambda c, experts: c.mtp
 _query = lambda c, experts: not c.q_lora_rank
 _query_latent = lambda c, experts: c.q_lora_rank
 _key_value = lambda c, experts: not c.kv_lora_rank
+_value = lambda c, experts: not (c.kv_lora_rank or c.keys_as_values)
 _key_value_latent = lambda c, experts: c.kv_lora_rank
 _post_norms = lambda c, experts: c.post_norms
 _qk_norm = lambda c, experts: c.qk_norm
 _qkv_bias = lambda c, experts: c.qkv_bias
+_value_bias = lambda c, experts: c.qkv_bias and not c.keys_as_values
 _output_bias = lambda c, experts: c.output_bias
 _sinks = lambda c, experts: c.attention_sinks
 _dense = lambda c, experts: not experts
 _experts = lambda c, experts: experts
 _expert_bias = lambda c, experts: experts and c.expert_bias
 _selection_bias = lambda c, experts: experts and c.selection_bias
+_layer_scale = lambda c, experts: c.layer_scale
+_expert_norms = lambda c, experts: experts and c.expert_norms
+_expert_scale = lambda c, experts: experts and c.expert_scale
+_shared_norm = lambda c, experts: experts and c.expert_norms and c.num_shared_experts
 _shared = lambda c, experts: experts and c.num_shared_experts
 
 _SPREAD = ("tensor", "fsdp")  # both for one dim: every device of `tensor` needs all of it, and gathers it
@@ -77,10 +83,11 @@ WEIGHTS = {
     "norm_mlp": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
     "norm_attention_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
     "norm_mlp_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
+    "layer_scale": Weight("norms", "L", ("pipe",), ONES, "", _layer_scale),  # has no gradient
     # queries, keys and values from the residual stream
     "w_q": Weight("attention", "LDNH", ("pipe", "fsdp", "tensor", None), "D", "query_proj", _query),
     "w_k": Weight("attention", "LDKH", ("pipe", "fsdp", "tensor", None), "D", "key_proj", _key_value),
-    "w_v": Weight("attention", "LDKU", ("pipe", "fsdp", "tensor", None), "D", "value_proj", _key_value),
+    "w_v": Weight("attention", "LDKU", ("pipe", "fsdp", "tensor", None), "D", "value_proj", _value),
     # queries, keys and values from latents instead
     "w_q_down": Weight("attention", "LDQ", ("pipe", _SPREAD, None), "D", "query_latent", _query_latent),
     "norm_q_latent": Weight("norms", "LQ", ("pipe", "fsdp"), ONES, "", _query_latent),
@@ -95,7 +102,7 @@ WEIGHTS = {
     "norm_k": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
     "bias_q": Weight("biases", "LNH", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
     "bias_k": Weight("biases", "LKH", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
-    "bias_v": Weight("biases", "LKU", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
+    "bias_v": Weight("biases", "LKU", ("pipe", "tensor", None), ZEROS, "", _value_bias),
     "bias_o": Weight("biases", "LD", ("pipe", _SPREAD), ZEROS, "", _output_bias),
     "sinks": Weight("biases", "LN", ("pipe", "tensor"), ZEROS, "", _sinks),
     # a dense MLP
@@ -112,6 +119,11 @@ WEIGHTS = {
     "bias_expert_up": Weight("biases", "LEM", ("pipe", "expert", "tensor"), ZEROS, "", _expert_bias, True),
     "bias_expert_down": Weight("biases", "LED", ("pipe", "expert", None), ZEROS, "", _expert_bias, True),
     "selection_bias": Weight("biases", "LE", ("pipe", None), ZEROS, "", _selection_bias),  # has no gradient
+    "norm_router": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _expert_norms),
+    "norm_experts": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _expert_norms),
+    "norm_experts_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _expert_norms),
+    "norm_shared_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _shared_norm),
+    "expert_scale": Weight("router", "LE", ("pipe", None), ONES, "", _expert_scale),
     "shared_gate": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_gate", _shared),
     "shared_up": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_up", _shared),
     "shared_down": Weight("shared experts", "LJD", ("pipe", "tensor", "fsdp"), "JL", "shared_down", _shared),
@@ -128,7 +140,7 @@ WEIGHTS = {
 PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
 # The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
 # the selection bias changes by steps too small for bfloat16.
-FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias"})
+FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias", "expert_scale"})
 
 
 def key_dim(config: Config) -> int:
@@ -238,6 +250,7 @@ def fp8_groups(config: Config) -> list[tuple[str, ...]]:
     """The weights of a layer whose matmuls are in FP8, in groups that multiply the same x."""
     modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
     groups = [group for module in modules for group in FP8_MODULES.get(module, ())]
+    groups = [tuple(name for name in group if not (name == "w_v" and config.keys_as_values)) for group in groups]
     return [group for group in groups if weight_names(config) >= {*group}]
 
 
@@ -321,6 +334,8 @@ def activations(
         elements |= {"kv_latent": config.kv_lora_rank, "kv_latent_norm": config.kv_lora_rank}
     if config.qk_norm:
         elements |= {"query_before_norm": N * Hk, "key_before_norm": K * Hk}
+    if config.value_norm and not (config.keys_as_values and config.qk_norm):  # else it is key_before_norm
+        elements |= {"value_before_norm": K * Hv}
     # After rotary positions, whose backward pass reads nothing.
     elements |= {"query_proj": N * Hk, "key_proj": K * Hk, "value_proj": K * Hv}
     elements |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
@@ -329,9 +344,11 @@ def activations(
         F = config.ff_dim
         return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     rows = X * expert_buffer_ratio
+    elements |= {"norm_router": D} if config.expert_norms else {}
     elements |= {"router_logits": config.num_experts, "expert_input": rows * D * row_copies}
     elements |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
     elements |= {"expert_down": rows * D * row_copies}
+    elements |= {"expert_sum": D} if config.expert_norms else {}
     if config.num_shared_experts:
         shared = config.num_shared_experts * M
         elements |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
@@ -393,8 +410,9 @@ def read_names(saved: Collection[str], config: Config) -> frozenset[str]:
     """The `saved` activations that the backward pass reads. The others take no memory, whatever the policy says.
 
     It does not read a layer's result, nor attention's output projection if its sum with the residual stream is saved.
-    With `post_norms` it reads both, since the gradient of a norm reads what is normed.
+    The gradient of a norm reads what is normed.
     """
-    if config.post_norms:
-        return frozenset(saved) - ({"shared_down"} if "mixture_out" in saved else set())
-    return frozenset(saved) - {"mlp_down", "shared_down"} - ({"out_proj"} if "mlp_input" in saved else set())
+    unread = set() if config.post_norms else {"mlp_down"} | ({"out_proj"} if "mlp_input" in saved else set())
+    if not config.expert_norms and ("mixture_out" in saved or not config.post_norms):
+        unread |= {"shared_down"}
+    return frozenset(saved) - unread

@@ -24,9 +24,9 @@ REMAT_POLICIES = tuple(
 # A layer's activations that a policy may name, in the order in which they are computed (anatomy.py has their sizes).
 ACTIVATIONS = (
     "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
-    "key_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj mlp_input norm_mlp "
-    "mlp_gate mlp_up mlp_product mlp_down router_logits expert_input expert_gate expert_up expert_product expert_down "
-    "shared_gate shared_up shared_product shared_down mixture_out"
+    "key_before_norm value_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj "
+    "mlp_input norm_mlp mlp_gate mlp_up mlp_product mlp_down norm_router router_logits expert_input expert_gate "
+    "expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down mixture_out"
 ).split()
 FLOATS = "float32 bfloat16"
 
@@ -213,6 +213,12 @@ class Config:
     post_norms: bool = flag(False, "shapes program")
     # RMSNorm on each head's queries and keys
     qk_norm: bool = flag(False, "shapes program")
+    # RMSNorm without weights on each head's values (Gemma 4)
+    value_norm: bool = flag(False, "values program")
+    # the values are the keys, before their norm and rotation (Gemma 4's global layers)
+    keys_as_values: bool = flag(False, "shapes program")
+    # a layer multiplies the residual stream by a number of its own at the end, which is not trained (Gemma 4)
+    layer_scale: bool = flag(False, "shapes program")
     # bias on the query, key and value projections (Qwen 2.5)
     qkv_bias: bool = flag(False, "shapes program")
     # bias on attention's output projection (gpt-oss)
@@ -259,6 +265,10 @@ class Config:
     expert_bias: bool = flag(False, "shapes program", EXPERTS)
     # experts' SwiGLU is gpt-oss's, clamped to this; 0 is the plain one
     swiglu_limit: float = flag(0.0, "values program", EXPERTS, SILU, least=0)
+    # router and routed experts have input norms of their own; routed and shared results are normed (Gemma 4)
+    expert_norms: bool = flag(False, "shapes program", EXPERTS)
+    # a learned factor of each expert's weights (Gemma 4)
+    expert_scale: bool = flag(False, "shapes program", EXPERTS)
     # what the router makes of its logits: softmax, or sigmoid (DeepSeek-V3)
     router_scores: str = flag("softmax", "values program", EXPERTS, choices="softmax sigmoid")
     # the weights of a token's experts are divided by their sum
@@ -556,7 +566,7 @@ class Config:
                 f"kv_lora_rank={self.kv_lora_rank}: every head makes its own keys and values; "
                 f"--num_kv_heads={self.num_heads}"
             )
-        for name in ("qk_norm", "qkv_bias"):
+        for name in ("qk_norm", "qkv_bias", "value_norm", "keys_as_values"):
             if getattr(self, name):
                 raise ValueError(
                     f"{name} goes with kv_lora_rank=0 only: latent attention norms its latents; --no-{name}"

@@ -71,11 +71,10 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     if w.w_router is None:
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
-        out_btd, metrics = mixture(w, h_btd, metrics, i, config)
-        if config.num_shared_experts:
-            out_btd += gated_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
-        out_btd = named(out_btd, "mixture_out")
+        out_btd, metrics = mixture_block(w, x_btd, h_btd, metrics, i, config)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config.norm_eps) if config.post_norms else out_btd
+    if config.layer_scale:
+        x_btd *= lax.stop_gradient(w.layer_scale)
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
     # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics, *carried
@@ -99,6 +98,24 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
     return out_btd, *carried
 
 
+def mixture_block(w: Layers, x_btd, h_btd, metrics, i, config: Config):
+    """Returns (out_btd, metrics): the sum of routed and shared experts for h_btd, the normed residual stream x_btd.
+
+    With `expert_norms` the router and the routed experts have norms of x_btd of their own. i: see `layer`.
+    """
+    norm = partial(rms_norm, eps=config.norm_eps)
+    routed_btd = router_btd = h_btd
+    if config.expert_norms:
+        routed_btd, router_btd = norm(x_btd, w.norm_experts), named(norm(x_btd, w.norm_router), "norm_router")
+    out_btd, metrics = mixture(w, routed_btd, router_btd, metrics, i, config)
+    if config.expert_norms:
+        out_btd = norm(named(out_btd, "expert_sum"), w.norm_experts_out)
+    if config.num_shared_experts:
+        shared_btd = gated_mlp(h_btd, (w.shared_gate, w.shared_up, w.shared_down), "shared", config)
+        out_btd += norm(shared_btd, w.norm_shared_out) if config.expert_norms else shared_btd
+    return named(out_btd, "mixture_out"), metrics
+
+
 def self_attention(w: Layers, h_btd, constants, is_global, config: Config):
     """Returns (context_btnU,): attention of all positions of h_btd to those before them, for this device's heads."""
     segments_bt, cos, sin = constants
@@ -110,9 +127,16 @@ def self_attention(w: Layers, h_btd, constants, is_global, config: Config):
 
 def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
     """Returns q_btnH, k_btkH and v_btkU of this device's heads, the first two with rotary positions."""
-    q_btnH, k_btkH, v_btkU = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
+    if config.keys_as_values:
+        q_btnH, k_btkH = column_parallel(h_btd, (w.w_q, w.w_k), config)
+        v_btkU, bias_v = k_btkH, w.bias_k
+    else:
+        q_btnH, k_btkH, v_btkU = column_parallel(h_btd, (w.w_q, w.w_k, w.w_v), config)
+        bias_v = w.bias_v
     if config.qkv_bias:
-        q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + w.bias_v
+        q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + bias_v
+    if config.value_norm:
+        v_btkU = rms_norm(named(v_btkU, "value_before_norm"), 1.0, config.norm_eps, axis=None)
     if config.qk_norm:
         q_btnH, k_btkH = named(q_btnH, "query_before_norm"), named(k_btkH, "key_before_norm")
         q_btnH = rms_norm(q_btnH, w.norm_q, config.norm_eps, axis=None)
@@ -135,7 +159,7 @@ def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str,
 # -- norm and positions
 
 
-def rms_norm(x_btd: jax.Array, scale_d: jax.Array, eps: float, axis: str | None = "tensor") -> jax.Array:
+def rms_norm(x_btd: jax.Array, scale_d: jax.Array | float, eps: float, axis: str | None = "tensor") -> jax.Array:
     """Returns x / rms(x) * scale in the shape and dtype of x, computed in float32.
 
     The mean of squares is over all of D. With `axis`, each device along that mesh axis holds a shard of D. With None,

@@ -548,7 +548,7 @@ def _gemma_shapes(keys: Keys) -> dict:
 
 
 def _cap(keys: Keys, key: str, default: float) -> float:
-    """A soft cap, which null turns off."""
+    """A soft cap; null means that there is none."""
     is_off = keys.values.get(key, default) is None
     return keys.take(key, float, 0.0 if is_off else default)
 

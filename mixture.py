@@ -24,14 +24,16 @@ from config import Config
 from parameters import Layers, Params, fp8_recipe
 
 
-def mixture(w: Layers, h_btd, metrics, i, config: Config):
+def mixture(w: Layers, h_btd, router_btd, metrics, i, config: Config):
     """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
+
+    The router chooses by router_btd.
 
     If the experts are on several devices, rows travel sharded over `tensor` and are gathered where they are multiplied.
     Otherwise a token is gathered over `tensor` once for all of its experts, and their sum is reduce-scattered.
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
-    logits_tE, routing = router(w, h_td, config)
+    logits_tE, routing = router(w, router_btd.reshape(h_td.shape), config)
     rows_travel = lax.axis_size("expert") > 1
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
@@ -98,9 +100,10 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
         logits_tE += as_partial_sum(w.bias_router)
     logits_tE = remat.named(lax.psum(logits_tE, "tensor"), "router_logits")
     bias_E = lax.psum(as_partial_sum(w.selection_bias), "tensor") if config.selection_bias else None
+    scale_E = lax.psum(as_partial_sum(w.expert_scale), "tensor") if config.expert_scale else None
     options = dict(scores=config.router_scores, renormalise=config.renormalise, scale=config.router_scale)
     options |= dict(groups=config.router_groups, groups_kept=config.router_groups_kept)
-    return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, **options)
+    return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, scale_E=scale_E, **options)
 
 
 def apply_experts(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:

@@ -131,6 +131,7 @@ def route(
     groups: int = 1,
     groups_kept: int = 1,
     scale: float = 1.0,
+    scale_E: jax.Array | None = None,
 ) -> Routing:
     """Returns the chosen experts of each token and the weights of their results.
 
@@ -144,6 +145,7 @@ def route(
       bias_E: added to the scores for the choice only.
       groups: the number of groups of experts. Only experts of the `groups_kept` best groups can be chosen.
       scale: a factor that multiplies all weights (DeepSeek-V3: 2.5).
+      scale_E: a factor of each expert's weights, after they are renormalised.
     """
     t, E = logits_tE.shape
     scores_tE = jax.nn.softmax(logits_tE) if scores == "softmax" else jax.nn.sigmoid(logits_tE)
@@ -160,6 +162,8 @@ def route(
     weights_tX = jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1)
     if renormalise:
         weights_tX /= jnp.sum(weights_tX, -1, keepdims=True) + 1e-20
+    if scale_E is not None:
+        weights_tX *= jnp.sum(jnp.where(chosen_tXE, scale_E, 0), -1)
     if scores == "sigmoid":
         scores_tE /= jnp.sum(scores_tE, -1, keepdims=True) + 1e-20
     return Routing(experts_tX, weights_tX * scale, scores_tE)

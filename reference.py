@@ -126,9 +126,11 @@ def attend(q, k, v, segments, window, config, sinks=None):
 
 def projections(w, h, positions, config, is_global):
     """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
-    q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in (w.w_q, w.w_k, w.w_v))
+    matrices = (w.w_q, w.w_k, w.w_k if config.keys_as_values else w.w_v)
+    q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in matrices)
     if config.qkv_bias:
-        q, k, v = q + w.bias_q, k + w.bias_k, v + w.bias_v
+        q, k, v = q + w.bias_q, k + w.bias_k, v + (w.bias_k if config.keys_as_values else w.bias_v)
+    v = norm(v, 1, config.norm_eps) if config.value_norm else v
     if config.qk_norm:
         q, k = norm(q, w.norm_q, config.norm_eps), norm(k, w.norm_k, config.norm_eps)
     return rotate(q, positions, config, is_global), rotate(k, positions, config, is_global), v
@@ -169,11 +171,12 @@ def gated_mlp(x, gate, up, down, config):
     return (activate(x @ gate, config) * (x @ up)) @ down
 
 
-def mixture(w, h, config):
-    """Applies the mixture of experts of one layer to h [b, t, d].
+def mixture(w, x, h, config):
+    """Applies the mixture of experts of one layer to h [b, t, d], the normed residual stream x.
 
     Every expert computes every token. The result of a token is the sum over experts, weighted by the router. All but
     `experts_per_token` experts have the weight zero. In the einsums here t is the number of all tokens of the batch.
+    With `expert_norms` the router and the routed experts have norms of x of their own in place of h.
 
     Returns:
       y, the result, in the shape of h.
@@ -181,8 +184,11 @@ def mixture(w, h, config):
       loads [e], the number of tokens that chose each expert.
     """
     rank = lambda x: jnp.argsort(jnp.argsort(-x, stable=True), stable=True)  # in the last dim; 0 is the largest
-    x = h.reshape(-1, config.model_dim)
-    logits = x @ w.w_router + (w.bias_router if config.expert_bias else 0)
+    to_router = to_experts = h
+    if config.expert_norms:
+        to_router, to_experts = norm(x, w.norm_router, config.norm_eps), norm(x, w.norm_experts, config.norm_eps)
+    x, h = to_experts.reshape(-1, config.model_dim), h.reshape(-1, config.model_dim)
+    logits = to_router.reshape(-1, config.model_dim) @ w.w_router + (w.bias_router if config.expert_bias else 0)
     scores = jax.nn.softmax(logits, -1) if config.router_scores == "softmax" else 1 / (1 + jnp.exp(-logits))
 
     # Each token chooses the best experts of its best groups. The score of a group is the sum of its two best experts.
@@ -195,6 +201,7 @@ def mixture(w, h, config):
     chosen = rank(choice) < config.experts_per_token
     weights = jnp.where(chosen, scores, 0)
     weights = weights / weights.sum(-1, keepdims=True) if config.renormalise else weights
+    weights = weights * w.expert_scale if config.expert_scale else weights
 
     # The matrices of all experts are stored as one, [e*d, m]. The down projection is stored transposed.
     by_expert = lambda matrix: matrix.reshape(config.num_experts, config.model_dim, -1)
@@ -210,15 +217,17 @@ def mixture(w, h, config):
     y = jnp.einsum("etm,edm->etd", product, by_expert(w.expert_down))
     y = y + (w.bias_expert_down[:, None] if config.expert_bias else 0)
     y = jnp.einsum("etd,te->td", y, weights * config.router_scale)
+    y = norm(y, w.norm_experts_out, config.norm_eps) if config.expert_norms else y
     if config.num_shared_experts:
-        y = y + gated_mlp(x, w.shared_gate, w.shared_up, w.shared_down, config)
+        shared = gated_mlp(h, w.shared_gate, w.shared_up, w.shared_down, config)
+        y = y + (norm(shared, w.norm_shared_out, config.norm_eps) if config.expert_norms else shared)
 
     # Switch's load-balance loss (arXiv:2101.03961) and the router's z-loss (arXiv:2202.08906).
     token_share = chosen.sum(0) / chosen.sum()
     mean_score = (scores / scores.sum(-1, keepdims=True)).mean(0)
     auxiliary = config.load_balance_loss * config.num_experts * jnp.sum(token_share * mean_score)
     auxiliary += config.router_z_loss * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
-    return y.reshape(h.shape), auxiliary, chosen.sum(0)
+    return y.reshape(to_experts.shape), auxiliary, chosen.sum(0)
 
 
 # -- the model
@@ -250,9 +259,10 @@ def layer(stack, row, x, i, batch, config):
     if w.w_router is None:
         out = gated_mlp(h, w.w_gate, w.w_up, w.w_down, config)
     else:
-        out, auxiliary, loads_of_experts = mixture(w, h, config)
+        out, auxiliary, loads_of_experts = mixture(w, x, h, config)
         loads = [loads_of_experts]
-    return x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out), auxiliary, loads
+    x = x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out)
+    return x * jax.lax.stop_gradient(w.layer_scale) if config.layer_scale else x, auxiliary, loads
 
 
 def unembed(params, x, config):
@@ -339,8 +349,8 @@ def learning_rate(count, config):
 
 
 def decays(name):
-    """Returns whether weight decay applies to a parameter of this name. Norms, biases and sinks do not decay."""
-    return not name.startswith(("norm", "bias", "sinks", "selection_bias"))
+    """Returns whether weight decay applies to a parameter of this name: not to norms, biases, sinks and scales."""
+    return not name.startswith(("norm", "bias", "sinks", "selection_bias", "layer_scale", "expert_scale"))
 
 
 def rms(x):

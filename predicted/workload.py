@@ -487,6 +487,7 @@ def elementwise_elements(
         values to the kernel's layout, the result from it             2(K+N)Hv
         residual addition                                             3D
         norm of the result, with post_norms                           2D
+        norm of the values, with value_norm                           2K*Hv
         norms of latent queries, keys and values                      2(q_lora_rank + kv_lora_rank)
 
     The second number is that of the rest of the layer:
@@ -497,6 +498,7 @@ def elementwise_elements(
         rows sorted by expert, and back                               5X*D with the weighting, plus D for the sum
         SwiGLU of the experts, for all rows of their buffers          3X*M
         router                                                        4E
+        norms of their own, with expert_norms                         6D, and 2D for shared experts
 
     The backward pass has twice as many. In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate
     passes (fp8.py). The scaling for XLA's matmuls is fused with other work.
@@ -511,11 +513,12 @@ def elementwise_elements(
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     norms = 5 * D + (2 * D if config.post_norms else 0)
     attention = norms + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
-    attention += 2 * (config.q_lora_rank + config.kv_lora_rank)
+    attention += 2 * (config.q_lora_rank + config.kv_lora_rank) + (2 * K * Hv if config.value_norm else 0)
     if not experts:
         return attention, norms + 3 * config.ff_dim
     X, M = config.experts_per_token, config.expert_dim
     shared = 3 * config.num_shared_experts * M
+    norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
     of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3

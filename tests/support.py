@@ -64,6 +64,9 @@ MIXTURES = {
     | dict(post_norms=True)
     | dict(expert_bias=True, swiglu_limit=0.5, window=5, global_every=2, attention_sinks=True, output_bias=True)
     | dict(num_dense_layers=1, experts_per_token=3),
+    "gemma": EXPERTS
+    | dict(num_shared_experts=2, expert_norms=True, expert_scale=True, post_norms=True, value_norm=True)
+    | dict(qk_norm=True, keys_as_values=True, mlp_activation="gelu", layer_scale=True),
 }
 
 

@@ -100,7 +100,13 @@ def test_every_field_can_be_set_by_its_flag(preset):
 
 @pytest.mark.parametrize("name", [field.name for field in FIELDS if isinstance(field.default, bool)])
 def test_switches(name):
-    of_mixtures = ("expert_bias", "renormalise", "selection_bias")  # a dense model refuses them
+    of_mixtures = (
+        "expert_bias",
+        "expert_norms",
+        "expert_scale",
+        "renormalise",
+        "selection_bias",
+    )  # a dense model refuses them
     needed = ["--preset=mixtral-8x7b"] if name in of_mixtures else []
     assert getattr(parse(*needed, f"--{name}"), name) is True
     assert getattr(parse(*needed, f"--no-{name}"), name) is False

@@ -157,6 +157,7 @@ VARIANTS = [  # two at a time if they concern different parts of the model
 EVERYTHING = functools.reduce(dict.__or__, VARIANTS[:-2])
 LATENT = dict(num_kv_heads=16, kv_lora_rank=8, rope_head_dim=2, value_head_dim=6, norm_eps=0.1)
 YARN = dict(rope_type="yarn", rope_scaling=8.0, rope_original_len=64, rope_theta=50.0)
+VARIANTS += [dict(value_norm=True, keys_as_values=True, qkv_bias=True, layer_scale=True)]
 VARIANTS += [LATENT | dict(q_lora_rank=16, collectives="ring"), LATENT | dict(attention_sinks=True)]
 VARIANTS += [
     dict(window=5, global_every=2, global_rope_theta=50.0, rope_type="linear", rope_scaling=8.0, rope_fraction=0.5),

@@ -120,8 +120,12 @@ STARTS = {  # model: (flags, the variance of each weight, or the value of all it
         | dict.fromkeys("norm_q_latent norm_kv_latent".split(), "ones"),
     ),
     "mixture": (
-        EXPERTS | dict(num_shared_experts=2, num_dense_layers=2, expert_bias=True, selection_bias=True),
+        EXPERTS
+        | dict(num_shared_experts=2, num_dense_layers=2, expert_bias=True, selection_bias=True)
+        | dict(expert_norms=True, expert_scale=True, layer_scale=True),
         MIXTURE
+        | dict.fromkeys("norm_router norm_experts norm_experts_out norm_shared_out".split(), "ones")
+        | dict.fromkeys("expert_scale layer_scale".split(), "ones")
         | dict(shared_gate=1 / 48, shared_up=1 / 48, shared_down=1 / (2 * 16) / 8)
         | ONES
         | dict.fromkeys("bias_router bias_expert_gate bias_expert_up bias_expert_down selection_bias".split(), "zeros"),

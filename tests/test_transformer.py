@@ -520,9 +520,10 @@ def test_remat_policies_are_maxtexts():
 
 
 def test_a_flag_can_name_every_activation():
+    dense = dataclasses.replace(SMALL, qk_norm=True, value_norm=True)
     tables = [
         anatomy.activations(config, experts=experts, fused=fused)
-        for config in (dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(LATENT_EXPERTS, post_norms=True))
+        for config in (dense, dataclasses.replace(LATENT_EXPERTS, post_norms=True, expert_norms=True))
         for experts in (False, True)[: 1 + (config.num_experts > 0)]
         for fused in (False, True)
     ]
@@ -538,6 +539,8 @@ def test_norms_of_results_read_them():
     assert anatomy.read_names(results, LATENT_EXPERTS) == {"mlp_input", "mixture_out"}
     assert anatomy.read_names(results, normed) == results - {"shared_down"}
     assert anatomy.read_names(results - {"mixture_out"}, normed) == results - {"mixture_out"}
+    of_experts = dataclasses.replace(LATENT_EXPERTS, expert_norms=True)
+    assert anatomy.read_names(results, of_experts) == {"mlp_input", "mixture_out", "shared_down"}
     again = lambda config: transformer.recomputed_flops_per_token(dataclasses.replace(config, remat="full"))
     repeated = {part: flops - again(LATENT_EXPERTS).get(part, 0) for part, flops in again(normed).items()}
     result_of = lambda name: 2 * transformer.weights(normed)[name].params
