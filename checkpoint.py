@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 
 import agreement
 import checksums
@@ -222,6 +223,58 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
     return state, ", ".join([*notes, *moved])
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The newest checkpoint in a folder, of which blocks of arrays can be read without a mesh."""
+
+    path: object  # of its step folder
+    step: int
+    values: dict  # the configuration with which it was saved
+    sums: dict[str, int]  # {name of an array: checksum}; empty in older checkpoints
+
+    def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+        """Returns a block of an array, whose name is as in params.layers.w_q. Raises OSError where it is damaged."""
+        import tensorstore  # comes with orbax
+
+        base = str(self.path / "state")
+        store = {"driver": "ocdbt", "base": f"{base if '://' in base else f'file://{base}'}/", "path": f"{name}/"}
+        with _readable(self.path):
+            array = tensorstore.open({"driver": "auto", "kvstore": store}, open=True, read=True).result()
+            block = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+            return array[block].read().result()
+
+
+def stored(directory: str) -> Stored:
+    """Returns the newest checkpoint in a folder. Takes no lock: a run that saves there may remove it meanwhile.
+
+    Raises:
+      ValueError: orbax is missing.
+      OSError: there is no checkpoint, or it is damaged.
+    """
+    _orbax()
+    _quiet_orbax()
+    folder = _folder(directory)
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(f"{directory} has no checkpoint: it must be the --checkpoint_dir of a run")
+    path = folder / str(max(steps))
+    with _readable(path):
+        values, sums = _saved_values(path, max(steps))
+    return Stored(path, max(steps), values, sums["state"] if sums else {})
+
+
+def _saved_values(path, step: int) -> tuple[dict, dict | None]:
+    """The configuration of a step folder, and its checksums, None in older ones. Raises where they are not intact."""
+    ocp = _orbax()
+    read_json = lambda name: ocp.JsonCheckpointHandler().restore(path / name, args=ocp.args.JsonRestore())
+    saved = read_json("config")
+    _check_values(saved)
+    sums = read_json("checksums") if (path / "checksums").exists() else None
+    if sums is not None:
+        _check_sums(sums, step, saved)
+    return saved, sums
+
+
 class _DamagedError(OSError):
     """A checkpoint cannot be read, or is not what was saved."""
 
@@ -235,14 +288,9 @@ def _remedy(steps: list[int]) -> str:
 def _restored(path, step: int, shapes, shardings, config: Config, contents: dict[str, str]):
     """Returns (state, notes) of one step folder. Raises ValueError for another model or corpus, and _DamagedError."""
     ocp = _orbax()
-    read_json = lambda name: ocp.JsonCheckpointHandler().restore(path / name, args=ocp.args.JsonRestore())
     # The manager's own restore would not do: where one process fails in it, the others wait for that one.
     with _readable(path):
-        saved = read_json("config")
-        _check_values(saved)
-        sums = read_json("checksums") if (path / "checksums").exists() else None
-        if sums is not None:
-            _check_sums(sums, step, saved)
+        saved, sums = _saved_values(path, step)
     has_amax = {"delayed", "calibrate"} & {config.fp8, saved.get("fp8")}  # in the state: calibration.py
     if differing := _differing(saved, config, SHAPES + ["fp8", "fp8_modules"] * bool(has_amax)):
         raise ValueError(

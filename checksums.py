@@ -19,6 +19,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,6 +34,19 @@ def checksums(state) -> dict[str, int]:
     arrays = [array for _, array in named]
     values = _checksums(arrays, tuple(array.sharding for array in arrays))
     return dict(zip(names, jax.device_get(values).tolist(), strict=True))
+
+
+def checksum_of_block(block: np.ndarray, start: int) -> int:
+    """Returns the terms of a contiguous block of a float32 array, whose first element has the index `start`, summed.
+
+    The checksum of the array is the sum of those of its blocks, mod 2^32.
+    """
+    bits, total = np.ascontiguousarray(block, np.float32).reshape(-1).view(np.uint32), 0
+    for begin in range(0, bits.size, BLOCK):
+        part = bits[begin : begin + BLOCK]
+        index = np.arange(start + begin, start + begin + part.size).astype(np.uint32)
+        total += int(np.sum((part ^ (part >> 16)) * (2 * index + 1), dtype=np.uint32))
+    return total % 2**32
 
 
 @partial(jax.jit, static_argnames="shardings")

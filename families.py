@@ -40,6 +40,10 @@ HARMLESS = frozenset(
     "pretraining_tp quantization_config router_aux_loss_coef aux_loss_alpha seq_aux torch_dtype transformers_version "
     "use_cache".split()
 )
+# Those that an export has in common with the model that the training began from.
+_TAKEN_OVER = HARMLESS & frozenset(
+    "bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings router_aux_loss_coef".split()
+)
 # Fields of Config that a training run chooses: a published model has none of them.
 _OF_TRAINING = frozenset(
     "z_loss dtype load_balance_loss router_z_loss selection_bias_rate moe_impl buffer_factor moe_parts "
@@ -736,20 +740,26 @@ def _settings_of(values: dict, file: str) -> dict:
     return fields
 
 
-def config_json(config: Config) -> dict:
+def config_json(config: Config, like: dict | None = None) -> dict:
     """Returns the config.json with which `transformers` computes what `config` does, of the first family that can.
+
+    Args:
+      like: the config.json of the model from which this one was trained: its family is tried first, and keys that do
+        not change the model are taken over, such as the ids of special tokens.
 
     Raises ValueError where no family can, with the field that the nearest one cannot have.
     """
     nearest: tuple[int, str] | None = None
-    for kind, family in FAMILIES.items():
+    like = like or {}
+    taken_over = {key: value for key, value in like.items() if key in _TAKEN_OVER}
+    for kind, family in sorted(FAMILIES.items(), key=lambda item: item[0] != like.get("model_type")):
         values = dict(architectures=[family.architecture], model_type=kind, **family.write(config))
         try:
             wrong = differing(_settings_of(values, "config.json"), config)
         except ValueError as error:
             wrong = {"": str(error)}
         if not wrong:
-            return values
+            return values | taken_over
         if nearest is None or len(wrong) < nearest[0]:
             name, reason = next(iter(wrong.items()))
             nearest = len(wrong), f"{kind}: {reason}" if not name else f"{kind} has {reason}"

@@ -1,7 +1,8 @@
 """Published weights: folders of safetensors files with the names of Hugging Face, to and from our parameters.
 
-    python weights.py show DIR                                    what a folder holds, and whether it can be read
-    python train.py --weights=DIR --learning_rate=1e-5            train on from it
+    python weights.py show DIR                             what a folder holds, and whether it can be read
+    python train.py --weights=DIR --learning_rate=1e-5     train on from it
+    python weights.py export CHECKPOINT_DIR OUT            write the result as such a folder
 
 **Idea.** families.py says which published tensor holds which weight, and the order of its dims. `load` makes the shard
 of each device from the bytes of that shard alone, so no host ever holds the model. `export` writes one tensor at a
@@ -33,7 +34,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 import anatomy
+import checkpoint
+import checksums
 import command
+import families
 import outputs
 import parameters
 import tensor_files
@@ -44,6 +48,7 @@ from tensor_files import Folder, New
 __all__ = ["check", "export", "load", "settings"]
 
 SHARD_BYTES = 4 * 10**9  # of an exported file, at most, unless one tensor is larger
+BLOCK_BYTES = 2**31  # of a checkpoint's weight that is read at a time, at most, unless one tensor needs more
 # These are exported in float32 whatever the dtype: the steps of the bias are too small for bfloat16.
 _FLOAT32 = frozenset({"selection_bias"})
 
@@ -153,17 +158,16 @@ class Entry:
 
 
 def entries(config: Config, family: Family) -> list[Entry]:
-    """Returns the published tensors of a model, layer by layer. Raises ValueError for a weight of another family."""
-    rows, numbered = _rows(family), []
+    """Returns the published tensors of a model, weight by weight. Raises ValueError for a weight of another family."""
+    rows, listed = _rows(family), []
     for path, ours, layers in _stacks(config):
         if ours not in rows:
             raise ValueError(f"{family.architecture} has no weight {ours}, which this model has")
         row = rows[ours]
         experts = range(config.num_experts) if "{e}" in row.published else [None]
         for i, e in itertools.product(layers or [-1], experts):
-            entry = Entry(row.published.format(i=i, e=e), row, path, i - layers.start if layers else 0, e)
-            numbered.append((i, entry))
-    return [entry for _, entry in sorted(numbered, key=lambda each: each[0])]
+            listed.append(Entry(row.published.format(i=i, e=e), row, path, i - layers.start if layers else 0, e))
+    return listed
 
 
 def _rows(family: Family) -> dict[str, Row]:
@@ -292,13 +296,16 @@ def _to_ours(published: np.ndarray, row: Row, letters: str, config: Config) -> n
 # -- export
 
 
-def export(params: parameters.Params, config: Config, out_dir: str, dtype: str = "bfloat16") -> None:
+def export(
+    params: parameters.Params, config: Config, out_dir: str, dtype: str = "bfloat16", like: dict | None = None
+) -> None:
     """Writes parameters as a folder of published weights: config.json, and safetensors files with an index.
 
     Args:
       params: numpy arrays, or JAX's, whose shards are all on this process.
       out_dir: a new folder, or an empty one.
       dtype: bfloat16 or float32.
+      like: the config.json of the model that the training began from, see families.config_json.
 
     Raises:
       ValueError: no published family has this model, or the folder is not empty.
@@ -311,7 +318,7 @@ def export(params: parameters.Params, config: Config, out_dir: str, dtype: str =
             return array[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
         return np.asarray(_slice(array, starts, sizes))
 
-    write(piece, config, out_dir, dtype)
+    write(piece, config, out_dir, dtype, like)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -319,13 +326,21 @@ def _slice(array: jax.Array, starts, sizes: tuple[int, ...]) -> jax.Array:
     return lax.dynamic_slice(array, starts, sizes)
 
 
-def write(piece: Callable, config: Config, out_dir: str, dtype: str) -> None:
+def write(
+    piece: Callable,
+    config: Config,
+    out_dir: str,
+    dtype: str,
+    like: dict | None = None,
+    verify: Callable[[], None] = lambda: None,
+) -> None:
     """As `export`, with a function in place of the parameters.
 
     Args:
       piece: (path of a weight as in layers.w_q, starts, sizes) -> that block of the weight, as a numpy array.
+      verify: called when all values are written; if it raises, the folder has no config.json.
     """
-    values = config_json(config)
+    values = config_json(config, like)
     family, folder = FAMILIES[values["model_type"]], Path(out_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out_dir} is there already, and is not empty: name a new folder")
@@ -346,6 +361,7 @@ def write(piece: Callable, config: Config, out_dir: str, dtype: str) -> None:
 
     tensors = [new(name, each[0].row) for name, each in sources.items()]
     tensor_files.write(folder, tensors, value_of, SHARD_BYTES)
+    verify()
     values["torch_dtype"] = dtype
     with outputs.replacing(folder / "config.json") as file:  # last: without it the folder is refused
         json.dump(values, file, indent=2)
@@ -374,6 +390,68 @@ def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -
     view[...] = block.reshape(view.shape)
 
 
+class Blocks:
+    """The weights in a checkpoint, read in blocks of at most BLOCK_BYTES, each element once, and verified.
+
+    Attributes:
+      config: the model of the checkpoint.
+    """
+
+    def __init__(self, stored: checkpoint.Stored):
+        """Raises ValueError for a checkpoint whose model no Config can have."""
+        names = [*families.model_fields(), "seq_len"]
+        self.config = Config(**{name: stored.values[name] for name in names if name in stored.values})
+        self.shapes = parameters.param_shapes(self.config)
+        self.stored, self.sums = stored, Counter()
+        self.blocks: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}  # {path: (its first indices, the block)}
+
+    def piece(self, path: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+        """Returns a block of a weight, as `write` asks for it: one weight after the other, each in order."""
+        begin, block = self.blocks.get(path, (starts, np.empty([0] * len(sizes))))
+        inside = [start - first for start, first in zip(starts, begin, strict=True)]
+        if any(start + size > have for start, size, have in zip(inside, sizes, block.shape, strict=True)):
+            self.blocks = {name: each for name, each in self.blocks.items() if name != path}
+            self.blocks[path] = starts, self._read(path, starts, sizes)
+            inside, (_, block) = [0] * len(starts), self.blocks[path]
+        return block[tuple(slice(start, start + size) for start, size in zip(inside, sizes, strict=True))]
+
+    def _read(self, path: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+        shape = operator.attrgetter(path)(self.shapes).shape
+        row_bytes = [4 * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        dim = 0 if sizes[1:] == shape[1:] or row_bytes[0] <= BLOCK_BYTES else 1  # layers, or else rows of one layer
+        pieces = max(BLOCK_BYTES // row_bytes[dim] // sizes[dim], 1)  # whole ones: no element is read twice
+        size = min(pieces * sizes[dim], shape[dim] - starts[dim])
+        sizes = (*sizes[:dim], size, *shape[dim + 1 :])
+        block = self.stored.read(f"params.{path}", (*starts[: dim + 1], *[0] * (len(shape) - dim - 1)), sizes)
+        first = sum(start * row // 4 for start, row in zip(starts[: dim + 1], row_bytes, strict=False))
+        self.sums[path] = (self.sums[path] + checksums.checksum_of_block(block, first)) % 2**32
+        return block
+
+    def verify(self) -> None:
+        """Raises OSError where a weight is not what was saved. All of them must have been read."""
+        for path, total in self.sums.items():
+            if (saved := self.stored.sums.get(f"params.{path}", total)) != total:
+                raise OSError(
+                    f"the checkpoint {self.stored.path} is damaged: params.{path} is not what was saved, by its "
+                    f"checksum {total:#010x} in place of {saved:#010x}"
+                )
+
+
+def export_checkpoint(directory: str, out_dir: str, dtype: str, like: str = "") -> None:
+    """Exports the newest checkpoint in a folder, in blocks of its weights. Raises as `export`, and for a damaged one.
+
+    Args:
+      like: the folder of published weights that the training began from, see `export`; by default the run's --weights,
+        where it is still there.
+    """
+    stored = checkpoint.stored(directory)
+    blocks, began_from = Blocks(stored), like or stored.values.get("weights", "")
+    file = Path(began_from, "config.json")
+    values = families.read_json(file) if began_from and (like or file.exists()) else None
+    write(blocks.piece, blocks.config, out_dir, dtype, values, blocks.verify)
+    print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}")
+
+
 def show(directory: str) -> None:
     """Prints what is in a folder of published weights. Raises ValueError and OSError where `load` would refuse it."""
     with Folder(directory) as folder:
@@ -385,7 +463,9 @@ def show(directory: str) -> None:
         print(f"files      {len(files)} of {num_bytes / 1e9:,.3g} GB, {len(folder.tensors):,} tensors: ", end="")
         print(", ".join(f"{number:,} in {dtype}" for dtype, number in dtypes.most_common()))
         fields = settings(directory)
-        print(f"model      {' '.join(f'--{name}={value}' for name, value in fields.items())}")
+        switch = {True: lambda name: f"--{name}", False: lambda name: f"--no-{name}"}
+        as_flag = lambda name, value: switch[value](name) if isinstance(value, bool) else f"--{name}={value}"
+        print(f"model      {' '.join(as_flag(name, value) for name, value in fields.items())}")
         config = Config(**fields)
         notes = check(folder, config)
         num_params = sum(math.prod(shape.shape) for shape in jax.tree.leaves(parameters.param_shapes(config)))
@@ -399,8 +479,17 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     show_parser = commands.add_parser("show", help="print what a folder holds, and whether it can be read")
     show_parser.add_argument("directory", type=command.path, metavar="DIR", help="folder of published weights")
+    export_parser = commands.add_parser("export", help="write the newest checkpoint of a run as published weights")
+    export_parser.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the --checkpoint_dir of the run")
+    export_parser.add_argument("out", type=command.path, metavar="OUT", help="a new folder")
+    export_parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[%(default)s]")
+    like_help = "folder of published weights whose special tokens and longest sequence OUT gets [the run's --weights]"
+    export_parser.add_argument("--like", type=command.path, default="", metavar="DIR", help=like_help)
     args = command.arguments(parser)
-    show(args.directory)
+    if args.command == "show":
+        show(args.directory)
+    else:
+        export_checkpoint(args.checkpoint_dir, args.out, args.dtype, args.like)
 
 
 if __name__ == "__main__":

@@ -109,13 +109,9 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
         assert (tmp_path / "1.err").read_text() == error
         return
     error = error_of_both(processes, tmp_path)
-    if case == "other weights":
-        assert (
-            error.startswith("the processes of this run disagree: the folder of weights is ")
-            and error.count("process") == 3
-        )
-    elif case == "another corpus":
-        assert error.startswith("the processes of this run disagree: the corpus is ") and error.count("process") == 3
+    if case in ("another corpus", "other weights"):
+        what = "the corpus" if "corpus" in case else "the folder of weights"
+        assert error.startswith(f"the processes of this run disagree: {what} is ") and error.count("process") == 3
     else:
         mark = "the file that process 0 writes to --checkpoint_dir"
         assert f"{mark} is present on process 0 and missing on process 1: start all" in error

@@ -1,5 +1,7 @@
 """Tests checksums: they equal the formula in plain Python on every mesh, and differ for every flipped bit."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,15 @@ def test_checksums_equal_the_formula_on_every_mesh(block, monkeypatch):
     state = {str(i): laid_out(array, spec) for i, spec in enumerate(SPECS)}
     assert checksums.checksums(state) == dict.fromkeys(state, plainly(array))
     checksums._checksums.clear_cache()
+
+
+def test_checksums_of_blocks_add_up(monkeypatch):
+    """On the host, in parts of 5 elements; the last block is one element."""
+    monkeypatch.setattr(checksums, "BLOCK", 5)
+    array = drawn((7, 6), jnp.float32)
+    starts = [0, 12, 12, 41, 42]
+    blocks = [checksums.checksum_of_block(array.reshape(-1)[a:b], a) for a, b in itertools.pairwise(starts)]
+    assert sum(blocks) % 2**32 == plainly(array) == checksums.checksum_of_block(array, 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.int8, jnp.uint16, bool], ids=str)

@@ -15,6 +15,8 @@ import support
 from safetensors.numpy import load_file, save_file
 
 import anatomy
+import checkpoint
+import checksums
 import data
 import families
 import flags
@@ -363,6 +365,86 @@ def test_every_row_is_of_a_weight_of_this_project():
     for name, family in families.FAMILIES.items():
         assert {row.ours for row in family.rows} <= anatomy.WEIGHTS.keys()
         assert len({row.ours for row in family.rows}) == len(family.rows), name
+
+
+# -- the export of a checkpoint
+
+
+class Memory:
+    """Stands for checkpoint.Stored: the arrays of `params`, with the checksums that a save computes."""
+
+    path, step = "a checkpoint", 7
+
+    def __init__(self, params, config: Config):
+        self.params, self.values, self.reads = params, dataclasses.asdict(config), []
+        named = jax.tree.leaves_with_path(dict(params=params))
+        name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+        self.sums = {name_of(path): checksums.checksum_of_block(array, 0) for path, array in named}
+
+    def read(self, name, starts, sizes):
+        block = operator.attrgetter(name)(self)[tuple(map(lambda a, n: slice(a, a + n), starts, sizes))]
+        self.reads.append(block.size)
+        return block
+
+
+@pytest.mark.parametrize("block_bytes", [2**20, 1500, 1])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
+def test_a_checkpoint_is_exported_in_blocks_each_read_once(name, block_bytes, tmp_path, monkeypatch):
+    config = model(name)
+    params, folder = exported(tmp_path / "a", config)
+    memory = Memory(params, config)
+    monkeypatch.setattr(weights, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(checkpoint, "stored", lambda directory: memory)
+    weights.export_checkpoint("runs/1", str(tmp_path / "b"), "float32")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "b" / file).read_bytes() == Path(folder, file).read_bytes()
+    assert sum(memory.reads) == sum(array.size for array in jax.tree.leaves(params))
+    assert len(memory.reads) > len(jax.tree.leaves(params)) or block_bytes == 2**20
+    memory.sums["params.layers.w_o"] ^= 1
+    with pytest.raises(
+        OSError, match=r"a checkpoint is damaged: params.layers.w_o is not what was saved, by its check"
+    ):
+        weights.export_checkpoint("runs/1", str(tmp_path / "c"), "float32")
+    assert not (tmp_path / "c/config.json").exists()
+
+
+def test_an_export_is_like_the_folder_that_the_training_began_from(tmp_path, monkeypatch):
+    params, folder = exported(tmp_path / "a", config := model("mistral", window=0))
+    changed_values(folder, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None)
+    changed_values(folder, bos_token_id=3, max_position_embeddings=99, transformers_version="4", attention_bias=None)
+    stored = Memory(params, config)
+    monkeypatch.setattr(checkpoint, "stored", lambda directory: stored)
+    for began_from, like in ((folder, ""), ("", folder)):
+        stored.values["weights"], out = began_from, tmp_path / f"b{like != ''}"
+        weights.export_checkpoint("runs/1", str(out), "bfloat16", like)
+        values = json.loads((out / "config.json").read_text())
+        assert (values["model_type"], values["bos_token_id"], values["max_position_embeddings"]) == ("mistral", 3, 99)
+        assert "transformers_version" not in values and values["torch_dtype"] == "bfloat16"
+    stored.values["weights"] = str(tmp_path / "gone")
+    weights.export_checkpoint("runs/1", str(tmp_path / "c"), "bfloat16")
+    assert json.loads((tmp_path / "c/config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.slow
+def test_the_newest_checkpoint_is_exported(tmp_path, capsys):
+    config = model("llama", mesh="fsdp:8", checkpoint_dir=str(tmp_path / "c"))
+    params, folder = exported(tmp_path / "a", config)
+    mesh = mesh_of(config.mesh)
+    with pytest.raises(FileNotFoundError, match="c has no checkpoint: it must be the --checkpoint_dir of a run"):
+        weights.export_checkpoint(config.checkpoint_dir, str(tmp_path / "b"), "float32")
+    with checkpoint.opened(config) as checkpoints:
+        other = jax.tree.map(lambda a: a + 1, params)
+        for step, each in ((1, other), (2, params)):
+            checkpoint.save(checkpoints, step, support.first_state(config, mesh, each), config)
+    weights.export_checkpoint(config.checkpoint_dir, str(tmp_path / "b"), "float32")
+    assert (tmp_path / "b/model.safetensors").read_bytes() == Path(folder, "model.safetensors").read_bytes()
+    assert capsys.readouterr().out == f"exported   step 2 of {tmp_path}/c to {tmp_path}/b, in float32\n"
+    data_files = [path for path in (tmp_path / "c/2/state").rglob("*") if path.is_file() and path.stat().st_size > 2000]
+    for path in data_files:
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(OSError, match=r"the checkpoint .*c/2 is damaged"):
+        weights.export_checkpoint(config.checkpoint_dir, str(tmp_path / "d"), "float32")
+    assert not (tmp_path / "d/config.json").exists()
 
 
 # -- folders of another model
