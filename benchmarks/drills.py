@@ -198,10 +198,17 @@ def copy_reference(scene: Scene, steps) -> None:
 
 
 def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
-    """Damages the largest file that matches a pattern, or a random one of all files."""
+    """Damages the largest file that matches a pattern, or a random one of all files; "each ..." all that match.
+
+    Orbax writes some values twice, so that a single file of values may not be needed.
+    """
     matching = sorted(path for path in folder.glob(files) if path.is_file())
     if not matching:
         raise BrokenError(f"a saved step has no {files}")
+    if how.startswith("each "):
+        for path in matching:
+            damage(scene, folder, str(path.relative_to(folder)), how.removeprefix("each "))
+        return
     path = scene.random.choice(matching) if files == "**/*" else max(matching, key=lambda path: path.stat().st_size)
     content = path.read_bytes()
     if how == "missing":
@@ -684,7 +691,7 @@ DRILLS = [
     (
         damaged_and_skipped,
         [
-            ("state/ocdbt.process_0/d/*", "truncated", 9),
+            ("state/ocdbt.process_0/d/*", "each truncated", 9),
             ("config/metadata", "nested", 9),
             ("state/_METADATA", "missing", 6, 9),
         ],
