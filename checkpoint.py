@@ -190,6 +190,49 @@ def check(checkpoints: Checkpoints | None) -> None:
             checkpoints.manager.wait_until_finished()
 
 
+def newest(directory: str) -> tuple[Path, dict]:
+    """Returns the folder of the newest checkpoint in `directory`, and its configuration, {flag: value}; locks nothing.
+
+    Raises OSError where there is none, or it cannot be read.
+    """
+    ocp, folder = _orbax(), _folder(directory)
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"there is no checkpoint in {directory}: train.py --checkpoint_dir={directory} saves one"
+        )
+    path = folder / str(max(steps))
+    with _readable(path):
+        saved = ocp.JsonCheckpointHandler().restore(path / "config", args=ocp.args.JsonRestore())
+        _check_values(saved)
+    return path, saved
+
+
+def restore_params(path, shapes, shardings):
+    """Returns the parameters of a checkpoint, in the given shards, and nothing else of its state.
+
+    Args:
+      path: of `newest`.
+      shapes, shardings: trees like the parameters.
+
+    Raises OSError where they cannot be read, or are not what was saved, by their checksums.
+    """
+    ocp = _orbax()
+    _quiet_orbax()
+    target = {
+        "params": jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    }
+    args = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(target, restore_args=args, partial_restore=True)
+    with _readable(path):
+        restored = ocp.PyTreeCheckpointHandler().restore(path / "state", args=args)
+        if not (path / "checksums").exists():
+            return restored["params"]
+        sums = ocp.JsonCheckpointHandler().restore(path / "checksums", args=ocp.args.JsonRestore())["state"]
+    _check_arrays(restored, {name: value for name, value in sums.items() if name.startswith("params.")}, path)
+    return restored["params"]
+
+
 def has_any(checkpoints: Checkpoints | None) -> bool:
     return bool(checkpoints and checkpoints.manager.all_steps())
 
@@ -305,13 +348,18 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
     notes = [differing] if differing else []
     if sums is None:
         return state, ["it has no checksums, so nothing could be verified", *notes]
+    _check_arrays(state, sums["state"], path)
+    return state, notes
+
+
+def _check_arrays(state, sums: dict[str, int], path) -> None:
+    """Raises a _DamagedError where the checksums of a tree are not `sums`."""
     actual = checksums.checksums(state)
-    if wrong := sorted(name for name in sums["state"].keys() | actual if sums["state"].get(name) != actual.get(name)):
+    if wrong := sorted(name for name in sums.keys() | actual if sums.get(name) != actual.get(name)):
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise _DamagedError(
             f"the checkpoint {path} is damaged: {wrong[0]}{more} is not what was saved, by its checksum"
         )
-    return state, notes
 
 
 def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkpoint) -> set[str]:

@@ -528,9 +528,14 @@ def bigram_loss(corpus: Corpus, *, seq_len: int, num_eval_sequences: int, max_tr
     return float(-np.mean(np.log((pair_counts + p_next) / (contexts[tokens] + 1))))
 
 
+def as_bytes(tokens: np.ndarray) -> bytes:
+    """Byte tokens as bytes, with the separator as a line of its own."""
+    return bytes(int(token) for token in tokens).replace(bytes([BYTE_SEPARATOR]), b"\n----\n")
+
+
 def decode(tokens: np.ndarray) -> str:
     """The text of byte tokens, with the separator as a line of its own."""
-    return bytes(int(token) for token in tokens).replace(bytes([BYTE_SEPARATOR]), b"\n----\n").decode(errors="replace")
+    return as_bytes(tokens).decode(errors="replace")
 
 
 def main() -> None:

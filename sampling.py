@@ -1,113 +1,228 @@
-"""Sampling: the model continues a text, token by token, on the mesh that it is trained on.
+"""Sampling: text that a trained model writes after a prompt.
 
-**Formula.** Gumbel-max: the token with the largest logit plus Gumbel noise is a draw from the softmax of the logits.
-Each device of `tensor` searches its shard of the vocabulary, and two reductions of one number a sequence find the
-largest of all.
+    python sampling.py --checkpoint_dir=runs/a --prompt="def main(" --tokens=100
+    python sampling.py --weights=DIR --prompt_tokens=1,2,3 --temperature=0 --mesh=tensor:8 --json
 
-**Left out.** A cache of keys and values: each token takes a forward pass over the entire sequence. This is for looking
-at samples; `roofline.py serve` predicts the cost of serving.
+**Formula.** Tokens are drawn from p = softmax(logits / temperature); 0 takes the largest logit. With top-p (Holtzman et
+al. 2020, arXiv:1904.09751) only the nucleus is drawn from: the most probable tokens, as few as have `top_p` of the
+probability. A draw inverts the cumulative sum: for u uniform in [0, 1) it is the first token, in order of probability,
+at which the sum exceeds u times that of the nucleus. generation.py computes the logits, with a key-value cache.
+
+**Context.** The model sees at most as many tokens as it was trained with. When so many are in the cache, the later half
+of them becomes the prompt of a new cache.
+
+**Text.** A model of bytes takes a prompt as UTF-8. Any other one takes the numbers of tokens, and prints these.
+
+**Left out.** Tokenizers, tokens that end a text, and what generation.py leaves out.
 """
 
+import argparse
+import codecs
+import json
 import math
+import time
+from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import config as config_lib
+import command
 import data
-import fsdp
-import model
-import parameters
-import pipeline
+import generation
 import placement
-from collectives import all_gather
+import trained
 from config import Config
 
-
-def hidden_states(params, batch: data.Batch, config: Config, scaling) -> jax.Array:
-    """x_btd after the final norm. In a pipeline only the last stage has it, and b is a multiple of the stages."""
-    if (stages := lax.axis_size("pipe")) > 1:
-        last = lambda params, x, batch, config: model.final_norm(params, x[0], config)
-        x_Mbtd = pipeline.forward(*model.pipelined(params, batch, last, stages, config))
-        return x_Mbtd.reshape(-1, *x_Mbtd.shape[2:])
-    x, constants = model.embed_tokens(params, batch.tokens, config), model.constants(batch, config)
-    return model.final_norm(params, model.run_all_layers(params, x, constants, config, scaling=scaling)[0], config)
+BYTES = 256  # vocabulary of a model whose tokens are bytes
 
 
-def sample_next(params, batch: data.Batch, at, key, config: Config, num_tokens: int, scaling=parameters.NO_SCALING):
-    """Draws a token for each sequence, one of the first `num_tokens`, from the logits of position `at`.
+def draw(logits_bV: jax.Array, u_b: jax.Array, temperature: float, top_p: float, num_tokens: int) -> jax.Array:
+    """tokens_b, drawn from the logits with one random number u in [0, 1) each.
 
-    Per-device code. Returns: int32 tokens_b, the same on all devices that share the sequence.
+    Args:
+      temperature: 0 takes the largest logit, whatever u.
+      top_p: the probability of the nucleus; 1 draws from all tokens.
+      num_tokens: only tokens below it are drawn: a corpus may use only a part of the vocabulary.
     """
-    x_btd = hidden_states(params, batch, config, scaling)
-    here_bt = batch.positions == at  # on one of the devices of `context`
-    x_bd = lax.psum(jnp.sum(jnp.where(here_bt[..., None], x_btd, 0), 1), "context")
-    x_bD = all_gather(x_bd, "tensor", dim=1, algorithm=config.collectives)
-    logits_bv = jnp.einsum("bD,vD->bv", x_bD, model.unembedding(params, config), preferred_element_type=jnp.float32)
-    if config.logit_soft_cap:
-        logits_bv = config.logit_soft_cap * jnp.tanh(logits_bv / config.logit_soft_cap)
-    device = lax.axis_index((*placement.BATCH_AXES, "tensor"))
-    logits_bv += jax.random.gumbel(jax.random.fold_in(key, device), logits_bv.shape)
-    v = logits_bv.shape[1]
-    token_bv = lax.broadcasted_iota(jnp.int32, logits_bv.shape, 1) + lax.axis_index("tensor") * v
-    # A corpus may use only a part of the vocabulary, and only the last stage has the right logits.
-    logits_bv = jnp.where((token_bv < num_tokens) & model.is_last_stage(), logits_bv, -jnp.inf)
-    axes = tuple(axis for axis in placement.MESH_AXES if axis not in placement.BATCH_AXES)
-    best_b1 = lax.pmax(jnp.max(logits_bv, -1, keepdims=True), axes)
-    return lax.pmin(jnp.min(jnp.where(logits_bv == best_b1, token_bv, config.vocab_size), -1), axes)
+    logits_bV = jnp.where(jnp.arange(logits_bV.shape[1]) < num_tokens, logits_bV, -jnp.inf)
+    if temperature == 0:
+        return jnp.argmax(logits_bV, -1)
+    p_bV = jax.nn.softmax(logits_bV / temperature)
+    if top_p == 1:
+        return _inverted(p_bV, u_b)
+    order_bV = jnp.argsort(-p_bV, -1)
+    p_bV = jnp.take_along_axis(p_bV, order_bV, 1)
+    p_bV = jnp.where(jnp.cumsum(p_bV, -1) - p_bV < top_p, p_bV, 0)
+    return jnp.take_along_axis(order_bV, _inverted(p_bV, u_b)[:, None], 1)[:, 0]
 
 
-def make_sampler(config: Config, mesh: Mesh, vocab_size: int):
-    """Returns jitted (params, prompt_BT, length, key, amax) -> [B, config.sample] drawn after `length` tokens.
+def _inverted(p_bV, u_b):
+    """The first index of each row at which the cumulative sum of p exceeds u times the sum of all."""
+    sum_bV = jnp.cumsum(p_bV, -1)
+    return jnp.argmax(sum_bV > u_b[:, None] * sum_bV[:, -1:], -1)
 
-    Only tokens below `vocab_size`, the corpus's, are drawn. A full sequence drops its first tokens.
+
+def generate(
+    params,
+    prompts: list[np.ndarray],
+    config: Config,
+    mesh: Mesh,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (tokens, their log-probabilities), each [prompts, c], as they are generated: `num_tokens` of them in all.
+
+    A token depends on its prompt, the seed, and the number of the prompt, and not on the mesh.
+
+    Args:
+      params, config, mesh: of `generation.placed` and `generation.for_generation`.
+      prompts: the tokens of each, at least one, fewer than `config.seq_len`.
+      vocab_size: of the tokens to draw; None is that of the model.
     """
-    config = config_lib.changed(config, moe_parts=1)  # the tokens need not divide into chunks
-    specs, ways = parameters.param_specs(config), mesh.shape["context"]
-
-    def per_device(params, prompt_bT, length, key, amax):
-        weights = fsdp.gather_over_data(params, specs, parameters.compute_dtypes(config), config.collectives)
-        scaling = parameters.Scaling(lax.pcast(amax, placement.MESH_AXES, to="varying"))
-        T = prompt_bT.shape[1]
-        order = jnp.asarray(parameters.position_order(config, T, ways))
-        own_t = order.reshape(ways, -1)[lax.axis_index("context")]
-
-        def extend(carry, number):
-            tokens_bT, length = carry
-            tokens_bt = tokens_bT[:, own_t]
-            positions_bt = jnp.broadcast_to(own_t, tokens_bt.shape)
-            batch = data.Batch(tokens_bt, tokens_bt, jnp.ones_like(tokens_bt), positions_bt, None)
-            own_key = jax.random.fold_in(key, number)
-            next_b = sample_next(weights, batch, length - 1, own_key, config, vocab_size, scaling)
-            tokens_bT = jnp.where(length == T, jnp.roll(tokens_bT, -1, axis=1), tokens_bT)
-            length = jnp.minimum(length + 1, T)
-            return (lax.dynamic_update_index_in_dim(tokens_bT, next_b, length - 1, 1), length), next_b
-
-        return lax.scan(extend, (prompt_bT, length), jnp.arange(config.sample))[1].T
-
-    rows = P(placement.BATCH_AXES)
-    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, rows, P(), P(), P()), out_specs=rows)
-    return jax.jit(
-        lambda params, prompt_BT, length, key, amax=None: sharded(params, prompt_BT, length, key, amax or {})
-    )
+    context = max(config.seq_len, 2)
+    width, num_prompts = max(map(len, prompts)), len(prompts)
+    ways = math.prod(mesh.shape[axis] for axis in placement.BATCH_AXES)
+    texts = [list(prompt) for prompt in prompts] + [list(prompts[0])] * (-num_prompts % ways)
+    capacity = min(width + num_tokens, context)
+    prefill = generation.make_prefill(config, mesh, capacity)
+    choose = partial(draw, temperature=temperature, top_p=top_p, num_tokens=vocab_size or config.vocab_size)
+    extend, key, done = generation.make_extend(config, mesh, choose), jax.random.key(seed), 0
+    while done < num_tokens:
+        state = prefill(params, *_padded(texts, width, mesh))
+        while done < num_tokens and width < capacity:
+            count = min(generation.CHUNK, num_tokens - done, capacity - width)
+            state, *results = extend(params, state, key, jnp.int32(done), jnp.int32(count))
+            tokens, log_p = (multihost_utils.process_allgather(a, tiled=True)[:, :count] for a in results)
+            for text, more in zip(texts, tokens, strict=True):
+                text.extend(more)
+            done, width = done + count, width + count
+            yield tokens[:num_prompts], log_p[:num_prompts]
+        width = max(capacity // 2, 1)
 
 
-def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> tuple[str, str]:
-    """Returns (prompt, continuation): the beginning of a held-out document, and `config.sample` sampled tokens."""
-    length = min(64, max(config.seq_len // 4, 1))
-    rows = math.prod(mesh.shape[axis] for axis in (*placement.BATCH_AXES, "pipe"))  # all the same; the first is shown
-    multiple = 2 * mesh.shape["context"]  # of positions, to shard them zigzag
-    prompt_BT = np.zeros((rows, min(config.seq_len, -(-(length + config.sample) // multiple) * multiple)), np.int32)
-    prompt_BT[:, :length] = corpus.held_out[:length]
-    layout = NamedSharding(mesh, P(placement.BATCH_AXES))
-    prompt_BT = jax.make_array_from_callback(prompt_BT.shape, layout, lambda index: prompt_BT[index])
-    sampler = make_sampler(config, mesh, corpus.vocab_size)
-    sampled_BT = sampler(params, prompt_BT, jnp.int32(length), jax.random.key(config.seed), amax)
-    text = multihost_utils.process_allgather(sampled_BT, tiled=True)[0]
-    show = data.decode if corpus.vocab_size == 256 else lambda tokens: " ".join(map(str, tokens))
-    return show(corpus.held_out[:length]), show(text)
+def _padded(texts: list[list[int]], width: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """(the last `width` tokens of each text, padded on the left; how many they are), laid out on the mesh."""
+    rows = [text[-width:] for text in texts]
+    tokens = np.array([[0] * (width - len(row)) + row for row in rows], np.int32)
+    layout = NamedSharding(mesh, generation.ROWS)
+    place = lambda array: jax.make_array_from_callback(array.shape, layout, lambda index: array[index])
+    return place(tokens), place(np.array([len(row) for row in rows], np.int32))
+
+
+def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Returns (prompt, continuation) as text, at the end of a training run.
+
+    They are the beginning of a held-out document, and `config.sample` tokens.
+    """
+    prompt = np.asarray(corpus.held_out[: min(64, max(config.seq_len // 4, 1))])
+    config, mesh = generation.for_generation(config, mesh)
+    params = generation.placed(params, config, mesh)
+    options = dict(seed=config.seed, vocab_size=corpus.vocab_size)
+    chunks = generate(params, [prompt], config, mesh, config.sample, **options)
+    tokens = np.concatenate([tokens[0] for tokens, _ in chunks])
+    return shown(prompt, corpus.vocab_size), shown(tokens, corpus.vocab_size)
+
+
+def shown(tokens: np.ndarray, vocab_size: int) -> str:
+    """Tokens as text, or as numbers if they are not bytes."""
+    return data.decode(tokens) if vocab_size == BYTES else " ".join(map(str, tokens))
+
+
+# -- the program
+
+
+def prompts_of(args: argparse.Namespace, config: Config) -> list[np.ndarray]:
+    """The tokens of the prompts on the command line. Raises ValueError for a prompt that the model cannot have."""
+    if args.prompt and config.vocab_size != BYTES:
+        raise ValueError(
+            f"the model has a vocabulary of {config.vocab_size:,}, not the {BYTES} bytes: give the prompt as tokens, "
+            "as in --prompt_tokens=1,2,3"
+        )
+    prompts = [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in args.prompt or []]
+    prompts += [np.array(tokens) for tokens in args.prompt_tokens or []]
+    if not prompts:
+        raise ValueError("there is no prompt: --prompt=TEXT, or --prompt_tokens=1,2,3")
+    for prompt in prompts:
+        if not len(prompt):
+            raise ValueError("the prompt is empty: the model needs a token to continue")
+        if len(prompt) >= config.seq_len:
+            raise ValueError(
+                f"the prompt has {len(prompt):,} tokens, and the model sees {config.seq_len:,} with those that follow: "
+                f"a prompt of {config.seq_len - 1:,} tokens at most, or a larger --seq_len"
+            )
+        if max(prompt) >= config.vocab_size:
+            raise ValueError(f"the prompt has token {max(prompt)}, outside the vocabulary of {config.vocab_size}")
+    return prompts
+
+
+def main() -> None:
+    parser = command.parser(__file__, usage="%(prog)s --checkpoint_dir=DIR --prompt=TEXT [--flag=value ...]")
+    trained.add_flags(parser)
+    group = parser.add_argument_group("text")
+    add = group.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; given again: another text, in one batch")
+    add("--prompt_tokens", type=command.whole_numbers, action="append", metavar="1,2,3", help="the same, as tokens")
+    add("--tokens", type=command.size, default=200, metavar="INT", help="tokens to generate [%(default)s]")
+    number = command.at_least(0, float)
+    add("--temperature", type=number, default=1.0, help="of the draws; 0 takes the most probable token [%(default)s]")
+    add("--top_p", type=number, default=1.0, help="draw from the tokens that have this probability [%(default)s: all]")
+    add("--seed", type=command.at_least(0), default=0, metavar="INT", help="of the draws [%(default)s]")
+    add("--json", action="store_true", help="print one JSON object: tokens, log-probabilities, text, seconds")
+    args = command.arguments(parser)
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p={args.top_p:g} must be above 0, and at most 1, which draws from all tokens")
+    if args.seed >= 2**32:
+        raise ValueError(f"seed={args.seed} must be under 2^32")
+    instead = {"pipe": "fsdp or tensor shards the layers", "context": "tensor shards the heads and their cache"}
+    model = trained.opened(args, instead)
+    prompts = prompts_of(args, model.config)
+    config, mesh = generation.for_generation(model.config, model.mesh)
+    params = jax.block_until_ready(generation.placed(model.read(config, mesh), config, mesh))
+    options = dict(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    show(model.name, prompts, generate(params, prompts, config, mesh, args.tokens, **options), config, args)
+
+
+def show(name: str, prompts: list[np.ndarray], chunks: Iterator, config: Config, args: argparse.Namespace) -> None:
+    """Prints the texts: a single one while it is generated, several when they are done, or all as JSON."""
+    streams = len(prompts) == 1 and not args.json and jax.process_index() == 0
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    in_bytes = config.vocab_size == BYTES
+    as_text = lambda tokens: utf8.decode(data.as_bytes(tokens)) if in_bytes else shown(tokens, 0) + " "
+    begun, results, seconds = time.perf_counter(), [], []
+    if streams:
+        command.say(f"{shown(prompts[0], config.vocab_size)}>>>", end="")
+    for tokens, log_p in chunks:
+        results.append((tokens, log_p))
+        seconds.append(time.perf_counter() - begun)
+        if streams:
+            command.say(as_text(tokens[0]), end="")
+    tokens, log_p = (np.concatenate(each, 1) for each in zip(*results, strict=True))
+    rates = [len(prompts) * t.shape[1] / s for (t, _), s in zip(results[1:], np.diff(seconds), strict=True)]
+    rate = float(np.median(rates)) if rates else None  # without the first chunk, which waits for the compiler
+    if jax.process_index():
+        return
+    if args.json:
+        texts = [
+            {"prompt_tokens": prompt.tolist(), "tokens": row.tolist(), "log_probabilities": p.tolist()}
+            | ({"prompt": shown(prompt, BYTES), "text": shown(row, BYTES)} if in_bytes else {})
+            for prompt, row, p in zip(prompts, tokens, log_p, strict=True)
+        ]
+        print(json.dumps({"model": name, "seconds": seconds[-1], "tokens_per_s": rate, "texts": texts}))
+        return
+    if not streams:
+        for prompt, row in zip(prompts, tokens, strict=True):
+            command.say(f"{shown(prompt, config.vocab_size)}>>>{shown(row, config.vocab_size)}\n")
+    speed = f", {rate:,.0f} tokens/s once compiled" if rate else ""
+    command.say(f"\nsampled    {tokens.size:,} tokens in {seconds[-1]:.1f} s{speed}, by {name}")
+
+
+if __name__ == "__main__":
+    command.run(main)

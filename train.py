@@ -565,7 +565,7 @@ def summarise(
             f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
         )
     if config.sample:
-        prompt, text = sampling.sample(state.params, corpus, config, mesh, calibration.expected(state.amax, config))
+        prompt, text = sampling.sample(state.params, corpus, config, mesh)
         log.say(
             f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal

@@ -18,7 +18,6 @@ import parameters
 import pipeline
 import placement
 import rules
-import sampling
 import sharding
 from config import Config
 from pipeline import Schedule, make_schedule
@@ -360,20 +359,14 @@ def placed(config: Config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [dict(), CIRCULAR], ids=["1f1b", "circular"])
-def test_evaluation_and_sampling_equal_those_without_a_pipeline(schedule):
-    config = Config(**EIGHT | dict(sample=3), mesh="pipe:4,tensor:2", microbatches=4, **schedule)
+def test_evaluation_equals_that_without_a_pipeline(schedule):
+    config = Config(**EIGHT, mesh="pipe:4,tensor:2", microbatches=4, **schedule)
     unpiped = dataclasses.replace(config, mesh="tensor:2,fsdp:4", pipeline_schedule="1f1b", pipeline_rounds=1)
-    results = []
+    losses = []
     for case in (config, unpiped):
         mesh, params, batch = placed(case)
-        mesh_rows = 4 * 4 // mesh.shape["pipe"]  # four sequences on each device, whose noise is the same
-        prompt_BT = jnp.tile(jnp.arange(6, dtype=jnp.int32), (mesh_rows, 1))
-        sampler = sampling.make_sampler(case, mesh, case.vocab_size)
-        sampled_BT = sampler(params, prompt_BT, jnp.int32(3), jax.random.key(0))
-        results.append((evaluation.make_eval_step(case, mesh)(params, batch), sampled_BT[:4]))
-    (loss, sample), (expected_loss, expected_sample) = results
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    np.testing.assert_array_equal(sample, expected_sample)
+        losses.append(evaluation.make_eval_step(case, mesh)(params, batch))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

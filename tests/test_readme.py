@@ -72,7 +72,22 @@ def test_commands_run(command, tmp_path):
     assert done.stderr == ""
 
 
-DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (?!train|data)\w+\.py", c)]
+ON_A_CHECKPOINT = [c for c in COMMANDS if re.match(r"python (sampling|evaluation)\.py", c)]
+
+
+@pytest.mark.slow
+def test_commands_on_a_checkpoint_run(tmp_path):
+    """On that of a run with one narrow layer."""
+    saved, cache = f"--checkpoint_dir={tmp_path / 'saved'}", f"--compilation_cache={tmp_path / 'cache'}"
+    run = [*TRAIN[0], "--num_layers=1", "--model_dim=32", "--ff_dim=32", "--head_dim=4", "--steps=2", "--seq_len=64"]
+    run += ["--mesh=", "--eval_batches=0", "--sample=0", saved, cache]
+    for words in [run, *map(shlex.split, ON_A_CHECKPOINT)]:
+        words = [saved if word == "--checkpoint_dir=runs/a" else word for word in words[1:]]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and done.stdout and done.stderr == "", done.stderr
+
+
+DEMONSTRATIONS = [c for c in COMMANDS if re.match(r"python (?!train|data|sampling|evaluation)\w+\.py", c)]
 
 
 # A step of a narrow model compiles in half the time with its collectives on the TensorCores. tests/test_aot.py has what

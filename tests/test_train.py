@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from support import SMALL, assert_close, first_state, init, make_batch
 
 import data
@@ -25,7 +25,6 @@ import evaluation
 import parameters
 import placement
 import reference
-import sampling
 import sharding
 import train
 from config import Config
@@ -389,53 +388,6 @@ def test_an_evaluation_of_more_batches_than_devices_queue_ends():
     flags = ["--num_layers=2", "--model_dim=384", "--ff_dim=1024", "--seq_len=32", "--batch=8", "--sample=0"]
     done = command(*flags, "--steps=1", "--eval_batches=140")
     assert done.returncode == 0 and "(1,120 of " in done.stdout, done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_samples_follow_the_distribution():
-    """The logits are known: all weights are zero but for a bias in the unembedding."""
-    config = Config(**TINY | dict(vocab_size=8, num_layers=1, sample=64), mesh="fsdp:2,tensor:4")
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
-    shardings = train.state_shardings(config, mesh)
-    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
-    probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.03, 0.02, 0.0125, 0.5])  # the last is no token of the corpus
-    logits = np.log(np.maximum(probabilities, 1e-9))
-    zeros = jax.tree.map(jnp.zeros_like, params.layers)
-    params = dataclasses.replace(
-        params,
-        layers=zeros,
-        embed=jnp.ones_like(params.embed),  # x = ones, normalised to ones; logits are the rows' sums
-        unembed=jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None] / config.model_dim, params.unembed.shape),
-    )
-    params = jax.device_put(params, shardings.params)
-    prompt = jax.device_put(np.zeros((32, 16), np.int32), NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
-    sampled = np.asarray(sampling.make_sampler(config, mesh, 7)(params, prompt, jnp.int32(1), jax.random.key(0)))
-    assert sampled.shape == (32, 64)
-    assert (sampled[0] != sampled[1]).any()  # sequences on different devices draw of their own
-    counts = np.bincount(sampled.ravel(), minlength=8) / 2048
-    assert np.abs(counts - probabilities)[:7].max() < 4 * math.sqrt(0.25 / 2048) and counts[7] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data:2,fsdp:2,tensor:2", "fsdp:2,context:4"])
-def test_sampling_continues_the_prompt(mesh):
-    """Each token is drawn from what a pass over all before it says, also when the beginning has dropped out."""
-    config = Config(**TINY | dict(vocab_size=64, seq_len=8, sample=12), mesh=mesh)
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
-    shardings = train.state_shardings(config, mesh)
-    params = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0)).params
-    params = dataclasses.replace(params, unembed=params.unembed * 1e4)  # so sure of itself that the noise is nothing
-    prompt = np.tile(np.arange(8) * 7 % 64, (4, 1)).astype(np.int32)
-    placed = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(placement.BATCH_AXES)))
-    sampled = np.asarray(sampling.make_sampler(config, mesh, 64)(params, placed, jnp.int32(5), jax.random.key(0)))[0]
-
-    gathered, tokens = jax.device_get(params), list(prompt[0, :5])
-    for token in sampled:
-        seen = np.array([tokens[-8:]])
-        ones, positions = np.ones_like(seen), np.arange(seen.shape[1])[None]
-        logits = reference.logits(gathered, data.Batch(seen, seen, ones, positions, ones), config)
-        assert token == np.argmax(logits[0, -1])
-        tokens.append(token)
 
 
 @pytest.mark.slow

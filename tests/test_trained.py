@@ -1,0 +1,125 @@
+"""Trained models: from a checkpoint or published weights, and the programs that use them."""
+
+import argparse
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support import first_state, init
+
+import checkpoint
+import data
+import parameters
+import placement
+import processes
+import reference
+import sampling
+import sharding
+import trained
+import weights
+from config import Config
+
+TINY = dict(num_layers=2, model_dim=32, ff_dim=32, num_heads=8, num_kv_heads=4, head_dim=4, seq_len=16, batch=8)
+NONE = dict(checkpoint_dir=None, weights=None, dtype=None, mesh="fsdp:4,tensor:2", seq_len=None)
+
+
+def arguments(**values) -> argparse.Namespace:
+    return argparse.Namespace(**NONE | values)
+
+
+@pytest.fixture(autouse=True)
+def no_start(monkeypatch):
+    monkeypatch.setattr(processes, "start", lambda config: jax.devices())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Config, parameters.Params]:
+    """The configuration and the parameters of a run that has saved a checkpoint, trained on a small corpus."""
+    directory = tmp_path_factory.mktemp("run")
+    documents = [np.frombuffer(f"{i} squared is {i * i}.\n".encode(), np.uint8) for i in range(300)]
+    corpus = str(directory / "corpus.bin")
+    data.write_corpus(corpus, documents[:200], documents[200:], vocab_size=256, separator=255)
+    config = Config(
+        **TINY, mesh="data:2,fsdp:4", microbatches=2, corpus=corpus, checkpoint_dir=str(directory / "saved")
+    )
+    params = init(config)
+    with checkpoint.opened(config) as checkpoints:
+        mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
+        checkpoint.save(checkpoints, 7, first_state(config, mesh, params), config)
+    return config, params
+
+
+def main(program, monkeypatch, capsys, *flags: str) -> dict:
+    """Returns the JSON object that a program prints."""
+    monkeypatch.setattr(sys, "argv", ["x", "--mesh=fsdp:4,tensor:2", "--json", *flags])
+    program.main()
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_checkpoint_gives_config_and_parameters_on_another_mesh(run):
+    config, params = run
+    model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir, seq_len=12))
+    assert model.name.endswith("/7") and model.corpus == config.corpus
+    assert (model.config.seq_len, model.config.num_kv_heads, model.config.microbatches) == (12, 4, 1)
+    assert model.config.checkpoint_dir == "" and model.config.mesh == "fsdp:4,tensor:2"
+    read = model.read(model.config, model.mesh)
+    assert read.layers.w_q.sharding.spec == parameters.param_specs(model.config).layers.w_q
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_a_damaged_parameter_is_found_by_its_checksum(run, monkeypatch):
+    config, _ = run
+    model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir))
+    monkeypatch.setattr(checkpoint.checksums, "checksums", lambda tree: {"params.embed": 1})
+    with pytest.raises(OSError, match=r"/7 is damaged: params\.embed and \d+ more is not what was saved"):
+        model.read(model.config, model.mesh)
+
+
+@pytest.mark.parametrize(
+    "values, kind, words",
+    [
+        (dict(), ValueError, "give one model: --checkpoint_dir=DIR of a run of train.py, or --weights=DIR"),
+        (dict(checkpoint_dir="a", weights="b"), ValueError, "give one model"),
+        (dict(checkpoint_dir="/nowhere"), OSError, "there is no checkpoint in /nowhere"),
+        (dict(weights="/nowhere"), OSError, "/nowhere has no config.json"),
+        (dict(weights="x", mesh="pipe:2"), ValueError, "mesh=pipe:2: .* no use for the axis pipe; take tensor"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(values, kind, words):
+    with pytest.raises(kind, match=words):
+        trained.opened(arguments(**values), {"pipe": "take tensor"})
+
+
+def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
+    (tmp_path / "5").mkdir()
+    with pytest.raises(OSError, match=r"/5 is damaged, or not of this program"):
+        trained.opened(arguments(checkpoint_dir=str(tmp_path)))
+
+
+# -- the programs
+
+
+def greedy(params, config: Config, prompt: list[int], num_tokens: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(num_tokens):
+        seen = np.zeros((1, len(prompt) + num_tokens), np.int32)
+        seen[0, : len(text)] = text
+        ones, columns = np.ones_like(seen), np.arange(seen.shape[1])[None]
+        logits = reference.logits(params, data.Batch(seen, seen, ones, columns, ones), config)
+        text.append(int(np.argmax(logits[0, len(text) - 1])))
+    return text[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_sampling_continues_prompts_of_a_checkpoint_and_of_published_weights(run, monkeypatch, capsys, tmp_path):
+    config, params = run
+    weights.export(params, config, str(tmp_path), dtype="float32")
+    flags = ["--prompt=1 squ", "--prompt=22", "--tokens=6", "--temperature=0", "--seq_len=16", "--dtype=float32"]
+    for model in (f"--checkpoint_dir={config.checkpoint_dir}", f"--weights={tmp_path}"):
+        said = main(sampling, monkeypatch, capsys, model, *flags)
+        assert [text["prompt"] for text in said["texts"]] == ["1 squ", "22"]
+        for text in said["texts"]:
+            assert text["tokens"] == greedy(params, config, text["prompt_tokens"], 6)
+            assert len(text["log_probabilities"]) == 6 and max(text["log_probabilities"]) < 0
