@@ -1,6 +1,20 @@
-"""Evaluation: the mean cross-entropy of held-out sequences, with the training step's forward pass on its mesh."""
+"""Evaluation: the mean cross-entropy of held-out sequences, with the training step's forward pass on its mesh.
+
+    python evaluation.py --checkpoint_dir=runs/a
+    python evaluation.py --weights=DIR --corpus=corpus.bin --documents=all --mesh=fsdp:8 --batch=8 --seq_len=4096
+
+**Formula.** loss = mean over targets of -log p(target | tokens before it), in nats a token; perplexity = exp(loss). A
+sequence sees only its own tokens, so its first targets have little context: a larger `--seq_len` lowers the loss.
+
+**Left out.** FP8: the program computes in `--dtype`, while train.py evaluates as it trains. Windows that overlap.
+"""
 
 import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,12 +24,15 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import command
 import data
 import fsdp
 import model
 import parameters
 import placement
+import rules
 import sharding
+import trained
 from config import Config
 from sharding import BATCH_SPEC, LOSS_AXES
 
@@ -39,6 +56,14 @@ def make_eval_step(config: Config, mesh: Mesh):
 
 def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
     """Mean cross-entropy over the held-out sequences, at most `eval_batches` batches of them."""
+    total, count = totals(eval_step, params, corpus, config, mesh, amax)
+    return total / count
+
+
+def totals(
+    eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None, report=lambda n: None
+) -> np.ndarray:
+    """[sum of the cross-entropies, number of targets] of `evaluate`. Calls report(n) when n batches have begun."""
     order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(index):
@@ -47,14 +72,79 @@ def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh,
 
     num_batches = -(-num_evaluated(corpus, config) // config.batch)
     sums, previous = np.zeros(2), (0.0, 0.0)  # of (cross-entropies, targets)
-    for batch in data.prefetch(make_batch, range(num_batches)):
+    for number, batch in enumerate(data.prefetch(make_batch, range(num_batches)), 1):
         running = eval_step(params, batch, amax)
+        report(number)
         sums += jax.device_get(previous)  # at most two batches are in flight: simulated devices deadlock at 128
         previous = running
-    total, count = sums + jax.device_get(previous)
-    return total / count
+    return sums + jax.device_get(previous)
 
 
 def num_evaluated(corpus: data.Corpus, config: Config) -> int:
     """Number of held-out sequences in an evaluation."""
     return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
+
+
+# -- the program
+
+
+def streams_of(corpus: data.Corpus, documents: str) -> list[data.Corpus]:
+    """Corpora whose held-out parts are the documents to evaluate on: held_out, train or all."""
+    training = dataclasses.replace(corpus, held_out=corpus.train)
+    return {"held_out": [corpus], "train": [training], "all": [training, corpus]}[documents]
+
+
+def reporter(num_batches: int, every_s: float = 10.0) -> Callable[[int], None]:
+    """Returns a function of the number of batches done, which prints it every so many seconds."""
+    said = time.perf_counter()
+
+    def report(number: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said > every_s and jax.process_index() == 0:
+            said = time.perf_counter()
+            print(f"evaluation: batch {number:,} of {num_batches:,}", file=sys.stderr, flush=True)
+
+    return report
+
+
+def main() -> None:
+    parser = command.parser(__file__, usage="%(prog)s --checkpoint_dir=DIR [--flag=value ...]")
+    trained.add_flags(parser)
+    add = parser.add_argument_group("text").add_argument
+    add("--corpus", type=command.path, metavar="FILE", help="token file [the run's, else the standard library]")
+    add("--documents", choices=("held_out", "train", "all"), default="held_out", help="of the corpus [%(default)s]")
+    add("--batch", type=command.size, metavar="INT", help="sequences in a batch [the run's; 16]")
+    add("--eval_batches", type=command.at_least(0), default=0, metavar="INT", help="at most; 0 is all [%(default)s]")
+    add("--json", action="store_true", help="print one JSON object")
+    args = command.arguments(parser)
+    model = trained.opened(args)
+    config = dataclasses.replace(model.config, batch=args.batch or model.config.batch)
+    rules.check(config, dict(model.mesh.shape))
+    corpus = data.open_corpus(model.corpus if args.corpus is None else args.corpus)
+    corpora = streams_of(corpus, args.documents)
+    for each in corpora:
+        each.check(config.seq_len, config.vocab_size)
+    sequences = [data.num_sequences(each.held_out, config.seq_len) for each in corpora]
+    most = args.eval_batches or -(-max(sequences) // config.batch)
+    config = dataclasses.replace(config, eval_batches=most)
+    counts = [num_evaluated(each, config) for each in corpora]
+    report = reporter(sum(-(-count // config.batch) for count in counts))
+    params = model.read(config, model.mesh)
+    eval_step, begun = make_eval_step(config, model.mesh), time.perf_counter()
+    evaluated = partial(totals, eval_step, params, config=config, mesh=model.mesh, report=report)
+    total, count = sum(evaluated(each) for each in corpora)
+    loss = total / count
+    if jax.process_index():
+        return
+    figures = {"model": model.name, "corpus": corpus.name, "loss": loss, "perplexity": math.exp(loss)}
+    figures |= {"tokens": int(count), "sequences": sum(counts), "seconds": time.perf_counter() - begun}
+    if args.json:
+        print(json.dumps(figures))
+        return
+    print(f"model      {model.name}, {config.dtype}")
+    print(f"data       {corpus.name}, {args.documents}: {sum(counts):,} of {sum(sequences):,} sequences")
+    print(f"loss       {loss:.4f} nats a token, perplexity {figures['perplexity']:.3f}, over {int(count):,} tokens")
+
+
+if __name__ == "__main__":
+    command.run(main)

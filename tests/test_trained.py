@@ -11,6 +11,7 @@ from support import first_state, init
 
 import checkpoint
 import data
+import evaluation
 import parameters
 import placement
 import processes
@@ -123,3 +124,25 @@ def test_sampling_continues_prompts_of_a_checkpoint_and_of_published_weights(run
         for text in said["texts"]:
             assert text["tokens"] == greedy(params, config, text["prompt_tokens"], 6)
             assert len(text["log_probabilities"]) == 6 and max(text["log_probabilities"]) < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", ["held_out", "all"])
+def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, capsys):
+    config, params = run
+    corpus = data.open_corpus(config.corpus)
+    losses = []
+    for stream in [corpus.train[:], corpus.held_out[:]][documents == "held_out" :]:
+        size = data.num_sequences(stream, 16)
+        one = data.Corpus("", stream, stream, 256, 255)
+        rows = data.eval_batch(one, 0, batch=size, seq_len=16)
+        logits = jax.nn.log_softmax(reference.logits(params, rows, config))
+        losses.append(-np.take_along_axis(np.asarray(logits), rows.targets[..., None], -1).ravel())
+    losses = np.concatenate(losses)
+    flags = [f"--checkpoint_dir={config.checkpoint_dir}", f"--documents={documents}"]
+    said = main(evaluation, monkeypatch, capsys, *flags)
+    assert said["tokens"] == losses.size == 16 * said["sequences"]
+    assert said["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert said["perplexity"] == pytest.approx(np.exp(losses.mean()), rel=1e-4)
+    said = main(evaluation, monkeypatch, capsys, *flags, "--eval_batches=1")
+    assert said["sequences"] == 8 * (1 + (documents == "all"))
