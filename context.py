@@ -76,8 +76,8 @@ import flash_backward
 from attention import attention, attention_gradients, attention_in_chunks
 from collectives import all_gather, all_to_all, reduce_scatter
 from masks import CAUSAL, SCORES, Mask, Scores
+from placement import ring_size
 
-IMPLS = ("ring", "all_gather", "all_to_all")
 QUERIES_AT_ONCE = 128  # in the reference: rows of scores that exist at a time
 NO_SEGMENT = -1  # the segment id of keys before the sequence
 
@@ -86,7 +86,7 @@ class Method(NamedTuple):
     """How a device's queries attend to the keys of other devices."""
 
     axis: str = "context"  # the mesh axis, of size c
-    impl: str = "ring"  # one of IMPLS; layers with a window use the halo
+    impl: str = "ring"  # one of placement.CONTEXT_IMPLS; layers with a window use the halo
     head_ways: int = 1  # in a ring: neighbours that exchange heads; the ring connects c/head_ways groups of them
     balanced: bool = False  # positions are in the zigzag order of `order(T, ring_size(c, impl, head_ways), True)`
     algorithm: str = "xla"  # of gathers and exchanges, one of collectives.ALGORITHMS; within head_ways always XLA's
@@ -148,15 +148,6 @@ def context_attention(
     else:
         out_btnV, lse_bnt = _attend(plan, *operands)
     return (out_btnV, lse_bnt) if sinks is None else flash.with_sinks(out_btnV, lse_bnt, sinks)
-
-
-def ring_size(c: int, impl: str, head_ways: int = 1) -> int:
-    """The number of shards of the sequence while c devices attend: the argument `ring` of `order`."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
-    if head_ways > 1 and (impl != "ring" or c % head_ways):
-        raise ValueError(f"head_ways={head_ways} must divide the {c} devices of a ring; impl={impl!r}")
-    return 1 if impl == "all_to_all" else c // head_ways
 
 
 def order(T: int, ring: int, balanced: bool) -> np.ndarray:

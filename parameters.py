@@ -19,7 +19,7 @@ import fp8
 import placement
 import sharding
 from config import Config
-from context import order, ring_size
+from context import order
 
 
 @jax.tree_util.register_dataclass
@@ -189,4 +189,5 @@ def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) ->
 
 def position_order(config: Config, length: int, ways: int) -> np.ndarray:
     """int [length]: the positions of a sequence, in the order in which `ways` devices of `context` hold them."""
-    return order(length, ring_size(ways, config.context_impl, config.context_heads), anatomy.in_zigzag(config))
+    ring = placement.ring_size(ways, config.context_impl, config.context_heads)
+    return order(length, ring, anatomy.in_zigzag(config))

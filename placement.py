@@ -21,6 +21,7 @@ import math
 
 MESH_AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
+CONTEXT_IMPLS = ("ring", "all_gather", "all_to_all")  # how attention reads a sequence that `context` shards
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -113,3 +114,15 @@ def core_axis_of(sizes: dict[str, int], chosen: str = "") -> str:
     if sizes[chosen] % 2:
         raise ValueError(f"core_axis={chosen!r} has size {sizes[chosen]}; on the two cores of a chip it must be even")
     return chosen
+
+
+def ring_size(c: int, impl: str, head_ways: int = 1) -> int:
+    """The number of shards of a sequence while the c devices of `context` attend without a window.
+
+    Raises ValueError for an unknown impl, or for head_ways that the devices do not have.
+    """
+    if impl not in CONTEXT_IMPLS:
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(CONTEXT_IMPLS)}")
+    if head_ways > 1 and (impl != "ring" or c % head_ways):
+        raise ValueError(f"head_ways={head_ways} must divide the {c} devices of a ring; impl={impl!r}")
+    return 1 if impl == "all_to_all" else c // head_ways

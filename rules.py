@@ -29,6 +29,7 @@ import math
 
 import anatomy
 import config as config_lib
+import placement
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
 
@@ -144,7 +145,7 @@ def offloaded_by_a_stage(config: Config, sizes: dict[str, int]) -> frozenset[str
 
 def ring_size(config: Config, sizes: dict[str, int]) -> int:
     """Parts that a sequence is in when a device attends without a window, of those of the mesh axis `context`."""
-    return 1 if config.context_impl == "all_to_all" else sizes["context"] // config.context_heads
+    return placement.ring_size(sizes["context"], config.context_impl, config.context_heads)
 
 
 def _check_context(config: Config, sizes: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import executions
 
 import context
+import placement
 from attention import attention, attention_gradients, attention_in_chunks
 from masks import UNSEEN, Mask, block_ranges, mask_and_scores
 
@@ -33,7 +34,7 @@ def mesh_of(c):
 
 
 def places_of(c, T, impl="ring", head_ways=1, balanced=False, **_):
-    return context.order(T, context.ring_size(c, impl, head_ways), balanced)
+    return context.order(T, placement.ring_size(c, impl, head_ways), balanced)
 
 
 def with_gradients(attend, qkv, weights, sinks):
