@@ -27,6 +27,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ class Folder:
         self.block = _block_of_fp8(self.values, self.directory / "config.json")
         self.tensors: dict[str, Tensor] = {}
         self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()  # several threads may read
         digest = hashlib.blake2b(json.dumps(self.values, sort_keys=True).encode(), digest_size=8)
         for path, names in _files(self.directory).items():
             header, tensors = _header(path)
@@ -189,9 +191,10 @@ class Folder:
 
     def _fill(self, content: memoryview, tensor: Tensor, offset: int) -> None:
         """Reads bytes of a file from `offset` on."""
-        if tensor.path not in self._descriptors:
-            self._descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY)
-        self.bytes_read += len(content)
+        with self._lock:
+            if tensor.path not in self._descriptors:
+                self._descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY)
+            self.bytes_read += len(content)
         while len(content):
             count = os.preadv(self._descriptors[tensor.path], [content[: 1 << 30]], offset)
             if not count:

@@ -9,8 +9,10 @@ of each device from the bytes of that shard alone, so no host ever holds the mod
 time. All headers are checked before any value is read: each tensor must be there once, in the shape that config.json
 implies.
 
-**Cost.** A process reads the bytes of its shards once. It needs the memory of its shards in float32, and of one more
-shard of one weight.
+**Cost.** A process reads the bytes of its shards once. It needs the memory of its shards in float32, and once more that
+of its shards of one weight, with all layers, and of the tensors that its threads read (benchmarks/import_weights.py).
+An export of a checkpoint reads blocks of at most 2 GiB. Where a shard was saved with all layers together, a larger
+weight is read once for each of its blocks.
 
 **Left out.** Quantised exports, and the export of arrays whose shards are on several processes.
 
@@ -21,9 +23,11 @@ import itertools
 import json
 import math
 import operator
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +53,8 @@ __all__ = ["check", "export", "load", "settings"]
 
 SHARD_BYTES = 4 * 10**9  # of an exported file, at most, unless one tensor is larger
 BLOCK_BYTES = 2**31  # of a checkpoint's weight that is read at a time, at most, unless one tensor needs more
+_STRIP = 16
+_THREADS = min(8, os.cpu_count() or 1)  # tensors that are read at once
 # These are exported in float32 whatever the dtype: the steps of the bias are too small for bfloat16.
 _FLOAT32 = frozenset({"selection_bias"})
 
@@ -106,6 +112,11 @@ def _rotary_axis(row: Row, letters: str) -> int | None:
 # -- our weights in pieces
 
 
+def _letters(name: str) -> str:
+    """The dims of a weight in one layer, with E D in place of Z."""
+    return anatomy.WEIGHTS[name].dims.replace("L", "").replace("Z", "ED")
+
+
 def _stacks(config: Config) -> Iterator[tuple[str, str, range]]:
     """(path, name, numbers of the layers) of each of our weights; the range is empty outside the layers."""
     for name in anatomy.other_weights(config):
@@ -124,23 +135,22 @@ def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
     Args:
       ranges: (start, stop) for each dim of the weight.
 
-    Yields (place in the block, layer, expert, letters, {letter: (start, stop)}), without L, and with E D in place of Z.
+    Yields (place in the block, layer, expert, {letter: (start, stop)}) with the dims of `_letters`.
     """
     dims, D = anatomy.WEIGHTS[name].dims, config.model_dim
     in_layers = dims[0] == "L"
     inner = dict(zip(dims, ranges, strict=True))
     layers = range(*inner.pop("L")) if in_layers else range(1)
-    letters = dims.replace("L", "").replace("Z", "ED")
     for number, layer in enumerate(layers):
         place = (number,) if in_layers else ()
         if "Z" not in dims:
-            yield place, layer, 0, letters, inner
+            yield place, layer, 0, inner
             continue
         start, stop = inner["Z"]
         for e in range(start // D, -(-stop // D)):
             low, high = max(start, e * D), min(stop, (e + 1) * D)
             of_expert = {"E": (e, e + 1), "D": (low - e * D, high - e * D), "M": inner["M"]}
-            yield (*place, slice(low - start, high - start)), layer, e, letters, of_expert
+            yield (*place, slice(low - start, high - start)), layer, e, of_expert
 
 
 # -- what must be in a folder
@@ -253,44 +263,75 @@ def read(folder: Folder, config: Config, mesh: Mesh) -> parameters.Params:
 
     def place(path, shape, spec):
         path = jax.tree_util.keystr(path, simple=True, separator=".")
-        row = rows[path.rpartition(".")[2]]
-        blocks: dict[tuple, np.ndarray] = {}  # replicas of a shard are read once
-
-        def shard(index):
-            ranges = tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
-            if ranges not in blocks:
-                blocks[ranges] = _block(folder, row, first_layers[path], ranges, config)
-            return blocks[ranges]
-
-        return jax.make_array_from_callback(shape.shape, NamedSharding(mesh, spec), shard)
+        layout, row = NamedSharding(mesh, spec), rows[path.rpartition(".")[2]]
+        ranges_of = lambda index: tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
+        local = {ranges_of(index) for index in layout.addressable_devices_indices_map(shape.shape).values()}
+        blocks = _blocks(folder, row, first_layers[path], sorted(local), config)
+        return jax.make_array_from_callback(shape.shape, layout, lambda index: blocks[ranges_of(index)])
 
     return jax.tree.map_with_path(place, parameters.param_shapes(config), parameters.param_specs(config))
 
 
-def _block(folder: Folder, row: Row, first: int, ranges: tuple[tuple[int, int], ...], config: Config) -> np.ndarray:
-    """Returns a block of one of our weights in float32.
+def _blocks(folder: Folder, row: Row, first: int, blocks, config: Config) -> dict[tuple, np.ndarray]:
+    """Returns {ranges: block} of one of our weights, in float32. What several blocks need of a tensor is read at once.
 
     Args:
       first: the number of the layer that is the first one of the stack.
-      ranges: (start, stop) for each dim of the weight.
+      blocks: the ranges of each block, (start, stop) for each dim of the weight.
     """
-    block, sizes = np.empty([stop - start for start, stop in ranges], np.float32), anatomy.sizes(config)
-    for place, layer, e, letters, inner in _pieces(row.ours, ranges, config):
-        axes = [[_interval(term, inner, sizes) for term in axis] for axis in _terms(row)]
-        published = folder.read(row.published.format(i=first + layer, e=e), axes)
-        block[place] = _to_ours(published, row, letters, config).reshape(block[place].shape)
-    return block
+    arrays = {ranges: np.empty([stop - start for start, stop in ranges], np.float32) for ranges in blocks}
+    parts: dict[tuple[int, int], list] = {}  # {(layer, expert): parts of our blocks that are in that tensor}
+    for ranges, array in arrays.items():
+        for place, layer, e, inner in _pieces(row.ours, ranges, config):
+            parts.setdefault((layer, e), []).append((array, place, inner))
+    volume = lambda ranges: math.prod(stop - start for start, stop in ranges.values())
+
+    def read_tensor(numbers: tuple[int, int]) -> None:
+        wanted, name = parts[numbers], row.published.format(i=first + numbers[0], e=numbers[1])
+        ranges = [inner for _, _, inner in wanted]
+        box = {dim: (min(r[dim][0] for r in ranges), max(r[dim][1] for r in ranges)) for dim in ranges[0]}
+        if volume(box) == sum(map(volume, ranges)):  # the parts fill the box
+            _copy(folder, name, row, box, wanted, config)
+        else:
+            for part in wanted:
+                _copy(folder, name, row, part[2], [part], config)
+
+    with ThreadPoolExecutor(_THREADS) as pool:  # reads and copies hold no lock of Python
+        list(pool.map(read_tensor, parts))
+    return arrays
 
 
-def _to_ours(published: np.ndarray, row: Row, letters: str, config: Config) -> np.ndarray:
-    """Returns a published block, which has a dim for each term, with the dims of our weight that it has."""
+def _copy(folder: Folder, name: str, row: Row, box: dict, parts: list, config: Config) -> None:
+    """Reads a box of a published tensor, and copies each part of it to its place in one of our blocks."""
+    sizes = anatomy.sizes(config)
+    axes = [[_interval(term, box, sizes) for term in axis] for axis in _terms(row)]
+    ours, shared = _to_ours(folder.read(name, axes), row, config)
+    for array, place, inner in parts:
+        start_of = lambda dim, inner=inner: inner[dim][0] - box[dim][0]
+        part = ours[tuple(slice(start_of(dim), start_of(dim) + inner[dim][1] - inner[dim][0]) for dim in shared)]
+        to = array[(*place, ...)]
+        part = part.reshape(to.shape)
+        if not part.ndim:
+            to[...] = part
+            continue
+        # A transposed array is copied in strips, which stay in the cache.
+        axis = max(range(part.ndim), key=lambda dim: part.strides[dim])
+        to, part = np.moveaxis(to, axis, 0), np.moveaxis(part, axis, 0)
+        for begin in range(0, len(part), _STRIP):
+            to[begin : begin + _STRIP] = part[begin : begin + _STRIP]
+
+
+def _to_ours(published: np.ndarray, row: Row, config: Config) -> tuple[np.ndarray, str]:
+    """Returns a published block, which has a dim for each term, in the order of our dims, and those that it has."""
+    letters = _letters(row.ours)
     has = [_letter(term, letters) for axis in _terms(row) for term in axis]
     block = published.reshape([size for size, letter in zip(published.shape, has, strict=True) if letter])
     has = [letter for letter in has if letter]
-    block = block.transpose([has.index(letter) for letter in letters if letter in has])
+    shared = "".join(letter for letter in letters if letter in has)
+    block = block.transpose([has.index(letter) for letter in shared])
     if (axis := _rotary_axis(row, letters)) is not None:
         block = block.take(_halves(block.shape[axis], config.rope_head_dim), axis)
-    return block + np.float32(row.plus) if row.plus else block
+    return block + np.float32(row.plus) if row.plus else block, shared
 
 
 # -- export
@@ -376,7 +417,7 @@ def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -
     if entry.expert is not None:
         ranges["Z"] = entry.expert * D, (entry.expert + 1) * D
     block = piece(entry.path, *zip(*((start, stop - start) for start, stop in ranges.values()), strict=True))
-    letters = dims.replace("L", "").replace("Z", "ED")
+    letters = _letters(entry.row.ours)
     unsharded = {letter: (0, sizes[letter]) for letter in letters}
     slots = [[_interval(term, unsharded, sizes) for term in axis] for axis in _terms(entry.row)]
     slots = [slot for axis in slots for slot in axis]
