@@ -11,11 +11,12 @@ separated by commas. An axis is one letter or a product of several, the major on
     "N H, D"      a matrix [N * H, D]: all dims of head 0, then those of head 1
     "N I+U, C"    each head has first its I dims, then its U dims; the row's own weight has one of the two letters
     "E, D, M 2:0" the columns of two matrices alternate: gate is 2:0, and up 2:1
+    "d, 2:0 D"    of the two dims D of a weight, the second one is d
     "N H~, D"     the dims with RoPE, the last ones of H, are pairs (0, 1), (2, 3), ... and here halves (decoder.rope)
 
 L and E are numbers in the name, {i} and {e}, if they are not in the dims.
 
-**Left out.** Vision and audio towers, multi-token prediction modules, and families whose layers this model cannot have.
+**Left out.** Vision and audio towers, and families whose layers this model cannot have.
 
 **Source.** The released config.json and safetensors headers of each family; the modules of transformers 5.24, whose
 defaults apply where a config.json leaves a key out.
@@ -46,7 +47,7 @@ _TAKEN_OVER = HARMLESS & frozenset(
 )
 # Fields of Config that a training run chooses: a published model has none of them.
 _OF_TRAINING = frozenset(
-    "z_loss dtype load_balance_loss router_z_loss selection_bias_rate moe_impl buffer_factor moe_parts "
+    "mtp mtp_loss z_loss dtype load_balance_loss router_z_loss selection_bias_rate moe_impl buffer_factor moe_parts "
     "capacity_factor".split()
 )
 
@@ -65,7 +66,7 @@ def model_fields() -> list[str]:
 class Row:
     """A published tensor, and the weight of anatomy.WEIGHTS of which it holds all or a part.
 
-    published: its name, with {i} for the number of the layer and {e} for that of the expert.
+    published: its name, with {i} for the number of the layer, {e} for that of the expert, and {L} for that of layers.
     ours: the name of the weight.
     dims: the axes of the published tensor, see the head of this file.
     plus: what is added to its values: 1 where a norm multiplies by 1 + w.
@@ -86,6 +87,7 @@ class Family:
     write: (Config) -> keys of config.json, without those that all families have.
     rows: the table of its weights.
     skipped: {regular expression of names: why these tensors are not read}; {L} is the number of layers.
+      skipped_without_mtp: the same, if the model has no multi-token prediction.
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class Family:
     write: Callable[[Config], dict]
     rows: tuple[Row, ...]
     skipped: dict[str, str] = field(default_factory=dict)
+    skipped_without_mtp: dict[str, str] = field(default_factory=dict)
 
 
 _MISSING = object()
@@ -507,7 +510,8 @@ def _read_deepseek_v3(keys: Keys) -> dict:
 
 
 def _write_deepseek_v3(config: Config) -> dict:
-    values = dict(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True, num_nextn_predict_layers=0)
+    values = dict(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    values["num_nextn_predict_layers"] = int(config.mtp)
     return _written_deepseek(config) | values
 
 
@@ -651,8 +655,17 @@ _GPT_OSS_ROWS = (
     Row("model.layers.{i}.mlp.experts.gate_up_proj_bias", "bias_expert_up", "E, M 2:1"),
     Row("model.layers.{i}.mlp.experts.down_proj_bias", "bias_expert_down", "E, D"),
 )
-# DeepSeek-V3 has its multi-token prediction module as one more layer.
-_SKIPPED_V3 = _SKIPPED | {r"model\.layers\.{L}\..*": "the multi-token prediction module is not trained here"}
+# DeepSeek-V3 has its multi-token prediction module as one more layer. It is read with --mtp.
+_MTP_ROWS = (
+    Row("model.layers.{L}.enorm.weight", "norm_mtp_embed", "D"),
+    Row("model.layers.{L}.hnorm.weight", "norm_mtp_hidden", "D"),
+    Row("model.layers.{L}.eh_proj.weight", "w_mtp_embed", "d, 2:0 D"),
+    Row("model.layers.{L}.eh_proj.weight", "w_mtp_hidden", "d, 2:1 D"),
+    Row("model.layers.{L}.shared_head.norm.weight", "norm_mtp", "D"),
+)
+_MTP_COPIES = r"model\.layers\.{L}\.(embed_tokens|shared_head\.head)\.weight"
+_MTP_SKIPPED = {_MTP_COPIES: "the multi-token prediction module has the same ones"}
+_WITHOUT_MTP = {r"model\.layers\.{L}\..*": "without --mtp the multi-token prediction module is not trained"}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _read_llama, _write_llama, _DENSE_ROWS, _SKIPPED),
@@ -678,8 +691,9 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         _read_deepseek_v3,
         _write_deepseek_v3,
-        (*_OUTSIDE, *_NORMS, *_DEEPSEEK_ROWS, *_MLP),
-        _SKIPPED_V3,
+        (*_OUTSIDE, *_NORMS, *_DEEPSEEK_ROWS, *_MLP, *_MTP_ROWS),
+        _SKIPPED | _MTP_SKIPPED,
+        _WITHOUT_MTP,
     ),
     "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _written_gemma, _GEMMA_ROWS, _SKIPPED),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _SKIPPED),

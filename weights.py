@@ -114,7 +114,17 @@ def _rotary_axis(row: Row, letters: str) -> int | None:
 
 def _letters(name: str) -> str:
     """The dims of a weight in one layer, with E D in place of Z."""
-    return anatomy.WEIGHTS[name].dims.replace("L", "").replace("Z", "ED")
+    return _dims(name).replace("L", "").replace("Z", "ED")
+
+
+def _dims(name: str) -> str:
+    """The dims of a weight, a letter each: the second of two dims D is d."""
+    return anatomy.WEIGHTS[name].dims.replace("DD", "Dd")
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    """The size of each dim, by its letter in `_dims`."""
+    return anatomy.sizes(config) | {"d": config.model_dim}
 
 
 def _stacks(config: Config) -> Iterator[tuple[str, str, range]]:
@@ -122,7 +132,8 @@ def _stacks(config: Config) -> Iterator[tuple[str, str, range]]:
     for name in anatomy.other_weights(config):
         yield name, name, range(0)
     for stack, (num_layers, experts) in anatomy.layer_stacks(config).items():
-        first = 0 if stack == "dense_layers" else config.num_layers - num_layers
+        begins = {"dense_layers": 0, "layers": config.num_layers - num_layers, "mtp_layers": config.num_layers}
+        first = begins[stack]
         for name in anatomy.layer_weights(config, experts=experts):
             yield f"{stack}.{name}", name, range(first, first + num_layers)
 
@@ -137,7 +148,7 @@ def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
 
     Yields (place in the block, layer, expert, {letter: (start, stop)}) with the dims of `_letters`.
     """
-    dims, D = anatomy.WEIGHTS[name].dims, config.model_dim
+    dims, D = _dims(name), config.model_dim
     in_layers = dims[0] == "L"
     inner = dict(zip(dims, ranges, strict=True))
     layers = range(*inner.pop("L")) if in_layers else range(1)
@@ -176,7 +187,8 @@ def entries(config: Config, family: Family) -> list[Entry]:
         row = rows[ours]
         experts = range(config.num_experts) if "{e}" in row.published else [None]
         for i, e in itertools.product(layers or [-1], experts):
-            listed.append(Entry(row.published.format(i=i, e=e), row, path, i - layers.start if layers else 0, e))
+            name = row.published.format(i=i, e=e, L=config.num_layers)
+            listed.append(Entry(name, row, path, i - layers.start if layers else 0, e))
     return listed
 
 
@@ -200,7 +212,7 @@ def check(folder: Folder, config: Config) -> list[str]:
         if name in shape_fields():
             raise ValueError(f"{folder.directory} has by its config.json {both}")
     family = FAMILIES[family_of(folder.values, str(folder.directory / "config.json"))]
-    used, missing, sizes = set(), [], anatomy.sizes(config)
+    used, missing, sizes = set(), [], _sizes(config)
     for entry in entries(config, family):
         name, parts = entry.name, folder.parts(entry.name, _shape(entry.row, sizes))
         missing += [] if parts else [name]
@@ -223,7 +235,7 @@ def check(folder: Folder, config: Config) -> list[str]:
 
 def _skipped(folder: Folder, family: Family, config: Config, used: set[str]) -> list[str]:
     """Notes on the tensors that are not used. Raises ValueError for one that nothing explains."""
-    reasons = dict(family.skipped)
+    reasons = ({} if config.mtp else family.skipped_without_mtp) | family.skipped
     if config.tied_embeddings:
         reasons[r"lm_head\.weight"] = "the unembedding is the embedding"
     skipped: dict[str, list[str]] = {}
@@ -236,7 +248,10 @@ def _skipped(folder: Folder, family: Family, config: Config, used: set[str]) -> 
                 f"{family.architecture} does not have with this config.json"
             )
         skipped.setdefault(why, []).append(name)
-    return [f"{names[0]} and {len(names) - 1} more are skipped: {why}" for why, names in skipped.items()]
+    return [
+        f"skipped, as {why}: {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
+        for why, names in skipped.items()
+    ]
 
 
 # -- import
@@ -287,7 +302,8 @@ def _blocks(folder: Folder, row: Row, first: int, blocks, config: Config) -> dic
     volume = lambda ranges: math.prod(stop - start for start, stop in ranges.values())
 
     def read_tensor(numbers: tuple[int, int]) -> None:
-        wanted, name = parts[numbers], row.published.format(i=first + numbers[0], e=numbers[1])
+        wanted, (layer, e) = parts[numbers], numbers
+        name = row.published.format(i=first + layer, e=e, L=config.num_layers)
         ranges = [inner for _, _, inner in wanted]
         box = {dim: (min(r[dim][0] for r in ranges), max(r[dim][1] for r in ranges)) for dim in ranges[0]}
         if volume(box) == sum(map(volume, ranges)):  # the parts fill the box
@@ -303,7 +319,7 @@ def _blocks(folder: Folder, row: Row, first: int, blocks, config: Config) -> dic
 
 def _copy(folder: Folder, name: str, row: Row, box: dict, parts: list, config: Config) -> None:
     """Reads a box of a published tensor, and copies each part of it to its place in one of our blocks."""
-    sizes = anatomy.sizes(config)
+    sizes = _sizes(config)
     axes = [[_interval(term, box, sizes) for term in axis] for axis in _terms(row)]
     ours, shared = _to_ours(folder.read(name, axes), row, config)
     for array, place, inner in parts:
@@ -386,7 +402,7 @@ def write(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out_dir} is there already, and is not empty: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    sizes, sources = anatomy.sizes(config), {}
+    sizes, sources = _sizes(config), {}
     for entry in entries(config, family):
         sources.setdefault(entry.name, []).append(entry)
 
@@ -410,7 +426,7 @@ def write(
 
 def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -> None:
     """Puts a piece of our weights into a published tensor: the inverse of `_to_ours`."""
-    dims, sizes, D = anatomy.WEIGHTS[entry.row.ours].dims, anatomy.sizes(config), config.model_dim
+    dims, sizes, D = _dims(entry.row.ours), _sizes(config), config.model_dim
     ranges = {letter: (0, sizes[letter]) for letter in dims}
     if dims[0] == "L":
         ranges["L"] = entry.layer, entry.layer + 1

@@ -140,6 +140,31 @@ def test_norms_of_gemma_are_without_their_one(name, tmp_path):
     assert np.array_equal(tensors["model.norm.weight"], params.norm - 1)
 
 
+def test_the_multi_token_prediction_module_of_deepseek_is_one_more_layer(tmp_path, capsys):
+    """Its copies of the embedding and the unembedding are skipped, and all of it without --mtp."""
+    config = model("deepseek_v3", mtp=True, mesh="fsdp:4,expert:2")
+    params, folder = exported(tmp_path, config)
+    tensors, D = load_file(f"{folder}/model.safetensors"), config.model_dim
+    joined = tensors["model.layers.2.eh_proj.weight"]
+    assert np.array_equal(joined[:, :D], params.w_mtp_embed.T) and np.array_equal(joined[:, D:], params.w_mtp_hidden.T)
+    assert np.array_equal(tensors["model.layers.2.shared_head.norm.weight"], params.norm_mtp)
+    assert np.array_equal(tensors["model.layers.2.mlp.gate.weight"], params.mtp_layers.w_router[0].T)
+    copies = dict(zip(("embed_tokens", "shared_head.head"), (params.embed, params.unembed), strict=True))
+    copies = {f"model.layers.2.{name}.weight": value for name, value in copies.items()}
+    changed_tensors(folder, lambda tensors: tensors.update(copies))
+    assert equal(params, weights.load(folder, config, mesh_of(config.mesh)))
+    assert flags.parse_flags("train.py", [f"--weights={folder}", "--mtp"]).mtp
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    without = dataclasses.replace(config, mtp=False)
+    shared = {name: getattr(params, name) for name in ("embed", "layers", "norm", "unembed", "dense_layers")}
+    assert equal(parameters.Params(**shared), weights.load(folder, without, mesh_of(config.mesh)))
+    weights.show(folder)
+    note = "note       skipped, as without --mtp the multi-token prediction module is not trained: model.layers.2."
+    assert f"{note}eh_proj.weight and 31 more\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no weight norm_mtp_embed, which this model has"):
+        exported(tmp_path / "other", model("llama", mtp=True))
+
+
 def test_experts_of_gpt_oss_alternate_gate_and_up(tmp_path):
     config = model("gpt_oss")
     params, folder = exported(tmp_path, config)
@@ -304,6 +329,60 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_checkpoint(values, t
         shutil.copy(file, tmp_path / "w")
     with pytest.raises(ValueError, match=f"--weights={folder} has another content .* than when the checkpoint"):
         train.run(dataclasses.replace(run, steps=4))
+
+
+# -- quantised folders
+
+
+def fp8_of(value: np.ndarray, block: int) -> dict[str, np.ndarray]:
+    """{suffix: array}: a matrix with a scale for each block, by another formula than the one under test."""
+    repeat = lambda scales: np.kron(scales, np.ones((block, block), np.float32))[: value.shape[0], : value.shape[1]]
+    scales = np.random.default_rng(1).random([-(-size // block) for size in value.shape]).astype(np.float32) + 0.5
+    stored = (value / repeat(scales)).astype(ml_dtypes.float8_e4m3fn)
+    return {"": stored, "_scale_inv": scales, "value": stored.astype(np.float32) * repeat(scales)}
+
+
+def mxfp4_of(value: np.ndarray) -> dict[str, np.ndarray]:
+    """The same for the matrices of experts [E, K, J]: random nibbles, scales of 1/4 to 4."""
+    experts, summed, other = value.shape
+    rng, groups = np.random.default_rng(value.size), (experts, other, summed // 32)
+    nibbles, scales = rng.integers(0, 16, (*groups, 32)), rng.integers(125, 130, groups)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles % 8] * np.where(nibbles < 8, 1, -1)
+    values = (values * 2.0 ** (scales[..., None] - 127)).reshape(experts, other, summed).transpose(0, 2, 1)
+    packed = nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+    return {
+        "_blocks": packed.astype(np.uint8),
+        "_scales": scales.astype(np.uint8),
+        "value": np.ascontiguousarray(values, np.float32),
+    }
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_quantised_folder_is_read_into_shards(name, tmp_path):
+    """Compares with the folder of the same values in float32."""
+    wide = dict(model_dim=64, expert_dim=32, ff_dim=32)
+    config = model(name, mesh="expert:2,fsdp:2,tensor:2", **wide)
+    _, folder = exported(tmp_path / "plain", config)
+    plain, stored = load_file(f"{folder}/model.safetensors"), {}
+    for tensor in [*plain]:
+        is_fp8 = name == "deepseek_v3" and tensor.endswith("proj.weight")
+        is_mxfp4 = tensor.endswith(("gate_up_proj", "down_proj"))
+        parts = fp8_of(plain[tensor], 16) if is_fp8 else mxfp4_of(plain[tensor]) if is_mxfp4 else {}
+        plain[tensor] = parts.pop("value", plain[tensor])
+        stored |= {f"{tensor}{suffix}": part for suffix, part in parts.items()} or {tensor: plain[tensor]}
+    save_file(plain, f"{folder}/model.safetensors")
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    kinds = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", "float32": "F32"}
+    new = [tensor_files.New(tensor, kinds[part.dtype.name], part.shape) for tensor, part in stored.items()]
+    tensor_files.write(quantised, new, lambda tensor: stored[tensor.name], 10**9)
+    shutil.copy(f"{folder}/config.json", quantised)
+    fp8 = dict(quant_method="fp8", weight_block_size=[16, 16])
+    method = fp8 if name == "deepseek_v3" else dict(quant_method="mxfp4")
+    changed_values(str(quantised), quantization_config=method)
+    assert len(stored) > len(plain)
+    wanted = weights.load(folder, config, mesh_of())
+    assert equal(wanted, weights.load(str(quantised), config, mesh_of(config.mesh)))
 
 
 # -- dtypes and files
