@@ -12,6 +12,7 @@ first. L, the stack of layers, is sharded over pipe; heads and hidden dims over 
 of them as those of one matrix (moe.py). Down's are stored transposed, so that all three have the same shape.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -195,7 +196,20 @@ def layer_stacks(config: Config) -> dict[str, tuple[int, bool]]:
     num_dense = config.num_dense_layers
     stacks = {"layers": (config.num_layers - num_dense, bool(config.num_experts))}
     stacks |= {"dense_layers": (num_dense, False)} if num_dense else {}
+    if two_kinds(config):
+        num_global, experts = config.num_layers // config.global_every, bool(config.num_experts)
+        stacks = {"layers": (config.num_layers - num_global, experts), "global_layers": (num_global, experts)}
     return stacks | ({"mtp_layers": (1, bool(config.num_experts))} if config.mtp else {})
+
+
+def two_kinds(config: Config) -> bool:
+    """Whether the weights of global layers have other shapes, so that these layers are a stack of their own."""
+    return bool(config.global_head_dim or config.global_kv_heads)
+
+
+def stack_config(config: Config, stack: str) -> Config:
+    """The model as the layers of a stack have it: all are like these."""
+    return of_kind(config, stack == "global_layers") if two_kinds(config) else config
 
 
 def layer_weights(config: Config, *, experts: bool) -> dict[str, Weight]:
@@ -210,7 +224,8 @@ def other_weights(config: Config) -> dict[str, Weight]:
 
 def weight_names(config: Config) -> frozenset[str]:
     """The names of all weights of the model."""
-    in_layers = (layer_weights(config, experts=experts) for _, experts in layer_stacks(config).values())
+    stacks = layer_stacks(config).items()
+    in_layers = (layer_weights(stack_config(config, stack), experts=experts) for stack, (_, experts) in stacks)
     return frozenset(other_weights(config)).union(*in_layers)
 
 
@@ -220,10 +235,21 @@ def of_kind(config: Config, is_global: bool) -> Config:
 
     The result has no flag of another kind of layer, but the window of the model.
     """
-    values = dict(rope_theta=config.global_rope_theta or config.rope_theta) if is_global else {}
-    if config.global_rope_theta and not is_global:
+    values = {}
+    if is_global:
+        values = dict(rope_theta=config.global_rope_theta or config.rope_theta)
+        values |= dict(head_dim=config.global_head_dim or config.head_dim)
+        values |= dict(num_kv_heads=config.global_kv_heads or config.num_kv_heads)
+    elif config.global_rope_theta:
         values = dict(rope_type="default", rope_fraction=1.0)
-    return changed(config, **values, global_rope_theta=0.0)
+    if two_kinds(config) and not is_global:
+        values |= dict(keys_as_values=False)
+    return changed(config, **values, global_rope_theta=0.0, global_head_dim=0, global_kv_heads=0)
+
+
+def kinds(config: Config) -> tuple[Config, ...]:
+    """The model as each kind of its layers has it: the local and the global ones if their weights differ, else one."""
+    return (of_kind(config, False), of_kind(config, True)) if two_kinds(config) else (config,)
 
 
 # -- the sequence
@@ -257,7 +283,8 @@ def fp8_groups(config: Config) -> list[tuple[str, ...]]:
 def fp8_weights(config: Config) -> frozenset[str]:
     """The names of weights that are multiplied and gathered in FP8, in layers other than `fp8_skip_layers`."""
     logits = config.fp8 != "none" and "unembed" in config.fp8_modules.split(",")
-    return frozenset(name for group in fp8_groups(config) for name in group) | ({"unembed"} if logits else set())
+    groups = (group for kind in kinds(config) for group in fp8_groups(kind))
+    return frozenset(name for group in groups for name in group) | ({"unembed"} if logits else set())
 
 
 # -- logits
@@ -379,7 +406,8 @@ def saved_names(config: Config) -> frozenset[str]:
     The policy `none` recomputes nothing, so it saves all that the backward pass reads.
     """
     if config.remat == "none":
-        every = set().union(*(activations(config, experts=e, fused=f) for e in (False, True) for f in (False, True)))
+        kinds_of_layers = itertools.product(kinds(config), (False, True), (False, True))
+        every = set().union(*(activations(kind, experts=e, fused=f) for kind, e, f in kinds_of_layers))
         return read_names(every, config)
     if config.remat == "custom":
         return frozenset(name for name, place in config.remat_places.items() if place != "remat")

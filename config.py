@@ -209,13 +209,17 @@ class Config:
     rope_fraction: float = flag(1.0, "values program", least=0)
     # rope_theta of global layers, and the other layers have rope_type=default and rope_fraction=1 (Gemma 3); 0 is off
     global_rope_theta: float = flag(0.0, "values program", GLOBAL, least=0)
+    # head_dim of global layers, which are then a stack of their own; 0 is head_dim (Gemma 4)
+    global_head_dim: int = flag(0, "shapes program scales", GLOBAL, least=0)
+    # num_kv_heads of global layers, which are then a stack of their own; 0 is num_kv_heads (Gemma 4)
+    global_kv_heads: int = flag(0, "shapes program scales", GLOBAL, least=0)
     # RMSNorm of the result of attention and of the MLP or mixture, before it is added to the residual stream (Gemma)
     post_norms: bool = flag(False, "shapes program")
     # RMSNorm on each head's queries and keys
     qk_norm: bool = flag(False, "shapes program")
     # RMSNorm without weights on each head's values (Gemma 4)
     value_norm: bool = flag(False, "values program")
-    # the values are the keys, before their norm and rotation (Gemma 4's global layers)
+    # the values are the keys, before their norm and rotation; in global layers alone if these are a stack of their own
     keys_as_values: bool = flag(False, "shapes program")
     # a layer multiplies the residual stream by a number of its own at the end, which is not trained (Gemma 4)
     layer_scale: bool = flag(False, "shapes program")
@@ -438,6 +442,7 @@ class Config:
         self._check_profile()
         for sentence in without_effect(self, "refused"):
             raise ValueError(sentence)
+        self._check_global_layers()
         self._check_experts()
         self._check_latent_attention()
         self._check_fp8()
@@ -523,6 +528,26 @@ class Config:
                 f"process_id={self.process_id} must be from 0 to under num_processes={self.num_processes} with a "
                 "coordinator, as in --num_processes=2 --process_id=0"
             )
+
+    def _check_global_layers(self):
+        if not (self.global_head_dim or self.global_kv_heads):
+            return
+        stack = f"global_head_dim={self.global_head_dim} and global_kv_heads={self.global_kv_heads}"
+        if self.global_head_dim % 2:
+            raise ValueError(f"global_head_dim={self.global_head_dim} must be even: RoPE rotates pairs")
+        if self.global_kv_heads and self.num_heads % self.global_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of global_kv_heads={self.global_kv_heads}")
+        if self.global_every < 2 or self.num_layers % self.global_every:
+            raise ValueError(
+                f"num_layers={self.num_layers} must be a multiple of global_every={self.global_every}, which is 2 or "
+                f"more, with {stack}: a period has one global layer, its last"
+            )
+        others = dict(num_dense_layers=0, kv_lora_rank=0, mtp=False, selection_bias=False, fp8_skip_layers=0)
+        for name, off in others.items():
+            if getattr(self, name) != off:
+                raise ValueError(f"{name}={getattr(self, name)} goes with a single stack of layers, not with {stack}")
+        if self.fp8 not in ("none", "dynamic", "fixed"):
+            raise ValueError(f"fp8={self.fp8} goes with a single stack of layers, not with {stack}: --fp8=dynamic")
 
     def _check_experts(self):
         if not self.num_experts:

@@ -53,7 +53,8 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`. If global layers
         have other tables, their cos and sin follow.
       i: the number of this layer among the layers with experts, from 0.
-      is_global: whether this layer attends without a window. None if all layers of the model do the same.
+      is_global: whether this layer attends without a window: a bool, or traced. None if all layers of the model do the
+        same.
       attend_with: takes the place of `self_attention`, to generate text with a cache (generation.py).
 
     Returns:
@@ -63,8 +64,9 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     x_btd = named(x_btd, "decoder_layer_input")
     if len(constants) > 3:
         segments_bt, *local_tables, cos, sin = constants
-        cos, sin = (jnp.where(is_global, *tables) for tables in zip((cos, sin), local_tables, strict=True))
-        constants = segments_bt, cos, sin
+        if not isinstance(is_global, bool):  # both tables have the same shape
+            cos, sin = (jnp.where(is_global, *tables) for tables in zip((cos, sin), local_tables, strict=True))
+        constants = (segments_bt, *local_tables) if is_global is False else (segments_bt, cos, sin)
     out_btd, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
     x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
@@ -270,8 +272,8 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
         plain = attention if sharding.platform() == "tpu" else causal_attention
         return named(plain(*operands)[0], "context")
 
-    if not config.global_every:
-        return windowed(config.window)
+    if not config.global_every or isinstance(is_global, bool):
+        return windowed(0 if is_global else config.window)
     if kernel and not over_context:  # flash_attention takes both windows, and branches around its kernel only
         return windowed((config.window, 0), is_global)
     return lax.cond(is_global, partial(windowed, 0), partial(windowed, config.window))

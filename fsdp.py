@@ -26,6 +26,10 @@ at the same time:
 An optimization barrier (`_after`) makes the second gather wait for the end of the first layer. Without the barrier
 XLA:TPU copies as before.
 
+**Kinds of layers.** If some layers have weights of other shapes, every kind has a stack and a gather of its own. An
+iteration of the loop has a period of layers, such as five local ones and a global one, in which the kind of each is
+static. The carry at its end is the first layer of the next period. So prefetch goes on across kinds and periods.
+
 **Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). The
 mesh axis `data` replicates what `fsdp` shards. In plain data parallelism every replica has the full state,
 all-reduces the gradients, and computes the same update. With `shard_update` the master weights and the optimizer state
@@ -127,7 +131,9 @@ def _replicated_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axis in MESH_AXES if axis not in axes_of(spec))
 
 
-def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double_buffer: bool = False):
+def scan_layers(
+    layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double_buffer: bool = False, pattern: tuple = ()
+):
     """Runs the layers in order: x = layer(gather_layer(shards_L[i]), x, aux, i) for each i. Returns the last x.
 
     At most one layer's weights are gathered at a time, two with prefetch. Per-device code, differentiable in `shards_L`
@@ -144,33 +150,53 @@ def scan_layers(layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double
       aux: a tree of constants for all layers, without a gradient: `layer` must apply `lax.stop_gradient` to it.
       double_buffer: with prefetch, an iteration of the loop has two layers. If their number is odd, the last layer runs
         in a loop of its own.
+      pattern: for layers of several kinds, whose weights have other shapes: the kind of each layer of a period, an
+        index of `layer`, `gather_layer` and `shards_L`, which are then tuples. An iteration has a period of layers.
+        With (0, 0, 1) layers 0 and 1 are rows 0 and 1 of the first stack, and layer 2 is row 0 of the second.
     """
-    return _scan_layers(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux)
+    if not pattern:
+        return _scan_layers((layer,), (gather_layer,), (0,), prefetch, double_buffer, (shards_L,), x, aux)
+    return _scan_layers(layer, gather_layer, pattern, prefetch, double_buffer, shards_L, x, aux)
 
 
-def _run(step, gather_layer, prefetch, double_buffer, shards_L, x, saved=None, reverse=False):
-    """Runs x, out = step(weights, x, i, *saved) for each layer i; with prefetch, gathers weights one layer ahead.
+def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None, reverse=False):
+    """Runs x, out = step(kind, weights, x, i, *saved) for each layer i; with prefetch, gathers weights a layer ahead.
 
     Returns the last x, and `out` of all layers, stacked by `_loop`. `saved` is None or is stacked in the same way.
     """
-    num_layers = jax.tree.leaves(shards_L)[0].shape[0]
-    weights = lambda i: gather_layer(_index(shards_L, i))
+    rows, period = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks], len(pattern)
+    num_layers = sum(rows)
+    weights = lambda kind, row: gathers[kind](_index(stacks[kind], row))
+
+    def gather_then(x, i, j, *saved):
+        kind, row = _place(i, j % period, pattern)
+        return step(kind, weights(kind, row), x, i, *saved)
+
     if not prefetch:
-        return _loop(lambda x, i, *saved: step(weights(i), x, i, *saved), x, num_layers, 1, saved, reverse)
+        return _loop(gather_then, x, num_layers, period, saved, reverse)
     first, ahead = (num_layers - 1, -1) if reverse else (0, 1)
 
-    def gather_beside(carry, i, *saved):
+    def gather_beside(carry, i, j, *saved):
         x, w = carry
-        following = (i + ahead).clip(0, num_layers - 1)  # the extra gather is cheaper than a second loop body
+        kind, row = _place(i + ahead, (j + ahead) % period, pattern)
+        row = row.clip(0, rows[kind] - 1)  # the extra gather is cheaper than a second loop body
         if double_buffer:
-            x, following = _after(x, following)
-        w_next = weights(following)
-        x, out = step(w, x, i, *saved)
+            x, row = _after(x, row)
+        w_next = weights(kind, row)
+        x, out = step(pattern[j % period], w, x, i, *saved)
         return (x, w_next), out
 
-    per_iteration = 2 if double_buffer else 1
-    (x, _), out = _loop(gather_beside, (x, weights(first)), num_layers, per_iteration, saved, reverse)
+    per_iteration = 2 if double_buffer and period == 1 else period
+    carry = x, weights(*_place(first, first % period, pattern))
+    (x, _), out = _loop(gather_beside, carry, num_layers, per_iteration, saved, reverse)
     return x, out
+
+
+def _place(i, j: int, pattern: tuple[int, ...]):
+    """Returns (kind, row in the stack of that kind) of layer i, which is the j-th of its period."""
+    if len(pattern) == 1:
+        return 0, i
+    return pattern[j], i // len(pattern) * pattern.count(pattern[j]) + pattern[:j].count(pattern[j])
 
 
 def _after(x, i):
@@ -186,9 +212,9 @@ def _after(x, i):
 
 
 def _loop(body, carry, num_layers, per_iteration, saved, reverse):
-    """Runs carry, out = body(carry, i, *saved of layer i) for each layer i, `per_iteration` layers in an iteration.
+    """Runs carry, out = body(carry, i, j, *saved of layer i) for each layer i, `per_iteration` layers in an iteration.
 
-    Layers that are left over run in a loop of their own.
+    Layer i is the j-th of its iteration. Layers that are left over run in a loop of their own.
 
     Returns:
       The last carry.
@@ -202,7 +228,7 @@ def _loop(body, carry, num_layers, per_iteration, saved, reverse):
         number, *saved = xs
         out = {}
         for j in sorted(range(size), reverse=reverse):
-            carry, out[j] = body(carry, start + number * size + j, *(residuals[j] for residuals in saved))
+            carry, out[j] = body(carry, start + number * size + j, j, *(residuals[j] for residuals in saved))
         return carry, tuple(out[j] for j in range(size))
 
     iterations, left_over = divmod(num_layers, per_iteration)
@@ -216,43 +242,48 @@ def _loop(body, carry, num_layers, per_iteration, saved, reverse):
     return carry, [out[n] for n in range(len(loops))]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _scan_layers(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux):
-    """`scan_layers`, as a function whose derivative is `_forward` and `_backward`."""
-    step = lambda w, x, i: (layer(w, x, aux, i), None)
-    return _run(step, gather_layer, prefetch, double_buffer, shards_L, x)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _scan_layers(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
+    """`scan_layers` of one or several kinds, as a function whose derivative is `_forward` and `_backward`."""
+    step = lambda kind, w, x, i: (layers[kind](w, x, aux, i), None)
+    return _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)[0]
 
 
-def _forward(layer, gather_layer, prefetch, double_buffer, shards_L, x, aux):
-    """Returns the last x, and the residuals for `_backward`: the vjp of each layer, shards_L and aux."""
+def _forward(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
+    """Returns the last x, and the residuals for `_backward`: the vjp of each layer, the stacks and aux."""
 
-    def step(w, x, i):
-        x, backward = jax.vjp(layer, w, x, aux, i)
+    def step(kind, w, x, i):
+        x, backward = jax.vjp(layers[kind], w, x, aux, i)
         # args_res has the arguments (w, x, aux, i) that the vjp saves. The backward pass gathers w again, and has aux
         # and i. Saved here, these three would take memory for every layer. JAX's "First-class VJPs" describes how to
         # remove them: https://docs.jax.dev/en/latest/301/vjp-objects.html
         backward.args_res[0] = backward.args_res[2] = backward.args_res[3] = None
         return x, backward
 
-    x, backwards = _run(step, gather_layer, prefetch, double_buffer, shards_L, x)
-    return x, (backwards, shards_L, aux)
+    x, backwards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)
+    return x, (backwards, stacks, aux)
 
 
-def _backward(layer, gather_layer, prefetch, double_buffer, residuals, dx):
-    """Returns the gradients of shards_L and of the first x, and None for aux, from the gradient dx of the last x."""
-    backwards, shards_L, aux = residuals
+def _backward(layers, gathers, pattern, prefetch, double_buffer, residuals, dx):
+    """Returns the gradients of the stacks and of the first x, and None for aux, from the gradient dx of the last x."""
+    backwards, stacks, aux = residuals
 
-    def step(w, dx, i, backward):
+    def step(kind, w, dx, i, backward):
         backward.args_res[0], backward.args_res[2], backward.args_res[3] = w, aux, i
         dw, dx, *_ = backward(dx)
-        scatter = jax.linear_transpose(gather_layer, _index(shards_L, i))
+        scatter = jax.linear_transpose(gathers[kind], _index(stacks[kind], 0))
         return dx, scatter(dw)[0]
 
-    dx, dshards = _run(step, gather_layer, prefetch, double_buffer, shards_L, dx, backwards, reverse=True)
-    # Each loop has one stack for each layer of an iteration. Merge these to one stack in the order of the layers.
+    dx, dshards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, dx, backwards, reverse=True)
+    # Each loop has one stack for each layer of an iteration. Merge those of a kind to one, in the order of the layers.
     interleave = lambda *layers: jnp.stack(layers, axis=1).reshape(-1, *layers[0].shape[1:])
-    loops = [jax.tree.map(interleave, *layers) for layers in dshards]
-    return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *loops), dx, None
+
+    def merged(kind):
+        of_kind = lambda layers: [layer for j, layer in enumerate(layers) if pattern[j % len(pattern)] == kind]
+        loops = [jax.tree.map(interleave, *of_kind(layers)) for layers in dshards]
+        return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *loops)
+
+    return tuple(merged(kind) for kind in range(len(stacks))), dx, None
 
 
 _scan_layers.defvjp(_forward, _backward)

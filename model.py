@@ -5,7 +5,8 @@
     loss = cross_entropy(unembed(norm(x)), next tokens)                                   vocabulary.py
 
 The layers run in a loop that gathers the weights of each just before use (fsdp.py), or in stages (pipeline.py). If some
-layers have experts and the leading ones do not, those dense layers are a stack of their own.
+layers have experts and the leading ones do not, those dense layers are a stack of their own. So are global layers, if
+their heads differ from those of the other layers: an iteration of the loop is then a period of layers.
 """
 
 import dataclasses
@@ -88,12 +89,15 @@ def constants(batch: "data.Batch", config: Config) -> tuple[jax.Array, ...]:
 
     If global layers have other positions, their cos and sin follow.
     """
-    kinds = [anatomy.of_kind(config, is_global) for is_global in (False, True)[: 1 + (config.global_rope_theta > 0)]]
+    differ = config.global_rope_theta > 0 or anatomy.two_kinds(config)
+    kinds = [anatomy.of_kind(config, is_global) for is_global in ((False, True) if differ else (False,))]
     return (batch.segments, *(table for kind in kinds for table in rope_tables(batch.positions, kind)))
 
 
 def run_all_layers(params: Params, x, constants, config: Config, **options):
     """x after all layers: the leading dense ones of a mixture first, then the others. Options: of `run_layers`."""
+    if anatomy.two_kinds(config):
+        return run_kinds_of_layers(params, x, constants, config, **options)
     if num_dense := config.num_dense_layers:
         x = run_layers(params.dense_layers, x, constants, config, stack="dense_layers", **options)
     return run_layers(params.layers, x, constants, config, num_dense, **options)
@@ -110,19 +114,41 @@ def run_layers(
         return run_layers_in_two_precisions(layers, x, constants, config, scaling)
     layers, gather = layer_gather(layers, config, stack)
     num_layers = jax.tree.leaves(layers)[0].shape[0]
-
-    def layer(weights, x, aux, i):
-        *constants, first_layer, key = lax.stop_gradient(aux)
-        w = with_scales(*weights, None if key is None else jax.random.fold_in(key, first_layer + i), config)
-        is_global = is_global_layer(i, first_layer, num_layers, config)
-        attend = attend_with and partial(attend_with, first_layer + i)
-        return decoder.layer(w, x, constants, first_layer + i - config.num_dense_layers, is_global, config, attend)
-
-    if config.remat != "none":
-        layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
+    layer = layer_function(partial(is_global_layer, num_layers=num_layers, config=config), config, attend_with)
     aux = (*constants, first_layer, _rounding_key(scaling.key, config))
     shards = layers, scaling.amax
     return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=config.prefetch, double_buffer=config.double_buffer)
+
+
+def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO_SCALING, attend_with=None):
+    """`run_all_layers` where global layers are a stack of their own: a loop over periods of `global_every` layers."""
+    shards, gathers, layers = [], [], []
+    for stack, is_global in (("layers", False), ("global_layers", True)):
+        weights, gather = layer_gather(getattr(params, stack), config, stack)
+        shards.append((weights, scaling.amax))
+        gathers.append(gather)
+        kind = anatomy.of_kind(config, is_global)
+        layers.append(layer_function(lambda i, first_layer, is_global=is_global: is_global, kind, attend_with))
+    aux = (*constants, 0, _rounding_key(scaling.key, config))
+    options = dict(prefetch=config.prefetch, double_buffer=config.double_buffer)
+    options |= dict(pattern=(0,) * (config.global_every - 1) + (1,))
+    return fsdp.scan_layers(tuple(layers), tuple(gathers), tuple(shards), x, aux, **options)
+
+
+def layer_function(is_global, config: Config, attend_with):
+    """The function of a layer for `fsdp.scan_layers`, with recomputation. `is_global`: (i, first_layer) -> whether."""
+
+    def layer(weights, x, aux, i):
+        *constants, first_layer, key = lax.stop_gradient(aux)
+        number = first_layer + i
+        w = with_scales(*weights, None if key is None else jax.random.fold_in(key, number), config)
+        attend = attend_with and partial(attend_with, number)
+        kind = is_global(i, first_layer)
+        return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend)
+
+    if config.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
 
 
 def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling):

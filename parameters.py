@@ -28,9 +28,10 @@ class Params:
     """All parameters, in float32."""
 
     embed: jax.Array
-    layers: "Layers"  # all layers; in a mixture those with experts
+    layers: "Layers"  # all layers that are in no other stack
     norm: jax.Array
     unembed: jax.Array | None = None  # None if tied to embed
+    global_layers: "Layers | None" = None  # those without a window, if their weights have other shapes
     dense_layers: "Layers | None" = None  # in a mixture the leading layers, which have a dense MLP
     mtp_layers: "Layers | None" = None  # the layer of multi-token prediction, and what goes with it
     norm_mtp_embed: jax.Array | None = None
@@ -56,16 +57,16 @@ jax.tree_util.register_dataclass(Layers)
 
 def _tree(config: Config, leaf) -> Params:
     """Params with leaf(name, shape, weight) in place of every weight that the model has."""
-    size = anatomy.sizes(config)
 
-    def leaves(weights: dict[str, anatomy.Weight], num_layers: int = 0, prefix: str = "") -> dict:
-        shape_of = lambda weight: tuple((size | {"L": num_layers})[dim] for dim in weight.dims)
+    def leaves(weights: dict[str, anatomy.Weight], size: dict[str, int], prefix: str = "") -> dict:
+        shape_of = lambda weight: tuple(size[dim] for dim in weight.dims)
         return {name: leaf(prefix + name, shape_of(weight), weight) for name, weight in weights.items()}
 
-    params = leaves(anatomy.other_weights(config))
+    params = leaves(anatomy.other_weights(config), anatomy.sizes(config))
     for stack, (num_layers, experts) in anatomy.layer_stacks(config).items():
-        prefix = "" if stack == "layers" else f"{stack}."
-        params[stack] = Layers(**leaves(anatomy.layer_weights(config, experts=experts), num_layers, prefix))
+        kind, prefix = anatomy.stack_config(config, stack), "" if stack == "layers" else f"{stack}."
+        weights, size = anatomy.layer_weights(kind, experts=experts), anatomy.sizes(kind) | {"L": num_layers}
+        params[stack] = Layers(**leaves(weights, size, prefix))
     return Params(**params)
 
 
@@ -111,7 +112,8 @@ def init_params(config: Config, key: jax.Array) -> Params:
         if weight.start in (anatomy.ONES, anatomy.ZEROS):
             return jnp.full(shape, float(weight.start == anatomy.ONES), jnp.float32)
         start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
-        fan_in = math.prod(2 * size[dim] if dim == "L" else size[dim] for dim in start)
+        size_of = size | dict(zip(weight.dims, shape, strict=True)) | {"L": 2 * config.num_layers}
+        fan_in = math.prod(size_of[dim] for dim in start)
         key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
 
@@ -166,7 +168,7 @@ def unembedding_recipe(config: Config) -> fp8.Recipe | None:
 
 def fp8_contracted(config: Config) -> Params:
     """How many dims of each weight its FP8 matmul contracts; 0 for weights that are not in FP8."""
-    names = {name for group in anatomy.fp8_groups(config) for name in group}
+    names = {name for kind in anatomy.kinds(config) for group in anatomy.fp8_groups(kind) for name in group}
 
     def contracted(name, shape, weight):
         return len(weight.start.replace("L", "")) if name.rpartition(".")[2] in names else 0

@@ -21,7 +21,8 @@ the parameter updates of the other code with those of this file, on many meshes.
     e experts   m hidden dims of an expert
 
 `params` is a parameters.Params. Each array in `layers` stacks one weight of the layers along its first dim. If dense
-layers precede those with experts, `dense_layers` holds them. `w` has the weights of one layer.
+layers precede those with experts, `dense_layers` holds them. If global layers have heads of their own, `global_layers`
+holds them, and `layers` the others. `w` has the weights of one layer.
 
 `batch` is a data.Batch of arrays [b, t]: `tokens`, `targets`, `positions`, `segments` and `loss_weights`. A segment is
 the number of a token's document, and attention stays within a document. `config` is a config.Config.
@@ -126,10 +127,10 @@ def attend(q, k, v, segments, window, config, sinks=None):
 
 def projections(w, h, positions, config, is_global):
     """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
-    matrices = (w.w_q, w.w_k, w.w_k if config.keys_as_values else w.w_v)
+    matrices = (w.w_q, w.w_k, w.w_k if w.w_v is None else w.w_v)
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in matrices)
     if config.qkv_bias:
-        q, k, v = q + w.bias_q, k + w.bias_k, v + (w.bias_k if config.keys_as_values else w.bias_v)
+        q, k, v = q + w.bias_q, k + w.bias_k, v + (w.bias_k if w.w_v is None else w.bias_v)
     v = norm(v, 1, config.norm_eps) if config.value_norm else v
     if config.qk_norm:
         q, k = norm(q, w.norm_q, config.norm_eps), norm(k, w.norm_k, config.norm_eps)
@@ -277,6 +278,10 @@ def hidden_states(params, batch, config):
     for i in range(config.num_layers):
         is_dense = i < config.num_dense_layers
         stack, row = (params.dense_layers, i) if is_dense else (params.layers, i - config.num_dense_layers)
+        if params.global_layers is not None:  # every `global_every`-th layer is in a stack of its own
+            period, place = divmod(i, config.global_every)
+            is_global = place == config.global_every - 1
+            stack, row = (params.global_layers, period) if is_global else (params.layers, i - period)
         x, more_auxiliary, more_loads = layer(stack, row, x, i, batch, config)
         auxiliary, loads = auxiliary + more_auxiliary, loads + more_loads
     return norm(x, params.norm, config.norm_eps), auxiliary, loads

@@ -87,6 +87,7 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
         dims.append(("q_lora_rank", config.q_lora_rank, sizes_of("fsdp", *replicas)))
     else:
         dims.append(("num_kv_heads", config.num_kv_heads, sizes_of("tensor")))
+        dims += [("global_kv_heads", kind.num_kv_heads, sizes_of("tensor")) for kind in anatomy.kinds(config)[1:]]
     if config.num_experts:
         dims.append(("num_experts", config.num_experts, sizes_of("expert")))
         dims.append(("expert_dim", config.expert_dim, sizes_of("tensor")))
@@ -97,6 +98,11 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
 
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, layers = sizes["pipe"], config.pipeline_rounds, config.num_layers
+    if anatomy.two_kinds(config):
+        raise ValueError(
+            f"global_head_dim={config.global_head_dim} and global_kv_heads={config.global_kv_heads} make a stack of "
+            f"the global layers, and a stage of mesh axis pipe:{stages} has a single stack: another axis than pipe"
+        )
     if config.mtp:
         raise ValueError(
             f"mtp: the last stage of mesh axis pipe:{stages} would have one layer and one loss more than the others, "
@@ -191,7 +197,6 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
     """(dim, size, {mesh axis that shards it: its size}) of the FP8 matmuls; a device's part must be whole blocks."""
     sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
     modules, tensor, fsdp = config.fp8_modules.split(","), sizes_of("tensor"), sizes_of("fsdp")
-    keys, values = anatomy.key_dim(config), anatomy.value_dim(config)
     rows = sizes_of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
     dims = [
         ("batch*seq_len", config.batch * config.seq_len, rows),
@@ -199,11 +204,13 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
     ]
     if "qkv" in modules or "mlp" in modules:  # what goes into these is cut over tensor before it is gathered
         dims.append(("model_dim", config.model_dim, tensor))
-    if "qkv" in modules:
-        dims.append(("num_heads*head_dim", config.num_heads * keys, tensor))
-        dims.append(("num_kv_heads*head_dim", config.num_kv_heads * keys, tensor))
-    if "out" in modules:
-        dims.append(("num_heads*value_head_dim", config.num_heads * values, tensor))
+    for kind in anatomy.kinds(config):
+        keys, values = anatomy.key_dim(kind), anatomy.value_dim(kind)
+        if "qkv" in modules:
+            dims.append(("num_heads*head_dim", kind.num_heads * keys, tensor))
+            dims.append(("num_kv_heads*head_dim", kind.num_kv_heads * keys, tensor))
+        if "out" in modules:
+            dims.append(("num_heads*value_head_dim", kind.num_heads * values, tensor))
     if "mlp" in modules and anatomy.weight_names(config) >= {"w_gate"}:
         dims.append(("ff_dim", config.ff_dim, tensor))
     if "unembed" in modules:

@@ -100,7 +100,7 @@ from itertools import groupby
 
 import command
 import flags as flags_lib
-from anatomy import BYTES, fp8_weights, key_dim, value_dim
+from anatomy import BYTES, fp8_weights, key_dim, kinds, value_dim
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
 from placement import BATCH_AXES, check_multiple, fill_mesh, parse_mesh
@@ -363,7 +363,8 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
     k = config.experts_per_token or 1
     sparsity = config.num_experts / k or 1
     width = config.expert_dim or config.ff_dim
-    group = config.num_heads * (key_dim(config) + value_dim(config)) / kv_elements_per_layer(config)
+    kind = kinds(config)[-1]  # keys and values that a ring passes on are those of layers without a window
+    group = kind.num_heads * (key_dim(kind) + value_dim(kind)) / kv_elements_per_layer(kind)
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
     data, replicas = sizes["data"], sizes["data"] * sizes["context"]
     on_torus = {}

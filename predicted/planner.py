@@ -239,7 +239,8 @@ def meshes(
 
 def _widest(config: Config) -> int:
     """The largest `tensor` to try."""
-    return min(16, config.num_heads if config.kv_lora_rank else config.num_kv_heads)
+    heads = min(kind.num_kv_heads for kind in anatomy.kinds(config))
+    return min(16, config.num_heads if config.kv_lora_rank else heads)
 
 
 def _configs(config: Config) -> dict[int, list[Config]]:
@@ -281,7 +282,8 @@ def _with_own_policy(prediction: Prediction) -> Iterator[Prediction]:
     """Yields the run with the results of matmuls and attention saved that leave least to recompute and fit."""
     config = prediction.run.config
     kinds = {False, config.num_experts > 0}
-    computed = {"qkv_proj"}.union(*(anatomy.activations(config, experts=experts) for experts in kinds))
+    layers = itertools.product(anatomy.kinds(config), kinds)
+    computed = {"qkv_proj"}.union(*(anatomy.activations(kind, experts=experts) for kind, experts in layers))
     sets = {}
     for chosen in itertools.product((True, False), repeat=len(SAVABLE)):
         names = [name for names in itertools.compress(SAVABLE, chosen) for name in names.split() if name in computed]
@@ -402,6 +404,8 @@ def _against_other_families(plan: Plan) -> Iterator[str]:
         why = f"{config.num_layers} layers in a multiple of {num_slices} stages do not fit"
         if config.num_dense_layers:
             why = f"the first {config.num_dense_layers} layers are dense, and stages have to be alike"
+        if anatomy.two_kinds(config):
+            why = "global layers are a stack of their own, and stages have to be alike"
         yield f"No mesh has stages: {why}."
 
 

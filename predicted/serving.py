@@ -126,15 +126,15 @@ def load_of(config: Config, context: int, *, weight_dtype: str = "bf16", cache_d
     size = bytes_of(weight_dtype)
     forward = transformer.forward_flops_per_token(config)
     routed = sum(w.params for w in transformer.weights(config).values() if w.share[1] > 1)
-    keys = transformer.kv_cache_bytes(config, context, element_bytes=1) / transformer.kv_elements_per_layer(config)
-    dims = anatomy.key_dim(config) + anatomy.value_dim(config)
+    dims = lambda kind: anatomy.key_dim(kind) + anatomy.value_dim(kind)
     if config.kv_lora_rank:  # absorbed
-        dims = 2 * config.kv_lora_rank + config.rope_head_dim
+        dims = lambda kind: 2 * kind.kv_lora_rank + kind.rope_head_dim
+    cached = transformer.cached_tokens(config, context)
     return Load(
         weight_bytes=size * transformer.num_params(config),
         cache_bytes=transformer.kv_cache_bytes(config, context, element_bytes=bytes_of(cache_dtype)),
         flops_per_token=sum(flops for part, flops in forward.items() if part not in ("scores", "mix")),
-        attention_flops=2 * config.num_heads * dims * keys,
+        attention_flops=sum(2.0 * kind.num_heads * dims(kind) * tokens for kind, tokens in cached),
         lookup_bytes=0 if config.tied_embeddings else size * config.vocab_size * config.model_dim,
         expert_bytes=size * routed,
         num_experts=config.num_experts,

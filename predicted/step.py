@@ -447,21 +447,23 @@ def _context(run: Run, kinds: list[Kind]) -> Part:
     if ways == 1:
         return _communication("context", 0, 0)
     # Bytes of a token in one head of keys and one of values, for each of the devices along `tensor`.
-    head_bytes = (anatomy.key_dim(config) + anatomy.value_dim(config)) / run.tensor * run.element
+    bytes_of_head = lambda kind: (anatomy.key_dim(kind) + anatomy.value_dim(kind)) / run.tensor * run.element
+    windowed, everywhere = anatomy.kinds(config)[0], anatomy.kinds(config)[-1]
+    head_bytes = bytes_of_head(everywhere)
     # The devices are in groups of `exchanging` neighbours. Within a group, heads are exchanged for positions. A ring,
     # if there is one, connects the groups.
     ring = rules.ring_size(config, run.sizes)
     exchanging = ways // ring
     inner, outer = split_axis(run.effective_links("context"), exchanging)
     # Key/value heads, with copies if there are fewer of them than devices in a group.
-    copied = run.tensor * math.lcm(config.num_kv_heads // run.tensor, exchanging)
+    copied = run.tensor * math.lcm(everywhere.num_kv_heads // run.tensor, exchanging)
     local = run.tokens * copied * head_bytes
     all_heads = run.tokens * (config.num_heads + copied) * head_bytes
     exchange = collective_s("all_to_all", all_heads, inner) if inner else 0.0
     round_ring = (ring - 1) * ring_hop_s(run, outer, local) if ring > 1 else 0.0
     global_share = transformer.num_global_layers(config) / anatomy.num_run_layers(config)
     halo_shards = min((config.window - 1) * ways / config.seq_len, ways - 1)
-    shard = run.tokens * config.num_kv_heads * head_bytes
+    shard = run.tokens * windowed.num_kv_heads * bytes_of_head(windowed)
     halo = ring_hop_s(run, run.effective_links("context"), shard * halo_shards) if global_share < 1 else 0.0
     in_float32 = 4 / run.element
     # {method: seconds of keys and values, of their gradients, and of exchanges for heads}
@@ -512,6 +514,7 @@ def _merging(run: Run, kinds: list[Kind]) -> Part:
     config, hops = run.config, rules.ring_size(run.config, run.sizes) - 1
     if config.context_impl != "ring":
         return Part("merging", "memory", 0, 0, "")
+    config = anatomy.kinds(config)[-1]  # of layers without a window
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     # Bytes a token: a float32 sum is read, a summand read, the float32 sum written. The kernel's results, and its
     # gradients of keys and values, have the activations' dtype.

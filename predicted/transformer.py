@@ -62,7 +62,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import anatomy
 import config as config_lib
@@ -105,7 +105,18 @@ class Weight:
 
 @cache
 def weights(config: Config) -> Mapping[str, Weight]:
-    """Returns every parameter of the model by name, counted over all layers."""
+    """Returns every parameter of the model by name, counted over all layers.
+
+    If global layers are a stack of their own, their weights have its name as well, as in global_layers.w_q.
+    """
+    if anatomy.two_kinds(config):
+        outside, result = anatomy.other_weights(config), {}
+        for stack, (num_layers, _) in anatomy.layer_stacks(config).items():
+            prefix = "" if stack == "layers" else f"{stack}."
+            for name, weight in weights(anatomy.stack_config(config, stack)).items():
+                shape = weight.shape if name in outside else (num_layers, *weight.shape[1:])
+                result[name if name in outside else prefix + name] = dataclasses.replace(weight, shape=shape)
+        return result
     result = {}
     for name in sorted(anatomy.weight_names(config), key=list(anatomy.WEIGHTS).index):
         weight, stacks = anatomy.WEIGHTS[name], anatomy.layer_stacks(config).values()
@@ -182,26 +193,36 @@ def num_global_layers(config: Config) -> int:
     return num_layers // config.global_every if config.global_every else 0
 
 
+def layers_by_window(config: Config) -> list[tuple[Config, int, int]]:
+    """[(the model as these layers have it, their number, their window)] of the local layers and of the global ones."""
+    num_global = num_global_layers(config)
+    local, everywhere = anatomy.kinds(config)[0], anatomy.kinds(config)[-1]
+    return [(local, anatomy.num_run_layers(config) - num_global, config.window), (everywhere, num_global, 0)]
+
+
 def keys_of_all_layers(config: Config) -> float:
     """The keys that a token's query attends to, on average over the sequence, summed over the layers."""
-    num_global = num_global_layers(config)
-    keys = num_global * mean_keys(config.seq_len)
-    return keys + (anatomy.num_run_layers(config) - num_global) * mean_keys(config.seq_len, config.window)
+    return sum(number * mean_keys(config.seq_len, window) for _, number, window in layers_by_window(config))
 
 
 def forward_flops_per_token(config: Config) -> dict[str, float]:
     """Returns FLOPs by part: 2 for each active matmul parameter, and 2*N*Hk*keys and 2*N*Hv*keys for attention."""
-    keys = keys_of_all_layers(config)
     flops = {name: 2 * part.matmul_params for name, part in parts(config).items() if part.matmul_params}
-    flops["scores"] = 2 * config.num_heads * key_dim(config) * keys
-    flops["mix"] = 2 * config.num_heads * value_dim(config) * keys
+    flops |= dict(scores=0, mix=0)
+    for kind, number, window in layers_by_window(config):
+        keys = number * mean_keys(config.seq_len, window)
+        flops["scores"] += 2 * kind.num_heads * key_dim(kind) * keys
+        flops["mix"] += 2 * kind.num_heads * value_dim(kind) * keys
     return flops
 
 
 def train_flops_per_token(config: Config) -> float:
     """6 * active matmul parameters + 6 * N * (Hk + Hv) * keys: three times the forward pass, nothing recomputed."""
-    heads = config.num_heads * (key_dim(config) + value_dim(config))
-    return 6 * matmul_params(config) + 6 * heads * keys_of_all_layers(config)
+    attention = 0.0
+    for kind, number, window in layers_by_window(config):
+        heads = kind.num_heads * (key_dim(kind) + value_dim(kind))
+        attention += 6 * heads * number * mean_keys(config.seq_len, window)
+    return 6 * matmul_params(config) + attention
 
 
 def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = True) -> float:
@@ -211,6 +232,7 @@ def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = Tr
       over: P counts the full "layer", its "mlp" (experts, router and all), or the "projections" of attention.
       causal: count half of the scores, as the mask leaves them. The book counts all of them and has half this T.
     """
+    config = anatomy.kinds(config)[-1]
     num_layers = anatomy.num_run_layers(config)
     layers_with = {"attention": num_layers, "mlp": num_layers - num_expert_layers(config)}
     by_part = parts(config)
@@ -235,6 +257,7 @@ def attention_intensity(
     Args:
       absorbed: latent attention on its cache, where N heads share one latent that contains the values: about 2*N.
     """
+    config = anatomy.kinds(config)[-1]  # of a layer without a window
     T, S, N, K = num_queries, num_keys, config.num_heads, config.num_kv_heads
     Hk, Hv = key_dim(config), value_dim(config)
     keys_and_values = S * K * (Hk + Hv)
@@ -267,10 +290,14 @@ def saved_bytes_per_token(
 ) -> float:
     """`saved_bytes_per_layer` summed over all layers, with all experts on one device."""
     names = saved_names(config) if saved is None else {*saved}
+    a_layer = partial(saved_bytes_per_layer, saved=names, columns=columns, fused=fused)
+    if anatomy.two_kinds(config):
+        experts = config.num_experts > 0
+        return sum(number * a_layer(kind, experts=experts) for kind, number, _ in layers_by_window(config))
     num_experts = num_expert_layers(config)
-    a_layer = lambda experts: saved_bytes_per_layer(config, names, columns=columns, experts=experts, fused=fused)
     num_dense = anatomy.num_run_layers(config) - num_experts
-    return num_dense * a_layer(False) + (num_experts * a_layer(True) if num_experts else 0)
+    dense, with_experts = (a_layer(config, experts=experts) for experts in (False, num_experts > 0))
+    return num_dense * dense + num_experts * with_experts
 
 
 def multiplied_again(weight: Weight, saved: Collection[str], config: Config) -> bool:
@@ -335,7 +362,10 @@ def _adafactor_elements(shape: tuple[int, ...]) -> int:
 
 
 def kv_elements_per_layer(config: Config) -> int:
-    """The numbers that a layer's cache stores for a token: 2*K*H; in latent attention C + R."""
+    """The numbers that a layer's cache stores for a token: 2*K*H; in latent attention C + R.
+
+    `config` has one kind of layers (anatomy.kinds).
+    """
     if config.kv_lora_rank:
         return config.kv_lora_rank + config.rope_head_dim
     return config.num_kv_heads * (key_dim(config) + value_dim(config))
@@ -343,13 +373,21 @@ def kv_elements_per_layer(config: Config) -> int:
 
 def kv_cache_bytes(config: Config, seq_len: int, *, element_bytes: int = 2) -> int:
     """The bytes of the cache of one sequence; a layer with a window stores no more tokens than that."""
+    return element_bytes * sum(tokens * kv_elements_per_layer(kind) for kind, tokens in cached_tokens(config, seq_len))
+
+
+def cached_tokens(config: Config, seq_len: int) -> list[tuple[Config, int]]:
+    """[(the model as these layers have it, the tokens in the caches of all of them)] of local and global layers."""
     num_global = num_global_layers(config)
-    tokens = num_global * seq_len + (config.num_layers - num_global) * min(config.window, seq_len)
-    return tokens * kv_elements_per_layer(config) * element_bytes
+    local, everywhere = anatomy.kinds(config)[0], anatomy.kinds(config)[-1]
+    tokens = num_global * seq_len, (config.num_layers - num_global) * min(config.window, seq_len)
+    return [(everywhere, tokens[0]), (local, tokens[1])]
 
 
 def kv_cache_bytes_per_token(config: Config, *, element_bytes: int = 2) -> int:
     """The bytes that one more token adds to the cache of all layers, while no window is full."""
+    if anatomy.two_kinds(config):
+        return element_bytes * sum(n * kv_elements_per_layer(kind) for kind, n, _ in layers_by_window(config))
     return config.num_layers * kv_elements_per_layer(config) * element_bytes
 
 
@@ -387,7 +425,10 @@ def summary(config: Config) -> dict:
                 name: sum(recomputed_flops_per_token(config, names).values()) for name, names in policies.items()
             },
             "activations_per_token": {
-                kind: activations(config, experts=experts) for kind, experts in kinds.items() if num_layers[kind]
+                kind + suffix: activations(of_kind, experts=experts)
+                for of_kind, suffix in zip(anatomy.kinds(config), ("", ", global"), strict=False)
+                for kind, experts in kinds.items()
+                if num_layers[kind]
             },
             "state_bytes": state_bytes(config),
             "kv_cache_bytes_per_token": kv_cache_bytes_per_token(config),
@@ -444,17 +485,20 @@ def explain(config: Config) -> str:
     for name, weight in weights(config).items():
         used = f", of which a token uses {weight.share[0]}/{weight.share[1]}" if weight.share != (1, 1) else ""
         lines.append(f"  {name:20} {' * '.join(f'{size:,}' for size in weight.shape)} = {weight.params:,}{used}")
-    N, Hk, Hv, keys = config.num_heads, key_dim(config), value_dim(config), keys_of_all_layers(config)
-    P, per_layer = matmul_params(config), kv_elements_per_layer(config)
-    lines += [
-        "FLOPs a token",
-        f"  matmuls   6 * active matmul parameters = 6 * {P:,} = {6 * P:,}",
-        f"  attention 6 * N * (Hk + Hv) * keys of all layers = 6 * {N} * ({Hk} + {Hv}) * {keys:,.0f} = "
-        f"{6 * N * (Hk + Hv) * keys:,.0f}",
-        "bytes of the cache a token",
-        f"  L * elements * 2 = {config.num_layers} * {per_layer:,} * 2 = {kv_cache_bytes_per_token(config):,}",
-    ]
-    return "\n".join(lines)
+    P = matmul_params(config)
+    lines += ["FLOPs a token", f"  matmuls   6 * active matmul parameters = 6 * {P:,} = {6 * P:,}"]
+    cache = ["bytes of the cache a token"]
+    layers = layers_by_window(config) if anatomy.two_kinds(config) else [(config, config.num_layers, None)]
+    for kind, number, window in layers:
+        N, Hk, Hv, per_layer = kind.num_heads, key_dim(kind), value_dim(kind), kv_elements_per_layer(kind)
+        keys = keys_of_all_layers(config) if window is None else number * mean_keys(config.seq_len, window)
+        which = "all layers" if window is None else f"layers with a window of {window}" if window else "global layers"
+        lines.append(
+            f"  attention 6 * N * (Hk + Hv) * keys of {which} = 6 * {N} * ({Hk} + {Hv}) * {keys:,.0f} = "
+            f"{6 * N * (Hk + Hv) * keys:,.0f}"
+        )
+        cache.append(f"  L * elements * 2 = {number} * {per_layer:,} * 2 = {2 * number * per_layer:,}")
+    return "\n".join(lines + cache)
 
 
 def add_model_command(commands) -> None:

@@ -319,6 +319,7 @@ class Counts:
 class Layer:
     """The costs of one layer of a kind (dense, or with experts). "A token" means for each token of the batch."""
 
+    config: Config  # the model as these layers have it
     num_layers: int
     products: list[Product]
     params: Counts
@@ -360,7 +361,7 @@ def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
 
 
 def layers_of(run: Run) -> list[Layer]:
-    """Returns the kinds of layers that the model has: dense, with experts, or both."""
+    """Returns the kinds of layers that the model has: dense, with experts, or both; or local and global ones."""
     row_copies = run.tensor if run.sizes["expert"] == 1 else 1
     gated = run.efficiency.gated_experts and anatomy.glu_in_kernel(run.config)
     return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, gated)
@@ -397,6 +398,12 @@ def _layers(
     num_experts = anatomy.num_expert_layers(config)
     kinds = (False, anatomy.num_run_layers(config) - num_experts), (True, num_experts)
     rows = dict(expert_buffer_ratio=expert_buffer_ratio, row_copies=row_copies)
+    if anatomy.two_kinds(config):
+        (local, num_local, _), (everywhere, num_global, _) = transformer.layers_by_window(config)
+        of_local, of_global = (config.num_layers * sum_ for sum_ in (keys[0] - keys[1], keys[1]))
+        keys_of = (of_local / num_local, 0.0), (of_global / num_global, of_global / num_global)
+        layers = (local, num_local, keys_of[0]), (everywhere, num_global, keys_of[1])
+        return [_layer(kind, num_experts > 0, number, keys, rows, gated) for kind, number, keys in layers]
     return [_layer(config, experts, number, keys, rows, gated) for experts, number in kinds if number]
 
 
@@ -421,6 +428,7 @@ def _layer(
         # experts' weights are computed. Compiled: Qwen3.
         activation_bytes -= (1 - 1 / anatomy.BYTES[config.dtype]) * nbytes({"expert_input"})
     return Layer(
+        config=config,
         num_layers=num_layers,
         products=_products(config, weights, saved),
         params=_count(weights, weights),
@@ -571,7 +579,7 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
 
 def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     """Returns {"matmul", "attention", "elementwise": (forward, backward)}, in seconds for a layer and a microbatch."""
-    config, e, b, tensor = run.config, run.efficiency, run.tokens, run.tensor
+    config, e, b, tensor = layer.config, run.efficiency, run.tokens, run.tensor
     keys = layer.keys
     if not anatomy.in_zigzag(config):  # in sequence order, the last shard attends to most keys, 2 - 1/ring of the mean
         keys += (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys
@@ -660,6 +668,7 @@ def attention_over_context(run: Run) -> float:
     only_windows = config.window and not config.global_every  # these layers need only a halo
     if only_windows or ring_size(config, run.sizes) == 1:
         return 0
+    config = anatomy.kinds(config)[-1]  # of layers without a window
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
     keys = config.num_kv_heads * (Hk + Hv)
     if config.context_impl == "all_gather":
@@ -709,7 +718,7 @@ def _saved_bytes(run: Run, layers: list[Layer]) -> float:
     if inputs_in_two_layouts(run):
         waiting += bytes_of(lambda layer: config.model_dim * run.element)
     if context_in_two_layouts(run):
-        waiting += bytes_of(lambda layer: config.num_heads * anatomy.value_dim(config) * run.element)
+        waiting += bytes_of(lambda layer: config.num_heads * anatomy.value_dim(layer.config) * run.element)
     return waiting
 
 

@@ -77,6 +77,8 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "mlp_activation": ({}, "gelu"),
     "rope_fraction": ({}, 0.5),
     "global_rope_theta": (dict(window=64, global_every=3), 1e6),
+    "global_head_dim": (dict(window=64, global_every=3), 32),
+    "global_kv_heads": (dict(window=64, global_every=3), 4),
     "post_norms": ({}, True),
     "qk_norm": ({}, True),
     "value_norm": ({}, True),

@@ -158,6 +158,7 @@ def test_train_refuses_a_wrong_flag_before_it_loads_jax():
     assert not re.search(r"\| +jax$", done.stderr, re.MULTILINE)
 
 
+TWO_KINDS = dict(num_layers=6, window=8, global_every=3, global_head_dim=32)
 AT_LEAST_1 = (
     "steps batch seq_len vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
     "microbatches log_every max_skipped save_every keep_checkpoints"
@@ -239,6 +240,13 @@ AT_LEAST_1 = (
             dict(kv_lora_rank=8, rope_head_dim=4, num_kv_heads=4),
             "num_kv_heads=4 must be num_heads=8 with kv_lora_rank=8",
         ),
+        (TWO_KINDS | dict(num_layers=7), "num_layers=7 must be a multiple of global_every=3"),
+        (TWO_KINDS | dict(global_every=1), "num_layers=6 must be a multiple of global_every=1, which is 2"),
+        (TWO_KINDS | dict(global_head_dim=7), "global_head_dim=7 must be even"),
+        (TWO_KINDS | dict(global_kv_heads=3), "num_heads=8 must be a multiple of global_kv_heads=3"),
+        (TWO_KINDS | dict(mtp=True), "mtp=True goes with a single stack of layers"),
+        (TWO_KINDS | dict(fp8="delayed"), "fp8=delayed goes with a single stack of layers"),
+        (dict(rope_fraction=1.5), "rope_fraction=1.5 must be at most 1"),
         (dict(kv_lora_rank=8, rope_head_dim=4, qk_norm=True), "qk_norm goes with kv_lora_rank=0 only"),
         (dict(kv_lora_rank=8, rope_head_dim=4, qkv_bias=True), "qkv_bias goes with kv_lora_rank=0 only"),
         (

@@ -194,6 +194,27 @@ def test_model_variants_equal_the_reference(mesh, variant):
     check_gradients(Config(**SMALL | variant, mesh=mesh))
 
 
+# Global layers are a stack of their own. Their heads have 8 dims, and two of them share keys that are also the values.
+TWO_KINDS = SMALL | dict(num_layers=6, window=5, global_every=3, global_head_dim=8, global_kv_heads=4, norm_eps=0.1)
+TWO_KINDS |= dict(keys_as_values=True, value_norm=True, global_rope_theta=50.0, rope_fraction=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(mesh="data:2,fsdp:2,tensor:2"),
+        dict(mesh="fsdp:4,tensor:2", prefetch=False, remat="full", shard_update=False),
+        dict(mesh="fsdp:8", double_buffer=True, remat="full"),
+        dict(mesh="data:2,fsdp:2,context:2", microbatches=2, shard_update=True),
+        MIXTURES["gemma"] | dict(mesh="fsdp:2,expert:4", norm_eps=0.1),
+    ],
+    ids=lambda option: option["mesh"],
+)
+def test_two_kinds_of_layers_equal_the_reference(option):
+    check_gradients(Config(**TWO_KINDS | option))
+
+
 EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
     ("fsdp:8", dict()),
     ("expert:8", dict()),

@@ -238,6 +238,13 @@ FP8 = dict(fp8="dynamic")
         ("pipe:3", CIRCULAR | dict(microbatches=3), dict(num_layers=6), dict(num_layers=9), "num_layers=9 must"),
         ("pipe:3", CIRCULAR, dict(microbatches=6), dict(microbatches=4), "microbatches=4 must be a multiple of pipe=3"),
         ("pipe:3", dict(microbatches=4), {}, MIXED | dict(num_dense_layers=1), "num_dense_layers=1: the stages"),
+        (
+            "pipe:3",
+            dict(window=5, global_every=4, microbatches=4),
+            {},
+            dict(global_head_dim=8),
+            "global_head_dim=8 and",
+        ),
         ("pipe:3", dict(remat="minimal_offloaded"), dict(remat_stage=True), {}, "remat=minimal_offloaded offloads"),
         *(
             (mesh, dict(window=5), dict(global_every=taken), dict(global_every=5), f"pipe * pipeline_rounds = {stages}")
@@ -264,6 +271,13 @@ FP8 = dict(fp8="dynamic")
         ("tensor:3", {}, dict(vocab_size=255), dict(vocab_size=256), "vocab_size=256 must be a multiple of tensor=3"),
         ("tensor:3", {}, dict(num_heads=18), dict(num_heads=16, num_kv_heads=4), "num_heads=16 must be a multiple of"),
         ("tensor:3", {}, dict(num_kv_heads=3), dict(num_kv_heads=2), "num_kv_heads=2 must be a multiple of tensor=3"),
+        (
+            "tensor:3",
+            dict(window=5, global_every=3),
+            dict(global_kv_heads=3),
+            dict(global_kv_heads=2),
+            "global_kv_heads=2 must be",
+        ),
         ("tensor:3", {}, dict(ff_dim=33), dict(ff_dim=32), "ff_dim=32 must be a multiple of tensor=3"),
         ("tensor:3", MIXED, dict(ff_dim=32), dict(ff_dim=32, num_dense_layers=1), "ff_dim=32 must be"),
         ("tensor:3", MIXED, dict(expert_dim=15), dict(expert_dim=16), "expert_dim=16 must be a multiple of tensor=3"),
