@@ -16,7 +16,8 @@ separated by commas. An axis is one letter or a product of several, the major on
 
 L and E are numbers in the name, {i} and {e}, if they are not in the dims.
 
-**Left out.** Vision and audio towers, and families whose layers this model cannot have.
+**Left out.** Vision and audio towers, and families whose layers this model cannot have. Gemma 4 E2B and E4B are such:
+their layers have embeddings of their own, and share keys and values.
 
 **Source.** The released config.json and safetensors headers of each family; the modules of transformers 5.24, whose
 defaults apply where a config.json leaves a key out.
@@ -70,12 +71,14 @@ class Row:
     ours: the name of the weight.
     dims: the axes of the published tensor, see the head of this file.
     plus: what is added to its values: 1 where a norm multiplies by 1 + w.
+    over_root: a letter: its values are divided by the square root of the size of this dim.
     """
 
     published: str
     ours: str
     dims: str
     plus: float = 0.0
+    over_root: str = ""
 
 
 @dataclass(frozen=True)
@@ -545,12 +548,17 @@ def _write_gpt_oss(config: Config) -> dict:
     )
 
 
-def _gemma_shapes(keys: Keys) -> dict:
-    """Fields that Gemma 2 and 3 share."""
+def _every_gemma(keys: Keys) -> dict:
+    """Fields that Gemma 2, 3 and 4 share."""
     keys.fix(attention_bias=False, use_bidirectional_attention=False, cache_implementation="hybrid")
     keys.fix(hidden_activation="gelu_pytorch_tanh")
     fields = _shapes(keys, "gelu_pytorch_tanh", tied=True)
-    fields |= _head_dim(keys, fields, 256) | dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
+    return fields | _head_dim(keys, fields, 256) | dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
+
+
+def _gemma_shapes(keys: Keys) -> dict:
+    """Fields that Gemma 2 and 3 share."""
+    fields = _every_gemma(keys)
     scalar = keys.take("query_pre_attn_scalar", float, 256.0, at_least=1)
     return fields | dict(attention_scale=0.0 if scalar == fields["head_dim"] else scalar**-0.5)
 
@@ -612,6 +620,97 @@ def _write_gemma3(config: Config) -> dict:
     return values
 
 
+def _read_gemma4(keys: Keys) -> dict:
+    fields = _every_gemma(keys) | dict(qk_norm=True, value_norm=True, layer_scale=True, attention_scale=1.0)
+    keys.fix(hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_double_wide_mlp=False)
+    keys.take("vocab_size_per_layer_input", int, 0)
+    fields |= dict(logit_soft_cap=_cap(keys, "final_logit_softcapping", 0.0))
+    num_layers = fields["num_layers"]
+    types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
+    fields |= _window(keys, num_layers, keys.take("sliding_window", int, 512), types)
+    fields |= dict(keys_as_values=keys.take("attention_k_eq_v", bool, False))
+    fields |= _global_heads_of_gemma4(keys, fields)
+    kinds = Keys(keys.take("rope_parameters", dict, {}), f"{keys.file}: rope_parameters")
+    local = Keys(kinds.take("sliding_attention", dict, {}), f"{kinds.file}: sliding_attention")
+    local.fix(rope_type="default")
+    full = Keys(kinds.take("full_attention", dict, {}), f"{kinds.file}: full_attention")
+    full.fix(rope_type="proportional", factor=1.0)
+    fields |= dict(
+        rope_theta=local.take("rope_theta", float, 10_000.0, at_least=1),
+        global_rope_theta=full.take("rope_theta", float, 1_000_000.0, at_least=1),
+        rope_fraction=full.take("partial_rotary_factor", float, 0.25),
+    )
+    for part in (kinds, local, full):
+        part.end()
+    if keys.take("enable_moe_block", bool, False):
+        return fields | _mixture_of_gemma4(keys, fields)
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        keys.take(key, int, 0)
+    return fields
+
+
+def _global_heads_of_gemma4(keys: Keys, fields: dict) -> dict:
+    """Heads of the global layers: per_layer_config has them layer by layer, older files have two keys."""
+    heads = dict(global_head_dim=keys.take("global_head_dim", int, 512, at_least=1))
+    kv_heads = keys.take("num_global_key_value_heads", int, 0)
+    heads["global_kv_heads"] = kv_heads if fields["keys_as_values"] else 0
+    if layers := keys.take("per_layer_config", dict, {}):
+        every = fields["global_every"]
+        first, numbers = layers.get(str(every - 1)), [str(i) for i in range(every - 1, fields["num_layers"], every)]
+        if layers != dict.fromkeys(numbers, first) or not isinstance(first, dict):
+            raise ValueError(f"{keys.file} has per_layer_config={layers!r}: all full_attention layers must be alike")
+        of_layer = Keys(first, f"{keys.file}: per_layer_config")
+        heads = dict(
+            global_head_dim=of_layer.take("head_dim", int, fields["head_dim"], at_least=1),
+            global_kv_heads=of_layer.take("num_key_value_heads", int, 0),
+        )
+        of_layer.end()
+    return heads
+
+
+def _mixture_of_gemma4(keys: Keys, fields: dict) -> dict:
+    """Its dense MLP is beside the experts: shared experts that see every token."""
+    width, expert_dim = fields["ff_dim"], keys.take("moe_intermediate_size", int, at_least=1)
+    if width % expert_dim:
+        raise ValueError(
+            f"{keys.file} has intermediate_size={width}, which must be a multiple of moe_intermediate_size={expert_dim}"
+        )
+    return dict(
+        num_experts=keys.take("num_experts", int, at_least=1),
+        experts_per_token=keys.take("top_k_experts", int, at_least=1),
+        expert_dim=expert_dim,
+        num_shared_experts=width // expert_dim,
+        expert_norms=True,
+        expert_scale=True,
+    )
+
+
+def _write_gemma4(config: Config) -> dict:
+    values = _written_gemma(config) | dict(
+        head_dim=config.head_dim,
+        global_head_dim=config.global_head_dim or config.head_dim,
+        num_global_key_value_heads=config.global_kv_heads or None,
+        attention_k_eq_v=config.keys_as_values,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        enable_moe_block=config.num_experts > 0,
+        rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=config.rope_theta),
+            full_attention=dict(
+                rope_type="proportional",
+                rope_theta=config.global_rope_theta,
+                partial_rotary_factor=config.rope_fraction,
+            ),
+        ),
+    )
+    if config.num_experts:
+        values |= dict(num_experts=config.num_experts, top_k_experts=config.experts_per_token)
+        values |= dict(moe_intermediate_size=config.expert_dim)
+        values |= dict(intermediate_size=config.num_shared_experts * config.expert_dim)
+    absent = "rope_theta rope_scaling query_pre_attn_scalar attn_logit_softcapping hidden_act".split()
+    return {key: value for key, value in values.items() if key not in absent}
+
+
 _GEMMA_ROWS = (
     *(row if row.ours != "norm" else dataclasses.replace(row, plus=1.0) for row in _OUTSIDE),
     Row("model.layers.{i}.input_layernorm.weight", "norm_attention", "D", 1.0),
@@ -620,6 +719,22 @@ _GEMMA_ROWS = (
     Row("model.layers.{i}.post_feedforward_layernorm.weight", "norm_mlp_out", "D", 1.0),
     *(row if row.dims != "H" else dataclasses.replace(row, plus=1.0) for row in _ATTENTION),
     *_MLP,
+)
+_GEMMA4_ROWS = (
+    *(dataclasses.replace(row, plus=0.0) for row in _GEMMA_ROWS),
+    Row("model.layers.{i}.layer_scalar", "layer_scale", ""),
+    Row("model.layers.{i}.mlp.gate_proj.weight", "shared_gate", "J, D"),
+    Row("model.layers.{i}.mlp.up_proj.weight", "shared_up", "J, D"),
+    Row("model.layers.{i}.mlp.down_proj.weight", "shared_down", "D, J"),
+    Row("model.layers.{i}.router.proj.weight", "w_router", "E, D", over_root="D"),
+    Row("model.layers.{i}.router.scale", "norm_router", "D"),
+    Row("model.layers.{i}.router.per_expert_scale", "expert_scale", "E"),
+    Row("model.layers.{i}.pre_feedforward_layernorm_2.weight", "norm_experts", "D"),
+    Row("model.layers.{i}.post_feedforward_layernorm_2.weight", "norm_experts_out", "D"),
+    Row("model.layers.{i}.post_feedforward_layernorm_1.weight", "norm_shared_out", "D"),
+    Row("model.layers.{i}.experts.gate_up_proj", "expert_gate", "E, 2:0 M, D"),
+    Row("model.layers.{i}.experts.gate_up_proj", "expert_up", "E, 2:1 M, D"),
+    Row("model.layers.{i}.experts.down_proj", "expert_down", "E, D, M"),
 )
 _MIXTRAL_ROWS = (
     Row("model.layers.{i}.block_sparse_moe.gate.weight", "w_router", "E, D"),
@@ -697,6 +812,7 @@ FAMILIES = {
     ),
     "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _written_gemma, _GEMMA_ROWS, _SKIPPED),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _SKIPPED),
+    "gemma4_text": Family("Gemma4ForCausalLM", _read_gemma4, _write_gemma4, _GEMMA4_ROWS, _SKIPPED),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _read_gpt_oss,

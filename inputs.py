@@ -25,4 +25,4 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "", otherwise:
     near = [prefix + word for word in difflib.get_close_matches(name, known, n=3, cutoff=0.6)]
     if near:
         return f"; did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}?"
-    return f"; there are {otherwise or ', '.join(known)}" if otherwise or len(known) <= 20 else "; --help has them all"
+    return f"; there are {otherwise or ', '.join(known)}" if otherwise or len(known) <= 30 else "; --help has them all"

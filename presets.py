@@ -2,15 +2,16 @@
 
 **Dense models.** Sources are the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Qwen 2.5,
 arXiv:2412.15115; Gemma 2, arXiv:2408.00118; Gemma 3, arXiv:2503.19786) with their released configuration files, and
-Gemma 4 31B's model card. Gemma 3 of 4B and 12B is the text model, without its images. `gemma-31b-like` has Gemma 4's
-widths, depth and 5:1 pattern of local and global layers, in the block of this project's models. It has SwiGLU where
-Gemma has GeGLU, no norms after the sub-layers, no scaled embedding and one rotary base. Its global layers have the same
-16 key/value heads of 256 as the local ones, where Gemma's have 4 of 512.
+Gemma 4's model cards. Gemma 3 of 4B and 12B, and Gemma 4, are the text models, without images. `gemma-31b-like` has
+Gemma 4's widths, depth and 5:1 pattern of local and global layers, in the block of this project's other models. It has
+SwiGLU where Gemma has GeGLU, no norms after the sub-layers, no scaled embedding and one rotary base. Its global layers
+have the same 16 key/value heads of 256 as the local ones, where Gemma's have 4 of 512.
 
 **Mixtures of experts.** Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3, arXiv:2505.09388
 (Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B of April 2025; no layer uses the ff_dim of their configurations);
 DeepSeek-V3, arXiv:2412.19437 (deepseek-ai/DeepSeek-V3), without its multi-token prediction module; gpt-oss,
-arXiv:2508.10925 (openai/gpt-oss-120b).
+arXiv:2508.10925 (openai/gpt-oss-120b); Gemma 4 26B. The latter has a dense MLP of 2,112 beside its experts of 704, here
+as three shared experts.
 
 Routers follow the reports and configurations. All of them renormalise; for gpt-oss that is its softmax over the
 selected experts. DeepSeek-V3's router has sigmoids, 8 groups of which 4 are selected, and a scale of 2.5. It is
@@ -29,6 +30,8 @@ _GEMMA |= dict(mlp_activation="gelu", head_dim=256)
 _GEMMA2 = _GEMMA | dict(vocab_size=256_000, window=4096, global_every=2, attention_soft_cap=50.0, logit_soft_cap=30.0)
 _GEMMA3 = _GEMMA | dict(qk_norm=True, global_every=6, global_rope_theta=1_000_000.0)
 _GEMMA3_LONG = _GEMMA3 | dict(vocab_size=262_208, window=1024, rope_type="linear", rope_scaling=8.0)
+_GEMMA4 = _GEMMA3 | dict(vocab_size=262_144, window=1024, attention_scale=1.0, value_norm=True, keys_as_values=True)
+_GEMMA4 |= dict(rope_fraction=0.25, global_head_dim=512, layer_scale=True, logit_soft_cap=30.0)
 PRESETS: dict[str, dict] = {
     "tiny": {},
     "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
@@ -75,6 +78,15 @@ PRESETS: dict[str, dict] = {
     ),
     "gemma3-4b": dict(_GEMMA3_LONG, num_layers=34, model_dim=2560, ff_dim=10_240, num_heads=8, num_kv_heads=4),
     "gemma3-12b": dict(_GEMMA3_LONG, num_layers=48, model_dim=3840, ff_dim=15_360, num_heads=16, num_kv_heads=8),
+    "gemma4-31b": dict(
+        _GEMMA4,
+        num_layers=60,
+        model_dim=5376,
+        ff_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        global_kv_heads=4,
+    ),
     "gemma-31b-like": dict(
         _LARGE,
         vocab_size=262_144,
@@ -91,6 +103,22 @@ PRESETS: dict[str, dict] = {
         window=1024,
         global_every=6,
         norm_eps=1e-6,
+    ),
+    "gemma4-26b-a4b": dict(
+        _GEMMA4,
+        num_layers=30,
+        model_dim=2816,
+        ff_dim=2112,
+        num_heads=16,
+        num_kv_heads=8,
+        global_kv_heads=2,
+        num_experts=128,
+        experts_per_token=8,
+        expert_dim=704,
+        num_shared_experts=3,
+        expert_norms=True,
+        expert_scale=True,
+        load_balance_loss=0.01,
     ),
     "mixtral-8x7b": dict(
         _LARGE,

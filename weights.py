@@ -122,20 +122,27 @@ def _dims(name: str) -> str:
     return anatomy.WEIGHTS[name].dims.replace("DD", "Dd")
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    """The size of each dim, by its letter in `_dims`."""
-    return anatomy.sizes(config) | {"d": config.model_dim}
-
-
-def _stacks(config: Config) -> Iterator[tuple[str, str, range]]:
-    """(path, name, numbers of the layers) of each of our weights; the range is empty outside the layers."""
+def _stacks(config: Config) -> Iterator[tuple[str, str, list[int]]]:
+    """(path, name, numbers of the layers) of each of our weights; there are no numbers outside the layers."""
     for name in anatomy.other_weights(config):
-        yield name, name, range(0)
+        yield name, name, []
+    if anatomy.two_kinds(config):
+        for stack in anatomy.layer_stacks(config):
+            is_global = lambda i, every=config.global_every: (i + 1) % every == 0
+            numbers = [i for i in range(config.num_layers) if is_global(i) == (stack == "global_layers")]
+            for name in anatomy.layer_weights(anatomy.stack_config(config, stack), experts=config.num_experts > 0):
+                yield f"{stack}.{name}", name, numbers
+        return
     for stack, (num_layers, experts) in anatomy.layer_stacks(config).items():
         begins = {"dense_layers": 0, "layers": config.num_layers - num_layers, "mtp_layers": config.num_layers}
         first = begins[stack]
         for name in anatomy.layer_weights(config, experts=experts):
-            yield f"{stack}.{name}", name, range(first, first + num_layers)
+            yield f"{stack}.{name}", name, list(range(first, first + num_layers))
+
+
+def _sizes(path: str, config: Config) -> dict[str, int]:
+    """The size of each dim of one of our weights, by its letter in `_dims`."""
+    return anatomy.sizes(anatomy.stack_config(config, path.partition(".")[0])) | {"d": config.model_dim}
 
 
 def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
@@ -186,9 +193,8 @@ def entries(config: Config, family: Family) -> list[Entry]:
             raise ValueError(f"{family.architecture} has no weight {ours}, which this model has")
         row = rows[ours]
         experts = range(config.num_experts) if "{e}" in row.published else [None]
-        for i, e in itertools.product(layers or [-1], experts):
-            name = row.published.format(i=i, e=e, L=config.num_layers)
-            listed.append(Entry(name, row, path, i - layers.start if layers else 0, e))
+        for (place, i), e in itertools.product(enumerate(layers or [-1]), experts):
+            listed.append(Entry(row.published.format(i=i, e=e, L=config.num_layers), row, path, place, e))
     return listed
 
 
@@ -212,9 +218,9 @@ def check(folder: Folder, config: Config) -> list[str]:
         if name in shape_fields():
             raise ValueError(f"{folder.directory} has by its config.json {both}")
     family = FAMILIES[family_of(folder.values, str(folder.directory / "config.json"))]
-    used, missing, sizes = set(), [], _sizes(config)
+    used, missing = set(), []
     for entry in entries(config, family):
-        name, parts = entry.name, folder.parts(entry.name, _shape(entry.row, sizes))
+        name, parts = entry.name, folder.parts(entry.name, _shape(entry.row, _sizes(entry.path, config)))
         missing += [] if parts else [name]
         for part, (wanted, dtypes) in parts.items():
             if part not in folder.tensors:
@@ -274,24 +280,25 @@ def load(directory: str, config: Config, mesh: Mesh) -> parameters.Params:
 def read(folder: Folder, config: Config, mesh: Mesh) -> parameters.Params:
     """As `load`, from a folder that is open and checked."""
     rows = _rows(FAMILIES[folder.values["model_type"]])
-    first_layers = {path: layers.start for path, _, layers in _stacks(config)}
+    layers = {path: numbers for path, _, numbers in _stacks(config)}
 
     def place(path, shape, spec):
         path = jax.tree_util.keystr(path, simple=True, separator=".")
         layout, row = NamedSharding(mesh, spec), rows[path.rpartition(".")[2]]
         ranges_of = lambda index: tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
         local = {ranges_of(index) for index in layout.addressable_devices_indices_map(shape.shape).values()}
-        blocks = _blocks(folder, row, first_layers[path], sorted(local), config)
+        blocks = _blocks(folder, row, path, layers[path], sorted(local), config)
         return jax.make_array_from_callback(shape.shape, layout, lambda index: blocks[ranges_of(index)])
 
     return jax.tree.map_with_path(place, parameters.param_shapes(config), parameters.param_specs(config))
 
 
-def _blocks(folder: Folder, row: Row, first: int, blocks, config: Config) -> dict[tuple, np.ndarray]:
+def _blocks(folder: Folder, row: Row, path: str, layers: list[int], blocks, config) -> dict[tuple, np.ndarray]:
     """Returns {ranges: block} of one of our weights, in float32. What several blocks need of a tensor is read at once.
 
     Args:
-      first: the number of the layer that is the first one of the stack.
+      path: of the weight.
+      layers: the numbers of the layers of its stack.
       blocks: the ranges of each block, (start, stop) for each dim of the weight.
     """
     arrays = {ranges: np.empty([stop - start for start, stop in ranges], np.float32) for ranges in blocks}
@@ -299,27 +306,27 @@ def _blocks(folder: Folder, row: Row, first: int, blocks, config: Config) -> dic
     for ranges, array in arrays.items():
         for place, layer, e, inner in _pieces(row.ours, ranges, config):
             parts.setdefault((layer, e), []).append((array, place, inner))
+    sizes = _sizes(path, config)
     volume = lambda ranges: math.prod(stop - start for start, stop in ranges.values())
 
     def read_tensor(numbers: tuple[int, int]) -> None:
         wanted, (layer, e) = parts[numbers], numbers
-        name = row.published.format(i=first + layer, e=e, L=config.num_layers)
+        name = row.published.format(i=layers[layer] if layers else 0, e=e, L=config.num_layers)
         ranges = [inner for _, _, inner in wanted]
         box = {dim: (min(r[dim][0] for r in ranges), max(r[dim][1] for r in ranges)) for dim in ranges[0]}
         if volume(box) == sum(map(volume, ranges)):  # the parts fill the box
-            _copy(folder, name, row, box, wanted, config)
+            _copy(folder, name, row, box, wanted, sizes, config)
         else:
             for part in wanted:
-                _copy(folder, name, row, part[2], [part], config)
+                _copy(folder, name, row, part[2], [part], sizes, config)
 
     with ThreadPoolExecutor(_THREADS) as pool:  # reads and copies hold no lock of Python
         list(pool.map(read_tensor, parts))
     return arrays
 
 
-def _copy(folder: Folder, name: str, row: Row, box: dict, parts: list, config: Config) -> None:
+def _copy(folder: Folder, name: str, row: Row, box: dict, parts: list, sizes: dict, config: Config) -> None:
     """Reads a box of a published tensor, and copies each part of it to its place in one of our blocks."""
-    sizes = _sizes(config)
     axes = [[_interval(term, box, sizes) for term in axis] for axis in _terms(row)]
     ours, shared = _to_ours(folder.read(name, axes), row, config)
     for array, place, inner in parts:
@@ -347,7 +354,12 @@ def _to_ours(published: np.ndarray, row: Row, config: Config) -> tuple[np.ndarra
     block = block.transpose([has.index(letter) for letter in shared])
     if (axis := _rotary_axis(row, letters)) is not None:
         block = block.take(_halves(block.shape[axis], config.rope_head_dim), axis)
+    block = block / _divisor(row, config) if row.over_root else block
     return block + np.float32(row.plus) if row.plus else block, shared
+
+
+def _divisor(row: Row, config: Config) -> np.float32:
+    return np.float32(math.sqrt(anatomy.sizes(config)[row.over_root]) if row.over_root else 1.0)
 
 
 # -- export
@@ -402,13 +414,13 @@ def write(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out_dir} is there already, and is not empty: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    sizes, sources = _sizes(config), {}
+    sources = {}
     for entry in entries(config, family):
         sources.setdefault(entry.name, []).append(entry)
 
-    def new(name: str, row: Row) -> New:
-        stored = "F32" if row.ours in _FLOAT32 or dtype == "float32" else "BF16"
-        return New(name, stored, _shape(row, sizes))
+    def new(name: str, entry: Entry) -> New:
+        stored = "F32" if entry.row.ours in _FLOAT32 or dtype == "float32" else "BF16"
+        return New(name, stored, _shape(entry.row, _sizes(entry.path, config)))
 
     def value_of(tensor: New) -> np.ndarray:
         published = np.empty(tensor.shape, np.float32)
@@ -416,7 +428,7 @@ def write(
             _put(entry, piece, published, config)
         return published
 
-    tensors = [new(name, each[0].row) for name, each in sources.items()]
+    tensors = [new(name, each[0]) for name, each in sources.items()]
     tensor_files.write(folder, tensors, value_of, SHARD_BYTES)
     verify()
     values["torch_dtype"] = dtype
@@ -426,7 +438,7 @@ def write(
 
 def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -> None:
     """Puts a piece of our weights into a published tensor: the inverse of `_to_ours`."""
-    dims, sizes, D = _dims(entry.row.ours), _sizes(config), config.model_dim
+    dims, sizes, D = _dims(entry.row.ours), _sizes(entry.path, config), config.model_dim
     ranges = {letter: (0, sizes[letter]) for letter in dims}
     if dims[0] == "L":
         ranges["L"] = entry.layer, entry.layer + 1
@@ -439,11 +451,13 @@ def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -
     slots = [slot for axis in slots for slot in axis]
     has = [_letter(term, letters) for axis in _terms(entry.row) for term in axis]
     shared = [letter for letter in letters if letter in has]
-    block = block.reshape([sizes[letter] for letter in shared]) - np.float32(entry.row.plus)
+    block = (block - np.float32(entry.row.plus)) * _divisor(entry.row, config)
+    block = block.reshape([sizes[letter] for letter in shared])
     if (axis := _rotary_axis(entry.row, letters)) is not None:
         block = block.take(np.argsort(_halves(block.shape[axis], config.rope_head_dim)), axis)
     block = block.transpose([shared.index(letter) for letter in has if letter])
-    view = published.reshape([size for size, _, _ in slots])[tuple(slice(start, stop) for _, start, stop in slots)]
+    places = (slice(start, stop) for _, start, stop in slots)
+    view = published.reshape([size for size, _, _ in slots])[(..., *places)]
     view[...] = block.reshape(view.shape)
 
 

@@ -25,6 +25,9 @@ PUBLISHED = {
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,
+    # The text models. 60 and 30 of these numbers are scales of layers, which are no parameters of transformers' models.
+    "gemma4-31b": 30_697_345_280 + 60,
+    "gemma4-26b-a4b": 25_233_141_760 + 30,
 }
 
 

@@ -32,6 +32,11 @@ FIELDS = {
     "rope_parameters.full_attention.rope_theta": "global_rope_theta",
     "attn_logit_softcapping": "attention_soft_cap",
     "final_logit_softcapping": "logit_soft_cap",
+    "rope_parameters.full_attention.partial_rotary_factor": "rope_fraction",
+    "global_head_dim": "global_head_dim",
+    "num_global_key_value_heads": "global_kv_heads",
+    "attention_k_eq_v": "keys_as_values",
+    "top_k_experts": "experts_per_token",
     "swiglu_limit": "swiglu_limit",
     "num_local_experts": "num_experts",
     "num_experts": "num_experts",
@@ -73,6 +78,8 @@ GEMMA2 |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
 GEMMA3 = GEMMA | {f"rope_parameters.{kind}_attention.rope_theta": t for kind, t in (("sliding", 1e4), ("full", 1e6))}
 GEMMA3 |= dict(sliding_window_pattern=6)
 GEMMA3_LONG = GEMMA3 | {"sliding_window": 1024, "rope_scaling.rope_type": "linear", "rope_scaling.factor": 8.0}
+GEMMA4 = GEMMA3 | {"rope_parameters.full_attention.partial_rotary_factor": 0.25, "sliding_window": 1024}
+GEMMA4 |= dict(global_head_dim=512, attention_k_eq_v=True, final_logit_softcapping=30.0)
 CONFIG_JSON = {
     "llama2-70b": sized(80, 8192, 28_672, 64, 8, 32_000, rms_norm_eps=1e-5, rope_theta=10_000.0),
     "llama3.1-8b": sized(32, 4096, 14_336, 32, 8, 128_256) | LLAMA31,
@@ -97,6 +104,10 @@ CONFIG_JSON = {
     "gemma3-1b": sized(26, 1152, 6912, 4, 1, 262_144, sliding_window=512) | GEMMA3,
     "gemma3-4b": sized(34, 2560, 10_240, 8, 4, 262_208) | GEMMA3_LONG,
     "gemma3-12b": sized(48, 3840, 15_360, 16, 8, 262_208) | GEMMA3_LONG,
+    "gemma4-31b": sized(60, 5376, 21_504, 32, 16, 262_144, num_global_key_value_heads=4) | GEMMA4,
+    "gemma4-26b-a4b": sized(30, 2816, 2112, 16, 8, 262_144, num_global_key_value_heads=2)
+    | GEMMA4
+    | dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704),
     # From the model card of Gemma 4 31B.
     "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
     | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
@@ -116,6 +127,11 @@ OF_THE_CODE = {
 # Their scale of attention, query_pre_attn_scalar^-0.5, is that of head_dim=256.
 GEMMA_CODE = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
 OF_THE_CODE |= {f"gemma2-{size}": GEMMA_CODE | dict(global_every=2) for size in ("2b", "9b")}
+GEMMA4_CODE = GEMMA_CODE | dict(qk_norm=True, value_norm=True, layer_scale=True, attention_scale=1.0)
+OF_THE_CODE |= {"gemma4-31b": GEMMA4_CODE}
+# Its dense MLP of 2112 is beside the experts, as wide as three of them.
+OF_THE_CODE["gemma4-26b-a4b"] = GEMMA4_CODE | dict(num_shared_experts=2112 // 704, expert_norms=True, expert_scale=True)
+OF_THE_CODE["gemma4-26b-a4b"] |= dict(load_balance_loss=0.01)
 OF_THE_CODE |= {f"gemma3-{size}": GEMMA_CODE | dict(qk_norm=True) for size in ("1b", "4b", "12b")}
 
 

@@ -62,9 +62,10 @@ def test_weights_are_those_of_the_model(preset):
         jax.tree.leaves_with_path(parameters.param_shapes(config)), is_matrix, strict=True
     ):
         *stack, name = (key.name for key in path)
+        name = f"global_layers.{name}" if stack == ["global_layers"] else name
+        matrices |= {name} if multiplies else set()
         before = shapes.get(name, (0,))[0] if stack else 0  # layers of the other stack
         shapes[name] = (before + leaf.shape[0], *leaf.shape[1:])
-        matrices |= {name} if multiplies else set()
     weights = transformer.weights(config)
     assert {name: weight.shape for name, weight in weights.items()} == shapes
     assert transformer.num_params(config) == sum(map(math.prod, shapes.values()))
@@ -121,6 +122,29 @@ def test_a_window_counts_in_the_local_layers_only():
     assert tiny(window=64) == tiny(window=1000) == tiny()
 
 
+def test_two_kinds_of_layers_by_hand():
+    """4 local layers with 2 key/value heads of 2, 2 global ones with a head of 6 for both. D=3, F=5, N=4."""
+    config = Config(
+        **dict(num_layers=6, model_dim=3, ff_dim=5, num_heads=4, num_kv_heads=2, head_dim=2, vocab_size=7, seq_len=8),
+        **dict(window=2, global_every=3, global_head_dim=6, global_kv_heads=1, keys_as_values=True),
+    )
+    local, everywhere, mlp = 3 * 8 + 2 * 3 * 4 + 8 * 3, 3 * 24 + 3 * 6 + 24 * 3, 3 * 3 * 5
+    attention = 4 * local + 2 * everywhere
+    assert transformer.num_params(config) == attention + 6 * (mlp + 2 * 3) + 3 + 2 * 7 * 3
+    local_keys, global_keys = 2 - 2 * 2 / 16, 8 / 2
+    scores = 4 * 2 * 4 * 2 * local_keys + 2 * 2 * 4 * 6 * global_keys
+    forward = {"attention": 2 * attention, "mlp": 2 * 6 * mlp, "unembedding": 2 * 21, "scores": scores, "mix": scores}
+    assert transformer.forward_flops_per_token(config) == forward
+    assert transformer.train_flops_per_token(config) == 3 * sum(forward.values())
+    assert transformer.kv_cache_bytes(config, 8) == 2 * (4 * 2 * 2 * 2 * 2 + 2 * 8 * 2 * 1 * 6)
+    assert transformer.kv_cache_bytes_per_token(config) == 2 * (4 * 2 * 2 * 2 + 2 * 2 * 1 * 6)
+    kinds = anatomy.kinds(config)
+    a_layer = [transformer.saved_bytes_per_layer(kind, {"key_proj", "context"}) for kind in kinds]
+    assert a_layer == [4 * (2 * 2 + 4 * 2), 4 * (1 * 6 + 4 * 6)]
+    saved = transformer.saved_bytes_per_token(config, {"key_proj", "context"})
+    assert saved == 4 * a_layer[0] + 2 * a_layer[1]
+
+
 @pytest.mark.parametrize("overrides", [{}, dict(seq_len=3000), dict(window=700), dict(window=1000, global_every=3)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_training_takes_three_times_the_forward(preset, overrides):
@@ -170,6 +194,7 @@ def test_mixtures_have_the_published_size(preset, total, in_billions, decimals):
         ("qwen3-30b-a3b", 3.35, 2, True),  # model card: 3.3B, truncated, not rounded, from 3.353
         ("qwen3-235b-a22b", 22, 0, True),
         ("deepseek-v3", 37, 0, False),  # with the embedding it would be 37.55, which is not 37 rounded
+        ("gemma4-26b-a4b", 3.8, 1, True),  # model card: 3.8B of 25.2B
         ("gpt-oss-120b", 5.13, 2, False),  # model card, table 1: unembedding counted, embedding not
     ],
 )

@@ -39,6 +39,9 @@ YARN = dict(rope_type="yarn", rope_scaling=4.0, rope_original_len=64)
 LLAMA3 = dict(rope_type="llama3", rope_scaling=8.0, rope_original_len=64)
 GEMMA = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True, tied_embeddings=True)
 GEMMA |= dict(window=4, global_every=2)
+GEMMA4 = GEMMA | dict(qk_norm=True, value_norm=True, keys_as_values=True, layer_scale=True, attention_scale=1.0)
+GEMMA4 |= dict(global_head_dim=16, global_kv_heads=1, global_rope_theta=1e6, rope_fraction=0.25, num_layers=4)
+GEMMA4_MOE = GEMMA4 | MOE | dict(num_shared_experts=3, ff_dim=24, expert_norms=True, expert_scale=True)
 MODELS = {
     "llama": SMALL | LLAMA3 | dict(tied_embeddings=True, qkv_bias=True, output_bias=True),
     "mistral": SMALL | dict(window=4),
@@ -53,6 +56,7 @@ MODELS = {
     "gemma3_text": SMALL
     | GEMMA
     | dict(qk_norm=True, global_rope_theta=1e6, rope_type="linear", rope_scaling=8.0, attention_scale=12**-0.5),
+    "gemma4_text": SMALL | GEMMA4,
     "gpt_oss": SMALL
     | MOE
     | YARN
@@ -240,7 +244,7 @@ def test_a_block_is_read_without_the_bytes_around_it(name, tmp_path):
             index = layout.devices_indices_map(shape.shape)[mesh.devices.flat[-1]]
             ranges = tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
             before = opened.bytes_read
-            block = weights._blocks(opened, rows[ours], layers.start, [ranges], config)[ranges]
+            block = weights._blocks(opened, rows[ours], path, layers, [ranges], config)[ranges]
             assert opened.bytes_read - before == block.nbytes == 4 * np.prod(layout.shard_shape(shape.shape))
 
 
@@ -438,6 +442,22 @@ def test_show_prints_what_a_folder_holds(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("family     mixtral: MixtralForCausalLM\n") and "--num_experts=4" in out
     assert f"parameters {sum(array.size for array in jax.tree.leaves(params)):,}" in out
+
+
+def test_a_mixture_of_gemma_4_comes_back_with_the_same_bits(tmp_path):
+    """Its dense MLP is beside the experts. The published router multiplies by D^-0.5, which is 1/4 here."""
+    config = Config(**SMALL | GEMMA4_MOE, mesh="expert:2,fsdp:4")
+    params, folder = exported(tmp_path, config)
+    assert equal(params, weights.load(folder, config, mesh_of(config.mesh)))
+    tensors, w, local = load_file(f"{folder}/model.safetensors"), params.global_layers, params.layers
+    p = "model.layers.3"  # the second global layer; 2 is the second local one
+    assert np.array_equal(tensors[f"{p}.router.proj.weight"], 4 * w.w_router[1].T)
+    assert np.array_equal(tensors[f"{p}.mlp.up_proj.weight"], w.shared_up[1].T)
+    gate_up = tensors[f"{p}.experts.gate_up_proj"]
+    assert np.array_equal(gate_up[:, config.expert_dim :], w.expert_up[1].reshape(4, 16, 8).transpose(0, 2, 1))
+    assert tensors[f"{p}.self_attn.k_proj.weight"].shape == (16, 16) and f"{p}.self_attn.v_proj.weight" not in tensors
+    assert np.array_equal(tensors["model.layers.2.self_attn.v_proj.weight"], local.w_v[1].reshape(16, -1).T)
+    assert np.array_equal(tensors[f"{p}.layer_scalar"], w.layer_scale[1:2])
 
 
 def test_every_row_is_of_a_weight_of_this_project():
