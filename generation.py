@@ -58,13 +58,13 @@ CHUNK = 16  # tokens that `make_extend` generates in a call, at most
 class State(NamedTuple):
     """The state that a token changes. Each device has its own, with S columns for its b texts."""
 
-    cache: tuple[jax.Array, jax.Array]  # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R
+    cache: tuple[jax.Array, ...]  # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R; two for each stack
     logits_bV: jax.Array  # float32: of the next token
     padding_b: jax.Array  # int32: columns before the first token of each text
     length: jax.Array  # int32: columns that are in the cache
 
 
-_STATE = State((P(None, placement.MESH_AXES),) * 2, P(placement.MESH_AXES), P(placement.MESH_AXES), P())
+_STATE = State(P(None, placement.MESH_AXES), P(placement.MESH_AXES), P(placement.MESH_AXES), P())
 
 
 def for_generation(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
@@ -193,13 +193,20 @@ def make_extend(config: Config, mesh: Mesh, choose: Callable):
     return jax.jit(sharded, donate_argnums=1)
 
 
-def cache_shapes(config: Config, sequences: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the two arrays of a device's cache. Per-device code: heads are sharded over `tensor`."""
-    shape = (config.num_layers, sequences, columns)
+def cache_shapes(config: Config, sequences: int, columns: int) -> list[tuple[int, ...]]:
+    """Shapes of a device's cache: two arrays, or if global layers are a stack of their own, two more for these.
+
+    Per-device code: heads are sharded over `tensor`.
+    """
     if config.kv_lora_rank:
-        return (*shape, 1, config.kv_lora_rank), (*shape, 1, config.rope_head_dim)
-    k = config.num_kv_heads // lax.axis_size("tensor")
-    return (*shape, k, anatomy.key_dim(config)), (*shape, k, anatomy.value_dim(config))
+        shape = (config.num_layers, sequences, columns, 1)
+        return [(*shape, config.kv_lora_rank), (*shape, config.rope_head_dim)]
+    num_global = config.num_layers // config.global_every if anatomy.two_kinds(config) else 0
+    shapes = []
+    for kind, num_layers in zip(anatomy.kinds(config), (config.num_layers - num_global, num_global), strict=False):
+        shape = (num_layers, sequences, columns, kind.num_kv_heads // lax.axis_size("tensor"))
+        shapes += [(*shape, anatomy.key_dim(kind)), (*shape, anatomy.value_dim(kind))]
+    return shapes
 
 
 def _advance(weights: parameters.Params, tokens_bt, state: State, config: Config) -> State:
@@ -219,7 +226,7 @@ def _prefill_attention(layer, w, h_btd, constants, is_global, config: Config, ca
     segments_bt, cos, sin = constants
     cache, padding_b, length = carried
     q_btnH, *entries = _project(w, h_btd, cos, sin, config)
-    cache = _written(cache, entries, layer, length)
+    cache = _written(cache, entries, layer, length, is_global, config)
     k_btkH, v_btkU = decoder.expand_latents(w, entries[0][:, :, 0], entries[1]) if config.kv_lora_rank else entries
     return decoder.attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config), (cache, padding_b, length)
 
@@ -229,8 +236,9 @@ def _cached_attention(layer, w, h_b1d, constants, is_global, config: Config, car
     segments_b1, cos, sin = constants
     cache, padding_b, length = carried
     q_b1nH, *entries = _project(w, h_b1d, cos, sin, config)
-    cache = _written(cache, entries, layer, length)
-    k_bskH, v_bskU = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in cache)
+    cache = _written(cache, entries, layer, length, is_global, config)
+    stack, row = _place(cache, layer, is_global, config)
+    k_bskH, v_bskU = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in cache[stack])
     segments_bs = (jnp.arange(k_bskH.shape[1]) >= padding_b[:, None]).astype(jnp.int32)
     scores = decoder.score_options(config)
     if config.kv_lora_rank:
@@ -261,7 +269,16 @@ def _project(w, h_btd, cos, sin, config: Config):
     return q_btnH, kv_btC[:, :, None], k_rope_bt1R
 
 
-def _written(cache, entries, layer, column):
+def _place(cache, layer, is_global, config: Config):
+    """(where the two arrays of a layer's stack are in the cache, its row in them)."""
+    if len(cache) == 2:
+        return slice(0, 2), layer
+    num_global = layer // config.global_every  # before this layer
+    return (slice(2, 4), num_global) if is_global else (slice(0, 2), layer - num_global)
+
+
+def _written(cache, entries, layer, column, is_global, config: Config):
     """The cache with entries [b, t, ...] in a layer, from a column on."""
-    put = lambda a, entry: lax.dynamic_update_slice(a, entry[None].astype(a.dtype), (layer, 0, column, 0, 0))
-    return tuple(map(put, cache, entries))
+    stack, row = _place(cache, layer, is_global, config)
+    put = lambda a, entry: lax.dynamic_update_slice(a, entry[None].astype(a.dtype), (row, 0, column, 0, 0))
+    return (*cache[: stack.start], *map(put, cache[stack], entries), *cache[stack.stop :])

@@ -30,6 +30,8 @@ MODELS = {
     "gemma": dict(window=4, global_every=2, global_rope_theta=1e6, embedding_scale=True, post_norms=True)
     | dict(tied_embeddings=True, logit_soft_cap=5.0, attention_soft_cap=4.0, attention_scale=0.3),
 }
+MODELS["two kinds"] = MODELS["gemma"] | dict(num_layers=6, global_every=3, global_head_dim=8, global_kv_heads=2)
+MODELS["two kinds"] |= dict(qk_norm=True, value_norm=True, keys_as_values=True, rope_fraction=0.5, layer_scale=True)
 LENGTHS, NEW = (7, 3, 9, 1), 12  # tokens of the prompts, the longest of which exceeds every window; tokens to generate
 
 
@@ -158,3 +160,5 @@ def test_the_cache_of_latent_attention_holds_latents():
     shapes_of = lambda flags: [array.shape for array in jax.eval_shape(shapes(Config(**TINY | flags)))]
     assert shapes_of({}) == [(2, 3, 10, 1, 4)] * 2
     assert shapes_of(LATENT) == [(2, 3, 10, 1, 8), (2, 3, 10, 1, 4)]
+    two_kinds = dict(num_layers=6, window=4, global_every=3, global_head_dim=8)
+    assert shapes_of(two_kinds) == [(4, 3, 10, 1, 4)] * 2 + [(2, 3, 10, 1, 8)] * 2
