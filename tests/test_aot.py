@@ -269,6 +269,7 @@ def refuses(monkeypatch, message: str, peak: liveness.Peak | None = None) -> Non
 TOO_LARGE = "RESOURCE_EXHAUSTED: total memory required for HLO temporaries (152.11G) exceeds available HBM (94.75G)."
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_with_status_3_the_buffers_and_the_way_out(capsys, monkeypatch):
     buffer = liveness.Buffer(100 * 2**30, "temporary", "bf16[32,8,4096]", "jit(train_step)/mul", "/x/model.py:12")
     refuses(monkeypatch, TOO_LARGE, liveness.Peak(152 * 2**30, "jit(train_step)/dot", "/x/model.py:34", (buffer,)))
@@ -299,6 +300,7 @@ def changed(flags: list[str], changes: list[str]) -> Config:
     return aot.flags_lib.from_args(parser.parse_args([*flags, *changes]))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_predicted_not_to_fit_is_not_compiled(capsys, monkeypatch):
     monkeypatch.setattr(aot, "lower_step", lambda *_: pytest.fail("lowered"))
     flags = ["--preset=llama3.1-8b", "--remat=none", "--batch=64", "--seq_len=8192", "--mesh=fsdp:8"]

@@ -305,7 +305,7 @@ QUARTERED = {
     "max logit": (T, dict(max_logit=5.0)),
     "not divisible by 4": (T + 2, dict(window=100)),
 }
-QUICK = ("window of a quarter and one", "everything", "not divisible by 4")
+QUICK = ("window of a quarter and one", "not divisible by 4")
 
 
 @pytest.mark.parametrize(

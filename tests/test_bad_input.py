@@ -17,6 +17,7 @@ def test_a_sample_is_refused_in_a_sentence():
     assert done.returncode == 0 and done.stdout.endswith(" command lines, 0 faults\n"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, verdict",
     [("flags.py --steps=0", "refused"), ("flags.py --steps=1", "accepted"), ("no_such_program.py", "traceback")],
@@ -27,6 +28,7 @@ def test_faults_are_found(line, verdict):
     assert done.stdout == f"{verdict}\n"
 
 
+@pytest.mark.slow
 def test_lines_by_hand_are_of_programs_and_commands_that_exist():
     """A program that was renamed would be refused for its name, or do nothing and count as accepted."""
     code = "from benchmarks import bad_input; print(*bad_input.parsers(), sep='\\n')"

@@ -644,6 +644,7 @@ runpy.run_path("train.py", run_name="__main__")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_before_it_is_evaluated(values, tmp_path, monkeypatch):
     def fail(*args):
         raise FloatingPointError("an evaluation that fails")

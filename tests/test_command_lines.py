@@ -278,6 +278,7 @@ def test_a_pipe_is_refused_at_once(tmp_path):
         command.read_text(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_programs_refuse_pipes_that_a_user_names(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for line in ("aot.py schedule {}", "train.py --fp8=static --fp8_scales={}"):

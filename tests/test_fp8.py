@@ -147,6 +147,7 @@ def test_stochastic_rounding_has_the_right_mean(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
 def test_numbers_of_the_format_stay_whatever_is_drawn(monkeypatch, name, draw):
@@ -167,6 +168,7 @@ def test_numbers_of_the_format_stay_whatever_is_drawn(monkeypatch, name, draw):
     assert (np.abs(rounded(inside, saturates=False)) <= largest).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [0.0, np.nextafter(np.float32(1), np.float32(0))])
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_with_the_largest_number_stay_finite(monkeypatch, name, draw):

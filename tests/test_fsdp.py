@@ -46,8 +46,17 @@ def weights_gathered(body):
     return {eqn.outvars[0] for eqn in gathers if "fsdp" in eqn.params["axis_name"]}
 
 
-@pytest.mark.parametrize("prefetch, double_buffer", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("remat", ["none", "full"])
+REST = [("none", False, False), ("none", True, True), ("full", False, False), ("full", True, False)]
+
+
+@pytest.mark.parametrize(
+    "remat, prefetch, double_buffer",
+    [
+        ("none", True, False),
+        ("full", True, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in REST),
+    ],
+)
 def test_at_most_two_layers_are_gathered(remat, prefetch, double_buffer):
     """Each loop gathers each layer once and carries at most one; none is stacked for the backward pass."""
     config = Config(

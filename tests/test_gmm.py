@@ -28,6 +28,7 @@ SMALL = Tiles(rows=64, cols=128, step=32)
 SMALL_TGMM = TgmmTiles(rows=512, k=128, n=128)
 SIMULATED = pltpu.InterpretParams()
 BACKENDS = {"kernel": SIMULATED, "reference": False}
+SLOW_KERNEL = [pytest.param("kernel", marks=pytest.mark.slow), "reference"]
 RAGGED = [1000, 1100, 900, 1024, 700, 1300, 1068, 1100]  # the cycles of these are in gmm.py
 
 SIZES = {
@@ -164,7 +165,7 @@ def test_types(types):
         check(tgmm(lhs, dout, sizes, interpret=interpret), expected_tgmm(lhs, dout, sizes), 128)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_a_shard_of_the_experts(offset, transpose_rhs, backend):
@@ -177,7 +178,7 @@ def test_a_shard_of_the_experts(offset, transpose_rhs, backend):
     check(tgmm_of_shard(lhs, dout, sizes), expected_tgmm(lhs, dout, sizes)[offset : offset + 2], 128)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize(("lhs_shape", "rhs_shape"), [((), ()), ((128,), (3,)), ((), (3, 256))])
 def test_scales(lhs_shape, rhs_shape, backend):
     lhs, rhs, dout, sizes = case([50, 0, 61], 128, 128, 256, E4M3)
@@ -218,7 +219,7 @@ def expected_gated(lhs, gate, up, dproduct, sizes, offset=0):
     return a * sigmoid * b, (dlhs_of(da, gate) + dlhs_of(db, up), dgate, dup)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize("name", SIZES)
 def test_gated_gmm_of_any_sizes(name, backend):
     lhs, gate, up, dproduct, sizes = gated_case(seven(SIZES[name]))
@@ -229,7 +230,7 @@ def test_gated_gmm_of_any_sizes(name, backend):
     assert not np.asarray(out[sum(SIZES[name]) :]).any()
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 def test_gated_gmm_is_the_activation_of_two_rounded_products(backend):
     lhs, gate, up, _, sizes = gated_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16)
     products = (gmm(lhs, w, sizes, interpret=BACKENDS[backend]).astype(F32) for w in (gate, up))
@@ -238,7 +239,7 @@ def test_gated_gmm_is_the_activation_of_two_rounded_products(backend):
     np.testing.assert_array_equal(out, silu(*products).astype(BF16))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 def test_gated_products_of_fp8_and_their_scales(backend):
     lhs, gate, up, _, sizes = gated_case([50, 0, 61], dtype=E4M3)
     options = dict(interpret=BACKENDS[backend], out_dtype=F32)
@@ -257,7 +258,7 @@ def summed_case(sizes, M=128, K=128, N=256, dtype=F32, experts=None):
     return (lhs, lhs_too), tuple(w.swapaxes(1, 2) for w in (rhs, rhs_too)), sizes
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize("name", SIZES)
 def test_summed_gmm_of_any_sizes(name, backend):
     pair, weights, sizes = summed_case(seven(SIZES[name]))
@@ -267,7 +268,7 @@ def test_summed_gmm_of_any_sizes(name, backend):
     assert not np.asarray(out[sum(SIZES[name]) :]).any()
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 def test_summed_gmm_of_a_shard_with_scales_is_rounded_once(backend):
     pair, weights, sizes = summed_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16, experts=2)
     options = dict(group_offset=1, interpret=BACKENDS[backend])
@@ -326,7 +327,7 @@ def test_no_races():
 # -- gradients
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_gradients(transpose_rhs, backend):
     lhs, rhs, dout, sizes = case([0, 50, 7, 0, 60], 128, 128, 256)
@@ -337,7 +338,7 @@ def test_gradients(transpose_rhs, backend):
     check(drhs.swapaxes(1, 2) if transpose_rhs else drhs, expected_tgmm(lhs, dout, sizes), 128)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("kernel", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
 @pytest.mark.parametrize("offset", [0, 2])
 def test_gradients_of_gated_gmm(offset, backend):
     lhs, gate, up, dproduct, sizes = gated_case([0, 50, 7, 0, 60], experts=5 if offset == 0 else 2)

@@ -281,6 +281,7 @@ def test_timing_is_per_head_and_averages_the_offsets_of_the_queries(monkeypatch)
     assert sorted(offsets) == [0, 3072] and seconds == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K, N", [(2880, 2880), (7168, 2048), (4096, 14_336)])
 @pytest.mark.parametrize("kernel", ["gmm", "tgmm"])
 def test_candidates_in_fp8_fit_with_results_in_bfloat16(kernel, K, N):
@@ -330,6 +331,7 @@ def test_cycles_count_the_rows_that_arrive(kernel):
     assert half_size <= half_full < half_size + 0.1 * full and half_size < 0.65 * full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "offsets"),
     [

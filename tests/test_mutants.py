@@ -55,10 +55,10 @@ def test_there_are_enough_of_every_kind():
 @pytest.mark.parametrize(
     "new, by_quick, by_all",
     [
-        ("b + a", None, None),  # no error, so no test may fail
+        pytest.param("b + a", None, None, marks=pytest.mark.slow),  # no error, so no test may fail
         ("a - b", "test_adder.py::test_of_two", "test_adder.py::test_of_two"),
         ("abs(a) + abs(b)", None, "test_adder.py::test_of_a_negative"),
-        ("missing", "test_adder.py::test_of_two", "test_adder.py::test_of_two"),
+        pytest.param("missing", *["test_adder.py::test_of_two"] * 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_mutant_is_found_by_the_tests_that_fall(copy, new, by_quick, by_all):

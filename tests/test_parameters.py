@@ -136,7 +136,9 @@ STARTS = {  # model: (flags, the variance of each weight, or the value of all it
 }
 
 
-@pytest.mark.parametrize("model", STARTS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=[pytest.mark.slow] if model == "mixture" else []) for model in STARTS]
+)
 def test_initial_values_are_those_of_the_table(model):
     """A normal distribution of mean 0 and the variance of the table, drawn independently for each layer and weight."""
     flags, starts = STARTS[model]

@@ -358,6 +358,7 @@ def test_wrong_plan_command(capsys, flags, words):
     assert words in error, error
 
 
+@pytest.mark.slow
 def test_a_whole_pod_has_a_mesh():
     """In 16x24x24 no power of two above 256 is a box of neighbours: the factors of 3 are left for `data`."""
     config = from_preset("llama3.1-8b", batch=36_864)

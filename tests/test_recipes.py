@@ -243,6 +243,7 @@ def test_as_json(capsys):
     assert bf16["measured_mfu"] == pytest.approx(0.523, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_the_picture_has_every_figure_of_the_table(capsys, tmp_path, monkeypatch):
     points, scatter = [], Axes.scatter
     counted = lambda axes, x, *args, **options: points.append(len(x)) or scatter(axes, x, *args, **options)
@@ -283,12 +284,13 @@ def test_needs_no_jax_and_is_quick():
 # -- better plans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         BF16,
-        pytest.param("llama3.1-405b-8k-fp8", marks=pytest.mark.slow),
-        pytest.param("llama3.1-8b-8k-bf16-v6e", marks=pytest.mark.slow),
+        "llama3.1-405b-8k-fp8",
+        "llama3.1-8b-8k-bf16-v6e",
     ],
 )
 def test_the_flags_of_a_better_plan_give_its_step(name, capsys, monkeypatch):
@@ -359,6 +361,7 @@ def test_what_if_is_the_step_on_such_a_chip(capsys):
     assert long["matrix units"] > 0.9 and long["HBM's bandwidth"] < 0.03  # nearly all of it is attention
 
 
+@pytest.mark.slow
 def test_the_other_chips_in_the_results_are_current(capsys):
     recipes.main(["--what_if"])
     assert block("what if") == capsys.readouterr().out.strip()

@@ -134,9 +134,10 @@ def test_rings_of_a_mesh_with_two_axes():
 # -- gradients, types, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ours, theirs",
-    [(ring_all_gather, lax.all_gather), pytest.param(ring_reduce_scatter, lax.psum_scatter, marks=pytest.mark.slow)],
+    [(ring_all_gather, lax.all_gather), (ring_reduce_scatter, lax.psum_scatter)],
 )
 def test_each_is_the_transpose_of_the_other(ours, theirs):
     n = 3
@@ -278,8 +279,9 @@ def assert_only_kernels(program: str, number: int):
     assert not re.search("all-gather|reduce-scatter|collective-permute|all-reduce|all-to-all", program)
 
 
-@pytest.mark.parametrize("topology", ["2x2x1", pytest.param("4x4x4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["2x2x1", "4x4x4"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_tpu7x_programs_are_the_kernels_alone(topology, dtype):
     """With blocks of 32 MiB nothing is moved to VMEM or changes layout, and memory is as in the docstring."""
     n, bytes_of_block = tpu7x_ring(topology).size, 2**25

@@ -18,6 +18,7 @@ def test_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], cwd=Path(roofline.__file__).parent, check=True)
 
 
+@pytest.mark.slow
 def test_sizes_of_experts_that_no_tile_divides_need_no_jax_either():
     code = "import sys, roofline; roofline.main(sys.argv[1:]); assert not {'jax', 'matplotlib'} & set(sys.modules)"
     flags = (
@@ -101,7 +102,7 @@ def test_json(capsys, flags, expected):
         ("collective permute --bytes=1 --axes=0,1", "one axis, not 2"),
         ("collective permute --bytes=1 --spread", "--spread"),
         ("collective all_to_all --bytes=1 --slices=2", "--slices"),
-        ("collective scaling --plot=/nowhere/scaling.png", "/nowhere"),
+        pytest.param("collective scaling --plot=/nowhere/scaling.png", "/nowhere", marks=pytest.mark.slow),
         ("collective scaling --chips=v3,v9", "'v9'; there are v2"),
     ],
 )

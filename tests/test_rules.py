@@ -83,6 +83,7 @@ def draws(number: int, seed: int = 0) -> list[tuple[Config, dict[str, int]]]:
     return [pair for _ in range(number) if (pair := drawn(generator))]
 
 
+@pytest.mark.slow
 def test_a_prediction_refuses_what_a_run_refuses():
     verdicts = []
     for config, sizes in draws(2000):
@@ -405,6 +406,7 @@ def test_settled_is_legal_and_the_same_where_nothing_is_idle():
     assert rules.settled(config, both) is config
 
 
+@pytest.mark.slow
 def test_the_planner_says_nothing_that_has_no_effect():
     """A flag for an axis that a mesh lacks is no reason not to propose that mesh; but it is left out."""
     config = from_preset("llama3.1-8b", batch=64, context_impl="all_gather", shard_update=True)

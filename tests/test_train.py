@@ -46,7 +46,11 @@ def read(path) -> list[dict]:
 def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     config = Config(
-        **TINY | dict(sample=8), steps=16, mesh="data:2,fsdp:2,tensor:2", eval_every=8, metrics_file=str(file)
+        **TINY | dict(sample=8, num_layers=1, seq_len=32),
+        steps=16,
+        mesh="data:2,fsdp:2,tensor:2",
+        eval_every=8,
+        metrics_file=str(file),
     )
     figures = train.run(config)
     steps = [line for line in read(file) if "loss" in line]
@@ -78,7 +82,7 @@ MATRICES_AND_OTHERS = dict(steps=8, vocab_size=160, num_layers=2, model_dim=128,
             | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16"),
             marks=pytest.mark.slow,
         ),
-        dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3),
+        pytest.param(dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3), marks=pytest.mark.slow),
         dict(optimizer="sgd", beta1=0.5, learning_rate=0.1),
         dict(optimizer="adafactor", weight_decay=0.3),
     ],
