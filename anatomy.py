@@ -277,7 +277,8 @@ def fp8_groups(config: Config) -> list[tuple[str, ...]]:
     modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
     groups = [group for module in modules for group in FP8_MODULES.get(module, ())]
     groups = [tuple(name for name in group if not (name == "w_v" and config.keys_as_values)) for group in groups]
-    return [group for group in groups if weight_names(config) >= {*group}]
+    names = weight_names(config) if groups else frozenset()
+    return [group for group in groups if names >= {*group}]
 
 
 def fp8_weights(config: Config) -> frozenset[str]:
