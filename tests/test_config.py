@@ -135,7 +135,7 @@ def test_flags_stand_above_the_preset_in_any_order():
         ("stray", "'stray' is one argument too many"),
         (
             "--preset=llama3-8b",
-            "preset='llama3-8b' does not exist; did you mean llama3.1-8b, llama3.1-70b or",
+            "preset='llama3-8b' does not exist; did you mean llama3.1-8b, llama3.2-1b or llama3.1-70b",
         ),
         ("--preset=qwen2-7b", "preset='qwen2-7b' does not exist; did you mean qwen2.5-7b"),
         ("--preset=zzz", "preset='zzz' does not exist; there are tiny, tiny-moe, tiny-mla"),

@@ -71,7 +71,11 @@ def rope(kind: str, factor: float, original_len: int, **others) -> dict:
 LLAMA31 = rope("llama3", 8.0, 8192)
 LLAMA31 |= dict(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False)
 QWEN3 = dict(head_dim=128, rms_norm_eps=1e-6, rope_theta=1_000_000.0, tie_word_embeddings=False)
-QWEN3 |= dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+QWEN3_MOE = QWEN3 | dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+DEEPSEEK = dict(rms_norm_eps=1e-6, rope_theta=10_000.0, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+DEEPSEEK |= dict(kv_lora_rank=512)
+GPT_OSS = dict(head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0, sliding_window=128, swiglu_limit=7.0)
+GPT_OSS |= rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False) | dict(num_experts_per_tok=4)
 GEMMA = dict(head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True)
 GEMMA2 = GEMMA | dict(rope_theta=10_000.0, sliding_window=4096)
 GEMMA2 |= dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
@@ -85,20 +89,32 @@ CONFIG_JSON = {
     "llama3.1-8b": sized(32, 4096, 14_336, 32, 8, 128_256) | LLAMA31,
     "llama3.1-70b": sized(80, 8192, 28_672, 64, 8, 128_256) | LLAMA31,
     "llama3.1-405b": sized(126, 16_384, 53_248, 128, 8, 128_256) | LLAMA31,
+    "llama3.2-1b": sized(16, 2048, 8192, 32, 8, 128_256)
+    | LLAMA31
+    | dict(head_dim=64, tie_word_embeddings=True)
+    | rope("llama3", 32.0, 8192),
+    "mistral-7b": sized(32, 4096, 14_336, 32, 8, 32_000, rms_norm_eps=1e-5, rope_theta=10_000.0, sliding_window=4096),
     "qwen2.5-7b": sized(28, 3584, 18_944, 28, 4, 152_064, rms_norm_eps=1e-6, rope_theta=1_000_000.0),
     "mixtral-8x7b": sized(32, 4096, 14_336, 32, 8, 32_000, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
     | dict(num_local_experts=8, num_experts_per_tok=2),
-    "qwen3-30b-a3b": sized(48, 2048, 6144, 32, 4, 151_936, moe_intermediate_size=768) | QWEN3,
-    "qwen3-235b-a22b": sized(94, 4096, 12_288, 64, 4, 151_936, moe_intermediate_size=1536) | QWEN3,
-    "deepseek-v3": sized(61, 7168, 18_432, 128, 128, 129_280, rms_norm_eps=1e-6, rope_theta=10_000.0)
+    "qwen3-0.6b": sized(28, 1024, 3072, 16, 8, 151_936) | QWEN3 | dict(tie_word_embeddings=True),
+    "qwen3-8b": sized(36, 4096, 12_288, 32, 8, 151_936) | QWEN3,
+    "qwen3-30b-a3b": sized(48, 2048, 6144, 32, 4, 151_936, moe_intermediate_size=768) | QWEN3_MOE,
+    "qwen3-235b-a22b": sized(94, 4096, 12_288, 64, 4, 151_936, moe_intermediate_size=1536) | QWEN3_MOE,
+    "deepseek-v2-lite": sized(27, 2048, 10_944, 16, 16, 102_400)
+    | DEEPSEEK
+    | dict(n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2)
+    | dict(first_k_dense_replace=1, scoring_func="softmax", norm_topk_prob=False, n_group=1, topk_group=1)
+    | dict(routed_scaling_factor=1.0)
+    | rope("yarn", 40.0, 4096, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707),
+    "deepseek-v3": sized(61, 7168, 18_432, 128, 128, 129_280)
+    | DEEPSEEK
     | dict(n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1)
     | dict(first_k_dense_replace=3, scoring_func="sigmoid", norm_topk_prob=True, n_group=8, topk_group=4)
-    | dict(routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536)
-    | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    | dict(routed_scaling_factor=2.5, q_lora_rank=1536)
     | rope("yarn", 40.0, 4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
-    "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
-    | dict(sliding_window=128, swiglu_limit=7.0, num_local_experts=128, num_experts_per_tok=4)
-    | rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False),
+    "gpt-oss-20b": sized(24, 2880, 2880, 64, 8, 201_088, num_local_experts=32) | GPT_OSS,
+    "gpt-oss-120b": sized(36, 2880, 2880, 64, 8, 201_088, num_local_experts=128) | GPT_OSS,
     "gemma2-2b": sized(26, 2304, 9216, 8, 4, 256_000) | GEMMA2,
     "gemma2-9b": sized(42, 3584, 14_336, 16, 8, 256_000) | GEMMA2,
     "gemma3-1b": sized(26, 1152, 6912, 4, 1, 262_144, sliding_window=512) | GEMMA3,
@@ -115,15 +131,22 @@ CONFIG_JSON = {
 # Numbers of the models' code that config.json lacks; and the weight of a loss, which presets.py chooses.
 OF_THE_CODE = {
     "llama2-70b": dict(head_dim=8192 // 64),
+    "mistral-7b": dict(head_dim=4096 // 32),
     "qwen2.5-7b": dict(head_dim=3584 // 28, qkv_bias=True),
     "mixtral-8x7b": dict(head_dim=4096 // 32, expert_dim=14_336, load_balance_loss=0.01),
+    "qwen3-0.6b": dict(qk_norm=True),
+    "qwen3-8b": dict(qk_norm=True),
     "qwen3-30b-a3b": dict(qk_norm=True, load_balance_loss=0.01),
     "qwen3-235b-a22b": dict(qk_norm=True, load_balance_loss=0.01),
+    "deepseek-v2-lite": dict(load_balance_loss=0.001),  # aux_loss_alpha
     "deepseek-v3": dict(selection_bias=True),  # topk_method noaux_tc; its rate is 0.001, the default
-    "gpt-oss-120b": dict(qkv_bias=True, output_bias=True, attention_sinks=True, expert_bias=True, global_every=2)
-    | dict(expert_dim=2880, load_balance_loss=0.01),
     "gemma-31b-like": dict(qk_norm=True, global_every=6),
 }
+OF_THE_CODE |= dict.fromkeys(
+    ("gpt-oss-20b", "gpt-oss-120b"),
+    dict(qkv_bias=True, output_bias=True, attention_sinks=True, expert_bias=True, global_every=2)
+    | dict(expert_dim=2880, load_balance_loss=0.01),
+)
 # Their scale of attention, query_pre_attn_scalar^-0.5, is that of head_dim=256.
 GEMMA_CODE = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
 OF_THE_CODE |= {f"gemma2-{size}": GEMMA_CODE | dict(global_every=2) for size in ("2b", "9b")}
