@@ -22,6 +22,10 @@ This is grouped-query attention whose only key is (latent, rotated key), of C + 
 **Cost** of a token of each of b sequences on one device, in bytes of HBM: the weights, once for all sequences, and
 b * S * L * 2 * K * H elements of cache, or b * S * L * (C + R) with latents. `roofline.py serve` predicts the time.
 
+**On TPU7x** XLA transposes [b, 1, D] before and after each collective. So after the prefill the layers take the b texts
+as the positions of one sequence, [1, b, D]. A token of Llama 3.1 8B on tensor:8, with 8 texts and a cache of 2,048
+columns, takes 2.5 ms instead of 3.3 (compiled). `roofline.py serve` predicts 0.6 ms.
+
 **Left out.** FP8, and the mesh axes `pipe` and `context`: `for_generation` folds them into `fsdp` or `data`. Rows for
 which experts have no buffer: buffers hold all rows, so that a text does not depend on the other prompts. A layer with a
 window keeps the keys before its window. New requests that join a running batch, and pages of cache.
@@ -214,10 +218,12 @@ def _advance(weights: parameters.Params, tokens_bt, state: State, config: Config
     column_1t = state.length + jnp.arange(tokens_bt.shape[1])[None]
     position_bt = column_1t - state.padding_b[:, None]
     batch = data.Batch(tokens_bt, None, (position_bt >= 0).astype(jnp.int32), position_bt.clip(0), None)
-    x = *model.embed_tokens(weights, tokens_bt, config), (state.cache, state.padding_b, state.length)
-    attend = _prefill_attention if state.logits_bV is None else _cached_attention
+    is_prefill = state.logits_bV is None
+    batch = batch if is_prefill else jax.tree.map(jnp.transpose, batch)
+    x = *model.embed_tokens(weights, batch.tokens, config), (state.cache, state.padding_b, state.length)
+    attend = _prefill_attention if is_prefill else _cached_attention
     x_btd, _, (cache, *_) = model.run_all_layers(weights, x, model.constants(batch, config), config, attend_with=attend)
-    logits_bV = _logits(weights, x_btd[:, -1:], config)[:, 0]
+    logits_bV = _logits(weights, x_btd[:, -1:], config)[:, 0] if is_prefill else _logits(weights, x_btd, config)[0]
     return State(cache, logits_bV, state.padding_b, state.length + tokens_bt.shape[1])
 
 
@@ -231,11 +237,11 @@ def _prefill_attention(layer, w, h_btd, constants, is_global, config: Config, ca
     return decoder.attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config), (cache, padding_b, length)
 
 
-def _cached_attention(layer, w, h_b1d, constants, is_global, config: Config, carried):
-    """Attention of one position to all columns of the cache, to which it is added."""
-    segments_b1, cos, sin = constants
+def _cached_attention(layer, w, h_1bd, constants, is_global, config: Config, carried):
+    """Attention of one position of each text to all columns of the cache, to which it is added."""
+    segments_1b, cos, sin = constants
     cache, padding_b, length = carried
-    q_b1nH, *entries = _project(w, h_b1d, cos, sin, config)
+    q_b1nH, *entries = (a.swapaxes(0, 1) for a in _project(w, h_1bd, cos, sin, config))
     cache = _written(cache, entries, layer, length, is_global, config)
     stack, row = _place(cache, layer, is_global, config)
     k_bskH, v_bskU = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in cache[stack])
@@ -248,7 +254,7 @@ def _cached_attention(layer, w, h_b1d, constants, is_global, config: Config, car
         k_bskH, v_bskU = jnp.concatenate([k_bskH, v_bskU], -1), k_bskH
 
     def windowed(window):
-        mask = Mask(window=window, segments=(segments_b1, segments_bs), q_offset=length)
+        mask = Mask(window=window, segments=(segments_1b.T, segments_bs), q_offset=length)
         return attention(q_b1nH, k_bskH, v_bskU, mask, scores, w.sinks)[0]
 
     if is_global is None:
@@ -258,7 +264,7 @@ def _cached_attention(layer, w, h_b1d, constants, is_global, config: Config, car
     if config.kv_lora_rank:
         context_b1nC = context_b1nU
         context_b1nU = jnp.einsum("btnC,CnU->btnU", context_b1nC, w.w_v_up)
-    return context_b1nU, (cache, padding_b, length)
+    return context_b1nU.swapaxes(0, 1), (cache, padding_b, length)
 
 
 def _project(w, h_btd, cos, sin, config: Config):
