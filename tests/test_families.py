@@ -358,6 +358,56 @@ def test_gemma_3_has_rope_parameters_for_each_kind_of_layer(tmp_path):
         settings(tmp_path, new | dict(rope_parameters=dict(full_attention=full, sliding_attention=full)))
 
 
+GEMMA4 = dict(
+    model_type="gemma4_text",
+    attention_bias=False,
+    attention_k_eq_v=True,
+    enable_moe_block=False,
+    final_logit_softcapping=30.0,
+    global_head_dim=16,
+    head_dim=8,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0,
+    moe_intermediate_size=None,
+    num_global_key_value_heads=1,
+    num_key_value_heads=2,
+    num_kv_shared_layers=0,
+    sliding_window=8,
+    tie_word_embeddings=True,
+    use_bidirectional_attention=None,
+    vocab_size_per_layer_input=64,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+)
+
+
+def test_gemma_4_has_other_heads_in_global_layers(tmp_path):
+    """Older files have them in two keys, newer ones in per_layer_config."""
+    fields = settings(tmp_path, HF | GEMMA4)
+    assert (fields["global_head_dim"], fields["global_kv_heads"], fields["keys_as_values"]) == (16, 1, True)
+    assert (fields["rope_fraction"], fields["global_rope_theta"], fields["global_every"]) == (0.25, 1e6, 2)
+    old = {key: value for key, value in GEMMA4.items() if "global" not in key}
+    heads = dict(head_dim=16, num_key_value_heads=1)
+    assert settings(tmp_path, HF | old | dict(per_layer_config={"1": heads, "3": heads})) == fields
+    with pytest.raises(ValueError, match="all full_attention layers must be alike"):
+        settings(tmp_path, HF | old | dict(per_layer_config={"1": heads, "3": dict(head_dim=32)}))
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256: this program has only"):
+        settings(tmp_path, HF | GEMMA4 | dict(hidden_size_per_layer_input=256))
+    assert settings(tmp_path, families.config_json(Config(**fields))) == fields
+
+
+def test_the_mlp_beside_the_experts_of_gemma_4_is_that_of_shared_experts(tmp_path):
+    mixture = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+    fields = settings(tmp_path, HF | GEMMA4 | mixture)
+    assert (fields["num_shared_experts"], fields["expert_dim"], fields["expert_norms"]) == (3, 16, True)
+    assert families.config_json(Config(**fields))["intermediate_size"] == 48
+    with pytest.raises(ValueError, match="intermediate_size=48, which must be a multiple of moe_intermediate_size=20"):
+        settings(tmp_path, HF | GEMMA4 | mixture | dict(moe_intermediate_size=20))
+
+
 def test_caps_of_gemma_2_are_on_unless_they_are_null(tmp_path):
     without = {key: value for key, value in RELEASED["gemma2-2b"].items() if "softcapping" not in key}
     fields = settings(tmp_path, without | dict(attn_logit_softcapping=None))
