@@ -3,8 +3,8 @@
     python benchmarks/import_weights.py [--layers=16] [--fp8] [--mesh=fsdp:8] [--devices=8] [--json]
 
 The model has the widths of Llama 3.2 1B (16 layers), with random weights in bfloat16, or in FP8 with blocks. They are
-made in a temporary folder, and read by a process of its own. The peak of its resident memory (ru_maxrss) is compared
-with what it must hold: its shards in float32 and one more tensor in full, the largest. With fewer --devices than the
+made in a temporary folder, and read by a process of its own. The peak of its resident memory (VmHWM) is compared with
+what it must hold: its shards in float32 and one more tensor in full, the largest. With fewer --devices than the
 mesh has, the process makes only the shards of those, as one host of several does; they hold no array together, so
 nothing is exported then.
 """
@@ -12,7 +12,7 @@ nothing is exported then.
 import json
 import math
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,7 +71,8 @@ def measure(folder: str, mesh: str, num_devices: int, export: bool) -> dict:
     import weights
     from config import Config
 
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
+    peak = lambda: 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
     config = Config(**families.settings(folder), mesh=mesh)
     full = sharding.make_mesh(placement.parse_mesh(mesh))
     before, begun, used = peak(), time.perf_counter(), time.process_time()
