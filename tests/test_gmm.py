@@ -339,7 +339,7 @@ def test_gradients(transpose_rhs, backend):
 
 
 @pytest.mark.parametrize("backend", SLOW_KERNEL)
-@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("offset", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_gradients_of_gated_gmm(offset, backend):
     lhs, gate, up, dproduct, sizes = gated_case([0, 50, 7, 0, 60], experts=5 if offset == 0 else 2)
     run = partial(gated_gmm, group_sizes_E=sizes, activation=silu, group_offset=offset, interpret=BACKENDS[backend])

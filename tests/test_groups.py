@@ -51,7 +51,7 @@ def test_bytes_in_vmem_are_those_of_whole_registers():
     assert groups._padded_bytes((1, 100), F32) == 128 * 4
 
 
-@pytest.mark.parametrize("K", [2048, 4096, 8192])
+@pytest.mark.parametrize("K", [2048, *(pytest.param(K, marks=pytest.mark.slow) for K in (4096, 8192))])
 def test_no_multiple_of_128_is_cut_into_narrow_parts(K):
     """Not 113 times 128, 113 being a prime: HBM feeds a tile in time, and what overlaps costs less than 1.3."""
     for N in range(640, 16_385, 128):

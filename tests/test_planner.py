@@ -265,6 +265,7 @@ def test_the_guides_hybrid_at_128k():
     assert swapped.step_s > hybrid.step_s
 
 
+@pytest.mark.slow
 def test_at_128k_the_kernel_decides():
     """ "splash becomes the majority of flops": 55% of Llama 3.1 70B's at 128k. A slower kernel shows in the step."""
     plan = planned("llama3.1-70b", "tpu7x:4x8x8", batch=64, seq_len=131_072)

@@ -314,6 +314,7 @@ def test_the_flags_of_a_better_plan_give_its_step(name, capsys, monkeypatch):
     assert f"{name}: better: {' '.join(plan['flags'])}\n" in said and f"{plan['gain']:+.1%} speed" in said
 
 
+@pytest.mark.slow
 def test_compiled_steps_decide():
     """They decide whatever was predicted. A plan that does not fit is worse."""
     plan = recipes.better("llama3.1-8b-8k-bf16") | dict(gain=0.10)

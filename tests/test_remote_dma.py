@@ -296,6 +296,7 @@ def test_tpu7x_programs_are_the_kernels_alone(topology, dtype):
     assert scatter.memory_analysis().temp_size_in_bytes < 5.01 * bytes_of_block  # 4, and the result before its copy
 
 
+@pytest.mark.slow
 def test_tpu7x_uses_the_gathered_array_without_a_copy():
     cols = 4096
     program = compiled_on_ring(

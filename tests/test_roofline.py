@@ -267,6 +267,7 @@ def test_scaling_plot_without_matplotlib(capsys, tmp_path, monkeypatch):
     assert end.value.code == 2 and 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_is_quick_and_helps():
     """The fastest of three runs takes less than 8 times as long as Python itself; 3 to 5 times were measured."""
 
