@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -48,6 +49,7 @@ import calibration
 import command
 import config as config_lib
 import data
+import families
 import fsdp
 import model
 import parameters
@@ -67,7 +69,7 @@ MESHES = ("fsdp:2,tensor:2,context:2", "fsdp:2,expert:2,tensor:2")  # the second
 NOT_SWITCHED = set(
     "preset recipe steps batch seq_len seed vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
     "tied_embeddings num_experts experts_per_token expert_dim num_shared_experts num_dense_layers buffer_factor "
-    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim".split()
+    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim global_head_dim global_kv_heads keys_as_values".split()
 )
 
 
@@ -110,10 +112,25 @@ def recorded(family: str, folder: Path = FOLDER) -> Recorded:
         settings["buffer_factor"] = 8.0  # no token is dropped
     config = Config(**settings)
     one = sharding.make_mesh(placement.parse_mesh("fsdp:1"), jax.devices()[:1])
-    params, gradients = (weights.load(str(path), config, one) for path in (directory, directory / "gradients"))
+    params, gradients = weights.load(str(directory), config, one), read_gradients(directory / "gradients", config, one)
     noise = Differences(*(float(outputs[f"noise of {name}"]) for name in ("logits", "loss", "gradients")))
     values = Values(outputs["logits"], float(outputs["loss"]), gradients)
     return Recorded(config, next_tokens(tokens_BT), params, values, noise)
+
+
+def read_gradients(directory: Path, config: Config, mesh: Mesh) -> parameters.Params:
+    """Reads gradients as weights are read, but by the chain rule where a weight is not the published number.
+
+    The one that is added to the norms of Gemma 2 and 3 has no gradient. A weight that is the published one over a root
+    has a gradient that is the published one times that root.
+    """
+    kind = families.read_json(directory / "config.json")["model_type"]
+    family, sizes = families.FAMILIES[kind], anatomy.sizes(config)
+    roots = {row.ours: sizes[row.over_root] ** 0.5 for row in family.rows if row.over_root}
+    rows = tuple(dataclasses.replace(row, plus=0.0, over_root="") for row in family.rows)
+    with mock.patch.dict(families.FAMILIES, {kind: dataclasses.replace(family, rows=rows)}):
+        gradients = weights.load(str(directory), config, mesh)
+    return jax.tree.map_with_path(lambda path, gradient: gradient * roots.get(path[-1].name, 1), gradients)
 
 
 def next_tokens(tokens_BT: np.ndarray) -> data.Batch:
@@ -161,17 +178,19 @@ def settled_on_mesh(config: Config) -> tuple[Mesh, Config]:
 
 def in_order(batch: data.Batch, order: np.ndarray) -> data.Batch:
     """The batch with its positions in another order."""
-    return data.Batch(*(field[:, order] for field in batch))
+    return jax.tree.map(lambda field: field[:, order], batch)
 
 
 def logits_btv(params: parameters.Params, batch: data.Batch, config: Config) -> jax.Array:
     """This device's logits, in per-device code, from parameters as `fsdp.gather_over_data` makes them."""
-    x_btd = model.hidden_states(params, batch, config)
+    x = model.embed_tokens(params, batch.tokens, config)
+    x_btd, _ = model.run_all_layers(params, x, model.constants(batch, config), config)
+    x_btd = model.final_norm(params, x_btd, config)
     x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
     logits = jnp.einsum("btD,vD->btv", x_btD, model.unembedding(params, config))
     if cap := config.logit_soft_cap:
         logits = cap * jnp.tanh(logits / cap)
-    return lax.psum(jnp.where(model.is_last_stage(), logits, 0), "pipe")
+    return lax.pmax(logits, "pipe")  # which has size 1
 
 
 # -- comparisons
@@ -183,7 +202,7 @@ def differences(ours: Values, theirs: Values) -> Differences:
     pairs = zip(jax.tree.leaves_with_path(ours.gradients), jax.tree.leaves(theirs.gradients), strict=True)
     for (path, a), b in pairs:
         a, b, name = np.asarray(a), np.asarray(b), path[-1].name
-        if name == "selection_bias":  # has no gradient
+        if name in ("selection_bias", "layer_scale"):  # have no gradient
             continue
         dims = tuple(range(1 if len(path) > 1 else 0, b.ndim))  # the weights of layers are stacked
         relative = float(np.max(np.max(np.abs(a - b), dims) / np.max(np.abs(b), dims)))
@@ -210,6 +229,8 @@ def without_a_setting(config: Config) -> Iterator[tuple[str, Config]]:
             "router_groups": {"router_groups": 1, "router_groups_kept": 1},
             "router_groups_kept": {"router_groups_kept": config.router_groups},
             "rope_type": {"rope_type": "default", "rope_scaling": 1.0},
+            "global_every": {"global_every": 0, "global_rope_theta": 0.0},
+            "window": {"window": 0, "global_every": 0, "global_rope_theta": 0.0},
         }.get(name, {name: field.default})
         if name == "rope_theta" and value == field.default:
             other = {name: field.default / 10}
@@ -317,17 +338,17 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=("table", "record", "export"), default="table", help=about)
     parser.add_argument("--families", default=",".join(parity_models.FAMILIES), metavar="A,B", help="[%(default)s]")
     args = command.arguments(parser)
-    families = args.families.split(",")
-    command.check_names(families, parity_models.FAMILIES)
+    names = args.families.split(",")
+    command.check_names(names, parity_models.FAMILIES)
     jax.config.update("jax_num_cpu_devices", 8)
     if args.command == "record":
-        for family in families:
+        for family in names:
             parity_models.make(family, FOLDER / family)
             print(f"{family}: noise {recorded(family).noise}")
         return
     if args.command == "export":
         parity_models.transformers()
-    records = {family: recorded(family) for family in families}
+    records = {family: recorded(family) for family in names}
     for line in export_table(records) if args.command == "export" else tables(records):
         print(line, flush=True)
 

@@ -17,7 +17,10 @@ attention has strong preferences. Norms are not one, and biases not zero.
 - The norms of DeepSeek's latents have an epsilon of 1e-6, whatever `rms_norm_eps` is. The published models have 1e-6.
 - It computes mixtures of experts with merged matrices, and saves them under the published names, an expert each.
   gpt-oss is the exception: its matrices are published merged, gate and up in alternate columns.
-- The gradient of DeepSeek-V3's selection bias does not exist: it is a buffer. Its file of gradients has zeros there.
+- The embedding of the padding token gets no gradient from where it is looked up. Its token, Gemma's 0, does not occur
+  among those of `make`.
+- DeepSeek-V3's selection bias and the scale of Gemma 4's layers are buffers, without a gradient. The files of gradients
+  have zeros there.
 """
 
 import json
@@ -42,6 +45,18 @@ _DEEPSEEK |= dict(attention_bias=False, first_k_dense_replace=1, moe_layer_freq=
 _DEEPSEEK |= dict(qk_nope_head_dim=8, qk_rope_head_dim=16, n_routed_experts=8, moe_intermediate_size=8)
 _DEEPSEEK |= dict(rope_theta=10_000.0, num_experts_per_tok=3, ep_size=1, pretraining_tp=1)
 _YARN = dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, original_max_position_embeddings=1024)
+_GEMMA = dict(_COMMON, attention_bias=False, head_dim=16, hidden_activation="gelu_pytorch_tanh", pad_token_id=0)
+_GEMMA |= dict(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, rms_norm_eps=1e-3, num_hidden_layers=4)
+_GEMMA |= dict(intermediate_size=32, cache_implementation="hybrid", query_pre_attn_scalar=9, sliding_window=8)
+_GEMMA4 = {key: value for key, value in _GEMMA.items() if key not in ("query_pre_attn_scalar", "cache_implementation")}
+_GEMMA4 |= dict(architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", final_logit_softcapping=3.0)
+_GEMMA4 |= dict(layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=32, attention_k_eq_v=True)
+_GEMMA4 |= dict(num_global_key_value_heads=2, num_key_value_heads=4, hidden_size_per_layer_input=0)
+_GEMMA4 |= dict(num_kv_shared_layers=0, use_double_wide_mlp=False, use_bidirectional_attention=None, head_dim=8)
+_GEMMA4["rope_parameters"] = dict(
+    sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+    full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0),
+)
 FAMILIES = {
     "llama2": dict(_LLAMA, rope_scaling=None),
     "llama3.1": dict(_LLAMA, rope_theta=500_000.0, rope_scaling=dict(_LLAMA3, factor=8.0)),
@@ -55,6 +70,33 @@ FAMILIES = {
         rms_norm_eps=1e-3,
         rope_theta=10_000.0,
         sliding_window=8,
+    ),
+    "gemma2": dict(
+        _GEMMA,
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        rope_theta=10_000.0,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": dict(
+        _GEMMA,
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        sliding_window_pattern=3,
+    ),
+    "gemma4": dict(_GEMMA4, enable_moe_block=False),
+    "gemma4-moe": dict(
+        _GEMMA4,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=8,
     ),
     "qwen2.5": dict(
         _DENSE,
@@ -199,15 +241,18 @@ def evaluate(model, tokens_BT):
 def draw(model, seed: int) -> None:
     """Draws all weights: matrices of variance 2/fan-in, norms around one, biases and sinks around zero.
 
-    They are rounded to bfloat16.
+    They are rounded to bfloat16. The weight of a norm of Gemma 2 and 3 is what it has above one.
     """
     torch, _ = transformers()
+    norm = 0 if model.config.model_type in ("gemma2", "gemma3_text") else 1
     generator = torch.Generator().manual_seed(seed)
-    tensors = dict(model.named_parameters()) | {name: w for name, w in model.named_buffers() if "bias" in name}
+    tensors = dict(model.named_parameters()) | untrained(model)
     for name, w in tensors.items():
         noise = torch.randn(w.shape, generator=generator)
-        if "norm" in name:
+        if name.endswith(("scale", "scalar")):
             values = 1 + 0.3 * noise
+        elif "norm" in name:
+            values = norm + 0.3 * noise
         elif "correction_bias" in name:
             values = 0.1 * noise
         elif name.endswith("embed_tokens.weight"):
@@ -221,11 +266,16 @@ def draw(model, seed: int) -> None:
         w.data.copy_(values.bfloat16())
 
 
+def untrained(model) -> dict:
+    """The buffers of a model that its file has beside the parameters: they have no gradient."""
+    return {name: w for name, w in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))}
+
+
 def moved(model, seed: int) -> None:
     """Moves the weights by half a unit in the last place of float32, on average: every second one to a neighbour."""
     torch, _ = transformers()
     generator = torch.Generator().manual_seed(seed)
-    for w in [*model.parameters(), *(w for name, w in model.named_buffers() if "correction_bias" in name)]:
+    for w in [*model.parameters(), *untrained(model).values()]:
         choice = torch.randint(0, 4, w.shape, generator=generator)
         up, down = (torch.nextafter(w.data, torch.full_like(w, limit)) for limit in (torch.inf, -torch.inf))
         w.data.copy_(torch.where(choice == 0, up, torch.where(choice == 1, down, w.data)))
@@ -242,9 +292,8 @@ def save_gradients(model, path: Path) -> None:
     """Writes the gradients of a model to a file, as `save_weights` would write weights; those of buffers are zero."""
     for w in model.parameters():
         w.data.copy_(w.grad)
-    for name, w in model.named_buffers():
-        if "bias" in name:
-            w.data.zero_()
+    for w in untrained(model).values():
+        w.data.zero_()
     save_weights(model, path)
 
 
@@ -285,12 +334,13 @@ def make(family: str, folder: Path, seed: int = 0) -> None:
     config = lib.AutoConfig.from_pretrained(folder)
     model = lib.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw(model, seed)
-    for w in model.parameters():
+    for w in [*model.parameters(), *(w for name, w in untrained(model).items() if name.endswith("layer_scalar"))]:
         w.data = w.data.bfloat16()
     save_weights(model, folder / "model.safetensors")
 
     model = load(folder)
-    tokens_BT = np.random.default_rng(seed).integers(0, config.vocab_size, (BATCH, LENGTH), np.int32)
+    first = 0 if config.pad_token_id is None else config.pad_token_id + 1
+    tokens_BT = np.random.default_rng(seed).integers(first, config.vocab_size, (BATCH, LENGTH), np.int32)
     logits, loss, _ = evaluate(model, tokens_BT)
     save_gradients(model, folder / "gradients" / "model.safetensors")
     most = {f"noise of {name}": np.float32(value) for name, value in noise(folder, tokens_BT).items()}
