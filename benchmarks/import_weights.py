@@ -11,6 +11,7 @@ nothing is exported then.
 
 import json
 import math
+import operator
 import os
 import re
 import subprocess
@@ -107,10 +108,11 @@ def shards_of(folder, config, mesh, devices) -> list:
     rows = {row.ours: row for row in families.FAMILIES["llama"].rows}
     shapes, specs = parameters.param_shapes(config), parameters.param_specs(config)
     held = []
-    for (path, shape), spec in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
+    for path, ours, layers in weights._stacks(config):
+        shape, spec = map(operator.attrgetter(path), (shapes, specs))
         places = jax.sharding.NamedSharding(mesh, spec).devices_indices_map(shape.shape)
         ranges = [tuple(i.indices(n)[:2] for i, n in zip(places[d], shape.shape, strict=True)) for d in devices]
-        blocks = weights._blocks(folder, rows[path[-1].name], 0, sorted({*ranges}), config)
+        blocks = weights._blocks(folder, rows[ours], path, layers, sorted({*ranges}), config)
         held += [jax.device_put(blocks[each], device) for each, device in zip(ranges, devices, strict=True)]
     return held
 

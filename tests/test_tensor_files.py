@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -226,6 +227,12 @@ def test_a_file_that_is_truncated_after_it_was_opened_is_an_error(good):
         assert np.array_equal(opened.read("a", [[(4, 0, 4)], [(4, 0, 4)]]), np.full((4, 4), ord("a")))
         with pytest.raises(OSError, match=f"{SECOND} ends at byte .*: it was longer when it was opened"):
             opened.read("d", [[(4, 0, 4)], [(4, 0, 4)]])
+
+
+def test_without_the_package_the_extra_is_named(good, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match=r"safetensors is not installed, .*: pip install -e '\.\[weights\]'$"):
+        Folder(good)
 
 
 def test_the_identity_is_that_of_the_content(good, tmp_path):

@@ -27,6 +27,7 @@ import sharding
 import tensor_files
 import train
 import weights
+from benchmarks import import_weights
 from config import Config
 
 SMALL = dict(
@@ -256,6 +257,20 @@ def test_replicas_of_a_shard_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files.Folder, "__exit__", lambda self, *_: (read.append(self.bytes_read), leave(self)))
     assert equal(params, weights.load(folder, config, mesh_of("data:8")))
     assert read == [sum(array.nbytes for array in jax.tree.leaves(params))]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_host_of_eight_reads_an_eighth(fp8, tmp_path, monkeypatch):
+    """As benchmarks/import_weights.py measures it. The scales of FP8 are read by every host."""
+    small = dict(vocab_size=64, model_dim=128, ff_dim=256, num_heads=8, num_kv_heads=8, head_dim=16)
+    monkeypatch.setattr(import_weights, "LLAMA_1B", small | dict(tied_embeddings=True))
+    stored = import_weights.make(str(tmp_path), 2, fp8)
+    one, all_of_them = (import_weights.measure(str(tmp_path), "fsdp:8", n, export=True) for n in (1, 8))
+    scales = 2 * 4 * (4 * 1 + 3 * 2) if fp8 else 0
+    assert (one["bytes_read"] - scales) * 8 == stored - scales and all_of_them["bytes_read"] == stored
+    assert one["shard_bytes"] * 8 == all_of_them["shard_bytes"] and "export_s" not in one
+    text = import_weights.report(all_of_them | dict(stored_bytes=stored))
+    assert [line.split()[0] for line in text.splitlines()] == ["stored", "time", "memory", "export"]
 
 
 # -- a training that starts from them
