@@ -203,20 +203,24 @@ def _rows(family: Family) -> dict[str, Row]:
 
 
 def examined(directory: str, config: Config) -> tuple[str, list[str]]:
-    """Returns (the identity of a folder, notes on what is skipped), for a model. Raises as `load`; no value is read."""
+    """Returns (the identity of a folder, the notes of `check`), for a model. Raises as `load`; no value is read."""
     with Folder(directory) as folder:
         return folder.identity, check(folder, config)
 
 
 def check(folder: Folder, config: Config) -> list[str]:
-    """Checks all tensors of a folder against the model. Returns a note for each kind that is skipped.
+    """Checks all tensors of a folder against the model.
+
+    Returns a note for each value of config.json that the model overrides, and for each kind of tensor that is skipped.
 
     Raises ValueError for another shape of the model than that of config.json, for a missing, an unknown or a wrongly
     shaped tensor, and for a dtype that is not read.
     """
+    overridden = []
     for name, both in differing(settings(str(folder.directory)), config).items():
         if name in shape_fields():
             raise ValueError(f"{folder.directory} has by its config.json {both}")
+        overridden.append(f"overrides config.json, which has {both}")
     family = FAMILIES[family_of(folder.values, str(folder.directory / "config.json"))]
     used, missing = set(), []
     for entry in entries(config, family):
@@ -236,7 +240,7 @@ def check(folder: Folder, config: Config) -> list[str]:
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ValueError(f"{folder.directory} has no {missing[0]}{more}, which config.json promises")
-    return _skipped(folder, family, config, used)
+    return overridden + _skipped(folder, family, config, used)
 
 
 def _skipped(folder: Folder, family: Family, config: Config, used: set[str]) -> list[str]:

@@ -304,6 +304,14 @@ def test_flags_of_another_shape_are_refused(given, message, tmp_path):
         flags.parse_flags("train.py", [f"--weights={folder}", *given])
 
 
+def test_a_value_that_a_flag_overrides_is_noted(tmp_path):
+    _, folder = exported(tmp_path, model("qwen3"))
+    config = flags.parse_flags("train.py", [f"--weights={folder}", "--rope_theta=5e5"])
+    identity, notes = weights.examined(folder, config)
+    assert notes == ["overrides config.json, which has rope_theta=10000.0, and this model rope_theta=500000.0"]
+    assert weights.examined(folder, model("qwen3")) == (identity, [])
+
+
 def test_a_state_starts_from_the_weights_with_a_fresh_optimizer(tmp_path):
     config = model("llama", mesh="fsdp:4,tensor:2", weights=str(tmp_path))
     params, _ = exported(tmp_path, config)
