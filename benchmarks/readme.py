@@ -135,6 +135,10 @@ def bad_command_lines() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/bad_input.py", "--table"))
 
 
+def parity() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/parity.py"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -171,6 +175,7 @@ BLOCKS = {
     "planted errors": planted_errors,
     "faults": faults,
     "bad command lines": bad_command_lines,
+    "parity": parity,
     "memory of 70B": memory_of_70b,
     "cliffs": cliffs,
     "recipes": recipes,
