@@ -139,6 +139,10 @@ def parity() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/parity.py"))
 
 
+def parity_of_exports() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/parity.py", "export"))
+
+
 def memory_of_70b() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/memory.py", "70b"))
 
@@ -176,6 +180,7 @@ BLOCKS = {
     "faults": faults,
     "bad command lines": bad_command_lines,
     "parity": parity,
+    "parity of exports": parity_of_exports,
     "memory of 70B": memory_of_70b,
     "cliffs": cliffs,
     "recipes": recipes,
