@@ -57,8 +57,8 @@ def test_recommended_flags_of_a_workload():
 
 
 def test_the_workload_of_a_run():
-    expected = {"deepseek-v3": "moe", "gpt-oss-120b": "moe", "mixtral-8x7b": "moe", "qwen3-30b-a3b": "moe"}
-    expected |= {"qwen3-235b-a22b": "moe", "tiny-moe": "moe"}
+    mixtures = "tiny-moe mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b deepseek-v2-lite deepseek-v3 gpt-oss-20b"
+    expected = dict.fromkeys([*mixtures.split(), "gpt-oss-120b", "gemma4-26b-a4b"], "moe")
     for preset in PRESETS:
         assert compiler_flags.workload_of(from_preset(preset)) == expected.get(preset, "dense_short")
     for seq_len, workload in {32_767: "dense_short", 32_768: "dense_long", 131_072: "dense_long"}.items():

@@ -816,7 +816,7 @@ def test_json_is_the_summary():
     done = run("--json", "--preset=gpt-oss-120b")
     assert json.loads(done.stdout) == json.loads(json.dumps(transformer.summary(from_preset("gpt-oss-120b"))))
     refused = run("--preset=gpt-oss")
-    assert refused.returncode == 2 and "did you mean gpt-oss-120b?" in refused.stderr
+    assert refused.returncode == 2 and "did you mean gpt-oss-20b or gpt-oss-120b?" in refused.stderr
     assert "--json" in run("--help").stdout
 
 
