@@ -127,10 +127,11 @@ def attend(q, k, v, segments, window, config, sinks=None):
 
 def projections(w, h, positions, config, is_global):
     """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
-    matrices = (w.w_q, w.w_k, w.w_k if w.w_v is None else w.w_v)
-    q, k, v = (jnp.einsum("btd,dnh->btnh", h, matrix) for matrix in matrices)
+    project = lambda matrix: jnp.einsum("btd,dnh->btnh", h, matrix)
+    q, k = project(w.w_q), project(w.w_k)
+    v, bias_v = (k, w.bias_k) if w.w_v is None else (project(w.w_v), w.bias_v)  # without w_v keys are values, too
     if config.qkv_bias:
-        q, k, v = q + w.bias_q, k + w.bias_k, v + (w.bias_k if w.w_v is None else w.bias_v)
+        q, k, v = q + w.bias_q, k + w.bias_k, v + bias_v
     v = norm(v, 1, config.norm_eps) if config.value_norm else v
     if config.qk_norm:
         q, k = norm(q, w.norm_q, config.norm_eps), norm(k, w.norm_k, config.norm_eps)

@@ -362,10 +362,8 @@ def latent_experts_layer(x, w, batch, config: Config):
         shared_key = jnp.broadcast_to(shared_key[:, :, None], (*q.shape[:3], config.rope_head_dim))
         k = jnp.concatenate([k, shared_key], -1)
     else:
-        k, v = (
-            jnp.repeat(jnp.einsum("btd,dkh->btkh", h, w[n]), config.num_heads // config.num_kv_heads, 2)
-            for n in ("w_k", "w_v")
-        )
+        each = [jnp.einsum("btd,dkh->btkh", h, w[n]) for n in ("w_k", "w_v") if n in w]
+        k, v = (jnp.repeat(x, config.num_heads // config.num_kv_heads, 2) for x in (each[0], each[-1]))
     q, k, v = named(q, "query_proj"), named(k, "key_proj"), named(v, "value_proj")
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), -1), v)
     projection = jnp.einsum("btnh,nhd->btd", named(out, "context"), w["w_o"])
@@ -406,7 +404,7 @@ def latent_experts_loss(params, batch, config: Config, layer):
     x = params["embed"][batch.tokens]
     for i in range(config.num_layers):
         x = layer(x, layer_of(params, i, config), batch)
-    return jnp.sum((x * params["norm"] @ params["unembed"].T) ** 2)
+    return jnp.sum((x * params["norm"] @ params.get("unembed", params["embed"]).T) ** 2)
 
 
 def model_of(config: Config):
