@@ -404,6 +404,8 @@ def _against_other_families(plan: Plan) -> Iterator[str]:
         why = f"{config.num_layers} layers in a multiple of {num_slices} stages do not fit"
         if config.num_dense_layers:
             why = f"the first {config.num_dense_layers} layers are dense, and stages have to be alike"
+        if config.mtp:
+            why = "the layer of multi-token prediction would be on the last stage alone"
         if anatomy.two_kinds(config):
             why = "global layers are a stack of their own, and stages have to be alike"
         yield f"No mesh has stages: {why}."
