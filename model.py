@@ -57,15 +57,16 @@ def loss_fn(
 
     Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.gather_over_data` makes the `params`. A
     dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
-    With `mtp` there is `mtp_loss`. A pipeline runs the batch in `config.microbatches`; for its gradients use
-    `pipelined_loss_and_grads`.
+    With `mtp` there are `mtp_loss`, and `auxiliary_loss`, of which it is a part. A pipeline runs the batch in
+    `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
     """
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
     shared = constants(batch, config)
     x = run_all_layers(params, embed_tokens(params, batch.tokens, config), shared, config, scaling=scaling)
-    x = x[0], predict_later(params, x, batch, shared, config, scaling) if anatomy.runs_mtp(config) else x[1]
+    if anatomy.runs_mtp(config):
+        x = x[0], multi_token_prediction(params, x, batch, shared, config, scaling)
     return loss_and_metrics(params, x, batch, config, scaling.key)
 
 
@@ -262,7 +263,7 @@ def output_loss(params: Params, h_btd, targets_bt, weights_bt, config: Config, z
     return cross_entropy(h_btD, w_vD, targets_bt, weights_bt, operand, chunk, config.logit_soft_cap, z_loss, matmul)
 
 
-def predict_later(params: Params, x, batch: "data.Batch", shared, config: Config, scaling: Scaling):
+def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, config: Config, scaling: Scaling):
     """The metrics, with the loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) added.
 
     One more layer predicts the token after the next, from the model's result for a token and the embedding of the next

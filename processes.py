@@ -2,8 +2,9 @@
 
 On a TPU slice each host runs the program once, on its own chips; the same holds for processes with simulated devices.
 `jax.distributed` connects them: process 0 listens, and the others report to it. A process that is silent for
-`peer_timeout` seconds counts as lost; at the start, one that has not connected within five times as long. The others
-cannot continue without its shards, so they end with a message, and all are started again from the newest checkpoint.
+`peer_timeout` seconds counts as lost; at the start, one that has not connected within five times as long (six where
+process 0 is missing). The others cannot continue without its shards, so they end with a message, and all are started
+again from the newest checkpoint.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ LOST_PEER = (
     "another process of this run is lost; when all are started again, the same command resumes from the newest "
     "checkpoint"
 )
-START_TIMEOUTS = 5  # of `peer_timeout`, within which all processes must have connected
+START_TIMEOUTS = 5  # of `peer_timeout`, within which process 0 must have all others; they wait one more
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 

@@ -288,7 +288,7 @@ def hidden_states(params, batch, config):
     return norm(x, params.norm, config.norm_eps), auxiliary, loads
 
 
-def predict_later(params, x, batch, config):
+def multi_token_prediction(params, x, batch, config):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a layer predicts the token after the next.
 
     It starts from the model's result x [b, t, d] for a token and the embedding of the next one.
@@ -328,7 +328,7 @@ def loss(params, batch, config):
     weights = batch.loss_weights / jnp.sum(batch.loss_weights)
     total = mean_loss(unembed(params, x, config), batch.targets, weights, config.z_loss) + auxiliary
     if config.mtp and config.mtp_loss:
-        out, auxiliary, _ = predict_later(params, x, batch, config)
+        out, auxiliary, _ = multi_token_prediction(params, x, batch, config)
         weights = jnp.where(batch.next_targets < 0, 0, weights)
         total += config.mtp_loss * mean_loss(out, batch.next_targets, weights, 0) + auxiliary
     return total

@@ -156,7 +156,7 @@ class Folder:
         return block * scales[np.ix_(*places)].reshape(block.shape)
 
     def _read_mxfp4(self, name: str, axes: Axes) -> np.ndarray:
-        """As `read`. In the file the last two axes are exchanged, and the last one is packed."""
+        """Returns what `read` does. In the file the last two axes are exchanged, and the last one is packed."""
         *front, [summed], other = axes
         size, start, stop = summed
         first, last = start // MX_BLOCK, -(-stop // MX_BLOCK)  # the groups in which the block is

@@ -282,7 +282,7 @@ def load(directory: str, config: Config, mesh: Mesh) -> parameters.Params:
 
 
 def read(folder: Folder, config: Config, mesh: Mesh) -> parameters.Params:
-    """As `load`, from a folder that is open and checked."""
+    """Returns what `load` does, from a folder that is open and checked."""
     rows = _rows(FAMILIES[folder.values["model_type"]])
     layers = {path: numbers for path, _, numbers in _stacks(config)}
 
@@ -407,7 +407,7 @@ def write(
     like: dict | None = None,
     verify: Callable[[], None] = lambda: None,
 ) -> None:
-    """As `export`, with a function in place of the parameters.
+    """Does what `export` does, with a function in place of the parameters.
 
     Args:
       piece: (path of a weight as in layers.w_q, starts, sizes) -> that block of the weight, as a numpy array.

@@ -143,7 +143,7 @@ def test_metrics_of_the_model_are_summed(microbatches, monkeypatch):
 def loads_of_layers(params, batch, config):
     """The loads of the experts in each layer of the plain model, that of multi-token prediction last."""
     x, _, loads = reference.hidden_states(params, batch, config)
-    return loads + (reference.predict_later(params, x, batch, config)[2] if config.mtp else [])
+    return loads + (reference.multi_token_prediction(params, x, batch, config)[2] if config.mtp else [])
 
 
 @pytest.mark.slow

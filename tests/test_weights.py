@@ -261,7 +261,7 @@ def test_replicas_of_a_shard_are_read_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_one_host_of_eight_reads_an_eighth(fp8, tmp_path, monkeypatch):
-    """As benchmarks/import_weights.py measures it. The scales of FP8 are read by every host."""
+    """benchmarks/import_weights.py measures the same. The scales of FP8 are read by every host."""
     small = dict(vocab_size=64, model_dim=128, ff_dim=256, num_heads=8, num_kv_heads=8, head_dim=16)
     monkeypatch.setattr(import_weights, "LLAMA_1B", small | dict(tied_embeddings=True))
     stored = import_weights.make(str(tmp_path), 2, fp8)
