@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import command
+import corpora
 import data
 import fsdp
 import model
@@ -54,14 +55,14 @@ def make_eval_step(config: Config, mesh: Mesh):
     return jax.jit(lambda params, batch, amax=None: sharded(params, batch, amax or {}))
 
 
-def evaluate(eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
+def evaluate(eval_step, params, corpus: corpora.Corpus, config: Config, mesh: Mesh, amax: dict | None = None) -> float:
     """Mean cross-entropy over the held-out sequences, at most `eval_batches` batches of them."""
     total, count = totals(eval_step, params, corpus, config, mesh, amax)
     return total / count
 
 
 def totals(
-    eval_step, params, corpus: data.Corpus, config: Config, mesh: Mesh, amax: dict | None = None, report=lambda n: None
+    eval_step, params, corpus: corpora.Corpus, config: Config, mesh: Mesh, amax: dict | None = None, report=lambda n: 0
 ) -> np.ndarray:
     """[sum of the cross-entropies, number of targets] of `evaluate`. Calls report(n) when n batches have begun."""
     order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
@@ -80,7 +81,7 @@ def totals(
     return sums + jax.device_get(previous)
 
 
-def num_evaluated(corpus: data.Corpus, config: Config) -> int:
+def num_evaluated(corpus: corpora.Corpus, config: Config) -> int:
     """Number of held-out sequences in an evaluation."""
     return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
 
@@ -88,7 +89,7 @@ def num_evaluated(corpus: data.Corpus, config: Config) -> int:
 # -- the program
 
 
-def streams_of(corpus: data.Corpus, documents: str) -> list[data.Corpus]:
+def streams_of(corpus: corpora.Corpus, documents: str) -> list[corpora.Corpus]:
     """Corpora whose held-out parts are the documents to evaluate on: held_out, train or all."""
     training = dataclasses.replace(corpus, held_out=corpus.train)
     return {"held_out": [corpus], "train": [training], "all": [training, corpus]}[documents]
@@ -120,19 +121,19 @@ def main() -> None:
     model = trained.opened(args)
     config = dataclasses.replace(model.config, batch=args.batch or model.config.batch)
     rules.check(config, dict(model.mesh.shape))
-    corpus = data.open_corpus(model.corpus if args.corpus is None else args.corpus)
-    corpora = streams_of(corpus, args.documents)
-    for each in corpora:
+    corpus = corpora.open_corpus(model.corpus if args.corpus is None else args.corpus)
+    parts = streams_of(corpus, args.documents)
+    for each in parts:
         each.check(config.seq_len, config.vocab_size)
-    sequences = [data.num_sequences(each.held_out, config.seq_len) for each in corpora]
+    sequences = [data.num_sequences(each.held_out, config.seq_len) for each in parts]
     most = args.eval_batches or -(-max(sequences) // config.batch)
     config = dataclasses.replace(config, eval_batches=most)
-    counts = [num_evaluated(each, config) for each in corpora]
+    counts = [num_evaluated(each, config) for each in parts]
     report = reporter(sum(-(-count // config.batch) for count in counts))
     params = model.read(config, model.mesh)
     eval_step, begun = make_eval_step(config, model.mesh), time.perf_counter()
     evaluated = partial(totals, eval_step, params, config=config, mesh=model.mesh, report=report)
-    total, count = sum(evaluated(each) for each in corpora)
+    total, count = sum(evaluated(each) for each in parts)
     loss = total / count
     if jax.process_index():
         return

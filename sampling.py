@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 import command
+import corpora
 import data
 import generation
 import placement
@@ -117,7 +118,7 @@ def _padded(texts: list[list[int]], width: int, mesh: Mesh) -> tuple[jax.Array, 
     return place(tokens), place(np.array([len(row) for row in rows], np.int32))
 
 
-def sample(params, corpus: data.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
+def sample(params, corpus: corpora.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
     """Returns (prompt, continuation) as text, at the end of a training run.
 
     They are the beginning of a held-out document, and `config.sample` tokens.

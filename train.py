@@ -44,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 import agreement
 import calibration
 import checkpoint
+import corpora
 import data
 import evaluation
 import fsdp
@@ -268,7 +269,7 @@ class Setup:
 
     config: Config  # without what has no effect on this mesh; remat is a policy
     mesh: Mesh
-    corpus: data.Corpus
+    corpus: corpora.Corpus
     contents: dict[str, str]  # {flag: identity of the file or folder that it names}
     compiler_options: dict[str, str]
     notes: list[str]
@@ -353,7 +354,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
         remat.check_host_memory(config, mesh)
         compiler_options = compiler_flags.compiler_options(compiler_flags.for_run(config))
         check_backend(config, mesh.devices.flat[0].platform)
-        corpus = data.open_corpus(config.corpus)
+        corpus = corpora.open_corpus(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
         contents = {"corpus": corpus.identity}
         if config.fp8 == "static":
@@ -424,7 +425,7 @@ def training_loop(
                     log.start_clock()
                 if stopped:
                     break
-        except data.DamagedError:
+        except corpora.DamagedError:
             # Not with several processes: the others do not know of the error, and wait for the next step.
             if checkpoints and jax.process_count() == 1:
                 log.finish_step()
@@ -519,7 +520,7 @@ def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
 
 
 def introduce(
-    log: Log, config: Config, mesh: Mesh, corpus: data.Corpus, resumed: str | None, prediction: Prediction | None
+    log: Log, config: Config, mesh: Mesh, corpus: corpora.Corpus, resumed: str | None, prediction: Prediction | None
 ) -> None:
     """Prints what is about to run: mesh, model, data, prediction, and the checkpoint that it resumes from."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -549,7 +550,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def summarise(
-    log: Log, state: State, corpus: data.Corpus, config: Config, mesh: Mesh, eval_loss, prediction, begun
+    log: Log, state: State, corpus: corpora.Corpus, config: Config, mesh: Mesh, eval_loss, prediction, begun
 ) -> dict:
     """Prints the results of the run, and returns them as numbers."""
     figures = log.summary()
@@ -583,7 +584,9 @@ def main() -> None:
             raise
         print(error, f"train.py: error: {processes.LOST_PEER}", sep="\n", file=sys.stderr, flush=True)
         os._exit(1)  # jax.distributed would wait for the lost one before an ordinary exit
-    except data.DamagedError as error:  # only this process may see it, and an ordinary exit would wait for the others
+    except (
+        corpora.DamagedError
+    ) as error:  # only this process may see it, and an ordinary exit would wait for the others
         if jax.process_count() == 1:
             raise
         print(f"train.py: error: {error}", file=sys.stderr, flush=True)

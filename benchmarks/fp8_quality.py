@@ -31,7 +31,7 @@ import compiler_flags
 
 compiler_flags.without_tpu()
 
-import data
+import corpora
 import flags as flags_lib
 import outputs
 import train
@@ -54,7 +54,7 @@ RECIPES = {
 }
 
 
-def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: data.Corpus) -> None:
+def run(model: str, recipe: str, seed: int, steps: int, folder: Path, corpus: corpora.Corpus) -> None:
     path = folder / f"{model}-{recipe.replace(' ', '_')}-{seed}-{steps}-{corpus.train.size}.json"
     if path.exists():
         return
@@ -168,7 +168,7 @@ def main() -> None:
     command.check_names(recipes, RECIPES)
     if args.command == "run":
         folder.mkdir(parents=True, exist_ok=True)
-        corpus = data.standard_library()
+        corpus = corpora.standard_library()
         for seed in args.seeds:  # seed by seed: a series that is interrupted has complete pairs
             for model in models:
                 for recipe in recipes:

@@ -302,13 +302,13 @@ def reference(shared: Path) -> Path:
 
 def corpora(shared: Path) -> Path:
     """The folder, with three token files: `corpus`, `same_size` with other tokens, and `other_size`."""
-    import data
+    import prepare
 
     texts = {"same_size": range(119_999, -1, -1), "other_size": range(0, 300_000, 3), "corpus": range(120_000)}
     with _WRITING:
         for name, numbers in texts.items() if not (shared / "corpus.bin").exists() else ():
             (shared / f"{name}.txt").write_text("".join(f"{number:06d}\n" for number in numbers))
-            data.prepare([str(shared / f"{name}.txt")], str(shared / f"{name}.bin"))
+            prepare.prepare([str(shared / f"{name}.txt")], str(shared / f"{name}.bin"))
     return shared
 
 

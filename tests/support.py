@@ -26,9 +26,11 @@ from jax.sharding import PartitionSpec as P
 
 import calibration
 import checkpoint
+import corpora
 import data
 import parameters
 import placement
+import prepare
 import reference
 import rules
 import sharding
@@ -75,7 +77,7 @@ def make_batch(config: Config, step: int = 0) -> data.Batch:
     rng = np.random.default_rng(step)
     stream = rng.integers(0, config.vocab_size - 1, 4000)
     stream[rng.random(4000) < 0.08] = config.vocab_size - 1
-    corpus = data.Corpus("random tokens", stream, stream[:100], config.vocab_size, config.vocab_size - 1)
+    corpus = corpora.Corpus("random tokens", stream, stream[:100], config.vocab_size, config.vocab_size - 1)
     batch = data.train_batch(corpus, step, batch=config.batch, seq_len=config.seq_len, seed=0)
     batch.loss_weights[1, -5:] = 0
     return batch
@@ -311,7 +313,7 @@ def compiled_on_ring(function: Callable, shape: tuple[int, ...], dtype, topology
 def run_values(directory: Path) -> Iterator[dict]:
     """Flags of a tiny run, for a fixture: a small corpus, and one cache of compiled programs that all runs share."""
     (directory / "squares.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
-    data.prepare([str(directory / "squares.txt")], str(directory / "squares.bin"))
+    prepare.prepare([str(directory / "squares.txt")], str(directory / "squares.bin"))
     yield dict(
         num_layers=2,
         model_dim=32,

@@ -11,7 +11,7 @@ import pytest
 from support import run_values, start_two
 
 import agreement
-import data
+import corpora
 import families
 import parameters
 import weights
@@ -86,10 +86,10 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
         shutil.copy(values["corpus"], tmp_path / str(number) / "c.bin")
     path = tmp_path / "1/c.bin"
     if case == "another corpus":
-        corpus = data.open_corpus(str(path))
+        corpus = corpora.open_corpus(str(path))
         other = np.array(corpus.train[:])
         other[-1] ^= 1
-        data.write_corpus(str(path), [other[1:]], [corpus.held_out[1:]], vocab_size=256, separator=255)
+        corpora.write_corpus(str(path), [other[1:]], [corpus.held_out[1:]], vocab_size=256, separator=255)
     elif case == "no corpus":
         path.unlink()
     elif case == "other weights":

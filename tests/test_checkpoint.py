@@ -21,10 +21,12 @@ import pytest
 from support import ROOT, assert_same_bits, load, read_metrics, run_values, start, steps_in
 
 import checkpoint
+import corpora
 import data
 import evaluation
 import lock
 import placement
+import prepare
 import processes
 import sharding
 import train
@@ -532,7 +534,7 @@ def own_corpus(saved, copy, tmp_path) -> Config:
 def test_a_changed_corpus_is_refused_under_its_name_and_accepted_under_another(own_corpus, tmp_path, capsys):
     (tmp_path / "cubes.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(5000)))
     shutil.copy(own_corpus.corpus, tmp_path / "the-same.bin")
-    data.prepare([str(tmp_path / "cubes.txt")], own_corpus.corpus)
+    prepare.prepare([str(tmp_path / "cubes.txt")], own_corpus.corpus)
     name = re.escape(f"--corpus={own_corpus.corpus}")
     with pytest.raises(ValueError, match=f"{name} has another content .*give the new one another name"):
         train.run(own_corpus)
@@ -562,7 +564,7 @@ def test_a_corpus_damaged_in_a_run_ends_it_and_a_restored_one_resumes_it(damage,
             damage(corpus)
         return read(*args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(data.DamagedError, match="put it back as it was"):
+    with monkeypatch.context() as patch, pytest.raises(corpora.DamagedError, match="put it back as it was"):
         patch.setattr(data, "train_batch", damaged_at_7)
         train_in(saved, tmp_path, corpus=str(corpus))
     assert "saved      after step 7, as the corpus cannot be read" in capsys.readouterr().out

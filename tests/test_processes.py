@@ -236,11 +236,11 @@ def test_a_lost_process_ends_the_other(lost, kind, values, one, tmp_path):
 
 DAMAGED_FOR_THE_SECOND = """
 import sys
-import command, data, flags, train
+import command, corpora, data, flags, train
 
 def damaged(*args, read=data.train_batch, **options):
     if args[1] == 12 and "--process_id=1" in sys.argv:
-        raise data.DamagedError("squares.bin is damaged")
+        raise corpora.DamagedError("squares.bin is damaged")
     return read(*args, **options)
 
 data.train_batch = damaged

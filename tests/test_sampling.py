@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import init
 
+import corpora
 import data
 import parameters
 import placement
@@ -81,7 +82,7 @@ def test_the_sample_of_a_run_continues_its_prompt_also_past_the_context(mesh):
     config = Config(**TINY | dict(num_layers=2, sample=19), mesh=mesh)
     mesh, params = on_mesh(config, sure(config))
     stream = np.arange(5, 60) * 7 % 64
-    corpus = data.Corpus("numbers", stream, stream, 64, 0)
+    corpus = corpora.Corpus("numbers", stream, stream, 64, 0)
     prompt, text = sampling.sample(params, corpus, config, mesh)
     tokens = [int(word) for word in prompt.split()]
     assert tokens == stream[:2].tolist() and len(text.split()) == 19

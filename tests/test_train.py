@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from support import SMALL, assert_close, first_state, init, make_batch
 
+import corpora
 import data
 import evaluation
 import parameters
@@ -345,7 +346,7 @@ def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
     place_of = {tuple(row): n for n, row in enumerate(every.tokens)}
     for sequences, batches, rows in ((33, 9, 33), (21, 9, 21), (32, 9, 32), (5, 9, 5), (40, 2, 32), (40, 3, 40)):
         held_out = stream[: sequences * config.seq_len + 1]
-        corpus = data.Corpus("random tokens", stream, held_out, config.vocab_size, 0)
+        corpus = corpora.Corpus("random tokens", stream, held_out, config.vocab_size, 0)
         its = dataclasses.replace(config, eval_batches=batches)
         batch_of = partial(data.eval_batch, corpus, batch=config.batch, seq_len=config.seq_len)
         chosen = np.concatenate([batch_of(index).tokens for index in range(-(-rows // config.batch))])[:rows]
@@ -370,7 +371,7 @@ def test_an_evaluation_has_two_batches_in_flight_at_most():
         return Sum(3 * len(asked)), Sum(1)
 
     config = Config(**TINY | dict(eval_batches=5, batch=8))
-    corpus = data.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
+    corpus = corpora.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
     assert evaluation.evaluate(eval_step, None, corpus, config, mesh) == 3 * (1 + 2 + 3 + 4 + 5) / 5
     assert len(asked) == 5 and len(fetched) == 10
@@ -379,7 +380,7 @@ def test_an_evaluation_has_two_batches_in_flight_at_most():
 def test_what_is_about_to_run_names_its_cliffs():
     flags = dict(preset="llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=1025)
     prediction = predict(run_of(from_preset(**flags), *parse_topology("tpu7x:2x2x1")))
-    corpus = data.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
+    corpus = corpora.Corpus("a corpus", *(np.arange(5000) % 250,) * 2, vocab_size=256, separator=255)
     lines = []
     log = SimpleNamespace(say=lines.append, flops_per_token=1e9)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))

@@ -10,6 +10,7 @@ import pytest
 from support import first_state, init
 
 import checkpoint
+import corpora
 import data
 import evaluation
 import parameters
@@ -41,7 +42,7 @@ def run(tmp_path_factory) -> tuple[Config, parameters.Params]:
     directory = tmp_path_factory.mktemp("run")
     documents = [np.frombuffer(f"{i} squared is {i * i}.\n".encode(), np.uint8) for i in range(300)]
     corpus = str(directory / "corpus.bin")
-    data.write_corpus(corpus, documents[:200], documents[200:], vocab_size=256, separator=255)
+    corpora.write_corpus(corpus, documents[:200], documents[200:], vocab_size=256, separator=255)
     config = Config(
         **TINY, mesh="data:2,fsdp:4", microbatches=2, corpus=corpus, checkpoint_dir=str(directory / "saved")
     )
@@ -130,11 +131,11 @@ def test_sampling_continues_prompts_of_a_checkpoint_and_of_published_weights(run
 @pytest.mark.parametrize("documents", ["held_out", "all"])
 def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, capsys):
     config, params = run
-    corpus = data.open_corpus(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     losses = []
     for stream in [corpus.train[:], corpus.held_out[:]][documents == "held_out" :]:
         size = data.num_sequences(stream, 16)
-        one = data.Corpus("", stream, stream, 256, 255)
+        one = corpora.Corpus("", stream, stream, 256, 255)
         rows = data.eval_batch(one, 0, batch=size, seq_len=16)
         logits = jax.nn.log_softmax(reference.logits(params, rows, config))
         losses.append(-np.take_along_axis(np.asarray(logits), rows.targets[..., None], -1).ravel())

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import anatomy
 import checkpoint
 import checksums
+import corpora
 import data
 import families
 import flags
@@ -340,7 +341,7 @@ def test_a_run_starts_from_the_weights_and_resumes_from_its_checkpoint(values, t
     run = of_a_run(values, folder, steps=2, checkpoint_dir=str(tmp_path / "c"), metrics_file=str(tmp_path / "m"))
     train.run(run)
     first = json.loads((tmp_path / "m").read_text().splitlines()[0])
-    batch = data.train_batch(data.open_corpus(run.corpus), 0, batch=run.batch, seq_len=run.seq_len, seed=run.seed)
+    batch = data.train_batch(corpora.open_corpus(run.corpus), 0, batch=run.batch, seq_len=run.seq_len, seed=run.seed)
     assert first["loss"] == pytest.approx(float(reference.loss(params, batch, run)), rel=1e-5)
     out = capsys.readouterr().out
     assert f"model      {folder}: " in out and "the state read in " in out

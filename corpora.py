@@ -1,0 +1,260 @@
+"""Corpora: documents as tokens on disk, verified wherever they are read.
+
+**Idea.** A corpus is two streams of tokens, one to train on and one held out. In both, the separator precedes every
+document. Without a file, the text is the source of Python's standard library, which every machine that runs this has:
+its bytes are the tokens, and the separator is byte 255, which no UTF-8 text contains.
+
+**Layout.** A token file has a 64-byte header, the tokens (training part, then held-out part), and a table with the
+CRC-32 of every 64 KiB of them, a uint32 each. All numbers are little-endian.
+
+    offset  0   8 bytes   b"ironwood"
+            8   uint32    format version, 2
+           12   uint32    bytes a token: 2, or 4 for a vocabulary above 65,536
+           16   uint64    vocabulary size
+           24   uint64    separator token: starts every document
+           32   uint64    training tokens
+           40   uint64    held-out tokens
+           48   uint32    CRC-32 of the table
+           52   8 bytes   zero
+           60   uint32    CRC-32 of bytes 0 to 59
+
+Header and table are read when the file is opened. Their hash is the identity that a checkpoint records, without a pass
+over the tokens. A block is verified each time it is read, so a file that is overwritten or truncated during a run ends
+the run with a message. Blocks are read, not mapped: a mapped file that is truncated kills the process.
+
+**Cost.** A read of full blocks, and a CRC at 3 GB/s.
+"""
+
+import hashlib
+import os
+import struct
+import sys
+import sysconfig
+import time
+import weakref
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import documents
+import outputs
+
+BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
+_HEADER = struct.Struct("<8sIIQQQQI8xI")
+_HEADER_BYTES = 64
+_VERSION = 2
+_BLOCK_BYTES = 1 << 16  # each block has its own CRC
+_MAX_VOCAB_SIZE = 1 << 31  # tokens of a batch are int32
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of the training and of the held-out documents; each document starts with the separator."""
+
+    name: str  # what error messages call it
+    train: "np.ndarray | Stream"
+    held_out: "np.ndarray | Stream"
+    vocab_size: int
+    separator: int
+    identity: str = ""  # a hash of the content, whatever the path
+
+    def check(self, seq_len: int, vocab_size: int) -> None:
+        """Raises ValueError where a model of this vocabulary and sequence length cannot train on it."""
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.name} has a vocabulary of {self.vocab_size} and the model one of {vocab_size}; "
+                f"use --vocab_size={self.vocab_size} or larger"
+            )
+        shortest = min(len(self.train), len(self.held_out))
+        if shortest <= seq_len:
+            way_out = f"--seq_len={shortest - 1} at most" if shortest > 1 else "a longer text"
+            raise ValueError(
+                f"{self.name} has {len(self.train)} training and {len(self.held_out)} held-out tokens, and a sequence "
+                f"needs seq_len + 1 = {seq_len + 1}; use {way_out}"
+            )
+
+
+# -- the token file
+
+
+class DamagedError(OSError):
+    """A token file no longer has the content that it had when it was opened."""
+
+
+class _TokenFile:
+    """An open token file: its header, the CRCs of its blocks, and its tokens, each block verified when it is read."""
+
+    def __init__(self, path: str):
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its other end
+            raise ValueError(f"{path} is no ordinary file; make a token file with `python data.py prepare`")
+        raw = open(path, "rb", buffering=0)
+        weakref.finalize(self, raw.close)
+        self.path, self.descriptor, self.opened = path, raw.fileno(), os.fstat(raw.fileno())
+        header, size = self._bytes(0, _HEADER_BYTES), self.opened.st_size
+        if len(header) < _HEADER_BYTES:
+            raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
+        magic, version, itemsize, *numbers, table_crc, crc = _HEADER.unpack(header)
+        if magic != b"ironwood":
+            raise ValueError(f"{path} starts with {magic!r}: not a token file; make one with `python data.py prepare`")
+        if version != _VERSION:
+            raise ValueError(
+                f"{path} has format version {version}, and this program reads version {_VERSION}, which has checksums; "
+                "make it again with `python data.py prepare`"
+            )
+        if crc != (actual := zlib.crc32(header[:-4])):
+            raise ValueError(f"{path} has a damaged header: CRC {actual:#x} in place of {crc:#x}")
+        self.vocab_size, self.separator, self.num_train, self.num_held_out = numbers
+        _check_vocabulary(path, self.vocab_size, self.separator)
+        if itemsize != (needed := _itemsize(self.vocab_size)):
+            raise ValueError(f"{path} has {itemsize} bytes a token; a vocabulary of {self.vocab_size} has {needed}")
+        self.dtype, self.num_bytes = np.dtype(f"<u{itemsize}"), itemsize * (self.num_train + self.num_held_out)
+        num_blocks = -(-self.num_bytes // _BLOCK_BYTES)
+        if size != (expected := _HEADER_BYTES + self.num_bytes + 4 * num_blocks):
+            raise ValueError(f"{path} has {size} bytes and its header promises {expected}: truncated or damaged")
+        table = self._bytes(_HEADER_BYTES + self.num_bytes, 4 * num_blocks)
+        if zlib.crc32(table) != table_crc:
+            raise ValueError(f"{path} has a damaged table of checksums, at its end: copy it again, or make it again")
+        self.crcs, self.identity = np.frombuffer(table, "<u4"), _identity(header, table)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`. Raises DamagedError where the file has changed, or cannot be read."""
+        start, stop = start * self.dtype.itemsize, stop * self.dtype.itemsize
+        blocks = range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
+        begin, end = blocks.start * _BLOCK_BYTES, min(blocks.stop * _BLOCK_BYTES, self.num_bytes)
+        content = memoryview(self._bytes(_HEADER_BYTES + begin, end - begin))
+        for block in blocks:
+            first = block * _BLOCK_BYTES
+            if zlib.crc32(content[first - begin :][:_BLOCK_BYTES]) != self.crcs[block]:
+                last = min(first + _BLOCK_BYTES, self.num_bytes) - 1
+                raise DamagedError(
+                    f"{self.path} is damaged: its tokens {first // self.dtype.itemsize} to "
+                    f"{last // self.dtype.itemsize} are not those that were written ({self._change()}); "
+                    "put it back as it was"
+                )
+        return np.frombuffer(content[start - begin : stop - begin], self.dtype)
+
+    def _bytes(self, offset: int, num_bytes: int) -> bytes:
+        """`num_bytes` of the file from `offset` on; fewer where it ends before."""
+        pieces = []
+        try:
+            while num_bytes > 0 and (piece := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
+                pieces.append(piece)
+                offset, num_bytes = offset + len(piece), num_bytes - len(piece)
+        except OSError as error:
+            raise DamagedError(f"{self.path} cannot be read at byte {offset}: {error}") from error
+        return b"".join(pieces)
+
+    def _change(self) -> str:
+        """How the file has changed since it was opened, for the error message."""
+        now = os.fstat(self.descriptor)
+        if now.st_size != self.opened.st_size:
+            return f"it has {now.st_size} bytes and had {self.opened.st_size} when it was opened"
+        if now.st_mtime_ns != self.opened.st_mtime_ns:
+            return f"it was written to at {time.strftime('%F %T', time.localtime(now.st_mtime))}, after it was opened"
+        return "by their checksum; nothing wrote to it since it was opened"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The training or held-out part of a token file, with a length and slices [start:stop], verified on each read."""
+
+    file: _TokenFile
+    first: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        start, stop, _ = index.indices(self.length)
+        return self.file.read(self.first + start, self.first + stop)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.file.dtype
+
+
+def _itemsize(vocab_size: int) -> int:
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def _check_vocabulary(path: str, vocab_size: int, separator: int) -> None:
+    if not 0 < vocab_size <= _MAX_VOCAB_SIZE:
+        raise ValueError(f"{path}: a vocabulary of {vocab_size} is not between 1 and {_MAX_VOCAB_SIZE}")
+    if not 0 <= separator < vocab_size:
+        raise ValueError(f"{path}: separator {separator} is outside the vocabulary of {vocab_size}")
+
+
+def open_corpus(path: str) -> Corpus:
+    """The token file at `path`; the standard library as bytes where `path` is empty.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is empty, truncated, damaged, or not a token file; the message has the numbers.
+    """
+    if not path:
+        return standard_library()
+    file = _TokenFile(path)
+    train, held_out = Stream(file, 0, file.num_train), Stream(file, file.num_train, file.num_held_out)
+    return Corpus(path, train, held_out, file.vocab_size, file.separator, file.identity)
+
+
+def _identity(*parts) -> str:
+    # Not a CRC: a CRC over CRCs is linear, and equal for some contents that differ in two places.
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+
+
+def write_corpus(
+    path: str, train: Iterable[np.ndarray], held_out: Iterable[np.ndarray], *, vocab_size: int, separator: int
+) -> Corpus:
+    """Writes documents (arrays of token ids, without separators) as a token file; a temporary one until it is complete.
+
+    Raises ValueError for a token or separator outside the vocabulary, with its document and position.
+    """
+    _check_vocabulary(path, vocab_size, separator)
+    itemsize = _itemsize(vocab_size)
+    counts, crcs, waiting = [], [], bytearray()
+
+    def write_blocks(at_least: int) -> None:
+        while len(waiting) >= at_least:
+            block = waiting[:_BLOCK_BYTES]
+            del waiting[:_BLOCK_BYTES]
+            file.write(block)
+            crcs.append(zlib.crc32(block))
+
+    with outputs.replacing(path, "wb") as file:
+        file.write(bytes(_HEADER_BYTES))
+        for part, documents in (("training", train), ("held-out", held_out)):
+            count = 0
+            for number, document in enumerate(documents):
+                document = np.asarray(document)
+                if bad := np.flatnonzero((document < 0) | (document >= vocab_size)).tolist():
+                    raise ValueError(
+                        f"{part} document {number} has token {document[bad[0]]} at position {bad[0]}, "
+                        f"outside the vocabulary of {vocab_size}"
+                    )
+                waiting += np.concatenate([[separator], document]).astype(f"<u{itemsize}").tobytes()
+                count += len(document) + 1
+                write_blocks(_BLOCK_BYTES)
+            counts.append(count)
+        write_blocks(1)
+        table = np.array(crcs, "<u4").tobytes()
+        file.write(table)
+        header = _HEADER.pack(b"ironwood", _VERSION, itemsize, vocab_size, separator, *counts, zlib.crc32(table), 0)
+        file.seek(0)
+        file.write(header[:-4] + struct.pack("<I", zlib.crc32(header[:-4])))
+    return open_corpus(path)
+
+
+def standard_library() -> Corpus:
+    """The source files of the running Python's standard library, as bytes; without tests, which some builds lack."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+    join = lambda texts: np.concatenate([np.append(np.uint8(BYTE_SEPARATOR), text) for text in texts])
+    train, held_out = map(join, documents.split(documents.texts_among(files, root)[0]))
+    name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
+    return Corpus(name, train, held_out, 256, BYTE_SEPARATOR, _identity(train, held_out))
