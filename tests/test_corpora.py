@@ -212,7 +212,7 @@ def test_a_flipped_bit_is_found_by_reading_its_block_alone(tmp_path):
             corpus.train[:], corpus.held_out[:]
         for other in range(-(-num_tokens // BLOCK_TOKENS)):
             if other != block:
-                corpus.train.file.read(other * BLOCK_TOKENS, min((other + 1) * BLOCK_TOKENS, num_tokens))
+                corpus.train.runs[0].file.read(other * BLOCK_TOKENS, min((other + 1) * BLOCK_TOKENS, num_tokens))
         path.write_bytes(intact)
     for byte in range(64 + 2 * num_tokens, len(intact)):
         flip(path, byte * 8 + 3)
@@ -274,9 +274,11 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
 
 def test_a_corpus_that_is_no_ordinary_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+    for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is no ordinary file; make a token file with"):
             corpora.open_corpus(str(path))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))} is no ordinary file, and no corpus: .* last$"):
+        corpora.open_corpus(str(tmp_path))
 
 
 def test_a_file_that_is_only_touched_stays_valid(tmp_path):
@@ -284,6 +286,79 @@ def test_a_file_that_is_only_touched_stays_valid(tmp_path):
     corpus = corpora.open_corpus(str(path))
     os.utime(path, (1e9, 1e9))
     corpus.train[:]
+
+
+# -- folders of token files
+
+
+def write_folder(path: Path, shards, **index) -> Path:
+    """Writes a corpus of shards, each a pair of its training and its held-out documents."""
+    path.mkdir()
+    listed = []
+    for number, (train, held_out) in enumerate(shards):
+        written = corpora.write_corpus(str(path / f"{number}.bin"), map(np.array, train), map(np.array, held_out),
+                                       vocab_size=100, separator=99)  # fmt: skip
+        listed.append(dict(file=f"{number}.bin", train=len(written.train), held_out=len(written.held_out),
+                           identity=written.identity))  # fmt: skip
+    corpora.write_index(str(path), listed, **dict(vocab_size=100, separator=99, tokenizer=None) | index)
+    return path
+
+
+SHARDS = [([[1, 2], [3]], [[4]]), ([], [[5, 6]]), ([[7] * 40000], []), ([[8]], [[9]])]
+
+
+def test_a_folder_is_its_shards_one_after_the_other(tmp_path):
+    corpus = corpora.open_corpus(str(write_folder(tmp_path / "c", SHARDS)))
+    train = [99, 1, 2, 99, 3, 99, *[7] * 40000, 99, 8]
+    assert corpus.train[:].tolist() == train and corpus.held_out[:].tolist() == [99, 4, 99, 5, 6, 99, 9]
+    assert (len(corpus.train), len(corpus.held_out), corpus.train.dtype) == (len(train), 7, np.uint16)
+    assert (corpus.vocab_size, corpus.separator, corpus.tokenizer) == (100, 99, None)
+    for start, stop in ((0, 0), (3, 6), (4, 7), (32770, 32775), (40005, 40008), (40007, 10**6), (5, 5), (9, 3)):
+        assert corpus.train[start:stop].tolist() == train[start:stop]
+    assert [corpus.held_out[at : at + 3].tolist() for at in range(5)] == [
+        [99, 4, 99], [4, 99, 5], [99, 5, 6], [5, 6, 99], [6, 99, 9]
+    ]  # fmt: skip
+
+
+def swap(folder: Path) -> None:
+    (folder / "0.bin").rename(folder / "x")
+    (folder / "3.bin").rename(folder / "0.bin")
+    (folder / "x").rename(folder / "3.bin")
+
+
+def replace_in_index(folder: Path, old: str, new: str) -> None:
+    text = (folder / corpora.INDEX).read_text()
+    assert old in text
+    (folder / corpora.INDEX).write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (swap, r"0.bin is not the shard that corpus.json lists: it has 2 \+ 2 tokens and .* in place of 5 \+ 2 and"),
+        (lambda c: write_folder(c.parent / "d", SHARDS[::-1][:3]) and (c.parent / "d/1.bin").replace(c / "1.bin"),
+         r"1.bin is not the shard that corpus.json lists: it has 40001 \+ 0 tokens"),
+        (lambda c: os.truncate(c / "2.bin", 50000), "2.bin has 50000 bytes and its header promises 80074: truncated"),
+        (lambda c: (c / "3.bin").unlink(), "3.bin is missing, and corpus.json beside it lists it: put it back"),
+        (lambda c: replace_in_index(c, "40001", "40000"), "corpus.json is damaged, or was altered"),
+        (lambda c: replace_in_index(c, '"separator": 99', '"separator": 98'), "corpus.json is damaged, or was altered"),
+        (lambda c: (c / "corpus.json").write_text("[" * 100_000), "corpus.json is damaged, or was altered"),
+        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json is damaged, or was altered"),
+        (lambda c: (c / "corpus.json").unlink(), "has no corpus.json, which `python data.py prepare` writes last"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_what_was_written_is_not_opened(tmp_path, change, message):
+    folder = write_folder(tmp_path / "c", SHARDS)
+    before = corpora.open_corpus(str(folder)).identity
+    change(folder)
+    with pytest.raises((ValueError, OSError), match=message):
+        corpora.open_corpus(str(folder))
+    assert before != write_and_open(tmp_path / "other", [*SHARDS[:3], ([[8]], [[8]])]).identity
+    assert before == write_and_open(tmp_path / "same", SHARDS).identity
+
+
+def write_and_open(*args, **index) -> corpora.Corpus:
+    return corpora.open_corpus(str(write_folder(*args, **index)))
 
 
 def test_identity_depends_on_the_content_and_not_on_the_path(tmp_path):
