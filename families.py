@@ -16,8 +16,8 @@ separated by commas. An axis is one letter or a product of several, the major on
 
 L and E are numbers in the name, {i} and {e}, if they are not in the dims.
 
-**Left out.** Vision and audio towers, and families whose layers this model cannot have. Gemma 4 E2B and E4B are such:
-their layers have embeddings of their own, and share keys and values.
+**Left out.** Vision and audio towers: of a model that has them, the text model is read. Families whose layers this
+model cannot have. Gemma 4 E2B and E4B are such: their layers have embeddings of their own, and share keys and values.
 
 **Source.** The released config.json and safetensors headers of each family; the modules of transformers 5.24, whose
 defaults apply where a config.json leaves a key out.
@@ -26,6 +26,7 @@ defaults apply where a config.json leaves a key out.
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,20 @@ class Family:
     rows: tuple[Row, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     skipped_without_mtp: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model of images and text, whose config.json has that of a text model as text_config.
+
+    architecture: the class of transformers that loads it.
+    text: the family of the text model.
+    defaults: values of text_config's keys, where they are missing.
+    """
+
+    architecture: str
+    text: str
+    defaults: dict
 
 
 _MISSING = object()
@@ -327,6 +342,8 @@ _EXPERTS = (
 _DENSE_ROWS = (*_OUTSIDE, *_NORMS, *_ATTENTION, *_MLP)
 # Old files have the frequencies of RoPE among the weights.
 _SKIPPED = {r".*\.rotary_emb\.inv_freq": "the frequencies of RoPE are computed"}
+_TOWERS = r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+_TEXT_ALONE = _SKIPPED | {_TOWERS: "only the text model is read"}
 
 
 # -- the families
@@ -550,7 +567,10 @@ def _write_gpt_oss(config: Config) -> dict:
 
 def _every_gemma(keys: Keys) -> dict:
     """Fields that Gemma 2, 3 and 4 share."""
-    keys.fix(attention_bias=False, use_bidirectional_attention=False, cache_implementation="hybrid")
+    # "vision": among the tokens of an image, which a text does not have
+    in_images = keys.values.get("use_bidirectional_attention") == "vision"
+    keys.fix(use_bidirectional_attention="vision" if in_images else False)
+    keys.fix(attention_bias=False, cache_implementation="hybrid")
     keys.fix(hidden_activation="gelu_pytorch_tanh")
     fields = _shapes(keys, "gelu_pytorch_tanh", tied=True)
     return fields | _head_dim(keys, fields, 256) | dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
@@ -811,8 +831,8 @@ FAMILIES = {
         _WITHOUT_MTP,
     ),
     "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _written_gemma, _GEMMA_ROWS, _SKIPPED),
-    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _SKIPPED),
-    "gemma4_text": Family("Gemma4ForCausalLM", _read_gemma4, _write_gemma4, _GEMMA4_ROWS, _SKIPPED),
+    "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _TEXT_ALONE),
+    "gemma4_text": Family("Gemma4ForCausalLM", _read_gemma4, _write_gemma4, _GEMMA4_ROWS, _TEXT_ALONE),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _read_gpt_oss,
@@ -821,6 +841,20 @@ FAMILIES = {
         _SKIPPED,
     ),
 }
+
+_WRAPPED = "num_attention_heads num_key_value_heads rms_norm_eps vocab_size".split()
+WRAPPERS = {
+    "gemma3": Wrapper(
+        "Gemma3ForConditionalGeneration", "gemma3_text", dict(zip(_WRAPPED, (8, 4, 1e-6, 262_208), strict=True))
+    ),
+    "gemma4": Wrapper(
+        "Gemma4ForConditionalGeneration", "gemma4_text", dict(zip(_WRAPPED, (8, 4, 1e-6, 262_144), strict=True))
+    ),
+}
+# Keys beside text_config that say how images and sound are read.
+_OF_IMAGES = re.compile(
+    r"(vision|audio)_config|(boi|eoi|image|boa|eoa|audio|video)_token_(id|index)|mm_tokens_per_image"
+)
 
 
 # -- config.json
@@ -839,11 +873,35 @@ def read_json(file: Path) -> dict:
     return values
 
 
+def read_model(directory: str | Path) -> dict:
+    """Returns the config.json in a folder of published weights; that of the text model where there are images, too.
+
+    Raises as `read_json`, and ValueError for a wrapped model with keys that this program does not know.
+    """
+    file = Path(directory, "config.json")
+    values = read_json(file)
+    if (wrapper := WRAPPERS.get(values.get("model_type"))) is None:
+        return values
+    keys = Keys(values, str(file))
+    keys.fix(architectures=[wrapper.architecture])
+    text = keys.take("text_config", dict)
+    keys.unread = {key for key in keys.unread if not _OF_IMAGES.fullmatch(key)} - {"tie_word_embeddings"}
+    keys.end()
+    Keys(text, f"{file}: text_config").fix(model_type=wrapper.text)
+    beside = {key: values[key] for key in ("quantization_config", "tie_word_embeddings") if key in values}
+    return wrapper.defaults | dict(model_type=wrapper.text) | beside | text
+
+
+def text_name(name: str) -> str:
+    """Returns the name that a tensor of a wrapped text model has in the text model alone."""
+    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
+
+
 def family_of(values: dict, file: str) -> str:
     """Returns the model_type of a config.json. Raises ValueError for one that is not in FAMILIES."""
     kind = values.get("model_type")
     if kind not in FAMILIES:
-        near = inputs.did_you_mean(str(kind), FAMILIES)
+        near = inputs.did_you_mean(str(kind), [*FAMILIES, *WRAPPERS])
         raise ValueError(f"{file} has model_type={kind!r}, which this program cannot read{near}")
     return kind
 
@@ -856,8 +914,7 @@ def settings(directory: str) -> dict:
         names both.
       OSError: it cannot be read.
     """
-    file = Path(directory, "config.json")
-    return _settings_of(read_json(file), str(file))
+    return _settings_of(read_model(directory), str(Path(directory, "config.json")))
 
 
 def _settings_of(values: dict, file: str) -> dict:

@@ -70,8 +70,8 @@ class Folder:
     """An open folder of published weights, for a `with` statement: its headers are read, its values are not.
 
     Attributes:
-      values: config.json.
-      tensors: {name: Tensor} of all files.
+      values: config.json, of the text model.
+      tensors: {name: Tensor} of all files, by their names in the text model.
       identity: a hash of config.json, of all headers, and of 16 blocks of 4 KiB of each file.
       bytes_read: of values, so far.
     """
@@ -84,7 +84,7 @@ class Folder:
           OSError: a file is missing, or cannot be read.
         """
         self.directory, self.bytes_read = Path(directory), 0
-        self.values = families.read_json(self.directory / "config.json")
+        self.values = families.read_model(self.directory)
         self.block = _block_of_fp8(self.values, self.directory / "config.json")
         self.tensors: dict[str, Tensor] = {}
         self._descriptors: dict[Path, int] = {}
@@ -112,7 +112,7 @@ class Folder:
                 raise ValueError(f"{path} has {name}, which {INDEX} does not place there: they are of two models")
         for name in sorted((names or set()) - tensors.keys()):
             raise ValueError(f"{self.directory / INDEX} says that {name} is in {path.name}, where it is not")
-        self.tensors |= tensors
+        self.tensors |= {families.text_name(name): tensor for name, tensor in tensors.items()}
 
     def parts(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Collection[str]]]:
         """Returns {name of a stored tensor: (its shape, its dtypes)} of which a published one of `shape` is made.

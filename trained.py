@@ -95,7 +95,7 @@ def _config_of(saved: dict) -> Config:
 
 def _published(directory: str) -> Config:
     """The Config of published weights."""
-    values = families.read_json(families.Path(directory, "config.json"))
+    values = families.read_model(directory)
     seq_len = values.get("max_position_embeddings", MAX_SEQ_LEN)
     return Config(**weights.settings(directory), seq_len=seq_len, dtype="bfloat16")
 

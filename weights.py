@@ -522,7 +522,7 @@ def export_checkpoint(directory: str, out_dir: str, dtype: str, like: str = "") 
     stored = checkpoint.stored(directory)
     blocks, began_from = Blocks(stored), like or stored.values.get("weights", "")
     file = Path(began_from, "config.json")
-    values = families.read_json(file) if began_from and (like or file.exists()) else None
+    values = families.read_model(began_from) if began_from and (like or file.exists()) else None
     write(blocks.piece, blocks.config, out_dir, dtype, values, blocks.verify)
     print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}")
 

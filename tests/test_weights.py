@@ -484,6 +484,56 @@ def test_a_mixture_of_gemma_4_comes_back_with_the_same_bits(tmp_path):
     assert np.array_equal(tensors[f"{p}.layer_scalar"], w.layer_scale[1:2])
 
 
+def wrapped(folder: str, kind: str, prefix: str, **more) -> None:
+    """Makes a folder of a text model one of images and text, as published: another config.json, other names."""
+    file = Path(folder, "config.json")
+    text = {key: value for key, value in json.loads(file.read_text()).items() if key != "architectures"}
+    text["use_bidirectional_attention"] = "vision"  # as Gemma 4 has it
+    values = dict(architectures=[families.WRAPPERS[kind].architecture], model_type=kind, text_config=text)
+    file.write_text(json.dumps(values | dict(vision_config=dict(hidden_size=8), boi_token_index=3) | more))
+    tensors = load_file(f"{folder}/model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    renamed["vision_tower.layer.weight"] = np.zeros((2, 2), np.float32)
+    save_file(renamed, f"{folder}/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "kind, prefix",
+    [
+        ("gemma3", "language_model.model."),
+        ("gemma3", "model.language_model."),
+        ("gemma4", "model.language_model."),
+    ],
+)
+def test_the_text_model_in_a_model_of_images_is_read(kind, prefix, tmp_path):
+    """transformers 5.24 computes the logits of ours from such folders that it has written, to 1e-6."""
+    config = model(f"{kind}_text")
+    params, folder = exported(tmp_path, config)
+    identity, before = weights.examined(folder, config)
+    wrapped(folder, kind, prefix)
+    assert families.differing(weights.settings(folder), config) == {} and before == []
+    other, notes = weights.examined(folder, config)
+    assert other != identity and notes == ["skipped, as only the text model is read: vision_tower.layer.weight"]
+    assert equal(weights.load(folder, config, mesh_of()), params)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (dict(mystery=2), "has mystery=2, which this program does not know"),
+        (dict(architectures=["Gemma3ForCausalLM"]), "has only architectures="),
+        (dict(text_config=None), "has no text_config: it must be an object"),
+        (dict(text_config=dict(model_type="llama")), "text_config has model_type='llama'"),
+        (dict(text_config=dict(hidden_size=16, images=1)), "has no num_hidden_layers"),
+    ],
+)
+def test_a_model_of_images_with_another_text_model_is_refused(more, message, tmp_path):
+    folder = exported(tmp_path, model("gemma3_text"))[1]
+    wrapped(folder, "gemma3", "language_model.model.", **more)
+    with pytest.raises(ValueError, match=message):
+        weights.settings(folder)
+
+
 def test_every_row_is_of_a_weight_of_this_project():
     for name, family in families.FAMILIES.items():
         assert {row.ours for row in family.rows} <= anatomy.WEIGHTS.keys()
