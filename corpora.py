@@ -44,8 +44,6 @@ import os
 import struct
 import sys
 import sysconfig
-import time
-import weakref
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +55,7 @@ import numpy as np
 
 import documents
 import outputs
+import storage
 
 BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
 BYTES = "bytes"  # the identity of the tokenizer whose tokens are bytes
@@ -133,10 +132,8 @@ class _TokenFile:
     def __init__(self, path: str):
         if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its other end
             raise ValueError(f"{path} is no ordinary file; make a token file with `python data.py prepare`")
-        raw = open(path, "rb", buffering=0)
-        weakref.finalize(self, raw.close)
-        self.path, self.descriptor, self.opened = path, raw.fileno(), os.fstat(raw.fileno())
-        header, size = self._bytes(0, _HEADER_BYTES), self.opened.st_size
+        self.path, self.storage = path, storage.opened(path)
+        header, size = self._bytes(0, _HEADER_BYTES), self.storage.size
         if len(header) < _HEADER_BYTES:
             raise ValueError(f"{path} has {size} bytes: too short for the {_HEADER_BYTES}-byte header of a token file")
         magic, version, itemsize, *numbers, table_crc, crc = _HEADER.unpack(header)
@@ -174,30 +171,17 @@ class _TokenFile:
                 last = min(first + _BLOCK_BYTES, self.num_bytes) - 1
                 raise DamagedError(
                     f"{self.path} is damaged: its tokens {first // self.dtype.itemsize} to "
-                    f"{last // self.dtype.itemsize} are not those that were written ({self._change()}); "
+                    f"{last // self.dtype.itemsize} are not those that were written ({self.storage.change()}); "
                     "put it back as it was"
                 )
         return np.frombuffer(content[start - begin : stop - begin], self.dtype)
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
         """`num_bytes` of the file from `offset` on; fewer where it ends before."""
-        pieces = []
         try:
-            while num_bytes > 0 and (piece := os.pread(self.descriptor, min(num_bytes, 1 << 30), offset)):
-                pieces.append(piece)
-                offset, num_bytes = offset + len(piece), num_bytes - len(piece)
+            return self.storage.read(offset, num_bytes)
         except OSError as error:
-            raise DamagedError(f"{self.path} cannot be read at byte {offset}: {error}") from error
-        return b"".join(pieces)
-
-    def _change(self) -> str:
-        """How the file has changed since it was opened, for the error message."""
-        now = os.fstat(self.descriptor)
-        if now.st_size != self.opened.st_size:
-            return f"it has {now.st_size} bytes and had {self.opened.st_size} when it was opened"
-        if now.st_mtime_ns != self.opened.st_mtime_ns:
-            return f"it was written to at {time.strftime('%F %T', time.localtime(now.st_mtime))}, after it was opened"
-        return "by their checksum; nothing wrote to it since it was opened"
+            raise DamagedError(str(error)) from error
 
 
 class _Run(NamedTuple):
@@ -232,6 +216,11 @@ class Stream:
             number, start = number + 1, end
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a read waits for a bucket, so that several should be under way at once."""
+        return self.runs[0].file.storage.is_remote
+
 
 def _itemsize(vocab_size: int) -> int:
     return 2 if vocab_size <= 1 << 16 else 4
@@ -254,7 +243,7 @@ def open_corpus(path: str) -> Corpus:
     """
     if not path:
         return standard_library()
-    if os.path.isdir(path):
+    if storage.is_folder(path):
         return _open_folder(path)
     file = _TokenFile(path)
     made_of_bytes = (file.vocab_size, file.separator) == (256, BYTE_SEPARATOR)
@@ -275,10 +264,11 @@ def _open_folder(folder: str) -> Corpus:
     index = read_index(folder)
 
     def opened(shard: dict) -> _TokenFile:
-        path = os.path.join(folder, shard["file"])
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"{path} is missing, and {INDEX} beside it lists it: put it back")
-        file = _TokenFile(path)
+        path = storage.join(folder, shard["file"])
+        try:
+            file = _TokenFile(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing, and {INDEX} beside it lists it: put it back") from None
         counts = dict(train=file.num_train, held_out=file.num_held_out, identity=file.identity)
         if counts != {key: shard[key] for key in counts} or (file.vocab_size, file.separator) != vocabulary:
             raise ValueError(
@@ -303,14 +293,16 @@ def read_index(folder: str) -> dict:
 
     Raises ValueError where there is none, because the preparation has not ended, or where it was altered.
     """
-    path = os.path.join(folder, INDEX)
-    if not os.path.exists(path):
+    path = storage.join(folder, INDEX)
+    try:
+        content = storage.read_file(path)
+    except FileNotFoundError:
         raise ValueError(
             f"{folder} is no ordinary file, and no corpus: it has no {INDEX}, "
             "which `python data.py prepare` writes last"
-        )
+        ) from None
     try:
-        index = json.loads(Path(path).read_bytes())
+        index = json.loads(content)
         right = index["identity"] == _identity_of(index)
         right &= bool(index["shards"]) and all(Path(shard["file"]).name == shard["file"] for shard in index["shards"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -16,6 +16,7 @@ processes, and a resumed run needs only its step.
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 import command
 import corpora
 import prepare
+import storage
 
 
 class Batch(NamedTuple):
@@ -68,7 +70,7 @@ def _pack(corpus: corpora.Corpus, stream: np.ndarray | corpora.Stream, sequences
     """Returns the numbered sequences of a stream; a negative number is padding."""
     is_real = sequences >= 0
     starts = np.where(is_real, sequences, 0) * seq_len
-    window = np.stack([stream[start : start + seq_len + 1] for start in starts])
+    window = _windows(stream, starts, seq_len + 1)
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
         part = "training" if stream is corpus.train else "held-out"
@@ -87,6 +89,15 @@ def _pack(corpus: corpora.Corpus, stream: np.ndarray | corpora.Stream, sequences
     next_targets = np.full_like(targets, -1)
     next_targets[:, :-1] = np.where(segments[:, 1:] == segments[:, :-1], targets[:, 1:], -1)
     return Batch(tokens, targets, segments.astype(np.int32), positions.astype(np.int32), weights, next_targets)
+
+
+def _windows(stream: np.ndarray | corpora.Stream, starts: np.ndarray, length: int) -> np.ndarray:
+    """[window, token]: `length` tokens of a stream from each start on. Those in a bucket are read at once."""
+    read = lambda start: stream[start : start + length]
+    if not getattr(stream, "is_remote", False) or len(starts) == 1:
+        return np.stack([read(start) for start in starts])
+    with ThreadPoolExecutor(min(storage.READERS, len(starts))) as readers:
+        return np.stack(list(readers.map(read, starts)))
 
 
 def _permute(numbers: np.ndarray, size: int, seed: int) -> np.ndarray:
