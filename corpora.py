@@ -49,15 +49,16 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import documents
 import outputs
 import storage
+import tokenization
+from tokenization import BYTE_SEPARATOR
 
-BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
 BYTES = "bytes"  # the identity of the tokenizer whose tokens are bytes
 _HEADER = struct.Struct("<8sIIQQQQI8xI")
 _HEADER_BYTES = 64
@@ -83,17 +84,15 @@ class Corpus:
     special_tokens: dict[str, int] | None = None  # the tokenizer's special tokens
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The tokenization.Tokenizer that made the tokens, or None if nobody knows. Read where first used.
+    def tokenizer(self) -> tokenization.Tokenizer | tokenization.ByteTokenizer | None:
+        """The tokenizer that made the tokens, or None if nobody knows. Read where first used.
 
         Raises ValueError if the folder's tokenizer.json is not the one with which the corpus was made.
         """
         if not self.tokenizer_identity:
             return None
-        import tokenization
-
         if self.tokenizer_identity == BYTES:
-            return tokenization.ByteTokenizer()
+            return tokenization.BYTES
         names = {token: text for text, token in (self.special_tokens or {}).items()}
         made = tokenization.open_tokenizer(os.path.join(self.folder, TOKENIZER), names.get(self.separator))
         if made.identity != self.tokenizer_identity:

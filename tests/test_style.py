@@ -19,7 +19,7 @@ name_of = lambda path: path.relative_to(ROOT).as_posix()
 # A module imports only from the floors below its own. A leaf never sees the Config, so that it can be lifted out.
 FLOORS = [
     {"reference", "presets", "published", "outputs", "inputs", "storage"},
-    {"command", "documents"},
+    {"command", "documents", "tokenization"},
     {"config", "placement", "corpora", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
     {"families", "prepare"},
@@ -43,7 +43,7 @@ FLOORS = [
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
 LEAVES |= {"dense", "kernels", "remote_dma", "interconnect", "matmul", "placement", "spatial", "hlo", "schedule"}
 LEAVES |= {"groups", "timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
-LEAVES |= {"checksums", "lock", "documents", "corpora", "prepare"}
+LEAVES |= {"checksums", "lock", "documents", "corpora", "prepare", "tokenization"}
 
 
 # -- names that are shapes
