@@ -90,6 +90,7 @@ class Family:
     read: (Keys) -> fields of Config.
     write: (Config) -> keys of config.json, without those that all families have.
     rows: the table of its weights.
+    copies: tensors that are written a second time, where the model has multi-token prediction.
     skipped: {regular expression of names: why these tensors are not read}; {L} is the number of layers.
       skipped_without_mtp: the same, if the model has no multi-token prediction.
     """
@@ -100,6 +101,7 @@ class Family:
     rows: tuple[Row, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     skipped_without_mtp: dict[str, str] = field(default_factory=dict)
+    copies: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -798,8 +800,14 @@ _MTP_ROWS = (
     Row("model.layers.{L}.eh_proj.weight", "w_mtp_hidden", "d, 2:1 D"),
     Row("model.layers.{L}.shared_head.norm.weight", "norm_mtp", "D"),
 )
-_MTP_COPIES = r"model\.layers\.{L}\.(embed_tokens|shared_head\.head)\.weight"
-_MTP_SKIPPED = {_MTP_COPIES: "the multi-token prediction module has the same ones"}
+_MTP_COPIES = (
+    Row("model.layers.{L}.embed_tokens.weight", "embed", "V, D"),
+    Row("model.layers.{L}.shared_head.head.weight", "unembed", "V, D"),
+)
+_MTP_SKIPPED = dict.fromkeys(
+    (re.escape(row.published).replace(r"\{L\}", "{L}") for row in _MTP_COPIES),
+    "the multi-token prediction module has the same ones",
+)
 _WITHOUT_MTP = {r"model\.layers\.{L}\..*": "without --mtp the multi-token prediction module is not trained"}
 
 FAMILIES = {
@@ -829,6 +837,7 @@ FAMILIES = {
         (*_OUTSIDE, *_NORMS, *_DEEPSEEK_ROWS, *_MLP, *_MTP_ROWS),
         _SKIPPED | _MTP_SKIPPED,
         _WITHOUT_MTP,
+        _MTP_COPIES,
     ),
     "gemma2": Family("Gemma2ForCausalLM", _read_gemma2, _written_gemma, _GEMMA_ROWS, _SKIPPED),
     "gemma3_text": Family("Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA_ROWS, _TEXT_ALONE),

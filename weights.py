@@ -198,6 +198,12 @@ def entries(config: Config, family: Family) -> list[Entry]:
     return listed
 
 
+def _copies(config: Config, family: Family) -> dict[str, Entry]:
+    """{weight: the tensor that holds it a second time}, for the multi-token prediction module."""
+    rows = family.copies if config.mtp else ()
+    return {row.ours: Entry(row.published.format(L=config.num_layers), row, row.ours, 0, None) for row in rows}
+
+
 def _rows(family: Family) -> dict[str, Row]:
     return {row.ours: row for row in family.rows}
 
@@ -419,8 +425,11 @@ def write(
         raise ValueError(f"{out_dir} is there already, and is not empty: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     sources = {}
+    copies = _copies(config, family)
     for entry in entries(config, family):
         sources.setdefault(entry.name, []).append(entry)
+        if entry.path in copies:  # directly behind, while its values are in memory
+            sources[copies[entry.path].name] = [copies[entry.path]]
 
     def new(name: str, entry: Entry) -> New:
         stored = "F32" if entry.row.ours in _FLOAT32 or dtype == "float32" else "BF16"
@@ -485,7 +494,8 @@ class Blocks:
         begin, block = self.blocks.get(path, (starts, np.empty([0] * len(sizes))))
         inside = [start - first for start, first in zip(starts, begin, strict=True)]
         if any(start + size > have for start, size, have in zip(inside, sizes, block.shape, strict=True)):
-            self.blocks = {name: each for name, each in self.blocks.items() if name != path}
+            others = [(name, each) for name, each in self.blocks.items() if name != path]
+            self.blocks = dict(others[-1:])  # a published tensor has at most two of our weights
             self.blocks[path] = starts, self._read(path, starts, sizes)
             inside, (_, block) = [0] * len(starts), self.blocks[path]
         return block[tuple(slice(start, start + size) for start, size in zip(inside, sizes, strict=True))]

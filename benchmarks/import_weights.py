@@ -1,12 +1,12 @@
 """The memory and the time of reading published weights onto 8 simulated devices, and of writing them again.
 
-    python benchmarks/import_weights.py [--layers=16] [--fp8] [--mesh=fsdp:8] [--devices=8] [--json]
+    python benchmarks/import_weights.py [--preset=llama3.2-1b] [--fp8] [--mesh=fsdp:8] [--devices=8] [--json]
 
-The model has the widths of Llama 3.2 1B (16 layers), with random weights in bfloat16, or in FP8 with blocks. They are
-made in a temporary folder, and read by a process of its own. The peak of its resident memory (VmHWM) is compared with
-what it must hold: its shards in float32 and one more tensor in full, the largest. With fewer --devices than the
-mesh has, the process makes only the shards of those, as one host of several does; they hold no array together, so
-nothing is exported then.
+The weights of the preset, one of the Llama family, are random, in bfloat16, or in FP8 with blocks. They are made in a
+temporary folder, and read by a process of its own. The peak of its resident memory (VmHWM) is compared with what it
+must hold: its shards in float32 and one more tensor in full, the largest. With fewer --devices than the mesh has, the
+process makes only the shards of those, as one host of several does; they hold no array together, so nothing is exported
+then.
 """
 
 import json
@@ -25,12 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 import command
 
-LLAMA_1B = dict(vocab_size=128_256, model_dim=2048, ff_dim=8192, num_heads=32, num_kv_heads=8, head_dim=64)
-LLAMA_1B |= dict(tied_embeddings=True, rope_theta=500_000.0)
+PRESETS = ("llama3.2-1b", "llama3.1-8b")
 ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
 
-def make(folder: str, num_layers: int, fp8: bool) -> int:
+def make(folder: str, config, fp8: bool) -> int:
     """Writes a folder of random weights, one tensor at a time. Returns the bytes of its values."""
     import ml_dtypes
     import numpy as np
@@ -39,9 +38,7 @@ def make(folder: str, num_layers: int, fp8: bool) -> int:
     import families
     import tensor_files
     import weights
-    from config import Config
 
-    config = Config(**LLAMA_1B, num_layers=num_layers)
     values, sizes, tensors = families.config_json(config), anatomy.sizes(config), []
     for entry in weights.entries(config, families.FAMILIES["llama"]):
         shape = weights._shape(entry.row, sizes)
@@ -119,7 +116,7 @@ def shards_of(folder, config, mesh, devices) -> list:
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("--layers", type=command.at_least(1), default=16, help="layers of the model [%(default)s]")
+    parser.add_argument("--preset", choices=PRESETS, default=PRESETS[0], help="the model [%(default)s]")
     parser.add_argument("--fp8", action="store_true", help="the layers' matrices in FP8, with 128 x 128 blocks")
     parser.add_argument("--mesh", default="fsdp:8", help="mesh of 8 devices [%(default)s]")
     parser.add_argument(
@@ -133,8 +130,10 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.mesh, args.devices, export=True)))
         return
+    import flags
+
     with tempfile.TemporaryDirectory() as folder:
-        num_bytes = make(folder, args.layers, args.fp8)
+        num_bytes = make(folder, flags.from_preset(args.preset), args.fp8)
         again = [sys.executable, __file__, f"--measure={folder}", f"--mesh={args.mesh}", f"--devices={args.devices}"]
         done = subprocess.run(again, env=os.environ | ON_CPU, capture_output=True, text=True)
     if done.returncode:
