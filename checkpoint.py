@@ -35,6 +35,7 @@ import checksums
 import config as config_lib
 import lock
 import processes
+import tokenization
 from config import Config
 
 SHAPES, VALUES = config_lib.deciding("shapes"), config_lib.deciding("values")
@@ -181,6 +182,42 @@ def save(checkpoints: Checkpoints, step: int, state, config: Config, contents: d
     )
     with _writable(checkpoints.manager):
         checkpoints.manager.save(step, args=items, force=True)
+
+
+def save_tokenizer(checkpoints: Checkpoints | None, tokenizer) -> str:
+    """Writes the corpus's tokenizer beside the checkpoints, so that sampling.py shows text wherever the corpus is.
+
+    Args:
+      tokenizer: a tokenization.Tokenizer; bytes or None removes what is there.
+
+    Returns a note if the run before had another tokenizer, else "". Raises OSError where the files cannot be written.
+    """
+    if not checkpoints:
+        return ""
+    error, before, file = None, "", checkpoints.folder / "tokenizer.json"
+    after = tokenizer.identity if isinstance(tokenizer, tokenization.Tokenizer) else ""
+    try:
+        before = tokenization.identity_of(file) if file.exists() else ""
+    except ValueError:
+        before = "damaged"
+    except OSError as caught:
+        error = OSError(f"the tokenizer in {checkpoints.folder} cannot be read: {caught}")
+    _raise_together(error)  # all have read it before it is written
+    try:
+        if jax.process_index() == 0 and after != before:
+            tokenizer.save(checkpoints.folder) if after else file.unlink()
+    except OSError as caught:
+        error = OSError(f"the tokenizer cannot be written to {checkpoints.folder}: {caught}")
+    _raise_together(error)
+    if before in ("", after):
+        return ""
+    return f"the tokenizer is {after or 'bytes, or unknown'}, and {before} in {checkpoints.folder}: ids mean other text"
+
+
+def open_tokenizer(directory: str) -> tokenization.Tokenizer | None:
+    """The tokenizer beside the checkpoints in a folder, or None. Raises as tokenization.open_tokenizer."""
+    file = _folder(directory) / "tokenizer.json"
+    return tokenization.open_tokenizer(file) if file.exists() else None
 
 
 def check(checkpoints: Checkpoints | None) -> None:

@@ -64,6 +64,9 @@ _HEADER = struct.Struct("<8sIIQQQQI8xI")
 _HEADER_BYTES = 64
 _VERSION = 2
 _BLOCK_BYTES = 1 << 16  # each block has its own CRC
+# Corpora with a smaller share of the model's vocabulary get a note. Published models exceed their tokenizer by 2% at
+# most, and a vocabulary of 1,280 or more that is padded to a multiple of 128 by less than 10%.
+_LEAST_SHARE = 0.9
 _MAX_VOCAB_SIZE = 1 << 31  # tokens of a batch are int32
 INDEX, TOKENIZER = "corpus.json", "tokenizer.json"  # files in the folder of a corpus
 _OPENED_AT_ONCE = 16  # shards: a remote file takes a tenth of a second
@@ -330,6 +333,38 @@ def write_index(
 def _identity_of(index: dict) -> str:
     named = {key: index[key] for key in ("vocab_size", "separator", "tokenizer", "shards")}
     return _identity(json.dumps(named, sort_keys=True).encode())
+
+
+def notes(corpus: Corpus, vocab_size: int, weights: str) -> list[str]:
+    """Returns what is likely wrong between a corpus, a model of this vocabulary, and the folder of its weights, or "".
+
+    Raises ValueError and OSError where the folder's tokenizer.json cannot be read.
+    """
+    notes = []
+    if corpus.vocab_size < _LEAST_SHARE * vocab_size:
+        notes.append(
+            f"{corpus.name} has a vocabulary of {corpus.vocab_size:,} and the model one of {vocab_size:,}: "
+            f"{1 - corpus.vocab_size / vocab_size:.1%} of the model's tokens never occur; "
+            f"use --vocab_size={corpus.vocab_size}, or prepare the corpus with --tokenizer"
+        )
+    if weights and corpus.tokenizer_identity and os.path.exists(os.path.join(weights, TOKENIZER)):
+        if (other := tokenization.identity_of(weights)) != corpus.tokenizer_identity:
+            notes.append(
+                f"{corpus.name} has the tokenizer {corpus.tokenizer_identity}, and --weights={weights} has {other}: "
+                f"the ids mean other text; prepare the corpus with --tokenizer={weights}"
+            )
+    return notes
+
+
+def readable_tokenizer(corpus: Corpus) -> tuple[tokenization.Tokenizer | tokenization.ByteTokenizer | None, str]:
+    """(the tokenizer of a corpus, why text cannot be shown): None where nobody knows it, or the library is missing.
+
+    Raises ValueError where the tokenizer is not the one with which the corpus was made.
+    """
+    try:
+        return corpus.tokenizer, ""
+    except tokenization.NotInstalledError as error:
+        return None, f"{error}; without it samples are numbers, and there are no bits a byte"
 
 
 def _identity(*parts) -> str:

@@ -196,16 +196,6 @@ def bigram_loss(
     return float(-np.mean(np.log((pair_counts + p_next) / (contexts[tokens] + 1))))
 
 
-def as_bytes(tokens: np.ndarray) -> bytes:
-    """Byte tokens as bytes, with the separator as a line of its own."""
-    return bytes(int(token) for token in tokens).replace(bytes([corpora.BYTE_SEPARATOR]), b"\n----\n")
-
-
-def decode(tokens: np.ndarray) -> str:
-    """The text of byte tokens, with the separator as a line of its own."""
-    return as_bytes(tokens).decode(errors="replace")
-
-
 def main() -> None:
     parser = command.parser(__file__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -235,8 +225,8 @@ def main() -> None:
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
     if batch:
         print(f"first sequence: {batch.segments.max()} document(s); the last position is {batch.positions[0, -1]}")
-        if corpus.vocab_size == 256:
-            print(decode(batch.tokens[0]))
+        tokenizer, problem = corpora.readable_tokenizer(corpus)
+        print(tokenizer.decode(batch.tokens[0]) if tokenizer else problem or "its tokenizer is not known")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 
 **Formula.** loss = mean over targets of -log p(target | tokens before it), in nats a token; perplexity = exp(loss). A
 sequence sees only its own tokens, so its first targets have little context: a larger `--seq_len` lowers the loss.
+Tokenizers are compared by bits a byte: the sum of the losses / ln 2 / bytes of the targets' text, in UTF-8. Separators
+and other special tokens have a loss and no bytes.
 
 **Left out.** FP8: the program computes in `--dtype`, while train.py evaluates as it trains. Windows that overlap.
 """
@@ -86,6 +88,23 @@ def num_evaluated(corpus: corpora.Corpus, config: Config) -> int:
     return min(config.eval_batches * config.batch, data.num_sequences(corpus.held_out, config.seq_len))
 
 
+def num_bytes(corpus: corpora.Corpus, tokenizer, config: Config) -> int | None:
+    """Bytes of the text of all targets of an evaluation; None where the tokenizer (or None) does not know them.
+
+    Reads the evaluated sequences again: only for the process that prints it.
+    """
+    if tokenizer is None or tokenizer.num_bytes(np.zeros(0, np.int32)) is None:
+        return None
+    make = partial(data.eval_batch, corpus, batch=config.batch, seq_len=config.seq_len)
+    batches = data.prefetch(make, range(-(-num_evaluated(corpus, config) // config.batch)))
+    return sum(tokenizer.num_bytes(batch.targets[batch.loss_weights > 0]) for batch in batches)
+
+
+def bits_a_byte(total_loss: float, num_bytes: int | None) -> float | None:
+    """Bits a byte of text, of a sum of losses in nats; None without bytes."""
+    return total_loss / math.log(2) / num_bytes if num_bytes else None
+
+
 # -- the program
 
 
@@ -139,12 +158,17 @@ def main() -> None:
         return
     figures = {"model": model.name, "corpus": corpus.name, "loss": loss, "perplexity": math.exp(loss)}
     figures |= {"tokens": int(count), "sequences": sum(counts), "seconds": time.perf_counter() - begun}
+    tokenizer = corpora.readable_tokenizer(corpus)[0]
+    sizes = [num_bytes(each, tokenizer, config) for each in parts]
+    figures["bits_a_byte"] = bits = None if None in sizes else bits_a_byte(total, sum(sizes))
     if args.json:
         print(json.dumps(figures))
         return
     print(f"model      {model.name}, {config.dtype}")
     print(f"data       {corpus.name}, {args.documents}: {sum(counts):,} of {sum(sequences):,} sequences")
     print(f"loss       {loss:.4f} nats a token, perplexity {figures['perplexity']:.3f}, over {int(count):,} tokens")
+    if bits is not None:
+        print(f"text       {bits:.4f} bits a byte, {sum(sizes) / count:.3f} bytes a token")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,16 @@ at which the sum exceeds u times that of the nucleus. generation.py computes the
 **Context.** The model sees at most as many tokens as it was trained with. When so many are in the cache, the later half
 of them becomes the prompt of a new cache.
 
-**Text.** A model of bytes takes a prompt as UTF-8. Any other one takes the numbers of tokens, and prints these.
+**Text.** A model's folder has its tokenizer (tokenization.py), or its tokens are bytes. Without either, the program
+takes the numbers of tokens, and prints these.
 
-**Left out.** Tokenizers, tokens that end a text, and what generation.py leaves out.
+**Left out.** Tokens that end a text, and what generation.py leaves out.
 """
 
 import argparse
-import codecs
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -32,13 +33,11 @@ from jax.sharding import Mesh, NamedSharding
 
 import command
 import corpora
-import data
 import generation
 import placement
+import tokenization
 import trained
 from config import Config
-
-BYTES = 256  # vocabulary of a model whose tokens are bytes
 
 
 def draw(logits_bV: jax.Array, u_b: jax.Array, temperature: float, top_p: float, num_tokens: int) -> jax.Array:
@@ -118,8 +117,8 @@ def _padded(texts: list[list[int]], width: int, mesh: Mesh) -> tuple[jax.Array, 
     return place(tokens), place(np.array([len(row) for row in rows], np.int32))
 
 
-def sample(params, corpus: corpora.Corpus, config: Config, mesh: Mesh) -> tuple[str, str]:
-    """Returns (prompt, continuation) as text, at the end of a training run.
+def sample(params, corpus: corpora.Corpus, tokenizer, config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Returns (prompt, continuation) as text, at the end of a training run; as numbers if the tokenizer is None.
 
     They are the beginning of a held-out document, and `config.sample` tokens.
     """
@@ -129,25 +128,25 @@ def sample(params, corpus: corpora.Corpus, config: Config, mesh: Mesh) -> tuple[
     options = dict(seed=config.seed, vocab_size=corpus.vocab_size)
     chunks = generate(params, [prompt], config, mesh, config.sample, **options)
     tokens = np.concatenate([tokens[0] for tokens, _ in chunks])
-    return shown(prompt, corpus.vocab_size), shown(tokens, corpus.vocab_size)
+    return shown(prompt, tokenizer), shown(tokens, tokenizer)
 
 
-def shown(tokens: np.ndarray, vocab_size: int) -> str:
-    """Tokens as text, or as numbers if they are not bytes."""
-    return data.decode(tokens) if vocab_size == BYTES else " ".join(map(str, tokens))
+def shown(tokens: np.ndarray, tokenizer) -> str:
+    """Tokens as text, or as numbers without a tokenizer."""
+    return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
 
 
 # -- the program
 
 
-def prompts_of(args: argparse.Namespace, config: Config) -> list[np.ndarray]:
+def prompts_of(args: argparse.Namespace, config: Config, tokenizer) -> list[np.ndarray]:
     """The tokens of the prompts on the command line. Raises ValueError for a prompt that the model cannot have."""
-    if args.prompt and config.vocab_size != BYTES:
+    if args.prompt and tokenizer is None:
         raise ValueError(
-            f"the model has a vocabulary of {config.vocab_size:,}, not the {BYTES} bytes: give the prompt as tokens, "
-            "as in --prompt_tokens=1,2,3"
+            f"the model has a vocabulary of {config.vocab_size:,} and no tokenizer.json beside it: give the prompt as "
+            "tokens, as in --prompt_tokens=1,2,3"
         )
-    prompts = [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in args.prompt or []]
+    prompts = tokenizer.encode(args.prompt, add_special_tokens=True) if args.prompt else []
     prompts += [np.array(tokens) for tokens in args.prompt_tokens or []]
     if not prompts:
         raise ValueError("there is no prompt: --prompt=TEXT, or --prompt_tokens=1,2,3")
@@ -184,27 +183,41 @@ def main() -> None:
         raise ValueError(f"seed={args.seed} must be under 2^32")
     instead = {"pipe": "fsdp or tensor shards the layers", "context": "tensor shards the heads and their cache"}
     model = trained.opened(args, instead)
-    prompts = prompts_of(args, model.config)
+    tokenizer = tokenizer_of(model, bool(args.prompt))
+    prompts = prompts_of(args, model.config, tokenizer)
     config, mesh = generation.for_generation(model.config, model.mesh)
     params = jax.block_until_ready(generation.placed(model.read(config, mesh), config, mesh))
     options = dict(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-    show(model.name, prompts, generate(params, prompts, config, mesh, args.tokens, **options), config, args)
+    options["vocab_size"] = min(config.vocab_size, tokenizer.vocab_size if tokenizer else config.vocab_size)
+    show(model.name, prompts, generate(params, prompts, config, mesh, args.tokens, **options), tokenizer, args)
 
 
-def show(name: str, prompts: list[np.ndarray], chunks: Iterator, config: Config, args: argparse.Namespace) -> None:
+def tokenizer_of(model: trained.Trained, is_needed: bool) -> tokenization.Tokenizer | tokenization.ByteTokenizer | None:
+    """The model's tokenizer. If it is not needed and cannot be read, a line on stderr says so."""
+    try:
+        return model.tokenizer
+    except ValueError as error:
+        if is_needed:
+            raise
+        print(f"note       tokens are shown as numbers: {error}", file=sys.stderr)
+        return None
+
+
+def show(name: str, prompts: list[np.ndarray], chunks: Iterator, tokenizer, args: argparse.Namespace) -> None:
     """Prints the texts: a single one while it is generated, several when they are done, or all as JSON."""
     streams = len(prompts) == 1 and not args.json and jax.process_index() == 0
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    in_bytes = config.vocab_size == BYTES
-    as_text = lambda tokens: utf8.decode(data.as_bytes(tokens)) if in_bytes else shown(tokens, 0) + " "
+    incremental = tokenization.Incremental(tokenizer, prompts[0]) if tokenizer else None
+    as_text = incremental or (lambda tokens, at_end=False: " ".join([*map(str, tokens), ""]))
     begun, results, seconds = time.perf_counter(), [], []
     if streams:
-        command.say(f"{shown(prompts[0], config.vocab_size)}>>>", end="")
+        command.say(f"{shown(prompts[0], tokenizer)}>>>", end="")
     for tokens, log_p in chunks:
         results.append((tokens, log_p))
         seconds.append(time.perf_counter() - begun)
         if streams:
             command.say(as_text(tokens[0]), end="")
+    if streams:
+        command.say(as_text([], at_end=True), end="")
     tokens, log_p = (np.concatenate(each, 1) for each in zip(*results, strict=True))
     rates = [len(prompts) * t.shape[1] / s for (t, _), s in zip(results[1:], np.diff(seconds), strict=True)]
     rate = float(np.median(rates)) if rates else None  # without the first chunk, which waits for the compiler
@@ -213,14 +226,14 @@ def show(name: str, prompts: list[np.ndarray], chunks: Iterator, config: Config,
     if args.json:
         texts = [
             {"prompt_tokens": prompt.tolist(), "tokens": row.tolist(), "log_probabilities": p.tolist()}
-            | ({"prompt": shown(prompt, BYTES), "text": shown(row, BYTES)} if in_bytes else {})
+            | ({"prompt": shown(prompt, tokenizer), "text": shown(row, tokenizer)} if tokenizer else {})
             for prompt, row, p in zip(prompts, tokens, log_p, strict=True)
         ]
         print(json.dumps({"model": name, "seconds": seconds[-1], "tokens_per_s": rate, "texts": texts}))
         return
     if not streams:
         for prompt, row in zip(prompts, tokens, strict=True):
-            command.say(f"{shown(prompt, config.vocab_size)}>>>{shown(row, config.vocab_size)}\n")
+            command.say(f"{shown(prompt, tokenizer)}>>>{shown(row, tokenizer)}\n")
     speed = f", {rate:,.0f} tokens/s once compiled" if rate else ""
     command.say(f"\nsampled    {tokens.size:,} tokens in {seconds[-1]:.1f} s{speed}, by {name}")
 

@@ -27,7 +27,6 @@ sentencepiece and tiktoken without a tokenizer.json.
 import functools
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -43,6 +42,10 @@ WELL_KNOWN = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581
 WELL_KNOWN += ("<|eos|>", "[EOS]", "<EOS>")
 _PIECE = 1 << 20  # characters of a document that the training of a tokenizer reads at a time
 _SHOWN = 20  # candidates in a message
+
+
+class NotInstalledError(ValueError):
+    """The library that reads a tokenizer.json is missing."""
 
 
 class Tokenizer:
@@ -86,20 +89,36 @@ class Tokenizer:
             )
         return vocabulary[chosen[0]]
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, uint32 [tokens], as transformers gives them with add_special_tokens=False.
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
+        """The ids of each text, uint32 [tokens], as transformers gives them.
 
         A special token that is spelled in a text becomes that token. Lone surrogates are encoded as U+FFFD.
+
+        Args:
+          add_special_tokens: adds those that the file's template puts around a prompt, such as one at the beginning.
         """
-        encodings = self._library.encode_batch_fast(
-            [without_surrogates(text) for text in texts], add_special_tokens=False
-        )
+        texts = [without_surrogates(text) for text in texts]
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids [tokens], offsets [tokens, 2]): the characters of the text, from and to, that each id is of."""
         encoding = self._library.encode(without_surrogates(text), add_special_tokens=False)
         return np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def save(self, folder) -> None:
+        """Writes tokenizer.json, and the separator in tokenizer_config.json, to a folder (Path, or epath of a bucket).
+
+        Raises OSError where they cannot be written.
+        """
+        text = self._library.id_to_token(self.separator)
+        settings = json.dumps({"eos_token": text, "separator": text}).encode()
+        for name, content in (("tokenizer_config.json", settings), ("tokenizer.json", self.content)):
+            if isinstance(folder, Path):
+                with outputs.replacing(folder / name, "wb") as file:
+                    file.write(content)
+            else:
+                (folder / name).write_bytes(content)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, with the separator as a line of its own. An id outside the vocabulary is left out."""
@@ -143,7 +162,7 @@ class ByteTokenizer:
     name, identity, vocab_size, separator = "bytes", "bytes", 256, BYTE_SEPARATOR
     special_tokens: dict[str, int] = {}  # noqa: RUF012
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(without_surrogates(text).encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -195,11 +214,11 @@ def without_surrogates(text: str) -> str:
 # -- files
 
 
-def open_tokenizer(path: str, separator: str | None = None, name: str = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of the folder that has one.
+def open_tokenizer(path, separator: str | None = None, name: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json, or of the folder that has one; a path, or an epath of a bucket.
 
     Args:
-      separator: the token that starts each document; None looks for the end-of-text token.
+      separator: the token that starts each document; None takes that of `Tokenizer.save`, or the end-of-text token.
       name: what messages call it, instead of its path.
 
     Raises:
@@ -207,13 +226,16 @@ def open_tokenizer(path: str, separator: str | None = None, name: str = "") -> T
       OSError: it cannot be read.
     """
     file = file_of(path)
+    saved = _settings(file.parent, "tokenizer_config.json").get("separator")
+    separator = saved if separator is None and isinstance(saved, str) else separator
     return Tokenizer(name or str(path), file.read_bytes(), _declared(file.parent), separator)
 
 
-def file_of(path: str) -> Path:
+def file_of(path) -> Path:
     """The tokenizer.json that a path names or has. Raises ValueError where it is not there, or no ordinary file."""
-    file = Path(path, "tokenizer.json") if os.path.isdir(path) else Path(path)
-    if os.path.isdir(path) and not file.exists():
+    path = Path(path) if isinstance(path, str) else path
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
         raise ValueError(
             f"{path} has no tokenizer.json; transformers writes one: AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(DIR)"
@@ -252,7 +274,7 @@ def _library():
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(
+        raise NotInstalledError(
             "tokenizers is not installed, which reads a tokenizer.json: pip install -e '.[data]'"
         ) from None
     return tokenizers
@@ -270,15 +292,21 @@ def _loaded(name: str, content: bytes):
     return loaded
 
 
+def _settings(folder: Path, name: str) -> dict:
+    """The object in a JSON file beside a tokenizer.json; empty where there is none."""
+    try:
+        values = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def _declared(folder: Path) -> list[str | int]:
     """The end-of-text tokens that the files beside a tokenizer.json name, then those of the beginning: text or id."""
     declared = {"eos": [], "bos": []}
     for file in ("tokenizer_config.json", "config.json", "generation_config.json"):
-        try:
-            values = json.loads((folder / file).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue
-        for kind, tokens in declared.items() if isinstance(values, dict) else ():
+        values = _settings(folder, file)
+        for kind, tokens in declared.items():
             for value in (values.get(f"{kind}_token"), values.get(f"{kind}_token_id")):
                 value = value.get("content") if isinstance(value, dict) else value
                 tokens += [each for each in (value if isinstance(value, list) else [value]) if each is not None]

@@ -273,6 +273,7 @@ class Setup:
     contents: dict[str, str]  # {flag: identity of the file or folder that it names}
     compiler_options: dict[str, str]
     notes: list[str]
+    tokenizer: object  # tokenization.Tokenizer or ByteTokenizer of the corpus; None if there is none to show text with
     seconds: dict[str, float]  # spent since the start of the program, by what for
     begun: float  # by time.perf_counter
 
@@ -298,10 +299,11 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         first_step = 0 if state is None else int(state.step)
         if checkpoints:
             setup.seconds["restore"] = time.perf_counter() - restore_begun
+        other_tokenizer = checkpoint.save_tokenizer(checkpoints, setup.tokenizer)
         log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
-        for note in setup.notes:
+        for note in filter(None, [*setup.notes, other_tokenizer]):
             log.say(f"note       {note}")
         eval_step = evaluation.make_eval_step(config, mesh)
 
@@ -328,7 +330,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             f"terminated after step {int(state.step)}, {resumable if checkpoints else 'not saved: no --checkpoint_dir'}"
         )
         raise SystemExit(128 + stopped)
-    return summarise(log, state, corpus, config, mesh, eval_loss, prediction, setup.begun)
+    return summarise(log, state, setup, eval_loss, prediction)
 
 
 def set_up(config: Config, begun: float | None) -> Setup:
@@ -356,6 +358,8 @@ def set_up(config: Config, begun: float | None) -> Setup:
         check_backend(config, mesh.devices.flat[0].platform)
         corpus = corpora.open_corpus(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
+        tokenizer, problem = corpora.readable_tokenizer(corpus)
+        notes += [*filter(None, [problem]), *corpora.notes(corpus, config.vocab_size, config.weights)]
         contents = {"corpus": corpus.identity}
         if config.fp8 == "static":
             contents["fp8_scales"] = calibration.identity(config)
@@ -364,7 +368,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    return Setup(config, mesh, corpus, contents, compiler_options, notes, seconds, begun)
+    return Setup(config, mesh, corpus, contents, compiler_options, notes, tokenizer, seconds, begun)
 
 
 def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, jax.stages.Compiled]:
@@ -549,11 +553,9 @@ def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def summarise(
-    log: Log, state: State, corpus: corpora.Corpus, config: Config, mesh: Mesh, eval_loss, prediction, begun
-) -> dict:
+def summarise(log: Log, state: State, setup: Setup, eval_loss: float | None, prediction: Prediction | None) -> dict:
     """Prints the results of the run, and returns them as numbers."""
-    figures = log.summary()
+    config, corpus, figures = setup.config, setup.corpus, log.summary()
     if prediction:
         figures["predicted_step_s"] = prediction.step_s
         log.say(f"predicted  {prediction.step_s:.3f} s: measured is {figures['step_s'] / prediction.step_s:.2f} of it")
@@ -565,14 +567,19 @@ def summarise(
             f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's {bigram:.4f} "
             f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
         )
+        if num_bytes := evaluation.num_bytes(corpus, setup.tokenizer, config):
+            num_tokens = sequences * config.seq_len
+            bits = evaluation.bits_a_byte(eval_loss * num_tokens, num_bytes)
+            figures["bits_a_byte"] = bits
+            log.say(f"text       {bits:.4f} bits a byte of it, {num_bytes / num_tokens:.3f} bytes a token")
     if config.sample:
-        prompt, text = sampling.sample(state.params, corpus, config, mesh)
+        prompt, text = sampling.sample(state.params, corpus, setup.tokenizer, config, setup.mesh)
         log.say(
             f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal
             else f"sample     of the model after a held-out prompt, after >>>:\n{prompt}>>>{text}"
         )
-    log.say(f"in all     {time.perf_counter() - begun:.1f} s")
+    log.say(f"in all     {time.perf_counter() - setup.begun:.1f} s")
     return figures
 
 

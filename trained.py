@@ -8,6 +8,7 @@ straight into the shards of the mesh. The folder is not locked, so a run that st
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ import placement
 import processes
 import rules
 import sharding
+import tokenization
 import weights
 from config import Config
 
@@ -40,6 +42,16 @@ class Trained:
     mesh: Mesh
     read: Callable[[Config, Mesh], parameters.Params]
     corpus: str  # that it was trained on, if the checkpoint says so
+    open_tokenizer: Callable[[], tokenization.Tokenizer | None]  # of its folder
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenization.Tokenizer | tokenization.ByteTokenizer | None:
+        """The tokenizer in the model's folder; without one bytes, for a vocabulary of 256, or None.
+
+        Raises ValueError where it cannot be read: the file is damaged, or the library `tokenizers` is missing.
+        """
+        in_bytes = self.config.vocab_size == tokenization.BYTES.vocab_size
+        return self.open_tokenizer() or (tokenization.BYTES if in_bytes else None)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +88,15 @@ def opened(args: argparse.Namespace, unused_axes: dict[str, str] | None = None) 
     if args.checkpoint_dir:
         path, saved = checkpoint.newest(args.checkpoint_dir)
         config, name = _config_of(saved), str(path)
-        read = partial(_restored, path)
+        read, open_tokenizer = partial(_restored, path), partial(checkpoint.open_tokenizer, args.checkpoint_dir)
     else:
         config, saved, name = _published(args.weights), {}, args.weights
-        read = partial(weights.load, args.weights)
+        read, open_tokenizer = partial(weights.load, args.weights), partial(_published_tokenizer, args.weights)
     values |= {flag: value for flag in ("seq_len", "dtype") if (value := getattr(args, flag))}
     if mesh.shape["pipe"] == 1:
         values |= dict(microbatches=1, pipeline_schedule="1f1b", pipeline_rounds=1, remat_stage=False)
     config = rules.settled(config_lib.changed(config, **values), dict(mesh.shape))
-    return Trained(name, config, mesh, read, saved.get("corpus", ""))
+    return Trained(name, config, mesh, read, saved.get("corpus", ""), open_tokenizer)
 
 
 def _config_of(saved: dict) -> Config:
@@ -98,6 +110,12 @@ def _published(directory: str) -> Config:
     values = families.read_model(directory)
     seq_len = values.get("max_position_embeddings", MAX_SEQ_LEN)
     return Config(**weights.settings(directory), seq_len=seq_len, dtype="bfloat16")
+
+
+def _published_tokenizer(directory: str) -> tokenization.Tokenizer | None:
+    """The tokenizer of published weights; None where their folder has none."""
+    has_one = families.Path(directory, "tokenizer.json").exists()
+    return tokenization.open_tokenizer(directory) if has_one else None
 
 
 def _restored(path, config: Config, mesh: Mesh) -> parameters.Params:

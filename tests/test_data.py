@@ -161,11 +161,6 @@ def test_evaluation_covers_the_held_out_part_once(batch):
     assert sorted(targets) == corpus.held_out[1:].reshape(size, seq_len).tolist()
 
 
-def test_decode():
-    assert data.decode(np.array([255, *"Grüße".encode(), 255, 66])) == "\n----\nGrüße\n----\nB"
-    assert data.decode(np.array([0xC3, 66])) == "\N{REPLACEMENT CHARACTER}B"
-
-
 # -- the prefetch thread
 
 

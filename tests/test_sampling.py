@@ -16,6 +16,7 @@ import placement
 import reference
 import sampling
 import sharding
+import tokenization
 from config import Config
 
 TINY = dict(vocab_size=64, num_layers=1, model_dim=32, ff_dim=32, num_heads=8, num_kv_heads=8, head_dim=4, seq_len=8)
@@ -83,7 +84,7 @@ def test_the_sample_of_a_run_continues_its_prompt_also_past_the_context(mesh):
     mesh, params = on_mesh(config, sure(config))
     stream = np.arange(5, 60) * 7 % 64
     corpus = corpora.Corpus("numbers", stream, stream, 64, 0)
-    prompt, text = sampling.sample(params, corpus, config, mesh)
+    prompt, text = sampling.sample(params, corpus, None, config, mesh)
     tokens = [int(word) for word in prompt.split()]
     assert tokens == stream[:2].tolist() and len(text.split()) == 19
     first = 0
@@ -106,7 +107,8 @@ def arguments(**values) -> argparse.Namespace:
 
 def test_prompts_are_utf8_or_tokens():
     config = Config(**TINY | dict(vocab_size=256, seq_len=9))
-    prompts = sampling.prompts_of(arguments(prompt=["né", "x"], prompt_tokens=[[1, 255]]), config)
+    args = arguments(prompt=["né", "x"], prompt_tokens=[[1, 255]])
+    prompts = sampling.prompts_of(args, config, tokenization.BYTES)
     assert [prompt.tolist() for prompt in prompts] == [[110, 195, 169], [120], [1, 255]]
 
 
@@ -116,10 +118,11 @@ def test_prompts_are_utf8_or_tokens():
         (dict(), 256, "there is no prompt"),
         (dict(prompt=[""]), 256, "the prompt is empty"),
         (dict(prompt=["123456789"]), 256, r"has 9 tokens, and the model sees 8 .* a prompt of 7 tokens at most"),
-        (dict(prompt=["a"]), 300, r"vocabulary of 300, not the 256 bytes: .* --prompt_tokens=1,2,3"),
+        (dict(prompt=["a"]), 300, r"vocabulary of 300 and no tokenizer.json .* --prompt_tokens=1,2,3"),
         (dict(prompt_tokens=[[3, 300]]), 300, "token 300, outside the vocabulary of 300"),
     ],
 )
 def test_prompts_that_the_model_cannot_have_are_refused(values, vocab_size, words):
+    tokenizer = tokenization.BYTES if vocab_size == 256 else None
     with pytest.raises(ValueError, match=words):
-        sampling.prompts_of(arguments(**values), Config(**TINY | dict(vocab_size=vocab_size)))
+        sampling.prompts_of(arguments(**values), Config(**TINY | dict(vocab_size=vocab_size)), tokenizer)

@@ -28,6 +28,13 @@ def test_bytes_return_every_text():
     assert tokenization.BYTES.num_bytes([255, *tokens]) == len((TEXT + "\ufffd").encode())
 
 
+def test_a_separator_is_shown_as_a_line_and_a_broken_character_as_a_mark(trained):
+    assert tokenization.BYTES.decode([255, *"Gr\u00fc\u00dfe".encode(), 255, 66]) == "\n----\nGr\u00fc\u00dfe\n----\nB"
+    assert tokenization.BYTES.decode([0xC3, 66]) == "\ufffdB"
+    main = trained.encode(["main"])[0]
+    assert trained.decode([trained.separator, *main, trained.separator]) == "\n----\nmain\n----\n"
+
+
 @pytest.mark.parametrize("kind", ["trained", "bytes"])
 def test_text_that_comes_in_chunks_is_the_text(kind, trained):
     tokenizer = trained if kind == "trained" else tokenization.BYTES
