@@ -1,7 +1,8 @@
 """Data: the batch of a step, a pure function of the corpus, the seed and the step.
 
-    python data.py prepare PATH... --out corpus.bin     make a token file from text files and folders
-    python data.py show [corpus.bin]                    print its size, and one packed sequence
+    python data.py prepare PATH... --out=corpus     make a corpus of files and folders (prepare.py)
+    python data.py show [corpus]                    print its size, and one packed sequence
+    python data.py check corpus                     read all of it, and compare it with its checksums
 
 **Idea.** The documents of a corpus follow each other in a stream. A sequence is T tokens of it, and its targets are the
 same tokens shifted by one. Each document in a sequence has its own segment id (attention does not cross it), and its
@@ -13,6 +14,7 @@ memory, and the batch of any step can be computed directly. It depends neither o
 processes, and a resumed run needs only its step.
 """
 
+import argparse
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -196,33 +198,37 @@ def bigram_loss(
     return float(-np.mean(np.log((pair_counts + p_next) / (contexts[tokens] + 1))))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = command.parser(__file__)
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare_parser = commands.add_parser("prepare", help="make a token file of bytes from text files and folders")
-    prepare_parser.add_argument(
-        "paths", type=command.path, nargs="+", metavar="PATH", help="text file, or folder of them"
-    )
-    prepare_parser.add_argument("--out", type=command.path, required=True, metavar="FILE", help="the token file")
-    show_parser = commands.add_parser("show", help="print the size of a token file, and one packed sequence")
-    show_parser.add_argument(
-        "path", type=command.path, nargs="?", default="", help="default: Python's standard library"
-    )
-    show_parser.add_argument(
+    of_prepare = commands.add_parser("prepare", help="make a corpus of files and folders of text, or of tokens")
+    prepare.add_arguments(of_prepare)
+    of_show = commands.add_parser("show", help="print the size of a corpus, and one packed sequence")
+    of_show.add_argument("path", type=command.path, nargs="?", default="", help="default: Python's standard library")
+    of_show.add_argument(
         "--seq_len", type=command.at_least(1), default=256, help="tokens of the sequence shown [%(default)s]"
     )
-    args = command.arguments(parser)
+    of_check = commands.add_parser("check", help="read all of a corpus, and compare it with its checksums")
+    of_check.add_argument("path", type=command.path, help="the corpus")
+    return parser
+
+
+def main() -> None:
+    args = command.arguments(parser())
     batch = None
     if args.command == "prepare":
-        corpus, skipped = prepare.prepare(args.paths, args.out)
-        for path in skipped:
-            print(f"left out, no UTF-8 text: {path}")
+        corpus = prepare.run(args)
     else:
         corpus = corpora.open_corpus(args.path)
+    if args.command == "show":
         corpus.check(args.seq_len, corpus.vocab_size)
         batch = train_batch(corpus, 0, batch=1, seq_len=args.seq_len, seed=0)
+    if args.command == "check":
+        corpora.verify(corpus)
     print(f"{corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
+    if args.command == "check":
+        print("every block has its checksum, and every token is in the vocabulary")
     if batch:
         print(f"first sequence: {batch.segments.max()} document(s); the last position is {batch.positions[0, -1]}")
         tokenizer, problem = corpora.readable_tokenizer(corpus)

@@ -1,7 +1,7 @@
 """Evaluation: the mean cross-entropy of held-out sequences, with the training step's forward pass on its mesh.
 
     python evaluation.py --checkpoint_dir=runs/a
-    python evaluation.py --weights=DIR --corpus=corpus.bin --documents=all --mesh=fsdp:8 --batch=8 --seq_len=4096
+    python evaluation.py --weights=DIR --corpus=corpus --documents=all --mesh=fsdp:8 --batch=8 --seq_len=4096
 
 **Formula.** loss = mean over targets of -log p(target | tokens before it), in nats a token; perplexity = exp(loss). A
 sequence sees only its own tokens, so its first targets have little context: a larger `--seq_len` lowers the loss.

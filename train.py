@@ -2,7 +2,7 @@
 
     python train.py                                              a small model on real text, 8 simulated devices
     python train.py --mesh=data:2,fsdp:2,tensor:2 --steps=50     another mesh
-    python train.py --preset=llama3.1-8b --corpus=corpus.bin --checkpoint_dir=gs://...    a TPU slice
+    python train.py --preset=llama3.1-8b --corpus=corpus --checkpoint_dir=gs://...    a TPU slice
 
 Top to bottom: the state, the step, and the run that repeats it. Their parts have files of their own: config.py (every
 flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and sharding.py

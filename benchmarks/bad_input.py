@@ -89,6 +89,16 @@ data.py prepare README.md --out=/dev/null/x.bin
 data.py prepare README.md --out=/dev/null
 data.py prepare README.md --out=/
 data.py prepare README.md --out=README.md
+data.py prepare README.md --out=/tmp/bad_input.bin --held_out=1
+data.py prepare README.md --out=/tmp/bad_input.bin --held_out=nan
+data.py prepare README.md --out=/tmp/bad_input.bin --tokenizer=/nowhere
+data.py prepare README.md --out=/tmp/bad_input.bin --tokenizer=README.md
+data.py prepare README.md --out=/tmp/bad_input.bin --separator=x
+data.py prepare README.md --out=/tmp/bad_input.bin --token_dtype=uint16
+data.py prepare README.md --out=/tmp/bad_input.bin --vocab_size=9
+data.py prepare README.md --out=/tmp/bad_input.bin --vocab_size=9 --separator=9
+data.py check /nowhere
+data.py check README.md
 data.py show /nowhere
 data.py show README.md
 data.py show /

@@ -48,6 +48,7 @@ from benchmarks.trials import (
     ImpossibleError,
     Scene,
     clean_up,
+    copy_corpus,
     corpora,
     digest_of,
     digests,
@@ -84,7 +85,7 @@ def run_trial(trial: Trial, shared: Path) -> dict:
         scene = Scene(Path(folder), shared, random.Random(trial.seed))
         outcome, why = "held", ""
         try:
-            shutil.copy(corpora(shared) / "corpus.bin", scene.corpus)
+            copy_corpus(corpora(shared) / "corpus", scene.corpus)
             trial.drill(scene, *trial.arguments)
         except BrokenError as error:
             outcome, why = "broken", str(error)

@@ -60,7 +60,12 @@ class Scene:
 
     @property
     def corpus(self) -> Path:
-        return self.folder / "corpus.bin"
+        return self.folder / "corpus"
+
+    @property
+    def shard(self) -> Path:
+        """The only token file of the corpus."""
+        return self.corpus / SHARD
 
 
 # -- runs
@@ -284,6 +289,7 @@ def check_same(scene: Scene, steps=SAVED, **values) -> None:
     compare(scene.checkpoints, reference(scene.shared), sorted({*wanted, *steps_in(scene.checkpoints)}))
 
 
+SHARD = "00000-000.bin"  # of the corpora here
 _PREPARING, _WRITING = threading.Lock(), threading.Lock()
 
 
@@ -294,26 +300,33 @@ def reference(shared: Path) -> Path:
         if not folder.exists():
             scene = Scene(shared / "undisturbed", shared, random.Random(0))
             scene.folder.mkdir()
-            shutil.copy(corpora(shared) / "corpus.bin", scene.corpus)
+            copy_corpus(corpora(shared) / "corpus", scene.corpus)
             expect(end(start(scene, save_every=1), 600), 0)  # compiles
             scene.checkpoints.rename(folder)
     return folder
 
 
 def corpora(shared: Path) -> Path:
-    """The folder, with three token files: `corpus`, `same_size` with other tokens, and `other_size`."""
+    """The folder, with three corpora: `corpus`, `same_size` with other tokens, and `other_size`."""
     import prepare
 
     texts = {"same_size": range(119_999, -1, -1), "other_size": range(0, 300_000, 3), "corpus": range(120_000)}
     with _WRITING:
-        for name, numbers in texts.items() if not (shared / "corpus.bin").exists() else ():
+        for name, numbers in texts.items() if not (shared / "corpus").exists() else ():
             (shared / f"{name}.txt").write_text("".join(f"{number:06d}\n" for number in numbers))
-            prepare.prepare([str(shared / f"{name}.txt")], str(shared / f"{name}.bin"))
+            prepare.prepare([str(shared / f"{name}.txt")], str(shared / name))
     return shared
 
 
+def copy_corpus(corpus: Path, to: Path) -> None:
+    """Copies a corpus in place of the one that is there."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(corpus, to)
+
+
 def check_corpus(scene: Scene) -> None:
-    if scene.corpus.read_bytes() != (scene.shared / "corpus.bin").read_bytes():
+    files = (scene.shared / "corpus").iterdir()
+    if any((scene.corpus / path.name).read_bytes() != path.read_bytes() for path in files):
         raise BrokenError("the corpus is not what it was")
 
 

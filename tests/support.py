@@ -313,7 +313,7 @@ def compiled_on_ring(function: Callable, shape: tuple[int, ...], dtype, topology
 def run_values(directory: Path) -> Iterator[dict]:
     """Flags of a tiny run, for a fixture: a small corpus, and one cache of compiled programs that all runs share."""
     (directory / "squares.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
-    prepare.prepare([str(directory / "squares.txt")], str(directory / "squares.bin"))
+    prepare.prepare([str(directory / "squares.txt")], str(directory / "squares"))
     yield dict(
         num_layers=2,
         model_dim=32,
@@ -327,7 +327,7 @@ def run_values(directory: Path) -> Iterator[dict]:
         sample=0,
         eval_batches=0,
         log_every=1,
-        corpus=str(directory / "squares.bin"),
+        corpus=str(directory / "squares"),
         compilation_cache=str(directory / "cache"),
         mesh="fsdp:8",
     )

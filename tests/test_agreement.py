@@ -83,28 +83,29 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     """The processes have separate folders, as two hosts do, and the path is relative."""
     for number in (0, 1):
         (tmp_path / str(number)).mkdir()
-        shutil.copy(values["corpus"], tmp_path / str(number) / "c.bin")
-    path = tmp_path / "1/c.bin"
+        shutil.copytree(values["corpus"], tmp_path / str(number) / "c")
+    path = tmp_path / "1/c"
     if case == "another corpus":
         corpus = corpora.open_corpus(str(path))
         other = np.array(corpus.train[:])
         other[-1] ^= 1
+        shutil.rmtree(path)  # a single file under the name of the folder
         corpora.write_corpus(str(path), [other[1:]], [corpus.held_out[1:]], vocab_size=256, separator=255)
     elif case == "no corpus":
-        path.unlink()
+        shutil.rmtree(path)
     elif case == "other weights":
         config = Config(**{name: value for name, value in values.items() if name in families.model_fields()})
         for number in (0, 1):  # the last value differs
             params = jax.tree.map(lambda a: np.zeros(a.shape, np.float32), parameters.param_shapes(config))
             params.unembed[-1, -1] = number
             weights.export(params, config, str(tmp_path / str(number) / "w"))
-    flags = {"checkpoint_dir": "checkpoints", "corpus": "c.bin", "weights": "w"}
+    flags = {"checkpoint_dir": "checkpoints", "corpus": "c", "weights": "w"}
     flag, path = next(pair for pair in flags.items() if pair[0] in case)
     program = OWN_FOLDER.format(folder=tmp_path, flag=flag, path=path)
     processes = start_two(values, tmp_path, program=("-c", program))
     if case == "no corpus":
         assert [process.wait(60) for process in processes] == [1, 1]
-        error = "[Errno 2] No such file or directory: 'c.bin'\n"
+        error = "[Errno 2] No such file or directory: 'c'\n"
         assert (tmp_path / "0.err").read_text() == f"process 1 cannot start: {error}"
         assert (tmp_path / "1.err").read_text() == error
         return

@@ -525,25 +525,26 @@ def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
 def own_corpus(saved, copy, tmp_path) -> Config:
     """Yields 15 steps of `copy`, whose corpus, under the name that it was saved with, a test may damage."""
     shutil.rmtree(Path(copy.checkpoint_dir) / "20")
-    content = Path(saved.corpus).read_bytes()
+    shutil.copytree(saved.corpus, tmp_path / "original")
     yield copy
-    Path(saved.corpus).write_bytes(content)
+    shutil.rmtree(saved.corpus)
+    shutil.copytree(tmp_path / "original", saved.corpus)
 
 
 @pytest.mark.slow
 def test_a_changed_corpus_is_refused_under_its_name_and_accepted_under_another(own_corpus, tmp_path, capsys):
     (tmp_path / "cubes.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(5000)))
-    shutil.copy(own_corpus.corpus, tmp_path / "the-same.bin")
+    shutil.move(own_corpus.corpus, tmp_path / "the-same")
     prepare.prepare([str(tmp_path / "cubes.txt")], own_corpus.corpus)
     name = re.escape(f"--corpus={own_corpus.corpus}")
     with pytest.raises(ValueError, match=f"{name} has another content .*give the new one another name"):
         train.run(own_corpus)
     assert steps_in(own_corpus.checkpoint_dir) == [15]
     shutil.copytree(own_corpus.checkpoint_dir, tmp_path / "second")
-    shutil.copy(own_corpus.corpus, tmp_path / "cubes.bin")  # the way out that it names
-    train.run(dataclasses.replace(own_corpus, corpus=str(tmp_path / "cubes.bin"), steps=16))
-    assert f"corpus is '{own_corpus.corpus}' there and '{tmp_path}/cubes.bin' here" in capsys.readouterr().out
-    second = dict(corpus=str(tmp_path / "the-same.bin"), checkpoint_dir=str(tmp_path / "second"))
+    shutil.copytree(own_corpus.corpus, tmp_path / "cubes")  # the way out that it names
+    train.run(dataclasses.replace(own_corpus, corpus=str(tmp_path / "cubes"), steps=16))
+    assert f"corpus is '{own_corpus.corpus}' there and '{tmp_path}/cubes' here" in capsys.readouterr().out
+    second = dict(corpus=str(tmp_path / "the-same"), checkpoint_dir=str(tmp_path / "second"))
     train.run(dataclasses.replace(own_corpus, **second))
     assert f"resumed    from step 15 in {tmp_path / 'second'}\n" in capsys.readouterr().out  # and no note
 
@@ -556,12 +557,12 @@ def zeros_over(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [zeros_over, lambda path: os.truncate(path, 100)], ids=["overwritten", "cut off"])
 def test_a_corpus_damaged_in_a_run_ends_it_and_a_restored_one_resumes_it(damage, saved, tmp_path, monkeypatch, capsys):
-    corpus, read = tmp_path / "corpus.bin", data.train_batch
-    shutil.copy(saved.corpus, corpus)
+    corpus, read = tmp_path / "corpus", data.train_batch
+    shutil.copytree(saved.corpus, corpus)
 
     def damaged_at_7(*args, **options):
         if args[1] == 7:
-            damage(corpus)
+            damage(next(corpus.glob("*.bin")))
         return read(*args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(corpora.DamagedError, match="put it back as it was"):
@@ -571,7 +572,8 @@ def test_a_corpus_damaged_in_a_run_ends_it_and_a_restored_one_resumes_it(damage,
     assert max(steps_in(tmp_path / "checkpoints")) == 7
     with pytest.raises((ValueError, OSError), match=r"is damaged|has 100 bytes"):
         train_in(saved, tmp_path, corpus=str(corpus))
-    shutil.copy(saved.corpus, corpus)
+    shutil.rmtree(corpus)
+    shutil.copytree(saved.corpus, corpus)
     resumed = train_in(saved, tmp_path, corpus=str(corpus))
     assert read_metrics(resumed.metrics_file) == read_metrics(saved.metrics_file)
     assert_same_bits(load(resumed)[0], load(saved)[0])
