@@ -317,7 +317,7 @@ def test_no_races():
     The simulator's state would survive a race, so this runs in a process of its own.
     """
     ran = subprocess.run([sys.executable, "gmm.py"], cwd=Path(module.__file__).parent, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
     assert "RACE" not in ran.stdout.upper()
     lines = [line.split() for line in ran.stdout.splitlines() if "largest error" in line]
     assert [name for name, *_ in lines] == ["gmm", "gated_gmm", "summed_gmm", "tgmm"]
@@ -485,9 +485,13 @@ def test_cycles_of_gmm():
 
 @pytest.mark.slow
 def test_the_activation_costs_no_cycles_behind_the_matmuls():
-    """Gate, up and silu(gate) * up in one kernel take at most 1% more than two calls of `gmm` with the same tiles."""
-    K, N = 4096, 512
+    """Gate, up and silu(gate) * up in one kernel take no longer than two calls of `gmm` with the same tiles.
+
+    Three heights of a tile are compiled. XLA's pass for silu(gate) * up would take 30,000 cycles, a third of these.
+    """
+    K, N = 2048, 512
     tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(gated=True))
+    tiles = tiles._replace(step=tiles.rows // 2)
 
     def cycles(builder):
         kernel = bundles.measure(builder, K=K, N=N, **tiles._asdict()).kernel("gmm")
@@ -501,14 +505,15 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
         assert total.hbm < total.compute  # hidden
         return total.compute
 
-    assert cycles("gmm:build_gated") < 1.01 * 2 * cycles("gmm:build_gmm")
+    assert cycles("gmm:build_gated") < 0.95 * 2 * cycles("gmm:build_gmm")  # 0.932: it starts half as many tiles
 
 
 @pytest.mark.slow
 def test_a_sum_costs_no_cycles_behind_the_matmuls():
-    """Two pairs in one kernel take at most 1% more than two calls of `gmm` with the same tiles."""
-    K, N = 1536, 1024
+    """Two pairs in one kernel take no longer than two calls of `gmm` with the same tiles."""
+    K, N = 1536, 512
     tiles = groups.default_tiles(8192, K, N, 8, BF16, variant=Variant(transpose_rhs=True, summed=True))
+    tiles = tiles._replace(step=tiles.rows // 2)  # three heights are compiled
 
     def cycles(summed):
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
@@ -521,7 +526,7 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
         assert kernel.vmem_bytes <= estimate and total.hbm < total.compute
         return total.compute
 
-    assert cycles(True) < 1.01 * 2 * cycles(False)
+    assert cycles(True) < 0.9 * 2 * cycles(False)  # 0.881: it starts, and writes, half as many tiles
 
 
 @pytest.mark.slow
@@ -550,8 +555,14 @@ def compile_for_tpu7x(f, shapes):
         return jax.jit(f).lower(*shapes).compile().as_text()
 
 
+def presets_by_dims() -> dict[tuple[int, int], str]:
+    """{(model dim, expert dim): the last preset with experts of these dims}"""
+    configs = {name: from_preset(name) for name, preset in PRESETS.items() if preset.get("num_experts")}
+    return {(config.model_dim, config.expert_dim): name for name, config in configs.items()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.get("num_experts")])
+@pytest.mark.parametrize("preset", presets_by_dims().values())
 def test_compiles_for_the_experts_of(preset):
     """At most 64 groups and three heights are compiled: more would take the same VMEM and more time."""
     config = from_preset(preset)

@@ -265,7 +265,7 @@ def test_race_detector_finds_missing_waits_and_credits(collective, without, n, m
 def test_demonstration():
     command = [sys.executable, "-W", "error", "remote_dma.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     ring, gather, scatter, races = done.stdout.splitlines()
     assert "4 simulated devices, 2 steps" in ring and " equal to XLA's in every bit" in gather and "NOT" not in gather
     assert float(scatter.split()[-1]) < 1e-5 and races.endswith("none detected")
