@@ -1,8 +1,16 @@
 """Tests tokenizers: ids as transformers gives them, text that comes back, separators, and what is refused."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 import tokenization
+from benchmarks import tokenizer_kinds
+
+KINDS = Path(__file__).parent / "tokenizer_kinds"
+RECORDED = json.loads((KINDS / "ids.json").read_text())["ids"]
 
 TEXT = "def main():\n    return 'Gr\u00fc\u00dfe, \u4e16\u754c \U0001f600'\n"
 
@@ -43,3 +51,173 @@ def test_text_that_comes_in_chunks_is_the_text(kind, trained):
         incremental = tokenization.Incremental(tokenizer)
         chunks = [incremental(tokens[at : at + size]) for at in range(0, len(tokens), size)]
         assert "".join(chunks) + incremental([], at_end=True) == TEXT * 3
+
+
+# -- tokenizers of published models
+
+
+def of_kind(model: str) -> tokenization.Tokenizer:
+    return tokenization.open_tokenizer(str(KINDS / model), "[SEP]" if model == "bert" else None)
+
+
+@pytest.mark.parametrize("model", tokenizer_kinds.MODELS)
+def test_ids_and_text_are_those_of_transformers(model):
+    tokenizer = of_kind(model)
+    for kind, special in (("plain", False), ("prompt", True)):
+        ids = [tokens.tolist() for tokens in tokenizer.encode(tokenizer_kinds.TEXTS, add_special_tokens=special)]
+        assert ids == [text[kind] for text in RECORDED[model]]
+    for text in RECORDED[model]:
+        if tokenizer.separator not in text["plain"]:
+            assert tokenizer.decode(text["plain"]) == text["text"]
+    sizes = [tokenizer.num_bytes(text["plain"]) for text in RECORDED[model][:7]]
+    lengths = [len(text["text"].encode()) for text in RECORDED[model][:7]]
+    assert sizes == (lengths if model in ("gpt2", "qwen2", "gemma") else [None] * 7)
+
+
+def test_offsets_are_those_of_the_text():
+    text = tokenizer_kinds.TEXTS[1]
+    tokens, offsets = of_kind("gpt2").encode_with_offsets(text)
+    assert tokens.tolist() == RECORDED["gpt2"][1]["plain"] and len(tokens) == len(offsets)
+    assert "".join(text[start:stop] for start, stop in offsets) == text
+
+
+@pytest.mark.parametrize("model", tokenizer_kinds.MODELS)
+def test_chunks_of_every_kind_are_the_text(model):
+    tokenizer, text = of_kind(model), RECORDED[model][2]
+    incremental = tokenization.Incremental(tokenizer, text["plain"][:5])
+    more = [incremental([token]) for token in text["plain"][5:]]
+    assert tokenizer.decode(text["plain"][:5]) + "".join(more) + incremental([], at_end=True) == text["text"]
+
+
+# -- the separator
+
+
+def copy(model: str, folder: Path, settings: dict | None = None, change=lambda values: None) -> str:
+    """Writes a tokenizer.json, changed, and a tokenizer_config.json to a folder, whose path it returns."""
+    values = json.loads((KINDS / model / "tokenizer.json").read_text())
+    change(values)
+    (folder / "tokenizer.json").write_text(json.dumps(values, indent=1))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "model, settings, separator, chosen",
+    [
+        ("gpt2", {}, None, "<|endoftext|>"),
+        ("gemma", {"eos_token": {"content": "<mask>"}}, None, "<eos>"),  # as a chat model: the end of its messages
+        ("bert", {"eos_token": "[SEP]"}, None, "[SEP]"),
+        ("bert", {"eos_token": None, "bos_token": "[CLS]"}, None, "[CLS]"),
+        ("bert", {"eos_token_id": [2, 3]}, None, "[CLS]"),
+        ("bert", {"eos_token": "[SEP]"}, "[MASK]", "[MASK]"),
+        ("gemma", {"eos_token": "<eos>", "separator": "<bos>"}, None, "<bos>"),
+    ],
+)
+def test_the_separator_is_an_end_of_text_token(tmp_path, model, settings, separator, chosen):
+    tokenizer = tokenization.open_tokenizer(copy(model, tmp_path, settings), separator)
+    assert tokenizer.separator == tokenizer.special_tokens[chosen]
+
+
+def test_a_tokenizer_is_saved_with_its_separator(tmp_path):
+    tokenization.open_tokenizer(str(KINDS / "bert"), "[MASK]").save(tmp_path)
+    again = tokenization.open_tokenizer(str(tmp_path))
+    assert again.separator == again.special_tokens["[MASK]"] and again.identity == of_kind("bert").identity
+
+
+def test_without_an_end_of_text_the_candidates_are_listed(tmp_path):
+    folder = copy("bert", tmp_path)
+    with pytest.raises(ValueError, match=r"no end-of-text token.*--separator=TOKEN: .* \[PAD\], .*\[SEP\], \[MASK\]$"):
+        tokenization.open_tokenizer(folder)
+    with pytest.raises(ValueError, match=r"has no token '\[END\]' .*; its special tokens are \[PAD\]"):
+        tokenization.open_tokenizer(folder, "[END]")
+
+
+# -- identity
+
+
+def test_the_identity_is_of_what_decides_the_ids(tmp_path, trained):
+    def as_text(values):
+        values["model"]["merges"] = [" ".join(pair) for pair in values["model"]["merges"]]
+        values["padding"] = dict(strategy={"Fixed": 8}, direction="Right", pad_to_multiple_of=None, pad_id=0)
+        values["padding"] |= dict(pad_type_id=0, pad_token="x")
+
+    tokenizer = of_kind("gpt2")
+    same = tokenization.open_tokenizer(copy("gpt2", tmp_path, change=as_text))
+    assert same.identity == tokenizer.identity == tokenization.identity_of(str(tmp_path / "tokenizer.json"))
+    assert same.encode(["a b"])[0].tolist() == tokenizer.encode(["a b"])[0].tolist()  # not padded to 8
+    copy("gpt2", tmp_path, change=lambda values: values["model"]["merges"].pop())
+    assert len({tokenization.identity_of(str(tmp_path)), tokenizer.identity, trained.identity}) == 3
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "is no tokenizer.json: Expecting value"),
+        (b"\xff\xfe", "is no tokenizer.json: "),
+        (b"[" * 100_000, "is no tokenizer.json: "),
+        (b"[1]", "is no tokenizer.json: it has no object 'model'"),
+        (b'{"model": {"type": "BPE"}}', "is no tokenizer.json: "),
+        (b'{"model": {"type": "Other", "vocab": {}}}', "is no tokenizer.json: "),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_sentence(tmp_path, content, words):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=words) as error:
+        tokenization.open_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_paths_without_a_tokenizer_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"has no tokenizer.json; transformers writes one"):
+        tokenization.open_tokenizer(str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        tokenization.open_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="/dev/null is no ordinary file"):
+        tokenization.open_tokenizer("/dev/null")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(tokenization.NotInstalledError, match=r"pip install -e '\.\[data\]'"):
+        of_kind("gpt2")
+
+
+# -- training
+
+
+def test_the_same_documents_give_the_same_tokenizer_in_pieces_too(tmp_path, trained, monkeypatch):
+    stages = []
+    monkeypatch.setattr(tokenization, "_PIECE", 1 << 10)
+    text = (TEXT + "main return ") * 400
+    again = [
+        tokenization.train_tokenizer(
+            iter([text, ""]), 290, str(tmp_path / name), lambda n, stage: stages.append((n, stage))
+        )
+        for name in "ab"
+    ]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() and again[0].identity != trained.identity
+    assert stages[-1] == (len(text.encode()), "merging")
+
+
+@pytest.mark.parametrize(
+    "texts, vocab_size, words",
+    [
+        (["a"], 256, "vocab_size=256 has no place for the 256 bytes .* at least 257"),
+        ([], 300, "there is no text"),
+        (["ab ab"], 300, r"5 bytes of text give a vocabulary of 2\d\d, and not of 300: --vocab_size=2\d\d at most"),
+    ],
+)
+def test_a_vocabulary_that_the_text_has_not_is_refused(tmp_path, texts, vocab_size, words):
+    with pytest.raises(ValueError, match=words):
+        tokenization.train_tokenizer(texts, vocab_size, str(tmp_path / "tokenizer.json"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_error_of_a_document_is_raised_as_it_was(tmp_path):
+    def texts():
+        yield "a"
+        raise OSError("it cannot be read")
+
+    with pytest.raises(OSError, match="it cannot be read"):
+        tokenization.train_tokenizer(texts(), 300, str(tmp_path / "tokenizer.json"))
