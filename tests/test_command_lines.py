@@ -22,7 +22,15 @@ PROGRAMS = [
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")])
     if '\nif __name__ == "__main__":' in path.read_text()
 ]
-COMMANDS = [*PROGRAMS, "data.py prepare", "data.py show", "kernels.py tune", "weights.py show", "weights.py export"]
+COMMANDS = [
+    *PROGRAMS,
+    "data.py prepare",
+    "data.py show",
+    "data.py check",
+    "kernels.py tune",
+    "weights.py show",
+    "weights.py export",
+]
 COMMANDS += [f"roofline.py {name}" for name in "matmul collective bounds step plan cost serve model".split()]
 INSTRUMENTS = [path.relative_to(ROOT).as_posix() for path in command.modules() if path.parent != ROOT]
 COMMANDS += [f"aot.py {name}" for name in "results schedule timeline bundles".split()]

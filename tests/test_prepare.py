@@ -1,5 +1,7 @@
 """Tests the preparation of texts: which documents, which of them are held out, and what is refused."""
 
+import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -7,17 +9,21 @@ import re
 import struct
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+import tokenizers
 import zstandard
 
 import corpora
 import data
 import documents
 import prepare
+import tokenization
 
 ROOT = Path(data.__file__).parent
 
@@ -147,6 +153,274 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     with pytest.raises(ValueError, match="has no column 'text': its columns are id, content; name the column"):
         read_documents(path, 1 << 20, documents.Kinds())
     assert read_documents(path, 1 << 20, documents.Kinds("content")) == [text for text in TEXTS if text]
+
+
+# -- the pipeline
+
+
+def write_inputs(folder: Path) -> Path:
+    """A folder of all kinds of text, of 30 kB."""
+    folder.mkdir()
+    write_json_lines(folder / "a.jsonl", [f"{text} {n}" for n in range(8) for text in TEXTS])
+    write_json_lines(folder / "b.jsonl.gz", [f"{text}: {n}" for n in range(4) for text in TEXTS])
+    write_parquet(folder / "c.parquet", [f"{text}, {n}" for n in range(4) for text in TEXTS])
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"a text, {number}\n" * 10 * (number + 1))
+    (folder / "binary.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
+    source = write_inputs(tmp_path / "texts")
+    for workers in (1, 2, 3):
+        options = prepare.Options(shard_bytes=2000, workers=workers)
+        corpus, report = prepare.prepare([str(source)], str(tmp_path / str(workers)), options)
+        assert report.skipped == [str(source / "binary.png")] and report.num_documents > 500
+    assert len(list((tmp_path / "1").glob("*.bin"))) > 15 and not (tmp_path / "1" / prepare.JOURNAL).exists()
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_goes_on_and_ends_in_the_same_bytes(tmp_path):
+    lines = "".join(json.dumps({"text": f"text number {n} " * 20}) + "\n" for n in range(30_000))
+    (tmp_path / "a.jsonl").write_text(lines)
+    command = [sys.executable, ROOT / "data.py", "prepare", tmp_path / "a.jsonl", "--shard_bytes=20000"]
+    killed = subprocess.Popen([*command, "--workers=2", "--out", tmp_path / "killed"], start_new_session=True)
+    journal, deadline = tmp_path / "killed" / prepare.JOURNAL, time.monotonic() + 60
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 20:
+        assert time.monotonic() < deadline and killed.poll() is None
+        time.sleep(0.01)
+    killed.kill()  # the parent alone: its workers notice
+    killed.wait()
+    while any(f"\n{killed.pid}\n" in f"\n{parent}\n" for parent in sessions()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with journal.open("a") as file:
+        file.write('{"part": 7, "sha')  # a line that the kill cut
+    with pytest.raises(ValueError, match="killed is no ordinary file, and no corpus"):
+        corpora.open_corpus(str(tmp_path / "killed"))
+    done = subprocess.run([*command, "--workers=1", "--out", tmp_path / "killed"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 20 <= int(re.search(r"goes on: (\d+) of \d+ parts are there", done.stdout)[1]) < 500
+    subprocess.run([*command, "--workers=2", "--out", tmp_path / "other"], check=True, capture_output=True)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "other")
+
+
+def sessions() -> list[int]:
+    """The sessions of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found.append(int(path.read_text().rpartition(")")[2].split()[3]))
+    return found
+
+
+def test_finished_parts_are_not_made_again_and_another_plan_is_refused(tmp_path, monkeypatch):
+    source, out, options = write_inputs(tmp_path / "texts"), tmp_path / "c", prepare.Options(shard_bytes=2000)
+    part, made = prepare._Encoder.part, []
+
+    def counted(self, number, pieces):
+        if len(made) == 4 and number == 4:
+            made.append(-1)
+            raise OSError("No space left on device")
+        made.append(number)
+        return part(self, number, pieces)
+
+    monkeypatch.setattr(prepare._Encoder, "part", counted)
+    with pytest.raises(OSError, match="No space"):
+        prepare.prepare([str(source)], str(out), options)
+    (out / "00002-000.bin").unlink()
+    (out / "00003-000.bin.12345678.unfinished").write_bytes(b"x")
+    with pytest.raises(
+        ValueError, match=r"another plan \(shard_bytes is 2000 there and 3000 here\): remove it, or name"
+    ):
+        prepare.prepare([str(source)], str(out), prepare.Options(shard_bytes=3000))
+    corpus, _ = prepare.prepare([str(source)], str(out), options)
+    assert made == [0, 1, 2, 3, -1, 2, *range(4, max(made) + 1)]
+    assert contents(out) == contents(Path(prepare.prepare([str(source)], str(tmp_path / "d"), options)[0].name))
+    number = len(made)
+    assert prepare.prepare([str(source)], str(out), options)[0].identity == corpus.identity and len(made) == number
+    (source / "0.txt").write_text("another text")
+    with pytest.raises(
+        ValueError, match=r"another plan \(inputs is '24 files of \d+ bytes, hash \w+' there and '24 files"
+    ):
+        prepare.prepare([str(source)], str(out), options)
+    (out / prepare.PLAN).write_text("{")
+    with pytest.raises(ValueError, match=r"plan.json is damaged: remove .*, or name another folder"):
+        prepare.prepare([str(source)], str(out), options)
+
+
+def test_lone_surrogates_nuls_and_empty_texts(tmp_path):
+    texts = ["a\ud800b", "\ud83d\ude00", "", "\0\0", *["x" * 50] * 2]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "\n\n")
+    corpus, report = prepare.prepare([str(tmp_path / "a.jsonl")], str(tmp_path / "c"), prepare.Options(held_out=0.01))
+    assert (report.num_documents, report.num_mended) == (5, 1)
+    train, held_out = documents_of(corpus.train), documents_of(corpus.held_out)
+    assert "a\ufffdb".encode() in train and b"\0\0" in train
+    assert sorted(b"".join(train + held_out)) == sorted(("a\ufffdb\U0001f600\0\0" + "x" * 100).encode())
+
+
+def test_many_short_documents(tmp_path):
+    texts = [f"document {n:>11}" for n in range(30_000)]
+    write_json_lines(tmp_path / "a.jsonl", texts)
+    corpus, _ = prepare.prepare([str(tmp_path / "a.jsonl")], str(tmp_path / "c"), prepare.Options(shard_bytes=200_000))
+    read = documents_of(corpus.train) + documents_of(corpus.held_out)
+    assert len(corpus.train.runs) > 3 and len({*read} & {text.encode() for text in texts}) >= 30_000 - len(
+        corpus.train.runs
+    )
+    assert sum(map(len, read)) == 30_000 * 20
+    assert abs(len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) - 0.05) < 1e-4
+
+
+def test_tokens_of_a_file_are_those_of_the_corpus(tmp_path):
+    write_tokens(tmp_path / "a.bin")
+    options = prepare.Options(vocab_size=50, separator="9", token_dtype="uint16", held_out=0.1)
+    corpus, _ = prepare.prepare([str(tmp_path / "a.bin")], str(tmp_path / "c"), options)
+    assert (corpus.vocab_size, corpus.separator, corpus.tokenizer) == (50, 9, None)
+    documents = sorted(np.split(corpus.train[:], np.flatnonzero(corpus.train[:] == 9)[1:]), key=len)
+    assert [document.tolist() for document in documents[:1]] == [[9, 1, 2]]
+    assert len(corpus.train) + len(corpus.held_out) in (3 + 82 + 4, 3 + 82 + 4 + 1)
+    for changes, message in (
+        (
+            dict(separator="x"),
+            "need the token that separates documents: --separator=N, with N from 0 to 49, and not 'x'",
+        ),
+        (dict(separator="50"), "with N from 0 to 49, and not '50'"),
+        (dict(vocab_size=0), "need --tokenizer, or the --vocab_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare.prepare([str(tmp_path / "a.bin")], str(tmp_path / "d"), dataclasses.replace(options, **changes))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"a.txt has text, and --vocab_size is for files of tokens"):
+        prepare.prepare([str(tmp_path / "a.txt")], str(tmp_path / "d"), options)
+
+
+def test_the_memory_does_not_grow_with_the_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "_BATCH_CHARS", 1 << 13)
+    monkeypatch.setattr(documents, "CHUNK_CHARS", 1 << 13)
+    monkeypatch.setattr(documents, "_SNIFFED_BYTES", 1 << 13)
+    peaks = {}
+    for name, line in (("lines", "x" * 99 + "\n"), ("one line", "y")):
+        for size in (1, 4):
+            path = tmp_path / f"{name} {size}.txt"
+            path.write_text(line * (size * 400_000 // len(line)))
+            tracemalloc.start()
+            prepare.prepare([str(path)], str(tmp_path / f"{name} {size}"), prepare.Options(shard_bytes=1 << 17))
+            peaks[name, size] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peaks[name, 4] - peaks[name, 1] < 0.1 * 1_200_000  # for the index; of text there are 1.2 MB more
+
+
+# -- tokenizers
+
+
+UGLY = [
+    "def f(x):\n    return x  # Grüße, 世界 👩‍👩‍👧‍👦\n\n\n\t\t" * 60,
+    "".join(chr(0x20 + n * 7919 % 0x2FFF * (n % 50 > 0)) for n in range(4000)),  # letters and marks of many scripts
+    "e\u0301 " * 500 + " " * 90 + "\r\n" * 60 + "ﬁ İ ß " * 200,
+    "The quick brown fox; " * 150 + "\0" * 50 + "1234567890" * 90 + " 🙂" * 200,
+    "ab " * 1500,
+]
+
+
+@pytest.fixture(scope="module", params=["byte-level BPE", "Unigram", "WordPiece"])
+def trained(request, tmp_path_factory) -> tokenization.Tokenizer:
+    """A small tokenizer of each kind, with the pieces around the model that published ones have."""
+    models, trainers, split, normal = (
+        tokenizers.models,
+        tokenizers.trainers,
+        tokenizers.pre_tokenizers,
+        tokenizers.normalizers,
+    )
+    made = {
+        "byte-level BPE": lambda: tokenizers.Tokenizer(models.BPE()),
+        "Unigram": lambda: tokenizers.Tokenizer(models.Unigram()),
+        "WordPiece": lambda: tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]")),
+    }[request.param]()
+    common = dict(vocab_size=500, show_progress=False)
+    if request.param == "byte-level BPE":
+        made.pre_tokenizer, made.decoder = split.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+        alphabet = sorted(split.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, **common)
+    elif request.param == "Unigram":
+        made.normalizer, made.pre_tokenizer = normal.NFKC(), split.Metaspace()
+        trainer = trainers.UnigramTrainer(special_tokens=["<unk>", "</s>"], unk_token="<unk>", **common)
+    else:
+        made.normalizer, made.pre_tokenizer = normal.BertNormalizer(), split.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(special_tokens=["[UNK]", "[EOS]"], **common)
+    made.train_from_iterator(UGLY[0:1] + UGLY[2:], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return tokenization.open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("text", UGLY, ids=range(len(UGLY)))
+def test_windows_of_a_text_have_the_tokens_of_the_text(trained, monkeypatch, text):
+    monkeypatch.setattr(prepare, "_OVERLAPS", (150, 300, 600))
+    for size in (700, 1111):
+        windows = prepare._Windows(trained)
+        tokens = [windows.add(text[start : start + size]) for start in range(0, len(text), size)]
+        assert windows.num_cuts == 0
+        assert np.concatenate([*tokens, windows.end()]).tolist() == trained.encode([text])[0].tolist()
+
+
+@pytest.mark.parametrize("trained", ["byte-level BPE"], indirect=True)
+def test_windows_that_never_agree_are_cut_and_counted(trained, monkeypatch):
+    monkeypatch.setattr(prepare, "_OVERLAPS", (10, 20))  # fewer tokens than have to agree
+    windows, text = prepare._Windows(trained), UGLY[3]
+    tokens = [windows.add(text[start : start + 500]) for start in range(0, len(text), 500)]
+    assert windows.num_cuts == len(tokens) - 1
+    assert trained.decode(np.concatenate([*tokens, windows.end()])) == text
+
+
+def test_a_corpus_of_a_tokenizer_has_its_text(trained, tmp_path):
+    texts = [text[:400] for text in UGLY]
+    write_json_lines(tmp_path / "a.jsonl", texts)
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(trained.content)
+    options = prepare.Options(tokenizer=str(path), held_out=0.001)
+    corpus, _ = prepare.prepare([str(tmp_path / "a.jsonl")], str(tmp_path / "c"), options)
+    expected = [trained.encode([text])[0].tolist() for text in texts]
+    tokens = corpus.train[:].astype(int)
+    read = [document.tolist()[1:] for document in np.split(tokens, np.flatnonzero(tokens == trained.separator)[1:])]
+    assert (
+        sum(document == wanted for document, wanted in zip(read, expected, strict=True)) == len(texts) - 1
+    )  # one is cut
+    assert corpus.tokenizer.identity == trained.identity and corpus.tokenizer.separator == corpus.separator
+    assert corpora.open_corpus(str(tmp_path / "c")).tokenizer.decode(tokens) == trained.decode(tokens)
+    content = json.loads(path.read_bytes())
+    content["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "c" / corpora.TOKENIZER).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer.json has identity \w+, and the corpus was made with \w+: put"):
+        corpora.open_corpus(str(tmp_path / "c")).tokenizer  # noqa: B018
+
+
+# -- what is reported
+
+
+def test_the_line_of_progress():
+    line = prepare.progress_line(10, 4_000_000_000, 1_000_000_000, 2_000_000_000, 500_000)
+    assert line == "1,000 of 4,000 MB (25%)  50,000 tokens/s  200.0 MB/s  0:00:30 left"
+    assert prepare.progress_line(1, 0, 0, 0, 0).endswith(" 0:00:00 left")
+
+
+def test_check_reads_all_of_a_corpus(tmp_path):
+    (tmp_path / "fox.txt").write_text("The quick brown fox. " * 20_000)
+    prepare.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "c"))
+    assert "every block has its checksum" in run_cli("check", tmp_path / "c").stdout
+    shard = tmp_path / "c" / "00000-000.bin"
+    content = bytearray(shard.read_bytes())
+    content[500_000] ^= 1
+    shard.write_bytes(content)
+    done = run_cli("check", tmp_path / "c")
+    assert done.returncode == 1 and re.search(
+        r"00000-000.bin is damaged: its tokens 229376 to 262143 are not", done.stderr
+    )
 
 
 # -- from text
