@@ -213,11 +213,11 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_bytes(tmp_path):
 
 def sessions() -> list[int]:
     """The sessions of all processes."""
-    found = []
+    numbers = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            found.append(int(path.read_text().rpartition(")")[2].split()[3]))
-    return found
+            numbers.append(int(path.read_text().rpartition(")")[2].split()[3]))
+    return numbers
 
 
 def test_finished_parts_are_not_made_again_and_another_plan_is_refused(tmp_path, monkeypatch):
