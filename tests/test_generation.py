@@ -85,6 +85,7 @@ def check_generation(model: str, mesh: str) -> None:
         np.testing.assert_allclose(log_p[n], np.max(expected, -1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_generation_with_windows_and_global_layers_equals_the_reference():
     check_generation("window", "fsdp:2,tensor:2")
 
@@ -114,6 +115,7 @@ def test_logits_of_padded_texts_are_the_reference(mesh):
         np.testing.assert_allclose(logits[n, : len(row)], expected[: len(row)], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_row_and_the_number_of_the_token_and_not_on_the_mesh():
     drawn = []
     for mesh in ("", "data:2,tensor:2"):

@@ -52,7 +52,8 @@ def rerouted(config, params, h_TD, mesh="data:2,fsdp:2,tensor:2"):
     return np.mean((chosen != want).any(1))
 
 
-@pytest.mark.parametrize("expert_bias", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_bias", [False, True])
 def test_router_of_a_bfloat16_model_routes_as_float64(expert_bias):
     """128 experts, 8 chosen. If the router's weights were rounded, 1.5% of the tokens would go to other experts."""
     many = dict(num_experts=128, experts_per_token=8, expert_dim=16, model_dim=256, num_layers=1)

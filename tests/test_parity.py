@@ -17,6 +17,7 @@ import weights
 from benchmarks import parity, parity_models
 
 FAMILIES = [*parity_models.FAMILIES]
+QUICK = ("llama3.1", "mistral", "gemma3", "deepseek-v3")  # what they have in common with the others, and the most beside
 recorded = functools.cache(parity.recorded)
 # Settings that cannot show: the models' epsilon is far below the mean squares of their activations.
 WITHOUT_EFFECT = {"deepseek-v2-lite": {"norm_eps=1e-06"}, "deepseek-v3": {"norm_eps=1e-06"}}
@@ -28,7 +29,9 @@ def check(ours: parity.Differences, noise: parity.Differences) -> None:
         assert getattr(ours, name) <= 2 * getattr(noise, name), (name, ours, noise)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_logits_and_loss_are_those_of_transformers(family):
     record = recorded(family)
     logits = np.asarray(reference.logits(record.params, record.batch, record.config))

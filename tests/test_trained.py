@@ -60,6 +60,7 @@ def main(program, monkeypatch, capsys, *flags: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_config_and_parameters_on_another_mesh(run):
     config, params = run
     model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir, seq_len=12))
@@ -71,6 +72,7 @@ def test_a_checkpoint_gives_config_and_parameters_on_another_mesh(run):
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
+@pytest.mark.slow
 def test_a_damaged_parameter_is_found_by_its_checksum(run, monkeypatch):
     config, _ = run
     model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir))
