@@ -17,7 +17,7 @@ import weights
 from benchmarks import parity, parity_models
 
 FAMILIES = [*parity_models.FAMILIES]
-QUICK = ("llama3.1", "mistral", "gemma3", "deepseek-v3")  # what they have in common with the others, and the most beside
+QUICK = ("llama3.1", "mistral", "gemma3", "deepseek-v3")  # what all share, and what the most intricate ones add
 recorded = functools.cache(parity.recorded)
 # Settings that cannot show: the models' epsilon is far below the mean squares of their activations.
 WITHOUT_EFFECT = {"deepseek-v2-lite": {"norm_eps=1e-06"}, "deepseek-v3": {"norm_eps=1e-06"}}
