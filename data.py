@@ -1,6 +1,7 @@
 """Data: the batch of a step, a pure function of the corpus, the seed and the step.
 
     python data.py prepare PATH... --out=corpus     make a corpus of files and folders (prepare.py)
+    python data.py tokenizer PATH... --out=FILE     train a tokenizer (tokenization.py)
     python data.py show [corpus]                    print its size, and one packed sequence
     python data.py check corpus                     read all of it, and compare it with its checksums
 
@@ -27,6 +28,7 @@ import command
 import corpora
 import prepare
 import storage
+import tokenization
 
 
 class Batch(NamedTuple):
@@ -203,6 +205,8 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     of_prepare = commands.add_parser("prepare", help="make a corpus of files and folders of text, or of tokens")
     prepare.add_arguments(of_prepare)
+    of_tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on files and folders of text")
+    tokenization.add_arguments(of_tokenizer)
     of_show = commands.add_parser("show", help="print the size of a corpus, and one packed sequence")
     of_show.add_argument("path", type=command.path, nargs="?", default="", help="default: Python's standard library")
     of_show.add_argument(
@@ -215,6 +219,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = command.arguments(parser())
+    if args.command == "tokenizer":
+        tokenization.run(args)
+        return
     batch = None
     if args.command == "prepare":
         corpus = prepare.run(args)

@@ -1,5 +1,7 @@
 """Tokenization: text to tokens and back, by the tokenizer.json of a published model, one trained here, or as bytes.
 
+    python data.py tokenizer PATH... --vocab_size=32000 --out=tokenizer.json        train one
+
 **Idea.** A tokenizer.json says which pieces of text are tokens, and in which order they are merged. The library
 `tokenizers` reads that file and gives the ids that transformers gives. A tokenizer here has one thing more: the
 separator, which is the token that starts every document of a corpus. Bytes are a tokenizer, too, with 256 tokens. Their
@@ -24,15 +26,19 @@ sentencepiece and tiktoken without a tokenizer.json.
 **Source.** The format and the algorithms: github.com/huggingface/tokenizers.
 """
 
+import argparse
 import functools
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+import command
+import documents
 import outputs
 
 BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
@@ -41,6 +47,7 @@ END_OF_TEXT = "<|endoftext|>"  # the separator of tokenizers that are trained he
 WELL_KNOWN = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 WELL_KNOWN += ("<|eos|>", "[EOS]", "<EOS>")
 _PIECE = 1 << 20  # characters of a document that the training of a tokenizer reads at a time
+_PIECE_BYTES = 64 << 20  # of a file that is read at a time, in chunks
 _SHOWN = 20  # candidates in a message
 
 
@@ -380,3 +387,82 @@ class _Counted:
         except Exception as error:
             self.error = error
         self.report(self.num_bytes, "merging")
+
+
+def texts_of(
+    inputs: list[documents.Input], kinds: documents.Kinds, most_bytes: int, report: Callable[[int], None]
+) -> Iterator[str]:
+    """Yields the documents of files, long ones in chunks; if the files exceed `most_bytes`, some of them, evenly.
+
+    Args:
+      report: called with the bytes of the files that were read since.
+
+    Raises as documents.read.
+    """
+    share = min(most_bytes / max(sum(file.size for file in inputs), 1), 1.0)
+    seen = taken = 0
+    for file in inputs:
+        try:
+            for piece in documents.pieces_of(file, kinds, _PIECE_BYTES):
+                for chunk in documents.read(piece, kinds, report):
+                    seen += len(chunk.content)
+                    if taken < share * seen:
+                        taken += len(chunk.content)
+                        yield chunk.content
+        except documents.NoTextError:
+            if file.is_named:
+                raise
+
+
+class _Progress:
+    """Shows how much of the files is read, the speed and the time left: on a terminal in one line, else every 10 s."""
+
+    def __init__(self, total: int):
+        self.total, self.read, self.begun = total, 0, time.perf_counter()
+        self.shown, self.terminal = self.begun, sys.stdout.isatty()
+
+    def add(self, num_bytes: int) -> None:
+        self.read += num_bytes
+        if (now := time.perf_counter()) - self.shown > (0.5 if self.terminal else 10):
+            self.shown, rate = now, self.read / (now - self.begun)
+            left = (self.total - self.read) / rate
+            self.say(
+                f"read {self.read / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s, {left:,.0f} s left"
+            )
+
+    def say(self, text: str, end: str = "") -> None:
+        command.say(f"\r\033[K{text}" if self.terminal else text, end=end if self.terminal else "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python data.py tokenizer`."""
+    add = parser.add_argument
+    about = "text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, or a folder of them"
+    add("paths", type=command.path, nargs="+", metavar="PATH", help=about)
+    add("--out", type=command.path, required=True, metavar="FILE", help="the tokenizer.json")
+    about = f"tokens, with the 256 bytes and {END_OF_TEXT} [%(default)s]"
+    add("--vocab_size", type=command.size, default=32_000, metavar="INT", help=about)
+    add("--text_key", default="text", help="key or column of the text in JSON or Parquet [%(default)s]")
+    about = "of more than these bytes, train on this part, of all files evenly [%(default)s]"
+    add("--most_bytes", type=command.size, default=10**9, metavar="INT", help=about)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs `python data.py tokenizer`. Raises as train_tokenizer and documents.read, and where --out is an input."""
+    outputs.check_apart({"--out": args.out}, {f"the text {path}": path for path in args.paths})
+    outputs.check_writable(f"--out={args.out}", args.out)
+    kinds = documents.Kinds(args.text_key)
+    inputs, skipped = documents.inputs_of(args.paths, kinds)
+    for path in skipped:
+        print(f"left out, no UTF-8 text: {path}")
+    progress = _Progress(sum(file.size for file in inputs))
+    command.end_at_once_when_interrupted()  # the library would merge on
+
+    def report(num_bytes: int, stage: str) -> None:
+        if stage == "merging":
+            progress.say(f"merging    the most frequent pairs of {num_bytes / 1e6:,.1f} MB of text")
+
+    texts = texts_of(inputs, kinds, args.most_bytes, progress.add)
+    tokenizer = train_tokenizer(texts, args.vocab_size, args.out, report)
+    progress.say(f"tokenizer  {args.out}: {tokenizer.vocab_size:,} tokens, identity {tokenizer.identity}", end="\n")
+    print(f"separator  {END_OF_TEXT}; next: python data.py prepare PATH... --tokenizer={args.out} --out=DIR")

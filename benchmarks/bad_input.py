@@ -97,6 +97,16 @@ data.py prepare README.md --out=/tmp/bad_input.bin --separator=x
 data.py prepare README.md --out=/tmp/bad_input.bin --token_dtype=uint16
 data.py prepare README.md --out=/tmp/bad_input.bin --vocab_size=9
 data.py prepare README.md --out=/tmp/bad_input.bin --vocab_size=9 --separator=9
+data.py tokenizer
+data.py tokenizer README.md
+data.py tokenizer /nowhere --out=/tmp/bad_input.json
+data.py tokenizer /dev/null --out=/tmp/bad_input.json
+data.py tokenizer README.md --out=README.md
+data.py tokenizer README.md --out=/
+data.py tokenizer README.md --out=/dev/null/x.json
+data.py tokenizer README.md --out=/tmp/bad_input.json --vocab_size=256
+data.py tokenizer README.md --out=/tmp/bad_input.json --vocab_size=99999
+data.py tokenizer README.md --out=/tmp/bad_input.json --most_bytes=0
 data.py check /nowhere
 data.py check README.md
 data.py show /nowhere

@@ -114,7 +114,7 @@ def _made(model: str, texts: list[str], transformers):
 
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("command", nargs="?", choices=("table", "record"), default="table")
+    parser.add_argument("command", nargs="?", choices=("table", "record"), default="table", help="[%(default)s]")
     if command.arguments(parser).command == "record":
         record()
     recorded = json.loads((STORED / "ids.json").read_text())

@@ -26,6 +26,7 @@ COMMANDS = [
     *PROGRAMS,
     "data.py prepare",
     "data.py show",
+    "data.py tokenizer",
     "data.py check",
     "kernels.py tune",
     "weights.py show",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import data
+import documents
 import tokenization
 from benchmarks import tokenizer_kinds
 
@@ -221,3 +223,27 @@ def test_an_error_of_a_document_is_raised_as_it_was(tmp_path):
 
     with pytest.raises(OSError, match="it cannot be read"):
         tokenization.train_tokenizer(texts(), 300, str(tmp_path / "tokenizer.json"))
+
+
+def test_the_command_trains_on_files_evenly(tmp_path, capsys):
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"body": f"{TEXT}{i}"}) + "\n" for i in range(100)))
+    (tmp_path / "noise.dat").write_bytes(b"\xff" * 9)
+    flags = ["tokenizer", str(tmp_path), "--text_key=body", "--vocab_size=280", f"--out={tmp_path}-out/tokenizer.json"]
+    tokenization.run(data.parser().parse_args(flags))
+    said = capsys.readouterr().out
+    assert "tokenizer.json: 280 tokens, identity" in said and "--tokenizer=" in said
+    made = tokenization.open_tokenizer(f"{tmp_path}-out")
+    assert made.decode(made.encode([TEXT])[0]) == TEXT and len(made.encode([TEXT])[0]) < len(TEXT.encode())
+    kinds, read = documents.Kinds("body"), []
+    inputs = documents.inputs_of([str(tmp_path)], kinds)[0]
+    size = sum(file.size for file in inputs)
+    some = [*tokenization.texts_of(inputs, kinds, size // 4, read.append)]
+    numbers = [int(text.removeprefix(TEXT)) for text in some]
+    assert numbers[0] == 0 and max(numbers) > 95 and 20 < len(numbers) < 30 and sum(read) >= size - 9
+
+
+def test_a_named_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "noise.dat").write_bytes(b"a\xff" * 9)
+    flags = ["tokenizer", str(tmp_path / "noise.dat"), f"--out={tmp_path}/tokenizer.json"]
+    with pytest.raises(ValueError, match="is no UTF-8 text"):
+        tokenization.run(data.parser().parse_args(flags))
