@@ -3,7 +3,7 @@
 Every process writes the shards of its devices, on a thread, into a folder that gets its final name only when it is
 complete. So a run that is killed during a save finds the checkpoint before. An array is restored straight into the
 shards of the new run, whatever mesh it was saved from. The configuration is saved with the state, and no data iterator:
-the batches are a pure function of the step.
+the batches are a pure function of the step, and of the batch sizes so far, which are saved, too.
 
 A step folder holds the state, the configuration, and the checksums of both (checksums.py), against which a restored
 state is verified. If it differs, or cannot be read, the step is damaged: the run ends, and names the newest intact one.
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,11 +36,13 @@ import agreement
 import checksums
 import config as config_lib
 import lock
+import mixtures
 import processes
 import tokenization
 from config import Config
 
 SHAPES, VALUES = config_lib.deciding("shapes"), config_lib.deciding("values")
+ORDER = ["corpus", "seq_len", "seed"]  # flags that decide which sequence has which number
 
 
 def _orbax():
@@ -166,14 +170,24 @@ def _raise_together(error: Exception | None, kind: type[OSError] = OSError) -> N
             raise kind(f"process {number}: {text}")
 
 
-def save(checkpoints: Checkpoints, step: int, state, config: Config, contents: dict[str, str] | None = None) -> None:
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    state,
+    config: Config,
+    contents: dict[str, str] | None = None,
+    batches: mixtures.Batches | None = None,
+) -> None:
     """Starts to save the state after `step` steps; returns when it is copied from the devices.
 
-    `contents` is {flag: identity of the content} of each file that the run reads.
+    Args:
+      contents: {flag: identity of the content} of each file that the run reads.
+      batches: the batch sizes so far; None: always `config.batch`.
 
     Raises OSError where another run has taken the folder over, or this save, or the one before it, failed.
     """
-    ocp, values = _orbax(), dataclasses.asdict(config) | {"contents": contents or {}}
+    ocp, values = _orbax(), dataclasses.asdict(config)
+    values |= {"contents": contents or {}, "batches": batches or [(0, config.batch)]}
     if checkpoints.lock:
         checkpoints.lock.check()
     sums = {"step": step, "config": _checksum_of(values), "state": checksums.checksums(state)}
@@ -274,11 +288,21 @@ def has_any(checkpoints: Checkpoints | None) -> bool:
     return bool(checkpoints and checkpoints.manager.all_steps())
 
 
-def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: dict[str, str] | None = None):
-    """Returns (state, note) of the newest checkpoint, which must exist, in the given shards.
+class Restored(NamedTuple):
+    """A checkpoint, in the shards of a run."""
 
-    With `config.skip_damaged_checkpoints` it takes the newest intact one, and moves newer ones aside. `note` names
-    these, what could not be verified, and the fields with which the run continues differently.
+    state: Any
+    note: str | None  # what could not be verified, and the flags with which the run goes on differently
+    batches: mixtures.Batches  # the batch sizes of the run until then
+
+
+def restore(
+    checkpoints: Checkpoints, shapes, shardings, config: Config, contents: dict[str, str] | None = None
+) -> Restored:
+    """Returns the newest checkpoint, which must exist, in the given shards.
+
+    With `config.skip_damaged_checkpoints` it takes the newest intact one, and moves newer ones aside, which the note
+    names.
 
     Raises, the same on all processes:
       ValueError: the checkpoint is of another model (with the fields that differ), or a file that the run reads has
@@ -288,7 +312,8 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
     steps, damaged = sorted(checkpoints.manager.all_steps(), reverse=True), {}
     for step in steps:
         try:
-            state, notes = _restored(checkpoints.folder / str(step), step, shapes, shardings, config, contents or {})
+            path = checkpoints.folder / str(step)
+            state, notes, batches = _restored(path, step, shapes, shardings, config, contents or {})
             break
         except _DamagedError as error:
             if not config.skip_damaged_checkpoints:
@@ -300,7 +325,7 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
             f"{damaged[steps[0]]}; give another --checkpoint_dir to begin anew"
         )
     moved = _move_aside(checkpoints, damaged)
-    return state, ", ".join([*notes, *moved])
+    return Restored(state, ", ".join([*notes, *moved]), batches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +391,10 @@ def _remedy(steps: list[int]) -> str:
 
 
 def _restored(path, step: int, shapes, shardings, config: Config, contents: dict[str, str]):
-    """Returns (state, notes) of one step folder. Raises ValueError for another model or corpus, and _DamagedError."""
+    """Returns (state, notes, batch sizes) of one step folder.
+
+    Raises ValueError for another model or corpus, and _DamagedError.
+    """
     ocp = _orbax()
     # The manager's own restore would not do: where one process fails in it, the others wait for that one.
     with _readable(path):
@@ -383,10 +411,14 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
         state = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
     differing = _differing(saved, config, [name for name in VALUES if name not in same])
     notes = [differing] if differing else []
+    if other := [name for name in ORDER if name not in same and _differing(saved, config, [name])]:
+        notes.append(f"with another {' and '.join(other)} some sequences may come again, or not at all")
+    always = [(0, saved.get("batch", config.batch))]  # in older checkpoints
+    batches = tuple(map(tuple, saved.get("batches", always)))
     if sums is None:
-        return state, ["it has no checksums, so nothing could be verified", *notes]
+        return state, ["it has no checksums, so nothing could be verified", *notes], batches
     _check_arrays(state, sums["state"], path)
-    return state, notes
+    return state, notes, batches
 
 
 def _check_arrays(state, sums: dict[str, int], path) -> None:
@@ -486,6 +518,14 @@ def _check_values(saved) -> None:
             raise TypeError(f"its configuration has {name}={saved[name]!r}, which is no {kind.__name__}")
     if not isinstance(saved.get("contents", {}), dict) or not saved.keys() & set(SHAPES):
         raise TypeError("its configuration is not that of a run")
+    batches = saved.get("batches", [[0, 1]])
+    try:
+        steps, sizes = zip(*batches, strict=True)
+        right = steps[0] == 0 and all(a < b for a, b in itertools.pairwise(steps)) and min(sizes) >= 1
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise TypeError(f"its configuration has the batch sizes {batches!r}")
 
 
 def _check_sums(sums, step: int, saved: dict) -> None:

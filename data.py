@@ -1,4 +1,4 @@
-"""Data: the batch of a step, a pure function of the corpus, the seed and the step.
+"""Data: the batch of a step, a pure function of the corpora, the seed and the step.
 
     python data.py prepare PATH... --out=corpus     make a corpus of files and folders (prepare.py)
     python data.py tokenizer PATH... --out=FILE     train a tokenizer (tokenization.py)
@@ -9,10 +9,11 @@
 same tokens shifted by one. Each document in a sequence has its own segment id (attention does not cross it), and its
 positions start at 0. A document that reaches beyond its sequence continues in another one, without the earlier context.
 
-**Formula.** Sequence number n of the run (step * batch + row) is sequence perm(n mod size) of the corpus, with a
-different permutation each epoch. The permutation is a Feistel network (Luby & Rackoff 1988), so nothing is shuffled in
-memory, and the batch of any step can be computed directly. It depends neither on the mesh nor on the number of
-processes, and a resumed run needs only its step.
+**Formula.** A step takes the next `batch` sequences of the run: with a batch that has not changed, row r of step s is
+sequence n = s * batch + r. Of several corpora, mixtures.py says which one has it, and n is its number there. Sequence n
+of a corpus is its sequence perm(n mod size), with a different permutation each epoch. The permutation is a Feistel
+network (Luby & Rackoff 1988), so nothing is shuffled in memory, and the batch of any step can be computed directly. It
+depends neither on the mesh nor on the number of processes. A resumed run needs its step, and the batch sizes before.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import numpy as np
 
 import command
 import corpora
+import mixtures
 import prepare
 import storage
 import tokenization
@@ -50,19 +52,59 @@ def num_sequences(tokens: np.ndarray | corpora.Stream, seq_len: int) -> int:
 
 
 def train_batch(
-    corpus: corpora.Corpus, step: int, *, batch: int, seq_len: int, seed: int, rows: slice = slice(None)
+    corpus: corpora.Corpus | mixtures.Mixture,
+    step: int,
+    *,
+    batch: int | mixtures.Batches,
+    seq_len: int,
+    seed: int,
+    rows: slice = slice(None),
 ) -> Batch:
-    """Rows `rows` of the global batch of a step, as numpy arrays. Reads only those rows."""
-    numbers = step * batch + np.arange(batch)[rows]
-    size = num_sequences(corpus.train, seq_len)
-    return _pack(corpus, corpus.train, _permute(numbers, size, seed), seq_len)
+    """Rows `rows` of the global batch of a step, as numpy arrays. Reads only those rows.
+
+    Args:
+      batch: sequences in a batch; those of each part of the run where it has changed, as mixtures.Batches.
+    """
+    batches = ((0, batch),) if isinstance(batch, int) else batch
+    first = mixtures.first_sequence(step, batches)
+    numbers = np.arange(first, mixtures.first_sequence(step + 1, batches))[rows]
+    mixture = mixtures.as_mixture(corpus)
+    sources, numbers = _sources(mixture, numbers, batches)
+    window = np.empty((len(numbers), seq_len + 1), np.int32)
+    for source in np.unique(sources):
+        here, part = sources == source, mixture.sources[source]
+        size = num_sequences(part.train, seq_len)
+        window[here] = _tokens(part, part.train, _permute(numbers[here], size, seed), seq_len)
+    return _pack(window, np.ones(len(window), bool), mixture.separator)
+
+
+def _sources(
+    mixture: mixtures.Mixture, numbers: np.ndarray, batches: mixtures.Batches
+) -> tuple[np.ndarray, np.ndarray]:
+    """(source, number in it) of sequences of the run."""
+    if len(mixture.sources) == 1:
+        return np.zeros(len(numbers), int), numbers
+    shares = mixtures.shares(mixture.stages, batches)
+    pairs = np.array([shares.at(n) for n in numbers.tolist()]).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def epochs(mixture: mixtures.Mixture, step: int, *, batches: mixtures.Batches, seq_len: int) -> dict[str, float]:
+    """{name of a source: how often it was trained on} in the steps before `step`."""
+    counts = mixtures.shares(mixture.stages, batches).counts(mixtures.first_sequence(step, batches))
+    return {
+        source.name: count / num_sequences(source.train, seq_len)
+        for source, count in zip(mixture.sources, counts, strict=True)
+    }
 
 
 def eval_batch(corpus: corpora.Corpus, index: int, *, batch: int, seq_len: int, rows: slice = slice(None)) -> Batch:
     """Rows of the index-th batch of held-out sequences; rows past the last sequence are padding."""
     numbers = index * batch + np.arange(batch)[rows]
     size = num_sequences(corpus.held_out, seq_len)
-    return _pack(corpus, corpus.held_out, np.where(numbers < size, _eval_order(numbers, size), -1), seq_len)
+    is_real = numbers < size
+    window = _tokens(corpus, corpus.held_out, np.where(is_real, _eval_order(numbers, size), 0), seq_len)
+    return _pack(window, is_real, corpus.separator)
 
 
 def _eval_order(numbers: np.ndarray, size: int) -> np.ndarray:
@@ -70,10 +112,11 @@ def _eval_order(numbers: np.ndarray, size: int) -> np.ndarray:
     return _permute(numbers, size, seed=0)
 
 
-def _pack(corpus: corpora.Corpus, stream: np.ndarray | corpora.Stream, sequences: np.ndarray, seq_len: int) -> Batch:
-    """Returns the numbered sequences of a stream; a negative number is padding."""
-    is_real = sequences >= 0
-    starts = np.where(is_real, sequences, 0) * seq_len
+def _tokens(
+    corpus: corpora.Corpus, stream: np.ndarray | corpora.Stream, sequences: np.ndarray, seq_len: int
+) -> np.ndarray:
+    """[sequence, seq_len + 1], int32: the numbered sequences of a stream, each with its last target."""
+    starts = sequences * seq_len
     window = _windows(stream, starts, seq_len + 1)
     if window.max() >= corpus.vocab_size:
         row, column = np.unravel_index(window.argmax(), window.shape)
@@ -82,9 +125,14 @@ def _pack(corpus: corpora.Corpus, stream: np.ndarray | corpora.Stream, sequences
             f"{corpus.name} has token {window[row, column]} at {part} token {starts[row] + column}, "
             f"outside its vocabulary of {corpus.vocab_size}"
         )
-    window = window.astype(np.int32)
+    return window.astype(np.int32)
+
+
+def _pack(window: np.ndarray, is_real: np.ndarray, separator: int) -> Batch:
+    """The batch of these sequences, [B, T + 1]; those that are not real are padding, [B]."""
     tokens, targets = window[:, :-1], window[:, 1:]
-    is_start = tokens == corpus.separator
+    seq_len = tokens.shape[1]
+    is_start = tokens == separator
     is_start[:, 0] = True
     index = np.arange(seq_len, dtype=np.int32)
     positions = index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)

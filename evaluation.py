@@ -30,6 +30,7 @@ import command
 import corpora
 import data
 import fsdp
+import mixtures
 import model
 import parameters
 import placement
@@ -105,6 +106,25 @@ def bits_a_byte(total_loss: float, num_bytes: int | None) -> float | None:
     return total_loss / math.log(2) / num_bytes if num_bytes else None
 
 
+def by_source(mixture: mixtures.Mixture, config: Config) -> list[tuple[corpora.Corpus, Config]]:
+    """The sources to evaluate on, with the batches of each: equally many, as far as they have so many."""
+    left = [-(-data.num_sequences(source.held_out, config.seq_len) // config.batch) for source in mixture.sources]
+    given = [0] * len(left)
+    for _ in range(min(config.eval_batches, sum(left))):
+        source = min((i for i in range(len(left)) if given[i] < left[i]), key=given.__getitem__)
+        given[source] += 1
+    configs = [dataclasses.replace(config, eval_batches=batches) for batches in given]
+    return [(source, its) for source, its in zip(mixture.sources, configs, strict=True) if its.eval_batches]
+
+
+def mean_over(values: dict[str, float], evaluated: list[tuple[corpora.Corpus, Config]]) -> float:
+    """The mean over all evaluated sequences of a value that each source has: {name: value}."""
+    if len(evaluated) == 1:
+        return values[evaluated[0][0].name]
+    counts = {corpus.name: num_evaluated(corpus, config) for corpus, config in evaluated}
+    return sum(values[name] * count for name, count in counts.items()) / sum(counts.values())
+
+
 # -- the program
 
 
@@ -131,17 +151,23 @@ def main() -> None:
     parser = command.parser(__file__, usage="%(prog)s --checkpoint_dir=DIR [--flag=value ...]")
     trained.add_flags(parser)
     add = parser.add_argument_group("text").add_argument
-    add("--corpus", type=command.path, metavar="FILE", help="token file [the run's, else the standard library]")
+    add("--corpus", metavar="CORPUS", help="as of train.py [the run's, else the standard library]")
     add("--documents", choices=("held_out", "train", "all"), default="held_out", help="of the corpus [%(default)s]")
     add("--batch", type=command.size, metavar="INT", help="sequences in a batch [the run's; 16]")
-    add("--eval_batches", type=command.at_least(0), default=0, metavar="INT", help="at most; 0 is all [%(default)s]")
+    add(
+        "--eval_batches",
+        type=command.at_least(0),
+        default=0,
+        metavar="INT",
+        help="of a corpus, at most; 0 is all [%(default)s]",
+    )
     add("--json", action="store_true", help="print one JSON object")
     args = command.arguments(parser)
     model = trained.opened(args)
     config = dataclasses.replace(model.config, batch=args.batch or model.config.batch)
     rules.check(config, dict(model.mesh.shape))
-    corpus = corpora.open_corpus(model.corpus if args.corpus is None else args.corpus)
-    parts = streams_of(corpus, args.documents)
+    corpus = mixtures.open_mixture(model.corpus if args.corpus is None else args.corpus)
+    parts = [part for source in corpus.sources for part in streams_of(source, args.documents)]
     for each in parts:
         each.check(config.seq_len, config.vocab_size)
     sequences = [data.num_sequences(each.held_out, config.seq_len) for each in parts]
@@ -158,7 +184,7 @@ def main() -> None:
         return
     figures = {"model": model.name, "corpus": corpus.name, "loss": loss, "perplexity": math.exp(loss)}
     figures |= {"tokens": int(count), "sequences": sum(counts), "seconds": time.perf_counter() - begun}
-    tokenizer = corpora.readable_tokenizer(corpus)[0]
+    tokenizer = corpora.readable_tokenizer(corpus.sources[0])[0]
     sizes = [num_bytes(each, tokenizer, config) for each in parts]
     figures["bits_a_byte"] = bits = None if None in sizes else bits_a_byte(total, sum(sizes))
     if args.json:

@@ -8,13 +8,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import jax
 
 import command
+import mixtures
 import outputs
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
@@ -30,9 +31,20 @@ class Log:
     In a run of several processes only the first one prints and writes.
     """
 
-    def __init__(self, config: Config, first_step: int, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        config: Config,
+        first_step: int,
+        mesh: jax.sharding.Mesh,
+        epochs: Callable[[int], dict[str, float]] = lambda step: {},
+    ):
+        """
+        Args:
+          epochs: steps done -> {name of a corpus: how often it was trained on}.
+        """
         self.flops_per_token = transformer.train_flops_per_token(config)
         self.peak_flops = PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
+        self.epochs = epochs
         self.config, self.num_devices, self.prints = config, mesh.size, jax.process_index() == 0
         self.terminal = self.prints and sys.stdout.isatty()
         self.file, self.first_step = None, first_step
@@ -86,6 +98,10 @@ class Log:
         self.start_clock()
         self.steps_s.append(step_s)
         metrics |= self._rates(step_s) | {"input_wait_s": waited_s}
+        if epochs := self.epochs(metrics["step"]):
+            metrics["epochs"] = epochs
+            if len(epochs) > 1 or max(epochs.values()) > 1:
+                extra.append(f"epochs {', '.join(f'{number:.3g}' for number in epochs.values())}")
         self._write(metrics)
         self._show(metrics, extra)
         step, limit = metrics["step"], self.config.max_skipped
@@ -121,9 +137,15 @@ class Log:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be overwritten
             command.say(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="")
 
-    def evaluation(self, step: int, eval_loss: float) -> None:
-        self._write({"step": step, "eval_loss": eval_loss})
-        self.say(f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}")
+    def evaluation(self, step: int, eval_loss: float, by_source: dict[str, float] | None = None) -> None:
+        """Shows the held-out loss, and that of each corpus where there are several."""
+        by_source = by_source or {}
+        several = len(by_source) > 1
+        self._write({"step": step, "eval_loss": eval_loss} | ({"eval_loss_by_source": by_source} if several else {}))
+        parts = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in by_source.items())})" if several else ""
+        self.say(
+            f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}{parts}"
+        )
 
     @property
     def mean_step_s(self) -> float:
@@ -194,7 +216,9 @@ def check_outputs(config: Config) -> None:
         "metrics_file": config.metrics_file,
         "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else "",
     }
-    read = {"corpus": config.corpus, "weights": config.weights}
+    sources = mixtures.paths(config.corpus)
+    names = [f"corpus {path}" if sources[1:] else "corpus" for path in sources]
+    read = dict(zip(names, sources, strict=True)) | {"weights": config.weights}
     read |= {"fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}
     outputs.check_apart(*({f"--{flag}": path for flag, path in paths.items()} for paths in (written, read)))
     for flag, path in written.items():

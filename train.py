@@ -51,6 +51,7 @@ import fsdp
 import hardware
 import machine
 import mixture
+import mixtures
 import model
 import offload
 import parameters
@@ -66,6 +67,8 @@ from predicted import recompute, transformer
 from predicted.step import GiB, Prediction, cliffs, describe_shortfall, predict
 from predicted.workload import run_of
 from sharding import BATCH_SPEC, LOSS_AXES
+
+SHOWN_STAGES = 3  # of a mixture's schedule, in the log
 
 
 @jax.tree_util.register_dataclass
@@ -269,8 +272,9 @@ class Setup:
 
     config: Config  # without what has no effect on this mesh; remat is a policy
     mesh: Mesh
-    corpus: corpora.Corpus
+    corpus: mixtures.Mixture
     contents: dict[str, str]  # {flag: identity of the file or folder that it names}
+    batches: mixtures.Batches  # sequences in a batch, of the run before, too, if this one resumes it
     compiler_options: dict[str, str]
     notes: list[str]
     tokenizer: object  # tokenization.Tokenizer or ByteTokenizer of the corpus; None if there is none to show text with
@@ -295,12 +299,14 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
         restore_begun = time.perf_counter()
         checkpoints = stack.enter_context(checkpoint.opened(config))
-        state, resumed = restored_state(config, mesh, checkpoints, setup.contents)
+        state, resumed, batches = restored_state(config, mesh, checkpoints, setup.contents)
         first_step = 0 if state is None else int(state.step)
+        setup = dataclasses.replace(setup, batches=mixtures.continued(batches, first_step, config.batch))
         if checkpoints:
             setup.seconds["restore"] = time.perf_counter() - restore_begun
         other_tokenizer = checkpoint.save_tokenizer(checkpoints, setup.tokenizer)
-        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh)))
+        epochs = partial(data.epochs, corpus, batches=setup.batches, seq_len=config.seq_len)
+        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh, epochs)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
         for note in filter(None, [*setup.notes, other_tokenizer]):
@@ -309,8 +315,11 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
         def evaluate(state: State) -> float:
             scaling = calibration.expected(state.amax, config)
-            loss = evaluation.evaluate(eval_step, state.params, corpus, config, mesh, scaling)
-            log.evaluation(int(state.step), loss)
+            loss_on = partial(evaluation.evaluate, eval_step, state.params, mesh=mesh, amax=scaling)
+            evaluated = evaluation.by_source(corpus, config)
+            losses = {source.name: loss_on(source, config=its) for source, its in evaluated}
+            loss = evaluation.mean_over(losses, evaluated)
+            log.evaluation(int(state.step), loss, losses)
             return loss
 
         if first_step >= config.steps:
@@ -356,19 +365,20 @@ def set_up(config: Config, begun: float | None) -> Setup:
         remat.check_host_memory(config, mesh)
         compiler_options = compiler_flags.compiler_options(compiler_flags.for_run(config))
         check_backend(config, mesh.devices.flat[0].platform)
-        corpus = corpora.open_corpus(config.corpus)
+        corpus = mixtures.open_mixture(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
-        tokenizer, problem = corpora.readable_tokenizer(corpus)
-        notes += [*filter(None, [problem]), *corpora.notes(corpus, config.vocab_size, config.weights)]
+        tokenizer, problem = corpora.readable_tokenizer(corpus.sources[0])
+        notes += [*filter(None, [problem]), *corpora.notes(corpus.sources[0], config.vocab_size, config.weights)]
         contents = {"corpus": corpus.identity}
         if config.fp8 == "static":
             contents["fp8_scales"] = calibration.identity(config)
-        facts["the corpus"] = corpus.identity
+        facts |= corpus.facts()
         if config.weights:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    return Setup(config, mesh, corpus, contents, compiler_options, notes, tokenizer, seconds, begun)
+    batches = mixtures.continued((), 0, config.batch)
+    return Setup(config, mesh, corpus, contents, batches, compiler_options, notes, tokenizer, seconds, begun)
 
 
 def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, jax.stages.Compiled]:
@@ -403,7 +413,7 @@ def training_loop(
       terminated: of processes.notice_of_termination: step -> signal or 0.
     """
     config, step, eval_loss = setup.config, log.first_step, None
-    save = partial(checkpoint.save, checkpoints, config=config, contents=setup.contents)
+    save = partial(checkpoint.save, checkpoints, config=config, contents=setup.contents, batches=setup.batches)
     profile = Profile(config, log, step_fn)
     with contextlib.closing(prefetched(setup, step)) as batches:
         log.start_clock()
@@ -446,7 +456,7 @@ def prefetched(setup: Setup, first_step: int):
     order = parameters.position_order(config, config.seq_len, mesh.shape["context"])
 
     def make_batch(step):
-        rows = partial(data.train_batch, corpus, step, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
+        rows = partial(data.train_batch, corpus, step, batch=setup.batches, seq_len=config.seq_len, seed=config.seed)
         return sharding.place(data.Batch, rows, config.batch, order, mesh)
 
     return data.prefetch(make_batch, range(first_step, config.steps))
@@ -468,15 +478,13 @@ def check_backend(config: Config, backend: str) -> None:
         )
 
 
-def restored_state(
-    config: Config, mesh: Mesh, checkpoints, contents: dict | None = None
-) -> tuple[State | None, str | None]:
+def restored_state(config: Config, mesh: Mesh, checkpoints, contents: dict | None = None) -> checkpoint.Restored:
     """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
     if not checkpoint.has_any(checkpoints):
-        return None, None
+        return checkpoint.Restored(None, None, ())
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
-    restored, differs = checkpoint.restore(checkpoints, shapes, state_shardings(config, mesh), config, contents)
-    return jax.block_until_ready(restored), differs
+    restored = checkpoint.restore(checkpoints, shapes, state_shardings(config, mesh), config, contents)
+    return restored._replace(state=jax.block_until_ready(restored.state))
 
 
 def drawn_state(config: Config, mesh: Mesh) -> State:
@@ -524,7 +532,7 @@ def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
 
 
 def introduce(
-    log: Log, config: Config, mesh: Mesh, corpus: corpora.Corpus, resumed: str | None, prediction: Prediction | None
+    log: Log, config: Config, mesh: Mesh, corpus: mixtures.Mixture, resumed: str | None, prediction: Prediction | None
 ) -> None:
     """Prints what is about to run: mesh, model, data, prediction, and the checkpoint that it resumes from."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -533,7 +541,9 @@ def introduce(
         f"model      {config.weights or config.preset}: {transformer.num_params(config):,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
-    log.say(f"data       {corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
+    for number, source in enumerate(corpus.sources):
+        tokens = f"{len(source.train):,} training and {len(source.held_out):,} held-out tokens"
+        log.say(f"data       {source.name}: {tokens}{shares_of(corpus, number)}")
     if prediction:
         shortfall = prediction.shortfall()
         log.say(
@@ -549,6 +559,14 @@ def introduce(
         )
 
 
+def shares_of(mixture: mixtures.Mixture, source: int) -> str:
+    """The shares of a source of several, for the log: `; 70.0%, 20.0% from step 900 on`."""
+    if len(mixture.sources) == 1:
+        return ""
+    stages = [f"{float(share[source]):.1%}" + f" from step {step} on" * bool(step) for step, share in mixture.stages]
+    return f"; {', '.join(stages[:SHOWN_STAGES])}" + " ..." * (len(stages) > SHOWN_STAGES)
+
+
 def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
@@ -560,20 +578,25 @@ def summarise(log: Log, state: State, setup: Setup, eval_loss: float | None, pre
         figures["predicted_step_s"] = prediction.step_s
         log.say(f"predicted  {prediction.step_s:.3f} s: measured is {figures['step_s'] / prediction.step_s:.2f} of it")
     if eval_loss is not None:
-        sequences = evaluation.num_evaluated(corpus, config)
-        bigram = data.bigram_loss(corpus, seq_len=config.seq_len, num_eval_sequences=sequences)
+        evaluated = evaluation.by_source(corpus, config)
+        counts = {source.name: evaluation.num_evaluated(source, its) for source, its in evaluated}
+        bigram_loss = partial(data.bigram_loss, seq_len=config.seq_len)
+        bigrams = {part.name: bigram_loss(part, num_eval_sequences=counts[part.name]) for part, _ in evaluated}
+        bigram = evaluation.mean_over(bigrams, evaluated)
         figures |= {"eval_loss": eval_loss, "bigram_loss": bigram}
+        sequences = sum(data.num_sequences(source.held_out, config.seq_len) for source in corpus.sources)
         log.say(
             f"held-out   loss {eval_loss:.4f} nats a token; a bigram model's {bigram:.4f} "
-            f"({sequences:,} of {data.num_sequences(corpus.held_out, config.seq_len):,} held-out sequences)"
+            f"({sum(counts.values()):,} of {sequences:,} held-out sequences)"
         )
-        if num_bytes := evaluation.num_bytes(corpus, setup.tokenizer, config):
-            num_tokens = sequences * config.seq_len
+        sizes = [evaluation.num_bytes(source, setup.tokenizer, its) for source, its in evaluated]
+        if None not in sizes and (num_bytes := sum(sizes)):
+            num_tokens = sum(counts.values()) * config.seq_len
             bits = evaluation.bits_a_byte(eval_loss * num_tokens, num_bytes)
             figures["bits_a_byte"] = bits
             log.say(f"text       {bits:.4f} bits a byte of it, {num_bytes / num_tokens:.3f} bytes a token")
     if config.sample:
-        prompt, text = sampling.sample(state.params, corpus, setup.tokenizer, config, setup.mesh)
+        prompt, text = sampling.sample(state.params, corpus.sources[0], setup.tokenizer, config, setup.mesh)
         log.say(
             f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
             if log.terminal

@@ -397,8 +397,8 @@ def steps_in(directory) -> list[int]:
 
 
 def load(config: Config):
-    """The state of the newest checkpoint, in the shards of the configuration."""
+    """(state, note) of the newest checkpoint, in the shards of the configuration."""
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
     with checkpoint.opened(config) as checkpoints:
-        return checkpoint.restore(checkpoints, shapes, train.state_shardings(config, mesh), config)
+        return checkpoint.restore(checkpoints, shapes, train.state_shardings(config, mesh), config)[:2]

@@ -78,14 +78,20 @@ except (ValueError, OSError) as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["another checkpoint_dir", "another corpus", "no corpus", "other weights"])
+@pytest.mark.parametrize(
+    "case", ["another checkpoint_dir", "another corpus", "another source", "no corpus", "other weights"]
+)
 def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     """The processes have separate folders, as two hosts do, and the path is relative."""
     for number in (0, 1):
         (tmp_path / str(number)).mkdir()
         shutil.copytree(values["corpus"], tmp_path / str(number) / "c")
     path = tmp_path / "1/c"
-    if case == "another corpus":
+    if case == "another source":
+        for number in (0, 1):
+            documents = [np.arange(500 + number) % 251], [np.arange(99)]
+            corpora.write_corpus(str(tmp_path / str(number) / "d.bin"), *documents, vocab_size=256, separator=255)
+    elif case == "another corpus":
         corpus = corpora.open_corpus(str(path))
         other = np.array(corpus.train[:])
         other[-1] ^= 1
@@ -99,8 +105,9 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
             params = jax.tree.map(lambda a: np.zeros(a.shape, np.float32), parameters.param_shapes(config))
             params.unembed[-1, -1] = number
             weights.export(params, config, str(tmp_path / str(number) / "w"))
-    flags = {"checkpoint_dir": "checkpoints", "corpus": "c", "weights": "w"}
+    flags = {"checkpoint_dir": "checkpoints", "corpus": "c", "weights": "w", "source": "c:0.7,d.bin:0.3"}
     flag, path = next(pair for pair in flags.items() if pair[0] in case)
+    flag = "corpus" if flag == "source" else flag
     program = OWN_FOLDER.format(folder=tmp_path, flag=flag, path=path)
     processes = start_two(values, tmp_path, program=("-c", program))
     if case == "no corpus":
@@ -110,9 +117,9 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
         assert (tmp_path / "1.err").read_text() == error
         return
     error = error_of_both(processes, tmp_path)
-    if case in ("another corpus", "other weights"):
-        what = "the corpus" if "corpus" in case else "the folder of weights"
-        assert error.startswith(f"the processes of this run disagree: {what} is ") and error.count("process") == 3
+    if case in ("another corpus", "another source", "other weights"):
+        what = "the corpus" if "corpus" in case else "the corpus d.bin" if "source" in case else "the folder of weights"
+        assert error.startswith(f"the processes of this run disagree: {what} is ") and error.count("process") >= 3
     else:
         mark = "the file that process 0 writes to --checkpoint_dir"
         assert f"{mark} is present on process 0 and missing on process 1: start all" in error

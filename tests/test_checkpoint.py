@@ -512,10 +512,23 @@ def test_a_checkpoint_of_an_earlier_program_is_restored(saved, tmp_path):
     restored, note = load(old)
     assert note == "it has no checksums, so nothing could be verified"
     assert_same_bits(restored, state)
+    with checkpoint.opened(old) as checkpoints:  # its batch size is taken to have been the same from the start
+        mesh = sharding.make_mesh(placement.parse_mesh(old.mesh))
+        assert train.restored_state(old, mesh, checkpoints).batches == ((0, 8),)
     for damage in (config_of_strings, config_of_no_object):  # seen without a checksum, too
         damage(tmp_path / "old" / "20")
         with pytest.raises(OSError, match=r"is damaged, or not of this program \(TypeError: its configuration"):
             load(old)
+
+
+@pytest.mark.parametrize(
+    "batches", [[], [[1, 8]], [[0, 8], [0, 4]], [[0, 8], [5]], [[0, 0]], [["0", 8]], "8", [[0, 8, 1]], 3]
+)
+def test_batch_sizes_that_no_run_has_are_damage(batches):
+    values = dataclasses.asdict(Config())
+    checkpoint._check_values(values | {"batches": [[0, 8], [5, 16]]})
+    with pytest.raises(TypeError, match="its configuration has the batch sizes"):
+        checkpoint._check_values(values | {"batches": batches})
 
 
 # -- files with another content

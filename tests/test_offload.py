@@ -107,7 +107,7 @@ def test_a_checkpoint_is_restored_to_host_memory(tmp_path):
     with checkpoint.opened(config) as checkpoints:
         checkpoint.save(checkpoints, 1, state, config)
     with checkpoint.opened(config) as checkpoints:
-        restored, _ = train.restored_state(config, on_mesh(config)[0], checkpoints)
+        restored, *_ = train.restored_state(config, on_mesh(config)[0], checkpoints)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
         assert a.sharding.memory_kind == b.sharding.memory_kind

@@ -23,7 +23,7 @@ FLOORS = [
     {"tokenization"},
     {"config", "placement", "corpora", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
-    {"families", "prepare"},
+    {"families", "prepare", "mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},

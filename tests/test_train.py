@@ -23,6 +23,7 @@ from support import SMALL, assert_close, first_state, init, make_batch
 import corpora
 import data
 import evaluation
+import mixtures
 import parameters
 import placement
 import reference
@@ -384,7 +385,7 @@ def test_what_is_about_to_run_names_its_cliffs():
     lines = []
     log = SimpleNamespace(say=lines.append, flops_per_token=1e9)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
-    train.introduce(log, prediction.run.config, mesh, corpus, None, prediction)
+    train.introduce(log, prediction.run.config, mesh, mixtures.as_mixture(corpus), None, prediction)
     assert [line for line in lines if line.startswith("cliff      seq_len=1,025: attention takes")]
 
 
