@@ -14,6 +14,7 @@ import pytest
 
 import corpora
 import data
+import tokenization
 
 ROOT = Path(data.__file__).parent
 SEPARATOR = 9
@@ -27,6 +28,56 @@ def corpus_of(documents, held_out=((1, 2), (3,), (4, 5, 6, 7, 8)), vocab_size=10
 
 def run_cli(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, ROOT / "data.py", *args], capture_output=True, text=True, timeout=60)
+
+
+# -- the tokenizer
+
+KINDS = ROOT / "tests/tokenizer_kinds"
+
+
+def folder_of(tmp_path, identity: str = "", model: str = "gpt2") -> str:
+    """Writes a small corpus with the tokenizer of a model, which it says has this identity; returns its path."""
+    tokenizer = tokenization.open_tokenizer(str(KINDS / model))
+    tokenizer.save(tmp_path)
+    tokens, vocabulary = tokenizer.encode(["a b", "c"]), dict(vocab_size=tokenizer.vocab_size, separator=0)
+    shard = corpora.write_corpus(str(tmp_path / "0.bin"), tokens, tokens, **vocabulary)
+    listed = dict(file="0.bin", train=len(shard.train), held_out=len(shard.held_out), identity=shard.identity)
+    known = dict(identity=identity or tokenizer.identity, special_tokens=tokenizer.special_tokens)
+    corpora.write_index(str(tmp_path), [listed], **vocabulary, tokenizer=known)
+    return str(tmp_path)
+
+
+def test_a_corpus_brings_its_tokenizer(tmp_path, monkeypatch):
+    path = folder_of(tmp_path)
+    corpus = corpora.open_corpus(path)
+    tokenizer, problem = corpora.readable_tokenizer(corpus)
+    assert tokenizer.decode(corpus.train[:]) == "\n----\na b\n----\nc" and not problem
+    assert corpora.readable_tokenizer(corpus_of(DOCUMENTS)) == (None, "")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer, problem = corpora.readable_tokenizer(corpora.open_corpus(path))
+    assert tokenizer is None and re.search(r"pip install -e '\.\[data\]'; without it samples are numbers", problem)
+
+
+def test_another_tokenizer_in_the_folder_of_a_corpus_is_refused(tmp_path):
+    corpus = corpora.open_corpus(folder_of(tmp_path, identity="0" * 16))
+    with pytest.raises(ValueError, match=r"tokenizer.json has identity \w{16}, and the corpus was made with 0{16}"):
+        corpora.readable_tokenizer(corpus)
+
+
+def test_notes_say_what_does_not_go_together(tmp_path):
+    """Vocabularies that are padded by up to a ninth are ordinary, and so is the same tokenizer on both sides."""
+    corpus = corpora.open_corpus(folder_of(tmp_path))
+    size = corpus.vocab_size
+    assert corpora.notes(corpus, size * 10 // 9, "") == corpora.notes(corpus, size, str(KINDS / "gpt2")) == []
+    (note,) = corpora.notes(corpus, 128_256, "")
+    assert re.search(rf"vocabulary of {size} and the model one of 128,256: 99.6% .* use --vocab_size={size}, or ", note)
+    small, other = corpora.notes(corpus, 128_256, str(KINDS / "t5"))
+    assert small.endswith("never occur; prepare the corpus with --tokenizer")
+    assert re.search(r"has the tokenizer \w{16}, and --weights=.*t5 has \w{16}: the ids mean other text", other)
+    assert corpora.notes(corpus, size, str(tmp_path.parent)) == []  # no tokenizer is there
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs")
+    (note,) = corpora.notes(corpus, size, str(tmp_path))
+    assert re.search(r"has an unknown one \(.* is no tokenizer.json", note)
 
 
 # -- token files

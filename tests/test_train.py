@@ -62,6 +62,7 @@ def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     assert names <= set(steps[0]) and steps[0]["mfu"] is None  # no made-up peak of a CPU
     assert list(evaluations) == [8, 16] and evaluations[16] < evaluations[8] < math.log(256)
     assert figures["eval_loss"] == evaluations[16]
+    assert 1 <= figures["bits_a_byte"] / (figures["eval_loss"] / np.log(2)) < 1.02  # a token is a byte, or a separator
     assert steps[1]["learning_rate"] == pytest.approx(config.learning_rate)
     assert steps[-1]["learning_rate"] == pytest.approx(config.learning_rate * config.final_lr_ratio)
     out = capsys.readouterr().out

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import re
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,11 +22,13 @@ import processes
 import reference
 import sampling
 import sharding
+import tokenization
 import trained
 import weights
 from config import Config
 
 TINY = dict(num_layers=2, model_dim=32, ff_dim=32, num_heads=8, num_kv_heads=4, head_dim=4, seq_len=16, batch=8)
+KINDS = Path(__file__).parent / "tokenizer_kinds"
 NONE = dict(checkpoint_dir=None, weights=None, dtype=None, mesh="fsdp:4,tensor:2", seq_len=None)
 
 
@@ -102,6 +107,33 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
         trained.opened(arguments(checkpoint_dir=str(tmp_path)))
 
 
+def test_a_model_brings_its_tokenizer(run, tmp_path, monkeypatch):
+    """It is beside its checkpoints, or in the folder of its weights."""
+    config, params = run
+    assert trained.opened(arguments(checkpoint_dir=config.checkpoint_dir)).tokenizer is tokenization.BYTES
+    tokenizer = tokenization.open_tokenizer(str(KINDS / "bert"), "[MASK]")
+    with checkpoint.opened(config) as checkpoints:
+        assert checkpoint.save_tokenizer(checkpoints, tokenizer) == checkpoint.save_tokenizer(None, tokenizer) == ""
+        model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir))
+        assert (model.tokenizer.identity, model.tokenizer.separator) == (tokenizer.identity, tokenizer.separator)
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        model = trained.opened(arguments(checkpoint_dir=config.checkpoint_dir))
+        with pytest.raises(ValueError, match="tokenizers is not installed"):
+            sampling.tokenizer_of(model, is_needed=True)
+        assert sampling.tokenizer_of(model, is_needed=False) is None
+        note = checkpoint.save_tokenizer(checkpoints, tokenization.BYTES)
+        assert re.search(rf"the tokenizer is bytes, or unknown, and {tokenizer.identity} in .*saved", note)
+    assert checkpoint.open_tokenizer(config.checkpoint_dir) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(processes, "start", lambda config: jax.devices())
+    weights.export(params, config, str(tmp_path), dtype="float32")
+    shutil.copy(KINDS / "gpt2/tokenizer.json", tmp_path)
+    prompts = sampling.prompts_of(argparse.Namespace(prompt=["The step"], prompt_tokens=None), config, tokenizer)
+    model = trained.opened(arguments(weights=str(tmp_path)))
+    assert model.tokenizer.special_tokens == {"<|endoftext|>": 0}
+    assert tokenizer.decode(prompts[0]) == "[CLS] the step [SEP]"
+
+
 # -- the programs
 
 
@@ -134,8 +166,8 @@ def test_sampling_continues_prompts_of_a_checkpoint_and_of_published_weights(run
 def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, capsys):
     config, params = run
     corpus = corpora.open_corpus(config.corpus)
-    losses = []
-    for stream in [corpus.train[:], corpus.held_out[:]][documents == "held_out" :]:
+    losses, streams = [], [corpus.train[:], corpus.held_out[:]][documents == "held_out" :]
+    for stream in streams:
         size = data.num_sequences(stream, 16)
         one = corpora.Corpus("", stream, stream, 256, 255)
         rows = data.eval_batch(one, 0, batch=size, seq_len=16)
@@ -147,5 +179,7 @@ def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, 
     assert said["tokens"] == losses.size == 16 * said["sequences"]
     assert said["loss"] == pytest.approx(losses.mean(), rel=1e-5)
     assert said["perplexity"] == pytest.approx(np.exp(losses.mean()), rel=1e-4)
+    num_bytes = sum(np.count_nonzero(stream[1 : len(stream) // 16 * 16 + 1] != 255) for stream in streams)
+    assert said["bits_a_byte"] == pytest.approx(losses.sum() / np.log(2) / num_bytes, rel=1e-5)
     said = main(evaluation, monkeypatch, capsys, *flags, "--eval_batches=1")
     assert said["sequences"] == 8 * (1 + (documents == "all"))
