@@ -96,6 +96,11 @@ def path(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def path_or_url(text: str) -> str:
+    """The type of a flag that is a local path, as `path`, or one with a scheme, as storage.py reads them."""
+    return text if "://" in text else path(text)
+
+
 def read_text(path: str) -> str:
     """The text of a file that a user named.
 

@@ -98,10 +98,12 @@ class Corpus:
         if self.tokenizer_identity == BYTES:
             return tokenization.BYTES
         names = {token: text for text, token in (self.special_tokens or {}).items()}
-        made = tokenization.open_tokenizer(os.path.join(self.folder, TOKENIZER), names.get(self.separator))
+        path = storage.join(self.folder, TOKENIZER)
+        with storage.local_copy(path) as file:
+            made = tokenization.open_tokenizer(file, names.get(self.separator), path)
         if made.identity != self.tokenizer_identity:
             raise ValueError(
-                f"{self.folder}/{TOKENIZER} has identity {made.identity}, and the corpus was made with "
+                f"{path} has identity {made.identity}, and the corpus was made with "
                 f"{self.tokenizer_identity}: put the file back as it was"
             )
         return made

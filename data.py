@@ -256,12 +256,14 @@ def parser() -> argparse.ArgumentParser:
     of_tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on files and folders of text")
     tokenization.add_arguments(of_tokenizer)
     of_show = commands.add_parser("show", help="print the size of a corpus, and one packed sequence")
-    of_show.add_argument("path", type=command.path, nargs="?", default="", help="default: Python's standard library")
+    of_show.add_argument(
+        "path", type=command.path_or_url, nargs="?", default="", help="default: Python's standard library"
+    )
     of_show.add_argument(
         "--seq_len", type=command.at_least(1), default=256, help="tokens of the sequence shown [%(default)s]"
     )
     of_check = commands.add_parser("check", help="read all of a corpus, and compare it with its checksums")
-    of_check.add_argument("path", type=command.path, help="the corpus")
+    of_check.add_argument("path", type=command.path_or_url, help="the corpus")
     return parser
 
 

@@ -46,7 +46,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import corpora
-import inputs
 import storage
 
 # The batch sizes of a run: (step from which on, sequences in a batch), the first from step 0 on.
@@ -109,7 +108,7 @@ class Mixture:
 def paths(text: str) -> list[str]:
     """The paths of the sources in `--corpus`, and that of the file which lists them. Raises as `open_mixture`."""
     listed = list(_stages(text)[0][1]) if text else []
-    return [*listed, *([_expanded(text)] if _is_list(text) else [])]
+    return [*listed, *([storage.expanded(text)] if _is_list(text) else [])]
 
 
 def open_mixture(text: str) -> Mixture:
@@ -159,10 +158,10 @@ def _is_list(text: str) -> bool:
 def _stages(text: str) -> list[tuple[int, dict[str, Fraction]]]:
     """[(from_step, {path: weight})] of `--corpus`; all stages have all paths, in the same order."""
     if _is_list(text):
-        return _listed(_expanded(text))
+        return _listed(storage.expanded(text))
     parts = [part.rpartition(":") for part in text.split(",")]
     if os.path.exists(text) or (len(parts) == 1 and _weight(parts[0][2]) is None):
-        return [(0, {_expanded(text): Fraction(1)})]
+        return [(0, {storage.expanded(text): Fraction(1)})]
     weights: dict[str, Fraction] = {}
     for path, _, word in parts:
         if (weight := _weight(word)) is None or not path:
@@ -170,7 +169,7 @@ def _stages(text: str) -> list[tuple[int, dict[str, Fraction]]]:
                 f"corpus={text!r} is no file, and no mixture: {f'{path}:{word}' if path else word!r} has no weight of "
                 "at least 0; name a corpus, or several with weights, as in web:0.7,code:0.3"
             )
-        if (path := _expanded(path)) in weights:
+        if (path := storage.expanded(path)) in weights:
             raise ValueError(f"corpus={text!r} names {path} twice: name it once, with the sum of its weights")
         weights[path] = weight
     return [(0, weights)]
@@ -207,7 +206,7 @@ def _listed(path: str) -> list[tuple[int, dict[str, Fraction]]]:
 
 def _beside(file: str, path: str) -> str:
     """A path in a file, which is relative to the file's folder."""
-    path = _expanded(path)
+    path = storage.expanded(path)
     absolute = storage.is_remote(path) or os.path.isabs(path)
     return path if absolute else storage.join(file.rpartition("/")[0], path)
 
@@ -220,10 +219,6 @@ _LIST = (
 
 def _weight(word: str) -> Fraction | None:
     return Fraction(word) if re.fullmatch(r"\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,2})?", word) else None
-
-
-def _expanded(path: str) -> str:
-    return path if storage.is_remote(path) else inputs.expanded(path)
 
 
 # -- the sequences of a run

@@ -16,12 +16,16 @@ process's rows are read or wait, each of ceil(bytes of a sequence / 64 KiB) bloc
 **Left out.** Writing. `python data.py prepare` writes to a folder of this machine; the bucket's own tools copy it.
 """
 
+import contextlib
 import os
 import sys
+import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+import inputs
 
 READERS = 16  # requests of a process to a bucket that are under way at once
 _DELAYS_S = (1, 2, 4, 8, 16)  # before the attempts after the first
@@ -44,6 +48,11 @@ class File(Protocol):
 def is_remote(path: str) -> bool:
     """Whether a path has a scheme, as gs://bucket/folder has."""
     return "://" in path
+
+
+def expanded(path: str) -> str:
+    """A path with ~ as the home folder; one with a scheme as it is. Raises ValueError for an unknown user's home."""
+    return path if is_remote(path) else inputs.expanded(path)
 
 
 def opened(path: str) -> File:
@@ -73,6 +82,20 @@ def is_folder(path: str) -> bool:
 def join(folder: str, name: str) -> str:
     """The path of a file in a folder."""
     return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
+
+
+@contextlib.contextmanager
+def local_copy(path: str) -> Iterator[str]:
+    """Yields the path of a small file on this machine: the file itself, or a copy of one in a bucket, for the block."""
+    if not is_remote(path):
+        yield path
+        return
+    content = read_file(path)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, path.rpartition("/")[2])
+        with open(copy, "wb") as file:
+            file.write(content)
+        yield copy
 
 
 class _LocalFile:

@@ -272,7 +272,7 @@ def test_every_path_is_expanded(program):
         options = {option.arg: ast.unparse(option.value) for option in call.keywords}
         words = f"{ast.unparse(call.args[0])} {options.get('metavar', '')}"
         if re.search(r"FILE|PATH|PYTHON|'(--)?(out|folder|path|file)s?'", words):
-            assert options.get("type") == "command.path", ast.unparse(call)
+            assert options.get("type") in ("command.path", "command.path_or_url"), ast.unparse(call)
 
 
 def test_a_pipe_is_refused_at_once(tmp_path):

@@ -170,6 +170,25 @@ def test_printed_lines(capsys):
     assert lines[4] == "step   12/1200  held-out loss 1.2346"
 
 
+def test_epochs_are_shown_of_several_corpora_or_once_one_is_repeated(tmp_path, capsys):
+    config = from_preset("tiny", metrics_file=str(tmp_path / "m"), log_every=1)
+    for epochs in (lambda step: {"a": step / 2}, lambda step: {"a": step / 4, "b": step / 8}):
+        with contextlib.closing(Log(config, 0, MESH, epochs)) as log:
+            log.start_clock()
+            for step in (1, 2, 3):
+                log.step(metrics(step))
+            log.finish_step()
+            log.evaluation(3, 1.5, {"a": 2.0, "b": 1.0} if len(epochs(3)) > 1 else {"a": 1.5})
+        assert [line["epochs"] for line in lines_of(tmp_path / "m")[:3]] == [epochs(step) for step in (1, 2, 3)]
+        *lines, evaluation = capsys.readouterr().out.splitlines()[-4:]
+        shown = [line.partition("  epochs ")[2].partition("  input")[0] for line in lines]
+        several = len(epochs(3)) > 1
+        assert shown == (["0.25, 0.125", "0.5, 0.25", "0.75, 0.375"] if several else ["", "", "1.5"])
+        assert evaluation.endswith("held-out loss 1.5000" + " (a 2.0000, b 1.0000)" * several)
+        written = {"step": 3, "eval_loss": 1.5} | ({"eval_loss_by_source": {"a": 2.0, "b": 1.0}} if several else {})
+        assert lines_of(tmp_path / "m")[3] == written
+
+
 def test_a_resumed_run_shows_its_first_step(capsys):
     with started(from_preset("tiny", steps=100, log_every=50), first_step=33) as log:
         for step in range(34, 52):

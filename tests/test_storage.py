@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import corpora
 import data
 import storage
+import tokenization
 
 CONTENT = bytes(range(256)) * 10
 PATH = "memory://bucket/file.bin"
@@ -153,11 +154,17 @@ def test_a_folder_in_a_bucket_equals_the_local_one(bucket, tmp_path):
         name, tokens = f"{number:05}.bin", np.arange(50 + number) % 90
         made = corpora.write_corpus(str(tmp_path / name), [tokens], [tokens[:9]], vocab_size=100, separator=99)
         shards.append(dict(file=name, train=len(made.train), held_out=len(made.held_out), identity=made.identity))
-    corpora.write_index(str(tmp_path), shards, vocab_size=100, separator=99, tokenizer=None)
+    made = tokenization.train_tokenizer(["text " * 9], 260, str(tmp_path / "tokenizer.json"))
+    known = dict(identity=made.identity, special_tokens={"<|endoftext|>": 99})
+    corpora.write_index(str(tmp_path), shards, vocab_size=100, separator=99, tokenizer=known)
     for path in tmp_path.iterdir():
         bucket.pipe_file(f"memory://many/{path.name}", path.read_bytes())
     local, remote = corpora.open_corpus(str(tmp_path)), corpora.open_corpus("memory://many")
     assert remote.identity == local.identity and remote.train[:].tolist() == local.train[:].tolist()
+    assert remote.tokenizer.identity == made.identity
+    bucket.pipe_file("memory://many/tokenizer.json", b"{}")
+    with pytest.raises(ValueError, match=r"^memory://many/tokenizer.json is no tokenizer.json"):
+        _ = corpora.open_corpus("memory://many").tokenizer
     bucket.pipe_file("memory://many/00001.bin", (tmp_path / "00000.bin").read_bytes())
     with pytest.raises(ValueError, match=r"^memory://many/00001.bin is not the shard that corpus.json lists"):
         corpora.open_corpus("memory://many")

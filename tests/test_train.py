@@ -358,6 +358,32 @@ def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
         assert loss == pytest.approx(each[sorted(chosen)].mean(), rel=1e-5), (sequences, batches)
 
 
+def test_sources_of_a_mixture_share_the_batches_of_an_evaluation():
+    """Equally, as far as they have held-out sequences; the loss is the mean over all sequences that are evaluated."""
+    config = Config(**TINY | dict(batch=8))
+    corpus = lambda name, size: corpora.Corpus(name, None, range(size * config.seq_len + 1), 256, 255)
+    mixture = mixtures.Mixture("m", (corpus("a", 100), corpus("b", 11), corpus("c", 3)), ())
+    given = lambda batches: [
+        (source.name, its.eval_batches, evaluation.num_evaluated(source, its))
+        for source, its in evaluation.by_source(mixture, dataclasses.replace(config, eval_batches=batches))
+    ]
+    assert given(2) == [("a", 1, 8), ("b", 1, 8)] and given(0) == []
+    assert given(4) == [("a", 2, 16), ("b", 1, 8), ("c", 1, 3)]
+    assert given(9) == [("a", 6, 48), ("b", 2, 11), ("c", 1, 3)]
+    assert given(99) == [("a", 13, 100), ("b", 2, 11), ("c", 1, 3)]
+    evaluated = evaluation.by_source(mixture, dataclasses.replace(config, eval_batches=4))
+    assert evaluation.mean_over({"a": 1.0, "b": 2.0, "c": 6.0}, evaluated) == (16 + 16 + 18) / 27
+    single = evaluation.by_source(mixtures.as_mixture(corpus("a", 100)), config)
+    assert evaluation.mean_over({"a": 0.1}, single) == 0.1
+
+
+def test_a_schedule_is_shown_with_its_steps():
+    mixture = mixtures.Mixture("m", (None, None), tuple(mixtures.Stage(n, (n / 8, 1 - n / 8)) for n in range(5)))
+    assert train.shares_of(mixture, 1) == "; 100.0%, 87.5% from step 1 on, 75.0% from step 2 on ..."
+    single = corpora.Corpus("one", None, None, 256, 255)
+    assert train.shares_of(mixtures.as_mixture(single), 0) == ""
+
+
 def test_an_evaluation_has_two_batches_in_flight_at_most():
     """With 128 of them simulated devices wait for each other for ever."""
     asked, fetched = [], []
