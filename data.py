@@ -284,6 +284,7 @@ def main() -> None:
         corpora.verify(corpus)
     print(f"{corpus.name}: {len(corpus.train):,} training and {len(corpus.held_out):,} held-out tokens")
     print(f"vocabulary {corpus.vocab_size}, separator {corpus.separator}, {corpus.train.dtype} tokens")
+    print(f"tokenizer {corpus.tokenizer_identity or 'not known'}")
     if args.command == "check":
         print("every block has its checksum, and every token is in the vocabulary")
     if batch:

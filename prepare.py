@@ -658,8 +658,9 @@ def _finish(
         )
     described = None
     if tokenizer:
-        described = dict(identity=tokenizer.identity, special_tokens=tokenizer.special_tokens)
+        described = dict(identity=tokenizer.identity, special_tokens=dict(tokenizer.special_tokens))
     if settings.tokenizer:
+        described["special_tokens"][tokenizer.separator_text] = settings.separator  # which may be an ordinary token
         with outputs.replacing(os.path.join(out, corpora.TOKENIZER), "wb") as file:
             file.write(tokenizer.content)
     corpora.write_index(

@@ -77,6 +77,10 @@ class Tokenizer:
         self.special_tokens = {token.content: number for number, token in sorted(added.items()) if token.special}
         self.separator = self._separator(vocabulary, declared, separator)
 
+    @property
+    def separator_text(self) -> str:
+        return self._library.id_to_token(self.separator)
+
     def _separator(self, vocabulary: dict[str, int], declared: list[str | int], asked: str | None) -> int:
         text_of = {number: text for text, number in vocabulary.items()}
         candidates = ", ".join(list(self.special_tokens)[:_SHOWN]) or "none"
@@ -118,8 +122,7 @@ class Tokenizer:
 
         Raises OSError where they cannot be written.
         """
-        text = self._library.id_to_token(self.separator)
-        settings = json.dumps({"eos_token": text, "separator": text}).encode()
+        settings = json.dumps({"eos_token": self.separator_text, "separator": self.separator_text}).encode()
         for name, content in (("tokenizer_config.json", settings), ("tokenizer.json", self.content)):
             if isinstance(folder, Path):
                 with outputs.replacing(folder / name, "wb") as file:

@@ -304,6 +304,7 @@ def test_the_memory_does_not_grow_with_the_input(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_BATCH_CHARS", 1 << 13)
     monkeypatch.setattr(documents, "CHUNK_CHARS", 1 << 13)
     monkeypatch.setattr(documents, "_SNIFFED_BYTES", 1 << 13)
+    monkeypatch.setattr(corpora, "_VERIFIED_AT_ONCE", 1 << 13)
     peaks = {}
     for name, line in (("lines", "x" * 99 + "\n"), ("one line", "y")):
         for size in (1, 4):
@@ -409,7 +410,7 @@ def test_the_line_of_progress():
     assert prepare.progress_line(1, 0, 0, 0, 0).endswith(" 0:00:00 left")
 
 
-def test_check_reads_all_of_a_corpus(tmp_path):
+def test_check_reads_all_of_a_corpus(tmp_path, monkeypatch):
     (tmp_path / "fox.txt").write_text("The quick brown fox. " * 20_000)
     prepare.prepare([str(tmp_path / "fox.txt")], str(tmp_path / "c"))
     assert "every block has its checksum" in run_cli("check", tmp_path / "c").stdout
@@ -417,10 +418,12 @@ def test_check_reads_all_of_a_corpus(tmp_path):
     content = bytearray(shard.read_bytes())
     content[500_000] ^= 1
     shard.write_bytes(content)
-    done = run_cli("check", tmp_path / "c")
-    assert done.returncode == 1 and re.search(
-        r"00000-000.bin is damaged: its tokens 229376 to 262143 are not", done.stderr
-    )
+    with pytest.raises(corpora.DamagedError, match=r"00000-000.bin is damaged: its tokens 229376 to 262143 are not"):
+        corpora.open_corpus(str(tmp_path / "c"))
+    monkeypatch.setattr(corpora, "_SMALL_BYTES", 1000)
+    corpus = corpora.open_corpus(str(tmp_path / "c"))
+    with pytest.raises(corpora.DamagedError, match=r"its tokens 229376 to 262143 are not those"):
+        corpora.verify(corpus)
 
 
 # -- from text
