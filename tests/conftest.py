@@ -1,5 +1,6 @@
 """Eight simulated devices for every test, the TPU7x compiler at hand, and none of the noise of a missing TPU."""
 
+import dataclasses
 import gc
 import importlib.metadata
 import os
@@ -32,3 +33,23 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(10_000, 10, 50)  # by default a twentieth of the time goes into it
     gc.enable()
+
+
+@pytest.fixture
+def few_tiles(monkeypatch):
+    """Kernels of attention with few tiles in an iteration: with the default number they compile for most of a test."""
+    import flash  # not at the top: most tests need neither
+    import flash_backward
+
+    few = dict(full_unroll=2, masked_unroll=2, ahead=1), dict(queries=256, keys=256, chunk=128)
+    for kernel, sizes in zip((flash, flash_backward), few, strict=True):
+        rule = kernel.default_blocks
+        smaller = lambda *shape, rule=rule, sizes=sizes: dataclasses.replace(rule(*shape), **sizes)
+        monkeypatch.setattr(kernel, "default_blocks", smaller)
+
+
+@pytest.fixture
+def programs(tmp_path_factory, few_tiles):
+    """A folder of compiled steps, as aot.py caches them, which the workers of a run of pytest share."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs"

@@ -17,15 +17,16 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import aot
 import calibration
 import checkpoint
+import compiler_flags
 import corpora
 import data
 import parameters
@@ -268,22 +269,10 @@ ON_TENSOR_CORES = {
 }
 
 
-@functools.cache
-def compiled_step(config: Config, what: str = "step"):
-    """The training step (or, with what="init", the program that makes its state) for 2x2x1 chips, 8 devices."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1")
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), topology.devices)
-    shardings = train.state_shardings(config, mesh)
-    init_state = partial(train.init_state, config=config)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    if what == "init":
-        return jax.jit(init_state, out_shardings=shardings).trace(key).lower(lowering_platforms=("tpu",)).compile()
-    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-    state = jax.tree.map(place, jax.eval_shape(init_state, key), shardings)
-    rows = NamedSharding(mesh, sharding.BATCH_SPEC)
-    dtypes = (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
-    batch = data.Batch(*(jax.ShapeDtypeStruct((config.batch, config.seq_len), d, sharding=rows) for d in dtypes))
-    return train.make_train_step(config, mesh).lower(state, batch).compile()
+def compiled_step(config: Config, programs: Path) -> str:
+    """The train step for 2x2x1 chips, 8 devices, as text; `programs` is the fixture of conftest.py."""
+    lowered = aot.lower_step(config, "tpu7x:2x2x1")
+    return aot.compile_step(lowered, compiler_flags.for_run(config), str(programs))[1]
 
 
 def ring_of(n: int, devices: list | None = None) -> Mesh:

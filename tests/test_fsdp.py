@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import MIXTURES, SMALL, TPU, collectives, compiled_step, equations, on_mesh, trace
 
-import aot
-import compiler_flags
 import fsdp
 import parameters
+import placement
 import sharding
 import train
 from config import Config
@@ -285,36 +284,33 @@ def layer_loops(program: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_tpu7x_gathers_the_next_layer_while_this_one_computes():
+def test_tpu7x_gathers_the_next_layer_while_this_one_computes(programs):
     """With prefetch every gather runs on the SparseCores during matmuls, and no matmul waits for one.
 
     test_aot.py (prefetch_hides) tests that less computation runs beside them without prefetch.
     """
-    forward, backward = layer_loops(compiled_step(Config(**TPU)).as_text())
+    forward, backward = layer_loops(compiled_step(Config(**TPU), programs))
     assert re.fullmatch(r"G+M+g+", forward), forward
     assert backward.count("r") == 7 and backward.rindex("M") < backward.index("g"), backward
     assert backward.rindex("G") < backward.rindex("M")
 
 
 @pytest.mark.slow
-def test_tpu7x_hides_the_gathers_of_llama_8b():
+def test_tpu7x_hides_the_gathers_of_llama_8b(programs):
     """At 2048 tokens a device, too, all gathers start in the layer before, whose first matmuls wait for none of them.
 
-    The step is that of the README's command for aot.py, which caches its program in the default place: it is compiled
-    once for both.
+    The step is that of the README's command for aot.py.
     """
     config = from_preset("llama3.1-8b", mesh="fsdp:8", batch=8, seq_len=2048)
-    lowered = aot.lower_step(config, "tpu7x:2x2x1")
-    _, program = aot.compile_step(lowered, compiler_flags.for_run(config), config.compilation_cache)
-    forward, backward = layer_loops(program)
+    forward, backward = layer_loops(compiled_step(config, programs))
     assert re.fullmatch(r"M?G[GM]*GMM[gM]*g", forward), forward
     assert backward.index("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward
 
 
 @pytest.mark.slow
-def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
+def test_tpu7x_scatters_the_gradients_of_the_vocabulary(programs):
     """The gradients of embedding and unembedding, unsharded on each device, are reduce-scattered."""
-    program = compiled_step(Config(**TPU)).as_text()
+    program = compiled_step(Config(**TPU), programs)
     reduced = re.findall(r"= (\S+\[[\d,]*\])\S* all-reduce\(", program)
     sizes = [math.prod(map(int, filter(None, re.search(r"\[(.*)\]", shape)[1].split(",")))) for shape in reduced]
     assert max(sizes) <= TPU["model_dim"], reduced
@@ -327,7 +323,11 @@ def test_tpu7x_scatters_the_gradients_of_the_vocabulary():
 def test_tpu7x_initialises_straight_into_the_shards():
     """The program that makes the state needs little memory beside its shards."""
     config = Config(**TPU | dict(num_layers=64))
-    memory = compiled_step(config, "init").memory_analysis()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    shardings = train.state_shardings(config, sharding.make_mesh(placement.parse_mesh(config.mesh), devices))
+    init = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)
+    lowered = init.trace(jax.eval_shape(lambda: jax.random.key(0))).lower(lowering_platforms=("tpu",))
+    memory = lowered.compile().memory_analysis()
     state_bytes = 12 * transformer.num_params(config) / 8  # weights and two moments, in float32
     assert memory.output_size_in_bytes < 1.01 * state_bytes
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes

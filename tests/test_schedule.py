@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from support import TPU, compiled_on_ring, compiled_step
 
 import command
 from compiled import schedule
-from compiled.hlo import ELEMENTWISE, Numbers, Program, evaluate, matmul_flops, parse
+from compiled.hlo import ELEMENTWISE, Numbers, evaluate, matmul_flops, parse
 from compiled.schedule import TPU7X, Rates, rates_of, walk
 from config import Config
 from hardware import CHIPS
@@ -1086,21 +1085,19 @@ def test_compiled_kernels_need_their_cycles():
     assert counted.seconds == pytest.approx(uncounted.seconds + 1e-3) and uncounted.categories["matmul"] > 0
 
 
-@cache
-def train_step(prefetch: bool) -> Program:
-    return parse(compiled_step(Config(**TPU, prefetch=prefetch, attention="reference")).as_text())
+ATTENTION = {"flash_forward": 2e4, "flash_backward": 5e4}  # cycles of a call
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_compiled_train_step(prefetch):
+def test_compiled_train_step(prefetch, programs):
     """Seven matrices a layer are gathered for the forward and the backward pass; their gradients are scattered once.
 
     With prefetch each pass gathers one layer more: one before the loop, and the last iteration's is not used. The norms
     of all layers are gathered together, as two arrays; embedding and unembedding once.
     """
     layers, matrices, once = TPU["num_layers"], 7, 4
-    breakdown = walk(train_step(prefetch))
+    breakdown = walk(parse(compiled_step(Config(**TPU, prefetch=prefetch), programs)), kernels=ATTENTION)
     count = lambda kind: sum(message.count for message in breakdown.collectives if message.kind == kind)
     assert count("all-gather") == 2 * (layers + prefetch) * matrices + once
     assert count("reduce-scatter") == layers * matrices + once
@@ -1121,10 +1118,10 @@ def test_compiled_train_step(prefetch):
 
 
 @pytest.mark.slow
-def test_faster_links_never_lengthen_a_train_step():
-    program = train_step(True)
+def test_faster_links_never_lengthen_a_train_step(programs):
+    program = parse(compiled_step(Config(**TPU), programs))
     speeds = [
-        walk(program, rates=dataclasses.replace(TPU7X, link_bytes_per_s=speed))
+        walk(program, rates=dataclasses.replace(TPU7X, link_bytes_per_s=speed), kernels=ATTENTION)
         for speed in (1e9, 2e9, 4e9, 8e9, 89e9, 178e9)
     ]
     seconds = [breakdown.seconds for breakdown in speeds]
