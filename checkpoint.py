@@ -37,6 +37,7 @@ import checksums
 import config as config_lib
 import lock
 import mixtures
+import outputs
 import processes
 import tokenization
 from config import Config
@@ -232,6 +233,24 @@ def open_tokenizer(directory: str) -> tokenization.Tokenizer | None:
     """The tokenizer beside the checkpoints in a folder, or None. Raises as tokenization.open_tokenizer."""
     file = _folder(directory) / "tokenizer.json"
     return tokenization.open_tokenizer(file) if file.exists() else None
+
+
+def separator(directory: str) -> int | None:
+    """The id of the token that starts a document, of the tokenizer beside the checkpoints in a folder; None without."""
+    return tokenization.saved_separator(_folder(directory))
+
+
+def copy_tokenizer(directory: str, out_dir: str) -> bool:
+    """Copies the tokenizer beside the checkpoints in a folder to another folder. Returns whether there is one.
+
+    Raises OSError where it cannot be read or written.
+    """
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if not (file := _folder(directory) / name).exists():
+            return False
+        with outputs.replacing(Path(out_dir, name), "wb") as copy:
+            copy.write(file.read_bytes())
+    return True
 
 
 def check(checkpoints: Checkpoints | None) -> None:

@@ -122,7 +122,9 @@ class Tokenizer:
 
         Raises OSError where they cannot be written.
         """
-        settings = json.dumps({"eos_token": self.separator_text, "separator": self.separator_text}).encode()
+        text = self.separator_text
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": text, "separator": text}
+        settings = json.dumps(settings, indent=1).encode()
         for name, content in (("tokenizer_config.json", settings), ("tokenizer.json", self.content)):
             if isinstance(folder, Path):
                 with outputs.replacing(folder / name, "wb") as file:
@@ -258,6 +260,13 @@ def file_of(path) -> Path:
 def identity_of(path: str) -> str:
     """The identity of a tokenizer.json without loading it. Raises as open_tokenizer."""
     return _hash(_decided(path, file_of(path).read_bytes()))
+
+
+def saved_separator(folder) -> int | None:
+    """The id of the separator that `Tokenizer.save` wrote to a folder, without loading it; None where there is none."""
+    text, added = _settings(folder, "tokenizer_config.json").get("separator"), _settings(folder, "tokenizer.json")
+    tokens = added.get("added_tokens") or []
+    return next((token["id"] for token in tokens if token["content"] == text), None)
 
 
 def _decided(name: str, content: bytes) -> dict:

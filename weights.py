@@ -533,8 +533,11 @@ def export_checkpoint(directory: str, out_dir: str, dtype: str, like: str = "") 
     blocks, began_from = Blocks(stored), like or stored.values.get("weights", "")
     file = Path(began_from, "config.json")
     values = families.read_model(began_from) if began_from and (like or file.exists()) else None
+    if values is None and (separator := checkpoint.separator(directory)) is not None:
+        values = {"bos_token_id": separator, "eos_token_id": separator}
     write(blocks.piece, blocks.config, out_dir, dtype, values, blocks.verify)
-    print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}")
+    with_tokenizer = ", with the tokenizer of its corpus" if checkpoint.copy_tokenizer(directory, out_dir) else ""
+    print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}{with_tokenizer}")
 
 
 def show(directory: str) -> None:

@@ -109,7 +109,7 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
 
 def test_a_model_brings_its_tokenizer(run, tmp_path, monkeypatch):
     """It is beside its checkpoints, or in the folder of its weights."""
-    config, params = run
+    config, _ = run
     assert trained.opened(arguments(checkpoint_dir=config.checkpoint_dir)).tokenizer is tokenization.BYTES
     tokenizer = tokenization.open_tokenizer(str(KINDS / "bert"), "[MASK]")
     with checkpoint.opened(config) as checkpoints:
@@ -121,15 +121,19 @@ def test_a_model_brings_its_tokenizer(run, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="tokenizers is not installed"):
             sampling.tokenizer_of(model, is_needed=True)
         assert sampling.tokenizer_of(model, is_needed=False) is None
+        out = tmp_path / "exported"
+        weights.export_checkpoint(config.checkpoint_dir, str(out), "float32")
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == tokenizer.separator
+        assert (out / "tokenizer.json").read_bytes() == tokenizer.content
         note = checkpoint.save_tokenizer(checkpoints, tokenization.BYTES)
         assert re.search(rf"the tokenizer is bytes, or unknown, and {tokenizer.identity} in .*saved", note)
     assert checkpoint.open_tokenizer(config.checkpoint_dir) is None
     monkeypatch.undo()
     monkeypatch.setattr(processes, "start", lambda config: jax.devices())
-    weights.export(params, config, str(tmp_path), dtype="float32")
-    shutil.copy(KINDS / "gpt2/tokenizer.json", tmp_path)
+    shutil.copy(KINDS / "gpt2/tokenizer.json", out)
+    (out / "tokenizer_config.json").unlink()
     prompts = sampling.prompts_of(argparse.Namespace(prompt=["The step"], prompt_tokens=None), config, tokenizer)
-    model = trained.opened(arguments(weights=str(tmp_path)))
+    model = trained.opened(arguments(weights=str(out)))
     assert model.tokenizer.special_tokens == {"<|endoftext|>": 0}
     assert tokenizer.decode(prompts[0]) == "[CLS] the step [SEP]"
 
