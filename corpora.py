@@ -41,6 +41,7 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import struct
 import sys
 import sysconfig
@@ -70,6 +71,7 @@ _LEAST_SHARE = 0.9
 _MAX_VOCAB_SIZE = 1 << 31  # tokens of a batch are int32
 INDEX, TOKENIZER = "corpus.json", "tokenizer.json"  # files in the folder of a corpus
 _VERIFIED_AT_ONCE = 1 << 20  # tokens
+_OTHER_FILES = 500  # that a run has open besides its shards
 _SMALL_BYTES = 1 << 28  # a corpus in a local folder that is verified when it is opened
 _OPENED_AT_ONCE = 16  # shards: a remote file takes a tenth of a second
 
@@ -286,6 +288,8 @@ def _open_folder(folder: str) -> Corpus:
         return file
 
     vocabulary = index["vocab_size"], index["separator"]
+    if not storage.is_remote(folder):
+        _allow_open_files(folder, len(index["shards"]))
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as threads:
         files = list(threads.map(opened, index["shards"]))
     tokenizer = index["tokenizer"] or dict(identity="", special_tokens={})
@@ -296,6 +300,19 @@ def _open_folder(folder: str) -> Corpus:
     if not storage.is_remote(folder) and sum(file.num_bytes for file in files) <= _SMALL_BYTES:
         verify(corpus)
     return corpus
+
+
+def _allow_open_files(folder: str, number: int) -> None:
+    """Raises the limit of open files for as many shards. Raises ValueError if the system does not allow it."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        if most != resource.RLIM_INFINITY and most < needed:
+            raise ValueError(
+                f"{folder} has {number} shards, which are open at once, and this system allows {most} open files: "
+                "raise the limit (ulimit -Hn), or prepare the corpus with larger --shard_bytes"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def read_index(folder: str) -> dict:

@@ -123,7 +123,8 @@ def prepare(paths: list[str], out: str, options: Options | None = None) -> tuple
         outputs.check_apart({"--out": out}, {f"the text {file.path}": file.path for file in inputs})
     plan = _plan(inputs, tokenizer, settings)
     if _is_complete(out, plan):
-        return corpora.open_corpus(out), Report(skipped, 0, 0, 0, 0)
+        index = corpora.read_index(out)
+        return corpora.open_corpus(out), Report(skipped, index["documents"], index["text_bytes"], 0, 0)
     results = _begin(out, plan)
     parts = _parts(inputs, settings)
     missing = [number for number in range(len(parts)) if number not in results]
@@ -152,10 +153,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held_out", type=float, default=default.held_out, help="share of the tokens that is held out [%(default)s]")
     about = "bytes of text in a shard, and in a part of the work [%(default)s]"
     add("--shard_bytes", type=command.size, default=default.shard_bytes, help=about)
-    add("--workers", type=command.at_least(1), default=len(os.sched_getaffinity(0)), help="processes [all cores]")
+    add("--workers", type=command.at_least(1), default=_cores(), help="processes [%(default)s, all cores]")
     about = "read .npy and .bin as tokens of this type, of the tokenizer's or of --vocab_size"
     add("--token_dtype", default="", choices=("", "uint8", "uint16", "uint32", "int32", "int64"), help=about)
     add("--vocab_size", type=command.at_least(0), default=0, help="read .npy and .bin as tokens of a vocabulary")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(args: argparse.Namespace) -> corpora.Corpus:

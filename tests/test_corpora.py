@@ -408,6 +408,17 @@ def test_a_folder_that_is_not_what_was_written_is_not_opened(tmp_path, change, m
     assert before == write_and_open(tmp_path / "same", SHARDS).identity
 
 
+def test_the_limit_of_open_files_is_raised_for_many_shards(tmp_path, monkeypatch):
+    folder, limits = write_folder(tmp_path / "c", SHARDS), [(503, 504)]
+    monkeypatch.setattr(corpora.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(corpora.resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    corpora.open_corpus(str(folder))
+    assert limits[1:] == [(504, 504)]
+    limits[-1] = (503, 503)
+    with pytest.raises(ValueError, match=r"has 4 shards, .* allows 503 open files: raise the limit .* --shard_bytes"):
+        corpora.open_corpus(str(folder))
+
+
 def write_and_open(*args, **index) -> corpora.Corpus:
     return corpora.open_corpus(str(write_folder(*args, **index)))
 
