@@ -360,24 +360,24 @@ def _identity_of(index: dict) -> str:
     return _identity(json.dumps(named, sort_keys=True).encode())
 
 
-def notes(corpus: Corpus, vocab_size: int, weights: str) -> list[str]:
+def notes(corpus: Corpus, vocab_size: int, model: str) -> list[str]:
     """Returns what is likely wrong between a corpus, a model of this vocabulary, and the folder of its weights ("")."""
     notes = []
     if corpus.vocab_size < _LEAST_SHARE * vocab_size:
         notes.append(
             f"{corpus.name} has a vocabulary of {corpus.vocab_size:,} and the model one of {vocab_size:,}: "
             f"{1 - corpus.vocab_size / vocab_size:.1%} of the model's tokens never occur; "
-            f"{'' if weights else f'use --vocab_size={corpus.vocab_size}, or '}prepare the corpus with --tokenizer"
+            f"{'' if model else f'use --vocab_size={corpus.vocab_size}, or '}prepare the corpus with --tokenizer"
         )
-    if weights and corpus.tokenizer_identity and os.path.exists(os.path.join(weights, TOKENIZER)):
+    if model and corpus.tokenizer_identity and os.path.exists(os.path.join(model, TOKENIZER)):
         try:
-            other = tokenization.identity_of(weights)
+            other = tokenization.identity_of(model)
         except (ValueError, OSError) as error:
             other = f"an unknown one ({error})"
         if other != corpus.tokenizer_identity:
             notes.append(
-                f"{corpus.name} has the tokenizer {corpus.tokenizer_identity}, and --weights={weights} has {other}: "
-                f"the ids mean other text; prepare the corpus with --tokenizer={weights}"
+                f"{corpus.name} has the tokenizer {corpus.tokenizer_identity}, and {model} has {other}: "
+                f"the ids mean other text; prepare the corpus with --tokenizer={model}"
             )
     return notes
 

@@ -176,6 +176,10 @@ def main() -> None:
     counts = [num_evaluated(each, config) for each in parts]
     report = reporter(sum(-(-count // config.batch) for count in counts))
     params = model.read(config, model.mesh)
+    tokenizer, problem = corpora.readable_tokenizer(corpus.sources[0])
+    notes = corpora.notes(corpus.sources[0], config.vocab_size, args.weights or args.checkpoint_dir)
+    for note in filter(None, [problem, *notes] if jax.process_index() == 0 else []):
+        print(f"note       {note}", file=sys.stderr)
     eval_step, begun = make_eval_step(config, model.mesh), time.perf_counter()
     evaluated = partial(totals, eval_step, params, config=config, mesh=model.mesh, report=report)
     total, count = sum(evaluated(each) for each in parts)
@@ -184,7 +188,6 @@ def main() -> None:
         return
     figures = {"model": model.name, "corpus": corpus.name, "loss": loss, "perplexity": math.exp(loss)}
     figures |= {"tokens": int(count), "sequences": sum(counts), "seconds": time.perf_counter() - begun}
-    tokenizer = corpora.readable_tokenizer(corpus.sources[0])[0]
     sizes = [num_bytes(each, tokenizer, config) for each in parts]
     figures["bits_a_byte"] = bits = None if None in sizes else bits_a_byte(total, sum(sizes))
     if args.json:

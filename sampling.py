@@ -12,7 +12,8 @@ at which the sum exceeds u times that of the nucleus. generation.py computes the
 of them becomes the prompt of a new cache.
 
 **Text.** A model's folder has its tokenizer (tokenization.py), or its tokens are bytes. Without either, the program
-takes the numbers of tokens, and prints these.
+takes the numbers of tokens, and prints these. A prompt gets the special tokens that its tokenizer.json adds, such as
+one at the beginning.
 
 **Left out.** Tokens that end a text, and what generation.py leaves out.
 """

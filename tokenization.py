@@ -46,7 +46,7 @@ END_OF_TEXT = "<|endoftext|>"  # the separator of tokenizers that are trained he
 # The end of a document in GPT-2 and Qwen, Llama 3, Llama 2 and T5, Gemma, DeepSeek, and others.
 WELL_KNOWN = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 WELL_KNOWN += ("<|eos|>", "[EOS]", "<EOS>")
-_PIECE = 1 << 20  # characters of a document that the training of a tokenizer reads at a time
+_PIECE = 1 << 16  # characters that the training of a tokenizer takes at a time; the library collects 256 of them
 _PIECE_BYTES = 64 << 20  # of a file that is read at a time, in chunks
 _SHOWN = 20  # candidates in a message
 
@@ -389,8 +389,12 @@ class _Counted:
         said = time.perf_counter()
         try:
             for text in self.texts:
-                for start in range(0, len(text), _PIECE):
-                    piece = without_surrogates(text[start : start + _PIECE])
+                start = 0
+                while start < len(text):
+                    stop = start + _PIECE  # or after the last line before it, so that no word is cut
+                    stop = (stop < len(text) and text.rfind("\n", start, stop) + 1) or stop
+                    piece = without_surrogates(text[start:stop])
+                    start = stop
                     self.num_bytes += len(piece.encode())
                     yield piece
                     if time.perf_counter() - said > 1:
