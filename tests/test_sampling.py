@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -126,3 +127,17 @@ def test_prompts_that_the_model_cannot_have_are_refused(values, vocab_size, word
     tokenizer = tokenization.BYTES if vocab_size == 256 else None
     with pytest.raises(ValueError, match=words):
         sampling.prompts_of(arguments(**values), Config(**TINY | dict(vocab_size=vocab_size)), tokenizer)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5", "bytes", ""])
+def test_text_is_shown_while_it_is_generated(model, capsys):
+    """It is that of all tokens at once; a character of several tokens is not shown in parts."""
+    kinds = Path(__file__).parent / "tokenizer_kinds"
+    tokenizer = tokenization.BYTES if model == "bytes" else model and tokenization.open_tokenizer(str(kinds / model))
+    text = "The step gathers each layer's Gr\u00fc\u00dfe" if model != "t5" else "The step gathers each layer's weights"
+    tokens = np.arange(9) if not tokenizer else tokenizer.encode([text])[0]
+    prompt, rest = tokens[:4], tokens[4:]
+    chunks = [(np.array([[token]]), np.zeros((1, 1))) for token in rest]
+    sampling.show("m", [prompt], iter(chunks), tokenizer or None, argparse.Namespace(json=False))
+    said = capsys.readouterr().out.partition("\nsampled ")[0]
+    assert said.replace(">>>", "").strip() == (text if tokenizer else "0 1 2 34 5 6 7 8")
