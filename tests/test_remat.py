@@ -295,27 +295,27 @@ def test_the_policies_of_the_docstring():
 
 # -- compiled for TPU7x
 
-# Small, with most of the memory in the layers: 8 of them, and a small vocabulary.
+# Small, with most of the memory in the layers: 32 of them, which compile as one, and a small vocabulary.
 COMPILED = dict(
-    preset="tiny", dtype="bfloat16", num_layers=8, model_dim=1024, ff_dim=4096, num_heads=8, num_kv_heads=2
-) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=4096, batch=16, mesh="fsdp:8")
+    preset="tiny", dtype="bfloat16", num_layers=32, model_dim=512, ff_dim=2048, num_heads=4, num_kv_heads=1
+) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=512, batch=16, mesh="fsdp:8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ("full", dict(mesh="fsdp:2,context:4", seq_len=16_384, batch=4)),
+        ("full", dict(mesh="fsdp:2,context:4", seq_len=2048, batch=4)),
         ("minimal_offloaded", dict()),
         ("save_dot_except_mlp", dict()),
     ],
 )
-def test_memory_is_that_of_the_compiled_program(policy, options):
-    """Device memory within 10%, host memory to the byte."""
+def test_memory_is_that_of_the_compiled_program(policy, options, programs):
+    """Device memory within 5%, host memory to the byte."""
     config = Config(**COMPILED | options, remat=policy)
-    memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, "")
+    memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, str(programs))
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
-    assert 0.9 < predicted.hbm_bytes / memory["peak_hbm_bytes"] < 1.1
+    assert 0.95 < predicted.hbm_bytes / memory["peak_hbm_bytes"] < 1.05
     assert memory["host_bytes"] == predicted.host_bytes
     on_host = "S(5)" in program  # the memory space of the host
     assert on_host == (predicted.host_bytes > 0) == (policy == "minimal_offloaded")
