@@ -123,6 +123,10 @@ def endurance() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/endurance.py", "plot"))
 
 
+def bits_a_byte() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/bits_a_byte.py"))
+
+
 def planted_errors() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/mutants.py", "--by=kind"))
 
@@ -176,6 +180,7 @@ BLOCKS = {
     "tuned sizes": tuned_sizes,
     "fp8 quality": fp8_quality,
     "endurance": endurance,
+    "bits a byte": bits_a_byte,
     "planted errors": planted_errors,
     "faults": faults,
     "bad command lines": bad_command_lines,

@@ -1,6 +1,7 @@
 """Tests tokenizers: ids as transformers gives them, text that comes back, separators, and what is refused."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import data
 import documents
 import tokenization
-from benchmarks import tokenizer_kinds
+from benchmarks import bits_a_byte, tokenizer_kinds
 
 KINDS = Path(__file__).parent / "tokenizer_kinds"
 RECORDED = json.loads((KINDS / "ids.json").read_text())["ids"]
@@ -247,3 +248,24 @@ def test_a_named_file_that_is_no_text_is_refused(tmp_path):
     flags = ["tokenizer", str(tmp_path / "noise.dat"), f"--out={tmp_path}/tokenizer.json"]
     with pytest.raises(ValueError, match="is no UTF-8 text"):
         tokenization.run(data.parser().parse_args(flags))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gemma"])
+def test_special_tokens_have_no_bytes(model):
+    tokenizer = of_kind(model)
+    tokens = tokenizer.encode(["a", "Gr\u00fc\u00dfe \U0001f600"])
+    special = [*tokenizer.special_tokens.values()]
+    assert tokenizer.num_bytes([tokenizer.separator, *tokens[0], *special, *tokens[1]]) == len(
+        "aGr\u00fc\u00dfe \U0001f600".encode()
+    )
+
+
+def test_the_stored_runs_of_bytes_and_of_a_bpe_compare():
+    """They have the same FLOPs, but for a step, and bits a byte are those of the losses."""
+    runs = json.loads(bits_a_byte.RECORDED.read_text())["runs"]
+    by_bytes, by_bpe = runs
+    assert abs(by_bytes["flops"] - by_bpe["flops"]) <= by_bpe["flops"] / by_bpe["steps"]
+    for run in runs:
+        bits = run["loss"] / math.log(2) / run["bytes_a_token"]
+        assert run["bits_a_byte"] == pytest.approx(bits, rel=1e-3)
+    assert by_bpe["bits_a_byte"] < by_bytes["bits_a_byte"]
