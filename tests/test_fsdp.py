@@ -321,7 +321,7 @@ def test_tpu7x_scatters_the_gradients_of_the_vocabulary(programs):
 @pytest.mark.slow
 def test_tpu7x_initialises_straight_into_the_shards():
     """The program that makes the state needs little memory beside its shards."""
-    config = Config(**TPU | dict(num_layers=64))
+    config = Config(**TPU | dict(num_layers=16, vocab_size=1024))
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     shardings = train.state_shardings(config, sharding.make_mesh(placement.parse_mesh(config.mesh), devices))
     init = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)
