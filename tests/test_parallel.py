@@ -301,10 +301,9 @@ FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attenti
     "option",
     [
         dict(max_logit=8.0),
-        dict(window=5, global_every=2, attention_sinks=True),
-        dict(window=5, global_every=2, attention_scale=2.0, attention_soft_cap=0.5),
+        dict(window=5, global_every=2, attention_sinks=True, attention_scale=2.0, attention_soft_cap=0.5),
     ],
-    ids=["max logit", "alternating windows and sinks", "soft cap"],
+    ids=["max logit", "alternating windows, sinks and a soft cap"],
 )
 def test_flash_attention_equals_the_reference(option):
     """By interpreted kernels, on two devices. Documents are packed, and blocks do not divide the length."""
