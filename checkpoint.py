@@ -25,7 +25,7 @@ import sys
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ import tokenization
 from config import Config
 
 SHAPES, VALUES = config_lib.deciding("shapes"), config_lib.deciding("values")
+# {flag: identity of the content of its file}, or a function of the step: the identity of what decides the steps before.
+Contents = Mapping[str, str | Callable[[int], str]]
 ORDER = ["corpus", "seq_len", "seed"]  # flags that decide which sequence has which number
 
 
@@ -176,19 +178,19 @@ def save(
     step: int,
     state,
     config: Config,
-    contents: dict[str, str] | None = None,
+    contents: Contents | None = None,
     batches: mixtures.Batches | None = None,
 ) -> None:
     """Starts to save the state after `step` steps; returns when it is copied from the devices.
 
     Args:
-      contents: {flag: identity of the content} of each file that the run reads.
+      contents: of the files that the run reads.
       batches: the batch sizes so far; None: always `config.batch`.
 
     Raises OSError where another run has taken the folder over, or this save, or the one before it, failed.
     """
     ocp, values = _orbax(), dataclasses.asdict(config)
-    values |= {"contents": contents or {}, "batches": batches or [(0, config.batch)]}
+    values |= {"contents": _at(step, contents or {}), "batches": batches or [(0, config.batch)]}
     if checkpoints.lock:
         checkpoints.lock.check()
     sums = {"step": step, "config": _checksum_of(values), "state": checksums.checksums(state)}
@@ -315,9 +317,7 @@ class Restored(NamedTuple):
     batches: mixtures.Batches  # the batch sizes of the run until then
 
 
-def restore(
-    checkpoints: Checkpoints, shapes, shardings, config: Config, contents: dict[str, str] | None = None
-) -> Restored:
+def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: Contents | None = None) -> Restored:
     """Returns the newest checkpoint, which must exist, in the given shards.
 
     With `config.skip_damaged_checkpoints` it takes the newest intact one, and moves newer ones aside, which the note
@@ -409,7 +409,7 @@ def _remedy(steps: list[int]) -> str:
     return f"--skip_damaged_checkpoints moves it aside and goes on from step {steps[1]}"
 
 
-def _restored(path, step: int, shapes, shardings, config: Config, contents: dict[str, str]):
+def _restored(path, step: int, shapes, shardings, config: Config, contents: Contents):
     """Returns (state, notes, batch sizes) of one step folder.
 
     Raises ValueError for another model or corpus, and _DamagedError.
@@ -424,7 +424,7 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: dict
             f"the checkpoint {path} is of another model: {differing}; "
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
         )
-    same = _same_contents(saved, config, contents, path)
+    same = _same_contents(saved, config, _at(step, contents), path)
     target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     with _readable(path):
         state = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
@@ -448,6 +448,10 @@ def _check_arrays(state, sums: dict[str, int], path) -> None:
         raise _DamagedError(
             f"the checkpoint {path} is damaged: {wrong[0]}{more} is not what was saved, by its checksum"
         )
+
+
+def _at(step: int, contents: Contents) -> dict[str, str]:
+    return {flag: identity(step) if callable(identity) else identity for flag, identity in contents.items()}
 
 
 def _same_contents(saved: dict, config: Config, contents: dict[str, str], checkpoint) -> set[str]:

@@ -83,11 +83,14 @@ class Mixture:
     @property
     def identity(self) -> str:
         """A hash of the contents and the shares, whatever the paths. That of its corpus, where there is one."""
-        if len(self.sources) == 1:
-            return self.sources[0].identity
-        shares = [[stage.from_step, *map(str, stage.shares)] for stage in self.stages]
-        text = json.dumps([[source.identity for source in self.sources], shares])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return _identity(self.sources, self.stages)
+
+    def identity_before(self, step: int) -> str:
+        """A hash of what decides the sequences of the steps before `step`: the sources and the shares until then."""
+        stages = [stage for stage in self.stages if stage.from_step < step] or self.stages[:1]
+        used = [any(stage.shares[i] for stage in stages) for i in range(len(self.sources))]
+        sources = tuple(itertools.compress(self.sources, used))
+        return _identity(sources, [Stage(begin, tuple(itertools.compress(shares, used))) for begin, shares in stages])
 
     def facts(self) -> dict[str, str]:
         """Returns {what: identity} of all that must be the same on every process of a run."""
@@ -100,6 +103,14 @@ class Mixture:
         """Raises ValueError where a model of this vocabulary and sequence length cannot train on a source."""
         for source in self.sources:
             source.check(seq_len, vocab_size)
+
+
+def _identity(sources: Sequence[corpora.Corpus], stages: Sequence[Stage]) -> str:
+    if len(sources) == 1:
+        return sources[0].identity
+    shares = [[stage.from_step, *map(str, stage.shares)] for stage in stages]
+    text = json.dumps([[source.identity for source in sources], shares])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # -- the command line

@@ -273,7 +273,7 @@ class Setup:
     config: Config  # without what has no effect on this mesh; remat is a policy
     mesh: Mesh
     corpus: mixtures.Mixture
-    contents: dict[str, str]  # {flag: identity of the file or folder that it names}
+    contents: checkpoint.Contents  # identities of the files and folders that flags name
     batches: mixtures.Batches  # sequences in a batch, of the run before, too, if this one resumes it
     compiler_options: dict[str, str]
     notes: list[str]
@@ -369,7 +369,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
         corpus.check(config.seq_len, config.vocab_size)
         tokenizer, problem = corpora.readable_tokenizer(corpus.sources[0])
         notes += [*filter(None, [problem]), *corpora.notes(corpus.sources[0], config.vocab_size, config.weights)]
-        contents = {"corpus": corpus.identity}
+        contents = {"corpus": corpus.identity_before}
         if config.fp8 == "static":
             contents["fp8_scales"] = calibration.identity(config)
         facts |= corpus.facts()
@@ -478,7 +478,9 @@ def check_backend(config: Config, backend: str) -> None:
         )
 
 
-def restored_state(config: Config, mesh: Mesh, checkpoints, contents: dict | None = None) -> checkpoint.Restored:
+def restored_state(
+    config: Config, mesh: Mesh, checkpoints, contents: checkpoint.Contents | None = None
+) -> checkpoint.Restored:
     """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
     if not checkpoint.has_any(checkpoints):
         return checkpoint.Restored(None, None, ())

@@ -145,17 +145,20 @@ def values(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_that_changes_batch_mesh_and_processes_sees_the_stream(values, tmp_path):
-    """One process with 8 sequences a step, then 16 on another mesh, then two processes with 8."""
+    """One process with 8 sequences a step, then 16 on another mesh, then two processes with 8 and a later stage."""
     sources, sizes = [str(tmp_path / "a"), str(tmp_path / "b")], (60, 40)
     for path, size, first in zip(sources, sizes, (0, 100), strict=True):  # token 1 of a sequence is its number
         documents = [np.repeat(np.arange(first, first + size), 32)], [np.arange(99)]
         corpora.write_corpus(path, *documents, vocab_size=256, separator=255)
     values = values | dict(num_layers=1, seed=1, checkpoint_dir=tmp_path / "checkpoints")
-    values |= dict(corpus=f"{sources[0]}:0.7,{sources[1]}:0.3")
+    listed = [{"from_step": 0, "weights": {"a": 0.7, "b": 0.3}}]
+    (tmp_path / "mixture.json").write_text(json.dumps(listed))
+    values |= dict(corpus=tmp_path / "mixture.json")
     program = ("-c", RECORDED.format(file=tmp_path / "seen"))
     for changes in (dict(batch=8, steps=3), dict(batch=16, steps=6, mesh="data:2,fsdp:2,tensor:2")):
         assert start(values | changes, tmp_path / "out", program=program).wait(300) == 0
     assert "batch is 8 there and 16 here" in (tmp_path / "out").read_text()
+    (tmp_path / "mixture.json").write_text(json.dumps([*listed, {"from_step": 9, "weights": {"b": 1}}]))
     both = start_two(values | dict(mesh="fsdp:4,tensor:2"), tmp_path, program=program)  # up to step 20
     assert [process.wait(300) for process in both] == [0, 0]
     rows = sorted(json.loads(line) for line in (tmp_path / "seen").read_text().splitlines())
@@ -163,19 +166,17 @@ def test_a_run_that_changes_batch_mesh_and_processes_sees_the_stream(values, tmp
         8
     ] * 14
     numbers = [number for _, _, some in rows for number in some]
-    mixture, shares = mixtures.open_mixture(values["corpus"]), Shares(stages_of((0, ["0.7", "0.3"])), ((0, 8),))
+    batches = ((0, 8), (3, 16), (6, 8))
+    mixture, shares = mixtures.open_mixture(str(values["corpus"])), Shares(stages_of((0, [7, 3]), (9, [0, 1])), batches)
     orders = [
         iter(data.train_batch(source, 0, batch=len(numbers), seq_len=32, seed=1).tokens[:, 1].tolist())
         for source in mixture.sources
     ]
     assert numbers == [next(orders[shares.at(n)[0]]) for n in range(len(numbers))]
-    counts = collections.Counter(numbers)
-    assert {counts[number] for number in range(60)} == {2, 3} and {counts[number] for number in range(100, 140)} == {
-        1,
-        2,
-    }
+    assert all(number >= 100 for number in numbers[3 * 8 + 3 * 16 + 3 * 8 :])
+    assert "resumed    from step 6 in" in (said := (tmp_path / "0.out").read_text()) and "corpus is" not in said
     saved = json.loads((tmp_path / "checkpoints" / "20" / "config" / "metadata").read_text())
-    assert saved["batches"] == [[0, 8], [3, 16], [6, 8]]
+    assert saved["batches"] == [list(pair) for pair in batches]
 
 
 # -- shares
@@ -255,6 +256,19 @@ def test_what_is_added_later_does_not_change_what_was():
     after = stages_of((0, [2, 1, 1, 0]), (4, [1, 3, 0, 0]), (9, [0, 1, 1, 5]))
     first, second = Shares(before, ((0, 8),)), Shares(after, ((0, 8), (8, 20)))
     assert [first.at(n) for n in range(8 * 8)] == [second.at(n) for n in range(8 * 8)]
+
+
+def test_the_identity_of_the_past_does_not_depend_on_what_comes_later():
+    sources = {name: numbered(name, 9, 100 * i) for i, name in enumerate("abc")}
+    mixture = lambda names, *stages: mixtures.Mixture("m", tuple(map(sources.get, names)), stages_of(*stages))
+    two = mixture("ab", (0, [1, 1]))
+    assert [two.identity_before(step) for step in (0, 1, 9)] == [two.identity] * 3
+    later = mixture("abc", (0, [1, 1, 0]), (5, [0, 1, 1]))
+    assert [later.identity_before(step) == two.identity for step in (0, 1, 5, 6)] == [True, True, True, False]
+    alone = mixture("abc", (0, [1, 0, 0]), (5, [0, 1, 1]))
+    assert alone.identity_before(5) == "a" != alone.identity_before(6)
+    others = [mixture("ab", (0, [1, 2])), mixture("ba", (0, [1, 1])), mixture("ac", (0, [1, 1]))]
+    assert len({other.identity_before(9) for other in (two, *others)}) == 4
 
 
 # -- the command line
