@@ -225,6 +225,13 @@ def prefetch(make: Callable[[int], Any], steps: Iterable[int], depth: int = 2) -
 # -- a baseline
 
 
+def eval_windows(corpus: corpora.Corpus, *, seq_len: int, num_eval_sequences: int) -> Iterator[np.ndarray]:
+    """Yields the tokens [seq_len + 1] of each of the first sequences of an evaluation, in its order, on any process."""
+    size = num_sequences(corpus.held_out, seq_len)
+    for start in _eval_order(np.arange(min(num_eval_sequences, size)), size) * seq_len:
+        yield corpus.held_out[start : start + seq_len + 1]
+
+
 def bigram_loss(
     corpus: corpora.Corpus, *, seq_len: int, num_eval_sequences: int, max_train_tokens: int = 50_000_000
 ) -> float:
@@ -234,9 +241,8 @@ def bigram_loss(
     token of the vocabulary.
     """
     train = corpus.train[:max_train_tokens].astype(np.int64)
-    size = num_sequences(corpus.held_out, seq_len)
-    starts = _eval_order(np.arange(min(num_eval_sequences, size)), size) * seq_len
-    held_out = np.stack([corpus.held_out[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    windows = eval_windows(corpus, seq_len=seq_len, num_eval_sequences=num_eval_sequences)
+    held_out = np.stack([*windows]).astype(np.int64)
     tokens, targets = held_out[:, :-1].ravel(), held_out[:, 1:].ravel()
     unigrams = np.bincount(train, minlength=corpus.vocab_size)
     contexts = np.bincount(train[:-1], minlength=corpus.vocab_size)

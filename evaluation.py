@@ -92,13 +92,13 @@ def num_evaluated(corpus: corpora.Corpus, config: Config) -> int:
 def num_bytes(corpus: corpora.Corpus, tokenizer, config: Config) -> int | None:
     """Bytes of the text of all targets of an evaluation; None where the tokenizer (or None) does not know them.
 
-    Reads the evaluated sequences again: only for the process that prints it.
+    Reads all evaluated sequences again, whatever the process.
     """
     if tokenizer is None or tokenizer.num_bytes(np.zeros(0, np.int32)) is None:
         return None
-    make = partial(data.eval_batch, corpus, batch=config.batch, seq_len=config.seq_len)
-    batches = data.prefetch(make, range(-(-num_evaluated(corpus, config) // config.batch)))
-    return sum(tokenizer.num_bytes(batch.targets[batch.loss_weights > 0]) for batch in batches)
+    count = num_evaluated(corpus, config)
+    windows = data.eval_windows(corpus, seq_len=config.seq_len, num_eval_sequences=count)
+    return sum(tokenizer.num_bytes(window[1:]) for window in windows)
 
 
 def bits_a_byte(total_loss: float, num_bytes: int | None) -> float | None:
