@@ -134,6 +134,14 @@ def streams_of(corpus: corpora.Corpus, documents: str) -> list[corpora.Corpus]:
     return {"held_out": [corpus], "train": [training], "all": [training, corpus]}[documents]
 
 
+def losses_by_name(parts: list[corpora.Corpus], results: list[np.ndarray]) -> dict[str, float]:
+    """{name of a corpus: its mean loss}, of the `totals` of parts, of which several may be of one corpus."""
+    sums: dict[str, np.ndarray] = {}
+    for part, result in zip(parts, results, strict=True):
+        sums[part.name] = sums.get(part.name, 0) + result
+    return {name: float(total / count) for name, (total, count) in sums.items()}
+
+
 def reporter(num_batches: int, every_s: float = 10.0) -> Callable[[int], None]:
     """Returns a function of the number of batches done, which prints it every so many seconds."""
     said = time.perf_counter()
@@ -182,7 +190,8 @@ def main() -> None:
         print(f"note       {note}", file=sys.stderr)
     eval_step, begun = make_eval_step(config, model.mesh), time.perf_counter()
     evaluated = partial(totals, eval_step, params, config=config, mesh=model.mesh, report=report)
-    total, count = sum(evaluated(each) for each in parts)
+    results = list(map(evaluated, parts))
+    total, count = sum(results)
     loss = total / count
     if jax.process_index():
         return
@@ -190,12 +199,15 @@ def main() -> None:
     figures |= {"tokens": int(count), "sequences": sum(counts), "seconds": time.perf_counter() - begun}
     sizes = [num_bytes(each, tokenizer, config) for each in parts]
     figures["bits_a_byte"] = bits = None if None in sizes else bits_a_byte(total, sum(sizes))
+    figures["loss_by_source"] = by_name = losses_by_name(parts, results)
     if args.json:
         print(json.dumps(figures))
         return
     print(f"model      {model.name}, {config.dtype}")
     print(f"data       {corpus.name}, {args.documents}: {sum(counts):,} of {sum(sequences):,} sequences")
     print(f"loss       {loss:.4f} nats a token, perplexity {figures['perplexity']:.3f}, over {int(count):,} tokens")
+    for name, loss in by_name.items() if len(by_name) > 1 else ():
+        print(f"           {loss:.4f} of {name}")
     if bits is not None:
         print(f"text       {bits:.4f} bits a byte, {sum(sizes) / count:.3f} bytes a token")
 

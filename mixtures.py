@@ -13,7 +13,7 @@ skips nor repeats a sequence.
 rest, and so on. If m sequences have come to a link of the chain, its source has c = floor(q m + 1/2) of them, with q
 the source's weight divided by the weights from there on. Here q <= 1, so c grows by 0 or 1: sequence m is the source's
 number c, or number m - c of the rest. Where the weights change, q m becomes a sum over stages, from the counts at which
-they begin. All is integers: no count depends on rounding.
+they begin. All counts are of integers, without floating point.
 
 **Bound.** Let c_i(n) be the count of source i in the first n sequences, and w_i its share. For weights that stay, with
 the largest first in the chain, |c_i(n) - w_i n| <= (1 + H) / 2 for S sources, H = 1 + 1/2 + ... + 1/(S - 2): 1/2 for

@@ -167,7 +167,7 @@ def test_sampling_continues_prompts_of_a_checkpoint_and_of_published_weights(run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", ["held_out", "all"])
-def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, capsys):
+def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, capsys, tmp_path):
     config, params = run
     corpus = corpora.open_corpus(config.corpus)
     losses, streams = [], [corpus.train[:], corpus.held_out[:]][documents == "held_out" :]
@@ -187,3 +187,12 @@ def test_evaluation_is_the_mean_over_the_documents(run, documents, monkeypatch, 
     assert said["bits_a_byte"] == pytest.approx(losses.sum() / np.log(2) / num_bytes, rel=1e-5)
     said = main(evaluation, monkeypatch, capsys, *flags, "--eval_batches=1")
     assert said["sequences"] == 8 * (1 + (documents == "all"))
+    if documents == "held_out":
+        other = str(tmp_path / "other")
+        corpora.write_corpus(other, [np.arange(50)], [np.arange(100, 140)], vocab_size=256, separator=255)
+        both = main(
+            evaluation, monkeypatch, capsys, *flags, "--eval_batches=1", f"--corpus={config.corpus}:1,{other}:2"
+        )
+        assert both["sequences"] == 8 + 2 and both["loss_by_source"][config.corpus] == said["loss"]
+        mean = (8 * said["loss"] + 2 * both["loss_by_source"][other]) / 10
+        assert both["loss"] == pytest.approx(mean, rel=1e-6)
