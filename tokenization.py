@@ -43,6 +43,7 @@ import documents
 import outputs
 
 BYTE_SEPARATOR = 255  # starts a document in a corpus of bytes: no UTF-8 text has this byte
+NO_NEED = ""  # as a separator: the end-of-text token, if there is one
 END_OF_TEXT = "<|endoftext|>"  # the separator of tokenizers that are trained here
 # The end of a document in GPT-2 and Qwen, Llama 3, Llama 2 and T5, Gemma, DeepSeek, and others.
 WELL_KNOWN = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
@@ -63,7 +64,7 @@ class Tokenizer:
       name: what messages call it.
       identity: a hash of what decides the ids.
       vocab_size: the largest id, plus one.
-      separator: id of the token that starts each document of a corpus.
+      separator: id of the token that starts each document of a corpus; -1 if there is none, and none is needed.
       special_tokens: {text: id} of the tokens that are no text.
     """
 
@@ -85,7 +86,7 @@ class Tokenizer:
     def _separator(self, vocabulary: dict[str, int], declared: list[str | int], asked: str | None) -> int:
         text_of = {number: text for text, number in vocabulary.items()}
         candidates = ", ".join(list(self.special_tokens)[:_SHOWN]) or "none"
-        if asked is not None:
+        if asked:
             if asked not in vocabulary:
                 raise ValueError(
                     f"{self.name} has no token {asked!r} to separate documents; its special tokens are {candidates}"
@@ -95,6 +96,8 @@ class Tokenizer:
         texts = [text for text in texts if text in vocabulary]
         known = [text for text in WELL_KNOWN if text in vocabulary]
         if not (chosen := [text for text in texts if text in WELL_KNOWN] + known + texts):
+            if asked == NO_NEED:
+                return -1
             raise ValueError(
                 f"{self.name} has no end-of-text token, which starts every document of a corpus; name one with "
                 f"--separator=TOKEN: its special tokens are {candidates}"
@@ -165,7 +168,7 @@ class Tokenizer:
                 sizes[number] = 1 if is_byte else len(text.replace("\u2581", " ").encode())
         for number, token in added.items():
             sizes[number] = 0 if token.special else len(token.content.encode())
-        sizes[self.separator] = 0
+        sizes[self.separator] = 0 if self.separator >= 0 else sizes[-1]
         return sizes
 
 
@@ -231,7 +234,8 @@ def open_tokenizer(path, separator: str | None = None, name: str = "") -> Tokeni
     """The tokenizer of a tokenizer.json, or of the folder that has one; a path, or an epath of a bucket.
 
     Args:
-      separator: the token that starts each document; None takes that of `Tokenizer.save`, or the end-of-text token.
+      separator: the token that starts each document; None takes that of `Tokenizer.save`, or the end-of-text token;
+        NO_NEED does, too, but a tokenizer without any is opened, to show text.
       name: what messages call it, instead of its path.
 
     Raises:
@@ -240,7 +244,7 @@ def open_tokenizer(path, separator: str | None = None, name: str = "") -> Tokeni
     """
     file = file_of(path)
     saved = _settings(file.parent, "tokenizer_config.json").get("separator")
-    separator = saved if separator is None and isinstance(saved, str) else separator
+    separator = saved if not separator and isinstance(saved, str) else separator
     return Tokenizer(name or str(path), file.read_bytes(), _declared(file.parent), separator)
 
 

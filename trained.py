@@ -115,7 +115,7 @@ def _published(directory: str) -> Config:
 def _published_tokenizer(directory: str) -> tokenization.Tokenizer | None:
     """The tokenizer of published weights; None where their folder has none."""
     has_one = families.Path(directory, "tokenizer.json").exists()
-    return tokenization.open_tokenizer(directory) if has_one else None
+    return tokenization.open_tokenizer(directory, tokenization.NO_NEED) if has_one else None
 
 
 def _restored(path, config: Config, mesh: Mesh) -> parameters.Params:

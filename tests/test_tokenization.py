@@ -136,6 +136,12 @@ def test_without_an_end_of_text_the_candidates_are_listed(tmp_path):
         tokenization.open_tokenizer(folder, "[END]")
 
 
+def test_a_tokenizer_without_a_separator_shows_text(tmp_path):
+    tokenizer = tokenization.open_tokenizer(copy("bert", tmp_path), tokenization.NO_NEED)
+    assert tokenizer.separator == -1
+    assert tokenizer.decode(tokenizer.encode(["the step"], add_special_tokens=True)[0]) == "[CLS] the step [SEP]"
+
+
 # -- identity
 
 
