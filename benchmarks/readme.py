@@ -139,6 +139,10 @@ def bad_command_lines() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/bad_input.py", "--table"))
 
 
+def preparation() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/prepare.py", "table"))
+
+
 def parity() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/parity.py"))
 
@@ -184,6 +188,7 @@ BLOCKS = {
     "planted errors": planted_errors,
     "faults": faults,
     "bad command lines": bad_command_lines,
+    "preparation": preparation,
     "parity": parity,
     "parity of exports": parity_of_exports,
     "memory of 70B": memory_of_70b,

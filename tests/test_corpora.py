@@ -389,6 +389,8 @@ def replace_in_index(folder: Path, old: str, new: str) -> None:
         (swap, r"0.bin is not the shard that corpus.json lists: it has 2 \+ 2 tokens and .* in place of 5 \+ 2 and"),
         (lambda c: write_folder(c.parent / "d", SHARDS[::-1][:3]) and (c.parent / "d/1.bin").replace(c / "1.bin"),
          r"1.bin is not the shard that corpus.json lists: it has 40001 \+ 0 tokens"),
+        (lambda c: write_folder(c.parent / "d", [([[8]], [[8]])]) and (c.parent / "d/0.bin").replace(c / "3.bin"),
+         r"3.bin is not the shard that corpus.json lists: it has 2 \+ 2 tokens and .* in place of 2 \+ 2 and"),
         (lambda c: os.truncate(c / "2.bin", 50000), "2.bin has 50000 bytes and its header promises 80074: truncated"),
         (lambda c: (c / "3.bin").unlink(), "3.bin is missing, and corpus.json beside it lists it: put it back"),
         (lambda c: replace_in_index(c, "40001", "40000"), "corpus.json is damaged, or was altered"),

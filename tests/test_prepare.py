@@ -24,6 +24,7 @@ import data
 import documents
 import prepare
 import tokenization
+from benchmarks import prepare as benchmark
 
 ROOT = Path(data.__file__).parent
 
@@ -106,7 +107,11 @@ def test_pieces_have_every_document_once(tmp_path, monkeypatch, name, piece_byte
 
 @pytest.mark.parametrize("chunk", [1 << 20, 7])
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 100, 30])
-@pytest.mark.parametrize("text", ["Grüße 世界\n" * 40 + "end", "\n" * 99, "🙂" * 99, "x" * 999], ids=repr)
+@pytest.mark.parametrize(
+    "text",
+    ["Grüße 世界\n" * 40 + "end", "\n" * 99, "🙂" * 99, "x" * 999],
+    ids=["lines", "ends", "emoji", "a line"],
+)
 def test_pieces_of_a_text_are_the_text(tmp_path, monkeypatch, text, piece_bytes, chunk):
     monkeypatch.setattr(documents, "CHUNK_CHARS", chunk)
     monkeypatch.setattr(documents, "_LINE_BYTES", 25)
@@ -127,6 +132,7 @@ def test_pieces_of_a_text_are_the_text(tmp_path, monkeypatch, text, piece_bytes,
         ("a.jsonl", b'{"text": "x"}\n{"text": "y\n', "a.jsonl line 2 is no JSON: "),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl line 1 is no JSON: .*invalid start byte"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl line 1 is no JSON"),
+        ("a.jsonl", b'{"text": "x"} {"text": "y"}', "a.jsonl line 1 is no JSON: more follows after character 13"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9)[:-9], "a.jsonl.gz cannot be read after line"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read after line 0: Not a gzipped file"),
         (
@@ -409,6 +415,17 @@ def test_the_line_of_progress():
     line = prepare.progress_line(10, 4_000_000_000, 1_000_000_000, 2_000_000_000, 500_000)
     assert line == "1,000 of 4,000 MB (25%)  50,000 tokens/s  200.0 MB/s  0:00:30 left"
     assert prepare.progress_line(1, 0, 0, 0, 0).endswith(" 0:00:00 left")
+
+
+def test_the_benchmark_measures_all_processes(tmp_path):
+    holds = "x = b'x' * 30_000_000; import time; time.sleep(1)"
+    child = f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{holds}"])'
+    figures = benchmark.measured(sys.executable, "-c", child)
+    assert 35e6 < figures["peak_bytes"] < 80e6 and 1 < figures["seconds"] < 30
+    row = dict(seconds=10, cpu_seconds=20, peak_bytes=5e8, load=[1.2, 3.4], text_bytes=4e7, workers=2)
+    lines = benchmark.table(dict(machine="a machine", rows={"a text": row})).splitlines()
+    assert lines[-1] == "| a text | 40 | 2 | 2.00 | 4.00 | 500 | 1 to 3 |"
+    assert 1e5 <= benchmark.write_text(tmp_path / "text.jsonl", 100_000) < 1e6
 
 
 def test_check_reads_all_of_a_corpus(tmp_path, monkeypatch):
