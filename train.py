@@ -315,9 +315,9 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
         def evaluate(state: State) -> float:
             scaling = calibration.expected(state.amax, config)
-            loss_on = partial(evaluation.evaluate, eval_step, state.params, mesh=mesh, amax=scaling)
+            loss_on = lambda source, its: evaluation.evaluate(eval_step, state.params, source, its, mesh, scaling)
             evaluated = evaluation.by_source(corpus, config)
-            losses = {source.name: loss_on(source, config=its) for source, its in evaluated}
+            losses = {source.name: loss_on(source, its) for source, its in evaluated}
             loss = evaluation.mean_over(losses, evaluated)
             log.evaluation(int(state.step), loss, losses)
             return loss
