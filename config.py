@@ -293,7 +293,8 @@ class Config:
     selection_bias_rate: float = flag(0.001, "values program", EXPERTS, SELECTION_BIAS, least=0)
     # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
     moe_impl: str = flag("dropless", "values program", EXPERTS, choices="dropless capacity reference")
-    # dropless over an expert axis: a device's buffer holds this many times the mean number of rows
+    # dropless over an expert axis: a device's buffer holds this many times the mean number of rows; for more there is a
+    # second round
     buffer_factor: float = flag(2.0, "values program", EXPERTS, DROPLESS, EXPERT, least=0)
     # dropless over an expert axis: chunks of the tokens, each with its own messages; a few % faster
     moe_parts: int = flag(1, "values program", EXPERTS, DROPLESS, EXPERT, least=1)
@@ -573,9 +574,10 @@ class Config:
                 f"router_groups_kept={self.router_groups_kept} of {self.router_groups} groups have fewer than "
                 f"experts_per_token={self.experts_per_token} experts"
             )
-        for name in ("buffer_factor", "capacity_factor"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}=0 admits no token: at least 1, if none is to be dropped")
+        if not self.capacity_factor:
+            raise ValueError("capacity_factor=0 admits no token: at least 1, if none is to be dropped")
+        if not self.buffer_factor:
+            raise ValueError("buffer_factor=0 admits no row: 2 is enough for most steps in one round")
 
     def _check_latent_attention(self):
         if not self.kv_lora_rank:

@@ -73,7 +73,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     if w.w_router is None:
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
-        out_btd, metrics = mixture_block(w, x_btd, h_btd, metrics, i, config)
+        out_btd, metrics = mixture_block(w, x_btd, h_btd, constants[0], metrics, i, config)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config.norm_eps) if config.post_norms else out_btd
     if config.layer_scale:
         x_btd *= lax.stop_gradient(w.layer_scale)
@@ -100,7 +100,7 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
     return out_btd, *carried
 
 
-def mixture_block(w: Layers, x_btd, h_btd, metrics, i, config: Config):
+def mixture_block(w: Layers, x_btd, h_btd, segments_bt, metrics, i, config: Config):
     """Returns (out_btd, metrics): the sum of routed and shared experts for h_btd, the normed residual stream x_btd.
 
     With `expert_norms` the router and the routed experts have norms of x_btd of their own. i: see `layer`.
@@ -109,7 +109,7 @@ def mixture_block(w: Layers, x_btd, h_btd, metrics, i, config: Config):
     routed_btd = router_btd = h_btd
     if config.expert_norms:
         routed_btd, router_btd = norm(x_btd, w.norm_experts), named(norm(x_btd, w.norm_router), "norm_router")
-    out_btd, metrics = mixture(w, routed_btd, router_btd, metrics, i, config)
+    out_btd, metrics = mixture(w, routed_btd, router_btd, segments_bt, metrics, i, config)
     if config.expert_norms:
         out_btd = norm(named(out_btd, "expert_sum"), w.norm_experts_out)
     if config.num_shared_experts:

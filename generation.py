@@ -79,7 +79,7 @@ def for_generation(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
     sizes = dict(mesh.shape)
     values = dict(fp8="none", remat="none", shard_update=False, microbatches=1, double_buffer=False)
     values |= dict(context_impl="ring", context_heads=1, pipeline_schedule="1f1b", pipeline_rounds=1)
-    if config.num_experts:  # no row is dropped
+    if config.num_experts:  # one round: the rows are few
         values |= dict(moe_impl="dropless", moe_parts=1, buffer_factor=float(sizes["expert"]))
         values |= dict(load_balance_loss=0.0, router_z_loss=0.0)
     if config.mtp:

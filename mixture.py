@@ -24,21 +24,23 @@ from config import Config
 from parameters import Layers, Params, fp8_recipe
 
 
-def mixture(w: Layers, h_btd, router_btd, metrics, i, config: Config):
+def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Config):
     """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
 
-    The router chooses by router_btd.
+    The router chooses by router_btd. If the experts are on several devices, padding (segment 0) goes to none of them.
 
     If the experts are on several devices, rows travel sharded over `tensor` and are gathered where they are multiplied.
     Otherwise a token is gathered over `tensor` once for all of its experts, and their sum is reduce-scattered.
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, router_btd.reshape(h_td.shape), config)
-    rows_travel = lax.axis_size("expert") > 1
+    if rows_travel := lax.axis_size("expert") > 1:
+        no_expert = config.num_experts
+        routing = routing._replace(experts_tX=jnp.where(segments_bt.reshape(-1, 1) > 0, routing.experts_tX, no_expert))
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
-    def experts(x, sizes):
+    def experts(w, x, sizes):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = remat.named(x, "expert_input")
         x = gather(x, dim=x.ndim - 1) if rows_travel else x
@@ -49,9 +51,9 @@ def mixture(w: Layers, h_btd, router_btd, metrics, i, config: Config):
         return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
 
     x_td = h_td if rows_travel else gather(h_td, dim=1)
-    y_td, dropped = apply_experts(x_td, routing, experts, config)
+    y_td, counts = apply_experts(w, x_td, routing, experts, config)
     y_td = y_td if rows_travel else scatter(y_td, dim=1)
-    return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, dropped, config)
+    return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, counts, config)
 
 
 def expert_activation(w: Layers, x, sizes, config: Config):
@@ -106,17 +108,20 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
     return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, scale_E=scale_E, **options)
 
 
-def apply_experts(x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, jax.Array]:
-    """(y_td, the number of dropped (token, choice) pairs), by the method `config.moe_impl`."""
-    t = x_td.shape[0]
+def apply_experts(w: Layers, x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, dict]:
+    """(y_td, {metric: this device's count}), by the method `config.moe_impl`."""
+    t, operands = x_td.shape[0], (experts, "expert")
     if config.moe_impl == "reference":
-        return moe.reference(x_td, routing, experts, "expert"), 0 * routing.experts_tX[0, 0]
+        return moe.reference(w, x_td, routing, *operands), {}
     if config.moe_impl == "capacity":
-        return moe.with_capacity(x_td, routing, experts, "expert", expert_capacity(config, t), config.collectives)
+        slots = expert_capacity(config, t)
+        y_td, dropped = moe.with_capacity(w, x_td, routing, *operands, slots, config.collectives)
+        return y_td, {"dropped": dropped}
     num_chunks = config.moe_parts
     buffer_rows = expert_rows(config, t // num_chunks, lax.axis_size("expert"))
-    dropless = lambda x_td, routing: moe.dropless(x_td, routing, experts, "expert", buffer_rows)
-    return dropless(x_td, routing) if num_chunks == 1 else moe.in_chunks(dropless, x_td, routing, num_chunks)
+    dropless = lambda x_td, routing: moe.dropless(w, x_td, routing, *operands, buffer_rows)
+    y_td, rounds = dropless(x_td, routing) if num_chunks == 1 else moe.in_chunks(dropless, x_td, routing, num_chunks)
+    return y_td, {"extra_rounds": (rounds - 1) / lax.axis_size(sharding.LOSS_AXES)}  # all devices have as many
 
 
 def zero_metrics(config: Config) -> dict[str, jax.Array]:
@@ -124,12 +129,13 @@ def zero_metrics(config: Config) -> dict[str, jax.Array]:
     if not config.num_experts:
         return {}
     loads_LE = jnp.zeros((num_expert_layers(config), config.num_experts))
-    zeros = dict.fromkeys(("auxiliary_loss", "dropped", "router_entropy"), jnp.float32(0)) | {"expert_loads": loads_LE}
+    scalars = ("auxiliary_loss", "dropped", "extra_rounds", "router_entropy")
+    zeros = dict.fromkeys(scalars, jnp.float32(0)) | {"expert_loads": loads_LE}
     return jax.tree.map(lambda a: lax.pcast(a, sharding.LOSS_AXES, to="varying"), zeros)
 
 
-def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Config) -> dict[str, jax.Array]:
-    """The metrics with this device's shares of layer i: expert loads, dropped pairs, entropy, auxiliary losses."""
+def add_metrics(metrics, i, logits_tE, routing: moe.Routing, counts: dict, config: Config) -> dict[str, jax.Array]:
+    """The metrics with this device's shares of layer i: `counts`, expert loads, entropy, auxiliary losses."""
     num_tokens = float(config.batch * config.seq_len)  # a float: times the layers it exceeds an int32
     loads_E = moe.loads(routing.experts_tX, config.num_experts).astype(jnp.float32)
     loss = 0.0
@@ -139,12 +145,9 @@ def add_metrics(metrics, i, logits_tE, routing: moe.Routing, dropped, config: Co
     if config.router_z_loss:
         loss += config.router_z_loss * moe.z_loss(logits_tE, num_tokens)
     entropy = moe.entropy(lax.stop_gradient(routing.scores_tE), num_tokens * metrics["expert_loads"].shape[0])
-    return {
-        "auxiliary_loss": metrics["auxiliary_loss"] + loss,
-        "dropped": metrics["dropped"] + dropped,
-        "router_entropy": metrics["router_entropy"] + entropy,
-        "expert_loads": metrics["expert_loads"].at[i].add(loads_E),
-    }
+    shares = {"auxiliary_loss": loss, "router_entropy": entropy, **counts}
+    added = {name: metrics[name] + share for name, share in shares.items()}
+    return metrics | added | {"expert_loads": metrics["expert_loads"].at[i].add(loads_E)}
 
 
 def reported_metrics(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

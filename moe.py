@@ -33,12 +33,13 @@ remedies:
 The z-loss, the mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 2022, ST-MoE, arXiv:2202.08906, section 3).
 
 **Dispatch.** The t tokens of a device make t*X (token, choice) pairs. Three methods bring them to their experts and
-combine the results. All give the same y, except for dropped pairs:
+combine the results. All give the same y, except for pairs that `capacity` drops:
 
     dropless    Pairs are sorted by expert and sent without padding. In the receiver's buffer they are sorted by expert,
                 and for each expert by sender. A grouped matmul (gmm.py) multiplies the rows of each expert by its
                 matrix. The results are sent back by the same plan with senders and receivers exchanged. The buffer has
-                a static size, `buffer_rows`. Rows that do not fit are dropped and counted. No other rows are dropped.
+                a static size, `buffer_rows`. If a device receives more rows, there are more rounds: in round k, each
+                receiver's rows from k * buffer_rows on. Their number depends on the router's choices alone.
     capacity    Every expert has C = factor * t*X/E slots for the tokens of each device (Lepikhin et al. 2020, GShard,
                 arXiv:2006.16668, section 2.2). So arrays are dense, and the all-to-all is an ordinary one. The first
                 choices of all tokens get slots before the second ones. Pairs without a slot are dropped and counted.
@@ -92,10 +93,11 @@ which a token may go, and balances within a sequence (section 2.1.2). Also left 
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
@@ -105,9 +107,10 @@ import collectives
 import sharding
 from gmm import gated_gmm, gmm
 
-# A function experts(x, sizes) that returns the results of a device's experts, in the shape of x. If x is [rows, d], its
-# rows are sorted by expert, and `sizes` has their number for each expert. If x is [experts, rows, d], `sizes` is None.
-Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
+# A function experts(w, x, sizes): the results of a device's experts, whose weights are w, in the shape of x. If x is
+# [rows, d], its rows are sorted by expert, and `sizes` has their number for each expert. If x is [experts, rows, d],
+# `sizes` is None. The function must depend on no other traced value.
+Experts = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
 
 # -- the router
@@ -420,48 +423,124 @@ def combine(
 
 
 def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: int) -> tuple[jax.Array, jax.Array]:
-    """Applies `mixture(x_td, routing)` to the tokens in chunks, and returns (y_td, number of dropped pairs).
+    """Applies `mixture(x_td, routing)` to the tokens in chunks, and returns (y_td, the most rounds of a chunk).
 
     The rows of one chunk can be sent while those of another are multiplied. With two chunks XLA:TPU hides 7% of the
     messages, and a step is 6% shorter (compiled, docs/RESULTS.md, "Experts"). Each chunk has a buffer of its own, so
-    one chunk may drop rows while the buffer of another is not full.
+    one chunk may need a second round while the buffer of another is not full.
     """
     chunks = zip(*(jnp.split(a, num_chunks) for a in (x_td, *routing)), strict=True)
-    y, dropped = zip(*(mixture(x_td, Routing(*chunk)) for x_td, *chunk in chunks), strict=True)
-    return jnp.concatenate(y), sum(dropped)
+    y, rounds = zip(*(mixture(x_td, Routing(*chunk)) for x_td, *chunk in chunks), strict=True)
+    return jnp.concatenate(y), jnp.max(jnp.stack(rounds))
 
 
 def dropless(
-    x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
+    w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_td, the number of this device's pairs that were dropped). To be called in `jax.shard_map`.
+    """Returns (y_td, the number of rounds). To be called in `jax.shard_map`.
+
+    A token for which all choices are E, one more than the last expert, goes nowhere: its result is zero.
 
     Args:
-      experts: applies the experts of this device to sorted rows. Rows after those of the last expert are uninitialised
-        memory, in x and in the cotangent of the result. The results of such rows are not read.
-      axis: the mesh axis of the experts. With size 1 nothing is sent or dropped.
-      buffer_rows: the rows of the buffer that receives rows from all devices, this one included. If more rows are sent
-        to it, those of the last experts are dropped, so these experts add nothing to their tokens.
+      w: the weights of the experts of this device.
+      experts: applies them to sorted rows. Rows after those of the last expert are uninitialised memory, in x and in
+        the cotangent of the result. The results of such rows are not read.
+      axis: the mesh axis of the experts. With size 1 nothing is sent.
+      buffer_rows: the rows of the buffer that receives rows from all devices, this one included.
     """
-    (t, E), d = routing.scores_tE.shape, x_td.shape[1]
-    pairs = sort_pairs(routing.experts_tX, E)
+    (t, E), pairs = routing.scores_tE.shape, sort_pairs(routing.experts_tX, routing.scores_tE.shape[1])
     if lax.axis_size(axis) == 1:
         x_pd = copy_rows(x_td, pairs.order_p % t, pairs.place_p, NONE_MISSING)
-        y_pd, dropped = experts(x_pd, pairs.loads_E), 0 * pairs.loads_E[0]
-        return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX, NONE_MISSING), dropped
-    dispatch_plan, combine_plan, sizes_e, dropped = exchange_plan(pairs.loads_E, axis, buffer_rows)
-    is_for_pE = routing.experts_tX.T.reshape(-1, 1) == jnp.arange(E)
-    end_E = dispatch_plan.input_offsets + dispatch_plan.send_sizes  # the end of the slice sent to each expert
-    end_p = jnp.sum(jnp.where(is_for_pE, end_E, 0), 1)
-    num_pairs = end_p.shape[0]
-    # A dropped pair gets an index past the end. Its result is then zero, and it adds nothing to its token's gradient.
-    place_p = jnp.where(pairs.place_p < end_p, pairs.place_p, num_pairs)
+        y_pd = experts(w, x_pd, pairs.loads_E)
+        return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX, NONE_MISSING), jnp.int32(1)
+    loads_NE = collectives.all_gather(pairs.loads_E, axis, tiled=False, algorithm="xla")
+    starts = buffer_starts(loads_NE)
+    # The place of each pair in an endless buffer of its receiver; that of no expert is past the end.
+    shift_E = starts[..., lax.axis_index(axis)].reshape(E) - (jnp.cumsum(pairs.loads_E) - pairs.loads_E)
+    expert_p = routing.experts_tX.T.reshape(-1)
+    shift_p = jnp.sum(jnp.where(expert_p[:, None] == jnp.arange(E), shift_E, 0), 1)
+    row_p = jnp.where(expert_p < E, pairs.place_p + shift_p, jnp.iinfo(jnp.int32).max)
+    exchanged = Exchanged(pairs, row_p, loads_NE)
+    options = (experts, axis, buffer_rows)
+    y_td = one_round(options, w, x_td, routing.weights_tX, exchanged, 0)
+    if buffer_rows >= len(loads_NE) * t * min(pairs.order_p.size // t, E // len(loads_NE)):  # all that can arrive
+        return y_td, jnp.int32(1)
+    rounds = num_rounds(loads_NE, buffer_rows)
+    return other_rounds(options, y_td, w, x_td, routing.weights_tX, exchanged, rounds), rounds
+
+
+def num_rounds(loads_NE: jax.Array, buffer_rows: int) -> jax.Array:
+    """Returns the rounds until every device has received all of its rows; the same number on all devices of the mesh.
+
+    Otherwise one device could be in a round, with its collectives, while another is past them.
+    """
+    rows_N = jnp.sum(loads_NE, 0).reshape(len(loads_NE), -1).sum(1)
+    rounds = jnp.maximum(-(-jnp.max(rows_N) // buffer_rows), 1)
+    return lax.pmax(rounds, tuple(jax.typeof(rounds).mat.varying))
+
+
+class Exchanged(NamedTuple):
+    """The routing of a device's pairs over the axis of the experts, all int32."""
+
+    pairs: Pairs
+    row_p: jax.Array  # the row of each pair, by its number, in an endless buffer of its receiver
+    loads_NE: jax.Array  # the number of pairs that each device has for each expert
+
+
+def one_round(options, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax.Array:
+    """Returns this device's share y_td of the results whose rows are in round `number`: dispatch, experts, combine."""
+    experts, axis, buffer_rows = options
+    (t, d), (pairs, row_p, loads_NE) = x_td.shape, exchanged
+    first = number * buffer_rows
+    dispatch_plan, combine_plan, sizes_e = exchange_plan(loads_NE, axis, first, buffer_rows)
+    num_pairs = row_p.shape[0]
+    # A pair of another round gets an index past the end: zero is its result, and what it adds to its token's gradient.
+    place_p = jnp.where((row_p >= first) & (row_p < first + buffer_rows), pairs.place_p, num_pairs)
     x_pd = copy_rows(contiguous_rows(x_td), pairs.order_p % t, place_p, Missing(sources=False, copies=True))
     x_rd = exchange(x_pd, buffer_rows, dispatch_plan, combine_plan, axis, t).reshape(buffer_rows, d)
-    y_rd = contiguous_rows(experts(x_rd, sizes_e))
+    y_rd = contiguous_rows(experts(w, x_rd, sizes_e))
     y_pd = exchange(y_rd, num_pairs, combine_plan, dispatch_plan, axis, t)
     missing = Missing(sources=True, copies=False)
-    return combine(y_pd, place_p, pairs.order_p, routing.weights_tX, missing).reshape(t, d), dropped
+    return combine(y_pd, place_p, pairs.order_p, weights_tX, missing).reshape(t, d)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def other_rounds(options, y_td, w, x_td, weights_tX, exchanged: Exchanged, rounds) -> jax.Array:
+    """Returns y_td and the shares of the rounds from 1 on, one after the other; none if `rounds` is 1.
+
+    JAX differentiates no loop whose length depends on data, so the gradient is a loop of its own. It computes each
+    round again, so the memory that it needs does not depend on their number.
+    """
+    step = lambda number, y_td: y_td + one_round(options, w, x_td, weights_tX, exchanged, number)
+    return lax.fori_loop(1, rounds, step, y_td)
+
+
+def _other_rounds_forward(options, y_td, *operands):
+    return other_rounds(options, y_td, *operands), operands
+
+
+def _other_rounds_backward(options, operands, dy_td):
+    w, x_td, weights_tX, exchanged, rounds = operands
+    leaves, structure = jax.tree.flatten((w, x_td, weights_tX))
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    def gradients(number):
+        def share(*changed):
+            restored = leaves.copy()
+            for i, leaf in zip(floats, changed, strict=True):
+                restored[i] = leaf
+            return one_round(options, *jax.tree.unflatten(structure, restored), exchanged, number)
+
+        return jax.vjp(share, *(leaves[i] for i in floats))[1](dy_td)
+
+    zeros = [varying_as(leaves[i], jnp.zeros(leaves[i].shape, leaves[i].dtype)) for i in floats]
+    sums = lax.fori_loop(1, rounds, lambda number, sums: [*map(jnp.add, sums, gradients(number))], zeros)
+    cotangents = dict(zip(floats, sums, strict=True))  # the others, such as keys, have none
+    cotangents = [cotangents.get(i, np.zeros(leaf.shape, jax.dtypes.float0)) for i, leaf in enumerate(leaves)]
+    return dy_td, *jax.tree.unflatten(structure, cotangents), None, None
+
+
+other_rounds.defvjp(_other_rounds_forward, _other_rounds_backward)
 
 
 def contiguous_rows(x_rd: jax.Array) -> jax.Array:
@@ -490,35 +569,43 @@ class SendPlan(NamedTuple):
     recv_sizes: jax.Array
 
 
-def exchange_plan(loads_E: jax.Array, axis: str, buffer_rows: int) -> tuple[SendPlan, SendPlan, jax.Array, jax.Array]:
-    """Returns the plans of the exchanges for this device.
+def buffer_starts(loads_NE: jax.Array) -> jax.Array:
+    """Returns where each sender's slice starts in an endless buffer of its receiver: [receiver, its expert, sender].
 
-    All devices gather N*E numbers: the rows that each device has for each expert. So each device can compute where its
-    slices start in a receiver's buffer, which is sorted by expert, then by sender.
-
-    Returns:
-      (dispatch plan, combine plan, the rows that each expert of this device receives, int32 [E/N], the number of this
-      device's pairs that are dropped).
+    A buffer is sorted by expert, then by sender.
     """
-    N, E = lax.axis_size(axis), loads_E.shape[0]
+    N, E = loads_NE.shape
+    wanted = loads_NE.T.reshape(N, -1)
+    return (jnp.cumsum(wanted, 1) - wanted).reshape(N, E // N, N)
+
+
+def exchange_plan(
+    loads_NE: jax.Array, axis: str, first: jax.Array | int, buffer_rows: int
+) -> tuple[SendPlan, SendPlan, jax.Array]:
+    """Returns the plans of the exchanges for this device, of the rows `first` to `first + buffer_rows` of each buffer.
+
+    All devices have gathered the N*E numbers `loads_NE`: the rows that each device has for each expert. So each device
+    can compute where its slices start in a receiver's buffer.
+
+    Returns (dispatch plan, combine plan, the rows that each expert of this device receives, int32 [E/N]).
+    """
+    N, E = loads_NE.shape
     me = lax.axis_index(axis)
-    loads_NE = collectives.all_gather(loads_E, axis, tiled=False, algorithm="xla")
     offsets_NE = jnp.cumsum(loads_NE, 1) - loads_NE  # [sender, expert]: where a slice starts among the sender's pairs
-    # The slices in the buffer of each receiver, each array [receiver, its expert, sender]: rows wanted, end, start in
-    # the buffer, and rows that fit.
-    wanted = loads_NE.T.reshape(N, E // N, N)
-    ends = jnp.cumsum(wanted.reshape(N, -1), 1).reshape(wanted.shape)
-    in_buffer = jnp.minimum(ends - wanted, buffer_rows)
-    sizes = jnp.minimum(ends, buffer_rows) - in_buffer
+    # The slices in the buffer of each receiver, each array [receiver, its expert, sender]: all rows, start, rows that
+    # are sent, and where these start at their sender.
+    wanted, starts = loads_NE.T.reshape(N, E // N, N), buffer_starts(loads_NE)
+    in_buffer = jnp.clip(starts - first, 0, buffer_rows)
+    sizes = jnp.clip(starts + wanted - first, 0, buffer_rows) - in_buffer
+    at_sender = jnp.moveaxis(offsets_NE.reshape(N, N, E // N), 0, 2) + jnp.clip(first - starts, 0, wanted)
     # `mine` is this device's entry of the first dim. `sent` are the slices that it sends, by receiver, then by expert.
     # `received` are the slices that it receives, by sender, then by expert.
     mine = lambda a: lax.dynamic_index_in_dim(a, me, 0, keepdims=False)
     sent = lambda a: lax.dynamic_index_in_dim(a, me, 2, keepdims=False).reshape(E)
     received = lambda a: mine(a).T.reshape(E)
-    at_sender = received(jnp.moveaxis(offsets_NE.reshape(N, N, E // N), 0, 2))
-    dispatch_plan = SendPlan(mine(offsets_NE), sent(sizes), sent(in_buffer), received(sizes))
-    combine_plan = SendPlan(received(in_buffer), received(sizes), at_sender, sent(sizes))
-    return dispatch_plan, combine_plan, jnp.sum(mine(sizes), 1), jnp.sum(loads_E) - jnp.sum(sent(sizes))
+    dispatch_plan = SendPlan(sent(at_sender), sent(sizes), sent(in_buffer), received(sizes))
+    combine_plan = SendPlan(received(in_buffer), received(sizes), received(at_sender), sent(sizes))
+    return dispatch_plan, combine_plan, jnp.sum(mine(sizes), 1)
 
 
 def exchange(x: jax.Array, rows: int, plan: SendPlan, reverse_plan: SendPlan, axis: str, block_rows: int) -> jax.Array:
@@ -531,6 +618,12 @@ def exchange(x: jax.Array, rows: int, plan: SendPlan, reverse_plan: SendPlan, ax
     return _exchange((axis, block_rows), (rows, x.shape[0]), x, plan, reverse_plan)
 
 
+def varying_as(like: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns x, the same on all devices, typed as varying over the mesh axes over which `like` varies."""
+    axes = tuple(jax.typeof(like).mat.varying)
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
 def uninitialised(shape: tuple[int, ...], dtype) -> jax.Array:
     """Returns an array with arbitrary content, possibly NaN: it must be written before it is read."""
     return lax.empty(shape, dtype)
@@ -539,7 +632,7 @@ def uninitialised(shape: tuple[int, ...], dtype) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _exchange(options, rows, x, plan, reverse_plan):
     axis, block_rows = options
-    out = lax.pcast(uninitialised((rows[0], *x.shape[1:]), x.dtype), tuple(jax.typeof(x).mat.varying), to="varying")
+    out = varying_as(x, uninitialised((rows[0], *x.shape[1:]), x.dtype))
     if sharding.platform() == "tpu":
         return lax.ragged_all_to_all(x, out, *plan, axis_name=axis)
     return collectives.ragged_all_to_all(x, out, *plan[:3], axis, block_rows=block_rows, algorithm="xla")[0]
@@ -558,14 +651,15 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def with_capacity(
-    x_td: jax.Array, routing: Routing, experts: Experts, axis: str, capacity: int, algorithm: str = "xla"
+    w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str, capacity: int, algorithm: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (y_td, the number of this device's pairs that were dropped). To be called in `jax.shard_map`.
 
     Each expert takes at most `capacity` of this device's pairs. The first choices of tokens come before the second.
 
     Args:
-      experts: applies the experts of this device to x [experts, rows, d], with `capacity` rows from each device.
+      w: the weights of the experts of this device.
+      experts: applies them to x [experts, rows, d], with `capacity` rows from each device.
       axis: the mesh axis of the experts.
       capacity: C, the slots of each expert for this device's pairs.
       algorithm: of the all-to-all, as in collectives.py.
@@ -584,15 +678,15 @@ def with_capacity(
     x_rd = copy_rows(x_td, jnp.where(pair_r < num_pairs, pair_r % t, t), slot_p, missing)
     x_ECd = x_rd.reshape(E, capacity, -1)
     if lax.axis_size(axis) == 1:
-        y_ECd = experts(x_ECd, None)
+        y_ECd = experts(w, x_ECd, None)
     else:
         swap = partial(collectives.all_to_all, axis=axis, algorithm=algorithm)
-        y_ECd = swap(experts(swap(x_ECd, split_dim=0, concat_dim=1), None), split_dim=1, concat_dim=0)
+        y_ECd = swap(experts(w, swap(x_ECd, split_dim=0, concat_dim=1), None), split_dim=1, concat_dim=0)
     y_td = combine(y_ECd.reshape(E * capacity, -1), slot_p, pair_r, routing.weights_tX, missing)
     return y_td, jnp.sum(jnp.maximum(pairs.loads_E - capacity, 0))
 
 
-def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
+def reference(w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
     """Returns y_td, for which every expert multiplies every token. To be called in `jax.shard_map`.
 
     The tokens are gathered over `axis`, and the weighted sums over each device's experts are reduce-scattered.
@@ -604,7 +698,7 @@ def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) ->
     if lax.axis_size(axis) > 1:
         x_td = collectives.all_gather(x_td, axis, dim=0, algorithm="xla")
         gates_te = collectives.all_to_all(gates_tE, axis, split_dim=1, concat_dim=0, algorithm="xla")
-    y_etd = experts(jnp.broadcast_to(x_td, (gates_te.shape[1], *x_td.shape)), None)
+    y_etd = experts(w, jnp.broadcast_to(x_td, (gates_te.shape[1], *x_td.shape)), None)
     y_td = jnp.einsum("etd,te->td", y_etd, gates_te).astype(x_td.dtype)
     return collectives.reduce_scatter(y_td, axis, dim=0, algorithm="xla") if lax.axis_size(axis) > 1 else y_td
 
@@ -613,7 +707,7 @@ def reference(x_td: jax.Array, routing: Routing, experts: Experts, axis: str) ->
 
 
 def main() -> None:
-    """Prints loads, dropped pairs and errors against the reference, for 8 experts on 8 simulated devices."""
+    """Prints loads, rounds, dropped pairs and errors against the reference, for 8 experts on 8 simulated devices."""
     t, X, E, D, M = 64, 2, 8, 32, 64
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 5)
@@ -629,28 +723,29 @@ def main() -> None:
         def per_device(x_td, logits_tE, gate, up, down):
             routing = route(logits_tE, X)
 
-            def experts(x, sizes):
+            def experts(w, x, sizes):
+                gate, up, down = w
                 return grouped_matmul(gated_matmul(x, gate, up, sizes, glu), down, sizes)
 
-            want = reference(x_td, routing, experts, "expert")
+            operands = ((gate, up, down), x_td, routing, experts, "expert")
+            want = reference(*operands)
             share = lambda y_td: jnp.sum((y_td - want) ** 2) / jnp.sum(want**2)
+            y_td, dropped = with_capacity(*operands, 5 * t * X // E // 4)
             methods = {
-                "dropless, buffer of 4 times the mean": dropless(x_td, routing, experts, "expert", 4 * t * X),
-                "dropless, buffer of 1.5 times the mean": dropless(x_td, routing, experts, "expert", 3 * t * X // 2),
-                "capacity, 1.25 times the mean": with_capacity(x_td, routing, experts, "expert", 5 * t * X // E // 4),
+                "dropless, a buffer of 4 times the mean": (*dropless(*operands, 4 * t * X), 0),
+                "dropless, a buffer of 1.5 times the mean": (*dropless(*operands, 3 * t * X // 2), 0),
+                "capacity, 1.25 times the mean": (y_td, 1, lax.psum(dropped, "expert")),
             }
-            results = {
-                name: (lax.pmean(share(y), "expert"), lax.psum(dropped, "expert"))
-                for name, (y, dropped) in methods.items()
-            }
+            results = {name: (lax.pmean(share(y), "expert"), *rest) for name, (y, *rest) in methods.items()}
             return lax.psum(loads(routing.experts_tX, E), "expert"), results
 
         sharded = jax.shard_map(per_device, mesh=mesh, in_specs=P("expert"), out_specs=P())
         loads_E, results = jax.jit(sharded)(x_TD, logits_TE, gate, up, down)
         imbalance = loads_E.max() / loads_E.mean()
         print(f"{name} router: tokens by expert {' '.join(map(str, loads_E))}, max/mean {imbalance:.2f}")
-        for method, (error, dropped) in results.items():
-            print(f"    {method:40} dropped {dropped / (8 * t * X):6.1%}   squared error {error:.1e}")
+        for method, (error, rounds, dropped) in results.items():
+            dropped = f"dropped {dropped / (8 * t * X):6.1%}"
+            print(f"    {method:42} rounds {rounds}   {dropped}   squared error {error:.1e}")
 
 
 if __name__ == "__main__":

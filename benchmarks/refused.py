@@ -131,6 +131,7 @@ EXAMPLES = {
         "--num_experts=4 --experts_per_token=1",
         "--num_experts=4 --experts_per_token=1 --expert_dim=64 --num_dense_layers=3",
         f"{MOE} --moe_impl=capacity --capacity_factor=0",
+        f"{MOE} --mesh=expert:8 --buffer_factor=0",
         "--mesh=fdsp:8",
         "--mesh=fsdp:2,fsdp:4",
         "--mesh=fsdp:all",

@@ -330,12 +330,18 @@ def held_out_rows(stream: np.ndarray, seq_len: int) -> data.Batch:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["fsdp:8", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp:2,context:4", "pipe:2,data:4"))]
+    "mesh",
+    ["fsdp:8", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp:2,context:4", "pipe:2,data:4", "expert:8"))],
 )
 def test_an_evaluation_is_the_plain_mean_whatever_rows_its_last_batch_has(mesh):
-    """None, one, fewer than devices, all; and of a limited number of batches the rows that it has."""
+    """None, one, fewer than devices, all; and of a limited number of batches the rows that it has.
+
+    Padding is sent to no expert: on expert:8 its rows would fill the buffer.
+    """
     options = dict(batch=16, num_layers=2, seq_len=16, loss_chunk=8, z_loss=0.1, mesh=mesh)
-    config = Config(**SMALL | options, microbatches=1 if mesh == "fsdp:8" else 2)
+    if mesh == "expert:8":
+        options |= dict(num_experts=8, experts_per_token=2, expert_dim=16)
+    config = Config(**SMALL | options, microbatches=1 if mesh in ("fsdp:8", "expert:8") else 2)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     params = init(config)
     placed = jax.device_put(params, train.state_shardings(config, mesh).params)
