@@ -35,8 +35,8 @@ import numpy as np
 import agreement
 import checksums
 import config as config_lib
+import data_mixtures
 import lock
-import mixtures
 import outputs
 import processes
 import tokenization
@@ -179,7 +179,7 @@ def save(
     state,
     config: Config,
     contents: Contents | None = None,
-    batches: mixtures.Batches | None = None,
+    batches: data_mixtures.Batches | None = None,
 ) -> None:
     """Starts to save the state after `step` steps; returns when it is copied from the devices.
 
@@ -314,7 +314,7 @@ class Restored(NamedTuple):
 
     state: Any
     note: str | None  # what could not be verified, and the flags with which the run goes on differently
-    batches: mixtures.Batches  # the batch sizes of the run until then
+    batches: data_mixtures.Batches  # the batch sizes of the run until then
 
 
 def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: Contents | None = None) -> Restored:

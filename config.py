@@ -392,7 +392,7 @@ class Config:
     max_skipped: int = flag(10, least=1)
 
     # -- data
-    # made by `python data.py prepare`, or several as a:0.7,b:0.3 (mixtures.py); default: Python's standard library
+    # made by `python data.py prepare`, or several as a:0.7,b:0.3 (data_mixtures.py); default: Python's standard library
     corpus: str = flag("", "values")
     # steps between evaluations on the held-out documents; 0 is only at the end
     eval_every: int = flag(100, EVALUATION, least=0)

@@ -10,10 +10,11 @@ same tokens shifted by one. Each document in a sequence has its own segment id (
 positions start at 0. A document that reaches beyond its sequence continues in another one, without the earlier context.
 
 **Formula.** A step takes the next `batch` sequences of the run: with a batch that has not changed, row r of step s is
-sequence n = s * batch + r. Of several corpora, mixtures.py says which one has it, and n is its number there. Sequence n
-of a corpus is its sequence perm(n mod size), with a different permutation each epoch. The permutation is a Feistel
-network (Luby & Rackoff 1988), so nothing is shuffled in memory, and the batch of any step can be computed directly. It
-depends neither on the mesh nor on the number of processes. A resumed run needs its step, and the batch sizes before.
+sequence n = s * batch + r. Of several corpora, data_mixtures.py says which one has it, and n is its number there.
+Sequence n of a corpus is its sequence perm(n mod size), with a different permutation each epoch. The permutation is a
+Feistel network (Luby & Rackoff 1988), so nothing is shuffled in memory, and the batch of any step can be computed
+directly. It depends neither on the mesh nor on the number of processes. A resumed run needs its step, and the batch
+sizes before.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import numpy as np
 
 import command
 import corpora
-import mixtures
+import data_mixtures
 import prepare
 import storage
 import tokenization
@@ -52,10 +53,10 @@ def num_sequences(tokens: np.ndarray | corpora.Stream, seq_len: int) -> int:
 
 
 def train_batch(
-    corpus: corpora.Corpus | mixtures.Mixture,
+    corpus: corpora.Corpus | data_mixtures.Mixture,
     step: int,
     *,
-    batch: int | mixtures.Batches,
+    batch: int | data_mixtures.Batches,
     seq_len: int,
     seed: int,
     rows: slice = slice(None),
@@ -63,12 +64,12 @@ def train_batch(
     """Rows `rows` of the global batch of a step, as numpy arrays. Reads only those rows.
 
     Args:
-      batch: sequences in a batch; those of each part of the run where it has changed, as mixtures.Batches.
+      batch: sequences in a batch; those of each part of the run where it has changed, as data_mixtures.Batches.
     """
     batches = ((0, batch),) if isinstance(batch, int) else batch
-    first = mixtures.first_sequence(step, batches)
-    numbers = np.arange(first, mixtures.first_sequence(step + 1, batches))[rows]
-    mixture = mixtures.as_mixture(corpus)
+    first = data_mixtures.first_sequence(step, batches)
+    numbers = np.arange(first, data_mixtures.first_sequence(step + 1, batches))[rows]
+    mixture = data_mixtures.as_mixture(corpus)
     sources, numbers = _sources(mixture, numbers, batches)
     window = np.empty((len(numbers), seq_len + 1), np.int32)
     for source in np.unique(sources):
@@ -79,19 +80,21 @@ def train_batch(
 
 
 def _sources(
-    mixture: mixtures.Mixture, numbers: np.ndarray, batches: mixtures.Batches
+    mixture: data_mixtures.Mixture, numbers: np.ndarray, batches: data_mixtures.Batches
 ) -> tuple[np.ndarray, np.ndarray]:
     """(source, number in it) of sequences of the run."""
     if len(mixture.sources) == 1:
         return np.zeros(len(numbers), int), numbers
-    shares = mixtures.shares(mixture.stages, batches)
+    shares = data_mixtures.shares(mixture.stages, batches)
     pairs = np.array([shares.at(n) for n in numbers.tolist()]).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
-def epochs(mixture: mixtures.Mixture, step: int, *, batches: mixtures.Batches, seq_len: int) -> dict[str, float]:
+def epochs(
+    mixture: data_mixtures.Mixture, step: int, *, batches: data_mixtures.Batches, seq_len: int
+) -> dict[str, float]:
     """{name of a source: how often it was trained on} in the steps before `step`."""
-    counts = mixtures.shares(mixture.stages, batches).counts(mixtures.first_sequence(step, batches))
+    counts = data_mixtures.shares(mixture.stages, batches).counts(data_mixtures.first_sequence(step, batches))
     return {
         source.name: count / num_sequences(source.train, seq_len)
         for source, count in zip(mixture.sources, counts, strict=True)

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 import command
 import corpora
 import data
+import data_mixtures
 import fsdp
-import mixtures
 import model
 import parameters
 import placement
@@ -106,7 +106,7 @@ def bits_a_byte(total_loss: float, num_bytes: int | None) -> float | None:
     return total_loss / math.log(2) / num_bytes if num_bytes else None
 
 
-def by_source(mixture: mixtures.Mixture, config: Config) -> list[tuple[corpora.Corpus, Config]]:
+def by_source(mixture: data_mixtures.Mixture, config: Config) -> list[tuple[corpora.Corpus, Config]]:
     """The sources to evaluate on, with the batches of each: equally many, as far as they have so many."""
     left = [-(-data.num_sequences(source.held_out, config.seq_len) // config.batch) for source in mixture.sources]
     given = [0] * len(left)
@@ -174,7 +174,7 @@ def main() -> None:
     model = trained.opened(args)
     config = dataclasses.replace(model.config, batch=args.batch or model.config.batch)
     rules.check(config, dict(model.mesh.shape))
-    corpus = mixtures.open_mixture(model.corpus if args.corpus is None else args.corpus)
+    corpus = data_mixtures.open_mixture(model.corpus if args.corpus is None else args.corpus)
     parts = [part for source in corpus.sources for part in streams_of(source, args.documents)]
     for each in parts:
         each.check(config.seq_len, config.vocab_size)

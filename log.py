@@ -15,7 +15,7 @@ from typing import IO
 import jax
 
 import command
-import mixtures
+import data_mixtures
 import outputs
 from config import Config
 from hardware import PEAK_BF16_FLOPS_PER_DEVICE
@@ -216,7 +216,7 @@ def check_outputs(config: Config) -> None:
         "metrics_file": config.metrics_file,
         "fp8_scales": config.fp8_scales if config.fp8 == "calibrate" else "",
     }
-    sources = mixtures.paths(config.corpus)
+    sources = data_mixtures.paths(config.corpus)
     names = [f"corpus {path}" if sources[1:] else "corpus" for path in sources]
     read = dict(zip(names, sources, strict=True)) | {"weights": config.weights}
     read |= {"fp8_scales": config.fp8_scales if config.fp8 == "static" else ""}

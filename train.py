@@ -46,12 +46,12 @@ import calibration
 import checkpoint
 import corpora
 import data
+import data_mixtures
 import evaluation
 import fsdp
 import hardware
 import machine
 import mixture
-import mixtures
 import model
 import offload
 import parameters
@@ -272,9 +272,9 @@ class Setup:
 
     config: Config  # without what has no effect on this mesh; remat is a policy
     mesh: Mesh
-    corpus: mixtures.Mixture
+    corpus: data_mixtures.Mixture
     contents: checkpoint.Contents  # identities of the files and folders that flags name
-    batches: mixtures.Batches  # sequences in a batch, of the run before, too, if this one resumes it
+    batches: data_mixtures.Batches  # sequences in a batch, of the run before, too, if this one resumes it
     compiler_options: dict[str, str]
     notes: list[str]
     tokenizer: object  # tokenization.Tokenizer or ByteTokenizer of the corpus; None if there is none to show text with
@@ -301,7 +301,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         checkpoints = stack.enter_context(checkpoint.opened(config))
         state, resumed, batches = restored_state(config, mesh, checkpoints, setup.contents)
         first_step = 0 if state is None else int(state.step)
-        setup = dataclasses.replace(setup, batches=mixtures.continued(batches, first_step, config.batch))
+        setup = dataclasses.replace(setup, batches=data_mixtures.continued(batches, first_step, config.batch))
         if checkpoints:
             setup.seconds["restore"] = time.perf_counter() - restore_begun
         other_tokenizer = checkpoint.save_tokenizer(checkpoints, setup.tokenizer)
@@ -365,7 +365,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
         remat.check_host_memory(config, mesh)
         compiler_options = compiler_flags.compiler_options(compiler_flags.for_run(config))
         check_backend(config, mesh.devices.flat[0].platform)
-        corpus = mixtures.open_mixture(config.corpus)
+        corpus = data_mixtures.open_mixture(config.corpus)
         corpus.check(config.seq_len, config.vocab_size)
         tokenizer, problem = corpora.readable_tokenizer(corpus.sources[0])
         notes += [*filter(None, [problem]), *corpora.notes(corpus.sources[0], config.vocab_size, config.weights)]
@@ -377,7 +377,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    batches = mixtures.continued((), 0, config.batch)
+    batches = data_mixtures.continued((), 0, config.batch)
     return Setup(config, mesh, corpus, contents, batches, compiler_options, notes, tokenizer, seconds, begun)
 
 
@@ -534,7 +534,12 @@ def predict_step(config: Config, mesh: Mesh) -> Prediction | None:
 
 
 def introduce(
-    log: Log, config: Config, mesh: Mesh, corpus: mixtures.Mixture, resumed: str | None, prediction: Prediction | None
+    log: Log,
+    config: Config,
+    mesh: Mesh,
+    corpus: data_mixtures.Mixture,
+    resumed: str | None,
+    prediction: Prediction | None,
 ) -> None:
     """Prints what is about to run: mesh, model, data, prediction, and the checkpoint that it resumes from."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -561,7 +566,7 @@ def introduce(
         )
 
 
-def shares_of(mixture: mixtures.Mixture, source: int) -> str:
+def shares_of(mixture: data_mixtures.Mixture, source: int) -> str:
     """The shares of a source of several, for the log: `; 70.0%, 20.0% from step 900 on`."""
     if len(mixture.sources) == 1:
         return ""

@@ -21,8 +21,8 @@ import optax
 
 import command
 import data
+import data_mixtures
 import flags as flags_lib
-import mixtures
 import placement
 import processes
 import reference
@@ -37,7 +37,7 @@ def main() -> None:
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), core_axis=config.core_axis)
     config = rules.settled(config, dict(mesh.shape))
     rules.check(config, dict(mesh.shape))
-    corpus = mixtures.open_mixture(config.corpus)
+    corpus = data_mixtures.open_mixture(config.corpus)
     corpus.check(config.seq_len, config.vocab_size)
     rows = partial(data.train_batch, corpus, 0, batch=config.batch, seq_len=config.seq_len, seed=config.seed)
     batch = sharding.place(data.Batch, rows, config.batch, np.arange(config.seq_len), mesh)

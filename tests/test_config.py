@@ -395,5 +395,5 @@ def test_paths_are_expanded(monkeypatch):
         needs = dict(fp8="static", dtype="bfloat16") if name == "fp8_scales" else {}
         assert getattr(Config(**{name: "~/x"}, **needs), name) == "/home/me/x"
     named = {field.name for field in FIELDS if re.search("_(dir|file|cache)$", field.name)}
-    assert named | {"fp8_scales", "weights"} == paths  # --corpus may have several: mixtures.py
+    assert named | {"fp8_scales", "weights"} == paths  # --corpus may have several: data_mixtures.py
     assert Config(checkpoint_dir="gs://bucket/run").checkpoint_dir == "gs://bucket/run"

@@ -23,7 +23,7 @@ FLOORS = [
     {"tokenization"},
     {"config", "placement", "corpora", "hardware", "hlo", "collectives", "masks", "tuned", "vocabulary", "offload"}
     | {"pipeline", "checksums", "lock"},
-    {"families", "prepare", "mixtures"},
+    {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
     | {"compiler_flags", "schedule", "liveness"},

@@ -22,8 +22,8 @@ from support import SMALL, assert_close, first_state, init, make_batch
 
 import corpora
 import data
+import data_mixtures
 import evaluation
-import mixtures
 import parameters
 import placement
 import reference
@@ -368,7 +368,7 @@ def test_sources_of_a_mixture_share_the_batches_of_an_evaluation():
     """Equally, as far as they have held-out sequences; the loss is the mean over all sequences that are evaluated."""
     config = Config(**TINY | dict(batch=8))
     corpus = lambda name, size: corpora.Corpus(name, None, range(size * config.seq_len + 1), 256, 255)
-    mixture = mixtures.Mixture("m", (corpus("a", 100), corpus("b", 11), corpus("c", 3)), ())
+    mixture = data_mixtures.Mixture("m", (corpus("a", 100), corpus("b", 11), corpus("c", 3)), ())
     given = lambda batches: [
         (source.name, its.eval_batches, evaluation.num_evaluated(source, its))
         for source, its in evaluation.by_source(mixture, dataclasses.replace(config, eval_batches=batches))
@@ -379,15 +379,17 @@ def test_sources_of_a_mixture_share_the_batches_of_an_evaluation():
     assert given(99) == [("a", 13, 100), ("b", 2, 11), ("c", 1, 3)]
     evaluated = evaluation.by_source(mixture, dataclasses.replace(config, eval_batches=4))
     assert evaluation.mean_over({"a": 1.0, "b": 2.0, "c": 6.0}, evaluated) == (16 + 16 + 18) / 27
-    single = evaluation.by_source(mixtures.as_mixture(corpus("a", 100)), config)
+    single = evaluation.by_source(data_mixtures.as_mixture(corpus("a", 100)), config)
     assert evaluation.mean_over({"a": 0.1}, single) == 0.1
 
 
 def test_a_schedule_is_shown_with_its_steps():
-    mixture = mixtures.Mixture("m", (None, None), tuple(mixtures.Stage(n, (n / 8, 1 - n / 8)) for n in range(5)))
+    mixture = data_mixtures.Mixture(
+        "m", (None, None), tuple(data_mixtures.Stage(n, (n / 8, 1 - n / 8)) for n in range(5))
+    )
     assert train.shares_of(mixture, 1) == "; 100.0%, 87.5% from step 1 on, 75.0% from step 2 on ..."
     single = corpora.Corpus("one", None, None, 256, 255)
-    assert train.shares_of(mixtures.as_mixture(single), 0) == ""
+    assert train.shares_of(data_mixtures.as_mixture(single), 0) == ""
 
 
 def test_an_evaluation_has_two_batches_in_flight_at_most():
@@ -418,7 +420,7 @@ def test_what_is_about_to_run_names_its_cliffs():
     lines = []
     log = SimpleNamespace(say=lines.append, flops_per_token=1e9)
     mesh = sharding.make_mesh(placement.parse_mesh("fsdp:8"))
-    train.introduce(log, prediction.run.config, mesh, mixtures.as_mixture(corpus), None, prediction)
+    train.introduce(log, prediction.run.config, mesh, data_mixtures.as_mixture(corpus), None, prediction)
     assert [line for line in lines if line.startswith("cliff      seq_len=1,025: attention takes")]
 
 

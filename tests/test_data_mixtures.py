@@ -14,10 +14,10 @@ from support import run_values, start, start_two
 
 import corpora
 import data
-import mixtures
+import data_mixtures
 import placement
 import sharding
-from mixtures import Shares, Stage
+from data_mixtures import Shares, Stage
 
 SEQ_LEN = 4
 
@@ -36,9 +36,9 @@ def stages_of(*stages: tuple[int, list]) -> tuple[Stage, ...]:
 
 SIZES = (7, 23, 3)  # sequences of the sources: one has fewer than a batch, and all have several epochs
 MIXTURES = {
-    "one": mixtures.as_mixture(numbered("a", 23)),
-    "two": mixtures.Mixture("two", (numbered("a", 7), numbered("b", 23, 100)), stages_of((0, ["0.7", "0.3"]))),
-    "scheduled": mixtures.Mixture(
+    "one": data_mixtures.as_mixture(numbered("a", 23)),
+    "two": data_mixtures.Mixture("two", (numbered("a", 7), numbered("b", 23, 100)), stages_of((0, ["0.7", "0.3"]))),
+    "scheduled": data_mixtures.Mixture(
         "scheduled",
         tuple(numbered(name, size, 100 * i) for i, (name, size) in enumerate(zip("abc", SIZES, strict=True))),
         stages_of((0, ["0.7", "0.3", 0]), (3, [0, 1, 0]), (5, [1, 2, "0.5"])),
@@ -46,7 +46,7 @@ MIXTURES = {
 }
 
 
-def stream(mixture: mixtures.Mixture, length: int, batches: mixtures.Batches) -> list[int]:
+def stream(mixture: data_mixtures.Mixture, length: int, batches: data_mixtures.Batches) -> list[int]:
     """Returns the first sequences of a run by their definition: each source in its own order."""
     options = dict(batch=length, seq_len=SEQ_LEN, seed=1)
     orders = [iter(data.train_batch(source, 0, **options).tokens[:, 0] // SEQ_LEN) for source in mixture.sources]
@@ -74,10 +74,10 @@ RUNS = [(processes, batch) for processes in (1, 2, 4) for batch in (4, 8, 12)]
 @pytest.mark.parametrize("before", RUNS, ids=str)
 def test_no_sequence_is_skipped_or_repeated_by_a_resume(before, name):
     """Whatever the processes and the batch before and after: what is seen is the stream of the run, in its order."""
-    mixture, batches = MIXTURES[name], mixtures.continued([], 0, before[1])
+    mixture, batches = MIXTURES[name], data_mixtures.continued([], 0, before[1])
     first = seen(mixture, range(3), batches, before[0])
     for after in RUNS:
-        both = mixtures.continued(batches, 3, after[1])
+        both = data_mixtures.continued(batches, 3, after[1])
         numbers = first + seen(mixture, range(3, 5), both, after[0])
         assert len(numbers) == 3 * before[1] + 2 * after[1]
         assert numbers == stream(mixture, len(numbers), both), after
@@ -112,13 +112,13 @@ def test_each_epoch_of_a_source_has_every_sequence_once():
 
 
 def test_the_sizes_of_batches():
-    assert mixtures.continued([], 0, 8) == ((0, 8),)
-    assert mixtures.continued([[0, 8]], 10, 8) == ((0, 8),)
-    assert mixtures.continued([[0, 8]], 10, 16) == ((0, 8), (10, 16))
-    assert mixtures.continued([[0, 8], [10, 16]], 10, 4) == ((0, 8), (10, 4))  # no step was taken with 16
-    assert mixtures.continued([[0, 8], [10, 16]], 10, 8) == ((0, 8),)
-    assert mixtures.continued([[0, 8]], 0, 4) == ((0, 4),)
-    first = partial(mixtures.first_sequence, batches=((0, 8), (10, 16), (12, 3)))
+    assert data_mixtures.continued([], 0, 8) == ((0, 8),)
+    assert data_mixtures.continued([[0, 8]], 10, 8) == ((0, 8),)
+    assert data_mixtures.continued([[0, 8]], 10, 16) == ((0, 8), (10, 16))
+    assert data_mixtures.continued([[0, 8], [10, 16]], 10, 4) == ((0, 8), (10, 4))  # no step was taken with 16
+    assert data_mixtures.continued([[0, 8], [10, 16]], 10, 8) == ((0, 8),)
+    assert data_mixtures.continued([[0, 8]], 0, 4) == ((0, 4),)
+    first = partial(data_mixtures.first_sequence, batches=((0, 8), (10, 16), (12, 3)))
     assert [first(step) for step in (0, 1, 10, 11, 12, 13, 15)] == [0, 8, 80, 96, 112, 115, 121]
 
 
@@ -167,7 +167,10 @@ def test_a_run_that_changes_batch_mesh_and_processes_sees_the_stream(values, tmp
     ] * 14
     numbers = [number for _, _, some in rows for number in some]
     batches = ((0, 8), (3, 16), (6, 8))
-    mixture, shares = mixtures.open_mixture(str(values["corpus"])), Shares(stages_of((0, [7, 3]), (9, [0, 1])), batches)
+    mixture, shares = (
+        data_mixtures.open_mixture(str(values["corpus"])),
+        Shares(stages_of((0, [7, 3]), (9, [0, 1])), batches),
+    )
     orders = [
         iter(data.train_batch(source, 0, batch=len(numbers), seq_len=32, seed=1).tokens[:, 1].tolist())
         for source in mixture.sources
@@ -183,7 +186,7 @@ def test_a_run_that_changes_batch_mesh_and_processes_sees_the_stream(values, tmp
 
 
 def harmonic_bound(num_sources: int) -> Fraction:
-    """The bound in the docstring of mixtures.py."""
+    """The bound in the docstring of data_mixtures.py."""
     return (1 + sum(Fraction(1, k) for k in range(1, num_sources - 1))) / 2
 
 
@@ -207,7 +210,7 @@ def test_counts_stay_within_the_bound_of_the_shares(num_sources):
 
 
 def bound_of_a_schedule(stages, chain) -> list[Fraction]:
-    """[error of each link's source], by the induction in the docstring of mixtures.py, with changes of the weights."""
+    """[error of each link's source], by the induction in data_mixtures.py, with changes of the weights."""
     error, errors = Fraction(0), []
     for link in range(len(chain)):
         rest = [sum(stage.shares[source] for source in chain[link:]) for stage in stages]
@@ -260,7 +263,7 @@ def test_what_is_added_later_does_not_change_what_was():
 
 def test_the_identity_of_the_past_does_not_depend_on_what_comes_later():
     sources = {name: numbered(name, 9, 100 * i) for i, name in enumerate("abc")}
-    mixture = lambda names, *stages: mixtures.Mixture("m", tuple(map(sources.get, names)), stages_of(*stages))
+    mixture = lambda names, *stages: data_mixtures.Mixture("m", tuple(map(sources.get, names)), stages_of(*stages))
     two = mixture("ab", (0, [1, 1]))
     assert [two.identity_before(step) for step in (0, 1, 9)] == [two.identity] * 3
     later = mixture("abc", (0, [1, 1, 0]), (5, [0, 1, 1]))
@@ -282,13 +285,13 @@ def write(tmp_path, name: str, tokens=range(50), vocab_size: int = 100, separato
 
 def test_weights_on_the_command_line(tmp_path):
     a, b = write(tmp_path, "a"), write(tmp_path, "b", range(40))
-    mixture = mixtures.open_mixture(f"{a}:0.7,{b}:0.3")
-    assert [source.name for source in mixture.sources] == [a, b] == mixtures.paths(f"{a}:0.7,{b}:0.3")
+    mixture = data_mixtures.open_mixture(f"{a}:0.7,{b}:0.3")
+    assert [source.name for source in mixture.sources] == [a, b] == data_mixtures.paths(f"{a}:0.7,{b}:0.3")
     assert mixture.stages == (Stage(0, (Fraction(7, 10), Fraction(3, 10))),)
     assert (mixture.vocab_size, mixture.separator, mixture.name) == (100, 99, f"{a}:0.7,{b}:0.3")
-    assert mixtures.open_mixture(f"{a}:7,{b}:3").identity == mixture.identity  # only the shares count
+    assert data_mixtures.open_mixture(f"{a}:7,{b}:3").identity == mixture.identity  # only the shares count
     others = [f"{a}:0.7,{b}:0.4", f"{b}:0.7,{a}:0.3", a, b]
-    assert len({mixtures.open_mixture(text).identity for text in others} | {mixture.identity}) == 5
+    assert len({data_mixtures.open_mixture(text).identity for text in others} | {mixture.identity}) == 5
     assert mixture.facts().keys() == {f"the corpus {a}", f"the corpus {b}", "the mixture of corpora"}
 
 
@@ -296,7 +299,7 @@ def test_a_single_corpus_is_what_it_was(tmp_path, monkeypatch):
     """Its identity, name and order, also where its name has a colon, a comma or a weight."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "a:0.5", "a:1,b:2"):
-        corpus, mixture = corpora.open_corpus(write(tmp_path, name)), mixtures.open_mixture(name)
+        corpus, mixture = corpora.open_corpus(write(tmp_path, name)), data_mixtures.open_mixture(name)
         assert (mixture.identity, mixture.name) == (corpus.identity, name)
         assert mixture.facts() == {"the corpus": corpus.identity}
         options = dict(batch=4, seq_len=5, seed=3)
@@ -304,8 +307,8 @@ def test_a_single_corpus_is_what_it_was(tmp_path, monkeypatch):
             data.train_batch(mixture, 7, **options), data.train_batch(corpus, 7, **options), strict=True
         ):
             np.testing.assert_array_equal(ours, theirs)
-    assert mixtures.open_mixture("").name.startswith("the standard library") and mixtures.paths("") == []
-    assert mixtures.open_mixture("./a:2").stages == (Stage(0, (1,)),)
+    assert data_mixtures.open_mixture("").name.startswith("the standard library") and data_mixtures.paths("") == []
+    assert data_mixtures.open_mixture("./a:2").stages == (Stage(0, (1,)),)
 
 
 def test_a_file_of_stages(tmp_path):
@@ -316,10 +319,10 @@ def test_a_file_of_stages(tmp_path):
     file.write_text(
         '[{"from_step": 0, "weights": {"a": 0.1, "b": 0.2}}, {"from_step": 9, "weights": {"b": 1, "../c": 1e1}}]'
     )
-    mixture = mixtures.open_mixture(str(file))
+    mixture = data_mixtures.open_mixture(str(file))
     assert [source.identity for source in mixture.sources] == [corpora.open_corpus(path).identity for path in (a, b, c)]
     assert mixture.stages == stages_of((0, [1, 2, 0]), (9, [0, 1, 10]))
-    assert mixtures.paths(str(file))[-1] == str(file) and len(mixtures.paths(str(file))) == 4
+    assert data_mixtures.paths(str(file))[-1] == str(file) and len(data_mixtures.paths(str(file))) == 4
 
 
 @pytest.mark.parametrize(
@@ -347,7 +350,7 @@ def test_a_file_that_is_no_mixture_is_refused(content, message, tmp_path):
     file = tmp_path / "mixture.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError) as error:
-        mixtures.open_mixture(str(file))
+        data_mixtures.open_mixture(str(file))
     assert message in str(error.value)
 
 
@@ -368,7 +371,7 @@ def test_a_mixture_that_cannot_be_is_refused(text, message, tmp_path, monkeypatc
     write(tmp_path, "a"), write(tmp_path, "copy"), write(tmp_path, "b", range(40))
     write(tmp_path, "large", vocab_size=200), write(tmp_path, "other", separator=98)
     with pytest.raises(ValueError) as error:
-        mixtures.open_mixture(text)
+        data_mixtures.open_mixture(text)
     assert message in str(error.value)
 
 
@@ -381,4 +384,4 @@ def test_corpora_of_two_tokenizers_are_refused(tmp_path):
         known = dict(identity=tokenizer, special_tokens={"<s>": 99})
         corpora.write_index(str(tmp_path / name), [shard], vocab_size=100, separator=99, tokenizer=known)
     with pytest.raises(ValueError, match=r"a has tokenizer 1234, .* and .*b has tokenizer 5678, .* same --tokenizer"):
-        mixtures.open_mixture(f"{tmp_path}/a:1,{tmp_path}/b:1")
+        data_mixtures.open_mixture(f"{tmp_path}/a:1,{tmp_path}/b:1")
