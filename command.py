@@ -27,6 +27,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -45,6 +46,13 @@ def modules() -> list[Path]:
 # -- the command line
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps lines, but not at hyphens: names such as gpt-oss-20b are shown as they are typed."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def parser(file: str, **options) -> argparse.ArgumentParser:
     """Returns the parser of a program or demonstration, described by the docstring at the head of its file.
 
@@ -54,7 +62,7 @@ def parser(file: str, **options) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         **{"prog": Path(file).name, **options},
     )
 
