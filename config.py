@@ -293,8 +293,7 @@ class Config:
     selection_bias_rate: float = flag(0.001, "values program", EXPERTS, SELECTION_BIAS, least=0)
     # dispatch: dropless, capacity (pads and drops), or reference (every token everywhere)
     moe_impl: str = flag("dropless", "values program", EXPERTS, choices="dropless capacity reference")
-    # dropless over an expert axis: a device's buffer holds this many times the mean number of rows; for more there is a
-    # second round
+    # dropless over an expert axis: rows that a device takes at once, over the mean; more take another round
     buffer_factor: float = flag(2.0, "values program", EXPERTS, DROPLESS, EXPERT, least=0)
     # dropless over an expert axis: chunks of the tokens, each with its own messages; a few % faster
     moe_parts: int = flag(1, "values program", EXPERTS, DROPLESS, EXPERT, least=1)
