@@ -3,10 +3,7 @@
 **Dense models.** Sources are the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Mistral 7B,
 arXiv:2310.06825; Qwen 2.5, arXiv:2412.15115; Qwen 3, arXiv:2505.09388; Gemma 2, arXiv:2408.00118; Gemma 3,
 arXiv:2503.19786) with their released configuration files, and Gemma 4's model cards. Gemma 3 of 4B and 12B, and Gemma
-4, are the text models, without images. `gemma-31b-like` has Gemma 4's widths, depth and 5:1 pattern of local and global
-layers, in the block of this project's other models. It has SwiGLU where Gemma has GeGLU, no norms after the sub-layers,
-no scaled embedding and one rotary base. Its global layers have the same 16 key/value heads of 256 as the local ones,
-where Gemma's have 4 of 512.
+4, are the text models, without images.
 
 **Mixtures of experts.** Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3 (Qwen/Qwen3-30B-A3B and
 Qwen/Qwen3-235B-A22B of April 2025; no layer uses the ff_dim of their configurations); DeepSeek-V2-Lite,
@@ -116,23 +113,6 @@ PRESETS: dict[str, dict] = {
         num_heads=32,
         num_kv_heads=16,
         global_kv_heads=4,
-    ),
-    "gemma-31b-like": dict(
-        _LARGE,
-        vocab_size=262_144,
-        seq_len=8192,
-        num_layers=60,
-        model_dim=5376,
-        ff_dim=21_504,
-        num_heads=32,
-        num_kv_heads=16,
-        head_dim=256,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        tied_embeddings=True,
-        window=1024,
-        global_every=6,
-        norm_eps=1e-6,
     ),
     "gemma4-26b-a4b": dict(
         _GEMMA4,

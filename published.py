@@ -196,17 +196,16 @@ RECIPES: dict[str, Recipe] = {
         | dict(mesh="data:4,fsdp:32", remat_tensors=f"{_ATTENTION_SAVED},expert_down:device", fp8="dynamic"),
         source=_TARGET,
     ),
-    "gemma-31b-like-8k-bf16": Recipe(
-        preset="gemma-31b-like",
+    "gemma4-31b-8k-bf16": Recipe(
+        preset="gemma4-31b",
         topology="tpu7x:4x4x4",
         flags=_GEMMA,
         source=f"{_OF}gemma4-31b/8k-bf16-tpu7x-4x4x4",
-        differs="Gemma 4 31B was measured; presets.py says what this model lacks of it; fsdp:128 for fsdp:16 with "
-        "fsdp_transpose:8",
+        differs="fsdp:128 for fsdp:16 with fsdp_transpose:8",
         measured_step_s=12.20,
         measured_tflops=1057.76,
     ),
-    "gemma-31b-like-8k-fp8": Recipe(
-        preset="gemma-31b-like", topology="tpu7x:4x4x4", flags=_GEMMA | dict(fp8="dynamic"), source=_IN_FP8
+    "gemma4-31b-8k-fp8": Recipe(
+        preset="gemma4-31b", topology="tpu7x:4x4x4", flags=_GEMMA | dict(fp8="dynamic"), source=_IN_FP8
     ),
 }

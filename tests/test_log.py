@@ -79,10 +79,11 @@ def test_metrics_of_the_model_are_shown_and_written(tmp_path, capsys):
 
 
 def test_flops_follow_the_config():
-    """10 of 60 layers attend to all 8192 tokens, 50 to a window of 1024."""
-    matmuls = 60 * (5376 * 256 * (2 * 32 + 2 * 16) + 3 * 5376 * 21_504) + 5376 * 262_144
-    keys = 10 * 8192 / 2 + 50 * (1024 - 1024**2 / (2 * 8192))
-    assert Log(from_preset("gemma-31b-like"), 0, MESH).flops_per_token == 6 * matmuls + 12 * 32 * 256 * keys
+    """10 of 60 layers attend to all 8192 tokens with heads of 512, 50 to a window of 1024 with heads of 256."""
+    local, full = 5376 * 256 * (2 * 32 + 2 * 16), 5376 * 512 * (2 * 32 + 4)
+    matmuls = 50 * local + 10 * full + 60 * 3 * 5376 * 21_504 + 5376 * 262_144
+    keys = 10 * 512 * 8192 / 2 + 50 * 256 * (1024 - 1024**2 / (2 * 8192))
+    assert Log(from_preset("gemma4-31b"), 0, MESH).flops_per_token == 6 * matmuls + 12 * 32 * keys
 
 
 def test_mfu_is_a_share_of_the_peak_of_tpu7x(tmp_path, capsys):

@@ -109,7 +109,7 @@ def test_of_equally_fast_plans_the_simplest_is_best():
     assert len(rivals) > 1 and len(axes_of(plan.best)) == min(len(axes_of(rival)) for rival in rivals) == 1
     steps = [prediction.step_s for prediction in plan.families]
     assert steps == sorted(steps) and len({family(prediction) for prediction in plan.families}) == len(steps)
-    plan = planned("gemma-31b-like", "tpu7x:4x4x4", batch=128)
+    plan = planned("gemma4-31b", "tpu7x:4x4x4", batch=128)
     assert axes_of(plan.best) == {"fsdp"} < axes_of(plan.families[0])  # 3% longer, and simpler
     assert plan.families[0].step_s < plan.best.step_s <= planner.WITHIN * plan.families[0].step_s
 

@@ -124,9 +124,6 @@ CONFIG_JSON = {
     "gemma4-26b-a4b": sized(30, 2816, 2112, 16, 8, 262_144, num_global_key_value_heads=2)
     | GEMMA4
     | dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704),
-    # From the model card of Gemma 4 31B.
-    "gemma-31b-like": sized(60, 5376, 21_504, 32, 16, 262_144, head_dim=256, rms_norm_eps=1e-6)
-    | dict(rope_theta=1_000_000.0, sliding_window=1024, tie_word_embeddings=True),
 }
 # Numbers of the models' code that config.json lacks; and the weight of a loss, which presets.py chooses.
 OF_THE_CODE = {
@@ -140,7 +137,6 @@ OF_THE_CODE = {
     "qwen3-235b-a22b": dict(qk_norm=True, load_balance_loss=0.01),
     "deepseek-v2-lite": dict(load_balance_loss=0.001),  # aux_loss_alpha
     "deepseek-v3": dict(selection_bias=True),  # topk_method noaux_tc; its rate is 0.001, the default
-    "gemma-31b-like": dict(qk_norm=True, global_every=6),
 }
 OF_THE_CODE |= dict.fromkeys(
     ("gpt-oss-20b", "gpt-oss-120b"),

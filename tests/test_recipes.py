@@ -77,7 +77,7 @@ def test_every_model_has_both_precisions():
     both = {name.rpartition("-")[0] for name in RECIPES if name.endswith("-fp8")}
     assert both == {name.removesuffix("-bf16") for name in RECIPES if name.endswith("-bf16")}
     lengths = ("llama3.1-8b-8k llama3.1-70b-8k llama3.1-405b-8k llama3.1-70b-128k llama3.1-8b-1m qwen3-235b-a22b-4k "
-               "deepseek-v3-4k gpt-oss-120b-8k mixtral-8x7b-4k gemma-31b-like-8k")  # fmt: skip
+               "deepseek-v3-4k gpt-oss-120b-8k mixtral-8x7b-4k gemma4-31b-8k")  # fmt: skip
     assert both == set(lengths.split())
 
 

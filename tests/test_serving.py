@@ -453,8 +453,8 @@ def test_attention_of_latents_is_bound_by_flops():
 
 
 def test_windows_bound_the_attention_of_a_step():
-    load = load_of(from_preset("gemma-31b-like"), 100_000)
-    assert load.attention_flops == 2 * 32 * 2 * 256 * (10 * 100_000 + 50 * 1024)
+    load = load_of(from_preset("gemma4-31b"), 100_000)
+    assert load.attention_flops == 2 * 32 * 2 * (10 * 100_000 * 512 + 50 * 1024 * 256)
 
 
 def test_a_step_by_hand():

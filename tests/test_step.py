@@ -70,7 +70,7 @@ def test_measured_runs(name):
     assert prediction.mfu == pytest.approx(
         prediction.flops_per_step / prediction.step_s / prediction.run.num_chips / prediction.run.chip.bf16_flops_per_s
     )
-    if recipe.measured_tflops and recipe.preset != "gemma-31b-like":  # a preset like Gemma 4 31B, not the same
+    if recipe.measured_tflops:
         flops = recipe.measured_tflops * 1e12 * prediction.run.num_chips * recipe.measured_step_s
         assert prediction.flops_per_step == pytest.approx(flops, rel=0.005)
 
@@ -377,7 +377,7 @@ def test_copies_of_weights():
     assert copies(mesh="data:128,fsdp:1") == copies(mesh="fsdp:128", double_buffer=True) == 0
     assert copies(mesh="fsdp:128", prefetch=False) == copies(mesh="fsdp:128", efficiency=workload.PUBLISHED) == 0
     # 5376 / 128 = 42 rows, not whole tiles: two gathers and a gradient are copied, with double buffering, too.
-    gemma = dict(preset="gemma-31b-like", mesh="fsdp:128")
+    gemma = dict(preset="gemma4-31b", mesh="fsdp:128")
     assert (
         copies(**gemma, double_buffer=True)
         == pytest.approx(copies(**gemma))

@@ -202,7 +202,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name and name != "gemma-31b-like"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "tiny" not in name])
 def test_models_have_the_published_size(preset):
     total, in_billions, decimals = SIZES[preset]
     params = transformer.num_params(from_preset(preset))
@@ -646,7 +646,7 @@ def test_full_recomputation_of_llama_70b():
 @pytest.mark.parametrize(
     "flags", [dict(), dict(mu_dtype="bfloat16"), dict(optimizer="adafactor"), dict(optimizer="sgd")], ids=str
 )
-@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma-31b-like"])
+@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma4-31b"])
 def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
     config = from_preset(preset, **flags)
     state = jax.eval_shape(train.make_optimizer(config)[0].init, parameters.param_shapes(config))
@@ -660,9 +660,8 @@ def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
 def test_kv_cache():
     """Llama 3.1 70B has 2 * 8 * 128 * 80 in bfloat16, DeepSeek 576 a layer. Gemma's local layers store one window."""
     assert transformer.kv_cache_bytes_per_token(from_preset("llama3.1-70b")) == 2 * 2 * 8 * 128 * 80
-    gemma = from_preset("gemma-31b-like")
-    tokens = 10 * 100_000 + 50 * 1024
-    assert transformer.kv_cache_bytes(gemma, 100_000) == tokens * 2 * 2 * 16 * 256
+    gemma = from_preset("gemma4-31b")  # its global layers have 4 key heads of 512, and values without norm and RoPE
+    assert transformer.kv_cache_bytes(gemma, 100_000) == 2 * 2 * (10 * 100_000 * 4 * 512 + 50 * 1024 * 16 * 256)
     assert transformer.kv_cache_bytes(gemma, 1000) == 1000 * transformer.kv_cache_bytes_per_token(gemma)
     assert transformer.kv_cache_bytes_per_token(from_preset("deepseek-v3"), element_bytes=1) == 61 * 576
 
