@@ -253,7 +253,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
             file.write(program)
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
-    breakdown = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, chips=lowered.chips)
+    trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
+    breakdown = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     return {

@@ -512,7 +512,8 @@ def other_rounds(options, y_td, w, x_td, weights_tX, exchanged: Exchanged, round
     round again, so the memory that it needs does not depend on their number.
     """
     step = lambda number, y_td: y_td + one_round(options, w, x_td, weights_tX, exchanged, number)
-    return lax.fori_loop(1, rounds, step, y_td)
+    with jax.named_scope("extra_rounds"):  # aot.py looks for this name
+        return lax.fori_loop(1, rounds, step, y_td)
 
 
 def _other_rounds_forward(options, y_td, *operands):
@@ -534,7 +535,8 @@ def _other_rounds_backward(options, operands, dy_td):
         return jax.vjp(share, *(leaves[i] for i in floats))[1](dy_td)
 
     zeros = [varying_as(leaves[i], jnp.zeros(leaves[i].shape, leaves[i].dtype)) for i in floats]
-    sums = lax.fori_loop(1, rounds, lambda number, sums: [*map(jnp.add, sums, gradients(number))], zeros)
+    with jax.named_scope("extra_rounds"):
+        sums = lax.fori_loop(1, rounds, lambda number, sums: [*map(jnp.add, sums, gradients(number))], zeros)
     cotangents = dict(zip(floats, sums, strict=True))  # the others, such as keys, have none
     cotangents = [cotangents.get(i, np.zeros(leaf.shape, jax.dtypes.float0)) for i, leaf in enumerate(leaves)]
     return dy_td, *jax.tree.unflatten(structure, cotangents), None, None
