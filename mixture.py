@@ -34,9 +34,7 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, router_btd.reshape(h_td.shape), config)
-    if rows_travel := lax.axis_size("expert") > 1:
-        no_expert = config.num_experts
-        routing = routing._replace(experts_tX=jnp.where(segments_bt.reshape(-1, 1) > 0, routing.experts_tX, no_expert))
+    rows_travel = lax.axis_size("expert") > 1
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
@@ -51,7 +49,9 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
         return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
 
     x_td = h_td if rows_travel else gather(h_td, dim=1)
-    y_td, counts = apply_experts(w, x_td, routing, experts, config)
+    is_padding = (segments_bt == 0).reshape(-1, 1)
+    sent_tX = jnp.where(is_padding, config.num_experts, routing.experts_tX) if rows_travel else routing.experts_tX
+    y_td, counts = apply_experts(w, x_td, routing._replace(experts_tX=sent_tX), experts, config)
     y_td = y_td if rows_travel else scatter(y_td, dim=1)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, counts, config)
 
