@@ -601,7 +601,7 @@ def summarise(log: Log, state: State, setup: Setup, eval_loss: float | None, pre
             num_tokens = sum(counts.values()) * config.seq_len
             bits = evaluation.bits_a_byte(eval_loss * num_tokens, num_bytes)
             figures["bits_a_byte"] = bits
-            log.say(f"text       {bits:.4f} bits a byte of it, {num_bytes / num_tokens:.3f} bytes a token")
+            log.say(f"text       {bits:.4f} bits a byte, {num_bytes / num_tokens:.3f} bytes a token")
     if config.sample:
         prompt, text = sampling.sample(state.params, corpus.sources[0], setup.tokenizer, config, setup.mesh)
         log.say(
