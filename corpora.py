@@ -435,7 +435,7 @@ def write_corpus(
 def write_tokens(
     path: str, train: Iterable[np.ndarray], held_out: Iterable[np.ndarray], *, vocab_size: int, separator: int
 ) -> Corpus:
-    """As write_corpus, but of tokens in which each document has its separator, in arrays of any lengths, unchecked."""
+    """Does what write_corpus does, unchecked, with arrays of any lengths in which the documents have separators."""
     _check_vocabulary(path, vocab_size, separator)
     dtype = dtype_of(vocab_size)
     counts, crcs, waiting = [], [], bytearray()

@@ -77,7 +77,7 @@ class Mixture:
 
     @property
     def tokenizer(self) -> Any:
-        """As Corpus.tokenizer."""
+        """The tokenizer that all sources share, or None; see Corpus.tokenizer."""
         return self.sources[0].tokenizer
 
     @property
@@ -187,7 +187,7 @@ def _stages(text: str) -> list[tuple[int, dict[str, Fraction]]]:
 
 
 def _listed(path: str) -> list[tuple[int, dict[str, Fraction]]]:
-    """As `_stages`, from a file. Its paths are relative to its folder."""
+    """Returns what `_stages` does, of a file. Its paths are relative to its folder."""
     content = storage.read_file(path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict:

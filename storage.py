@@ -29,7 +29,7 @@ import inputs
 
 READERS = 16  # requests of a process to a bucket that are under way at once
 _DELAYS_S = (1, 2, 4, 8, 16)  # before the attempts after the first
-_FINAL = (PermissionError, IsADirectoryError, NotImplementedError)  # errors that stay
+_FINAL = (PermissionError, IsADirectoryError, NotImplementedError)  # a second attempt would fail, too
 
 
 class File(Protocol):

@@ -41,6 +41,17 @@ from config import Config
 ROOT = Path(__file__).parents[1]
 
 
+# -- a corpus by hand
+
+SEPARATOR = 9
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 1, 2, 3, 4, 5, 6], [7, 7], [8, 1, 2, 3], [3, 2, 1]]
+
+
+def corpus_of(documents, held_out=((1, 2), (3,), (4, 5, 6, 7, 8)), vocab_size=10) -> corpora.Corpus:
+    join = lambda documents: np.array([t for document in documents for t in (SEPARATOR, *document)], np.uint16)
+    return corpora.Corpus("the hand-made corpus", join(documents), join(held_out), vocab_size, SEPARATOR)
+
+
 # -- a small model on 8 simulated devices
 
 SMALL = dict(

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import DOCUMENTS, SEPARATOR, corpus_of
 
 import corpora
 import data
 
 ROOT = Path(data.__file__).parent
-SEPARATOR = 9
-DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 1, 2, 3, 4, 5, 6], [7, 7], [8, 1, 2, 3], [3, 2, 1]]
-
-
-def corpus_of(documents, held_out=((1, 2), (3,), (4, 5, 6, 7, 8)), vocab_size=10) -> corpora.Corpus:
-    join = lambda documents: np.array([t for document in documents for t in (SEPARATOR, *document)], np.uint16)
-    return corpora.Corpus("the hand-made corpus", join(documents), join(held_out), vocab_size, SEPARATOR)
 
 
 def numbered_corpus(num_sequences: int, seq_len: int) -> corpora.Corpus:
