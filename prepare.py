@@ -5,7 +5,7 @@
 **Idea.** The inputs, in order, are divided into parts of at most `shard_bytes`: small files together, large ones in
 pieces (documents.py). The plan depends on the inputs and the settings alone. A worker encodes a part and writes its
 shards; who does so, and when, changes no byte. A finished part is noted in a journal, so that the same command goes on
-after a kill. The index is written last.
+after a kill. The index is written last. A lock (lock.py) keeps a second preparation out of the folder.
 
 **Held out.** In each shard, documents are put in the order of the CRC-32 of their content. The first are held out until
 `held_out` of the shard's tokens is reached. The document that would exceed it is cut: its end is held out, and its
@@ -49,10 +49,12 @@ import numpy as np
 import command
 import corpora
 import documents
+import lock
 import outputs
 import tokenization
 
-PLAN, JOURNAL = "plan.json", "journal.jsonl"  # in the folder of the corpus; the journal until it is complete
+PLAN = "plan.json"  # in the folder of the corpus
+JOURNAL, LOCK = "journal.jsonl", "lock"  # until it is complete
 _BATCH_CHARS, _BATCH_TEXTS = 1 << 20, 1 << 16  # encoded at once
 _OVERLAPS = (1 << 14, 1 << 17, 1 << 20)  # characters that two windows share, the next if they do not agree
 _AGREE = 16  # tokens on each side of a joint
@@ -110,7 +112,8 @@ def prepare(paths: list[str], out: str, options: Options | None = None) -> tuple
     Raises:
       ValueError: a path in `paths` is not UTF-8 text (with the offset) or not an ordinary file; there is no text; a
         tokenizer has no separator; or `out` has something else.
-      OSError: a file or folder cannot be read or written, or an input changed meanwhile.
+      OSError: a file or folder cannot be read or written, an input changed meanwhile, or another preparation writes to
+        `out`.
     """
     options = options or Options()
     outputs.check_apart({"--out": out}, {f"the text {path}": path for path in paths})
@@ -123,20 +126,39 @@ def prepare(paths: list[str], out: str, options: Options | None = None) -> tuple
     if os.path.isdir(out):  # an input may be in it, by a link
         outputs.check_apart({"--out": out}, {f"the text {file.path}": file.path for file in inputs})
     plan = _plan(inputs, tokenizer, settings)
-    if _is_complete(out, plan):
-        index = corpora.read_index(out)
-        return corpora.open_corpus(out), Report(skipped, index["documents"], index["text_bytes"], 0, 0)
-    results = _begin(out, plan)
+    if not _is_complete(out, plan):
+        with _locked(out):
+            if not _is_complete(out, plan):  # another preparation may have written it meanwhile
+                results = _encode(inputs, plan, settings, options.workers)
+                return _finish(out, results, skipped, tokenizer, settings, paths)
+    index = corpora.read_index(out)
+    return corpora.open_corpus(out), Report(skipped, index["documents"], index["text_bytes"], 0, 0)
+
+
+@contextlib.contextmanager
+def _locked(out: str) -> Iterator[None]:
+    """Makes the folder, and holds its lock for the block. Raises OSError where another preparation writes there."""
+    Path(out).mkdir(exist_ok=True)
+    held = lock.acquire(Path(out, LOCK))
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _encode(inputs: list[documents.Input], plan: dict, settings: _Settings, workers: int) -> list[dict]:
+    """Writes the shards that are missing. Returns the results of all parts, in order."""
+    results = _begin(settings.out, plan)
     parts = _parts(inputs, settings)
     missing = [number for number in range(len(parts)) if number not in results]
     progress = _Progress(parts, missing, results)
-    with open(os.path.join(out, JOURNAL), "a", encoding="ascii") as journal:
-        workers = min(options.workers, len(missing))
+    with open(os.path.join(settings.out, JOURNAL), "a", encoding="ascii") as journal:
+        workers = min(workers, len(missing))
         for result in (_in_processes if workers > 1 else _here)(settings, parts, missing, workers, progress):
             results[result["part"]] = result
             print(json.dumps(result), file=journal, flush=True)
     progress.end()
-    return _finish(out, [results[number] for number in range(len(parts))], skipped, tokenizer, settings, paths)
+    return [results[number] for number in range(len(parts))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +210,7 @@ def _check_folder(out: str) -> None:
     if os.path.lexists(out) and not os.path.isdir(out):
         raise ValueError(f"--out={out} exists, and is no folder: name another")
     outputs.check_writable(f"--out={out}", os.path.join(out, PLAN) if os.path.isdir(out) else out)
-    if os.path.isdir(out) and os.listdir(out) and not os.path.isfile(os.path.join(out, PLAN)):
+    if os.path.isdir(out) and {*os.listdir(out)} - {LOCK} and not os.path.isfile(os.path.join(out, PLAN)):
         raise ValueError(f"--out={out} has other files than those of a preparation: name another folder")
 
 
@@ -253,8 +275,7 @@ def _is_complete(out: str, plan: dict) -> bool:
 
 
 def _begin(out: str, plan: dict) -> dict[int, dict]:
-    """Makes the folder with its plan. Returns the results of the parts that a run before this one finished."""
-    Path(out).mkdir(exist_ok=True)
+    """Writes the plan. Returns the results of the parts that a run before this one finished."""
     results, journal = {}, Path(out, JOURNAL)
     for unfinished in Path(out).glob("*.unfinished"):
         unfinished.unlink()

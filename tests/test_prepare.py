@@ -22,6 +22,7 @@ import zstandard
 import corpora
 import data
 import documents
+import lock
 import prepare
 import tokenization
 from benchmarks import prepare as benchmark
@@ -215,6 +216,23 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_bytes(tmp_path):
     assert 20 <= int(re.search(r"goes on: (\d+) of \d+ parts are there", done.stdout)[1]) < 500
     subprocess.run([*command, "--workers=2", "--out", tmp_path / "other"], check=True, capture_output=True)
     assert contents(tmp_path / "killed") == contents(tmp_path / "other")
+
+
+def test_two_preparations_do_not_write_to_one_folder(tmp_path, monkeypatch):
+    source, out, options = write_inputs(tmp_path / "texts"), tmp_path / "c", prepare.Options(workers=1)
+    part, refused = prepare._Encoder.part, []
+
+    def another_begins(self, number, pieces):
+        with pytest.raises(lock.HeldError, match=rf"c is in use by process {os.getpid()} on .*: end that run, or give"):
+            prepare.prepare([str(source)], str(out), options)
+        refused.append(number)
+        return part(self, number, pieces)
+
+    monkeypatch.setattr(prepare._Encoder, "part", another_begins)
+    prepare.prepare([str(source)], str(out), options)
+    monkeypatch.undo()
+    assert refused == [0] and not (out / prepare.LOCK).exists()
+    assert contents(out) == contents(Path(prepare.prepare([str(source)], str(tmp_path / "d"), options)[0].name))
 
 
 def sessions() -> list[int]:
