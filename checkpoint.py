@@ -27,6 +27,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -315,6 +316,7 @@ class Restored(NamedTuple):
     state: Any
     note: str | None  # what could not be verified, and the flags with which the run goes on differently
     batches: data_mixtures.Batches  # the batch sizes of the run until then
+    values: Mapping[str, Any] = MappingProxyType({})  # its configuration
 
 
 def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: Contents | None = None) -> Restored:
@@ -332,7 +334,7 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
     for step in steps:
         try:
             path = checkpoints.folder / str(step)
-            state, notes, batches = _restored(path, step, shapes, shardings, config, contents or {})
+            state, notes, batches, values = _restored(path, step, shapes, shardings, config, contents or {})
             break
         except _DamagedError as error:
             if not config.skip_damaged_checkpoints:
@@ -344,7 +346,7 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
             f"{damaged[steps[0]]}; give another --checkpoint_dir to begin anew"
         )
     moved = _move_aside(checkpoints, damaged)
-    return Restored(state, ", ".join([*notes, *moved]), batches)
+    return Restored(state, ", ".join([*notes, *moved]), batches, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,7 +412,7 @@ def _remedy(steps: list[int]) -> str:
 
 
 def _restored(path, step: int, shapes, shardings, config: Config, contents: Contents):
-    """Returns (state, notes, batch sizes) of one step folder.
+    """Returns (state, notes, batch sizes, configuration) of one step folder.
 
     Raises ValueError for another model or corpus, and _DamagedError.
     """
@@ -435,9 +437,9 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: Cont
     always = [(0, saved.get("batch", config.batch))]  # in older checkpoints
     batches = tuple(map(tuple, saved.get("batches", always)))
     if sums is None:
-        return state, ["it has no checksums, so nothing could be verified", *notes], batches
+        return state, ["it has no checksums, so nothing could be verified", *notes], batches, saved
     _check_arrays(state, sums["state"], path)
-    return state, notes, batches
+    return state, notes, batches, saved
 
 
 def _check_arrays(state, sums: dict[str, int], path) -> None:

@@ -132,6 +132,8 @@ ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use
 DECAY = Need(
     lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw or --optimizer=adafactor"
 )
+WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
+FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")
 EVALUATION = Need(lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16")
 
 PROFILE_DIR = Need(lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace", "noted")
@@ -165,6 +167,8 @@ class Config:
     steps: int = flag(300, "values", least=1)
     # global batch in sequences
     batch: int = flag(16, "values program scales", least=1)
+    # batches that grow to `batch`, by the step from which on: 0:4,100:8,300:16; empty: `batch` from the first step on
+    batch_rampup: str = flag("", "values")
     # T: tokens in a sequence
     seq_len: int = flag(128, "values program scales", least=1)
     # seed of the weights, of the order of the data, and of the sample
@@ -371,10 +375,16 @@ class Config:
     optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd")
     # peak of the learning rate, after the warm-up
     learning_rate: float = flag(3e-3, "values", least=0)
+    # learning rate after the warm-up: cosine, wsd (stable, then a decay), or constant (schedules.py)
+    schedule: str = flag("cosine", "values", choices="cosine wsd constant")
     # share of the steps in which the learning rate rises to its peak
     warmup_ratio: float = flag(0.075, "values", least=0, below=1)
-    # cosine decay ends at this share of the peak, at the last step
-    final_lr_ratio: float = flag(0.1, "values", least=0)
+    # wsd: share of the steps, the last ones, in which it decays
+    decay_ratio: float = flag(0.1, "values", WSD, least=0, below=1)
+    # wsd: how it decays: linear or 1-sqrt
+    decay_shape: str = flag("linear", "values", WSD, choices="linear 1-sqrt")
+    # cosine and wsd: the decay ends at this share of the peak, at the last step
+    final_lr_ratio: float = flag(0.1, "values", FALLS, least=0)
     # adamw: decay of the first moment; sgd: momentum
     beta1: float = flag(0.9, "values", FIRST_MOMENT, least=0, below=1)
     # adamw: decay of the second moment

@@ -172,7 +172,7 @@ def main() -> None:
     add("--json", action="store_true", help="print one JSON object")
     args = command.arguments(parser)
     model = trained.opened(args)
-    config = dataclasses.replace(model.config, batch=args.batch or model.config.batch)
+    config = dataclasses.replace(model.config, batch=args.batch or model.config.batch, batch_rampup="")
     rules.check(config, dict(model.mesh.shape))
     corpus = data_mixtures.open_mixture(model.corpus if args.corpus is None else args.corpus)
     parts = [part for source in corpus.sources for part in streams_of(source, args.documents)]

@@ -37,11 +37,14 @@ class Log:
         first_step: int,
         mesh: jax.sharding.Mesh,
         epochs: Callable[[int], dict[str, float]] = lambda step: {},
+        batches: data_mixtures.Batches = (),
     ):
         """
         Args:
           epochs: steps done -> {name of a corpus: how often it was trained on}.
+          batches: sequences in a batch, of each stage of the run; empty: always `config.batch`.
         """
+        self.batches = batches or ((0, config.batch),)
         self.flops_per_token = transformer.train_flops_per_token(config)
         self.peak_flops = PEAK_BF16_FLOPS_PER_DEVICE.get(mesh.devices.flat[0].device_kind)  # None: no MFU
         self.epochs = epochs
@@ -56,6 +59,7 @@ class Log:
         self.pending = None  # (metrics on the devices, seconds waited for input) of the running step
         self.waited_s = 0.0
         self.steps_s: list[float] = []
+        self.sequences: list[int] = []  # in the batches of these steps
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -97,7 +101,8 @@ class Log:
         step_s = time.perf_counter() - self.clock
         self.start_clock()
         self.steps_s.append(step_s)
-        metrics |= self._rates(step_s) | {"input_wait_s": waited_s}
+        self.sequences.append(data_mixtures.batch_of(metrics["step"] - 1, self.batches))
+        metrics |= self._rates(step_s, self.sequences[-1]) | {"input_wait_s": waited_s}
         if epochs := self.epochs(metrics["step"]):
             metrics["epochs"] = epochs
             if len(epochs) > 1 or max(epochs.values()) > 1:
@@ -112,8 +117,8 @@ class Log:
                 "try a lower --learning_rate, or look at the data of these steps"
             )
 
-    def _rates(self, step_s: float) -> dict[str, float | None]:
-        tokens_per_s = self.config.batch * self.config.seq_len / step_s
+    def _rates(self, step_s: float, sequences: float) -> dict[str, float | None]:
+        tokens_per_s = sequences * self.config.seq_len / step_s
         flops = tokens_per_s * self.flops_per_token / self.num_devices
         mfu = flops / self.peak_flops if self.peak_flops else None
         return {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_s_per_device": flops / 1e12, "mfu": mfu}
@@ -155,7 +160,8 @@ class Log:
 
     def summary(self) -> dict[str, float | None]:
         """Prints and returns the mean rates of the run."""
-        rates = self._rates(self.mean_step_s)
+        sequences = self.sequences[1:] or self.sequences
+        rates = self._rates(self.mean_step_s, sum(sequences) / max(len(sequences), 1))
         mfu = f", MFU {rates['mfu']:.1%}" if rates["mfu"] is not None else ""
         self.say(
             f"measured   {rates['step_s']:.3f} s a step (mean but the first), {rates['tokens_per_s']:,.0f} tokens/s, "
@@ -183,9 +189,13 @@ class Log:
 class Profile:
     """A trace of the steps `profile_steps`, and the program that ran, for compiled/timeline.py and xprof."""
 
-    def __init__(self, config: Config, log: Log, compiled: jax.stages.Compiled):
+    def __init__(self, config: Config, log: Log, programs: dict[int, jax.stages.Compiled]):
+        """
+        Args:
+          programs: {sequences in a batch: the compiled step}.
+        """
         self.folder, (self.first, self.last) = config.profile_dir, config.profile_range
-        self.compiled = compiled
+        self.programs = programs
         self.log, self.running = log, False
         if self.folder and log.first_step >= self.last:
             log.say(f"profile    none: the run goes on after step {log.first_step}, past {config.profile_steps}")
@@ -205,7 +215,7 @@ class Profile:
             self.running = False
             if not jax.process_index():
                 with outputs.replacing(Path(self.folder, PROGRAM)) as file:
-                    file.write(self.compiled.as_text())
+                    file.write(self.programs[data_mixtures.batch_of(step - 1, self.log.batches)].as_text())
             read = f"python aot.py timeline {self.folder}, xprof {self.folder}"
             self.log.say(f"profile    up to step {step} written: {read}")
 

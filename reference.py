@@ -345,13 +345,23 @@ def mean_loss(out, targets, weights, z_loss):
 
 
 def learning_rate(count, config):
-    """Returns the learning rate of update count + 1: a linear warm-up, then half a cosine (arXiv:1608.03983)."""
+    """Returns the learning rate of update count + 1: a linear warm-up, then one of three schedules.
+
+    cosine falls by half a cosine (arXiv:1608.03983). wsd is stable and decays at the end, linearly or by 1 - sqrt
+    (arXiv:2404.06395, arXiv:2405.18392). constant stays.
+    """
     warmup = int(config.warmup_ratio * config.steps)
     n = min(count + 1, config.steps)
     if n < warmup:
         return config.learning_rate * n / warmup
-    cosine = (1 + math.cos(math.pi * (n - warmup) / (config.steps - warmup))) / 2
-    return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine)
+    left = 1.0
+    if config.schedule == "cosine":
+        left = (1 + math.cos(math.pi * (n - warmup) / (config.steps - warmup))) / 2
+    if config.schedule == "wsd":
+        decay = int(config.decay_ratio * config.steps)
+        progress = max(0, n - (config.steps - decay)) / decay
+        left = 1 - (math.sqrt(progress) if config.decay_shape == "1-sqrt" else progress)
+    return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
 
 
 def decays(name):

@@ -29,6 +29,7 @@ import math
 
 import anatomy
 import config as config_lib
+import data_mixtures
 import placement
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
@@ -55,6 +56,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
       sizes: of all mesh axes.
     """
     config = settled(config, sizes)
+    _check_schedule(config, sizes)
     if sizes["expert"] > 1 and not config.num_experts:
         raise ValueError(
             f"mesh axis expert:{sizes['expert']} is for mixtures of experts, and num_experts is 0: use fsdp"
@@ -94,6 +96,29 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     if config.num_dense_layers or not config.num_experts:
         dims.append(("ff_dim", config.ff_dim, sizes_of("tensor")))
     return dims
+
+
+def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
+    if config.schedule == "wsd" and config.warmup_ratio + config.decay_ratio > 1:
+        raise ValueError(
+            f"warmup_ratio={config.warmup_ratio} and decay_ratio={config.decay_ratio} are more than all steps: "
+            "together at most 1"
+        )
+    if config.schedule == "wsd" and not int(config.decay_ratio * config.steps):
+        raise ValueError(
+            f"decay_ratio={config.decay_ratio} of steps={config.steps} is not one step: --schedule=constant, or "
+            f"--decay_ratio={1.1 / config.steps:.2g}"
+        )
+    if not config.batch_rampup:
+        return
+    ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches
+    for _, batch in data_mixtures.rampup(config.batch_rampup, config.batch)[:-1]:
+        if batch % ways:
+            raise ValueError(
+                f"batch_rampup={config.batch_rampup!r} has a batch of {batch}, which is no multiple of "
+                f"data*fsdp*expert*microbatches={ways}"
+            )
+        check(dataclasses.replace(config, batch=batch, batch_rampup=""), sizes)
 
 
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:

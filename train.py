@@ -5,8 +5,9 @@
     python train.py --preset=llama3.1-8b --corpus=corpus --checkpoint_dir=gs://...    a TPU slice
 
 Top to bottom: the state, the step, and the run that repeats it. Their parts have files of their own: config.py (every
-flag), data.py (batches), parameters.py and model.py (the weights, and the loss of one device), fsdp.py and sharding.py
-(which device stores what, and when it moves), evaluation.py, sampling.py, processes.py, checkpoint.py and log.py.
+flag), data.py (batches), schedules.py (learning rates), parameters.py and model.py (the weights, and the loss of one
+device), fsdp.py and sharding.py (which device stores what, and when it moves), evaluation.py, sampling.py,
+processes.py, checkpoint.py and log.py.
 """
 
 import signal
@@ -60,6 +61,7 @@ import processes
 import remat
 import rules
 import sampling
+import schedules
 import sharding
 import weights
 from log import Log, Profile, check_outputs
@@ -89,14 +91,7 @@ class State:
 
 def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The optax chain, and the learning rate by the number of updates done."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=int(config.warmup_ratio * config.steps),
-        decay_steps=config.steps,
-        end_value=config.learning_rate * config.final_lr_ratio,
-    )
-    learning_rate = lambda count: schedule(count + 1)  # so that the first update is not lost to a rate of 0
+    learning_rate = schedules.learning_rate(config)
     decay, matrices = config.weight_decay, parameters.is_matrix(config)
     # offload.py updates some of the parameters at a time, with None in place of the others.
     mask = lambda tree: jax.tree.map(lambda matrix, w: None if w is None else matrix, matrices, tree)
@@ -257,10 +252,13 @@ def lower_step(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     return make_train_step(config, mesh).lower(state, data.Batch(*map(array, dtypes)))
 
 
-def compile_step(config: Config, mesh: Mesh, compiler_options: dict[str, str]) -> tuple[jax.stages.Compiled, float]:
-    """The compiled step, and the seconds of its compilation."""
+def compile_steps(
+    configs: list[Config], mesh: Mesh, compiler_options: dict[str, str]
+) -> tuple[dict[int, jax.stages.Compiled], float]:
+    """{sequences in a batch: the compiled step}, and the seconds of their compilation."""
     begun = time.perf_counter()
-    return lower_step(config, mesh).compile(compiler_options or None), time.perf_counter() - begun
+    programs = {config.batch: lower_step(config, mesh).compile(compiler_options or None) for config in configs}
+    return programs, time.perf_counter() - begun
 
 
 # -- the run
@@ -299,14 +297,14 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
         restore_begun = time.perf_counter()
         checkpoints = stack.enter_context(checkpoint.opened(config))
-        state, resumed, batches = restored_state(config, mesh, checkpoints, setup.contents)
+        state, resumed, batches, _ = restored_state(config, mesh, checkpoints, setup.contents)
         first_step = 0 if state is None else int(state.step)
-        setup = dataclasses.replace(setup, batches=data_mixtures.continued(batches, first_step, config.batch))
+        setup = dataclasses.replace(setup, batches=data_mixtures.continued(batches, first_step, setup.batches))
         if checkpoints:
             setup.seconds["restore"] = time.perf_counter() - restore_begun
         other_tokenizer = checkpoint.save_tokenizer(checkpoints, setup.tokenizer)
         epochs = partial(data.epochs, corpus, batches=setup.batches, seq_len=config.seq_len)
-        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh, epochs)))
+        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh, epochs, setup.batches)))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
         for note in filter(None, [*setup.notes, other_tokenizer]):
@@ -327,9 +325,9 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             if config.eval_batches and first_step == config.steps:  # the run before may have ended in its evaluation
                 evaluate(state)
             return {}
-        state, step_fn = compile_and_draw(setup, log, state)
+        state, programs = compile_and_draw(setup, log, state)
         terminated = stack.enter_context(processes.notice_of_termination())  # until the last save is complete
-        state, eval_loss, stopped = training_loop(setup, log, checkpoints, state, step_fn, evaluate, terminated)
+        state, eval_loss, stopped = training_loop(setup, log, checkpoints, state, programs, evaluate, terminated)
         if config.fp8 == "calibrate":
             calibration.save(state.amax, config)
             log.say(f"calibrated {config.fp8_scales}: the largest elements of {int(state.step)} steps")
@@ -377,51 +375,63 @@ def set_up(config: Config, begun: float | None) -> Setup:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    batches = data_mixtures.continued((), 0, config.batch)
+    batches = data_mixtures.rampup(config.batch_rampup, config.batch)
     return Setup(config, mesh, corpus, contents, batches, compiler_options, notes, tokenizer, seconds, begun)
 
 
-def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, jax.stages.Compiled]:
-    """The state, and the step, which is compiled meanwhile. Without a state one is made, from --weights or the seed."""
+def compile_and_draw(setup: Setup, log: Log, state: State | None) -> tuple[State, dict[int, jax.stages.Compiled]]:
+    """The state, and {sequences in a batch: the step}, of each batch size to come; steps are compiled meanwhile.
+
+    Without a state one is made, from --weights or the seed.
+    """
     compiler = ThreadPoolExecutor(1)
+    stages = [dataclasses.replace(setup.config, batch=size, batch_rampup="") for size in batches_to_come(setup, log)]
     try:
-        compiling, meanwhile = compiler.submit(compile_step, setup.config, setup.mesh, setup.compiler_options), ""
+        compiling, meanwhile = compiler.submit(compile_steps, stages, setup.mesh, setup.compiler_options), ""
         if state is None:
             draw_begun = time.perf_counter()
             made = read_state if setup.config.weights else drawn_state
-            state = made(setup.config, setup.mesh)
+            state = made(stages[0], setup.mesh)
             how = "read" if setup.config.weights else "drawn"
             meanwhile = f", the state {how} in {time.perf_counter() - draw_begun:.1f} s meanwhile"
-        step_fn, compile_s = compiling.result()
+        programs, compile_s = compiling.result()
     finally:
         compiler.shutdown(wait=False)  # an error of the drawing is said at once; Python waits when it exits
     processes.wait_for_all()
     since_s, before = time.perf_counter() - setup.begun, ", ".join(f"{k} {s:.1f}" for k, s in setup.seconds.items())
-    log.say(f"compiled   in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
-    return state, step_fn
+    several = f"{len(programs)} batch sizes " if len(programs) > 1 else ""
+    log.say(f"compiled   {several}in {compile_s:.1f} s{meanwhile}; {since_s:.1f} s since the start, of which {before}")
+    return state, programs
+
+
+def batches_to_come(setup: Setup, log: Log) -> list[int]:
+    """The batch sizes of the steps from the log's first one on, each once."""
+    first, last = log.first_step, setup.config.steps
+    sizes = [size for from_step, size in setup.batches if first < from_step < last]
+    return [*dict.fromkeys([data_mixtures.batch_of(first, setup.batches), *sizes])]
 
 
 def training_loop(
-    setup: Setup, log: Log, checkpoints, state: State, step_fn, evaluate, terminated
+    setup: Setup, log: Log, checkpoints, state: State, programs, evaluate, terminated
 ) -> tuple[State, float | None, int]:
     """Runs the steps. Returns (the last state, the last held-out loss or None, the signal that ended them or 0).
 
     Args:
       checkpoints: of checkpoint.opened; None saves nothing.
-      step_fn: the compiled (state, batch) -> (state, metrics).
+      programs: {sequences in a batch: the compiled (state, batch) -> (state, metrics)}.
       evaluate: state -> held-out loss, which it also logs.
       terminated: of processes.notice_of_termination: step -> signal or 0.
     """
     config, step, eval_loss = setup.config, log.first_step, None
     save = partial(checkpoint.save, checkpoints, config=config, contents=setup.contents, batches=setup.batches)
-    profile = Profile(config, log, step_fn)
+    profile = Profile(config, log, programs)
     with contextlib.closing(prefetched(setup, step)) as batches:
         log.start_clock()
         try:
             for batch in log.time_waits(batches):
                 step += 1
                 profile.before(step, state)
-                state, metrics = step_fn(state, batch)
+                state, metrics = programs[len(batch.tokens)](state, batch)
                 log.step(metrics)  # shows the step before, while this one runs
                 stopped = terminated(step)
                 at_end = bool(stopped) or step == config.steps
@@ -457,7 +467,7 @@ def prefetched(setup: Setup, first_step: int):
 
     def make_batch(step):
         rows = partial(data.train_batch, corpus, step, batch=setup.batches, seq_len=config.seq_len, seed=config.seed)
-        return sharding.place(data.Batch, rows, config.batch, order, mesh)
+        return sharding.place(data.Batch, rows, data_mixtures.batch_of(step, setup.batches), order, mesh)
 
     return data.prefetch(make_batch, range(first_step, config.steps))
 
@@ -481,12 +491,17 @@ def check_backend(config: Config, backend: str) -> None:
 def restored_state(
     config: Config, mesh: Mesh, checkpoints, contents: checkpoint.Contents | None = None
 ) -> checkpoint.Restored:
-    """The newest checkpoint's state, with a note of what now differs; None twice where there is none."""
+    """The newest checkpoint's state, with a note of what now differs; None twice where there is none.
+
+    Raises as checkpoint.restore, and ValueError where the learning rate would jump (schedules.py).
+    """
     if not checkpoint.has_any(checkpoints):
         return checkpoint.Restored(None, None, ())
     shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
     restored = checkpoint.restore(checkpoints, shapes, state_shardings(config, mesh), config, contents)
-    return restored._replace(state=jax.block_until_ready(restored.state))
+    state = jax.block_until_ready(restored.state)
+    goes_on = schedules.continuation(restored.values, config, int(state.step - state.skipped))
+    return restored._replace(state=state, note=", ".join(filter(None, [restored.note, goes_on])))
 
 
 def drawn_state(config: Config, mesh: Mesh) -> State:

@@ -144,7 +144,7 @@ def restored(folder: Path, saved: Path) -> tuple[str, str]:
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             with checkpoint.opened(config) as checkpoints:
-                state, note, _ = train.restored_state(config, mesh, checkpoints)
+                state, note, *_ = train.restored_state(config, mesh, checkpoints)
     except Exception as error:
         if not command.is_for_the_user(error):
             return "traceback", f"{type(error).__name__}: {error}"

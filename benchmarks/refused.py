@@ -49,6 +49,8 @@ EXAMPLES = {
         "--optimizer=sgd --mu_dtype=bfloat16",
         "--optimizer=sgd --weight_decay=0.01",
         "--eval_batches=0 --eval_every=10",
+        "--decay_ratio=0.2",
+        "--schedule=constant --final_lr_ratio=0.2",
         "--no-prefetch --double_buffer",
     ],
     "Choices that exclude each other": [
@@ -90,6 +92,7 @@ EXAMPLES = {
     ],
     "Sizes that do not divide": [
         "--mesh=fsdp:4",
+        "--batch_rampup=0:4,100:16",
         "--mesh=fsdp:*,tensor:3",
         "--num_heads=8 --num_kv_heads=3",
         "--num_layers=4 --window=64 --global_every=3 --global_head_dim=32",
@@ -124,6 +127,11 @@ EXAMPLES = {
         "--remat=custom --remat_tensors=contxt:device",
         "--remat=custom --remat_tensors=context:hbm",
         "--profile_steps=5",
+        "--schedule=wsd --warmup_ratio=0.6 --decay_ratio=0.5",
+        "--schedule=wsd --steps=5",
+        "--batch_rampup=8,16",
+        "--batch_rampup=0:8,100:8",
+        "--batch_rampup=0:8,100:32",
         "--profile_dir=gs://bucket/trace",
         "--checkpoint_dir=s3://bucket/run",
         "--metrics_file=~nobody-here/metrics.jsonl",

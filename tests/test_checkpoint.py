@@ -100,7 +100,8 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, mu_dtype="bfloat16"),
+        dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, mu_dtype="bfloat16")
+        | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24),
         dict(mesh="data:2,tensor:4", optimizer="adafactor", dtype="bfloat16"),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
@@ -628,7 +629,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(fails, copy,
     def refuse(*args, **keywords):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(train, "compile_step", None)
+    monkeypatch.setattr(train, "compile_steps", None)
     if fails == "lock":
         monkeypatch.setattr(lock, "_create", refuse)
         path = copy.checkpoint_dir

@@ -170,6 +170,7 @@ RUN_FIELDS = dict(  # not used by the program
     process_id=1,
 )
 RUN_FIELDS |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
+SCHEDULES = dict(schedule="wsd", decay_ratio=0.2, decay_shape="1-sqrt", batch_rampup="0:4")  # of the run's steps
 NUMBERS = dict(  # only constants of the program
     steps=70, seed=3, learning_rate=0.1, warmup_ratio=0.2, final_lr_ratio=0.3, weight_decay=0.4, beta1=0.5, beta2=0.6
 )
@@ -178,7 +179,7 @@ NUMBERS = dict(  # only constants of the program
 def test_every_field_is_of_the_program_or_of_the_run():
     """Add a new field to a table here and, if it does not change the program, to compiled/results.py."""
     fields = {field.name for field in dataclasses.fields(config_lib.Config)}
-    tables = [*PROGRAM_FIELDS, *RUN_FIELDS, *NUMBERS, "recipe", "weights"]  # these two are sets of flags
+    tables = [*PROGRAM_FIELDS, *RUN_FIELDS, *NUMBERS, *SCHEDULES, "recipe", "weights"]  # these two are sets of flags
     assert len(tables) == len(fields) and fields == {*tables}
 
 
@@ -197,7 +198,7 @@ def test_fields_that_change_the_program_are_in_the_key(field):
 
 
 def test_fields_of_the_run_are_not_in_the_key():
-    assert key() == key(**RUN_FIELDS, **NUMBERS)
+    assert key() == key(**RUN_FIELDS, **NUMBERS) == key(**SCHEDULES | dict(batch_rampup="0:8,9:48"))
 
 
 def program(**flags) -> str:

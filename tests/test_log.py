@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
+import data_mixtures
 import log as log_lib
 import placement
 import sharding
@@ -38,7 +39,9 @@ def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
 @contextlib.contextmanager
 def started(config, first_step=0, mesh=MESH):
     """Yields a Log whose clock runs, and closes it at the end."""
-    with contextlib.closing(Log(config, first_step, mesh)) as log:
+    with contextlib.closing(
+        Log(config, first_step, mesh, batches=data_mixtures.rampup(config.batch_rampup, config.batch))
+    ) as log:
         log.start_clock()
         yield log
 
@@ -49,7 +52,7 @@ def lines_of(path) -> list[dict]:
 
 def test_a_line_of_the_metrics_file_for_each_step(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
-    config = from_preset("tiny", metrics_file=str(path), steps=3)
+    config = from_preset("tiny", metrics_file=str(path), steps=3, batch=24, batch_rampup="0:8,2:24")
     with started(config) as log:
         for step in (1, 2, 3):
             log.step(metrics(step, loss=step / 8))
@@ -58,11 +61,11 @@ def test_a_line_of_the_metrics_file_for_each_step(tmp_path):
         log.finish_step()
     lines = lines_of(path)
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.125), (2, 0.25), (3, 0.375)]
-    for line in lines:
+    for line, batch in zip(lines, (8, 8, 24), strict=True):
         assert set(line) == set(KEYS)
         assert (line["grad_norm"], line["learning_rate"], line["skipped"]) == (0.5, 0.25, 0)
         assert line["step_s"] > 0
-        assert line["tokens_per_s"] == pytest.approx(config.batch * config.seq_len / line["step_s"])
+        assert line["tokens_per_s"] == pytest.approx(batch * config.seq_len / line["step_s"])
         flops_per_s = line["tokens_per_s"] * log.flops_per_token / 8
         assert line["tflops_per_s_per_device"] == pytest.approx(flops_per_s / 1e12)
         assert line["mfu"] is None  # the peak of a CPU is unknown

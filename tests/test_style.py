@@ -26,7 +26,7 @@ FLOORS = [
     {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
-    | {"compiler_flags", "schedule", "liveness"},
+    | {"compiler_flags", "schedule", "liveness", "schedules"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
