@@ -139,6 +139,8 @@ WEIGHTS = {
     "unembed": Weight("unembedding", "VD", ("tensor", "fsdp"), "D", "logits", _untied),
 }
 PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
+# Parts whose matrices Muon orthogonalises: linear maps of hidden states, but for the router.
+MUON_PARTS = frozenset({"attention", "mlp", "experts", "shared experts", "mtp"})
 # The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
 # the selection bias changes by steps too small for bfloat16.
 FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias", "expert_scale"})

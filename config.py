@@ -128,7 +128,7 @@ FIRST_MOMENT = Need(
     "optimizer=adafactor has no first moment",
     "--optimizer=adamw or --optimizer=sgd",
 )
-ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
+ADAMW = Need(lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw")
 DECAY = Need(
     lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw or --optimizer=adafactor"
 )
@@ -371,8 +371,8 @@ class Config:
     loss_chunk: int = flag(0, "program", least=0)
 
     # -- optimizer
-    # optimizer of the weights: adamw, adafactor or sgd
-    optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd")
+    # optimizer of the weights: adamw, adafactor, sgd, or muon, which has adamw for what is no matrix (muon.py)
+    optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd muon")
     # peak of the learning rate, after the warm-up
     learning_rate: float = flag(3e-3, "values", least=0)
     # learning rate after the warm-up: cosine, wsd (stable, then a decay), or constant (schedules.py)
@@ -385,15 +385,15 @@ class Config:
     decay_shape: str = flag("linear", "values", WSD, choices="linear 1-sqrt")
     # cosine and wsd: the decay ends at this share of the peak, at the last step
     final_lr_ratio: float = flag(0.1, "values", FALLS, least=0)
-    # adamw: decay of the first moment; sgd: momentum
+    # adamw and muon: decay of adamw's first moment; sgd: momentum
     beta1: float = flag(0.9, "values", FIRST_MOMENT, least=0, below=1)
-    # adamw: decay of the second moment
+    # adamw and muon: decay of adamw's second moment
     beta2: float = flag(0.95, "values", ADAMW, least=0, below=1)
-    # adamw and adafactor: decoupled decay, of matrices only
+    # adamw, adafactor and muon: decoupled decay, of matrices only
     weight_decay: float = flag(0.1, "values", DECAY, least=0)
     # gradients are scaled down to this global norm; 0 is off
     clip_norm: float = flag(1.0, "values program", least=0)
-    # dtype in which adamw's first moment is stored: float32 or bfloat16
+    # dtype in which the first moment of adamw and muon is stored: float32 or bfloat16
     mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
     # store the optimizer state on the host, and fetch it layer by layer (offload.py)
     offload_optimizer: bool = flag(False, "program")
@@ -494,9 +494,9 @@ class Config:
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
 
     def _check_parallelism(self):
-        if self.offload_optimizer and self.optimizer == "adafactor":
+        if self.offload_optimizer and self.optimizer in ("adafactor", "muon"):
             raise ValueError(
-                "offload_optimizer is for adamw and sgd; optimizer=adafactor cannot be updated layer by layer: "
+                f"offload_optimizer is for adamw and sgd; optimizer={self.optimizer} cannot be updated layer by layer: "
                 "--optimizer=adamw or --no-offload_optimizer"
             )
         if self.context_heads > 1 and (self.context_impl != "ring" or self.collectives != "xla"):

@@ -96,6 +96,11 @@ def is_matrix(config: Config) -> Params:
     return _tree(config, lambda name, shape, weight: weight.start not in (anatomy.ONES, anatomy.ZEROS))
 
 
+def muon_weights(config: Config) -> Params:
+    """The row of anatomy.WEIGHTS of each weight that Muon orthogonalises; None for the others (muon.py)."""
+    return _tree(config, lambda name, shape, weight: weight if weight.part in anatomy.MUON_PARTS else None)
+
+
 def init_params(config: Config, key: jax.Array) -> Params:
     """Draws the weights from a normal distribution of variance 1/fan-in; norms start as ones and biases as zeros.
 

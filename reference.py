@@ -414,6 +414,41 @@ def sgd(w, g, m, v, n, config):
     return m, m, v
 
 
+def has_matrices(name):
+    """Returns whether Muon updates a parameter of this name; the others, and the router, have AdamW."""
+    return decays(name) and name not in ("embed", "unembed", "w_router")
+
+
+def muon(name, g, m, config):
+    """Computes an update of Muon for one parameter (Liu et al. 2025, arXiv:2502.16982).
+
+    The momentum of each matrix is replaced by a matrix with the same singular vectors, and singular values of about 1.
+    A layer has a matrix of each parameter. Each expert is a matrix, and each head of queries, keys and values.
+
+    Args:
+      name: the name of the parameter.
+      g, m: its gradient after clipping, and its momentum, of one shape.
+
+    Returns:
+      The step, before the learning rate and weight decay are applied; the new m, in `mu_dtype`.
+    """
+    m = 0.95 * m.astype(np.float64) + 0.05 * g
+    x = 0.95 * m + 0.05 * g
+    has_heads = name in ("w_q", "w_k", "w_v", "w_q_up", "w_k_up", "w_v_up")
+    if has_heads:
+        x = np.moveaxis(x, 2, 1)
+    elif name == "w_o":
+        x = x.reshape(len(x), -1, x.shape[-1])
+    elif name.startswith("expert"):
+        x = x.reshape(-1, config.model_dim, x.shape[-1])
+    x = x / (np.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    for _ in range(5):
+        xx = x @ np.swapaxes(x, -2, -1)
+        x = 3.4445 * x + (-4.7750 * xx + 2.0315 * xx @ xx) @ x
+    x = 0.2 * math.sqrt(max(x.shape[-2:])) * x
+    return (np.moveaxis(x, 1, 2) if has_heads else x).reshape(g.shape), m.astype(jnp.dtype(config.mu_dtype))
+
+
 def update(params, grads, state, config):
     """Applies one update of the optimizer to all parameters, and returns the new (params, state).
 
@@ -424,13 +459,16 @@ def update(params, grads, state, config):
     paths, treedef = jax.tree.flatten_with_path(params)
     grads = [np.float64(g) for g in jax.tree.leaves(grads)]
     count, ms, vs = state or (0, [0 * g for g in grads], [0 * g for g in grads])
-    rate, optimizer = learning_rate(count, config), {"adamw": adamw, "adafactor": adafactor, "sgd": sgd}
+    rate, optimizers = learning_rate(count, config), dict(adamw=adamw, adafactor=adafactor, sgd=sgd, muon=adamw)
     grad_norm = np.sqrt(sum(np.sum(g**2) for g in grads))
     scale = min(1, config.clip_norm / grad_norm) if config.clip_norm else 1
     updated = []
     for (path, w), g, m, v in zip(paths, grads, ms, vs, strict=True):
         w = np.float64(w)
-        step, m, v = optimizer[config.optimizer](w, g * scale, m, v, count + 1, config)
+        if config.optimizer == "muon" and has_matrices(path[-1].name):
+            step, m = muon(path[-1].name, g * scale, m, config)
+        else:
+            step, m, v = optimizers[config.optimizer](w, g * scale, m, v, count + 1, config)
         decay = config.weight_decay if config.optimizer != "sgd" and decays(path[-1].name) else 0
         updated.append((np.float32(w - rate * (step + decay * w)), m, v))
     params, ms, vs = zip(*updated, strict=True)

@@ -54,6 +54,7 @@ import hardware
 import machine
 import mixture
 import model
+import muon
 import offload
 import parameters
 import placement
@@ -89,8 +90,8 @@ class State:
 # -- the step
 
 
-def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The optax chain, and the learning rate by the number of updates done."""
+def make_optimizer(config: Config, mesh: Mesh | None = None) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optax chain, and the learning rate by the number of updates done. `mesh`: see muon.muon."""
     learning_rate = schedules.learning_rate(config)
     decay, matrices = config.weight_decay, parameters.is_matrix(config)
     # offload.py updates some of the parameters at a time, with None in place of the others.
@@ -102,6 +103,8 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
         # Its decay is not multiplied by the learning rate as adamw's is, so it is here.
         decay_now = (lambda count: decay * learning_rate(count)) if decay else None
         update = optax.adafactor(learning_rate, weight_decay_rate=decay_now, weight_decay_mask=matrices)
+    elif config.optimizer == "muon":
+        update = muon.muon(learning_rate, config, mesh)
     else:
         update = optax.sgd(learning_rate, momentum=config.beta1)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
@@ -217,9 +220,10 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
 def update(state: State, grads: parameters.Params, accept: jax.Array, *, config: Config, mesh: Mesh):
     """(params, opt_state) after the optimizer's step, or as they were where not `accept`.
 
-    XLA's partitioner distributes it: but for norms it is elementwise. With its state on the host it is per-device code.
+    XLA's partitioner distributes it: but for norms, and the matrices of Muon, it is elementwise. With its state on the
+    host it is per-device code.
     """
-    optimizer, _ = make_optimizer(config)
+    optimizer, _ = make_optimizer(config, mesh)
     if not config.offload_optimizer:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state

@@ -291,7 +291,8 @@ def _update(run: Run) -> Part:
     """The optimizer's update of a device's shard of the weights, bound by HBM."""
     config = run.config
     params = sum(params_of_device(run)) / (run.sizes["data"] if config.shard_update else 1)
-    slot_bytes = {"adamw": anatomy.BYTES[config.mu_dtype] + 4, "sgd": 4, "adafactor": 0}[config.optimizer]
+    state = transformer.state_bytes(config)
+    slot_bytes = 0 if config.optimizer == "adafactor" else 4 * state["optimizer"] / state["weights"]
     # Bytes a parameter: read the gradient, read and write the weight, read and write the optimizer's slots (moments).
     bytes_per_param = 4 + 4 + 4 + 2 * slot_bytes
     bandwidth = run.hbm_bytes_per_s * run.efficiency.hbm

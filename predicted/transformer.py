@@ -341,6 +341,7 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
     gradients   4*P      in float32; 2*P in bfloat16
     adamw       8*P      both moments; 6*P with mu_dtype=bfloat16, as the second one stays float32
     sgd         4*P      the momentum
+    muon                 4 bytes a parameter of matrices, 8 of the others; 2 and 6 with mu_dtype=bfloat16
     adafactor            for an array whose two largest dims are a and b, the means over a and over b in place of a*b
                          numbers (Shazeer & Stern 2018, arXiv:1804.04235), if both are at least 128, as optax does it.
                          A layer's experts are one matrix
@@ -349,9 +350,15 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
     optimizer = {
         "adamw": (BYTES[config.mu_dtype] + 4) * params,
         "sgd": 4 * params,
+        "muon": BYTES[config.mu_dtype] * params + 4 * (params - muon_params(config)),
         "adafactor": 4 * sum(_adafactor_elements(weight.shape) for weight in weights(config).values()),
     }[config.optimizer]
     return {"weights": 4 * params, "gradients": BYTES[gradient_dtype] * params, "optimizer": optimizer}
+
+
+def muon_params(config: Config) -> int:
+    """Returns the number of parameters in the matrices that Muon orthogonalises (muon.py)."""
+    return sum(part.params for name, part in parts(config).items() if name in anatomy.MUON_PARTS)
 
 
 def _adafactor_elements(shape: tuple[int, ...]) -> int:

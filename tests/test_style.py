@@ -31,7 +31,7 @@ FLOORS = [
     | {"timeline"},
     {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters", "checkpoint", "remat"},
-    {"planner", "cost", "calibration", "machine", "weights"},
+    {"planner", "cost", "calibration", "machine", "weights", "muon"},
     {"recompute", "results"},
     {"mixture", "tensor", "roofline", "recipes"},
     {"decoder"},

@@ -88,6 +88,11 @@ MATRICES_AND_OTHERS = dict(steps=8, vocab_size=160, num_layers=2, model_dim=128,
         pytest.param(dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3), marks=pytest.mark.slow),
         dict(optimizer="sgd", beta1=0.5, learning_rate=0.1, schedule="wsd", decay_ratio=0.5, decay_shape="1-sqrt"),
         dict(optimizer="adafactor", weight_decay=0.3),
+        pytest.param(
+            dict(optimizer="muon", mu_dtype="bfloat16", num_experts=2, experts_per_token=1, expert_dim=6)
+            | dict(model_dim=8, ff_dim=6, vocab_size=20),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items())[:60],
 )

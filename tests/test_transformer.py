@@ -644,9 +644,17 @@ def test_full_recomputation_of_llama_70b():
 
 
 @pytest.mark.parametrize(
-    "flags", [dict(), dict(mu_dtype="bfloat16"), dict(optimizer="adafactor"), dict(optimizer="sgd")], ids=str
+    "flags",
+    [
+        dict(),
+        dict(mu_dtype="bfloat16"),
+        dict(optimizer="adafactor"),
+        dict(optimizer="sgd"),
+        dict(optimizer="muon", mu_dtype="bfloat16"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma4-31b"])
+@pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "qwen2.5-7b", "gemma4-31b", "tiny-moe"])
 def test_the_optimizer_state_has_the_bytes_that_optax_allocates(preset, flags):
     config = from_preset(preset, **flags)
     state = jax.eval_shape(train.make_optimizer(config)[0].init, parameters.param_shapes(config))
