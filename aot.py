@@ -20,6 +20,8 @@ devices of the topology. No array is allocated: a model that fills a pod compile
                 and with the cycles of kernels that compiled/bundles.py counts
     prediction  for comparison, the prediction of roofline.py for the same step
 
+`--trace=step.json` writes the walked schedule as a picture for ui.perfetto.dev (compiled/trace.py).
+
 Memory, order and engines are compiled. The seconds are predicted from the compiled program; no TPU has run it.
 
 **Traps** that this script handles. A slice of whole cubes wraps around; the compiler needs the option `wrap` for that.
@@ -51,7 +53,8 @@ import flags as flags_lib
 import outputs
 import placement
 import rules
-from compiled import bundles, hlo, liveness, results, schedule, timeline
+from compiled import bundles, hlo, liveness, results, schedule, timeline, trace
+from compiled.trace import mesh_axes
 from config import Config
 from hardware import CHIPS, Chip, by, parse_topology, si
 from predicted import planner, recompute
@@ -254,7 +257,12 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
     trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
-    breakdown = schedule.walk(program, rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
+    options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
+    breakdown = schedule.walk(program, **options, events=(events := [] if args.trace else None))
+    if args.trace:
+        about = {"preset": config.preset, "topology": args.topology, "seconds": breakdown.seconds}
+        about |= {"by_category_s": breakdown.categories}
+        trace.write(args.trace, trace.spans_of(events, prediction.run.sizes), about)
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     return {
@@ -319,20 +327,6 @@ def collectives(breakdown: schedule.Breakdown, sizes: dict[str, int]) -> list[di
             }
         )
     return sorted(rows, key=lambda row: (-row["exposed_s"], -row["seconds"]))
-
-
-def mesh_axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> list[str]:
-    """The mesh axes along which the devices of a group differ: in the program they are numbered as in the mesh."""
-    if not groups:
-        return []
-    places, group = [], groups[0]
-    for device in group:
-        place = []
-        for size in reversed(sizes.values()):
-            device, index = divmod(device, size)
-            place.append(index)
-        places.append(place[::-1])
-    return [axis for axis, indices in zip(sizes, zip(*places, strict=True), strict=True) if len({*indices}) > 1]
 
 
 def describe(result: dict) -> str:
@@ -419,6 +413,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument(
         "--hlo_out", type=command.path, metavar="FILE", help="write the compiled program, in order of execution, here"
     )
+    about = "draw the schedule for ui.perfetto.dev, in this file of JSON (compiled/trace.py)"
+    machine.add_argument("--trace", type=command.path, metavar="FILE", help=about)
     about = "store the result in compiled/results_tpu7x.json, which `aot.py results` shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
@@ -428,12 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = flags_lib.from_args(args)
         args.topology, args.num_slices = flags_lib.slice_of(args)
         config = recompute.resolve(config, *parse_topology(args.topology), num_slices=args.num_slices)
-        if args.keep and (args.compare or args.kernel):
-            raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
-        scales = config.fp8_scales if config.fp8 == "static" else ""
-        outputs.check_apart({"--hlo_out": args.hlo_out}, {"--fp8_scales": scales})
-        if args.hlo_out:
-            outputs.check_writable(f"--hlo_out={args.hlo_out}", args.hlo_out)
+        check_outputs(config, args)
         flags = compiler_flags.for_run(config)
         if not args.compile_anyway and (refusal := predicted_refusal(config, args)):
             return refuse(config, args, refusal)
@@ -453,6 +444,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             raise ValueError(f"the result is not stored: {error}") from None
     return status
+
+
+def check_outputs(config: Config, args: argparse.Namespace) -> None:
+    """Raises ValueError, before the compilation, for outputs that cannot be written or that do not go together."""
+    if args.keep and (args.compare or args.kernel):
+        raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
+    if args.trace and args.compare:
+        raise ValueError("--trace draws one program: without --compare")
+    scales = config.fp8_scales if config.fp8 == "static" else ""
+    written = {"--hlo_out": args.hlo_out, "--trace": args.trace}
+    outputs.check_apart(written, {"--fp8_scales": scales})
+    for flag, path in written.items():
+        if path:
+            outputs.check_writable(f"{flag}={path}", path)
 
 
 def print_report(result: dict | list[dict], args: argparse.Namespace) -> int:

@@ -139,6 +139,10 @@ dense.py --tiles=x
 aot.py --topology=v2:4x4
 aot.py --kernel=x
 aot.py --compare=all
+aot.py --trace=/
+aot.py --trace=/dev/null/x
+aot.py --trace=x.json --compare=vmem
+aot.py timeline /nowhere --trace=/
 aot.py --topology=tpu7x:1x1x1 --mesh=fsdp:7
 roofline.py remat --remat=most
 roofline.py remat --topology=tpu9:2x2x1

@@ -422,6 +422,20 @@ class Flight:
     value: object = None  # the integers that it transfers, if they are known
 
 
+@dataclass
+class Event:
+    """A span of a walk's clock, in seconds. compiled/trace.py draws these."""
+
+    kind: str  # op, transfer, wait (for a transfer), synchronous (collective), loop, iteration, skipped (iterations)
+    instruction: Instruction  # what runs; for a wait, the transfer that is waited for
+    begin: float
+    end: float
+    times: int = 1  # executions in the step that it counts for; 0 for a loop, an iteration and skipped iterations
+    detail: object = ""  # category of an op or a wait; the Transfer; the number of iterations of a loop, or skipped
+    issued: float = 0.0  # when the TensorCore started the transfer
+    nbytes: float = 0.0  # that an op reads and writes in HBM
+
+
 class Walk:
     """The state of a walk.
 
@@ -432,6 +446,7 @@ class Walk:
       ledger: {(quantity, key): seconds or count}. A quantity is count, seconds, computed, exposed or category. A key is
         (computation, name of an instruction), or for category the name of the category.
       missing: {instruction: what is unknown about it}.
+      events: what was walked, in the order of its end on the TensorCore, if the caller asks for it; else None.
     """
 
     def __init__(
@@ -441,9 +456,11 @@ class Walk:
         kernels: Mapping[str, float],
         trips: Mapping[str, int],
         chips: Sequence,
+        events: list[Event] | None = None,
     ):
         self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
         self.missing: dict[str, str] = {}
+        self.events = events
         self.evaluates = True  # whether to evaluate integers: outside loops, and in loops with branches
         self.now = self.busy = 0.0
         self.queues: dict[str, list[Flight]] = {}
@@ -518,6 +535,9 @@ class Walk:
         if seconds == 0:
             return
         category = category_of(self.program, instruction)
+        if self.events is not None:
+            nbytes = self.hbm_bytes(set(opcodes_of(self.program, instruction)), instruction.shapes, operands)
+            self.events.append(Event("op", instruction, self.now, self.now + seconds, detail=category, nbytes=nbytes))
         self.now += seconds
         self.busy += seconds
         self.ledger["count", key] += 1
@@ -574,6 +594,8 @@ class Walk:
         flight = Flight(key, transfer.queue, self.now, begin, begin + transfer.seconds, self.busy)
         self.queues[transfer.queue] = [*queue, flight]
         self.count(key, instruction, transfer, synchronous=False)
+        if self.events is not None:
+            self.events.append(Event("transfer", instruction, begin, flight.ready, detail=transfer, issued=self.now))
         return flight
 
     def done(self, instruction: Instruction, flight: object) -> None:
@@ -587,11 +609,13 @@ class Walk:
             for other in self.queues[flight.queue]:
                 exposed = min(other.ready, flight.ready) - max(other.begin, self.now)
                 self.ledger["exposed", other.key] += max(exposed, 0.0)
-            *_, transfer, _ = self.facts[flight.key]
+            started, transfer, _ = self.facts[flight.key]
             of_collectives = among(transfer.kind, COLLECTIVES)
             waits = "waits for collectives" if of_collectives else f"waits for {transfer.engine} copies"
             waits = "host" if transfer.queue.endswith("host") else waits
             self.ledger["category", waits] += flight.ready - self.now
+            if self.events is not None:
+                self.events.append(Event("wait", started, self.now, flight.ready, detail=waits))
             self.now = flight.ready
         self.ledger["computed", flight.key] += self.busy - flight.busy
         self.ended.append(flight.key)
@@ -602,6 +626,9 @@ class Walk:
         self.count(key, instruction, transfer, synchronous=True)
         self.ledger["exposed", key] += transfer.seconds
         self.ledger["category", "synchronous collectives"] += transfer.seconds
+        if self.events is not None:
+            end = self.now + transfer.seconds
+            self.events.append(Event("synchronous", instruction, self.now, end, detail=transfer))
         self.now += transfer.seconds
         self.ended.append(key)
 
@@ -693,10 +720,13 @@ class Walk:
     def state(self) -> tuple:
         """A copy of what walking a branch changes, for `restore`; the clock comes first."""
         queues = {name: list(flights) for name, flights in self.queues.items()}
-        return self.now, self.busy, queues, Counter(self.ledger), self.last, list(self.ended)
+        events = None if self.events is None else list(self.events)
+        return self.now, self.busy, queues, Counter(self.ledger), self.last, list(self.ended), events
 
     def restore(self, state: tuple) -> None:
-        self.now, self.busy, queues, ledger, self.last, ended = state
+        self.now, self.busy, queues, ledger, self.last, ended, events = state
+        if self.events is not None:
+            self.events[:] = events
         self.queues = {name: list(flights) for name, flights in queues.items()}
         self.ledger, self.ended = Counter(ledger), list(ended)
 
@@ -706,20 +736,41 @@ class Walk:
         It walks iterations until one leaves the state (`snapshot`) unchanged. Then it skips all others (`skip`).
         """
         (body,) = instruction.called["body"]
-        left = self.trips(instruction, carried)
+        trips = left = self.trips(instruction, carried)
+        entered = self.now
         evaluates, self.evaluates = self.evaluates, self.evaluates and body in self.branching
         while left:
             before, begin, busy = self.snapshot(carried), self.now, self.busy
             outer, self.ledger = self.ledger, Counter()
+            recorded = len(self.events or ())
             carried = self.run(body, [carried])
             times = left if self.snapshot(carried) == before else 1  # from the same state, all take the same time
             outer.update({key: times * amount for key, amount in self.ledger.items()})
             self.ledger = outer
+            if self.events is not None:
+                self.iterated(instruction, recorded, begin, times)
             if times > 1:
                 carried = self.skip(carried, begin, (times - 1) * (self.now - begin), (times - 1) * (self.busy - busy))
             left -= times
+        if self.events is not None and trips:
+            self.events.append(Event("loop", instruction, entered, self.now, times=0, detail=trips))
         self.evaluates = evaluates
         return carried
+
+    def iterated(self, loop: Instruction, recorded: int, begin: float, times: int) -> None:
+        """Records an iteration that counts for several, and the span of those that are skipped.
+
+        Args:
+          recorded: the number of events before the iteration.
+          begin: when the iteration began.
+          times: the number of iterations, the walked one included.
+        """
+        for event in self.events[recorded:]:
+            event.times *= times
+        self.events.append(Event("iteration", loop, begin, self.now, times=0, detail=1))
+        if times > 1:
+            seconds = (times - 1) * (self.now - begin)
+            self.events.append(Event("skipped", loop, self.now, self.now + seconds, times=0, detail=times - 1))
 
     @cached_property
     def branching(self) -> set[str]:
@@ -886,6 +937,7 @@ def walk(
     trips: Mapping[str, int] | None = None,
     chips: Sequence = (),
     uncounted: bool = False,
+    events: list[Event] | None = None,
 ) -> Breakdown:
     """Returns the time of a program from its first instruction to its last, broken down.
 
@@ -899,11 +951,12 @@ def walk(
         and 2i + 1 are a chip, and the number of its links is unknown.
       uncounted: count an instruction without known cycles as 0 s, and a loop without known trips as one trip. The
         result lists them. By default they are an error.
+      events: a list to which what was walked is appended, for compiled/trace.py.
 
     Raises:
       ValueError: the cycles or trips of an instruction are unknown, and `uncounted` is not set.
     """
-    state = Walk(program, rates, kernels or {}, trips or {}, chips)
+    state = Walk(program, rates, kernels or {}, trips or {}, chips, events)
     state.run(program.entry, [])
     if state.missing and not uncounted:
         raise ValueError(

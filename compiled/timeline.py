@@ -3,6 +3,7 @@
     python train.py --profile_dir=runs/trace --steps=6         run and trace steps 3 to 5
     python aot.py timeline runs/trace                          report its times; xprof runs/trace displays the trace
     python aot.py timeline runs/trace --predicted=step.json    beside the prediction of `aot.py --json > step.json`
+    python aot.py timeline runs/trace --trace=run.json         draw it as `aot.py --trace` draws the prediction
 
 **Idea.** The profiler records when each device began and ended each instruction. The purpose of an instruction and its
 line in the source are in the compiled program, which train.py writes next to the trace as train_step.hlo. So measured
@@ -34,7 +35,8 @@ from pathlib import Path
 
 import command
 import compiler_flags
-from compiled import hlo
+import outputs
+from compiled import hlo, trace
 from compiled.schedule import COLLECTIVES, category_of, fused_reduce_scatter, opcodes_of
 from hardware import si
 
@@ -169,6 +171,28 @@ def summarize(events: Iterable[Event], program: hlo.Program) -> Summary:
     )
 
 
+def spans_of(events: Sequence[Event], program: hlo.Program) -> list[trace.Span]:
+    """The spans of a trace for compiled/trace.py: a process for each device, a thread for each lane.
+
+    Waits are those of `kind_of`. The clock begins with the first event.
+    """
+    by_name = {name: inner for inside in program.computations.values() for name, inner in inside.items()}
+    first = min(event.begin for event in events)
+    spans = []
+    for event, own in zip(events, own_seconds(events), strict=True):
+        instruction = by_name[event.name]
+        category = kind_of(program, instruction)
+        args = {"op": instruction.op_name or event.name, "source": instruction.source.removeprefix(f"{ROOT}/")}
+        args |= {"category": category, "seconds": event.seconds, "own_seconds": own, "run": event.run}
+        args["concept"] = trace.concept(instruction)
+        kind = "wait" if category.startswith("waits") or category == "synchronous collectives" else "op"
+        begin = event.begin - first
+        device = event.device if event.device.startswith("/") else f"device {event.device}"
+        span = trace.Span(device, event.lane, event.name, kind, category, begin, begin + event.seconds, args)
+        spans.append(span)
+    return sorted(spans, key=lambda span: (span.process, span.thread, span.begin, -span.end))
+
+
 # -- command line
 
 
@@ -220,23 +244,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--top", type=command.at_least(0), default=8, help="number of lines and of instructions to print [%(default)s]"
     )
     parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, FLOPs and bytes")
+    parser.add_argument("--trace", type=command.path, metavar="FILE", help="draw the run for ui.perfetto.dev, in FILE")
     args = command.arguments(parser, argv)
+    if args.trace:
+        outputs.check_apart({"--trace": args.trace}, {"--predicted": args.predicted, "the profile": args.folder})
+        outputs.check_writable(f"--trace={args.trace}", args.trace)
     compiler_flags.without_tpu()
     from jax.profiler import ProfileData
 
-    trace = newest(args.folder)
+    trace_file = newest(args.folder)
     program = hlo.parse((Path(args.folder) / PROGRAM).read_text())
     predicted = json.loads(command.read_text(args.predicted)) if args.predicted else None
     if args.predicted and not (isinstance(predicted, dict) and "by_category_s" in predicted):
         raise ValueError(f"{args.predicted!r} is not the output of aot.py --json for a step that fits")
     try:
-        profile = ProfileData.from_file(str(trace))  # must outlive its planes and events
+        profile = ProfileData.from_file(str(trace_file))  # must outlive its planes and events
     except RuntimeError as error:
-        raise ValueError(f"{trace} is damaged, as after a run that was killed: {error}") from None
+        raise ValueError(f"{trace_file} is damaged, as after a run that was killed: {error}") from None
     with warnings.catch_warnings():  # jaxlib 0.12 warns about types of its own
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         events = list(read(profile.planes))
     summary = summarize(events, program)
+    if args.trace:
+        about = {"profile": str(trace_file), "step_s": summary.step_s, "by_category_s": summary.categories}
+        trace.write(args.trace, spans_of(events, program), about)
     simulated = not events[0].device.startswith("/device:")
     matmul_s = summary.matmul_flops * summary.devices / matmul_speed() if simulated else None
     if args.json:

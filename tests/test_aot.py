@@ -93,7 +93,16 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
 
     again = json.loads(output_of(capsys, programs, "--json"))
     assert again.pop("cached") and again == {name: value for name, value in result.items() if name != "cached"}
-    shown = output_of(capsys, programs)
+    traced = tmp_path / "step.json"
+    shown = output_of(capsys, programs, f"--trace={traced}")
+    spans = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
+    named = {category: 0.0 for category in result["by_category_s"]}
+    for args in (span["args"] for span in spans if span["cat"] == "op"):
+        named[args["category"]] += args["times"] * args["seconds"]
+    waits = [name for name in named if name.startswith("waits") or name == "synchronous collectives"]
+    assert named == pytest.approx(result["by_category_s"] | dict.fromkeys(waits, 0.0))
+    waited = sum(s["args"]["times"] * s["args"]["seconds"] for s in spans if s["cat"] in ("wait", "synchronous"))
+    assert waited == pytest.approx(sum(result["by_category_s"][name] for name in waits))
     for words in (
         "tpu7x:2x2x1, 4 chips, mesh fsdp 8",
         "(predicted from the compiled schedule)",
@@ -402,6 +411,18 @@ def test_without_libtpu_the_error_names_what_to_install(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command.run(aot.main, ["--batch=8"])
     assert 'compiling for TPU needs libtpu: pip install -e ".[tpu]"' in capsys.readouterr().err
+
+
+def test_a_trace_is_of_one_program_in_a_file_of_its_own(capsys, tmp_path):
+    for flags, words in (
+        ([f"--trace={tmp_path}"], "exists, and is no file"),
+        (["--trace=/dev/null/x"], "cannot be written"),
+        ([f"--trace={tmp_path}/a", f"--hlo_out={tmp_path}/a"], "is --hlo_out, too"),
+        ([f"--trace={tmp_path}/a", "--compare=vmem"], "--trace draws one program: without --compare"),
+    ):
+        with pytest.raises(SystemExit):
+            command.run(aot.main, ["--batch=8", *flags])
+        assert words in capsys.readouterr().err
 
 
 def test_mesh_axes_of_groups():

@@ -43,7 +43,7 @@ def test_flags_on_the_page_about_clouds_exist():
     flags = set(re.findall(r"--([a-z_]+)", (ROOT / "docs/RUNNING.md").read_text()))
     ours = {field.name for field in dataclasses.fields(config_lib.Config)} | {"topology", "num_slices", "json"}
     of_gcloud = {"recurse", "worker", "zone", "command", "region", "cluster", "type", "accelerator", "tpu", "placement"}
-    assert flags - ours == of_gcloud | {"node", "machine", "num", "predicted", "out", "tokenizer"}
+    assert flags - ours == of_gcloud | {"node", "machine", "num", "predicted", "trace", "out", "tokenizer"}
 
 
 LOCAL = [c for c in TRAIN if not re.search(r"--coordinator|--preset=(?!tiny)|--recipe", " ".join(c))]

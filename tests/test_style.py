@@ -27,9 +27,8 @@ FLOORS = [
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
     | {"compiler_flags", "schedule", "liveness", "schedules"},
-    {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
-    | {"timeline"},
-    {"dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
+    {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
+    {"timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters", "checkpoint", "remat"},
     {"planner", "cost", "calibration", "machine", "weights", "muon"},
     {"recompute", "results"},

@@ -60,6 +60,22 @@ def test_time_is_counted_once_and_adds_up():
     assert summary.matmul_flops == 2 * 4 * 8 * 2
 
 
+def test_a_measured_run_is_drawn_with_its_own_seconds():
+    events = [event for run in (1, 2) for device in "ab" for event in step(run, device, 100 * run)]
+    spans = timeline.spans_of(events, PROGRAM)
+    assert [(span.process, span.name, span.begin, span.end) for span in spans[:4]] == [
+        ("device a", "while.3", 0, 7),
+        ("device a", "many", 1, 5),
+        ("device a", "added", 5, 7),
+        ("device a", "gathered", 8, 10),
+    ]
+    summary = timeline.summarize(events, PROGRAM)
+    for category, seconds in summary.categories.items():
+        own = sum(span.args["own_seconds"] for span in spans if span.category == category)
+        assert own == (0 if category == "idle" else seconds * 4)
+    assert {span.kind for span in spans if span.name == "gathered"} == {"wait"}
+
+
 def test_nested_time_counts_for_the_innermost_event():
     """In nested loops, the time of an event in the inner loop is subtracted from the inner loop alone."""
     spans = {"outer": (0, 10), "inner": (1, 8), "first": (2, 3), "second": (6, 2), "after": (11, 4)}
@@ -155,7 +171,9 @@ def test_a_profiled_run_is_read(tmp_path, capsys):
     config = Config(**SMALL | options)
     train.run(config)
     capsys.readouterr()
-    timeline.main([str(tmp_path), "--json"])
+    timeline.main([str(tmp_path), "--json", f"--trace={tmp_path.parent / 'run.json'}"])
+    drawn = json.loads((tmp_path.parent / "run.json").read_text())["traceEvents"]
+    assert len({event["pid"] for event in drawn}) == 8
     summary = json.loads(capsys.readouterr().out)
     assert (summary["devices"], summary["steps"]) == (8, 3)
     assert {"matmul", "synchronous collectives", "elementwise", "idle"} <= summary["categories"].keys()
