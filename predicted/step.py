@@ -10,6 +10,7 @@ of a pipeline stage over all M microbatches. It then adds the parts of a step th
 
     loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax
     update        28 bytes a parameter / W_hbm                       adamw: read weights, gradients, moments; write them
+    muon          5 (4 n + 2 n^2/m) FLOPs a parameter / C            five iterations on matrices of n x m (muon.py)
 
 D is the width of the model and V the size of the vocabulary. C is the achieved FLOP/s of a device, W_hbm the achieved
 bytes/s of its memory (HBM). "Compiled" marks a figure from a program that was compiled for TPU7x.
@@ -74,7 +75,8 @@ import flags as flags_lib
 import rules
 from compiler_flags import PADS_SUMS
 from hardware import Axis, by, parse_topology, si
-from predicted import transformer
+from placement import MESH_AXES
+from predicted import matrices, transformer
 from predicted.bounds import bubble
 from predicted.interconnect import collective_s
 from predicted.workload import (
@@ -200,7 +202,8 @@ def predict(run: Run) -> Prediction:
         _expert(run, kinds),
         _copies_of_rows(run, kinds),
     ]
-    rest = [_gradient_sum(run), _update(run), _activation_offload(run, kinds, host_bytes), _optimizer_offload(run)]
+    rest = [_gradient_sum(run), _update(run), *_muon(run)]
+    rest += [_activation_offload(run, kinds, host_bytes), _optimizer_offload(run)]
     parts = [*layer_parts, *_pipe(run, math.fsum(part.exposed_s for part in layer_parts)), *rest]
     parts.append(_input(run, math.fsum(part.exposed_s for part in parts)))
     passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
@@ -295,10 +298,37 @@ def _update(run: Run) -> Part:
     slot_bytes = 0 if config.optimizer == "adafactor" else 4 * state["optimizer"] / state["weights"]
     # Bytes a parameter: read the gradient, read and write the weight, read and write the optimizer's slots (moments).
     bytes_per_param = 4 + 4 + 4 + 2 * slot_bytes
+    if config.optimizer == "muon":  # the matrices to orthogonalise are written, and the result is read
+        bytes_per_param += 2 * run.element * transformer.muon_params(config) / transformer.num_params(config)
     bandwidth = run.hbm_bytes_per_s * run.efficiency.hbm
     seconds = params * bytes_per_param / bandwidth
-    formula = f"{params:,.0f} parameters * {bytes_per_param} B / {si(bandwidth, 'B/s')}"
+    formula = f"{params:,.0f} parameters * {bytes_per_param:.4g} B / {si(bandwidth, 'B/s')}"
     return Part("update", "memory", seconds, seconds, formula)
+
+
+def _muon(run: Run) -> list[Part]:
+    """Orthogonalising the matrices of the update, and moving their shards; neither hides the other."""
+    config, e, seconds, moved, flops, elements = run.config, run.efficiency, 0.0, 0.0, 0.0, 0
+    bandwidth, speed = run.hbm_bytes_per_s * e.hbm, run.flops_per_s("f32" if config.dtype == "float32" else "bf16")
+    padded = lambda dim: math.ceil(dim / run.chip.mxu_size) * run.chip.mxu_size
+    for stack in matrices.stacks(config, run.sizes):
+        for a, b, c in stack.products():
+            compute = 2 * padded(a) * padded(b) * padded(c) / speed
+            read_and_written = run.element * (a * b + b * c + 2 * a * c) / bandwidth
+            seconds += stack.per_device * matrices.ITERATIONS * max(compute, read_and_written)
+        flops, elements, nbytes = flops + stack.flops, elements + stack.elements, run.element * stack.elements
+        inner_first = sorted(stack.holders, key=MESH_AXES.index, reverse=True)
+        if stack.holders:  # one message before and one after; and in HBM, blocks become matrices and then blocks
+            moved += 2 * run.collective_s("all_to_all", nbytes, *inner_first)
+            seconds += 4 * nbytes / bandwidth
+        if stack.copies:
+            inner_first = sorted(stack.copies, key=MESH_AXES.index, reverse=True)
+            copies = math.prod(run.sizes[axis] for axis in stack.copies)
+            moved += run.collective_s("all_gather", copies * nbytes, *inner_first)
+    formula = f"{si(flops, 'FLOP')} / {si(speed, 'FLOP/s')}, where the {si(elements * run.element, 'B')} of matrices "
+    formula += f"that a device orthogonalises, read and written in {matrices.ITERATIONS} iterations, do not take longer"
+    text = f"{si(elements * run.element, 'B')} of matrices gathered, and returned"
+    return [Part("muon", "compute", seconds, seconds, formula), _communication("muon", moved, moved, text)]
 
 
 # -- communication

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from optax import contrib
-from support import MIXTURES, SMALL, assert_close, relative_error
+from support import MIXTURES, SMALL, assert_close, equations, matmul_flops, relative_error
 
 import muon
 import parameters
@@ -18,6 +18,10 @@ import placement
 import sharding
 import train
 from config import Config
+from flags import from_preset
+from hardware import parse_topology
+from predicted import matrices, step
+from predicted.workload import run_of
 
 TINY = SMALL | dict(model_dim=16, ff_dim=24, num_heads=4, num_kv_heads=2, vocab_size=32, optimizer="muon")
 DEEPSEEK = MIXTURES["deepseek"] | dict(num_kv_heads=4)
@@ -111,8 +115,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = [
     ("fsdp:8", dict()),
     ("data:2,fsdp:2,tensor:2", dict(shard_update=True)),
-    ("data:2,context:2,tensor:2", dict()),
-    ("pipe:3,fsdp:2", dict(microbatches=2)),
+    slow("data:2,context:2,tensor:2", dict()),
+    slow("pipe:3,fsdp:2", dict(microbatches=2)),
     slow("fsdp:2,expert:2,tensor:2", DEEPSEEK),  # a device has two experts of four
     (
         "data:2,fsdp:4",
@@ -121,17 +125,65 @@ MESHES = [
 ]
 
 
+def on_mesh(mesh: str, options: dict):
+    """(config, mesh, the function that orthogonalises, random momentum of the matrices on the mesh)."""
+    config, sizes = Config(**TINY | options, mesh=mesh), placement.parse_mesh(mesh)
+    mesh = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+    weights, params = parameters.muon_weights(config), draw(parameters.param_shapes(config), 0)
+    place = lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec))
+    momentum = jax.tree.map(place, params, parameters.param_specs(config))
+    momentum = jax.tree.map(lambda w, weight: w if weight else None, momentum, weights)
+    return config, mesh, lambda tree, mesh: muon.orthogonalise_tree(tree, weights, config, mesh), momentum
+
+
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 def test_matrices_are_those_of_one_device_on_every_mesh(mesh, options):
-    config = Config(**TINY | options, mesh=mesh)
-    weights, specs = parameters.muon_weights(config), parameters.param_specs(config)
-    sizes = placement.parse_mesh(mesh)
-    mesh = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    params = draw(parameters.param_shapes(config), 0)
-    placed = jax.tree.map(lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec)), params, specs)
-    momentum = lambda params: jax.tree.map(lambda w, weight: w if weight else None, params, weights)
-    orthogonalised = lambda mesh, params: muon.orthogonalise_tree(momentum(params), weights, config, mesh)
-    result, expected = (jax.jit(partial(orthogonalised, m))(p) for m, p in ((mesh, placed), (None, params)))
+    _, mesh, orthogonalise, momentum = on_mesh(mesh, options)
+    result = jax.jit(partial(orthogonalise, mesh=mesh))(momentum)
+    expected = jax.jit(partial(orthogonalise, mesh=None))(jax.device_get(momentum))
     assert_close(result, expected, 1e-5)
-    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(momentum(placed)), strict=True):
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(momentum), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+# -- predicted
+
+
+@pytest.mark.parametrize(("mesh", "options"), [case.values if hasattr(case, "values") else case for case in MESHES])
+def test_the_counted_matrices_are_those_of_the_program(mesh, options):
+    """The FLOPs of a device, the elements that it sends, and those that it gathers from copies."""
+    config, mesh, orthogonalise, momentum = on_mesh(mesh, options)
+    stacks = matrices.stacks(config, dict(mesh.shape))
+    jaxpr = jax.make_jaxpr(partial(orthogonalise, mesh=mesh))(momentum).jaxpr
+    assert matmul_flops(jaxpr) == sum(stack.flops for stack in stacks)
+    sizes = {"all_to_all": 0, "all_gather": 0}
+    for equation in equations(jaxpr):
+        name = equation.primitive.name.removesuffix("_invariant")
+        if name in sizes:
+            sizes[name] += equation.invars[0].aval.size
+    sent = {"all_to_all": 2 * sum(stack.elements for stack in stacks if stack.holders)}
+    assert sizes == sent | {"all_gather": sum(stack.elements for stack in stacks if stack.copies)}
+
+
+def test_nothing_is_counted_for_other_optimizers():
+    config = Config(**TINY | dict(optimizer="adamw"), mesh="fsdp:8")
+    assert matrices.stacks(config, placement.fill_mesh({"fsdp": 8}, 8)) == []
+
+
+def test_the_update_of_70b_is_under_three_percent_of_a_step():
+    """The share of a step of 64 chips that is exposed: five iterations, and the all-to-alls."""
+    chip, chips = parse_topology("tpu7x:4x4x4")
+    flags = dict(preset="llama3.1-70b", mesh="fsdp:128", batch=256, remat="full")
+    steps = {
+        name: step.predict(run_of(from_preset(**flags, optimizer=name), chip, chips)) for name in ("adamw", "muon")
+    }
+    parts = {part.name: part for part in steps["muon"].parts}
+    exposed = parts["muon"].exposed_s + parts["muon communication"].exposed_s
+    assert 0.01 < exposed / steps["muon"].step_s < 0.03
+    # The state has 4 bytes a parameter less, but for the embedding, the unembedding and the norms.
+    state = {name: prediction.memory["optimizer"] for name, prediction in steps.items()}
+    assert state["muon"] / state["adamw"] == pytest.approx(0.5 + 0.5 * 2 * 128256 / 70.55e9 * 8192, rel=1e-3)
+    # 5 * (4 n + 2 n^2 / m) FLOPs for each of the parameters, with 16 zero matrices for 240 of n = 8192, m = 28,672.
+    (mlp,) = [s for s in matrices.stacks(steps["muon"].run.config, steps["muon"].run.sizes) if s.columns == 28672]
+    assert mlp.per_device * 128 == 256 and mlp.arrays == 240
+    assert mlp.flops == pytest.approx(2 * 5 * (4 * 8192 + 2 * 8192**2 / 28672) * 8192 * 28672)

@@ -25,7 +25,7 @@ FLOORS = [
     | {"pipeline", "checksums", "lock"},
     {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
-    {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer"}
+    {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer", "matrices"}
     | {"compiler_flags", "schedule", "liveness", "schedules"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
     {"timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
