@@ -319,8 +319,11 @@ class Restored(NamedTuple):
     values: Mapping[str, Any] = MappingProxyType({})  # its configuration
 
 
-def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, contents: Contents | None = None) -> Restored:
+def restore(checkpoints: Checkpoints, layout: Callable, config: Config, contents: Contents | None = None) -> Restored:
     """Returns the newest checkpoint, which must exist, in the given shards.
+
+    Args:
+      layout: {flag: value} of the run that saved it -> (shapes, shardings), trees like the state that it saved.
 
     With `config.skip_damaged_checkpoints` it takes the newest intact one, and moves newer ones aside, which the note
     names.
@@ -334,7 +337,7 @@ def restore(checkpoints: Checkpoints, shapes, shardings, config: Config, content
     for step in steps:
         try:
             path = checkpoints.folder / str(step)
-            state, notes, batches, values = _restored(path, step, shapes, shardings, config, contents or {})
+            state, notes, batches, values = _restored(path, step, layout, config, contents or {})
             break
         except _DamagedError as error:
             if not config.skip_damaged_checkpoints:
@@ -411,7 +414,7 @@ def _remedy(steps: list[int]) -> str:
     return f"--skip_damaged_checkpoints moves it aside and goes on from step {steps[1]}"
 
 
-def _restored(path, step: int, shapes, shardings, config: Config, contents: Contents):
+def _restored(path, step: int, layout: Callable, config: Config, contents: Contents):
     """Returns (state, notes, batch sizes, configuration) of one step folder.
 
     Raises ValueError for another model or corpus, and _DamagedError.
@@ -427,7 +430,7 @@ def _restored(path, step: int, shapes, shardings, config: Config, contents: Cont
             "give these flags the values of the checkpoint, or another --checkpoint_dir"
         )
     same = _same_contents(saved, config, _at(step, contents), path)
-    target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), *layout(saved))
     with _readable(path):
         state = ocp.StandardCheckpointHandler().restore(path / "state", args=ocp.args.StandardRestore(target))
     differing = _differing(saved, config, [name for name in VALUES if name not in same])

@@ -397,7 +397,9 @@ class Config:
     mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
     # store the optimizer state on the host, and fetch it layer by layer (offload.py)
     offload_optimizer: bool = flag(False, "program")
-    # end the run after this many steps in a row with gradients that are not finite
+    # skip a step whose loss or gradient norm is this many standard deviations above the last ones (spikes.py); 0 is off
+    skip_spikes: float = flag(0.0, "values program", least=0)
+    # end the run after this many steps in a row that were skipped: gradients that are not finite, and spikes
     max_skipped: int = flag(10, least=1)
 
     # -- data

@@ -22,7 +22,9 @@ from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
-COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row".split()  # others depend on the model
+COMMON_METRICS = (
+    "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
+)  # others depend on the model
 
 
 class Log:
@@ -90,7 +92,7 @@ class Log:
     def finish_step(self) -> None:
         """Waits for the running step, if any, and shows it.
 
-        Raises FloatingPointError after `max_skipped` steps in a row with gradients that are not finite.
+        Raises FloatingPointError after `max_skipped` steps in a row that were skipped.
         """
         if self.pending is None:
             return
@@ -111,8 +113,10 @@ class Log:
         self._show(metrics, extra)
         step, limit = metrics["step"], self.config.max_skipped
         if metrics["skipped_in_a_row"] >= limit:
+            spikes = f", or beyond skip_spikes={self.config.skip_spikes:g} standard deviations"
             raise FloatingPointError(
-                f"the gradients of steps {step - limit + 1} to {step} were not finite (max_skipped={limit}) and "
+                f"the gradients of steps {step - limit + 1} to {step} were not finite"
+                f"{spikes if self.config.skip_spikes else ''} (max_skipped={limit}) and "
                 f"left the weights as they were after step {step - limit}; "
                 "try a lower --learning_rate, or look at the data of these steps"
             )
@@ -133,7 +137,8 @@ class Log:
         line += f"  MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         line += "".join(f"  {text}" for text in extra)
         line += f"  input wait {metrics['input_wait_s'] * 1e3:.1f} ms"
-        line += f"  skipped {metrics['skipped']}" if metrics["skipped"] else ""
+        spikes = f" ({metrics['spikes']} as spikes)" if metrics.get("spikes") else ""
+        line += f"  skipped {metrics['skipped']}{spikes}" if metrics["skipped"] else ""
         is_end = metrics["step"] in (self.first_step + 1, total)
         if is_end or metrics["step"] % self.config.log_every == 0 or metrics["skipped_in_a_row"]:
             self.say(line)

@@ -20,6 +20,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,7 @@ import rules
 import sampling
 import schedules
 import sharding
+import spikes
 import weights
 from log import Log, Profile, check_outputs
 from predicted import recompute, transformer
@@ -83,7 +85,7 @@ class State:
     params: parameters.Params
     opt_state: optax.OptState
     amax: dict  # the largest elements of FP8 operands, where the recipe remembers them: calibration.py
-    skipped: jax.Array  # int32: steps whose gradients were not finite
+    skipped: jax.Array  # int32: steps whose gradients were not finite, or that were spikes
     skipped_in_a_row: jax.Array  # int32: of them, those since the last good one
 
 
@@ -118,7 +120,8 @@ def init_state(key: jax.Array, config: Config) -> State:
 def _first_state(params: parameters.Params, config: Config) -> State:
     """The state before the first step, with these weights."""
     zero = jnp.int32(0)
-    return State(zero, params, make_optimizer(config)[0].init(params), calibration.initial(config), zero, zero)
+    opt_state = spikes.guarded(make_optimizer(config)[0].init(params), config)
+    return State(zero, params, opt_state, calibration.initial(config), zero, zero)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> State:
@@ -194,16 +197,22 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     loss, metrics, grads = sharded(state.params, batch, scaling)
     amax = calibration.updated(state.amax, metrics.pop("amax", {}), state.step - state.skipped, config)
     grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    params, opt_state = update(state, grads, finite, config=config, mesh=mesh)
-    params = mixture.update_selection_biases(params, metrics, finite, config)
+    opt_state, history = spikes.split(state.opt_state, config)
+    if history is None:
+        accept = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    else:
+        accept, history = spikes.judged(history, loss, grad_norm, config.skip_spikes)
+        metrics["spikes"] = history.spikes
+    unguarded = dataclasses.replace(state, opt_state=opt_state)
+    params, opt_state = update(unguarded, grads, accept, config=config, mesh=mesh)
+    params = mixture.update_selection_biases(params, metrics, accept, config)
     new_state = State(
         step=state.step + 1,
         params=params,
-        opt_state=opt_state,
-        amax=jax.tree.map(lambda new, old: jnp.where(finite, new, old), amax, state.amax),
-        skipped=state.skipped + ~finite,
-        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        opt_state=spikes.joined(opt_state, history),
+        amax=jax.tree.map(lambda new, old: jnp.where(accept, new, old), amax, state.amax),
+        skipped=state.skipped + ~accept,
+        skipped_in_a_row=jnp.where(accept, 0, state.skipped_in_a_row + 1),
     )
     # The sum is minimised. The cross-entropy is reported, as for held-out sequences, and the auxiliary losses apart.
     metrics = mixture.reported_metrics(metrics) | {
@@ -231,7 +240,7 @@ def update(state: State, grads: parameters.Params, accept: jax.Array, *, config:
     if config.clip_norm:  # by the norm of all layers' gradients, so before any is updated
         grads, _ = optax.clip_by_global_norm(config.clip_norm).update(grads, optax.EmptyState())
     elementwise, _ = make_optimizer(dataclasses.replace(config, clip_norm=0.0))
-    layouts = state_shardings(config, mesh)
+    layouts = state_shardings(dataclasses.replace(config, skip_spikes=0.0), mesh)
     specs, slots = (jax.tree.map(lambda layout: layout.spec, tree) for tree in (layouts.params, layouts.opt_state))
     per_device = partial(offload.update, elementwise)
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, slots, specs, P()), out_specs=(specs, slots))
@@ -292,7 +301,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
     Raises:
       ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
-      FloatingPointError: `max_skipped` steps in a row had gradients that are not finite.
+      FloatingPointError: `max_skipped` steps in a row were skipped.
       OSError: a file cannot be read or written.
       SystemExit: SIGTERM or Ctrl-C came; the state is saved.
     """
@@ -501,9 +510,18 @@ def restored_state(
     """
     if not checkpoint.has_any(checkpoints):
         return checkpoint.Restored(None, None, ())
-    shapes = jax.eval_shape(partial(init_state, config=config), jax.random.key(config.seed))
-    restored = checkpoint.restore(checkpoints, shapes, state_shardings(config, mesh), config, contents)
+
+    def as_saved(saved: Mapping):
+        theirs = dataclasses.replace(config, skip_spikes=saved.get("skip_spikes", 0.0))
+        shapes = jax.eval_shape(partial(init_state, config=theirs), jax.random.key(config.seed))
+        return shapes, state_shardings(theirs, mesh)
+
+    restored = checkpoint.restore(checkpoints, as_saved, config, contents)
     state = jax.block_until_ready(restored.state)
+    if bool(restored.values.get("skip_spikes")) != bool(config.skip_spikes):  # the history begins, or is dropped
+        opt_state = getattr(state.opt_state, "optimizer", state.opt_state)
+        place = jax.jit(partial(spikes.guarded, config=config), out_shardings=state_shardings(config, mesh).opt_state)
+        state = dataclasses.replace(state, opt_state=place(opt_state))
     goes_on = schedules.continuation(restored.values, config, int(state.step - state.skipped))
     return restored._replace(state=state, note=", ".join(filter(None, [restored.note, goes_on])))
 

@@ -35,6 +35,7 @@ import prepare
 import reference
 import rules
 import sharding
+import spikes
 import train
 from config import Config
 
@@ -132,7 +133,7 @@ def laid_out(batch: data.Batch, config: Config, mesh: Mesh) -> data.Batch:
 def first_state(config: Config, mesh: Mesh, params: parameters.Params) -> train.State:
     """The state before the first step, as train.init_state makes it, without a compiled program."""
     zero = np.int32(0)
-    slots = train.make_optimizer(config)[0].init(params)
+    slots = spikes.guarded(train.make_optimizer(config)[0].init(params), config)
     state = train.State(zero, params, slots, calibration.initial(config), zero, zero)
     return jax.device_put(state, train.state_shardings(config, mesh))
 
@@ -401,4 +402,5 @@ def load(config: Config):
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shapes = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
     with checkpoint.opened(config) as checkpoints:
-        return checkpoint.restore(checkpoints, shapes, train.state_shardings(config, mesh), config)[:2]
+        layout = shapes, train.state_shardings(config, mesh)
+        return checkpoint.restore(checkpoints, lambda saved: layout, config)[:2]

@@ -101,7 +101,8 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
     "changes",
     [
         dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, mu_dtype="bfloat16")
-        | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24),
+        | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24)
+        | dict(skip_spikes=6.0),
         dict(mesh="data:2,tensor:4", optimizer="adafactor", dtype="bfloat16"),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
@@ -148,6 +149,24 @@ def test_a_run_continues_on_another_mesh(saved, copy, tmp_path):
 def test_a_resumed_run_reports_the_flags_that_differ(copy):
     note = load(dataclasses.replace(copy, steps=25, learning_rate=0.5, log_every=3))[1]
     assert note == f"steps is 20 there and 25 here, learning_rate is {copy.learning_rate} there and 0.5 here"
+
+
+@pytest.mark.slow
+def test_the_history_of_spikes_begins_and_ends_with_its_flag(copy):
+    """A run that spikes can be started again with --skip_spikes, from a checkpoint of before."""
+    mesh = sharding.make_mesh(placement.parse_mesh(copy.mesh))
+    on = dataclasses.replace(copy, skip_spikes=6.0)
+    with checkpoint.opened(copy) as checkpoints:
+        before = train.restored_state(copy, mesh, checkpoints).state
+        begun = train.restored_state(on, mesh, checkpoints)
+        assert begun.note == "skip_spikes is 0.0 there and 6.0 here" and int(begun.state.opt_state.history.taken) == 0
+        assert_same_bits(begun.state.opt_state.optimizer, before.opt_state)
+        shardings = jax.tree.map(lambda array: array.sharding, begun.state)
+        assert shardings == train.state_shardings(on, mesh)
+        checkpoint.save(checkpoints, 21, begun.state, on)
+        checkpoints.manager.wait_until_finished()
+        assert_same_bits(train.restored_state(on, mesh, checkpoints).state, begun.state)
+        assert_same_bits(train.restored_state(copy, mesh, checkpoints).state, before)
 
 
 @pytest.mark.slow

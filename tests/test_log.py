@@ -219,6 +219,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
             log.step(metrics(step, loss=math.nan, skipped=step, skipped_in_a_row=in_a_row))
         with pytest.raises(FloatingPointError, match=r"steps 5 to 7 were not finite \(max_skipped=3\).* after step 4"):
             log.finish_step()
+    with started(from_preset("tiny", max_skipped=1, skip_spikes=6.0)) as log:
+        log.step(metrics(1, skipped=1, skipped_in_a_row=1) | {"spikes": jnp.int32(1)})
+        with pytest.raises(FloatingPointError, match=r"not finite, or beyond skip_spikes=6 standard deviations \(max_"):
+            log.finish_step()
     assert len(lines_of(path)) == 7  # the file has the last one, too
 
 

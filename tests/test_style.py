@@ -26,7 +26,7 @@ FLOORS = [
     {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer", "matrices"}
-    | {"compiler_flags", "schedule", "liveness", "schedules"},
+    | {"compiler_flags", "schedule", "liveness", "schedules", "spikes"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
     {"timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "step", "parameters", "checkpoint", "remat"},

@@ -28,6 +28,7 @@ import parameters
 import placement
 import reference
 import sharding
+import spikes
 import train
 from config import Config
 from flags import from_preset
@@ -194,7 +195,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
 
 @pytest.mark.slow
 def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts():
-    config = Config(**SMALL, mesh="fsdp:8")
+    config = Config(**SMALL, mesh="fsdp:8", skip_spikes=6.0)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     shardings = train.state_shardings(config, mesh)
     state = jax.jit(partial(train.init_state, config=config), out_shardings=shardings)(jax.random.key(0))
@@ -206,7 +207,7 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     place = lambda batch: jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
 
     state, first = step(state, place(good))
-    before = jax.device_get((state.params, state.opt_state))
+    before = jax.device_get((state.params, state.opt_state))  # with the history of spikes
     for count in (1, 2):
         state, metrics = step(state, place(bad))
         assert not np.isfinite(metrics["grad_norm"])
@@ -216,6 +217,9 @@ def test_steps_with_gradients_that_are_not_finite_change_nothing_but_the_counts(
     assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (4, 2, 0)
     assert float(metrics["learning_rate"]) > float(first["learning_rate"])
     assert float(metrics["loss"]) < float(first["loss"])
+    for array in state.opt_state.history:  # by which all devices decide alike
+        assert len({np.asarray(shard.data).tobytes() for shard in array.addressable_shards}) == 1
+    assert int(state.opt_state.history.taken) == 2
 
 
 def steps_of(config: Config, monkeypatch, given: list) -> list:
@@ -280,6 +284,27 @@ def test_a_loss_or_gradients_alone_that_are_not_finite_change_nothing_but_the_co
     else:  # loads of 5, 3, 1, 6, and of 5, 3, 6, 6
         moved = (states[-1].params.layers.selection_bias - states[0].params.layers.selection_bias) / 0.001
         np.testing.assert_allclose(moved, [[-1 + 0, 1 + 1, 1 - 1, -1 - 1]], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["amax", pytest.param("selection_bias", marks=pytest.mark.slow)])
+def test_a_planted_spike_moves_nothing(what, monkeypatch):
+    """Neither parameters, moments, amax history nor routing bias; it is counted, and steps go on."""
+    config = Config(**ONE_LAYER, **REMEMBERED[what], skip_spikes=6.0)
+    amax_of = lambda number: {"w_o": {"x": np.float32([100 + number]), "dy": np.float32([number])}}
+    metrics_of = lambda n: {
+        "amax": {"amax": amax_of(n)},
+        "selection_bias": {"expert_loads": np.float32([[5, 3, n, 6]]), "dropped": np.float32(0)},
+    }[what]
+    monkeypatch.setattr(spikes, "ENOUGH", 3)
+    losses = [(2.0, 0.5), (2.1, 0.5), (1.9, 0.51), (2.0, 0.5), (9.0, 0.5), (2.0, 5.0), (np.nan, 0.5), (2.0, 0.5)]
+    given = [(*map(np.float32, one), metrics_of(n)) for n, one in enumerate(losses)]
+    states, metrics = zip(*steps_of(config, monkeypatch, given), strict=True)
+    moved = lambda state: jax.tree.leaves((state.params, state.opt_state.optimizer, state.amax))
+    for number in range(len(losses)):
+        same = [np.array_equal(*pair) for pair in zip(*map(moved, states[number : number + 2]), strict=True)]
+        assert all(same) if number in (4, 5, 6) else not all(same), number
+    counts = [(int(m["skipped"]), int(m["skipped_in_a_row"]), int(m["spikes"])) for m in metrics[1:]]
+    assert counts == [(0, 0, 0)] * 4 + [(1, 1, 1), (2, 2, 2), (3, 3, 2), (3, 0, 2)]
 
 
 def test_the_rate_that_is_told_is_the_one_that_was_used(monkeypatch):
