@@ -241,25 +241,6 @@ def first_sequence(step: int, batches: Batches) -> int:
     return sum(max(min(step, end) - begin, 0) * batch for (begin, batch), end in zip(batches, ends, strict=True))
 
 
-def rampup(text: str, batch: int) -> Batches:
-    """The batch sizes of --batch_rampup; one stage of `batch` where it is empty. Raises ValueError for others."""
-    if not text:
-        return ((0, batch),)
-    if not re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text):
-        raise ValueError(f"batch_rampup={text!r} must be STEP:BATCH,... as in 0:4,100:8,300:16")
-    stages = tuple((int(step), int(size)) for step, _, size in (stage.partition(":") for stage in text.split(",")))
-    grow = all(a < b and m < n for (a, m), (b, n) in itertools.pairwise(stages))
-    if stages[0][0] or not stages[0][1] or not grow:
-        raise ValueError(
-            f"batch_rampup={text!r} must begin at step 0 with a batch of 1 or more, and both steps and batches must "
-            "grow, as in 0:4,100:8,300:16"
-        )
-    if stages[-1][1] != batch:
-        last = stages[-1][1]
-        raise ValueError(f"batch_rampup={text!r} ends with {last} sequences, not with batch={batch}: --batch={last}")
-    return stages
-
-
 def batch_of(step: int, batches: Batches) -> int:
     """The number of sequences in the step after `step` steps."""
     return next(size for from_step, size in reversed(batches) if from_step <= step)

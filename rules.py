@@ -29,7 +29,7 @@ import math
 
 import anatomy
 import config as config_lib
-import data_mixtures
+import inputs
 import placement
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
@@ -112,7 +112,7 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
     if not config.batch_rampup:
         return
     ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches
-    for _, batch in data_mixtures.rampup(config.batch_rampup, config.batch)[:-1]:
+    for _, batch in inputs.rampup(config.batch_rampup, config.batch)[:-1]:
         if batch % ways:
             raise ValueError(
                 f"batch_rampup={config.batch_rampup!r} has a batch of {batch}, which is no multiple of "

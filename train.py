@@ -52,6 +52,7 @@ import data_mixtures
 import evaluation
 import fsdp
 import hardware
+import inputs
 import machine
 import mixture
 import model
@@ -388,7 +389,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    batches = data_mixtures.rampup(config.batch_rampup, config.batch)
+    batches = inputs.rampup(config.batch_rampup, config.batch)
     return Setup(config, mesh, corpus, contents, batches, compiler_options, notes, tokenizer, seconds, begun)
 
 
