@@ -11,7 +11,8 @@ invertible: any change of a single element, of one bit or of 32, changes the sum
 **Cost.** The state is read once, without a copy of it, and one message of 4 bytes an array crosses the mesh. A save
 writes as many bytes to a disk: `python benchmarks/checksums.py` has the ratio.
 
-**Left out.** The replicas of a shard but the first; types of 64 bits; repair of the damage.
+**Left out.** The replicas of a shard but the first, which corruption.py compares (`of_devices`); types of 64 bits;
+repair of the damage.
 """
 
 import math
@@ -49,8 +50,21 @@ def checksum_of_block(block: np.ndarray, start: int) -> int:
     return total % 2**32
 
 
-@partial(jax.jit, static_argnames="shardings")
-def _checksums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...]) -> jax.Array:
+def of_devices(state) -> dict[str, np.ndarray]:
+    """Returns {path: checksums of the shards that the devices hold, uint32 [device]}, devices in the order of the mesh.
+
+    Replicas of a shard have the same checksum as long as they have the same bits. All processes must call it together.
+    """
+    named = jax.tree.leaves_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
+    arrays = [array for _, array in named]
+    values = jax.device_get(_checksums(arrays, tuple(array.sharding for array in arrays), of_devices=True))
+    return dict(zip(names, values.T, strict=True))
+
+
+@partial(jax.jit, static_argnames=("shardings", "of_devices"))
+def _checksums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...], of_devices: bool = False) -> jax.Array:
+    """Returns the checksum of each array; with `of_devices` those of the shards of each device, [device, array]."""
     mesh = shardings[0].mesh
     block_size = BLOCK_ON_CPU if mesh.devices.flat[0].platform == "cpu" else BLOCK
     axes_of = [_axes_of(sharding.spec, array.ndim) for array, sharding in zip(arrays, shardings, strict=True)]
@@ -62,11 +76,13 @@ def _checksums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...]) ->
             total = _sum_shard(shard, array.shape, axes, block_size, to_device)
             others = [axis for axis in mesh.axis_names if axis not in sum(axes, ())]
             replica = sum((lax.axis_index(axis) for axis in others), jnp.int32(0))
-            sums.append(jnp.where(replica == 0, total, jnp.uint32(0)))
-        return lax.psum(jnp.stack(sums), mesh.axis_names)
+            counts = of_devices or replica == 0
+            sums.append(jnp.where(counts, total, jnp.uint32(0)))
+        return (lax.all_gather if of_devices else lax.psum)(jnp.stack(sums), mesh.axis_names)
 
     specs = tuple(sharding.spec for sharding in shardings)
-    return jax.shard_map(sum_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
+    per_device = partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=not of_devices)
+    return per_device(sum_shards)(*arrays)
 
 
 def _axes_of(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -30,6 +30,12 @@ recipes of DeepSeek-V3 do. It needs three full axes: over part of an axis XLA us
 **Clock.** The chip's frequency state. The compiler also accepts this flag with a compilation, but nothing shows that
 the clock then changes. So it is passed as all sources pass it, at the start.
 
+**Silent data corruption.** XLA:TPU has a checker of its own, `xla_tpu_enable_sdc_checker=true`: parts of a program run
+again on the same operands, `xla_tpu_sdc_check_repeat_count` times (5 in MaxText), and with
+`xla_tpu_sdc_check_halt_on_detection=true` a difference stops the chip. A step is then repeat_count + 1 times as long,
+by MaxText, which has it off; no published run on TPU7x sets it, so it is not in the table. The compiler accepts these
+options with a compilation (libtpu 0.0.42). corruption.py repeats whole steps, from time to time, with any backend.
+
 **Workloads** (WORKLOADS) are what the sets of recipes train. No source explains why their flags differ: 70B at 8192
 tokens has four, two of them explained, and 405B at 8192 has fifteen or more. `workload_of` depends on experts and
 sequence length alone; use --xla_flags=dense_long for 405B. No recipe trains a mixture of experts on long sequences.

@@ -109,29 +109,17 @@ DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no 
 CAPACITY = Need(lambda c: c.moe_impl == "capacity", "moe_impl={moe_impl} has no use for it", "--moe_impl=capacity")
 LATENT = Need(lambda c: c.kv_lora_rank, "kv_lora_rank=0 is no latent attention", "--kv_lora_rank=64 --rope_head_dim=16")
 SPLIT_SEQUENCES = Need(
-    lambda c: c.context_impl != "all_to_all",
-    "context_impl=all_to_all has whole sequences, in order",
-    "--context_impl=ring",
+    lambda c: c.context_impl != "all_to_all", "context_impl=all_to_all has sequences in order", "--context_impl=ring"
 )
 CUSTOM_REMAT = Need(lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom")
 FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--fp8=dynamic")
 BLOCKS = Need(
     lambda c: c.fp8_granularity == "block", "fp8_granularity={fp8_granularity} has no blocks", "--fp8_granularity=block"
 )
-PROFILE = Need(
-    lambda c: c.fp8 in ("static", "calibrate"),
-    "fp8={fp8} finds its scales without a file",
-    "--fp8=static or --fp8=calibrate",
-)
-FIRST_MOMENT = Need(
-    lambda c: c.optimizer != "adafactor",
-    "optimizer=adafactor has no first moment",
-    "--optimizer=adamw or --optimizer=sgd",
-)
+PROFILE = Need(lambda c: c.fp8 in ("static", "calibrate"), "fp8={fp8} finds its scales without a file", "--fp8=static")
+FIRST_MOMENT = Need(lambda c: c.optimizer != "adafactor", "adafactor has no first moment", "--optimizer=adamw")
 ADAMW = Need(lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw")
-DECAY = Need(
-    lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw or --optimizer=adafactor"
-)
+DECAY = Need(lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw")
 WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
 FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")
 EVALUATION = Need(lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16")
@@ -399,6 +387,8 @@ class Config:
     offload_optimizer: bool = flag(False, "program")
     # skip a step whose loss or gradient norm is this many standard deviations above the last ones (spikes.py); 0 is off
     skip_spikes: float = flag(0.0, "values program", least=0)
+    # steps between steps that are run twice, to find silent data corruption (corruption.py); 0 is off
+    check_every: int = flag(0, least=0)
     # end the run after this many steps in a row that were skipped: gradients that are not finite, and spikes
     max_skipped: int = flag(10, least=1)
 

@@ -109,6 +109,11 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
             f"decay_ratio={config.decay_ratio} of steps={config.steps} is not one step: --schedule=constant, or "
             f"--decay_ratio={1.1 / config.steps:.2g}"
         )
+    if config.check_every and config.offload_optimizer:
+        raise ValueError(
+            f"check_every={config.check_every} keeps a copy of the state on the devices, and offload_optimizer has its "
+            "optimizer state on the host: --check_every=0, or --no-offload_optimizer"
+        )
     if not config.batch_rampup:
         return
     ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches

@@ -47,6 +47,7 @@ import agreement
 import calibration
 import checkpoint
 import corpora
+import corruption
 import data
 import data_mixtures
 import evaluation
@@ -302,7 +303,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
 
     Raises:
       ValueError: the flags, the corpus, the checkpoint and the devices do not go together.
-      FloatingPointError: `max_skipped` steps in a row were skipped.
+      FloatingPointError: `max_skipped` steps in a row were skipped, or a device computes or holds wrong bits.
       OSError: a file cannot be read or written.
       SystemExit: SIGTERM or Ctrl-C came; the state is saved.
     """
@@ -445,7 +446,10 @@ def training_loop(
             for batch in log.time_waits(batches):
                 step += 1
                 profile.before(step, state)
-                state, metrics = programs[len(batch.tokens)](state, batch)
+                run_step = programs[len(batch.tokens)]
+                if _is_due(step, config.check_every):
+                    run_step = partial(corruption.checked_step, run_step, step=step)
+                state, metrics = run_step(state, batch)
                 log.step(metrics)  # shows the step before, while this one runs
                 stopped = terminated(step)
                 at_end = bool(stopped) or step == config.steps
@@ -455,6 +459,8 @@ def training_loop(
                 if evaluates or saves or at_end:
                     log.finish_step()
                 checkpoint.check(checkpoints)
+                if saves and config.check_every:
+                    corruption.check_replicas(state, step)
                 if saves:  # before the evaluation, which may fail
                     save(step, state)
                 if evaluates:

@@ -20,6 +20,7 @@ import command
 import outputs
 from benchmarks.trials import (
     FAILED,
+    FLAGS,
     REFUSED_S,
     ROOT,
     SHARD,
@@ -664,7 +665,45 @@ def not_finite(scene: Scene) -> None:
     expect(end(start(scene, learning_rate=1e38, max_skipped=3, clip_norm=0)), FAILED, "not finite")
 
 
-# Each drill, and what it is called with: 109 trials in all.
+# train.py, in which one bit of a counter on device 1 flips: in what it holds, or in the first result of a checked step.
+FLIPS_A_BIT = """
+import dataclasses, runpy, sys
+import jax, numpy as np
+import corruption
+where, at = sys.argv.pop(1), 8
+def flipped(state):
+    shards = state.skipped.addressable_shards
+    wrong = [jax.device_put(np.asarray(each.data) ^ np.int32(4 * i), each.device) for i, each in enumerate(shards)]
+    array = jax.make_array_from_single_device_arrays((), state.skipped.sharding, wrong)
+    return dataclasses.replace(state, skipped=array)
+real, compare = corruption.checked_step, corruption.check_replicas
+def checked_step(step_fn, state, batch, step):
+    calls = []
+    def unsound(state, batch):
+        calls.append(step)
+        state, metrics = step_fn(state, batch)
+        return (flipped(state) if calls == [at] else state), metrics
+    return real(unsound, state, batch, step)
+if where == "step":
+    corruption.checked_step = checked_step
+else:
+    corruption.check_replicas = lambda state, step: compare(flipped(state) if step == at else state, step)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def corrupted(scene: Scene, where: str) -> None:
+    """A bit of one device flips, in a replica or in a step that is checked: ends before a save; started again."""
+    own = dict(corpus=scene.corpus, checkpoint_dir=scene.checkpoints, compilation_cache=scene.shared / "cache")
+    flags = [f"--{name}={value}" for name, value in (FLAGS | own | dict(check_every=4)).items()]
+    ended = end(start(scene, program=("-c", FLIPS_A_BIT, where), flags=flags))
+    expect(ended, FAILED, r"skipped on device .*1 of process 0.*silent data corruption")
+    if steps_in(scene.checkpoints) != [3, 6]:
+        raise BrokenError(f"it ended at step 8, and has saved {steps_in(scene.checkpoints)}")
+    again(scene, check_every=4)
+
+
+# Each drill, and what it is called with: 111 trials in all.
 DRILLS = [
     (killed_in_a_step, [()] * 5),
     (killed_in_a_save, [(100,)] * 7 + [(1,)] * 3),
@@ -759,4 +798,5 @@ DRILLS = [
     (output_is_input, [("prepare",), ("metrics_file",)]),
     (planted_link, [("out",), ("out/plan.json.00000000.unfinished",)]),
     (not_finite, [()]),
+    (corrupted, [("replica",), ("step",)]),
 ]

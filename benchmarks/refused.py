@@ -55,6 +55,7 @@ EXAMPLES = {
     ],
     "Choices that exclude each other": [
         "--offload_optimizer --optimizer=adafactor",
+        "--offload_optimizer --check_every=10",
         "--offload_optimizer --optimizer=muon",
         "--mesh=context:8 --context_heads=2 --collectives=ring",
         "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular --num_layers=4 --microbatches=2",

@@ -10,6 +10,7 @@ of a pipeline stage over all M microbatches. It then adds the parts of a step th
 
     loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax
     update        28 bytes a parameter / W_hbm                       adamw: read weights, gradients, moments; write them
+    repeated      (a step + 5 states / W_hbm) / check_every          copied, compared, checksummed (corruption.py)
     muon          5 (4 n + 2 n^2/m) FLOPs a parameter / C            five iterations on matrices of n x m (muon.py)
 
 D is the width of the model and V the size of the vocabulary. C is the achieved FLOP/s of a device, W_hbm the achieved
@@ -110,7 +111,7 @@ class Part:
     """One part of the step's time, on the busiest device."""
 
     name: str
-    resource: str  # what the step waits for: compute, attention, memory, communication, host, idle
+    resource: str  # what the step waits for: compute, attention, memory, communication, host, idle, repetition
     seconds: float  # in total, both hidden and exposed
     exposed_s: float  # the seconds that this part adds to the step
     formula: str  # how the seconds are computed, with numbers, for --explain
@@ -206,6 +207,7 @@ def predict(run: Run) -> Prediction:
     rest += [_activation_offload(run, kinds, host_bytes), _optimizer_offload(run)]
     parts = [*layer_parts, *_pipe(run, math.fsum(part.exposed_s for part in layer_parts)), *rest]
     parts.append(_input(run, math.fsum(part.exposed_s for part in parts)))
+    parts.append(_repeated(run, memory, math.fsum(part.exposed_s for part in parts)))
     passes = {name: math.fsum(getattr(kind, name) * kind.times for kind in kinds) for name in ("forward", "backward")}
     return Prediction(run, [part for part in parts if part.seconds], memory, host_bytes_of(run, host_bytes), passes)
 
@@ -329,6 +331,15 @@ def _muon(run: Run) -> list[Part]:
     formula += f"that a device orthogonalises, read and written in {matrices.ITERATIONS} iterations, do not take longer"
     text = f"{si(elements * run.element, 'B')} of matrices gathered, and returned"
     return [Part("muon", "compute", seconds, seconds, formula), _communication("muon", moved, moved, text)]
+
+
+def _repeated(run: Run, memory: dict[str, float], step_s: float) -> Part:
+    """The share of a step that runs twice (corruption.py): a copy of the state, the step, and two reads to compare."""
+    every, copied = run.config.check_every, memory.get("copy of the state", 0)
+    bandwidth = run.hbm_bytes_per_s * run.efficiency.elementwise
+    seconds = (step_s + 5 * copied / bandwidth) / every if every else 0
+    formula = f"({si(step_s, 's')} + 5 * {si(copied, 'B')} / {si(bandwidth, 'B/s')}) / {every} steps"
+    return Part("repeated steps", "repetition", seconds, seconds, formula)
 
 
 # -- communication

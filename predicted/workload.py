@@ -687,6 +687,8 @@ def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
         "gradients": _gradient_bytes(run, params),
         "saved activations": _saved_bytes(run, layers),
     }
+    if config.check_every:  # corruption.py
+        memory["copy of the state"] = memory["weights"] + memory["optimizer"]
     memory |= max(_layer_peak(run, layers), _loss_peak(run), key=lambda nbytes: math.fsum(nbytes.values()))
     return memory, _of_microbatch(run, layers, lambda layer: layer.offloaded_bytes)
 

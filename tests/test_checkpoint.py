@@ -102,7 +102,7 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
     [
         dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, mu_dtype="bfloat16")
         | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24)
-        | dict(skip_spikes=6.0),
+        | dict(skip_spikes=6.0, check_every=9),
         dict(mesh="data:2,tensor:4", optimizer="adafactor", dtype="bfloat16"),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
@@ -721,8 +721,8 @@ def test_a_bucket_is_not_made_a_local_path():
 FREE_FIELDS = (
     "preset recipe mesh core_axis collectives collective_matmul prefetch double_buffer shard_update "
     "microbatches remat remat_tensors "
-    "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped eval_every eval_batches "
-    "offload_optimizer "
+    "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped check_every eval_every "
+    "eval_batches offload_optimizer "
     "context_impl context_heads context_balance "
     "log_every metrics_file sample profile_dir profile_steps checkpoint_dir save_every keep_checkpoints "
     "skip_damaged_checkpoints "

@@ -170,7 +170,7 @@ RUN_FIELDS = dict(  # not used by the program
     num_processes=2,
     process_id=1,
 )
-RUN_FIELDS |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3)
+RUN_FIELDS |= dict(coordinator="h:1", peer_timeout=9, compilation_cache="c", max_skipped=3, check_every=5)
 SCHEDULES = dict(schedule="wsd", decay_ratio=0.2, decay_shape="1-sqrt", batch_rampup="0:4")  # of the run's steps
 NUMBERS = dict(  # only constants of the program
     steps=70, seed=3, learning_rate=0.1, warmup_ratio=0.2, final_lr_ratio=0.3, weight_decay=0.4, beta1=0.5, beta2=0.6

@@ -29,7 +29,7 @@ FLOORS = [
     | {"compiler_flags", "schedule", "liveness", "schedules", "spikes"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
     {"timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
-    {"kernels", "log", "step", "parameters", "checkpoint", "remat"},
+    {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
     {"planner", "cost", "calibration", "machine", "weights", "muon"},
     {"recompute", "results"},
     {"mixture", "tensor", "roofline", "recipes"},
