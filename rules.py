@@ -25,11 +25,12 @@ of dy; and the rows, b*t of a microbatch, which the gradient of the weight contr
 """
 
 import dataclasses
+import itertools
 import math
+import re
 
 import anatomy
 import config as config_lib
-import inputs
 import placement
 from config import Config
 from placement import BATCH_AXES, check_batch, check_multiple
@@ -117,7 +118,7 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
     if not config.batch_rampup:
         return
     ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches
-    for _, batch in inputs.rampup(config.batch_rampup, config.batch)[:-1]:
+    for _, batch in rampup(config.batch_rampup, config.batch)[:-1]:
         if batch % ways:
             raise ValueError(
                 f"batch_rampup={config.batch_rampup!r} has a batch of {batch}, which is no multiple of "
@@ -248,3 +249,22 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
     if "mlp" in modules and config.num_shared_experts:
         dims.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
     return dims
+
+
+def rampup(text: str, batch: int) -> tuple[tuple[int, int], ...]:
+    """The stages of --batch_rampup, (first step, batch) each; one where it is empty. Raises ValueError for others."""
+    if not text:
+        return ((0, batch),)
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text):
+        raise ValueError(f"batch_rampup={text!r} must be STEP:BATCH,... as in 0:4,100:8,300:16")
+    stages = tuple((int(step), int(size)) for step, _, size in (stage.partition(":") for stage in text.split(",")))
+    grow = all(a < b and m < n for (a, m), (b, n) in itertools.pairwise(stages))
+    if stages[0][0] or not stages[0][1] or not grow:
+        raise ValueError(
+            f"batch_rampup={text!r} must begin at step 0 with a batch of 1 or more, and both steps and batches must "
+            "grow, as in 0:4,100:8,300:16"
+        )
+    if stages[-1][1] != batch:
+        last = stages[-1][1]
+        raise ValueError(f"batch_rampup={text!r} ends with {last} sequences, not with batch={batch}: --batch={last}")
+    return stages

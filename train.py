@@ -53,7 +53,6 @@ import data_mixtures
 import evaluation
 import fsdp
 import hardware
-import inputs
 import machine
 import mixture
 import model
@@ -390,7 +389,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
             identity, skipped = weights.examined(config.weights, config)
             notes += skipped
             contents["weights"] = facts["the folder of weights"] = identity
-    batches = inputs.rampup(config.batch_rampup, config.batch)
+    batches = rules.rampup(config.batch_rampup, config.batch)
     return Setup(config, mesh, corpus, contents, batches, compiler_options, notes, tokenizer, seconds, begun)
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-import inputs
 import log as log_lib
 import placement
+import rules
 import sharding
 from flags import from_preset
 from log import Log
@@ -40,7 +40,7 @@ def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
 def started(config, first_step=0, mesh=MESH):
     """Yields a Log whose clock runs, and closes it at the end."""
     with contextlib.closing(
-        Log(config, first_step, mesh, batches=inputs.rampup(config.batch_rampup, config.batch))
+        Log(config, first_step, mesh, batches=rules.rampup(config.batch_rampup, config.batch))
     ) as log:
         log.start_clock()
         yield log

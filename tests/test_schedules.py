@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import data_mixtures
-import inputs
 import placement
 import reference
 import rules
@@ -121,14 +120,14 @@ def test_a_cosine_cannot_become_stable_but_may_be_extended():
 
 def test_the_order_of_the_data_is_unbroken_over_stages_and_a_resume():
     """Every sequence comes once and in order, whatever the batch of its step, and wherever the run was stopped."""
-    straight = inputs.rampup("0:4,3:8,5:12", 12)
-    assert straight == ((0, 4), (3, 8), (5, 12)) and inputs.rampup("", 12) == ((0, 12),)
+    straight = rules.rampup("0:4,3:8,5:12", 12)
+    assert straight == ((0, 4), (3, 8), (5, 12)) and rules.rampup("", 12) == ((0, 12),)
     sizes = [data_mixtures.batch_of(step, straight) for step in range(8)]
     assert sizes == [4, 4, 4, 8, 8, 12, 12, 12]
     assert [data_mixtures.first_sequence(step, straight) for step in range(9)] == [0, *itertools.accumulate(sizes)]
     for stop in range(9):
         assert data_mixtures.continued(straight, stop, straight) == straight
-    other = inputs.rampup("0:4,7:16", 16)  # from step 4 on with other stages
+    other = rules.rampup("0:4,7:16", 16)  # from step 4 on with other stages
     assert data_mixtures.continued(straight, 4, other) == ((0, 4), (3, 8), (4, 4), (7, 16))
     assert data_mixtures.continued(straight, 4, 8) == ((0, 4), (3, 8))
 
