@@ -26,6 +26,9 @@ links between chips belong to the chip: both devices of a TPU7x send through the
 
     python roofline.py step --recipe=mixtral-8x7b-4k-bf16 --topology=tpu7x+link_bytes_per_s=2x+hbm_bytes=4e11:4x4x4
 
+**Clock.** A TPU7x has power states (`--xla_tpu_dvfs_p_state` of libtpu): 3 by default, 7 with the highest clock.
+tpu7x+p_state=7:4x4x4 is a slice in that state. Its matmuls and kernels take 0.86 of the time, transfers the same time.
+
 Every prediction accepts it like a chip of CHIPS. (`python recipes.py --what_if` shows what each recipe would gain.)
 
 **Left out**: SparseCores, the vector unit, prices; twisted tori (v4, v5p), which shorten the paths across a slice like
@@ -43,6 +46,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import le
 
 import command
@@ -100,7 +104,10 @@ class Chip:
     mxus_per_core: int
     mxu_size: int  # operands are padded to multiples of it
     mxu_rows_per_cycle: int
-    clock_hz: float
+    clock_hz: float  # at which the published peak is reached
+    # Power states whose clock is known, as (state, Hz), and the state that the chip is in; none: it has one clock.
+    clocks: tuple[tuple[int, float], ...] = ()
+    p_state: int = 0
 
     # The peak of matmuls with operands of this type; None: there is no such unit, or no published figure.
     bf16_flops_per_s: float
@@ -150,6 +157,14 @@ class Chip:
             raise ValueError(f"{self.name} has no published speed of a matmul in {dtype!r}; it has {published}")
         return speeds[dtype]
 
+    @property
+    def running_hz(self) -> float:
+        """The clock in the chip's power state; between two known states it is interpolated."""
+        for (below, low), (above, high) in pairwise(self.clocks):
+            if below <= self.p_state <= above:
+                return low + (high - low) * (self.p_state - below) / (above - below)
+        return self.clock_hz
+
     def axes(self, topology: Sequence[int]) -> list[Axis]:
         """Returns the axes of a slice."""
         if len(topology) != self.torus_axes:
@@ -176,8 +191,9 @@ class Chip:
 HBM_REACHED = 0.87  # of HBM's bandwidth: a copy, 6421 of 7380 GB/s
 LINKS_REACHED = 0.89  # of a link: an all-gather, 178.8 of 200 GB/s
 HOST_BYTES_PER_S = 16e9  # of a device one way, assumed where a chip has no figure: the book's of other chips
-# Attention kernels on TPU7x take their compiled cycles at 1.76 GHz, 0.8 of the clock that the peak takes.
-KERNEL_CLOCK = 0.8
+MATMUL_REACHED = 0.96  # of the peak at the running clock: a bf16 matmul, 956 of 1153.5 TFLOP/s at 1.9 of 2.2 GHz
+# Attention kernels take their compiled cycles at 1.76 GHz, where the chip runs at 1.9 GHz.
+KERNEL_CLOCK = 1.76 / 1.9
 
 # -- the chips
 
@@ -341,7 +357,12 @@ CHIPS = {
         mxus_per_core=2,  # JAX
         mxu_size=256,  # JAX; 128 in a tutorial
         mxu_rows_per_cycle=2,  # compiled: XLA issues 16 rows every 8 cycles
-        clock_hz=2.2e9,  # follows from the peak. XLA plans with 1.9, the default of --xla_tpu_dvfs_p_state: 14% less
+        clock_hz=2.2e9,  # follows from the peak
+        # XLA plans with 1.9 GHz. The same share of the peak in both states fits the matmuls measured in them: 82.9%
+        # (tpu-recipes) and 96.5% (github.com/yangwhale/gpu-tpu-pedia at 3fa9ce1, tpu/v7_perf). A step of Hunyuan3 295B
+        # was measured there in states 3, 5 and 7: 23.54, 22.44 and 21.67 s. Matmuls and kernels would be 57% of it.
+        clocks=((3, 1.9e9), (7, 2.2e9)),
+        p_state=3,  # the default of --xla_tpu_dvfs_p_state
         bf16_flops_per_s=2307e12,  # page; JAX: 2310; book: 2300
         fp8_flops_per_s=4614e12,  # page; JAX: 4600
         int8_flops_per_s=None,  # JAX: not available. The 4610 in the book's int8 column is fp8's
@@ -390,6 +411,9 @@ def chip_of(text: str) -> Chip:
     figures = {field: value for field, value in figures.items() if isinstance(value, int | float) and value}
     for change in changes:
         field, _, value = change.partition("=")
+        if field == "p_state" and chip.clocks:
+            changed[field] = _state_of(chip, text, value)
+            continue
         if field not in figures:
             raise ValueError(f"{text!r}: {name} has no figure {field!r} to change; it has {', '.join(figures)}")
         number = re.fullmatch(r"(\d+(?:\.\d*)?(?:e-?\d+)?)(x?)", value)
@@ -401,6 +425,13 @@ def chip_of(text: str) -> Chip:
                 "a +, which separates changes"
             )
     return dataclasses.replace(chip, name=text, **changed)
+
+
+def _state_of(chip: Chip, text: str, value: str) -> int:
+    (lowest, _), *_, (highest, _) = chip.clocks
+    if not value.isdecimal() or not lowest <= int(value) <= highest:
+        raise ValueError(f"{text!r}: the clocks of {chip.name} are known from p_state={lowest} to p_state={highest}")
+    return int(value)
 
 
 def slice_of(devices: Iterable) -> tuple[Chip, tuple[int, ...], int] | None:

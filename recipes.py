@@ -3,52 +3,51 @@
     python recipes.py [NAME ...] [--json] [--plot=recipes.png]
     python recipes.py llama3.1-70b-8k-bf16 --better
     python recipes.py --what_if
+    python recipes.py --misses
 
 **The table.** The step, its MFU (of the peak in bfloat16) and its memory are those that
 `roofline.py step --recipe=NAME` predicts for this project's program. The measured runs are MaxText's. For the ratio
-they have a prediction of their own (workload.PUBLISHED): a slower attention kernel, the experts' SwiGLU outside of
-their kernel, more of the offloads and sums hidden, no copies of weights. The ratio is that prediction over the measured
-time. One set of efficiencies serves all recipes. The compiled step is this project's program, timed by the compiler's
-schedule (compiled/results.py).
+they have a prediction of their own (workload.MAXTEXT): tokamax's kernels at their measured times, the experts' SwiGLU
+outside of their kernel, more of the offloads and sums hidden, no copies of weights. The ratio is that prediction over
+the measured time. In brackets is the interval of predicted/residuals.py. One set of efficiencies serves all recipes.
+The compiled step is this project's program, timed by the compiler's schedule (compiled/results.py).
 
 **`--better`** runs predicted/planner.py for the same model, batch and slice. It prints the flags in which the plan
 differs from the recipe, and the parts of the step that get shorter or longer. The planner leaves 8% of the memory free,
 which a published run need not. Of the plans within 5% of the fastest it takes the one with the fewest mesh axes, as
 predictions are no more accurate than that.
 
+**`--misses`** lists every measured run, also those of slices that no recipe has, by how far its prediction is off.
+
 **`--what_if`** shows what the chip is short of: the gain of each recipe, with its mesh and batch unchanged, if one
 figure of the chip were doubled (hardware.py, "What if").
 """
 
 import json
+import math
+import statistics
 
 import command
 import flags as flags_lib
 from compiled import results
 from hardware import parse_topology
-from predicted import planner, recompute
-from predicted.step import GiB, Prediction, as_json, predict
-from predicted.workload import PUBLISHED, TODAY, Efficiency, run_of
+from predicted import planner, recompute, residuals
+from predicted.presentation import as_json
+from predicted.step import GiB, Prediction, predict
+from predicted.workload import MAXTEXT, TODAY, Efficiency, run_of
 from published import RECIPES
 
 
 def predicted(name: str, efficiency: Efficiency = TODAY) -> Prediction:
     """The prediction of a recipe's step."""
-    recipe = RECIPES[name]
-    run = run_of(
-        flags_lib.from_recipe(name),
-        *parse_topology(recipe.topology),
-        num_slices=recipe.num_slices,
-        efficiency=efficiency,
-    )
-    return predict(run)
+    return residuals.prediction_of(RECIPES[name], efficiency, recipe=name)
 
 
 def row(name: str) -> dict:
     """Returns a recipe's figures in seconds and bytes: those of `roofline.py step --json`, and what was measured."""
     recipe, prediction = RECIPES[name], predicted(name)
     measured_s, tflops = recipe.measured_step_s, recipe.measured_tflops
-    maxtext_s = predicted(name, PUBLISHED).step_s if measured_s else None
+    maxtext_s = predicted(name, MAXTEXT).step_s if measured_s else None
     measured = dict(
         measured_step_s=measured_s,
         measured_mfu=tflops * 1e12 / prediction.run.chip.bf16_flops_per_s if tflops else None,
@@ -104,9 +103,10 @@ def table(names: list[str]) -> str:
             measured = f"{result['measured_step_s']:.2f} s{mfu} | {maxtext} |"
         slices = f"{result['num_slices']} x " if result["num_slices"] > 1 else ""
         fits = "fits" if result["fits"] else "DOES NOT FIT"
+        step = f"{result['step_s']:.2f} s ({result['step_s_low']:.2f} to {result['step_s_high']:.2f})"
         lines.append(
             f"| {result['recipe']} | {slices}{result['topology']} | {mesh} | "
-            f"{result['batch']:,} x {result['seq_len']:,} | {result['step_s']:.2f} s | {result['mfu']:.1%} | "
+            f"{result['batch']:,} x {result['seq_len']:,} | {step} | {result['mfu']:.1%} | "
             f"{result['hbm_bytes'] / GiB:.1f} of {result['hbm_limit_bytes'] / GiB:.1f}, {fits} | "
             f"{_compiled(result['compiled'])} | {measured}"
         )
@@ -184,6 +184,59 @@ def table_of_what_if(names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def misses(names: list[str]) -> list[dict]:
+    """Every measured run of these names beside its prediction as MaxText's program, the worst first, in seconds."""
+    rows = []
+    for name in names:
+        run = residuals.measured_runs()[name]
+        as_maxtext = residuals.prediction_of(run)
+        own = residuals.prediction_of(run, TODAY, recipe=name if name in RECIPES else "")
+        rows.append(
+            dict(
+                run=name,
+                kind=residuals.kind_of(as_maxtext),
+                topology=run.topology,
+                measured_step_s=run.measured_step_s,
+                predicted_of_measured_s=as_maxtext.step_s,
+                ratio=as_maxtext.step_s / run.measured_step_s,
+                covered=residuals.covered_without(name),
+                step_s=own.step_s,
+                compiled=results.load(own),
+                source=run.source,
+                differs=run.differs,
+                miss=run.miss,
+            )
+        )
+    return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])))
+
+
+def table_of_misses(names: list[str]) -> str:
+    """Returns the rows of `misses` as Markdown, and how far they are off by kind."""
+    rows = misses(names)
+    lines = [
+        "| run | slice | kind | measured | predicted | ratio | in its interval | this program, predicted | compiled |"
+    ]
+    lines.append("|" + "---|" * 9)
+    lines += [
+        f"| {row['run']} | {row['topology']} | {row['kind']} | {row['measured_step_s']:.2f} s | "
+        f"{row['predicted_of_measured_s']:.2f} s | {row['ratio']:.3f} | {'yes' if row['covered'] else 'no'} | "
+        f"{row['step_s']:.2f} s | {results.step_text(row['compiled'])} |"
+        for row in rows
+    ]
+    lines.append("")
+    for kind in (kind for kind in residuals.KINDS if any(row["kind"] == kind for row in rows)):
+        errors = [abs(row["ratio"] - 1) for row in rows if row["kind"] == kind]
+        median, worst = statistics.median(errors), max(errors)
+        lines.append(f"- {kind}, {len(errors)} runs: off by {median:.1%} in the median, by {worst:.1%} at most")
+    lines.append(f"- in an interval from all other runs: {sum(row['covered'] for row in rows)} of {len(rows)}")
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["miss"]:
+            reasons.setdefault(row["miss"], []).append(row["run"])
+    notes = [f"- {', '.join(runs)}: {reason}" for reason, runs in reasons.items()]
+    return "\n".join([*lines, *(["", "Why, where it is known:", "", *notes] if notes else [])])
+
+
 def plot(rows: list[dict], path: str) -> None:
     """Draws the MFU of each recipe and of what was measured. Raises ValueError without matplotlib."""
     try:
@@ -206,6 +259,9 @@ def plot(rows: list[dict], path: str) -> None:
         points = [(value, number) for number, value in enumerate(values) if value is not None]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, label=label, zorder=2)
+    for number, result in enumerate(rows):
+        slowest, fastest = (result["mfu"] * result["step_s"] / result[f"step_s_{end}"] for end in ("high", "low"))
+        axes.hlines(number, slowest, fastest, color="C0", alpha=0.5, zorder=1)
     axes.set_yticks(range(len(rows)), [f"{result['recipe']}, {result['topology']}" for result in rows])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
@@ -221,14 +277,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all: {', '.join(RECIPES)}")
     parser.add_argument("--better", action="store_true", help="the plans that the planner finds instead")
     parser.add_argument("--what_if", action="store_true", help="the gain if a figure of the chip were doubled")
+    parser.add_argument("--misses", action="store_true", help="all measured runs, by how far predictions are off")
     parser.add_argument("--json", action="store_true", help="a list of JSON objects, in seconds and bytes")
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the MFU as well; needs the [plot] extra"
     )
     args = command.arguments(parser, argv)
+    if args.better + args.what_if + args.misses + bool(args.plot) > 1:
+        raise ValueError("one of --better, --what_if, --misses and --plot: the picture is of the recipes themselves")
+    if args.misses:
+        names = args.names or list(residuals.measured_runs())
+        command.check_names(names, residuals.measured_runs())
+        return print(json.dumps(misses(names)) if args.json else table_of_misses(names))
     names = args.names or list(RECIPES)
-    if args.better + args.what_if + bool(args.plot) > 1:
-        raise ValueError("one of --better, --what_if and --plot: the picture is of the recipes themselves")
     for name in names:
         flags_lib.recipe_of(name)
     if args.json:

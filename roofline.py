@@ -20,9 +20,9 @@ from predicted.cost import add_cost_command
 from predicted.interconnect import add_collective_command
 from predicted.matmul import add_matmul_command
 from predicted.planner import add_plan_command
+from predicted.presentation import add_step_command
 from predicted.recompute import add_remat_command
 from predicted.serving import add_serve_command
-from predicted.step import add_step_command
 from predicted.transformer import add_model_command
 
 

@@ -175,6 +175,10 @@ def what_if() -> str:
     return "\n".join(line for _, line in timed_lines("recipes.py", "--what_if"))
 
 
+def misses() -> str:
+    return "\n".join(line for _, line in timed_lines("recipes.py", "--misses"))
+
+
 BLOCKS = {
     "default run": default_run,
     "default run in full": default_run_in_full,
@@ -196,6 +200,7 @@ BLOCKS = {
     "recipes": recipes,
     "better recipes": better_recipes,
     "what if": what_if,
+    "misses": misses,
 }
 
 

@@ -128,7 +128,7 @@ def rates_of(chip: Chip) -> Rates:
     """
     return Rates(
         clock_hz=chip.clock_hz,
-        kernel_clock_hz=KERNEL_CLOCK * chip.clock_hz,
+        kernel_clock_hz=KERNEL_CLOCK * chip.running_hz,
         link_bytes_per_s=LINKS_REACHED * chip.link_bytes_per_s,
         die_to_die_bytes_per_s=LINKS_REACHED * chip.die_to_die_bytes_per_s,
         hbm_bytes_per_s=HBM_REACHED * chip.hbm_bytes_per_s / chip.devices,

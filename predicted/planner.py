@@ -65,10 +65,21 @@ import rules
 from config import REMAT_POLICIES, Config
 from hardware import Chip, by, chip_of, parse_topology, si
 from placement import BATCH_AXES, MESH_AXES
-from predicted import transformer
+from predicted import residuals, transformer
 from predicted.interconnect import links_of, squarest
-from predicted.step import GiB, Prediction, as_json, describe, describe_shortfall, plot, predict
-from predicted.workload import ROWS_OF_A_TILE, TODAY, Efficiency, Run, host_bytes_of, layers_of, memory_of, shortfall_of
+from predicted.presentation import add_program_flag, as_json, describe, plot
+from predicted.step import GiB, Prediction, describe_shortfall, predict
+from predicted.workload import (
+    PROGRAMS,
+    ROWS_OF_A_TILE,
+    TODAY,
+    Efficiency,
+    Run,
+    host_bytes_of,
+    layers_of,
+    memory_of,
+    shortfall_of,
+)
 
 PLANNED_FLAGS = config_lib.deciding("plan")
 WITHIN = 1.05  # a step that takes at most so many times as long as the shortest counts as equally fast
@@ -472,11 +483,12 @@ def print_plan(args: argparse.Namespace) -> None:
     given = [name for name in PLANNED_FLAGS if name in args]
     if given:
         raise ValueError(f"--{given[0]} is what plan finds; for one that is given: roofline.py step")
-    planned, planned_in_fp8 = plan(config, chip, topology, num_slices=num_slices), None
+    how = dict(num_slices=num_slices, efficiency=PROGRAMS[args.program])
+    planned, planned_in_fp8 = plan(config, chip, topology, **how), None
     if config.fp8 == "none" and chip.fp8_flops_per_s and chip.fp8_flops_per_s > chip.bf16_flops_per_s:
         modules = "out,mlp,moe" if config.kv_lora_rank else config.fp8_modules
         in_fp8 = dataclasses.replace(config, fp8="dynamic", fp8_modules=modules)
-        planned_in_fp8 = plan(in_fp8, chip, topology, num_slices=num_slices)
+        planned_in_fp8 = plan(in_fp8, chip, topology, **how)
     if args.plot:
         plot({_mesh_text(prediction.run): prediction for prediction in planned.families[:8]}, args.plot)
     if args.json:
@@ -490,6 +502,7 @@ def as_json_of_plan(plan: Plan, in_fp8: Plan | None) -> dict:
     return {
         "best": as_json(plan.best),
         "families": {family(prediction): as_json(prediction) for prediction in plan.families},
+        "inseparable": inseparable(plan),
         "reasons": reasons(plan),
         "num_tried": plan.num_tried,
         "num_fitting": plan.num_fitting,
@@ -511,10 +524,22 @@ def print_as_text(plan: Plan, in_fp8: Plan | None, explain: bool) -> None:
             f"  {_mesh_text(run):42}{run.microbatches:13}{si(step_s, 's'):>10}{prediction.mfu:7.1%}"
             f"{nbytes / GiB:6.1f}  {prediction.bound:15} {_how_text(run.config)}"
         )
+    if alike := inseparable(plan):
+        print(f"\nwithin the interval of the best, {residuals.interval(plan.best)}: {', '.join(alike)}")
+        print("measured runs do not separate these; of the steps within 5% the best has the fewest axes")
     if in_fp8:
         gain = plan.best.step_s / in_fp8.best.step_s
         print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.run)}")
-    print(f"\nroofline.py step {' '.join(flags_of(plan.best))}")
+    program = next(name for name, efficiency in PROGRAMS.items() if efficiency == plan.best.run.efficiency)
+    flags = [*flags_of(plan.best), *([f"--program={program}"] if program != "this" else [])]
+    print(f"\nroofline.py step {' '.join(flags)}")
+
+
+def inseparable(plan: Plan) -> list[str]:
+    """The families, other than that of the best, whose step is in the interval of the best one."""
+    within = residuals.interval(plan.best)
+    others = (each for each in plan.families if family(each) != family(plan.best))
+    return [family(each) for each in others if within.low_s <= each.step_s <= within.high_s]
 
 
 def _how_text(config: Config) -> str:
@@ -568,5 +593,6 @@ def add_plan_command(commands) -> None:
     parser.add_argument(
         "--plot", type=command.path, metavar="FILE.png", help="draw the parts of the families' steps; needs matplotlib"
     )
+    add_program_flag(parser)
     flags_lib.add_run_flags(parser, "tpu7x:4x4x4")
     parser.set_defaults(run=print_plan, parser=parser)

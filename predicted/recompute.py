@@ -23,7 +23,8 @@ from config import REMAT_POLICIES, Config
 from hardware import Chip, by, parse_topology, si
 from predicted import transformer
 from predicted.planner import MEMORY_SHARE
-from predicted.step import GiB, Prediction, describe_shortfall, plot, predict
+from predicted.presentation import plot
+from predicted.step import GiB, Prediction, describe_shortfall, predict
 from predicted.workload import TODAY, Efficiency, run_of
 
 

@@ -1,7 +1,6 @@
 """Predicts how long a training step takes, part by part, and whether the run fits in memory.
 
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --explain
-    python roofline.py step --preset=qwen3-235b-a22b --topology=tpu7x:4x8x8 --batch=2048 --json
 
 **Idea.** A roofline gives the least time that a step can take. This file predicts the time that it does take. The
 arithmetic is the same, but is divided by the rates that programs achieve, not by the chip's peaks.
@@ -65,17 +64,13 @@ is the slowdown of compute and transfers that run at the same time. Attention is
 here imports JAX.
 """
 
-import argparse
-import json
 import math
 from dataclasses import dataclass, replace
 
 import anatomy
-import command
-import flags as flags_lib
 import rules
 from compiler_flags import PADS_SUMS
-from hardware import Axis, by, parse_topology, si
+from hardware import Axis, si
 from placement import MESH_AXES
 from predicted import matrices, transformer
 from predicted.bounds import bubble
@@ -89,12 +84,9 @@ from predicted.workload import (
     compute_s,
     host_bytes_of,
     layers_of,
-    local_shape,
     loss_chunk,
     memory_of,
-    moved_bytes,
     params_of_device,
-    run_of,
     shortfall_of,
     slots_of_device,
     tables_of_device,
@@ -249,12 +241,13 @@ def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
             flops["attention" if name in ("scores", "mix") else "matmul"] += 3 * forward + recomputed.get(name, 0)
     tokens = f"{config.batch * config.seq_len / math.prod(run.sizes.values()):,.0f} tokens"  # those of one device
     nbytes = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * run.element
-    peak = run.chip.bf16_flops_per_s / run.chip.devices
-    speed = run.chip.flops_per_s(run.dtype) / run.chip.devices
+    peak, speed = run.peak_flops_per_s(), run.peak_flops_per_s(run.dtype)
+    reached = f"{e.matmul * (e.fp8_matmul if run.dtype == 'fp8' else 1):.3g}"
+    tiles = f", rows of an expert to {e.expert_tile}" if config.num_experts and e.overlapped_experts else ""
     slower = "" if run.dtype == "bf16" else f", {si(peak, 'FLOP/s')} for what stays in bfloat16"
     formulas = {
         "matmul": f"{tokens} * {si(flops['matmul'], 'FLOP')} with what is recomputed / ({si(speed, 'FLOP/s')} * "
-        f"{e.matmul}{slower}); dims are padded to {run.chip.mxu_size}, rows of an expert to {e.expert_tile}",
+        f"{reached}{slower}); dims are padded to {run.chip.mxu_size}{tiles}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, for heads of 128); blocks on the "
         f"diagonal are full, the sequence is padded to tiles of {e.attention_tile}, backward has one more matmul",
@@ -427,10 +420,10 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
             gradients = layer.gradient_bytes(run, with_experts=False)
         forward = max(layer.gathered_bytes(run) if carried else 0, aligned)
         nbytes += kind.times * 2 * (forwards * forward + aligned + gradients)  # each is read and written
-    seconds = nbytes / (run.hbm_bytes_per_s * e.elementwise)
+    seconds = nbytes / (run.hbm_bytes_per_s * e.copies)
     why = ["forward, for the next iteration"] if carried else []
     why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] if untiled else []
-    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})"
+    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {e.copies})"
     return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 
 
@@ -643,8 +636,8 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
         return Part("copies of rows", "memory", 0, 0, "")
     rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_buffer_ratio)
     nbytes = 2 * _exchanges(run) * _mixtures(kinds) * rows * width * run.element
-    seconds = nbytes / (run.hbm_bytes_per_s * run.efficiency.elementwise)
-    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {run.efficiency.elementwise})"
+    seconds = nbytes / (run.hbm_bytes_per_s * run.efficiency.copies)
+    formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {run.efficiency.copies})"
     return Part(
         "copies of rows", "memory", seconds, seconds, f"{formula}: {width} is no multiple of {COLUMNS_OF_A_TILE}"
     )
@@ -741,39 +734,6 @@ def _links_text(run: Run, axis: str) -> str:
 # -- command line
 
 
-def as_json(prediction: Prediction) -> dict:
-    """Returns the object that --json prints, in seconds, bytes and FLOPs."""
-    run, config = prediction.run, prediction.run.config
-    return {
-        "preset": config.preset,
-        "topology": f"{run.chip.name}:{by(run.topology)}",
-        "num_slices": run.num_slices,
-        "num_chips": run.num_chips,
-        "mesh": {axis: size for axis, size in run.sizes.items() if size > 1},
-        "batch": config.batch,
-        "seq_len": config.seq_len,
-        "microbatches": config.microbatches,
-        "remat": config.remat,
-        "fp8": config.fp8,
-        "kind": "predicted",
-        "step_s": prediction.step_s,
-        "mfu": prediction.mfu,
-        "own_precision_mfu": prediction.own_precision_mfu,
-        "flops_per_step": prediction.flops_per_step,
-        "tokens_per_s_per_chip": prediction.tokens_per_s_per_chip,
-        "exposed_comm_s": prediction.exposed_comm_s,
-        "bound": prediction.bound,
-        "hbm_bytes": prediction.hbm_bytes,
-        "hbm_limit_bytes": run.hbm_limit,
-        "host_bytes": prediction.host_bytes,
-        "host_limit_bytes": run.host_limit if math.isfinite(run.host_limit) else None,
-        "fits": prediction.fits,
-        "passes": prediction.passes,
-        "parts": {part.name: {"seconds": part.seconds, "exposed_s": part.exposed_s} for part in prediction.parts},
-        "memory_bytes": prediction.memory,
-    }
-
-
 def cliffs(run: Run) -> list[str]:
     """Returns a sentence for each size at which a kernel takes over CLIFF times as long as at a neighbouring size."""
     return [*_cliff_of_attention(run), *_cliff_of_experts(run)]
@@ -841,153 +801,7 @@ def _cliff_of_experts(run: Run) -> list[str]:
     return [f"{sizes}: the experts' kernels {effect}, as they tile only multiples of 128; the nearest is {nearest}"]
 
 
-def describe(prediction: Prediction, *, explain: bool = False) -> str:
-    """The prediction as text: the run, the parts of the step, MFU and memory; formulas with `explain`."""
-    run, config, chip = prediction.run, prediction.run.config, prediction.run.chip
-    mesh = ", ".join(
-        f"{axis} {size} ({', '.join(link.name for link in run.links[axis])})"
-        for axis, size in run.sizes.items()
-        if size > 1
-    )
-    slices = f"{run.num_slices} slices of " if run.num_slices > 1 else ""
-    tokens, passes = config.batch * config.seq_len, prediction.passes
-    lines = [
-        f"{config.preset} on {slices}{chip.name}:{by(run.topology)}, {run.num_chips:,} chips, predicted",
-        f"  mesh     {mesh or 'one device'}",
-        f"  batch    {config.batch:,} sequences of {config.seq_len:,}: {tokens:,} tokens"
-        + (f", in {config.microbatches} microbatches" if config.microbatches > 1 else ""),
-        f"  how      {'bf16' if config.fp8 == 'none' else f'fp8 ({config.fp8})'}, remat {config.remat}"
-        + (f" {config.remat_tensors}" if config.remat_tensors else ""),
-        "",
-        f"{'':26}{'total':>12}{'exposed':>12}{'of the step':>13}   waits for",
-    ]
-    for part in prediction.parts:
-        share = part.exposed_s / prediction.step_s
-        times = f"{si(part.seconds, 's'):>12}{si(part.exposed_s, 's'):>12}"
-        lines.append(f"  {part.name:24}{times}{share:13.1%}   {part.resource}")
-        if explain:
-            lines.append(f"      = {part.formula}")
-    own = f" of bf16's peak, {prediction.own_precision_mfu:.1%} of fp8's" if config.fp8 != "none" else ""
-    lines += [
-        f"  {'step':36}{si(prediction.step_s, 's'):>12}{'100.0%':>13}   bound by {prediction.bound}",
-        "",
-        f"  layers   compute {si(passes['forward'], 's')} forward, {si(passes['backward'], 's')} backward",
-        f"  MFU      {prediction.mfu:.1%}{own}; {prediction.tokens_per_s_per_chip:,.0f} tokens/s a chip; "
-        f"{si(prediction.flops_per_step, 'FLOP')} a step",
-        f"  memory   {prediction.hbm_bytes / GiB:.1f} of {run.hbm_limit / GiB:.1f} GiB a device"
-        + ("" if prediction.fits else f": DOES NOT FIT, {describe_shortfall(prediction.shortfall())}"),
-    ]
-    shown = {name: nbytes for name, nbytes in prediction.memory.items() if nbytes}
-    shown |= {"on the host": prediction.host_bytes} if prediction.host_bytes else {}
-    width = max(map(len, shown))
-    lines += [f"           {name:{width}} {nbytes / GiB:8.2f} GiB" for name, nbytes in shown.items()]
-    if prediction.host_bytes and math.isfinite(run.host_limit):
-        lines[-1] += f" of {run.host_limit / GiB:.1f}"
-    lines += [f"  cliff    {sentence}" for sentence in cliffs(run)]
-    if explain:
-        peaks = f"{run.num_chips} * {si(chip.bf16_flops_per_s, 'FLOP/s')}"
-        lines.append(f"  MFU      = {si(prediction.flops_per_step, 'FLOP')} / ({prediction.step_s:.4g} s * {peaks})")
-    return "\n".join(lines)
-
-
 def describe_shortfall(shortfall: dict[str, float]) -> str:
     """The result of `Prediction.shortfall` in words; an empty string if the run fits."""
     names = {"hbm": "", "host": " of the host's memory"}
     return " and ".join(f"{nbytes / GiB:.2f} GiB{names[memory]} short" for memory, nbytes in shortfall.items())
-
-
-def matmuls(prediction: Prediction) -> list[tuple[str, float, float, float]]:
-    """Returns (weight, FLOPs, bytes of HBM, FLOP/s at the roofline) for each forward matmul of a layer on a device.
-
-    Matmuls that are the same in both kinds of layers are listed once.
-    """
-    run, rows = prediction.run, []
-    for layer in layers_of(run):
-        for product in layer.products:
-            m, k, n, _ = local_shape(run, product)
-            flops, nbytes = 2 * m * k * n, moved_bytes(run, product)
-            peak = run.flops_per_s(product.dtype) / run.efficiency.matmul
-            rows.append((product.weight, flops, nbytes, min(peak, flops / nbytes * run.hbm_bytes_per_s)))
-    return list(dict.fromkeys(rows))
-
-
-def describe_matmuls(prediction: Prediction) -> str:
-    """Returns a table of the matmuls of a layer on the roofline of a device."""
-    run = prediction.run
-    ridge = run.chip.flops_per_s(run.dtype) / run.chip.hbm_bytes_per_s
-    lines = [f"matmuls of a layer, forward, on a device (ridge: {ridge:.1f} FLOPs a byte of HBM)"]
-    lines.append(f"  {'weight':16}{'FLOPs':>14}{'bytes':>14}{'FLOPs a byte':>14}{'FLOP/s at most':>18}   bound by")
-    for name, flops, nbytes, speed in matmuls(prediction):
-        bound = "memory" if speed == flops / nbytes * run.hbm_bytes_per_s else "compute"
-        intensity = f"{flops / nbytes:,.1f}"
-        lines.append(
-            f"  {name:16}{si(flops, ''):>14}{si(nbytes, 'B'):>14}{intensity:>14}{si(speed, 'FLOP/s'):>18}   {bound}"
-        )
-    return "\n".join(lines)
-
-
-def plot(predictions: dict[str, Prediction], path: str) -> None:
-    """Draws two charts into the file `path`: the parts of each step, and the first run's matmuls on the roofline."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError('--plot needs matplotlib: pip install -e ".[plot]"') from None
-    figure = Figure(figsize=(15, 4 + 0.3 * len(predictions)), layout="constrained")
-    bars, roof = figure.subplots(1, 2)
-    names = dict.fromkeys(part.name for prediction in predictions.values() for part in prediction.parts)
-    left = dict.fromkeys(predictions, 0.0)
-    for number, name in enumerate(names):
-        exposed = lambda prediction, name=name: math.fsum(
-            part.exposed_s for part in prediction.parts if part.name == name
-        )
-        seconds = [exposed(prediction) for prediction in predictions.values()]
-        bars.barh(list(predictions), seconds, left=list(left.values()), color=f"C{number}", label=name)
-        left = {label: left[label] + s for label, s in zip(left, seconds, strict=True)}
-    bars.invert_yaxis()
-    bars.set(xlabel="seconds", title="Time of a step by part, predicted")
-    bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
-
-    label, prediction = next(iter(predictions.items()))
-    run = prediction.run
-    peak = run.chip.flops_per_s(run.dtype) / run.chip.devices
-    ridge = peak / run.hbm_bytes_per_s
-    points = [(name, flops / nbytes, speed) for name, flops, nbytes, speed in matmuls(prediction)]
-    low, high = min(ridge / 4, *(x for _, x, _ in points)), max(ridge * 16, *(x for _, x, _ in points)) * 1.5
-    roof.loglog([low, ridge, high], [low * run.hbm_bytes_per_s, peak, peak], color="k", label="roofline")
-    for number, (name, intensity, speed) in enumerate(points):
-        roof.plot(intensity, speed, marker="o", ls="", color=f"C{number}", label=name)
-    roof.set(title=f"Matmuls of a layer on a device, {label}, predicted")
-    roof.set(xlabel="FLOPs a byte of HBM", ylabel="FLOP/s at most")
-    roof.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    roof.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-def print_step(args: argparse.Namespace) -> None:
-    config = flags_lib.from_args(args)
-    topology, num_slices = flags_lib.slice_of(args)
-    prediction = predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
-    if args.plot:
-        plot({config.preset: prediction}, args.plot)
-    if args.json:
-        return print(json.dumps(as_json(prediction) | {"cliffs": cliffs(prediction.run)}))
-    print(describe(prediction, explain=args.explain))
-    if args.explain:
-        print(f"\n{describe_matmuls(prediction)}")
-
-
-def add_step_command(commands) -> None:
-    about = "time of a training step by part, memory, MFU"
-    parser = commands.add_parser(
-        "step", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
-    )
-    parser.add_argument("--explain", action="store_true", help="show the formulas with the numbers in them")
-    parser.add_argument("--json", action="store_true", help="a JSON object, in seconds, bytes and FLOPs")
-    parser.add_argument(
-        "--plot",
-        type=command.path,
-        metavar="FILE.png",
-        help="draw the parts, and the matmuls on a roofline; needs matplotlib",
-    )
-    flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # the default model is small
-    parser.set_defaults(run=print_step, parser=parser)

@@ -44,7 +44,7 @@ from functools import cache, partial
 import anatomy
 import compiler_flags
 from config import Config
-from hardware import HBM_REACHED, HOST_BYTES_PER_S, KERNEL_CLOCK, LINKS_REACHED, Axis, Chip
+from hardware import HBM_REACHED, HOST_BYTES_PER_S, KERNEL_CLOCK, LINKS_REACHED, MATMUL_REACHED, Axis, Chip
 from placement import BATCH_AXES, fill_mesh, parse_mesh
 from predicted import transformer
 from predicted.bounds import in_flight, matmul_dtype
@@ -59,22 +59,24 @@ from rules import ring_size, settled
 class Efficiency:
     """The shares of a chip's peak rates that programs achieve. All models use the same values.
 
-    Measured values are from https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/ironwood. Compiled values
-    are cycles of the project's attention kernels, compiled for TPU7x and counted by compiled/bundles.py. Heads have 128
-    dims, blocks 1024 x 1024 scores. The clock is 1.76 GHz, 0.8 of the clock of the published peak. At peak rate, the
-    two forward matmuls of a block would take 1024 cycles, the five backward ones 2560.
+    Compiled values are cycles of the project's attention kernels, compiled for TPU7x and counted by
+    compiled/bundles.py. Heads have 128 dims, blocks 1024 x 1024 scores. At peak rate, the two forward matmuls of such a
+    block would take 1024 cycles, the five backward ones 2560.
     """
 
-    # Shares of the peak.
-    matmul: float = 0.83  # measured: 956 of 1153.5 TFLOP/s, bf16, 32768^3
+    # Shares of the peak at the running clock (Chip.running_hz).
+    matmul: float = MATMUL_REACHED
+    # Chosen: matmuls in FP8 achieve this share of the share above. No figure of theirs is published.
+    fp8_matmul: float = 0.88
     attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = KERNEL_CLOCK * 2560 / 4405  # compiled: flash_backward.py, 158.6k for 36 blocks
     hbm: float = HBM_REACHED
     links: float = LINKS_REACHED  # of a link's bandwidth, one way
-    # Chosen: the time of elementwise work is what the other parts leave of measured steps (Llama 3.1 70B in bf16 and
-    # FP8, Qwen3 235B). The share is low because a program moves more bytes than are counted here. Examples are
-    # transposes, float32 values, and operations that are not fused.
-    elementwise: float = 0.37  # of HBM's peak
+    # Chosen: the time of elementwise work is what the other parts leave of all measured steps (published.py). The share
+    # is low because a program moves more bytes than are counted here. Examples are transposes, float32 values, and
+    # operations that are not fused.
+    elementwise: float = 0.5  # of HBM's peak
+    copies: float = 0.37  # of HBM's peak, fitted to copies in compiled programs (predicted/step.py, "Copies")
 
     # The router's matmuls are in float32. The matrix unit takes this many bf16 passes for one, on average. It splits a
     # float32 operand in three bf16 parts: three passes if the other operand is bf16, six if both are float32.
@@ -84,7 +86,13 @@ class Efficiency:
     # has rows for. Compiled: 1.44 times the work, at 1024 rows.
     expert_tile: int = 512
     gated_experts: bool = True  # the experts' kernel also computes their SwiGLU (gmm.py)
+    # Whether the experts' kernel reads a tile while it multiplies another one (gmm.py). If not, the times of both add
+    # up, without empty rows of tiles, and rows whose width 128 does not divide are copied before and after.
+    overlapped_experts: bool = True
     attention_block: int = 1024  # scores along an edge; a block that the mask crosses is computed in full
+    # The extra time of a block that the mask crosses, over the time of a full block: (forward, backward). The compiled
+    # values above are means that include it.
+    attention_crossed: tuple[float, float] = (0.0, 0.0)
     # Positions of a tile. The kernel computes whole tiles of a sequence. Compiled: 1,025 tokens take 2.01 times the
     # cycles of 1,024 forward and 1.93 times backward. This value predicts 1.87.
     attention_tile: int = 512
@@ -108,20 +116,26 @@ class Efficiency:
 
 
 TODAY = Efficiency()  # of this project's programs
-# The efficiencies of published runs of other programs. Their attention kernel is tokamax's splash attention: 120k
-# cycles forward, 5780 for a block backward. The times that tokamax publishes are these cycles at 1.76 GHz. All parts of
-# a layer hide its offload. This is chosen to fit the step of 8B on v6e; the cause is not known. The full backward pass
-# of a layer hides the sums of its gradients, chosen to fit DeepSeek-V3. No weights are copied: most of these runs shard
-# weights in two dims, and their loops carry none between iterations.
-PUBLISHED = replace(
+# The efficiencies of MaxText's programs, whose steps were measured. Their attention kernel is tokamax's splash
+# attention, their experts' kernel tokamax's grouped matmul. Both were measured on TPU7x (tokamax/data/autotuning of
+# github.com/openxla/tokamax at 783ea95). Of heads of 128, a block takes 2,500 cycles of 1.76 GHz forward and 5,425
+# backward without a mask (8k and 16k tokens), and 4,600 and 7,000 more if a causal mask crosses it: so forward passes
+# of 4k, 8k and 16k come to 1.00, 0.98 and 1.05 of the measured time, backward ones to 0.98, 1.00 and 0.95. Of 57 times
+# of the experts' kernel, the sum of matmul and memory comes to 0.98 in the median; its worst is 0.5, without the copies
+# of rows. All parts of a layer hide its offload, and the full backward pass of a layer hides the sums of its gradients.
+# No weights are copied: most of these runs shard weights in two dims, and their loops carry none between iterations.
+MAXTEXT = replace(
     TODAY,
-    attention_forward=KERNEL_CLOCK * 1024 / 3333,
-    attention_backward=KERNEL_CLOCK * 2560 / 5780,
+    attention_forward=KERNEL_CLOCK * 1024 / 2500,
+    attention_backward=KERNEL_CLOCK * 2560 / 5425,
+    attention_crossed=(4600 / 2500, 7000 / 5425),
     hides_offload=("matmul", "attention", "elementwise"),
     gated_experts=False,
+    overlapped_experts=False,
     late_sums=False,
     copies_weights=False,
 )
+PROGRAMS = {"this": TODAY, "maxtext": MAXTEXT}
 
 
 # -- a run
@@ -223,8 +237,13 @@ class Run:
 
     def flops_per_s(self, dtype: str = "bf16") -> float:
         """The FLOP/s that a device's matmuls achieve. An f32 matmul takes `passes_of_f32` passes of a bf16 matmul."""
+        e = self.efficiency
+        return self.peak_flops_per_s(dtype) * e.matmul * (e.fp8_matmul if dtype == "fp8" else 1)
+
+    def peak_flops_per_s(self, dtype: str = "bf16") -> float:
+        """The peak of a device's matrix units at the running clock, in passes of bf16 for f32."""
         passes = self.efficiency.passes_of_f32 if dtype == "f32" else 1
-        return self.chip.flops_per_s(dtype) / self.chip.devices / passes * self.efficiency.matmul
+        return self.chip.flops_per_s(dtype) / self.chip.devices * self.chip.running_hz / self.chip.clock_hz / passes
 
     def effective_links(self, axis: str) -> list[Axis]:
         """The links of a mesh axis, with the bandwidth that programs achieve."""
@@ -565,13 +584,18 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
     forward = backward = 0.0
     mxu = run.chip.mxu_size
     padded = lambda dim: math.ceil(dim / mxu) * mxu
+    e = run.efficiency
     for product in products:
         rows, k, n, matrices = local_shape(run, product)
-        padded_rows = rows + (matrices * run.efficiency.expert_tile if product.part == "experts" else 0)
-        once = max(
-            2 * padded_rows * padded(k) * padded(n) / run.flops_per_s(product.dtype),
-            moved_bytes(run, product) / (run.hbm_bytes_per_s * run.efficiency.hbm),
-        )
+        in_tiles = product.part == "experts" and e.overlapped_experts
+        padded_rows = rows + (matrices * e.expert_tile if in_tiles else 0)
+        multiplied = 2 * padded_rows * padded(k) * padded(n) / run.flops_per_s(product.dtype)
+        moved = moved_bytes(run, product) / (run.hbm_bytes_per_s * e.hbm)
+        once = max(multiplied, moved)
+        if product.part == "experts" and not e.overlapped_experts:
+            once = multiplied + moved
+            if run.config.model_dim % COLUMNS_OF_A_TILE:
+                once += 2 * moved_bytes(run, product) / (run.hbm_bytes_per_s * e.copies)
         forward += once
         backward += (3 if product.recomputed else 2) * once
     return forward, backward
@@ -583,13 +607,16 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     keys = layer.keys
     if not anatomy.in_zigzag(config):  # in sequence order, the last shard attends to most keys, 2 - 1/ring of the mean
         keys += (1 - 1 / ring_size(config, run.sizes)) * layer.global_keys
-    scores = b * keys * config.num_heads / tensor
+    # Blocks that the mask crosses, in each row of blocks: on the diagonal, and at the far end of a window.
+    crossed = (2 if config.window and not layer.global_keys else 1) * min(e.attention_block, config.seq_len)
+    scores, extra = (b * n * config.num_heads / tensor for n in (keys, crossed))
     dim = max(anatomy.key_dim(config), anatomy.value_dim(config))
     # The number of heads with 128 dims that take as long as one of these heads.
     heads_of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)
-    peak = run.chip.bf16_flops_per_s / run.chip.devices
-    attention = scores * 2 * 2 * 128 * heads_of_128 / (peak * e.attention_forward)
-    attention_backward = scores * 5 * 2 * 128 * heads_of_128 / (peak * e.attention_backward)
+    peak = run.peak_flops_per_s()
+    forward_scores, backward_scores = (scores + share * extra for share in e.attention_crossed)
+    attention = forward_scores * 2 * 2 * 128 * heads_of_128 / (peak * e.attention_forward)
+    attention_backward = backward_scores * 5 * 2 * 128 * heads_of_128 / (peak * e.attention_backward)
     if layer.attention_recomputed:
         attention_backward += attention
     elementwise = elementwise_s(run, sum(layer.elementwise))

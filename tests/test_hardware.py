@@ -28,11 +28,11 @@ def test_the_chips():
 def test_every_field_has_a_figure(chip):
     """None marks figures that are not published or do not apply; all others are positive."""
     may_be_none = {"fp8_flops_per_s", "int8_flops_per_s", "pcie_bytes_per_s", "host_memory_bytes"}
-    may_be_0 = {"cube", "ring", "die_to_die_bytes_per_s"}
+    may_be_0 = {"cube", "ring", "die_to_die_bytes_per_s", "clocks", "p_state"}
     for field in dataclasses.fields(Chip):
         value = getattr(chip, field.name)
         if isinstance(value, tuple):
-            assert value
+            assert value or field.name in may_be_0
         elif not isinstance(value, str):
             assert (value is None and field.name in may_be_none) or value or field.name in may_be_0, field.name
             assert not value or value > 0
@@ -276,6 +276,14 @@ def test_a_chip_that_does_not_exist():
     assert f"{chip.name}:{hardware.by(sizes)}" == topology  # predictions print it so, and accept it
 
 
+def test_a_power_state_decides_the_clock():
+    hertz = lambda text: hardware.chip_of(text).running_hz
+    assert [hertz(f"tpu7x+p_state={state}") for state in (3, 5, 7)] == pytest.approx([1.9e9, 2.05e9, 2.2e9])
+    assert hertz("tpu7x") == 1.9e9 and hertz("v6e") == CHIPS["v6e"].clock_hz
+    with pytest.raises(ValueError, match="v6e has no figure 'p_state'"):
+        hardware.chip_of("v6e+p_state=7")
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [
@@ -293,6 +301,9 @@ def test_a_chip_that_does_not_exist():
         ("link_bytes_per_s=-1", "give another value"),
         ("link_bytes_per_s=x", "give another value"),
         ("link_bytes_per_s=nan", "give another value"),
+        ("p_state=2", "the clocks of tpu7x are known from p_state=3 to p_state=7"),
+        ("p_state=8", "p_state=7"),
+        ("p_state=2x", "p_state=7"),
     ],
 )
 def test_impossible_figures_are_refused(changed, words):

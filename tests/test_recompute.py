@@ -16,7 +16,7 @@ import hardware
 import roofline
 from config import REMAT_POLICIES, Config
 from flags import from_preset
-from predicted import planner, recompute, step, transformer, workload
+from predicted import planner, presentation, recompute, step, transformer, workload
 from predicted.workload import run_of
 
 ROOT = Path(roofline.__file__).parent
@@ -91,8 +91,8 @@ def test_a_host_of_unpublished_memory_has_no_limit():
     config = from_preset("llama3.1-8b", mesh="fsdp:4", batch=4, remat="minimal_offloaded")
     prediction = step.predict(run_of(config, hardware.CHIPS["v4"], (2, 2, 1)))
     assert prediction.host_bytes > 0 and prediction.run.host_limit == math.inf and "host" not in prediction.shortfall()
-    assert json.loads(json.dumps(step.as_json(prediction), allow_nan=False))["host_limit_bytes"] is None
-    assert "inf" not in step.describe(prediction)
+    assert json.loads(json.dumps(presentation.as_json(prediction), allow_nan=False))["host_limit_bytes"] is None
+    assert "inf" not in presentation.describe(prediction)
 
 
 def test_a_stage_offloads_only_if_it_is_computed_again_and_one_microbatch_at_a_time():

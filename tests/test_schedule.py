@@ -869,7 +869,7 @@ def test_another_chip_has_the_same_shares_of_its_own_figures():
     lines = (work("a", 7), permute("s", 8 * 89 * 10**9), done("d", "s"), KERNEL, END)
     seconds = lambda rates: walk(parse(text(*lines)), rates=rates, kernels={"flash": 14e9}).seconds
     v6e = CHIPS["v6e"]
-    assert seconds(rates_of(v6e)) == pytest.approx(8 + 14e9 / (0.8 * 1.75e9))  # a link is as fast as TPU7x's
+    assert seconds(rates_of(v6e)) == pytest.approx(8 + 14e9 / (1.76 / 1.9 * 1.75e9))  # a link is as fast as TPU7x's
     assert seconds(TPU7X) == pytest.approx(8 + 14e9 / 1.76e9)
     assert rates_of(v6e).hbm_bytes_per_s == 0.87 * 1638e9
     assert rates_of(v6e).host_bytes_per_s == v6e.pcie_bytes_per_s == 32e9
