@@ -110,6 +110,12 @@ def kernels() -> str:
     )
 
 
+def kernel_timings() -> str:
+    lines = [line for _, line in timed_lines("benchmarks/kernel_timings.py")]
+    rows = lines.index("", 2) + 3  # of the second table
+    return "\n".join(lines[: rows + 10])
+
+
 def tuned_sizes() -> str:
     os.environ["IRONWOOD_TUNED"] = os.devnull  # the project's own sizes, not this machine's
     return "\n".join(line for _, line in timed_lines("kernels.py"))
@@ -185,6 +191,7 @@ BLOCKS = {
     "one device": one_device,
     "collectives": collectives,
     "kernels": kernels,
+    "kernel timings": kernel_timings,
     "tuned sizes": tuned_sizes,
     "fp8 quality": fp8_quality,
     "endurance": endurance,

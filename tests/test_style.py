@@ -26,7 +26,7 @@ FLOORS = [
     {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer", "matrices"}
-    | {"compiler_flags", "schedule", "liveness", "schedules", "spikes"},
+    | {"compiler_flags", "schedule", "liveness", "schedules", "spikes", "grid"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
     {"timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
@@ -43,9 +43,20 @@ FLOORS = [
     {"aot"},
 ]
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
-LEAVES |= {"dense", "kernels", "remote_dma", "interconnect", "matmul", "placement", "spatial", "hlo", "schedule"}
+LEAVES |= {
+    "dense",
+    "kernels",
+    "remote_dma",
+    "interconnect",
+    "matmul",
+    "placement",
+    "spatial",
+    "hlo",
+    "schedule",
+    "grid",
+}
 LEAVES |= {"groups", "timeline", "liveness", "tuned", "vocabulary", "offload", "pipeline", "context", "fp8"}
-LEAVES |= {"checksums", "lock", "documents", "corpora", "prepare", "tokenization"}
+LEAVES |= {"grid", "checksums", "lock", "documents", "corpora", "prepare", "tokenization"}
 
 
 # -- names that are shapes
