@@ -20,7 +20,8 @@ devices of the topology. No array is allocated: a model that fills a pod compile
                 and with the cycles of kernels that compiled/bundles.py counts
     prediction  for comparison, the prediction of roofline.py for the same step
 
-`--trace=step.json` writes the walked schedule as a picture for ui.perfetto.dev (compiled/trace.py).
+`--trace=step.json` writes the walked schedule as a picture for ui.perfetto.dev (compiled/trace.py), `--report=DIR` the
+report as a page of HTML (report.py).
 
 Memory, order and engines are compiled. The seconds are predicted from the compiled program; no TPU has run it.
 
@@ -52,12 +53,13 @@ import compiler_flags
 import flags as flags_lib
 import outputs
 import placement
+import report as pages
 import rules
 from compiled import bundles, hlo, liveness, results, schedule, timeline, trace
 from compiled.trace import mesh_axes
 from config import Config
 from hardware import CHIPS, Chip, by, parse_topology, si
-from predicted import planner, recompute
+from predicted import page, planner, recompute
 from predicted.step import GiB, Prediction, predict
 from predicted.workload import run_of
 
@@ -168,6 +170,7 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
         "temporary_bytes": analysis.temp_size_in_bytes,
         "host_bytes": analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
         **peak.as_dict(),
+        "live_over_step": peak.over_step,
         "cached": False,
     }
     program = executable.as_text()
@@ -254,18 +257,15 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     if args.hlo_out:
         with outputs.replacing(args.hlo_out) as file:
             file.write(program)
+    over_step = memory.pop("live_over_step", ())  # programs that were cached before it was stored lack it
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
     trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
     options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
-    breakdown = schedule.walk(program, **options, events=(events := [] if args.trace else None))
-    if args.trace:
-        about = {"preset": config.preset, "topology": args.topology, "seconds": breakdown.seconds}
-        about |= {"by_category_s": breakdown.categories}
-        trace.write(args.trace, trace.spans_of(events, prediction.run.sizes), about)
+    breakdown = schedule.walk(program, **options, events=(events := [] if args.trace or args.report else None))
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
-    return {
+    result = {
         "preset": config.preset,
         "topology": f"{chip.name}:{by(chips)}",
         "num_slices": args.num_slices,
@@ -291,6 +291,22 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         ],
         "roofline": {"step_s": prediction.step_s, "hbm_bytes": prediction.hbm_bytes, "bound": prediction.bound},
     }
+    if events:
+        draw(result, prediction, trace.spans_of(events, prediction.run.sizes), over_step, args)
+    return result
+
+
+def draw(
+    result: dict, prediction: Prediction, spans: list[trace.Span], over_step: list, args: argparse.Namespace
+) -> None:
+    """Writes the trace and the page of a compiled step, as far as the flags ask for them."""
+    if args.trace:
+        about = {name: result[name] for name in ("preset", "topology", "step_s", "by_category_s")}
+        trace.write(args.trace, spans, about)
+    if args.report:
+        data = {"report": result, **page.data_of(prediction)}
+        title = f"{result['preset']} on {result['topology']}: a training step, compiled without a TPU"
+        pages.write(args.report, title, pages.of_compiled(data, spans, over_step), data)
 
 
 def at_peak(program: hlo.Program, breakdown: schedule.Breakdown, chip: Chip) -> dict[str, float]:
@@ -415,6 +431,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     about = "draw the schedule for ui.perfetto.dev, in this file of JSON (compiled/trace.py)"
     machine.add_argument("--trace", type=command.path, metavar="FILE", help=about)
+    about = "draw the report as a page of HTML, in this folder (report.py)"
+    machine.add_argument("--report", type=command.path, metavar="DIR", help=about)
     about = "store the result in compiled/results_tpu7x.json, which `aot.py results` shows"
     machine.add_argument("--keep", action="store_true", help=about)
     machine.add_argument("--json", action="store_true", help="a JSON object, in seconds and bytes")
@@ -450,14 +468,16 @@ def check_outputs(config: Config, args: argparse.Namespace) -> None:
     """Raises ValueError, before the compilation, for outputs that cannot be written or that do not go together."""
     if args.keep and (args.compare or args.kernel):
         raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
-    if args.trace and args.compare:
-        raise ValueError("--trace draws one program: without --compare")
+    if (args.trace or args.report) and args.compare:
+        raise ValueError("--trace and --report draw one program: without --compare")
     scales = config.fp8_scales if config.fp8 == "static" else ""
     written = {"--hlo_out": args.hlo_out, "--trace": args.trace}
     outputs.check_apart(written, {"--fp8_scales": scales})
     for flag, path in written.items():
         if path:
             outputs.check_writable(f"{flag}={path}", path)
+    if args.report:
+        pages.check("--report", args.report, written)
 
 
 def print_report(result: dict | list[dict], args: argparse.Namespace) -> int:

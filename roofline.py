@@ -15,6 +15,7 @@ chips are in hardware.py.
 from collections.abc import Sequence
 
 import command
+from predicted import page
 from predicted.bounds import add_bounds_command
 from predicted.cost import add_cost_command
 from predicted.interconnect import add_collective_command
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_matmul_command(commands)
     add_collective_command(commands)
     add_bounds_command(commands)
-    add_step_command(commands)
+    add_step_command(commands, page.write)
     add_plan_command(commands)
     add_remat_command(commands)
     add_cost_command(commands)

@@ -141,6 +141,11 @@ aot.py --kernel=x
 aot.py --compare=all
 aot.py --trace=/
 aot.py --trace=/dev/null/x
+aot.py --report=README.md
+aot.py --report=/dev/null
+aot.py --report=x --compare=vmem
+roofline.py step --report=README.md
+roofline.py step --report=/dev/null
 aot.py --trace=x.json --compare=vmem
 aot.py timeline /nowhere --trace=/
 aot.py --topology=tpu7x:1x1x1 --mesh=fsdp:7

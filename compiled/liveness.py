@@ -46,6 +46,7 @@ from compiled import hlo
 GiB = 2**30
 ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*):")
 VALUE = re.compile(r" value: <(\d+) (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+EXECUTED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 LIVE = re.compile(r"^    ([^\s{}:]+)(\{[\d,]*\})?:(\d+)-(\d+)$", re.MULTILINE)
 
 
@@ -68,6 +69,7 @@ class Peak:
     op: str  # the operation that runs at the peak
     source: str
     buffers: tuple[Buffer, ...]  # live at the peak, the largest first
+    over_step: tuple[tuple[str, int], ...] = ()  # (instruction, live bytes from it on), in the order of execution
 
     @property
     def live_bytes(self) -> int:
@@ -135,7 +137,10 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
         elif kind and first:  # live as long as the program; later values overwrite it
             buffers.append(Buffer(size, kind, match[7].partition("{")[0], *names.describe(match[1])))
             first = False
-    at, _ = busiest(places.values())
+    sums = live_bytes(places.values())
+    at, _ = busiest(sums)
+    constant, executed = sum(buffer.nbytes for buffer in buffers), dict(re.findall(EXECUTED, ranges))
+    over_step = tuple((executed[str(time)], constant + nbytes) for time, nbytes in sums if str(time) in executed)
     for place in places.values():
         if live := [value for value in place if value.begin <= at <= value.end]:
             value = max(live, key=lambda value: (value.nbytes, not value.is_phi))
@@ -143,7 +148,7 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
             buffers.append(Buffer(value.nbytes, "temporary", value.shape, *described))
     match = re.search(rf"^    {at}:(\S+)$", ranges, re.MULTILINE)
     op, source = names.describe_instruction(match[1]) if match else ("", "")
-    return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)))
+    return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)), over_step)
 
 
 def kind_of(allocation: str) -> str:
@@ -156,8 +161,8 @@ def kind_of(allocation: str) -> str:
     return next((kind for word, kind in kinds.items() if word in allocation), "scratch")
 
 
-def busiest(places: Sequence[Sequence[Value]]) -> tuple[int, int]:
-    """(the time when most bytes are live, their number); a place counts the largest value that is live in it."""
+def live_bytes(places: Sequence[Sequence[Value]]) -> list[tuple[int, int]]:
+    """[(time, bytes that are live from it on)] where they change; a place counts the largest value that is live."""
     change: Counter = Counter()
     for place in places:
         bounds = sorted({value.begin for value in place} | {value.end + 1 for value in place})
@@ -165,7 +170,11 @@ def busiest(places: Sequence[Sequence[Value]]) -> tuple[int, int]:
             nbytes = max((value.nbytes for value in place if value.begin <= begin <= value.end), default=0)
             change[begin] += nbytes
             change[end] -= nbytes
-    sums = zip(sorted(change), itertools.accumulate(change[at] for at in sorted(change)), strict=True)
+    return list(zip(sorted(change), itertools.accumulate(change[at] for at in sorted(change)), strict=True))
+
+
+def busiest(sums: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(the time when most bytes are live, their number) of the result of `live_bytes`."""
     return max(sums, key=lambda point: point[1], default=(0, 0))
 
 

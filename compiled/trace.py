@@ -129,6 +129,7 @@ def spans_of(events: Iterable[Event], sizes: dict[str, int] | None = None) -> li
       sizes: {mesh axis: size}, to name the axes of collectives.
     """
     spans: list[Span] = []
+    concepts: dict[str, str] = {}  # of transfers, for the waits for them
     began = 0.0  # when the last walked iteration began
     for event in events:
         if event.kind == "iteration":
@@ -136,8 +137,14 @@ def spans_of(events: Iterable[Event], sizes: dict[str, int] | None = None) -> li
         if event.kind == "skipped":
             spans += [_of_loop(event, "loops"), _of_loop(event, "operations")]
             spans += _again(spans, event, began)
+        elif event.kind in ("loop", "iteration"):
+            spans.append(_of_loop(event, "loops"))
         else:
-            spans.append(_of_loop(event, "loops") if event.kind in ("loop", "iteration") else _span(event, sizes or {}))
+            span = _span(event, sizes or {})
+            if event.kind == "wait":
+                span.args["concept"] = concepts[event.instruction.name]
+            concepts[event.instruction.name] = span.args["concept"]
+            spans.append(span)
     return sorted(spans, key=lambda span: (PROCESSES.index(span.process), span.thread, span.begin, -span.end))
 
 

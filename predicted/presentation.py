@@ -10,9 +10,11 @@ The step itself is predicted by predicted/step.py, its interval by predicted/res
 import argparse
 import json
 import math
+from collections.abc import Callable
 
 import command
 import flags as flags_lib
+import report
 from hardware import by, parse_topology, si
 from predicted import residuals
 from predicted.step import GiB, Prediction, cliffs, describe_shortfall, predict
@@ -180,11 +182,15 @@ def plot(predictions: dict[str, Prediction], path: str) -> None:
 
 def print_step(args: argparse.Namespace) -> None:
     config = flags_lib.from_args(args)
+    if args.report:
+        report.check("--report", args.report)
     topology, num_slices = flags_lib.slice_of(args)
     efficiency = PROGRAMS[args.program]
     prediction = predict(run_of(config, *parse_topology(topology), num_slices=num_slices, efficiency=efficiency))
     if args.plot:
         plot({config.preset: prediction}, args.plot)
+    if args.report:
+        args.draw(args.report, prediction)
     if args.json:
         return print(json.dumps(as_json(prediction) | {"cliffs": cliffs(prediction.run)}))
     print(describe(prediction, explain=args.explain))
@@ -197,7 +203,8 @@ def add_program_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--program", choices=PROGRAMS, default="this", help=about)
 
 
-def add_step_command(commands) -> None:
+def add_step_command(commands, draw: Callable[[str, Prediction], None]) -> None:
+    """Adds the command. `draw` writes the page of a prediction into a folder (predicted/page.py)."""
     about = "time of a training step by part, memory, MFU"
     parser = commands.add_parser(
         "step", help=about, description=about, allow_abbrev=False, usage="%(prog)s [--flag=value ...]"
@@ -211,5 +218,7 @@ def add_step_command(commands) -> None:
         help="draw the parts, and the matmuls on a roofline; needs matplotlib",
     )
     add_program_flag(parser)
+    about = "draw the step as a page of HTML, in this folder (report.py)"
+    parser.add_argument("--report", type=command.path, metavar="DIR", help=about)
     flags_lib.add_run_flags(parser, "tpu7x:4x4x4", without_preset="tpu7x:2x2x1")  # the default model is small
-    parser.set_defaults(run=print_step, parser=parser)
+    parser.set_defaults(run=print_step, draw=draw, parser=parser)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ import command
 import compiler_flags
 import kernels
 import placement
+import report
 import sharding
 from compiled import hlo, liveness, schedule
 from config import Config
@@ -94,7 +96,7 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
     again = json.loads(output_of(capsys, programs, "--json"))
     assert again.pop("cached") and again == {name: value for name, value in result.items() if name != "cached"}
     traced = tmp_path / "step.json"
-    shown = output_of(capsys, programs, f"--trace={traced}")
+    shown = output_of(capsys, programs, f"--trace={traced}", f"--report={tmp_path / 'page'}")
     spans = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
     named = {category: 0.0 for category in result["by_category_s"]}
     for args in (span["args"] for span in spans if span["cat"] == "op"):
@@ -103,6 +105,9 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
     assert named == pytest.approx(result["by_category_s"] | dict.fromkeys(waits, 0.0))
     waited = sum(s["args"]["times"] * s["args"]["seconds"] for s in spans if s["cat"] in ("wait", "synchronous"))
     assert waited == pytest.approx(sum(result["by_category_s"][name] for name in waits))
+    page = (tmp_path / "page" / report.PAGE).read_text()
+    embedded = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
+    assert embedded["report"] == again | {"cached": True} and "GiB live" in page and len(page) < 5e6
     for words in (
         "tpu7x:2x2x1, 4 chips, mesh fsdp 8",
         "(predicted from the compiled schedule)",
@@ -418,7 +423,9 @@ def test_a_trace_is_of_one_program_in_a_file_of_its_own(capsys, tmp_path):
         ([f"--trace={tmp_path}"], "exists, and is no file"),
         (["--trace=/dev/null/x"], "cannot be written"),
         ([f"--trace={tmp_path}/a", f"--hlo_out={tmp_path}/a"], "is --hlo_out, too"),
-        ([f"--trace={tmp_path}/a", "--compare=vmem"], "--trace draws one program: without --compare"),
+        (["--report=/dev/null/x"], "cannot be written"),
+        ([f"--report={tmp_path}/a", f"--hlo_out={tmp_path}/a/index.html"], "is --hlo_out, too"),
+        ([f"--trace={tmp_path}/a", "--compare=vmem"], "--trace and --report draw one program: without --compare"),
     ):
         with pytest.raises(SystemExit):
             command.run(aot.main, ["--batch=8", *flags])

@@ -110,6 +110,15 @@ def test_the_peak_is_where_most_bytes_are_live_and_a_place_counts_once():
     assert (result.op, result.source) == ("jit(f)/mul", "/project/model.py:22")
     assert result.live_bytes == 512 + 4096 + 8192 + 16384
     assert [buffer.nbytes for buffer in result.buffers] == sorted((b.nbytes for b in result.buffers), reverse=True)
+    arguments = 512 + 4096 + 8192
+    assert result.over_step == (
+        ("convert.4", arguments + 4096),
+        ("fusion.5", arguments + 12288),
+        ("while.6", arguments + 12288),
+        ("fusion.7", arguments + 16384),
+        ("fusion.8", arguments + 12288),
+        ("copy.10", arguments + 2048),
+    )
 
 
 def test_a_donated_argument_is_one_buffer_of_its_own_kind():

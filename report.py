@@ -1,0 +1,452 @@
+"""Draws a step or a run as one page of HTML that needs no server and loads nothing from outside. No jax.
+
+    python aot.py --preset=llama3.1-8b --mesh=fsdp:8 --batch=8 --report=pages/8b     a compiled step
+    python roofline.py step --preset=llama3.1-70b --batch=256 --report=pages/70b     a predicted step
+    python report.py metrics.jsonl --report=pages/run                                a run, by its --metrics_file
+    python report.py a.jsonl b.jsonl --report=pages/both                             two runs beside each other
+    python report.py a.json b.json --report=pages/plans                              two steps, each printed by --json
+
+**Idea.** The numbers are those of `--json`: the page embeds the object itself in <script id="data">, and draws it. A
+table has each number that a picture shows. DIR/index.html opens in any browser, also without a network.
+
+**Layout** of the page of a compiled step: its summary beside the prediction; the timeline of compiled/trace.py, on
+which one can zoom, hover, and hide a kind; what the TensorCore waits for, the exposed part of the critical path; the
+memory over the step; collectives by mesh axis; the step by part; its flags, and what the planner would change.
+
+**Cost**: 1.3 MB for the library, and about 250 bytes a span. A timeline of more than `MOST_SPANS` spans is drawn with
+neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that.
+
+**Why bokeh** (extra `[report]`): its minified script is 1.3 MB, plotly's 4.6 MB, and a page should stay under 5 MB.
+matplotlib draws pictures that do not zoom. A policy in the page's head forbids every load from outside.
+
+**Left out**: a live page; the samples of a run, which are in its output; faults, of which its log has the words.
+
+**Source**: colours from M. Okabe and K. Ito, "Color Universal Design", which readers of all kinds distinguish.
+"""
+
+import html
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import outputs
+from compiled.trace import Span
+from hardware import si
+
+PAGE = "index.html"
+MOST_SPANS = 6000
+GiB = 2**30
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+)  # fmt: skip
+GREY = "#BBBBBB"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, BLACK)
+KINDS = {  # of spans, in the order of the legend
+    "matmul": BLUE,
+    "kernel": PURPLE,
+    "elementwise": SKY,
+    "copies and layouts": YELLOW,
+    "wait": VERMILION,
+    "collective": GREEN,
+    "copy": ORANGE,
+    "loop": GREY,
+    "skipped iterations": "#E8E8E8",
+}
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; color: #111; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .3em; }
+table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
+td, th { padding: .15em .9em .15em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+td.number { text-align: right; } code { background: #f3f3f3; overflow-wrap: anywhere; } p { max-width: 60em; }
+"""
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a title, a sentence, a figure of bokeh, and a table whose first row is its head."""
+
+    title: str
+    text: str = ""
+    figure: object = None
+    table: Sequence[Sequence[str]] = ()
+
+
+# -- the page
+
+
+def check(flag: str, folder: str, read: dict[str, str] | None = None) -> None:
+    """Makes the folder of a page, before any work.
+
+    Args:
+      flag: the flag that named the folder, for messages.
+      read: {flag: path} of the inputs.
+
+    Raises ValueError where bokeh is not installed, the page cannot be written, or it would replace an input.
+    """
+    try:
+        import bokeh  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError(f'{flag} needs bokeh: pip install -e ".[report]"') from None
+    path = Path(folder, PAGE)
+    outputs.check_apart({flag: str(path)}, read or {})
+    outputs.check_writable(f"{flag}={folder}", path)
+
+
+def write(folder: str, title: str, sections: Sequence[Section], data: dict) -> Path:
+    """Writes a page, and returns its path. `data` is embedded as JSON. Raises OSError if it cannot be written."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    figures = {str(number): each.figure for number, each in enumerate(sections) if each.figure is not None}
+    script, divs = components(figures) if figures else ("", {})
+    library = Resources(mode="inline", components=["bokeh"]).render_js() if figures else ""
+    parts = []
+    for number, section in enumerate(sections):
+        parts.append(f"<section><h2>{html.escape(section.title)}</h2>")
+        parts += [f"<p>{html.escape(section.text)}</p>"] if section.text else []
+        parts += [divs[str(number)]] if str(number) in divs else []
+        parts += [_table(section.table)] if section.table else []
+        parts.append("</section>")
+    numbers = json.dumps(data).replace("</", "<\\/")
+    path = Path(folder, PAGE)
+    with outputs.replacing(path) as file:
+        file.write(
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{STYLE}</style></head>\n'
+            f"<body><h1>{html.escape(title)}</h1>\n{''.join(parts)}\n"
+            f'<script type="application/json" id="data">{numbers}</script>\n{library}\n{script}\n</body></html>\n'
+        )
+    return path
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """HTML of a table; cells that begin with a digit are set to the right."""
+    head, *body = rows
+    number = lambda text: text.lstrip("-+")[:1].isdigit() and len(text) < 24
+    cell = lambda text: f'<td class="number">{text}</td>' if number(text) else f"<td>{html.escape(text)}</td>"
+    lines = ["".join(f"<th>{html.escape(text)}</th>" for text in head)]
+    lines += ["".join(map(cell, row)) for row in body]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+# -- figures
+
+
+def _figure(height: int, **options):
+    """An empty figure with zoom and hover."""
+    from bokeh.plotting import figure
+
+    tools = "xpan,box_zoom,xwheel_zoom,reset,save" + (",hover" if "tooltips" in options else "")
+    drawn = figure(height=height, sizing_mode="stretch_width", tools=tools, **options)
+    drawn.toolbar.logo = None
+    drawn.min_border_left = 200  # the time axes of figures below each other are aligned
+    drawn.xgrid.grid_line_alpha = drawn.ygrid.grid_line_alpha = 0.4
+    return drawn
+
+
+def _legend(drawn) -> None:
+    """Puts the legend above a figure; a click on an entry hides what it names."""
+    if drawn.legend:
+        drawn.legend.click_policy = "hide"
+        drawn.legend.orientation = "horizontal"
+        drawn.add_layout(drawn.legend[0], "above")
+
+
+def bars(rows: dict[str, dict[str, float]], axis: str, colours: dict[str, str], scale: float = 1.0):
+    """Horizontal stacked bars.
+
+    Args:
+      rows: {bar: {segment: value}}, from above.
+      axis: the name of the axis, with its unit.
+      colours: {segment: colour}.
+      scale: what values are multiplied by.
+    """
+    drawn = _figure(
+        90 + 24 * len(rows), y_range=list(rows)[::-1], x_axis_label=axis, tooltips="@name: @value{0.[0000]}"
+    )
+    left = dict.fromkeys(rows, 0.0)
+    for segment, colour in colours.items():
+        values = {name: scale * row[segment] for name, row in rows.items() if row.get(segment)}
+        if not values:
+            continue
+        source = {"y": list(values), "left": [left[name] for name in values], "value": list(values.values())}
+        source |= {"right": [left[name] + value for name, value in values.items()], "name": [segment] * len(values)}
+        drawn.hbar("y", 0.7, "right", left="left", source=source, color=colour, legend_label=segment)
+        left |= {name: left[name] + value for name, value in values.items()}
+    drawn.x_range.start = 0
+    _legend(drawn)
+    return drawn
+
+
+def kind_of(span: Span) -> str:
+    """The entry of the legend to which a span belongs."""
+    if span.kind in ("wait", "synchronous"):
+        return "wait"
+    if span.kind in ("loop", "iteration"):
+        return "loop"
+    if span.kind == "skipped":
+        return "skipped iterations"
+    if span.kind == "transfer":
+        return "collective" if span.process in ("links", "network") else "copy"
+    return "kernel" if span.category.startswith("kernel") else span.category
+
+
+def joined(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
+    """About `most` spans: neighbours of a track are joined, the shortest first, and take the kind of the longer."""
+    step_s = max((span.end for span in spans), default=0.0)
+    shortest = step_s / 2**20
+    while len(spans) > most:
+        shorter: list[Span] = []
+        for span in spans:
+            last = shorter[-1] if shorter else None
+            same = last and (last.process, last.thread) == (span.process, span.thread)
+            short = same and span.begin >= last.end and span.end - last.begin < shortest
+            if short and {span.kind, last.kind} <= {"op", "transfer"}:
+                number = last.args.get("joined", 1) + span.args.get("joined", 1)
+                args = {"joined": number, "op": f"{number} short spans", "source": span.args.get("source", "")}
+                longer = max(last, span, key=lambda each: each.seconds)
+                shorter[-1] = replace(longer, begin=last.begin, end=span.end, name=f"{number} spans", args=args)
+            else:
+                shorter.append(span)
+        spans, shortest = shorter, 2 * shortest
+        if shortest > step_s:
+            break
+    return list(spans)
+
+
+def timeline(spans: Sequence[Span]):
+    """The spans of compiled/trace.py, a row a track, in milliseconds. Loops have an iteration inside of the loop."""
+    tracks = list(dict.fromkeys((span.process, span.thread) for span in spans))
+    label = {track: f"{track[0]}: {track[1]}"[-44:] for track in tracks}
+    tooltips = [("", "@name"), ("what", "@concept"), ("time", "@ms{0.[000000]} ms x @times"), ("line", "@source")]
+    tooltips += [("bytes", "@bytes"), ("cycles", "@cycles"), ("operation", "@op")]
+    rows = [label[track] for track in tracks][::-1]
+    drawn = _figure(150 + 46 * len(rows), y_range=rows, x_axis_label="ms since the step began", tooltips=tooltips)
+    by_kind = defaultdict(list)
+    for span in joined(spans):
+        by_kind[kind_of(span)].append(span)
+    for kind, colour in KINDS.items():
+        if not (chosen := by_kind.get(kind)):
+            continue
+        height = {"loop": 0.8, "one iteration": 0.5}
+        text = lambda name, chosen=chosen: [str(span.args.get(name, "")) for span in chosen]
+        source = {
+            "y": [label[span.process, span.thread] for span in chosen],
+            "left": [span.begin * 1e3 for span in chosen],
+            "right": [span.end * 1e3 for span in chosen],
+            "height": [height.get("one iteration" if span.kind == "iteration" else kind, 0.8) for span in chosen],
+            "name": [span.name for span in chosen],
+            "ms": [span.seconds * 1e3 for span in chosen],
+            "source": [text.rpartition("/")[2] for text in text("source")],
+            "bytes": [si(span.args["bytes"], "B") if span.args.get("bytes") else "" for span in chosen],
+            **{name: text(name) for name in ("concept", "times", "cycles")},
+            "op": [text[-70:] for text in text("op")],
+        }
+        edge = "white" if kind in ("loop", "skipped iterations") else None
+        drawn.hbar("y", "height", "right", left="left", source=source, color=colour, line_color=edge, legend_label=kind)
+    drawn.ygrid.grid_line_color = None
+    _legend(drawn)
+    return drawn
+
+
+def memory(over_step: Sequence[tuple[str, float]], spans: Sequence[Span], limit: float, x_range=None):
+    """The live bytes over the step, in GiB. An instruction is drawn when it was last walked (see compiled/trace.py)."""
+    begin = {span.name: span.begin for span in spans if span.kind in ("op", "transfer", "synchronous")}
+    smallest = max((nbytes for _, nbytes in over_step), default=0) / 2000
+    now, drawn_bytes, points = 0.0, None, []
+    for number, (name, nbytes) in enumerate(over_step):
+        now = max(now, begin.get(name, now))
+        if drawn_bytes is None or abs(nbytes - drawn_bytes) >= smallest or number == len(over_step) - 1:
+            drawn_bytes = nbytes
+            points.append((now * 1e3, nbytes / GiB, name))
+    end = max((span.end for span in spans), default=0.0)
+    points.append((end * 1e3, points[-1][1], "end"))
+    options = {"x_range": x_range} if x_range else {}
+    labels = dict(x_axis_label="ms since the step began", y_axis_label="GiB live")
+    drawn = _figure(220, tooltips=[("", "@name"), ("live", "@y{0.00} GiB"), ("at", "@x ms")], **labels, **options)
+    source = dict(zip(("x", "y", "name"), map(list, zip(*points, strict=True)), strict=True))
+    drawn.step("x", "y", source=source, mode="after", color=BLUE, line_width=2)
+    drawn.hspan(y=[limit / GiB], line_color=VERMILION, line_dash="dashed")
+    drawn.y_range.start = 0
+    return drawn
+
+
+# -- the page of a step
+
+
+def _ratio(compiled: float, predicted: float) -> str:
+    return f"{compiled / predicted:.3f}" if predicted else ""
+
+
+def summary(result: dict, prediction: dict) -> list[list[str]]:
+    """The table of a compiled step beside its prediction."""
+    numbers = {
+        "step": ("step_s", lambda x: si(x, "s")),
+        "MFU": ("mfu", lambda x: f"{x:.1%}"),
+        "tokens/s a chip": ("tokens_per_s_per_chip", lambda x: f"{x:,.0f}"),
+        "communication exposed": ("exposed_comm_s", lambda x: si(x, "s")),
+    }
+    rows = [["", "compiled", "predicted", "compiled / predicted"]]
+    for name, (key, text) in numbers.items():
+        rows.append([name, text(result[key]), text(prediction[key]), _ratio(result[key], prediction[key])])
+    hbm, expected = result["peak_hbm_bytes"], prediction["hbm_bytes"]
+    rows.append(["HBM of a device", si(hbm, "B"), si(expected, "B"), _ratio(hbm, expected)])
+    rows.append(["its limit", si(result["hbm_limit_bytes"], "B"), "", ""])
+    return rows
+
+
+def waits(spans: Sequence[Span], step_s: float, top: int = 12) -> list[list[str]]:
+    """The table of waits of the TensorCore: the transfers, with the time that no computation hides."""
+    seconds: Counter = Counter()
+    about = {}
+    for span in spans:
+        if span.kind in ("wait", "synchronous"):
+            key = span.name.removeprefix("wait for ")
+            seconds[key] += span.seconds * span.args["times"]
+            about[key] = span
+    rows = [["transfer", "waited", "of the step", "what", "line"]]
+    for name, waited in seconds.most_common(top):
+        args = about[name].args
+        line = args["source"].rpartition("/")[2]
+        what = args["concept"] or about[name].category
+        rows.append([name, si(waited, "s"), f"{waited / step_s:.1%}", what, line])
+    return rows
+
+
+def _collectives(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """{"over fsdp: all-gather": {"exposed", "hidden": seconds}}, the longest first."""
+    sums: dict[str, Counter] = defaultdict(Counter)
+    for row in rows:
+        axes = "slices" if row["engine"] == "network" else ", ".join(row["mesh_axes"]) or "all devices"
+        sums[f"over {axes}: {row['kind']}"].update(exposed=row["exposed_s"], hidden=row["hidden_s"])
+    return dict(sorted(sums.items(), key=lambda item: -sum(item[1].values())))
+
+
+def _parts(parts: dict) -> dict[str, dict[str, float]]:
+    """{part of a predicted step: {"adds to the step", "hidden": seconds}}."""
+    return {
+        name: {"adds to the step": part["exposed_s"], "hidden": max(part["seconds"] - part["exposed_s"], 0.0)}
+        for name, part in parts.items()
+    }
+
+
+EXPOSED = {"exposed": VERMILION, "hidden": GREEN}
+
+
+def _buffers(result: dict, top: int = 12) -> list[list[str]]:
+    rows = [["buffer", "bytes", "of the peak", "number", "largest", "line"]]
+    for row in result["largest_buffers"][:top]:
+        share = f"{row['bytes'] / result['peak_hbm_bytes']:.1%}"
+        line = row["source"].rpartition("/")[2] or row["kind"]
+        rows.append([row["op"][-72:], si(row["bytes"], "B"), share, str(row["count"]), row["largest_shape"], line])
+    return rows
+
+
+def of_compiled(data: dict, spans: Sequence[Span], over_step: Sequence[tuple[str, float]]) -> list[Section]:
+    """The sections of a compiled step.
+
+    Args:
+      data: `report`, the object of aot.py --json; `prediction`, that of roofline.py step --json; `flags`; `plan`.
+      spans: those of compiled/trace.py.
+      over_step: (instruction, live bytes) of compiled/liveness.py; empty for a program cached before it was stored.
+    """
+    result, prediction = data["report"], data["prediction"]
+    step_s, drawn = result["step_s"], timeline(spans)
+    about = (
+        "The schedule as compiled, with predicted seconds. Loops show an iteration, then a span for those that repeat "
+    )
+    about += "it. Scroll or draw a box to zoom, click on the legend to hide a kind."
+    exposed = "Time that no computation hides. The rest of the critical path is the TensorCore's own work."
+    at = result["peak_source"].rpartition("/")[2]
+    live = f"The largest buffers are those at the peak, {at}; the limit is dashed."
+    filled = memory(over_step, spans, result["hbm_limit_bytes"], drawn.x_range) if over_step else None
+    live += "" if over_step else " This program was cached without its bytes over the step."
+    share = {name: {"compiled": seconds} for name, seconds in result["by_category_s"].items()}
+    top_ops = [["operation", "category", "seconds", "of the step", "of the peak", "times", "line"]]
+    for op in result["top_ops"]:
+        peak = f"{op['of_peak']:.1%}" if op["of_peak"] else ""
+        row = [(op["op_name"] or op["name"])[-72:], op["category"], si(op["seconds"], "s")]
+        line = op["source"].rpartition("/")[2]
+        top_ops.append([*row, f"{op['seconds'] / step_s:.1%}", peak, str(op["count"]), line])
+    messages = _collectives(result["collectives"])
+    return [
+        Section("Compiled and predicted", "", None, summary(result, prediction)),
+        Section("Timeline", about, drawn),
+        Section("Waits of the TensorCore", exposed, None, waits(spans, step_s)),
+        Section("Memory", live, filled, _buffers(result)),
+        Section(
+            "Collectives by mesh axis",
+            "Seconds of all executions in a step.",
+            bars(messages, "ms", EXPOSED, 1e3) if messages else None,
+            _rows(messages, ("exposed", "hidden"), "collective"),
+        ),
+        Section("The step by category, compiled", "", bars(share, "ms", {"compiled": BLUE}, 1e3), _shares(result)),
+        Section("Longest operations", "Matmuls beside the peak of the matrix units.", None, top_ops),
+        *_predicted_sections(data),
+    ]
+
+
+def _rows(sums: dict[str, dict[str, float]], columns: Sequence[str], name: str) -> list[list[str]]:
+    return [[name, *columns], *([key, *(si(row.get(c, 0.0), "s") for c in columns)] for key, row in sums.items())]
+
+
+def _shares(result: dict) -> list[list[str]]:
+    step_s = result["step_s"]
+    rows = [[name, si(s, "s"), f"{s / step_s:.1%}"] for name, s in result["by_category_s"].items()]
+    return [["category", "seconds", "of the step"], *rows, ["step", si(step_s, "s"), "100.0%"]]
+
+
+def _predicted_sections(data: dict) -> list[Section]:
+    """The sections of a prediction: parts, memory, flags, and what the planner would change."""
+    prediction, plan = data["prediction"], data.get("plan")
+    parts = _parts(prediction["parts"])
+    stored = {name: {"bytes": nbytes} for name, nbytes in prediction["memory_bytes"].items() if nbytes}
+    sections = [
+        Section(
+            "The step by part, predicted",
+            f"Bound by {prediction['bound']}. What is not hidden adds up to the step, {si(prediction['step_s'], 's')}.",
+            bars(parts, "ms", {"adds to the step": BLUE, "hidden": SKY}, 1e3),
+            _rows(parts, ("adds to the step", "hidden"), "part"),
+        ),
+        Section(
+            "Memory, predicted",
+            f"{si(prediction['hbm_bytes'], 'B')} of {si(prediction['hbm_limit_bytes'], 'B')} of HBM a device.",
+            bars(stored, "GiB", {"bytes": BLUE}, 1 / GiB),
+        ),
+        Section("Flags", "", None, [["flag"], *([flag] for flag in data["flags"])]),
+    ]
+    if plan:
+        rows = [["flag"], *([flag] for flag in plan["flags"])] if plan["flags"] else ()
+        sections.append(Section("Changes that the planner proposes", plan["words"], None, rows))
+    return sections
+
+
+def of_prediction(data: dict) -> list[Section]:
+    """The sections of a predicted step: `prediction`, `flags`, `plan`; `matmuls` (weight, FLOPs, bytes, FLOP/s)."""
+    prediction = data["prediction"]
+    rows = [["", "predicted"], ["step", si(prediction["step_s"], "s")], ["MFU", f"{prediction['mfu']:.1%}"]]
+    rows += [["tokens/s a chip", f"{prediction['tokens_per_s_per_chip']:,.0f}"]]
+    rows += [["fits", "yes" if prediction["fits"] else "no"], ["bound by", prediction["bound"]]]
+    roof = Section(
+        "Matmuls of a layer on the roofline of a device",
+        "Forward; FLOPs for each byte of HBM, and the FLOP/s that these allow.",
+        roofline(data["matmuls"]),
+        [["weight", "FLOPs a byte", "FLOP/s at most"]]
+        + [[name, f"{flops / nbytes:,.1f}", si(speed, "FLOP/s")] for name, flops, nbytes, speed in data["matmuls"]],
+    )
+    first, *rest = _predicted_sections(data)
+    return [Section("Predicted", "", None, rows), first, roof, *rest]
+
+
+def roofline(matmuls: Sequence[Sequence]):
+    """Points of (name, FLOPs, bytes, FLOP/s at most) on logarithmic axes."""
+    labels = dict(x_axis_label="FLOPs a byte of HBM", y_axis_label="FLOP/s at most")
+    drawn = _figure(320, x_axis_type="log", y_axis_type="log", tooltips=[("", "@name"), ("FLOP/s", "@y")], **labels)
+    for number, (name, flops, nbytes, speed) in enumerate(matmuls):
+        source = {"x": [flops / nbytes], "y": [speed], "name": [name]}
+        drawn.scatter("x", "y", size=11, color=SERIES[number % len(SERIES)], source=source, legend_label=name)
+    _legend(drawn)
+    return drawn

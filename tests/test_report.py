@@ -1,0 +1,134 @@
+"""Tests of report.py and predicted/page.py: a page loads nothing, embeds its numbers, and shows them."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+import command
+import report
+import roofline
+from compiled.trace import Span
+
+VOID = {"meta", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """The elements of a page; `open` is empty at its end if each is closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.attributes, self.texts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += [(tag, *each) for each in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    @property
+    def data(self) -> dict:
+        return json.loads(max((text for tag, text in self.texts if tag == "script"), key=lambda t: t[:1] == "{"))
+
+    @property
+    def cells(self) -> list[str]:
+        return [text for tag, text in self.texts if tag in ("td", "th")]
+
+
+def read(folder) -> Page:
+    """The page in a folder, after the checks that each page must pass."""
+    text = (folder / report.PAGE).read_text()
+    page = Page(text)
+    assert page.open == [] and len(text) < 5e6
+    loaded = [each for each in page.attributes if each[1] in ("src", "href", "srcset", "action")]
+    assert loaded == []
+    assert ("meta", "content", report.POLICY) in page.attributes and report.POLICY.startswith("default-src 'none'")
+    assert not re.search(r"@import|url\(\s*['\"]?http", report.STYLE)
+    return page
+
+
+def span(process: str, kind: str, begin: float, end: float, category: str = "matmul", **args) -> Span:
+    args = dict(source="a/fsdp.py:7", times=2, concept="FSDP", seconds=end - begin) | args
+    name = f"wait for {category}" if kind == "wait" else category
+    return Span(process, "row", name, kind, category, begin, end, args)
+
+
+SPANS = [
+    span("TensorCore", "op", 0.0, 2.0, cycles=7),
+    span("TensorCore", "wait", 2.0, 3.0, "gather"),
+    span("TensorCore", "skipped", 3.0, 6.0, "skipped", times=0),
+    span("links", "transfer", 0.0, 3.0, "all-gather", bytes=1e6),
+]
+
+
+def test_a_predicted_step_has_the_numbers_of_its_json(tmp_path, capsys):
+    flags = ["step", "--preset=tiny", "--mesh=fsdp:8", "--topology=tpu7x:2x2x1", "--json"]
+    roofline.main([*flags, f"--report={tmp_path / 'page'}"])
+    printed = json.loads(capsys.readouterr().out)
+    page = read(tmp_path / "page")
+    assert page.data["prediction"] == printed
+    assert f"{printed['mfu']:.1%}" in page.cells and set(printed["parts"]) <= set(page.cells)
+    assert "--mesh=fsdp:8" in page.cells and page.data["plan"]["words"]
+    drawn = max((text for _, text in page.texts if "const docs_json" in text), key=len)
+    assert all(name in drawn for name in printed["parts"])
+
+
+def test_an_embedded_text_cannot_end_the_script(tmp_path):
+    data = {"report": "</script><script>alert(1)</script>"}
+    report.write(str(tmp_path), "a < b", [report.Section("c & d", "e <f>", None, [["g"], ["<h>"]])], data)
+    page = read(tmp_path)
+    assert page.data == data and page.open == []
+    assert ("h1", "a < b") in page.texts and "<h>" in page.cells
+
+
+def test_waits_are_listed_with_all_their_executions():
+    rows = report.waits([*SPANS, span("TensorCore", "wait", 7.0, 8.5, "gather")], 10.0)
+    assert rows[1:] == [["gather", "5 s", "50.0%", "FSDP", "fsdp.py:7"]]
+
+
+def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_kind():
+    drawn = report.timeline(SPANS)
+    assert list(drawn.y_range.factors) == ["links: row", "TensorCore: row"]
+    entries = {item.label.value: item.renderers[0] for item in drawn.legend[0].items}
+    assert list(entries) == ["matmul", "wait", "collective", "skipped iterations"]
+    assert entries["wait"].glyph.fill_color == report.VERMILION
+    wait = entries["wait"].data_source.data
+    assert (wait["left"], wait["right"], wait["times"]) == ([2000.0], [3000.0], ["2"])
+    colours = list(report.KINDS.values())
+    assert len({*colours}) == len(colours)
+
+
+def test_a_long_timeline_is_joined_and_covers_the_same_time():
+    ops = [span("TensorCore", "op", i / 1000, (i + 0.5) / 1000, "matmul" if i % 3 else "copy") for i in range(1000)]
+    waits = [span("TensorCore", "wait", 1 + i, 2 + i, "gather") for i in range(9)]
+    shorter = report.joined([*ops, *waits], 100)
+    assert 9 < len(shorter) <= 100 and [each for each in shorter if each.kind == "wait"] == waits
+    assert sum(each.args.get("joined", 1) for each in shorter) == 1009
+    assert (shorter[0].begin, shorter[-10].end) == (ops[0].begin, ops[-1].end)
+    assert report.joined(SPANS) == SPANS
+
+
+def test_bytes_over_the_step_are_drawn_at_the_time_of_their_instruction():
+    over_step = [("matmul", 2 * report.GiB), ("unseen", 3 * report.GiB), ("all-gather", report.GiB)]
+    drawn = report.memory(over_step, SPANS, 4 * report.GiB)
+    (line, *_) = drawn.renderers
+    assert line.data_source.data["y"] == [2.0, 3.0, 1.0, 1.0]
+    assert line.data_source.data["x"] == [0.0, 0.0, 0.0, 6000.0]
+
+
+def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder, words in ((tmp_path / "file", "cannot be written"), ("/dev/null/x", "cannot be written")):
+        with pytest.raises(SystemExit):
+            command.run(roofline.main, ["step", "--preset=tiny", "--mesh=fsdp:8", f"--report={folder}"])
+        assert words in capsys.readouterr().err
+    (tmp_path / report.PAGE).write_text("")
+    with pytest.raises(ValueError, match="it would be lost"):
+        report.check("--report", str(tmp_path), {"FILE": str(tmp_path / report.PAGE)})
