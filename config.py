@@ -119,6 +119,7 @@ BLOCKS = Need(
 PROFILE = Need(lambda c: c.fp8 in ("static", "calibrate"), "fp8={fp8} finds its scales without a file", "--fp8=static")
 FIRST_MOMENT = Need(lambda c: c.optimizer != "adafactor", "adafactor has no first moment", "--optimizer=adamw")
 ADAMW = Need(lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw")
+SECOND_MOMENT = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
 DECAY = Need(lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw")
 WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
 FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")
@@ -383,6 +384,8 @@ class Config:
     clip_norm: float = flag(1.0, "values program", least=0)
     # dtype in which the first moment of adamw and muon is stored: float32 or bfloat16
     mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
+    # dtype in which adamw's second moment is stored: float32, or bfloat16, rounded stochastically (moments.py)
+    nu_dtype: str = flag("float32", "shapes program", SECOND_MOMENT, choices=FLOATS)
     # store the optimizer state on the host, and fetch it layer by layer (offload.py)
     offload_optimizer: bool = flag(False, "program")
     # skip a step whose loss or gradient norm is this many standard deviations above the last ones (spikes.py); 0 is off

@@ -56,6 +56,7 @@ import hardware
 import machine
 import mixture
 import model
+import moments
 import muon
 import offload
 import parameters
@@ -102,6 +103,10 @@ def make_optimizer(config: Config, mesh: Mesh | None = None) -> tuple[optax.Grad
     if config.optimizer == "adamw":
         beta1, beta2, mu_dtype = config.beta1, config.beta2, config.mu_dtype
         update = optax.adamw(learning_rate, beta1, beta2, weight_decay=decay, mask=mask, mu_dtype=mu_dtype)
+        if config.nu_dtype != "float32":
+            rule = moments.scale_by_adam(beta1, beta2, mu_dtype, config.nu_dtype, config.seed)
+            decayed, scaled = optax.add_decayed_weights(decay, mask), optax.scale_by_learning_rate(learning_rate)
+            update = optax.chain(rule, decayed, scaled)
     elif config.optimizer == "adafactor":
         # Its decay is not multiplied by the learning rate as adamw's is, so it is here.
         decay_now = (lambda count: decay * learning_rate(count)) if decay else None

@@ -47,6 +47,7 @@ EXAMPLES = {
         "--fp8=dynamic --fp8_scales=scales.json",
         "--optimizer=adafactor --beta1=0.5",
         "--optimizer=sgd --mu_dtype=bfloat16",
+        "--optimizer=muon --nu_dtype=bfloat16",
         "--optimizer=sgd --weight_decay=0.01",
         "--eval_batches=0 --eval_every=10",
         "--decay_ratio=0.2",

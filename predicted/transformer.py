@@ -339,7 +339,7 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
 
     weights     4*P      the master copy, in float32
     gradients   4*P      in float32; 2*P in bfloat16
-    adamw       8*P      both moments; 6*P with mu_dtype=bfloat16, as the second one stays float32
+    adamw       8*P      both moments; 6*P with mu_dtype=bfloat16, 4*P with nu_dtype=bfloat16, too
     sgd         4*P      the momentum
     muon                 4 bytes a parameter of matrices, 8 of the others; 2 and 6 with mu_dtype=bfloat16
     adafactor            for an array whose two largest dims are a and b, the means over a and over b in place of a*b
@@ -348,7 +348,7 @@ def state_bytes(config: Config, *, gradient_dtype: str = "float32") -> dict[str,
     """
     params = num_params(config)
     optimizer = {
-        "adamw": (BYTES[config.mu_dtype] + 4) * params,
+        "adamw": (BYTES[config.mu_dtype] + BYTES[config.nu_dtype]) * params,
         "sgd": 4 * params,
         "muon": BYTES[config.mu_dtype] * params + 4 * (params - muon_params(config)),
         "adafactor": 4 * sum(_adafactor_elements(weight.shape) for weight in weights(config).values()),

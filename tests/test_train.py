@@ -83,7 +83,8 @@ MATRICES_AND_OTHERS = dict(steps=8, vocab_size=160, num_layers=2, model_dim=128,
         dict(weight_decay=0.3, beta1=0.8, beta2=0.9, tied_embeddings=True),
         pytest.param(
             dict(num_experts=2, experts_per_token=1, expert_dim=136, num_shared_experts=1, num_dense_layers=1)
-            | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16"),
+            | dict(expert_bias=True, selection_bias=True, weight_decay=1.0, mu_dtype="bfloat16")
+            | dict(nu_dtype="bfloat16"),
             marks=pytest.mark.slow,
         ),
         pytest.param(dict(clip_norm=0.0, warmup_ratio=0.0, final_lr_ratio=0.3), marks=pytest.mark.slow),
@@ -105,7 +106,7 @@ def test_updates_are_those_of_the_papers(options):
     first = jax.tree.map(lambda w: np.float32(0.05 * draw(w.shape)), parameters.param_shapes(config))
     state, update = optimizer.init(first), jax.jit(optimizer.update)
     params, plain, plain_state = first, first, None
-    # Relative to the sum of all updates. A first moment in bfloat16 is rounded twice a step, by 2^-9.
+    # Relative to the sum of all updates. Moments in bfloat16 are rounded by 2^-9, the first one twice a step.
     tolerance = 2**-7 if config.mu_dtype == "bfloat16" else 1e-5
     for count in range(10):
         grads = jax.tree.map(lambda w: np.float32(draw(w.shape)), params)

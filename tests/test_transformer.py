@@ -648,6 +648,7 @@ def test_full_recomputation_of_llama_70b():
     [
         dict(),
         dict(mu_dtype="bfloat16"),
+        dict(mu_dtype="bfloat16", nu_dtype="bfloat16"),
         dict(optimizer="adafactor"),
         dict(optimizer="sgd"),
         dict(optimizer="muon", mu_dtype="bfloat16"),
