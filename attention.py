@@ -49,7 +49,7 @@ def attention(
 
     Returns:
       out_btnV in the dtype of the values, and lse_bnt, the log-sum-exp of the scores in float32. A query that sees no
-      key gets zeros and `masks.UNSEEN` (with sinks, its sink).
+      key gets zeros and `masks.UNSEEN` (with sinks, its sink). With `scores.largest` also the largest score, like lse.
     """
     b, t, n, H = q_btnH.shape
     s, k, V = v_bskV.shape[1:]
@@ -66,7 +66,9 @@ def attention(
     out_btkGV = out_bkrV.reshape(b, k, n // k, t, V).transpose(0, 3, 1, 2, 4)
     if off_bkGt is not None:
         out_btkGV = jnp.where(jnp.moveaxis(off_bkGt, 3, 1)[..., None], jnp.nan, out_btkGV)
-    return out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+    results = out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+    largest_bkGt = lax.stop_gradient(jnp.max(scores_bkGts, -1, initial=UNSEEN, where=seen_bkGts))
+    return (*results, largest_bkGt.reshape(b, n, t)) if scores.largest else results
 
 
 def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
@@ -135,8 +137,7 @@ def causal_attention(
         ids = None if segments is None else (segments[0][:, queries], segments[1][:, keys])
         some = replace(mask, segments=ids, q_offset=queries.start - keys.start)
         results.append(attention(q_parts[i], k_bskH, v_bskV, some, scores, sinks))
-    out, lse = zip(*results, strict=True)
-    return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
+    return tuple(jnp.concatenate(parts, 1 if parts[0].ndim == 4 else 2) for parts in zip(*results, strict=True))
 
 
 def attention_in_chunks(

@@ -382,6 +382,8 @@ class Config:
     weight_decay: float = flag(0.1, "values", DECAY, least=0)
     # gradients are scaled down to this global norm; 0 is off
     clip_norm: float = flag(1.0, "values program", least=0)
+    # heads whose largest attention score exceeds this get smaller query and key weights (qk_clip.py); 0 is off
+    qk_clip: float = flag(0.0, "values program", least=0)
     # dtype in which the first moment of adamw and muon is stored: float32 or bfloat16
     mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
     # dtype in which adamw's second moment is stored: float32, or bfloat16, rounded stochastically (moments.py)

@@ -118,13 +118,14 @@ def mixture_block(w: Layers, x_btd, h_btd, segments_bt, metrics, i, config: Conf
     return named(out_btd, "mixture_out"), metrics
 
 
-def self_attention(w: Layers, h_btd, constants, is_global, config: Config):
-    """Returns (context_btnU,): attention of all positions of h_btd to those before them, for this device's heads."""
+def self_attention(w: Layers, h_btd, constants, is_global, config: Config, largest=False):
+    """Returns (context_btnU,): attention of h_btd's positions to those before them; with `largest` also largest_bnt."""
     segments_bt, cos, sin = constants
     project = project_latents if config.kv_lora_rank else project_qkv
     q_btnH, k_btkH, v_btkU = project(w, h_btd, cos, sin, config)
     q_btnH, k_btkH, v_btkU = named(q_btnH, "query_proj"), named(k_btkH, "key_proj"), named(v_btkU, "value_proj")
-    return (attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config),)
+    results = attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config, largest)
+    return results if largest else (results,)
 
 
 def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
@@ -246,18 +247,19 @@ def rope(x_btnH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 # -- attention
 
 
-def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config):
-    """Returns the result of causal attention, context_btnU, for this device's heads.
+def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config, largest=False):
+    """Returns the result of causal attention, context_btnU, for this device's heads; with `largest` (it, largest_bnt).
 
     Attention has the window `config.window`, or no window in a global layer. Mesh, platform and config determine which
     implementation runs: context.py if `context` shards the sequences, else flash.py or attention.py.
     """
     kernel, interpret = uses_flash_kernel(config), sharding.platform() != "tpu"
+    picked = lambda results: results[::2] if largest else results[0]
     over_context = lax.axis_size("context") > 1
 
     def windowed(window, which=None):  # with a tuple of windows, `which` is the index of the one that applies
         mask = Mask(window=window, which=which, segments=(segments_bt, segments_bt))
-        operands = q_btnH, k_btkH, v_btkU, mask, score_options(config), sinks
+        operands = q_btnH, k_btkH, v_btkU, mask, score_options(config)._replace(largest=largest), sinks
         if over_context:
             method = Method(
                 impl=config.context_impl,
@@ -267,10 +269,11 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
             )
             return context_attention(*operands, method=method, kernel=kernel, interpret=interpret)[0]
         if kernel:
-            return flash_attention(*operands, interpret=interpret)[0]
+            return picked(flash_attention(*operands, interpret=interpret))
         # causal_attention splits the queries into quarters. The TPU compiler of jax 0.10 crashes on that.
         plain = attention if sharding.platform() == "tpu" else causal_attention
-        return named(plain(*operands)[0], "context")
+        out_btnU, *of_rows = plain(*operands)
+        return picked((named(out_btnU, "context"), *of_rows))
 
     if not config.global_every or isinstance(is_global, bool):
         return windowed(0 if is_global else config.window)

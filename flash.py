@@ -126,14 +126,14 @@ def flash_attention(
 
     Returns:
       out_BTNV in the dtype of v, and lse_BNT in float32, the log-sum-exp of a query's scores (and sink). A query that
-      sees no key gets zeros, and UNSEEN (or its sink).
+      sees no key gets zeros, and UNSEEN (or its sink). `scores.largest` adds largest_BNT, below -1e28 without a key.
 
     Raises:
       ValueError: shapes or dtypes do not match, blocks do not fit, or there are several windows and no `which`.
     """
     mask = replace(mask, q_offset=jnp.asarray(mask.q_offset, jnp.int32))
-    out_BTNV, lse_BNT = _attend((scores, blocks, interpret), q_BTNH, k_BSKH, v_BSKV, mask)
-    return (out_BTNV, lse_BNT) if sinks is None else with_sinks(out_BTNV, lse_BNT, sinks)
+    out_BTNV, lse_BNT, *largest = _attend((scores, blocks, interpret), q_BTNH, k_BSKH, v_BSKV, mask)
+    return *((out_BTNV, lse_BNT) if sinks is None else with_sinks(out_BTNV, lse_BNT, sinks)), *largest
 
 
 def out_of_range(lse_BNT: jax.Array) -> jax.Array:
@@ -158,21 +158,21 @@ def with_sinks(out_BTNV, lse_BNT, sinks_N):
 def _attend(static, q_BTNH, k_BSKH, v_BSKV, mask):
     scores, blocks, interpret = static
     heads_first = [x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV)]
-    out_BNTV, lse_BNT = forward(*heads_first, mask, scores, blocks=blocks, interpret=interpret)
-    return out_BNTV.swapaxes(1, 2), lse_BNT
+    out_BNTV, *of_rows = forward(*heads_first, mask, scores, blocks=blocks, interpret=interpret)
+    return out_BNTV.swapaxes(1, 2), *of_rows
 
 
 def _attend_forward(static, *args):
-    out_BTNV, lse_BNT = _attend(static, *args)
+    out_BTNV, lse_BNT, *largest = _attend(static, *args)
     # With these two saved, jax.checkpoint need not run the kernel again.
     out_BTNV, lse_BNT = checkpoint_name(out_BTNV, "context"), checkpoint_name(lse_BNT, "log_sum_exp")
-    return (out_BTNV, lse_BNT), (*args, out_BTNV, lse_BNT)
+    return (out_BTNV, lse_BNT, *largest), (*args, out_BTNV, lse_BNT)
 
 
 def _attend_backward(static, saved, cotangents):
     scores, _, interpret = static  # the blocks are the forward kernel's
     q_BTNH, k_BSKH, v_BSKV, mask, out_BTNV, lse_BNT = saved
-    dout_BTNV, dlse_BNT = cotangents
+    dout_BTNV, dlse_BNT, *_ = cotangents
     q_BNTH, k_BKSH, v_BKSV, out_BNTV, dout_BNTV = [
         x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV, out_BTNV, dout_BTNV)
     ]
@@ -259,14 +259,14 @@ def forward(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel with heads first and without derivatives: (out_BNTV, lse_BNT). Arguments as for `flash_attention`."""
+    """The kernel with heads first and without derivatives. Arguments and results as for `flash_attention`."""
     shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in mask.segments or ())
     windows = mask.window if isinstance(mask.window, tuple) else (mask.window,)
     calls = [
         _call(q_BNTH, k_BKSH, v_BKSV, replace(mask, window=window), scores, blocks, interpret) for window in windows
     ]
-    out_BNTV, lse_BN1T = flash_backward.one_of(mask.which, calls, *shared)
-    return out_BNTV, lse_BN1T[:, :, 0]
+    out_BNTV, rows_BNrT = flash_backward.one_of(mask.which, calls, *shared)
+    return out_BNTV, *(rows_BNrT[:, :, row] for row in range(rows_BNrT.shape[2]))
 
 
 def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
@@ -282,8 +282,9 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(mask.q_offset, jnp.int32), 1)
     prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if mask.prefix is None else mask.prefix, jnp.int32), (B,))
+    rows = 2 if scores.largest else 1  # of the second result: the log-sum-exp, and the largest score
     row = lambda b, i: (b * num_q if len(ranges_bn4) > 1 else 0) + i  # of the lists, of each sequence or of all
-    in_specs, out_specs = _specs(blocks, row, num_k, (H, V, N // K), tiles.shape[-1], segments is not None)
+    in_specs, out_specs = _specs(blocks, row, num_k, (H, V, N // K), tiles.shape[-1], segments is not None, rows)
     static = _Static(
         scale=scores.scale_for(H),
         soft_cap=scores.soft_cap,
@@ -317,12 +318,12 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     def run(lists, *shared):
         operands = vary_alike([*lists, *shared])
         typed = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).mat)
-        return call(out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, 1, T), jnp.float32)])(*operands)
+        return call(out_shape=[typed((B, N, T, V), v_BKSV.dtype), typed((B, N, rows, T), jnp.float32)])(*operands)
 
     return run, [offset, prefixes_B, groups, reach, tiles]
 
 
-def _specs(blocks, row, num_k, head, num_tiles, packed):
+def _specs(blocks, row, num_k, head, num_tiles, packed, rows):
     """(in_specs, out_specs). `row` maps a sequence and a superblock of queries to a row of the lists. `head`: H, V, G.
 
     The index of a superblock of keys is clipped to the seen ones, so that unseen ones are not fetched.
@@ -345,7 +346,7 @@ def _specs(blocks, row, num_k, head, num_tiles, packed):
         ]
     out_specs = [
         pl.BlockSpec((None, None, blocks.q_rows, V), of_q),
-        pl.BlockSpec((None, None, 1, blocks.q_rows), lambda b, n, i, j, *_: (b, n, 0, i)),
+        pl.BlockSpec((None, None, rows, blocks.q_rows), lambda b, n, i, j, *_: (b, n, 0, i)),
     ]
     return in_specs, out_specs
 
@@ -556,15 +557,14 @@ def _seen(p, state, first, prefix, ids, c, j):
 def _finish(p, out, lse, state):
     def one_chunk(c):
         top, total = state.top[c], state.total[c]
-        saw = (top > UNSEEN / 4) | (
-            total != 0
-        )  # a row with NaN counts as seen, whatever max returns for it, so that NaN is written
+        saw = (top > UNSEEN / 4) | (total != 0)  # a row with NaN is seen, whatever max returns, so that NaN is written
         base = top if p.max_logit is None else p.max_logit * LOG2_E
         value = jnp.where(saw, (base + jnp.log2(jnp.where(saw, total, 1.0))) * math.log(2), UNSEEN)
         if p.max_logit is not None:
             value = jnp.where(saw & (total < 1 / TRUSTED), -jnp.inf, jnp.where(total > TRUSTED, jnp.inf, value))
         known = saw & ~jnp.isinf(value)
-        lse[:, _rows(c, p.blocks.queries)] = value
+        rows = [value, top * math.log(2)][: lse.shape[0]]
+        lse[:, _rows(c, p.blocks.queries)] = jnp.concatenate(rows)
         unknown = 0.0 if p.max_logit is None else jnp.where(saw, jnp.nan, 0.0)
         mean = jnp.where(known, state.sums[c] / jnp.where(known, total, 1.0), unknown)
         out[_rows(c, p.blocks.queries)] = mean.astype(out.dtype).T

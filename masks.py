@@ -62,6 +62,7 @@ class Scores(NamedTuple):
     scale: float | None = None  # None is H**-0.5
     soft_cap: float = 0.0  # 0 is off
     max_logit: float | None = None  # used in place of each row's largest score, after the cap
+    largest: bool = False  # attention also returns the largest score of each row, which has no gradient
 
     def scale_for(self, H: int) -> float:
         return H**-0.5 if self.scale is None else self.scale

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # only annotations name it
 
 
 def loss_fn(
-    params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NO_SCALING
+    params: Params, batch: "data.Batch", config: Config, scaling: Scaling = NO_SCALING, attend_with=None, carried=()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This device's shares of the loss and of the metrics: their sums over all mesh axes but `tensor` are the values.
 
@@ -64,10 +64,12 @@ def loss_fn(
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
     shared = constants(batch, config)
-    x = run_all_layers(params, embed_tokens(params, batch.tokens, config), shared, config, scaling=scaling)
+    x = *embed_tokens(params, batch.tokens, config), *carried
+    *x, carried = (*run_all_layers(params, x, shared, config, scaling=scaling, attend_with=attend_with), None)[:3]
     if anatomy.runs_mtp(config):
         x = x[0], multi_token_prediction(params, x, batch, shared, config, scaling)
-    return loss_and_metrics(params, x, batch, config, scaling.key)
+    loss, metrics = loss_and_metrics(params, x, batch, config, scaling.key)
+    return loss, metrics if carried is None else metrics | {"max_logits": carried}
 
 
 # -- the layers

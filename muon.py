@@ -80,6 +80,11 @@ class State(NamedTuple):
     nu: parameters.Params  # the second moments, in float32; None for matrices
 
 
+def weights_of(config: Config) -> parameters.Params:
+    """The row of anatomy.WEIGHTS of each weight that Muon orthogonalises; None for the others."""
+    return parameters.tree(config, lambda _, __, weight: weight if weight.part in anatomy.MUON_PARTS else None)
+
+
 def muon(learning_rate: optax.Schedule, config: Config, mesh: Mesh | None = None) -> optax.GradientTransformation:
     """Muon for the matrices of a model, and AdamW for its other parameters.
 
@@ -89,7 +94,7 @@ def muon(learning_rate: optax.Schedule, config: Config, mesh: Mesh | None = None
         in `config.dtype`.
       mesh: the mesh on which the parameters have the layout of parameters.param_specs. None is one device.
     """
-    weights, decays = parameters.muon_weights(config), parameters.is_matrix(config)
+    weights, decays = weights_of(config), parameters.is_matrix(config)
     mu_dtype, beta1, beta2 = jnp.dtype(config.mu_dtype), config.beta1, config.beta2
 
     def init(params) -> State:
@@ -184,7 +189,7 @@ def orthogonalise_tree(tree, weights, config: Config, mesh: Mesh | None = None):
     """`orthogonalise` of the matrices in a tree of global arrays, in float32; None in the tree stays None.
 
     Args:
-      weights: parameters.muon_weights.
+      weights: `weights_of` the model.
       mesh: as in `muon`.
     """
     arrays, treedef = jax.tree.flatten(tree)

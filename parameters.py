@@ -55,7 +55,7 @@ jax.tree_util.register_dataclass(Layers)
 # -- shapes, layouts, initial values
 
 
-def _tree(config: Config, leaf) -> Params:
+def tree(config: Config, leaf) -> Params:
     """Params with leaf(name, shape, weight) in place of every weight that the model has."""
 
     def leaves(weights: dict[str, anatomy.Weight], size: dict[str, int], prefix: str = "") -> dict:
@@ -72,7 +72,7 @@ def _tree(config: Config, leaf) -> Params:
 
 def param_shapes(config: Config) -> Params:
     """The shapes of the parameters, as jax.ShapeDtypeStruct in float32."""
-    return _tree(config, lambda name, shape, weight: jax.ShapeDtypeStruct(shape, jnp.float32))
+    return tree(config, lambda name, shape, weight: jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def param_specs(config: Config) -> Params:
@@ -82,23 +82,18 @@ def param_specs(config: Config) -> Params:
         layout = P(*weight.layout)
         return sharding.add_axis(layout, "data", beside="fsdp") if config.shard_update else layout
 
-    return _tree(config, spec)
+    return tree(config, spec)
 
 
 def compute_dtypes(config: Config) -> Params:
     """The dtype in which the step uses each weight: float32 for the router's, `config.dtype` for the others."""
     dtype = lambda name: "float32" if name in anatomy.FLOAT32_WEIGHTS else config.dtype
-    return _tree(config, lambda name, shape, weight: jnp.dtype(dtype(name)))
+    return tree(config, lambda name, shape, weight: jnp.dtype(dtype(name)))
 
 
 def is_matrix(config: Config) -> Params:
     """True for the parameters that weight decay applies to; False for norms and biases."""
-    return _tree(config, lambda name, shape, weight: weight.start not in (anatomy.ONES, anatomy.ZEROS))
-
-
-def muon_weights(config: Config) -> Params:
-    """The row of anatomy.WEIGHTS of each weight that Muon orthogonalises; None for the others (muon.py)."""
-    return _tree(config, lambda name, shape, weight: weight if weight.part in anatomy.MUON_PARTS else None)
+    return tree(config, lambda name, shape, weight: weight.start not in (anatomy.ONES, anatomy.ZEROS))
 
 
 def init_params(config: Config, key: jax.Array) -> Params:
@@ -122,7 +117,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
         key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
         return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
 
-    return _tree(config, draw)
+    return tree(config, draw)
 
 
 def unstack_experts(w: Layers, config: Config) -> Layers:
@@ -178,7 +173,7 @@ def fp8_contracted(config: Config) -> Params:
     def contracted(name, shape, weight):
         return len(weight.start.replace("L", "")) if name.rpartition(".")[2] in names else 0
 
-    return _tree(config, contracted)
+    return tree(config, contracted)
 
 
 def with_scales(w: Layers, amax: dict, key: jax.Array | None, config: Config) -> Layers:

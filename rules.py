@@ -73,6 +73,8 @@ def check(config: Config, sizes: dict[str, int]) -> None:
         check_multiple("tokens of a device", tokens, {"moe_parts": config.moe_parts})
     if sizes["context"] > 1:
         _check_context(config, sizes)
+    if config.qk_clip:
+        _check_qk_clip(config, sizes)
     _check_fp8(config, sizes)
 
 
@@ -201,6 +203,24 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
             f"max_logit={config.max_logit} needs whole rows of scores, and a ring merges parts of them: "
             "--context_impl=all_gather or all_to_all"
         )
+
+
+def _check_qk_clip(config: Config, sizes: dict[str, int]) -> None:
+    for axis in ("context", "pipe"):
+        if sizes[axis] > 1:
+            raise ValueError(
+                f"qk_clip={config.qk_clip:g} needs the largest score of each head, which {axis}:{sizes[axis]} does not "
+                "report: --mesh=fsdp:* or --qk_clip=0"
+            )
+    if config.qk_norm or config.attention_soft_cap:
+        bound = "qk_norm" if config.qk_norm else f"attention_soft_cap={config.attention_soft_cap:g}"
+        raise ValueError(f"qk_clip={config.qk_clip:g} has no use where {bound} bounds the scores: --qk_clip=0")
+    for name in ("max_logit", "mtp", "fp8_skip_layers"):
+        if getattr(config, name):
+            off = f"--no-{name}" if name == "mtp" else f"--{name}=0"
+            raise ValueError(
+                f"qk_clip={config.qk_clip:g} has no code for {name}={getattr(config, name)}: {off} or --qk_clip=0"
+            )
 
 
 # -- FP8

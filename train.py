@@ -62,6 +62,7 @@ import offload
 import parameters
 import placement
 import processes
+import qk_clip
 import remat
 import rules
 import sampling
@@ -73,7 +74,7 @@ from log import Log, Profile, check_outputs
 from predicted import recompute, transformer
 from predicted.step import GiB, Prediction, cliffs, describe_shortfall, predict
 from predicted.workload import run_of
-from sharding import BATCH_SPEC, LOSS_AXES
+from sharding import BATCH_SPEC
 
 SHOWN_STAGES = 3  # of a mixture's schedule, in the log
 
@@ -165,7 +166,8 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
 
     def loss_fn(trained, batch, key):
         weights, amax = trained
-        return model.loss_fn(weights, batch, config, parameters.Scaling(amax, key))
+        scaling = parameters.Scaling(amax, key)
+        return model.loss_fn(weights, batch, config, scaling, **qk_clip.options(config))
 
     def add(total, more):  # the "gradients" of expected maxima are the measured ones: calibration.py
         return jax.tree.map(jnp.add, total[0], more[0]), jax.tree.map(jnp.maximum, total[1], more[1])
@@ -187,8 +189,8 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
         zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), trained)
         keys = None if scaling.key is None else jax.random.split(scaling.key, config.microbatches)
         (grads, amax), shares = lax.scan(accumulate, zeros, (model.split(batch, config.microbatches), keys))
-        shares = jax.tree.map(lambda a: jnp.sum(a, 0), shares)
-    loss, metrics = lax.psum(shares, LOSS_AXES)
+        shares = qk_clip.summed(shares)
+    loss, metrics = qk_clip.over_devices(shares)
     metrics |= {"amax": lax.pmax(amax, placement.MESH_AXES)} if amax else {}
     return loss, metrics, fsdp.sum_gradients(grads, specs, config.collectives)
 
@@ -212,6 +214,9 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     unguarded = dataclasses.replace(state, opt_state=opt_state)
     params, opt_state = update(unguarded, grads, accept, config=config, mesh=mesh)
     params = mixture.update_selection_biases(params, metrics, accept, config)
+    if config.qk_clip:
+        max_logits = metrics.pop("max_logits")
+        params, metrics["max_logit"] = qk_clip.clip(params, max_logits, accept, config), jnp.max(max_logits)
     new_state = State(
         step=state.step + 1,
         params=params,

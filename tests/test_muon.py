@@ -47,7 +47,7 @@ def dimension_numbers(config: Config):
         rows = len(weight.start.replace("L", ""))
         return contrib.MuonDimensionNumbers(tuple(range(first, first + rows)), len(weight.dims) - 1)
 
-    return jax.tree.map(numbers, parameters.muon_weights(config))
+    return jax.tree.map(numbers, muon.weights_of(config))
 
 
 def of_optax(config: Config) -> optax.GradientTransformation:
@@ -56,7 +56,7 @@ def of_optax(config: Config) -> optax.GradientTransformation:
     others = optax.adamw(rate, config.beta1, config.beta2, weight_decay=decay, mask=parameters.is_matrix(config))
     options = dict(consistent_rms=0.2, weight_decay=decay, muon_weight_dimension_numbers=dimension_numbers(config))
     matrices = contrib.muon(rate, **options)  # and AdamW without decay for the rest, whose results are not used
-    both, weights = (matrices, others), parameters.muon_weights(config)
+    both, weights = (matrices, others), muon.weights_of(config)
 
     def init(params):
         """With the count of matrices at a million: optax divides by 1 - 0.95^count, which published code does not."""
@@ -129,7 +129,7 @@ def on_mesh(mesh: str, options: dict):
     """(config, mesh, the function that orthogonalises, random momentum of the matrices on the mesh)."""
     config, sizes = Config(**TINY | options, mesh=mesh), placement.parse_mesh(mesh)
     mesh = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    weights, params = parameters.muon_weights(config), draw(parameters.param_shapes(config), 0)
+    weights, params = muon.weights_of(config), draw(parameters.param_shapes(config), 0)
     place = lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec))
     momentum = jax.tree.map(place, params, parameters.param_specs(config))
     momentum = jax.tree.map(lambda w, weight: w if weight else None, momentum, weights)

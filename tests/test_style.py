@@ -37,7 +37,7 @@ FLOORS = [
     {"mixture", "tensor", "roofline", "recipes"},
     {"decoder"},
     {"model"},
-    {"generation", "trained"},
+    {"generation", "trained", "qk_clip"},
     {"evaluation", "sampling"},
     {"train"},
     {"aot"},
