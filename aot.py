@@ -190,12 +190,12 @@ def kernels_of(lowered: Lowered) -> list[dict[str, str]]:
     return [json.loads(text) for text in dict.fromkeys(plain)]
 
 
-def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) -> dict[str, float]:
+def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str, waits: bool = True) -> dict[str, float]:
     """{tuned_key, blocks and calls, a line each: cycles}. Compiles each kernel alone, two at a time.
 
     Args:
       calls: the metadata of the kernels.
-      filled: the share of the experts' rows that the kernels multiply (kernels.cycles_of).
+      filled, waits: as for kernels.cycles_of.
     """
     import jax
     import libtpu
@@ -206,12 +206,15 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str) ->
 
     def cycles_of(call):
         filled_of_gmm = filled if "gmm" in call["tuned_key"] else None
-        content = json.dumps([call, filled_of_gmm, version, jax.__version__, libtpu.__version__], sort_keys=True)
+        content = json.dumps(
+            [call, filled_of_gmm, *([] if waits else ["no waits"]), version, jax.__version__, libtpu.__version__],
+            sort_keys=True,
+        )
         number = hashlib.sha256(content.encode()).hexdigest()
         entry = Path(cache) / "aot" / f"kernel-{number}.json" if cache else None
         if entry and entry.exists():
             return json.loads(entry.read_text())["cycles"]
-        cycles = kernels.cycles_of(call, filled)
+        cycles = kernels.cycles_of(call, filled, waits)
         if entry:
             entry.parent.mkdir(parents=True, exist_ok=True)
             with outputs.replacing(entry) as file:
@@ -252,7 +255,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     lowered = lower_step(config, args.topology, args.num_slices)
     with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
         filled = prediction.run.experts_filled
-        cycles = pool.submit(kernel_cycles, kernels_of(lowered), filled, config.compilation_cache)
+        counted = kernels_of(lowered), filled, config.compilation_cache, not args.no_waits
+        cycles = pool.submit(kernel_cycles, *counted)
         memory, program = compile_step(lowered, flags, config.compilation_cache)
     if args.hlo_out:
         with outputs.replacing(args.hlo_out) as file:
@@ -426,6 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
     about = "cycles of kernels that are not the project's own, or that replace their count; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
+    about = "count the cycles of grouped matmuls without their waits for memory, as stored results did before these"
+    machine.add_argument("--no_waits", action="store_true", help=about)
     machine.add_argument(
         "--hlo_out", type=command.path, metavar="FILE", help="write the compiled program, in order of execution, here"
     )
@@ -466,8 +472,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_outputs(config: Config, args: argparse.Namespace) -> None:
     """Raises ValueError, before the compilation, for outputs that cannot be written or that do not go together."""
-    if args.keep and (args.compare or args.kernel):
-        raise ValueError("--keep is for one program with the project's own cycles: without --compare and --kernel")
+    if args.keep and (args.compare or args.kernel or args.no_waits):
+        without = "without --compare, --kernel and --no_waits"
+        raise ValueError(f"--keep is for one program with the project's own cycles: {without}")
     if (args.trace or args.report) and args.compare:
         raise ValueError("--trace and --report draw one program: without --compare")
     scales = config.fp8_scales if config.fp8 == "static" else ""

@@ -326,8 +326,8 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
     return Plan(*(array.astype(jnp.int32) for array in plan))
 
 
-def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
-    """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
+def listed(group_sizes, num_rows: int, tiles, dtype, out_dtype=None) -> Plan:
+    """The plan of a call with these group sizes, as numpy arrays without the unused ends of the lists."""
     import jax  # here, so that predictions need no jax
     import jax.numpy as jnp
 
@@ -335,8 +335,20 @@ def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes
     step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
     shape = (0, len(group_sizes), num_rows, unit, step, tiles)
     plan = jax.jit(lambda sizes: plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
-    num_tiles, num_groups = int(plan.totals[0]), int(plan.totals[1])
-    group, bucket = (np.asarray(x)[:num_tiles] for x in (plan.tile_group, plan.tile_height))
+    totals = np.asarray(plan.totals)
+    sizes = [totals[0] if name.startswith("tile") else totals[1] for name in Plan._fields[1:]]
+    return Plan(totals, *(np.asarray(array)[:size] for array, size in zip(plan[1:], sizes, strict=True)))
+
+
+def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
+    """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
+    plan = listed(group_sizes, num_rows, tiles, dtype, out_dtype)
+    num_tiles, num_groups, group, bucket = (
+        len(plan.tile_group),
+        len(plan.group_expert),
+        plan.tile_group,
+        plan.tile_height,
+    )
     is_last = np.diff(group, append=num_groups) > 0
     names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
     if isinstance(tiles, TgmmTiles):

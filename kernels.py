@@ -17,11 +17,13 @@ the modules in this order:
     flash_backward.py    its gradient: five matmuls a tile, and no partial sum in HBM
     remote_dma.py        collectives that write into the memory of other chips
     compiled/bundles.py  counts the cycles of a kernel in the program that the compiler made of it
+    compiled/grid.py     the time of these cycles, with the waits for memory
 
 **Block size tuning.** Block sizes determine how often an operand is read from HBM, how much VMEM is used, and how well
 the compiler can fill the instructions. The last has no formula. So a rule gives sizes that fit, and a search looks for
-better ones. Candidates that fit into VMEM by arithmetic are compiled, several at a time, and ranked by the longer of
-their cycles and the time of their HBM traffic. On a TPU they are run and timed instead. tuned.py stores the best.
+better ones. Candidates that fit into VMEM by arithmetic are compiled, several at a time, and ranked by their time. For
+grouped matmuls this is their cycles and their waits for memory, for attention the longer of their cycles and the time
+of their HBM traffic. On a TPU they are run and timed instead. tuned.py stores the best.
 
 **On TPU7x** XLA sees a kernel as one operation. To schedule a gather or a copy to the host beside it, XLA needs its
 duration, from `cost_estimate`; the kernels of attention and of gmm.py set it. Without an estimate XLA assumes that a
@@ -51,6 +53,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import command
 import compiler_flags
@@ -58,7 +61,7 @@ import flash
 import flash_backward
 import groups
 import tuned
-from compiled import bundles, schedule
+from compiled import bundles, grid, schedule
 from flash import flash_attention  # noqa: F401
 from gmm import fits_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import Mask, block_ranges
@@ -243,10 +246,66 @@ def ragged(M: int, E: int) -> list[int]:
 
 
 def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
+    """The cycles of a call, with those in which it waits for memory, unless the shape has waits=False."""
+    if s.get("waits", True):
+        return grouped_time(name, report, s, tiles).seconds * CLOCK_HZ
     sizes = ragged(_rows_of_experts(s), s["E"])
     executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
     moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
+
+
+def grouped_time(name: str, report: bundles.Report, s: dict, tiles) -> grid.Time:
+    """The time of a call of gmm or tgmm, by a walk through its tiles with the DMAs of gmm.py.
+
+    The cycles beside the matmuls of a tile are spread evenly over the tiles.
+    """
+    kernel, sizes = report.kernel(name), ragged(_rows_of_experts(s), s["E"])
+    executions = groups.executions(kernel, sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    plan = groups.listed(sizes, s["M"], tiles, s["dtype"])
+    cycles = np.zeros(len(plan.tile_group))
+    for bucket, height in enumerate(groups.heights(tiles)):
+        last = f"finish {height}" if name == "tgmm" else f"{height} rows"
+        cycles[plan.tile_height == bucket] = kernel.region(last).cycles
+    if name == "tgmm":
+        cycles[np.diff(plan.tile_group, append=-1) == 0] = kernel.region("add").cycles
+    operands = _gmm_operands(plan, s, tiles) if name == "gmm" else _tgmm_operands(plan, s, tiles)
+    cycles = np.tile(cycles, len(operands[0].index) // max(1, len(cycles)))
+    total = kernel.cycles(executions, moved_bytes=0).compute
+    cycles += max(0, total - cycles.sum()) / max(1, len(cycles))
+    return grid.walk(cycles.tolist(), operands)
+
+
+def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.Operand]:
+    """The blocks that `gmm` reads and writes in each tile of each pass over the columns."""
+    inputs, matrices, results = _variant(s).operands()
+    in_bytes, out_bytes = (jnp.dtype(each).itemsize for each in (s["dtype"], _result(s)))
+    unit, passes = groups.register_rows(s["dtype"], _result(s)), -(-s["N"] // tiles.cols)
+    repeated = lambda array: np.tile(array, passes)
+    tile, column = np.arange(passes * len(plan.tile_group)), np.repeat(np.arange(passes), len(plan.tile_group))
+    matrix = column * len(plan.group_expert) + repeated(plan.tile_group)
+    return [
+        grid.Operand("lhs", tile, repeated(plan.tile_blocks) * float(inputs * unit * s["K"] * in_bytes)),
+        grid.Operand("rhs", matrix, float(matrices * s["K"] * tiles.cols * in_bytes), lookahead=True),
+        grid.Operand(
+            "out", tile, repeated(plan.tile_write) * float(results * unit * tiles.cols * out_bytes), output=True
+        ),
+    ]
+
+
+def _tgmm_operands(plan: groups.Plan, s: dict, tiles: groups.TgmmTiles) -> list[grid.Operand]:
+    """The blocks that `tgmm` reads and writes in each tile of each pass over the parts of its results."""
+    in_bytes, out_bytes = (jnp.dtype(each).itemsize for each in (s["dtype"], _result(s)))
+    unit = groups.register_rows(_result(s))
+    passes = -(-s["K"] // tiles.k) * -(-s["N"] // tiles.n)
+    rows = np.tile(plan.tile_blocks, passes) * float(unit * in_bytes)
+    tile, part = np.arange(len(rows)), np.repeat(np.arange(passes), len(plan.tile_group))
+    result = part * len(plan.group_expert) + np.tile(plan.tile_group, passes)
+    return [
+        grid.Operand("lhs", tile, rows * tiles.k),
+        grid.Operand("dout", tile, rows * tiles.n),
+        grid.Operand("out", result, float(tiles.k * tiles.n * out_bytes), buffers=1 + tiles.outs, output=True),
+    ]
 
 
 TUNABLES = {
@@ -342,7 +401,7 @@ def tune(
     return ranked, entry
 
 
-def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
+def cycles_of(metadata: Mapping[str, str], filled: float = 1, waits: bool = True) -> float:
     """The cycles of a call of a kernel with this metadata (tuned.metadata) in a compiled program.
 
     Compiles the kernel: 10 s, or some minutes. Assumes that each document is a full sequence and that groups of experts
@@ -352,13 +411,15 @@ def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
       metadata: of the call, from the program.
       filled: the share of a grouped matmul's rows that belong to an expert. A buffer for tokens from other devices is
         larger than the rows expected, and a kernel multiplies only the rows that arrived.
+      waits: count the cycles of a grouped matmul in which it waits for memory (compiled/grid.py). Otherwise the time of
+        all its traffic is counted where that is longer than its cycles.
 
     Raises:
       ValueError: the kernel does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
     name, shape = tuned.shape_of(metadata["tuned_key"])
     if "E" in shape:
-        shape["filled"] = filled
+        shape |= dict(filled=filled, waits=waits)
     tunable = TUNABLES[name]
     blocks = dict(part.split("=") for part in metadata["blocks"].split())
     blocks = type(tunable.rule(shape))(**{field: int(value) for field, value in blocks.items()})
@@ -370,8 +431,10 @@ def cycles_of(metadata: Mapping[str, str], filled: float = 1) -> float:
 
 
 def version() -> str:
-    """A hash of the code that determines the cycles of a call: that of the kernels and of compiled/bundles.py."""
-    names = "compiled/bundles compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
+    """A hash of the code that determines the cycles of a call: that of the kernels and of their instruments."""
+    names = (
+        "compiled/bundles compiled/grid compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
+    )
     return hashlib.sha256(b"".join((command.ROOT / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 

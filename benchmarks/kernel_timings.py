@@ -534,7 +534,7 @@ def _build_attention(timing: Mapping, module: Callable, shaped: Callable) -> tup
     layouts = module("tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_kernel").QKVLayout
     q, k, v = (shaped(timing[name]) for name in "qkv")
     options = dict.fromkeys(("bias", "dropout_mask", "paging_info", "q_indices", "k_indices"))
-    options |= dict(precision=(jax.lax.DotAlgorithmPreset.BF16_BF16_F32,) * 2, logits_dtype=jnp.float32)
+    options |= dict(precision=(jax.lax.DotAlgorithmPreset.BF16_BF16_F32,) * 2, logits_dtype=jnp.dtype("float32"))
     options |= dict(logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=timing["soft_cap"], dropout_rate=0.0)
     options |= dict(mask=base.Mask(is_causal=timing["causal"]), normalize_output=True)
     options |= dict(return_residuals=timing["residuals"])
@@ -547,7 +547,7 @@ def _build_attention(timing: Mapping, module: Callable, shaped: Callable) -> tup
     out = jax.ShapeDtypeStruct((B, T, N, v.shape[3]), q.dtype)
 
     def run(maximum, logsumexp, *arrays):
-        return vars(op._fwd((maximum, logsumexp), *arrays, **options, config=backward.Config(**config))[0])
+        return op._fwd((maximum, logsumexp), *arrays, **options, config=backward.Config(**config))[0]
 
     return run, [statistic, statistic, out, out, q, k, v]
 

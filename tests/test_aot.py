@@ -123,15 +123,17 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
 def test_cycles_of_a_kernel_are_cached_until_its_code_changes(monkeypatch, tmp_path):
     counted, call = [], dict(tuned_key="gmm M=8 chip=tpu7x", blocks="rows=8", calls="1")
     monkeypatch.setattr(kernels, "cycles_of", lambda *args: counted.append(args) or 100.0 * len(counted))
-    cycles = lambda filled: [*aot.kernel_cycles([call], filled, str(tmp_path)).values()]
+    cycles = lambda filled, **waits: [*aot.kernel_cycles([call], filled, str(tmp_path), **waits).values()]
     assert cycles(1.0) == cycles(1.0) == [100.0]
     assert cycles(0.5) == cycles(0.5) == [200.0]
     monkeypatch.setattr(kernels, "version", lambda: "another")
-    assert cycles(1.0) == cycles(1.0) == [300.0] and counted == [(call, 1.0), (call, 0.5), (call, 1.0)]
+    assert cycles(1.0) == cycles(1.0) == [300.0]
+    assert cycles(1.0, waits=False) == cycles(1.0, waits=False) == [400.0]
+    assert counted == [(call, 1.0, True), (call, 0.5, True), (call, 1.0, True), (call, 1.0, False)]
     for package in (jax, libtpu):
         monkeypatch.setattr(package, "__version__", "another")
         assert cycles(1.0) == cycles(1.0) == [100.0 * len(counted)]
-    assert len(counted) == 5
+    assert len(counted) == 6
 
 
 @pytest.mark.slow
