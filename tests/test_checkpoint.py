@@ -104,6 +104,7 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
         | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24)
         | dict(skip_spikes=6.0, check_every=9, nu_dtype="bfloat16"),
         dict(mesh="data:2,tensor:4", optimizer="adafactor", dtype="bfloat16"),
+        dict(mesh="fsdp:2,tensor:4", optimizer="muon", qk_clip=0.5, fp8="delayed", mu_dtype="bfloat16"),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
 )

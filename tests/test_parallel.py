@@ -129,7 +129,7 @@ def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     [
         dict(optimizer="sgd", learning_rate=0.1, beta1=0.5),
         dict(optimizer="adafactor", learning_rate=1e-3),
-        dict(optimizer="muon"),
+        MIXTURES["deepseek"] | dict(optimizer="muon", selection_bias=False),
         dict(mu_dtype="bfloat16"),
         dict(clip_norm=0.0, warmup_ratio=0.0),
     ],
