@@ -384,6 +384,8 @@ class Config:
     clip_norm: float = flag(1.0, "values program", least=0)
     # heads whose largest attention score exceeds this get smaller query and key weights (qk_clip.py); 0 is off
     qk_clip: float = flag(0.0, "values program", least=0)
+    # dtype in which gradients are added up over microbatches and replicas, and stored: float32 or bfloat16
+    grad_dtype: str = flag("float32", "values program", choices=FLOATS)
     # dtype in which the first moment of adamw and muon is stored: float32 or bfloat16
     mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
     # dtype in which adamw's second moment is stored: float32, or bfloat16, rounded stochastically (moments.py)

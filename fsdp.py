@@ -109,8 +109,8 @@ def gather_over_data(params, specs, dtypes, algorithm="xla"):
     return jax.tree.map(prepare, params, specs, dtypes)
 
 
-def sum_gradients(grads, specs, algorithm="xla"):
-    """Returns the gradients of the stored shards, in float32: the transpose of `gather_over_data`, once per step.
+def sum_gradients(grads, specs, algorithm="xla", dtype=jnp.float32):
+    """Returns the gradients of the stored shards, in `dtype`: the transpose of `gather_over_data`, once per step.
 
     Each gradient is summed over the axes that do not shard its parameter. Over `data` this is an all-reduce, or with
     the sharded update a reduce-scatter. It is written out, not derived, since the step takes gradients with respect to
@@ -118,7 +118,7 @@ def sum_gradients(grads, specs, algorithm="xla"):
     """
 
     def reduce(dw, spec):
-        dw = dw.astype(jnp.float32)
+        dw = dw.astype(dtype)
         if (dim := dim_of(spec, "data")) is not None:
             dw = reduce_scatter(dw, "data", dim=dim, algorithm=algorithm)
         return all_reduce(dw, _replicated_axes(spec), algorithm=algorithm, to="invarying")

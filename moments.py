@@ -16,7 +16,12 @@ x, also across powers of two, where the spacing doubles. The update is computed 
 
 **Cost.** 2 bytes a parameter less: 4 bytes for both moments in bfloat16, of 8. Half of a random word a parameter a
 step, of Threefry, which a TPU computes in its vector units while it waits for memory. Bits depend on the seed, the
-number of updates and the parameter's name, not on the mesh, so that a resume is bit-exact.
+number of updates and the parameter's name, not on the mesh, so that a resume is bit-exact. Predicted, in GiB of a
+device: weights, gradients and optimizer state, and all of its memory, with moments and gradients in float32 and with
+--mu_dtype, --nu_dtype and --grad_dtype=bfloat16:
+
+    llama3.1-70b-8k-bf16    128 devices     8.2 of 83.8     5.1 of 80.7
+    deepseek-v3-4k-bf16     512 devices    19.5 of 90.3    12.2 of 82.9
 
 **Left out.** The same for the master weights. Muon and adafactor, which have no second moment of matrices, or factors
 of it. With --offload_optimizer the layers of a stack, and all devices, get the same random bits: each error still has

@@ -131,6 +131,11 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
 
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, layers = sizes["pipe"], config.pipeline_rounds, config.num_layers
+    if config.grad_dtype != "float32":
+        raise ValueError(
+            f"grad_dtype={config.grad_dtype}: the stages of mesh axis pipe:{stages} add up gradients in float32: "
+            "another axis than pipe, or --grad_dtype=float32"
+        )
     if anatomy.two_kinds(config):
         raise ValueError(
             f"global_head_dim={config.global_head_dim} and global_kv_heads={config.global_kv_heads} make a stack of "

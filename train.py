@@ -170,7 +170,8 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
         return model.loss_fn(weights, batch, config, scaling, **qk_clip.options(config))
 
     def add(total, more):  # the "gradients" of expected maxima are the measured ones: calibration.py
-        return jax.tree.map(jnp.add, total[0], more[0]), jax.tree.map(jnp.maximum, total[1], more[1])
+        grads = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total[0], more[0])
+        return grads, jax.tree.map(jnp.maximum, total[1], more[1])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     trained = weights, lax.pcast(scaling.amax, placement.MESH_AXES, to="varying")
@@ -186,13 +187,17 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
             # Without the barrier XLA:TPU tries to move reduce-scatters out of the loop, and fails (an internal check).
             return add(total, lax.optimization_barrier(grads)), shares
 
-        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), trained)
+        dtypes = config.grad_dtype, jnp.float32  # of gradients, and of maxima
+        zeros = tuple(
+            jax.tree.map(lambda w, d=dtype: jnp.zeros_like(w, d), tree)
+            for tree, dtype in zip(trained, dtypes, strict=True)
+        )
         keys = None if scaling.key is None else jax.random.split(scaling.key, config.microbatches)
         (grads, amax), shares = lax.scan(accumulate, zeros, (model.split(batch, config.microbatches), keys))
         shares = qk_clip.summed(shares)
     loss, metrics = qk_clip.over_devices(shares)
     metrics |= {"amax": lax.pmax(amax, placement.MESH_AXES)} if amax else {}
-    return loss, metrics, fsdp.sum_gradients(grads, specs, config.collectives)
+    return loss, metrics, fsdp.sum_gradients(grads, specs, config.collectives, config.grad_dtype)
 
 
 def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -> tuple[State, dict[str, jax.Array]]:
@@ -203,6 +208,7 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
     noise = jax.random.fold_in(jax.random.key(config.seed), state.step)
     scaling = parameters.Scaling(calibration.expected(state.amax, config), noise)
     loss, metrics, grads = sharded(state.params, batch, scaling)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)  # element by element, as norm and update read them
     amax = calibration.updated(state.amax, metrics.pop("amax", {}), state.step - state.skipped, config)
     grad_norm = optax.tree.norm(grads)
     opt_state, history = spikes.split(state.opt_state, config)

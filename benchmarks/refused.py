@@ -65,6 +65,7 @@ EXAMPLES = {
         "--mesh=pipe:2,fsdp:* --pipeline_schedule=circular --num_layers=4 --microbatches=2",
         f"{MOE} --mesh=pipe:2,fsdp:* --num_layers=4 --num_dense_layers=1",
         "--mesh=pipe:2,fsdp:* --num_layers=4 --microbatches=2 --mtp",
+        "--mesh=pipe:2,fsdp:* --num_layers=4 --microbatches=2 --grad_dtype=bfloat16",
         "--mesh=pipe:2,fsdp:* --num_layers=4 --microbatches=2 --remat=qkv_proj_offloaded",
         "--mtp --fp8=delayed",
         "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",

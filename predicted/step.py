@@ -292,7 +292,7 @@ def _update(run: Run) -> Part:
     state = transformer.state_bytes(config)
     slot_bytes = 0 if config.optimizer == "adafactor" else 4 * state["optimizer"] / state["weights"]
     # Bytes a parameter: read the gradient, read and write the weight, read and write the optimizer's slots (moments).
-    bytes_per_param = 4 + 4 + 4 + 2 * slot_bytes
+    bytes_per_param = anatomy.BYTES[config.grad_dtype] + 4 + 4 + 2 * slot_bytes
     if config.optimizer == "muon":  # the matrices to orthogonalise are written, and the result is read
         bytes_per_param += 2 * run.element * transformer.muon_params(config) / transformer.num_params(config)
     bandwidth = run.hbm_bytes_per_s * run.efficiency.hbm
@@ -668,20 +668,20 @@ def _pipe(run: Run, working_s: float) -> list[Part]:
 
 def _gradient_sum(run: Run) -> Part:
     """Adding up the gradients of devices that hold the same weights, after the backward pass."""
-    sizes = run.sizes
+    sizes, g = run.sizes, anatomy.BYTES[run.config.grad_dtype]
     experts, others = params_of_device(run)
     seconds = 0.0
     for params, axes in ((experts, ("context", "data")), (others, ("context", "expert", "data"))):
         if run.config.shard_update:
-            seconds += run.collective_s("reduce_scatter", 4 * params, *axes)
+            seconds += run.collective_s("reduce_scatter", g * params, *axes)
             seconds += run.collective_s("all_gather", run.element * params, *axes)
         else:
-            seconds += run.collective_s("all_reduce", 4 * params, *axes)
+            seconds += run.collective_s("all_reduce", g * params, *axes)
     if run.pipe > 1:
         seconds += run.collective_s("all_reduce", 4 * tables_of_device(run), "pipe")
     replicas = " and ".join(_links_text(run, axis) for axis in ("context", "expert", "data") if sizes[axis] > 1)
     how = "reduce-scatter, then all-gather the weights of" if run.config.shard_update else "all-reduce"
-    formula = f"{how} {si(4 * (experts + others), 'B')} over {replicas}, after the backward pass"
+    formula = f"{how} {si(g * (experts + others), 'B')} over {replicas}, after the backward pass"
     if run.pipe > 1:
         formula += f"; of embedding and unembedding over {_links_text(run, 'pipe')} too"
     return Part("gradient sum", "communication", seconds, seconds, formula)

@@ -756,14 +756,14 @@ def _gradient_bytes(run: Run, params: float) -> float:
     # At its peak a pipeline stage holds four arrays for all its layers. They are gradients in bfloat16, weights in
     # bfloat16 twice, and float32 sums of gradients over microbatches. Compiled: 808B parameters on two slices of 4x4x4.
     stages = (run.element + 4) * params if run.pipe > 1 else 0
-    replicas = run.sizes["data"]
+    replicas, g = run.sizes["data"], anatomy.BYTES[run.config.grad_dtype]
     if run.config.shard_update and replicas > 1:
         # First a device holds the weights gathered over `data` and their gradients, in the compute dtype. Later it
-        # holds these gradients in float32, and the float32 sums of its own shard.
-        return max(2 * run.element, 4 + 4 / replicas) * params + stages
+        # holds these gradients in grad_dtype, and the sums of its own shard.
+        return max(2 * run.element, g + g / replicas) * params + stages
     # With several replicas, the all-reduce of the tables' gradients is not in place: compiled, data:8 on 2x2x1.
-    tables = 4 * tables_of_device(run) if replicas > 1 else 0
-    return 4 * params + tables + stages
+    tables = g * tables_of_device(run) if replicas > 1 else 0
+    return g * params + tables + stages
 
 
 def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:

@@ -156,6 +156,7 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "clip_norm": ({}, 0.0),
     "skip_spikes": ({}, 6.0),
     "qk_clip": ({}, 100.0),
+    "grad_dtype": ({}, "bfloat16"),
     "mu_dtype": ({}, "bfloat16"),
     "nu_dtype": ({}, "bfloat16"),
     "offload_optimizer": ({}, True),

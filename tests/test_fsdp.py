@@ -330,3 +330,15 @@ def test_tpu7x_initialises_straight_into_the_shards():
     state_bytes = 12 * transformer.num_params(config) / 8  # weights and two moments, in float32
     assert memory.output_size_in_bytes < 1.01 * state_bytes
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 1.25 * state_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_added_up_and_stored_in_their_dtype(dtype):
+    """In the carry of the loop over microbatches, and in what the step sends over `data` and stores."""
+    jaxpr = trace(Config(**SMALL, mesh="data:2,fsdp:2,tensor:2", microbatches=2, grad_dtype=dtype))
+    grads = len(jax.tree.leaves(parameters.param_shapes(Config(**SMALL))))
+    scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan" and eqn.params["num_carry"] == grads]
+    (carried,) = [scan.params["jaxpr"].out_avals[:grads] for scan in scans]
+    assert {str(aval.dtype) for aval in carried} == {dtype}
+    assert {str(var.aval.dtype) for var in jaxpr.eqns[-1].outvars[-grads:]} == {dtype}

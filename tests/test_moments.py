@@ -1,5 +1,8 @@
 """Adam's second moment in bfloat16: optax's update, and rounding whose mean is exact."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import moments
 import placement
 import sharding
+from flags import from_recipe
+from hardware import parse_topology
+from predicted.step import GiB, predict
+from predicted.workload import run_of
+from published import RECIPES
 
 KEY = jax.random.key(0)
 
@@ -74,6 +82,20 @@ def test_the_moment_follows_where_rounding_to_nearest_is_stuck():
     standard_error = np.std(stored) / np.sqrt(stored.size)
     assert abs(np.mean(stored) - exact) < 4 * standard_error and standard_error < 0.001 * exact
     assert abs(nearest - exact) > max(0.04 * exact, 20 * standard_error)  # so this bound can fail
+
+
+def test_the_memory_in_the_head_is_the_predicted_one():
+    row = r"^    (\S+-bf16) +(\d+) devices +([\d.]+) of ([\d.]+) +([\d.]+) of ([\d.]+)$"
+    rows = re.findall(row, moments.__doc__, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["llama3.1-70b-8k-bf16", "deepseek-v3-4k-bf16"]
+    for name, devices, *figures in rows:
+        predicted = []
+        for dtype in ("float32", "bfloat16"):
+            config = from_recipe(name, **{flag: dtype for flag in ("mu_dtype", "nu_dtype", "grad_dtype")})
+            prediction = predict(run_of(config, *parse_topology(RECIPES[name].topology)))
+            state = sum(prediction.memory[part] for part in ("weights", "gradients", "optimizer"))
+            predicted += [f"{nbytes / GiB:.1f}" for nbytes in (state, prediction.hbm_bytes)]
+        assert predicted == figures and math.prod(prediction.run.sizes.values()) == int(devices)
 
 
 def test_random_bits_differ_by_parameter_update_and_seed_not_by_mesh():

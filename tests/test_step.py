@@ -671,6 +671,9 @@ def test_the_state_is_sharded_by_the_mesh():
     assert predicted(**flags, mesh="data:2,fsdp:64").memory["weights"] == pytest.approx(4 * params / 64)
     halved = predicted(**flags, mesh="fsdp:128", mu_dtype="bfloat16")
     assert halved.memory["optimizer"] == pytest.approx(6 * params / 128)
+    cheap = predicted(**flags, mesh="fsdp:128", mu_dtype="bfloat16", nu_dtype="bfloat16", grad_dtype="bfloat16")
+    assert cheap.memory["optimizer"] == pytest.approx(4 * params / 128)
+    assert cheap.memory["gradients"] == pytest.approx(2 * params / 128)
     moe = dict(preset="qwen3-235b-a22b", batch=512)
     all_experts = transformer.parts(from_preset(**moe))["experts"].params
     prediction = predicted("tpu7x:4x8x8", **moe, mesh="fsdp:64,expert:8")
