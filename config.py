@@ -82,15 +82,11 @@ def flag(default, *decides_or_needs: "str | Need", choices: str | tuple[str, ...
 WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window=64")
 NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
 GLOBAL_LAYERS = Need(
-    lambda c: c.global_every or not c.window,
-    "window={window} in every layer needs only a halo of keys",
-    "--global_every=2 or --window=0",
+    lambda c: c.global_every or not c.window, "window={window} in every layer needs only a halo", "--global_every=2"
 )
 GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
-ROPE_TYPE = Need(
-    lambda c: c.rope_type != "default", "rope_type=default leaves the frequencies as they are", "--rope_type=llama3"
-)
+ROPE_TYPE = Need(lambda c: c.rope_type != "default", "rope_type=default scales no frequency", "--rope_type=llama3")
 ORIGINAL_LEN = Need(
     lambda c: c.rope_type in ("llama3", "yarn") and c.rope_scaling != 1,
     "rope_type={rope_type} with rope_scaling={rope_scaling} treats all frequencies alike",
@@ -101,9 +97,7 @@ MTP = Need(lambda c: c.mtp, "no token after the next is predicted", "--mtp")
 EXPERTS = Need(
     lambda c: c.num_experts, "num_experts=0 is a dense model", "--num_experts=8 --experts_per_token=2 --expert_dim=512"
 )
-SILU = Need(
-    lambda c: c.mlp_activation == "silu", "mlp_activation={mlp_activation} has no limit", "--mlp_activation=silu"
-)
+SILU = Need(lambda c: c.mlp_activation == "silu", "{mlp_activation} has no limit", "--mlp_activation=silu")
 SELECTION_BIAS = Need(lambda c: c.selection_bias, "there is no bias that it would change", "--selection_bias")
 DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no use for it", "--moe_impl=dropless")
 CAPACITY = Need(lambda c: c.moe_impl == "capacity", "moe_impl={moe_impl} has no use for it", "--moe_impl=capacity")
@@ -113,9 +107,7 @@ SPLIT_SEQUENCES = Need(
 )
 CUSTOM_REMAT = Need(lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom")
 FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--fp8=dynamic")
-BLOCKS = Need(
-    lambda c: c.fp8_granularity == "block", "fp8_granularity={fp8_granularity} has no blocks", "--fp8_granularity=block"
-)
+BLOCKS = Need(lambda c: c.fp8_granularity == "block", "{fp8_granularity} has no blocks", "--fp8_granularity=block")
 PROFILE = Need(lambda c: c.fp8 in ("static", "calibrate"), "fp8={fp8} finds its scales without a file", "--fp8=static")
 FIRST_MOMENT = Need(lambda c: c.optimizer != "adafactor", "adafactor has no first moment", "--optimizer=adamw")
 ADAMW = Need(lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw")
@@ -512,13 +504,9 @@ class Config:
 
     def _check_profile(self):
         if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
-            raise ValueError(
-                f"profile_steps={self.profile_steps!r} must be FIRST:LAST with 1 <= FIRST <= LAST, as in 3:5"
-            )
+            raise ValueError(f"profile_steps={self.profile_steps!r} must be FIRST:LAST, 1 <= FIRST <= LAST, as in 3:5")
         if self.profile_dir and self.profile_range[0] > self.steps:
-            raise ValueError(
-                f"profile_steps={self.profile_steps!r} is past the last step: --profile_steps=1:{self.steps}"
-            )
+            raise ValueError(f"profile_steps={self.profile_steps!r} is past the end: --profile_steps=1:{self.steps}")
 
     def _check_processes(self):
         if (self.num_processes > 1 or self.process_id >= 0) and not self.coordinator:

@@ -189,10 +189,10 @@ AT_LEAST_1 = (
         (dict(coordinator=":9911"), "coordinator=':9911' has no port"),
         (dict(coordinator="a:70000"), "coordinator='a:70000' has no port"),
         (dict(coordinator="a:1", num_processes=2), "process_id=-1 must be from 0 to under num_processes="),
-        (dict(profile_steps="0:3"), "profile_steps='0:3' must be FIRST:LAST with 1 <= FIRST"),
+        (dict(profile_steps="0:3"), "profile_steps='0:3' must be FIRST:LAST, 1 <= FIRST"),
         (
             dict(profile_dir="d", steps=40, profile_steps="41:42"),
-            "profile_steps='41:42' is past the last step: --profile_steps=1:40",
+            "profile_steps='41:42' is past the end: --profile_steps=1:40",
         ),
         (dict(num_heads=6, num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
         (dict(num_heads=2, num_kv_heads=4), "num_heads=2 must be a multiple of num_kv_heads=4"),
