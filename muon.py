@@ -30,7 +30,8 @@ over d devices, each device gathers S/d in full, orthogonalises them, and return
 A stack whose size is no multiple of d is padded with zeros. Weights of equal shape are one stack, such as gate, up and
 the transposed down. Over an axis that replicates a weight, each device orthogonalises a share of the stack, and the
 results are all-gathered. Heads need no message over `tensor`, nor experts over `expert`, since these axes shard the
-stack. Experts need none over `fsdp` if each of its devices has full experts.
+stack. Experts need none over `fsdp` if each of its devices has full experts; with more devices than experts, only those
+that share an expert exchange its shards.
 
 **Cost** for P parameters in matrices of n x m, n <= m, on d devices:
 
@@ -42,9 +43,9 @@ The alternative shards the iteration: each device multiplies its columns, and A 
 device then receives 10 n^2 elements a matrix instead of 2 n m/d. For Llama 3.1 70B on 128 devices (n = 8,192,
 m = 28,672) that is 180 times as much. So only the all-to-all is here.
 
-**Left out.** If `fsdp` has more devices than a device of `expert` has experts, all experts of a layer are gathered
-together, and some devices wait. All heads as one matrix. Symmetric products at half the FLOPs. Offload of the state:
-layer by layer there are too few matrices to share, so config.py refuses it.
+**Left out.** If neither the devices of `fsdp` are a multiple of the experts nor the reverse, all experts of a layer are
+gathered together, and some devices wait. All heads as one matrix. Symmetric products at half the FLOPs. Offload of the
+state: layer by layer there are too few matrices to share, so config.py refuses it.
 """
 
 import itertools
@@ -54,6 +55,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -180,6 +182,7 @@ class Layout(NamedTuple):
 
     shape: tuple[int, int]  # rows and columns of a gathered matrix
     experts: int  # so many of them are gathered together, one below the other
+    groups: int  # of consecutive devices that share matrices; 1 is all devices along `rows` and `columns`
     rows: tuple[str, ...]  # the mesh axes that shard the rows, outermost first
     columns: tuple[str, ...]  # and the columns
     axes: frozenset[str]  # all axes that shard the weight
@@ -216,7 +219,7 @@ def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Co
     for number, (shard, weight, spec) in enumerate(zip(shards, table, specs, strict=True)):
         stack = to_matrices(shard.astype(config.dtype), weight, config.model_dim)
         layout = layout_of(stack, weight, spec, sizes, config)
-        if is_tall := layout.experts == 1 and layout.shape[0] > layout.shape[1]:
+        if is_tall := layout.experts * layout.groups == 1 and layout.shape[0] > layout.shape[1]:
             layout = layout._replace(shape=layout.shape[::-1], rows=layout.columns, columns=layout.rows)
         stacks.setdefault(layout, []).append(stack.mT if is_tall else stack)
         numbers.setdefault(layout, []).append((number, is_tall))
@@ -240,14 +243,19 @@ def layout_of(stack: jax.Array, weight: anatomy.Weight, spec: PartitionSpec, siz
     """The layout of the matrices of a weight, from the stack of this device's shards. Arguments: those above."""
     entries = spec[1:] if weight.dims[0] == "L" else spec
     axes_of = lambda entries: tuple(axis for axis in sharding.axes_of(entries) if sizes.get(axis, 1) > 1)
-    rows, columns, experts = axes_of(entries[: _row_dims(weight)]), axes_of(entries[-1:]), 1
+    rows, columns, experts, groups = axes_of(entries[: _row_dims(weight)]), axes_of(entries[-1:]), 1, 1
     if weight.by_expert:
-        has_full_experts = stack.shape[1] == config.model_dim
-        experts = 1 if has_full_experts else config.num_experts // sizes.get("expert", 1)
-        rows = () if has_full_experts else tuple(axis for axis in axes_of(entries[:1]) if axis != "expert")
-    num_rows = stack.shape[1] * _devices(rows, sizes) // experts
+        rows, local = tuple(axis for axis in axes_of(entries[:1]) if axis != "expert"), config.num_experts
+        local //= sizes.get("expert", 1)
+        if stack.shape[1] == config.model_dim:
+            rows = ()  # full experts
+        elif _devices(rows, sizes) % local == 0:
+            groups = local  # each device has a part of one expert
+        else:
+            experts = local
+    num_rows = stack.shape[1] * _devices(rows, sizes) // experts // groups
     shape = num_rows, stack.shape[2] * _devices(columns, sizes)
-    return Layout(shape, experts, rows, columns, frozenset(sharding.axes_of(spec)))
+    return Layout(shape, experts, groups, rows, columns, frozenset(sharding.axes_of(spec)))
 
 
 def _devices(axes: tuple[str, ...], sizes: dict[str, int]) -> int:
@@ -258,7 +266,7 @@ def _orthogonalise_stack(stack: jax.Array, layout: Layout, sizes: dict[str, int]
     """`orthogonalise` of a stack of shards [S, r, c], each matrix on one device of those that have it."""
     holders = layout.rows + layout.columns
     copies = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in layout.axes)
-    S, n = len(stack), _devices(holders, sizes)
+    S, n = len(stack), _devices(holders, sizes) // layout.groups
     stack = jnp.pad(stack, ((0, -S % (n * _devices(copies, sizes))), (0, 0), (0, 0)))
     if copies:
         shares = stack.reshape(_devices(copies, sizes), -1, *stack.shape[1:])
@@ -277,8 +285,8 @@ def _gather(stack: jax.Array, layout: Layout, sizes, config: Config) -> jax.Arra
     if not holders:
         return stack
     S, r, c = stack.shape
-    blocks = collectives.all_to_all(stack, holders, split_dim=0, concat_dim=0, algorithm=config.collectives)
-    blocks = blocks.reshape(_devices(layout.rows, sizes), _devices(layout.columns, sizes), -1, r, c)
+    blocks = _all_to_all(stack, holders, layout.groups, config)
+    blocks = blocks.reshape(-1, _devices(layout.columns, sizes), S * layout.groups // _devices(holders, sizes), r, c)
     return blocks.transpose(2, 0, 3, 1, 4).reshape(blocks.shape[2], blocks.shape[0] * r, blocks.shape[1] * c)
 
 
@@ -287,7 +295,15 @@ def _scatter(full: jax.Array, layout: Layout, sizes, config: Config) -> jax.Arra
     holders = layout.rows + layout.columns
     if not holders:
         return full
-    m, n = _devices(layout.rows, sizes), _devices(layout.columns, sizes)
+    m, n = _devices(layout.rows, sizes) // layout.groups, _devices(layout.columns, sizes)
     blocks = full.reshape(len(full), m, full.shape[1] // m, n, full.shape[2] // n).transpose(1, 3, 0, 2, 4)
     blocks = blocks.reshape(-1, *blocks.shape[3:])
-    return collectives.all_to_all(blocks, holders, split_dim=0, concat_dim=0, algorithm=config.collectives)
+    return _all_to_all(blocks, holders, layout.groups, config)
+
+
+def _all_to_all(blocks: jax.Array, axes: tuple[str, ...], groups: int, config: Config) -> jax.Array:
+    """Exchanges blocks along the first dim among the devices of each of `groups` groups of consecutive devices."""
+    if groups == 1:
+        return collectives.all_to_all(blocks, axes, split_dim=0, concat_dim=0, algorithm=config.collectives)
+    members = np.arange(lax.axis_size(axes)).reshape(groups, -1).tolist()
+    return lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=members, tiled=True)

@@ -25,8 +25,9 @@ class Stack:
     """Matrices of one shape and layout, which are orthogonalised together. A device has a shard of each.
 
     Attributes:
-      rows, columns: of a full matrix, rows <= columns.
+      rows, columns: of a full matrix.
       together: so many matrices of experts are gathered as one array.
+      groups: of devices of `holders`; those of a group share matrices.
       holders: the mesh axes that shard the rows and columns, and
       copies: those that shard nothing of the weights.
       arrays: the number of arrays of which a device has a shard.
@@ -36,6 +37,7 @@ class Stack:
     rows: int
     columns: int
     together: int
+    groups: int
     holders: tuple[str, ...]
     copies: tuple[str, ...]
     arrays: int
@@ -44,7 +46,7 @@ class Stack:
     @property
     def per_device(self) -> int:
         """The number of matrices that a device orthogonalises, with those of zeros that fill the stack."""
-        devices = math.prod(self.sizes[axis] for axis in (*self.holders, *self.copies))
+        devices = math.prod(self.sizes[axis] for axis in (*self.holders, *self.copies)) // self.groups
         return math.ceil(self.arrays / devices) * self.together
 
     @property
@@ -54,7 +56,7 @@ class Stack:
 
     def products(self) -> Iterator[tuple[int, int, int]]:
         """(rows, contracted, columns) of the products of an iteration, for one matrix."""
-        n, m = self.rows, self.columns
+        n, m = sorted((self.rows, self.columns))
         yield from ((n, m, n), (n, n, n), (n, n, m))
 
     @property
@@ -76,9 +78,9 @@ def stacks(config: Config, sizes: dict[str, int]) -> list[Stack]:
             key, number = _stack_of(weight, kind, num_layers, sizes)
             arrays[key] = arrays.get(key, 0) + number
     result = []
-    for (rows, columns, together, row_axes, column_axes, axes), number in arrays.items():
+    for (rows, columns, together, groups, row_axes, column_axes, axes), number in arrays.items():
         copies = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 and axis not in axes)
-        result.append(Stack(rows, columns, together, row_axes + column_axes, copies, number, sizes))
+        result.append(Stack(rows, columns, together, groups, row_axes + column_axes, copies, number, sizes))
     return result
 
 
@@ -95,12 +97,14 @@ def _stack_of(weight: anatomy.Weight, config: Config, num_layers: int, sizes: di
     first, last = int(weight.dims[0] == "L"), len(weight.dims) - 1
     end = first + len(weight.start.replace("L", ""))  # of the dims that are rows; then come heads
     arrays = num_layers // share(0) if first else 1
-    together, column_axes = 1, larger(layout[last])
+    together, groups, column_axes = 1, 1, larger(layout[last])
     if weight.by_expert:
         rows, row_axes, local = config.model_dim, layout[first], config.num_experts // sizes["expert"]
         row_axes = tuple(axis for axis in larger(row_axes) if axis != "expert")
         if size["Z"] // share(first) % rows == 0:
             arrays, row_axes = arrays * (config.num_experts // share(first)), ()
+        elif math.prod(sizes[axis] for axis in row_axes) % local == 0:
+            groups = local
         else:
             together = local
     else:
@@ -109,6 +113,6 @@ def _stack_of(weight: anatomy.Weight, config: Config, num_layers: int, sizes: di
         for position in range(end, last):
             arrays *= size[weight.dims[position]] // share(position)
     columns = size[weight.dims[last]]
-    if rows > columns and together == 1:
+    if rows > columns and together * groups == 1:
         rows, columns, row_axes, column_axes = columns, rows, column_axes, row_axes
-    return (rows, columns, together, row_axes, column_axes, axes), arrays
+    return (rows, columns, together, groups, row_axes, column_axes, axes), arrays

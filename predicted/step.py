@@ -302,7 +302,10 @@ def _update(run: Run) -> Part:
 
 
 def _muon(run: Run) -> list[Part]:
-    """Orthogonalising the matrices of the update, and moving their shards; neither hides the other."""
+    """Orthogonalising the matrices of the update, and moving their shards; neither hides the other.
+
+    A message among some devices of an axis, which share an expert, is counted as one among all of them.
+    """
     config, e, seconds, moved, flops, elements = run.config, run.efficiency, 0.0, 0.0, 0.0, 0
     bandwidth, speed = run.hbm_bytes_per_s * e.hbm, run.flops_per_s("f32" if config.dtype == "float32" else "bf16")
     padded = lambda dim: math.ceil(dim / run.chip.mxu_size) * run.chip.mxu_size

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from optax import contrib
-from support import MIXTURES, SMALL, assert_close, equations, matmul_flops, relative_error
+from support import EXPERTS, MIXTURES, SMALL, assert_close, equations, matmul_flops, relative_error
 
 import muon
 import parameters
@@ -24,7 +24,7 @@ from predicted import matrices, step
 from predicted.workload import run_of
 
 TINY = SMALL | dict(model_dim=16, ff_dim=24, num_heads=4, num_kv_heads=2, vocab_size=32, optimizer="muon")
-DEEPSEEK = MIXTURES["deepseek"] | dict(num_kv_heads=4)
+DEEPSEEK = MIXTURES["deepseek"] | dict(num_kv_heads=4, expert_dim=8)
 TINY |= dict(clip_norm=0.0, warmup_ratio=0.0)
 LATENT = dict(kv_lora_rank=16, q_lora_rank=8, rope_head_dim=4, num_kv_heads=4)
 
@@ -111,17 +111,16 @@ def test_a_stack_is_orthogonalised_some_matrices_at_a_time(monkeypatch):
 # -- on a mesh
 
 PART_OF_AN_EXPERT = DEEPSEEK | dict(num_experts=2, router_groups=1, router_groups_kept=1, shard_update=True)
+PARTS_OF_TWO_EXPERTS = EXPERTS | dict(expert_dim=24, num_experts=3)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = [
     ("fsdp:8", dict()),
     ("data:2,fsdp:2,tensor:2", dict(shard_update=True)),
     slow("data:2,context:2,tensor:2", dict()),
     slow("pipe:3,fsdp:2", dict(microbatches=2)),
-    slow("fsdp:2,expert:2,tensor:2", DEEPSEEK),  # a device has two experts of four
-    (
-        "data:2,fsdp:4",
-        DEEPSEEK | dict(num_experts=2, router_groups=1, router_groups_kept=1, shard_update=True),
-    ),  # a part of one
+    slow("fsdp:2,expert:2,tensor:2", DEEPSEEK),  # a device has two of four experts
+    slow("data:2,fsdp:4", PART_OF_AN_EXPERT),
+    slow("fsdp:4,tensor:2", PARTS_OF_TWO_EXPERTS),
 ]
 
 
