@@ -225,6 +225,16 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str, wa
         return dict(zip(map(_call_key, calls), pool.map(cycles_of, calls), strict=True))
 
 
+def vmem_of(calls: Sequence[dict[str, str]]) -> list[dict]:
+    """The kernels of a program with their blocks and the VMEM that these need by arithmetic, the largest first."""
+    import kernels
+
+    rows = [
+        {"kernel": call["tuned_key"], "blocks": call["blocks"], "vmem_bytes": kernels.vmem_of(call)} for call in calls
+    ]
+    return sorted(rows, key=lambda row: -row["vmem_bytes"])
+
+
 def _call_key(metadata: dict[str, str]) -> str:
     return "\n".join(metadata[name] for name in ("tuned_key", "blocks", "calls"))
 
@@ -253,11 +263,16 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     kernels = schedule.parse_pairs(args.kernel, "--kernel")
     prediction = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
+    calls = kernels_of(lowered)
     with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
         filled = prediction.run.experts_filled
-        counted = kernels_of(lowered), filled, config.compilation_cache, not args.no_waits
+        counted = calls, filled, config.compilation_cache, not args.no_waits
         cycles = pool.submit(kernel_cycles, *counted)
-        memory, program = compile_step(lowered, flags, config.compilation_cache)
+        try:
+            memory, program = compile_step(lowered, flags, config.compilation_cache)
+        except DoesNotFitError as error:
+            error.details |= {"kernels": vmem_of(calls)} if error.details["memory"] == "vmem" else {}
+            raise
     if args.hlo_out:
         with outputs.replacing(args.hlo_out) as file:
             file.write(program)
@@ -279,6 +294,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "xla_flags": flags,
         "fits": True,
         **memory,
+        "kernels": vmem_of(calls),
         "hbm_limit_bytes": prediction.run.hbm_limit,
         "host_limit_bytes": prediction.run.host_limit if math.isfinite(prediction.run.host_limit) else None,
         "step_s": breakdown.seconds,
@@ -566,6 +582,9 @@ def refuse(config: Config, args: argparse.Namespace, refusal: dict) -> int:
         print("  of it       " + ", ".join(f"{part['name']} {part['bytes'] / GiB:.2f}" for part in parts) + " GiB")
         limit = "allows a TPU7x device 128 GiB of it" if refusal["memory"] == "host" else "decides"
         print(f"  not compiled; --compile_anyway asks the compiler, which {limit}")
+    for row in refusal.get("kernels", ()):
+        name = row["kernel"].partition(" ")[0]
+        print(f"  {row['vmem_bytes'] / 2**20:7.2f} MiB of VMEM by arithmetic: {name} with {row['blocks']}")
     if refusal["largest_buffers"]:
         print(*liveness.describe(refusal, refusal["used_bytes"]), sep="\n")
     print(f"  way out: {' '.join(proposal['flags'])}{': ' if proposal['flags'] else ''}{proposal['words']}")

@@ -393,7 +393,8 @@ def tune(
         for blocks, (cycles, error) in zip(tried, costs, strict=True)
     ]
     if ranked[0].error:
-        raise ValueError(f"{kernel} {shape}: the rule's {ranked[0].blocks} do not compile: {ranked[0].error}")
+        needs = f"which need {ranked[0].vmem_bytes:,} bytes of VMEM by arithmetic, do not compile"
+        raise ValueError(f"{kernel} {shape}: the rule's {ranked[0].blocks}, {needs}: {ranked[0].error}")
     rule = ranked[0].cycles
     ranked.sort(key=lambda candidate: candidate.cycles)
     entry = {"blocks": tuned.fields_of(ranked[0].blocks), "cycles": round(ranked[0].cycles), "rule_cycles": round(rule)}
@@ -417,17 +418,27 @@ def cycles_of(metadata: Mapping[str, str], filled: float = 1, waits: bool = True
     Raises:
       ValueError: the kernel does not compile by itself, or fewer cycles were counted than its matmuls take.
     """
-    name, shape = tuned.shape_of(metadata["tuned_key"])
+    name, shape, blocks = _called(metadata)
     if "E" in shape:
         shape |= dict(filled=filled, waits=waits)
-    tunable = TUNABLES[name]
-    blocks = dict(part.split("=") for part in metadata["blocks"].split())
-    blocks = type(tunable.rule(shape))(**{field: int(value) for field, value in blocks.items()})
-    builder, options = tunable.job(shape, blocks)
+    builder, options = TUNABLES[name].job(shape, blocks)
     # The compilation of a step, up to half an hour, waits for the cycles: do not lose it to a busy machine.
     report = bundles.measure(builder, timeout_s=3600, **options)
     num_calls = -(-shape["S"] // blocks.resident) if name == "flash_backward" else 1  # one for each range of keys
     return _cycles(name, report, shape, blocks) * int(metadata["calls"]) / num_calls
+
+
+def vmem_of(metadata: Mapping[str, str]) -> int:
+    """The bytes of VMEM that a call of a kernel with this metadata needs, by arithmetic; nothing is compiled."""
+    name, shape, blocks = _called(metadata)
+    return TUNABLES[name].vmem_bytes(shape, blocks)
+
+
+def _called(metadata: Mapping[str, str]) -> tuple[str, dict, object]:
+    """The kernel, the shape and the blocks of a call with this metadata."""
+    name, shape = tuned.shape_of(metadata["tuned_key"])
+    fields = dict(part.split("=") for part in metadata["blocks"].split())
+    return name, shape, type(TUNABLES[name].rule(shape))(**{field: int(value) for field, value in fields.items()})
 
 
 def version() -> str:

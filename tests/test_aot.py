@@ -22,6 +22,7 @@ from support import ON_TENSOR_CORES
 import aot
 import command
 import compiler_flags
+import groups
 import kernels
 import placement
 import report
@@ -411,6 +412,32 @@ def test_wrong_flags(capsys, monkeypatch, flags, words):
         command.run(aot.main, flags)
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_kernels_that_vmem_refuses_are_listed_with_their_blocks(capsys, monkeypatch):
+    """The largest first; the compiler names one of them, in its own words."""
+    key = "gmm M=8192 K=4096 N=1536 E=8 dtype=bfloat16 chip=tpu7x"
+    small, large = ("rows=128 cols=512 step=32", "rows=640 cols=1536 step=32")
+    metadata = [json.dumps(dict(tuned_key=key, blocks=blocks, calls="1")) for blocks in (small, large)]
+    text = "\n".join('kernel_metadata = "{}"'.format(each.replace('"', "\\22")) for each in metadata)
+    program = SimpleNamespace(as_text=lambda: text)
+    monkeypatch.setattr(aot, "lower_step", lambda *_: aot.Lowered(program, []))
+    monkeypatch.setattr(aot, "kernel_cycles", lambda *_: {})
+
+    def refused(*_):
+        raise aot.DoesNotFitError("Scoped allocation with size 48.00M and limit 32.00M exceeded scoped vmem limit")
+
+    monkeypatch.setattr(aot, "compile_step", refused)
+    flags = ["--preset=tiny", "--batch=8", "--mesh=fsdp:8"]
+    assert aot.main([*flags, "--json"]) == 3
+    first, second = json.loads(capsys.readouterr().out)["kernels"]
+    assert (first["blocks"], second["blocks"], first["kernel"]) == (large, small, key)
+    # Two buffers for the rows of all of K, and for the columns, and for the results; in bfloat16.
+    buffers = lambda rows, cols: 2 * 2 * (rows * 4096 + 4096 * cols + rows * cols)
+    assert second["vmem_bytes"] == pytest.approx(buffers(128, 512) + groups.SPILL_BYTES, rel=0.01)
+    assert first["vmem_bytes"] - second["vmem_bytes"] == pytest.approx(buffers(640, 1536) - buffers(128, 512), rel=0.01)
+    assert aot.main(flags) == 3
+    assert f"MiB of VMEM by arithmetic: gmm with {large}" in capsys.readouterr().out
 
 
 def test_without_libtpu_the_error_names_what_to_install(capsys, monkeypatch):
