@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import command
 import outputs
 from compiled.trace import Span
 from hardware import si
@@ -372,6 +373,8 @@ def of_compiled(data: dict, spans: Sequence[Span], over_step: Sequence[tuple[str
         line = op["source"].rpartition("/")[2]
         top_ops.append([*row, f"{op['seconds'] / step_s:.1%}", peak, str(op["count"]), line])
     messages = _collectives(result["collectives"])
+    kernels = [["kernel", "VMEM", "blocks"]]
+    kernels += [[row["kernel"], si(row["vmem_bytes"], "B"), row["blocks"]] for row in result["kernels"]]
     return [
         Section("Compiled and predicted", "", None, summary(result, prediction)),
         Section("Timeline", about, drawn),
@@ -385,6 +388,7 @@ def of_compiled(data: dict, spans: Sequence[Span], over_step: Sequence[tuple[str
         ),
         Section("The step by category, compiled", "", bars(share, "ms", {"compiled": BLUE}, 1e3), _shares(result)),
         Section("Longest operations", "Matmuls beside the peak of the matrix units.", None, top_ops),
+        Section("Kernels", "The VMEM of their blocks is by arithmetic.", None, kernels if kernels[1:] else ()),
         *_predicted_sections(data),
     ]
 
@@ -450,3 +454,156 @@ def roofline(matmuls: Sequence[Sequence]):
         drawn.scatter("x", "y", size=11, color=SERIES[number % len(SERIES)], source=source, legend_label=name)
     _legend(drawn)
     return drawn
+
+
+# -- the page of runs, and of steps beside each other
+
+
+def read(path: str) -> list[dict] | dict:
+    """The rows of a --metrics_file, or the object that aot.py or roofline.py step printed with --json.
+
+    Raises:
+      ValueError: the file is neither.
+      OSError: it cannot be read.
+    """
+    text = command.read_text(path)
+    wrong = f"{path!r} is neither a --metrics_file nor the output of aot.py --json or roofline.py step --json"
+    try:
+        rows = [json.loads(line) for line in text.splitlines() if line.rstrip().endswith("}")]
+    except ValueError:
+        raise ValueError(wrong) from None
+    if len(rows) == 1 and isinstance(rows[0], dict) and "step_s" in rows[0] and "loss" not in rows[0]:
+        return rows[0]
+    if not rows or not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
+        raise ValueError(wrong)
+    return rows
+
+
+def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height: int = 230, **options):
+    """Lines over the steps, a colour for each run and a dash for each name; None if no run has one.
+
+    Args:
+      names: {name of a metric: its words}.
+    """
+    dashes = ("solid", "dashed", "dotted")
+    labels = dict(x_axis_label="step", y_axis_label=axis, tooltips=[("", "@name"), ("step", "@x"), (axis, "@y")])
+    drawn = None
+    for number, (run, rows) in enumerate(runs.items()):
+        for dash, (name, words) in zip(dashes, names.items(), strict=False):
+            points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+            if not points:
+                continue
+            drawn = drawn or _figure(height, **labels, **options)
+            label = f"{run}: {words}" if len(runs) > 1 else words
+            xs, ys = zip(*points, strict=True)
+            source = {"x": xs, "y": ys, "name": [label] * len(xs)}
+            colour = SERIES[(number if len(runs) > 1 else list(names).index(name)) % len(SERIES)]
+            drawn.line("x", "y", source=source, color=colour, line_dash=dash, line_width=1.5, legend_label=label)
+            if len(xs) < 60:
+                drawn.scatter("x", "y", source=source, color=colour, size=5, legend_label=label)
+    if drawn:
+        _legend(drawn)
+    return drawn
+
+
+MIXTURE = {"load_imbalance": "load imbalance", "extra_rounds": "extra rounds", "dropped_fraction": "share dropped"}
+
+
+def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
+    """The sections of one or more runs, {name: rows of its metrics file}. Each metric that a run lacks is left out."""
+    head, *body = [["", *runs]], *_summary_of_runs(runs)
+    losses = {"loss": "training", "eval_loss": "held out"}
+    figures = [
+        ("Loss", "Nats a token.", _lines(runs, losses, "nats a token", 300)),
+        ("Norm of the gradients", "", _lines(runs, {"grad_norm": "norm"}, "norm", y_axis_type="log")),
+        (
+            "Time of a step",
+            "The wait for the input is part of the step.",
+            _lines(runs, {"step_s": "step", "input_wait_s": "input wait"}, "s"),
+        ),
+        ("Learning rate", "", _lines(runs, {"learning_rate": "rate"}, "rate", 160)),
+        ("Experts", "Imbalance is the largest load over the mean.", _lines(runs, MIXTURE, "ratio")),
+        ("Steps skipped", "Their gradients were not finite.", _skipped(runs)),
+    ]
+    drawn = [Section(title, text, figure) for title, text, figure in figures if figure is not None]
+    return [Section("Summary", "", None, [*head, *body]), *drawn]
+
+
+def _skipped(runs: dict[str, list[dict]]):
+    skipped = any(row.get("skipped") for rows in runs.values() for row in rows)
+    return _lines(runs, {"skipped": "skipped"}, "steps", 160) if skipped else None
+
+
+def _summary_of_runs(runs: dict[str, list[dict]]) -> list[list[str]]:
+    """A row for each figure, a column for each run. Mean times leave out the first step, which takes longer."""
+    columns = []
+    for rows in runs.values():
+        steps = [row for row in rows if row.get("loss") is not None]
+        evaluations = [row["eval_loss"] for row in rows if row.get("eval_loss") is not None]
+        timed = steps[1:] or steps
+        mean = lambda name, timed=timed: sum(row[name] for row in timed) / len(timed) if timed else 0.0
+        columns.append(
+            {
+                "steps": f"{steps[-1]['step']:,}" if steps else "0",
+                "last loss": f"{steps[-1]['loss']:.4f}" if steps else "",
+                "last held-out loss": f"{evaluations[-1]:.4f}" if evaluations else "",
+                "mean step": si(mean("step_s"), "s"),
+                "tokens/s": f"{mean('tokens_per_s'):,.0f}",
+                "input wait": si(mean("input_wait_s"), "s"),
+                "steps skipped": str(steps[-1].get("skipped", 0)) if steps else "",
+            }
+        )
+    return [[name, *(column[name] for column in columns)] for name in columns[0]]
+
+
+def of_steps(steps: dict[str, dict]) -> list[Section]:
+    """The sections of steps beside each other, {name: object that --json printed}, compiled or predicted."""
+    words = {"step": ("step_s", "s"), "MFU": ("mfu", "%"), "tokens/s a chip": ("tokens_per_s_per_chip", "")}
+    words |= {"communication exposed": ("exposed_comm_s", "s")}
+    text = lambda value, unit: f"{value:.1%}" if unit == "%" else si(value, unit) if unit else f"{value:,.0f}"
+    rows = [["", *steps], ["kind", *("compiled" if "by_category_s" in s else "predicted" for s in steps.values())]]
+    rows += [[name, *(text(s[key], unit) for s in steps.values())] for name, (key, unit) in words.items()]
+    nbytes = lambda step: step.get("peak_hbm_bytes", step.get("hbm_bytes"))
+    rows.append(["HBM of a device", *(si(nbytes(step), "B") for step in steps.values())])
+    seconds = {name: _adding_up(step) for name, step in steps.items()}
+    parts = dict.fromkeys(part for row in seconds.values() for part in row)
+    colours = {part: (*SERIES, YELLOW)[number % 8] for number, part in enumerate(parts)}
+    table = [["part", *steps]]
+    table += [[part, *(si(row.get(part, 0.0), "s") for row in seconds.values())] for part in parts]
+    return [
+        Section("Summary", "", None, rows),
+        Section("The step by part", "Seconds that add up to the step.", bars(seconds, "ms", colours, 1e3), table),
+    ]
+
+
+def _adding_up(step: dict) -> dict[str, float]:
+    """{part: seconds} of a step, the longest first; they add up to it."""
+    parts = step.get("by_category_s") or {name: part["exposed_s"] for name, part in step["parts"].items()}
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+# -- command line
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command.parser(__file__)
+    about = (
+        "a --metrics_file, or what aot.py or roofline.py step printed with --json; several are put beside each other"
+    )
+    parser.add_argument("files", type=command.path, nargs="+", metavar="FILE", help=about)
+    parser.add_argument("--report", type=command.path, default="report", metavar="DIR", help="folder [%(default)s]")
+    args = command.arguments(parser, argv)
+    check("--report", args.report, {f"FILE {number}": file for number, file in enumerate(args.files, 1)})
+    contents = {file: read(file) for file in args.files}
+    if len({*map(type, contents.values())}) > 1:
+        raise ValueError("runs and steps do not go into one page: name either metrics files, or outputs of --json")
+    steps = isinstance(contents[args.files[0]], dict)
+    if steps and not all("parts" in each or "by_category_s" in each for each in contents.values()):
+        raise ValueError("a step that does not fit has no parts to draw")
+    sections = of_steps(contents) if steps else of_runs(contents)
+    title = f"{'Steps' if steps else 'Training'}: {', '.join(args.files)}"
+    print(f"written    {write(args.report, title, sections, {'files': contents})}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -132,3 +132,71 @@ def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path, ca
     (tmp_path / report.PAGE).write_text("")
     with pytest.raises(ValueError, match="it would be lost"):
         report.check("--report", str(tmp_path), {"FILE": str(tmp_path / report.PAGE)})
+
+
+# -- runs, and steps beside each other
+
+
+def rows(seed: int) -> list[dict]:
+    """Rows of a metrics file: four steps, the third of which was skipped, and an evaluation."""
+    losses = [5.0, 4.0, None, 3.0 + seed]
+    named = [dict(step=n, loss=loss, grad_norm=loss, learning_rate=1e-3) for n, loss in enumerate(losses, 1)]
+    rates = dict(step_s=0.5, tokens_per_s=4e3, input_wait_s=1e-3, load_imbalance=1.5)
+    return [row | rates | dict(skipped=int(row["step"] > 2)) for row in named] + [dict(step=4, eval_loss=3.5)]
+
+
+def written(path, content: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(path)
+
+
+def test_two_runs_are_drawn_in_the_same_figures(tmp_path, capsys):
+    files = [written(tmp_path / f"{seed}.jsonl", rows(seed)) for seed in (0, 1)]
+    report.main([*files, f"--report={tmp_path / 'page'}"])
+    assert f"written    {tmp_path / 'page' / report.PAGE}" in capsys.readouterr().out
+    page = read(tmp_path / "page")
+    assert page.data == {"files": {file: rows(seed) for seed, file in enumerate(files)}}
+    assert {"3.0000", "4.0000", "3.5000", "500 ms", "4,000"} <= set(page.cells)
+    titles = [text for tag, text in page.texts if tag == "h2"]
+    assert titles[:2] == ["Summary", "Loss"] and {"Experts", "Steps skipped", "Time of a step"} <= set(titles)
+
+
+def test_a_line_has_the_values_of_its_rows_and_a_colour_of_its_run():
+    drawn = report._lines({"a": rows(0), "b": rows(1)}, {"loss": "training", "eval_loss": "held out"}, "nats")
+    lines = {item.label.value: item.renderers[0] for item in drawn.legend[0].items}
+    assert list(lines) == ["a: training", "a: held out", "b: training", "b: held out"]
+    assert lines["b: training"].data_source.data["y"] == (5.0, 4.0, 4.0)  # JSON has no NaN: a gap
+    assert lines["a: held out"].data_source.data["x"] == (4,)
+    assert [line.glyph.line_color for line in lines.values()] == [report.BLUE] * 2 + [report.ORANGE] * 2
+    assert report._lines({"a": rows(0)}, {"dropped_fraction": "dropped"}, "share") is None
+
+
+def test_steps_compiled_and_predicted_are_put_beside_each_other(tmp_path, capsys):
+    common = dict(mfu=0.5, tokens_per_s_per_chip=1e3, exposed_comm_s=0.1)
+    compiled = common | dict(step_s=2.0, by_category_s={"matmul": 1.5, "elementwise": 0.5}, peak_hbm_bytes=1e9)
+    predicted = common | dict(step_s=1.0, parts={"matmul": {"seconds": 1.0, "exposed_s": 1.0}}, hbm_bytes=2e9)
+    files = []
+    for name, step in (("a", compiled), ("b", predicted)):
+        (tmp_path / name).write_text(json.dumps(step))
+        files.append(str(tmp_path / name))
+    report.main([*files, f"--report={tmp_path / 'page'}"])
+    page = read(tmp_path / "page")
+    assert page.data["files"] == dict(zip(files, (compiled, predicted), strict=True))
+    assert {"compiled", "predicted", "1.5 s", "2 GB", "elementwise"} <= set(page.cells)
+    assert report._adding_up(predicted) == {"matmul": 1.0}
+
+
+def test_files_that_are_neither_are_refused(tmp_path, capsys):
+    (tmp_path / "x").write_text("7")
+    (tmp_path / "y").write_text('{"step": 1}}')
+    run, step = written(tmp_path / "run", rows(0)), written(tmp_path / "step", [dict(step_s=1.0)])
+    for files, words in (
+        ([str(tmp_path / "x")], "is neither a --metrics_file nor"),
+        ([str(tmp_path / "y")], "is neither a --metrics_file nor"),
+        ([run, step], "runs and steps do not go into one page"),
+        ([step], "a step that does not fit has no parts to draw"),
+        ([str(tmp_path / "none")], "No such file"),
+    ):
+        with pytest.raises(SystemExit):
+            command.run(report.main, [*files, f"--report={tmp_path / 'page'}"])
+        assert words in capsys.readouterr().err
