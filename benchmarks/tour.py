@@ -166,7 +166,7 @@ def zigzag(n: int = 8, T: int = 2048) -> Chapter:
 
 
 def ticks(stages: int = 4, microbatches: int = 8) -> Chapter:
-    """What each stage of a pipeline does in each tick, by schedule."""
+    """The passes of each stage of a pipeline in each tick, by schedule."""
     schedules = [
         pipeline.make_schedule(name, stages, microbatches, 2 if name == "circular" else 1)
         for name in pipeline.SCHEDULES
@@ -201,7 +201,7 @@ def ticks(stages: int = 4, microbatches: int = 8) -> Chapter:
 
 
 def blocks(length: int = 2048, block: int = 128) -> Chapter:
-    """Which blocks of scores a kernel computes, and where it needs the mask."""
+    """The blocks of scores that a kernel computes, and those for which it needs the mask."""
     ids = (jnp.arange(length) // (length // 3))[None]
     chosen = {
         "causal": masks.Mask(),
