@@ -225,9 +225,7 @@ def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Co
         numbers.setdefault(layout, []).append((number, is_tall))
     results = [None] * len(shards)
     for layout, parts in stacks.items():
-        # Without the barrier XLA:CPU gives the parts layouts of their own, and refuses an all-to-all of such parts.
-        stack = lax.optimization_barrier(jnp.concatenate(parts))
-        done = _orthogonalise_stack(stack, layout, sizes, config)
+        done = _orthogonalise_stack(jnp.concatenate(parts), layout, sizes, config)
         for part, (number, is_tall) in zip(jnp.split(done, _ends(parts)), numbers[layout], strict=True):
             part = part.mT if is_tall else part
             results[number] = from_matrices(part, table[number], shards[number].shape).astype(jnp.float32)
@@ -303,6 +301,8 @@ def _scatter(full: jax.Array, layout: Layout, sizes, config: Config) -> jax.Arra
 
 def _all_to_all(blocks: jax.Array, axes: tuple[str, ...], groups: int, config: Config) -> jax.Array:
     """Exchanges blocks along the first dim among the devices of each of `groups` groups of consecutive devices."""
+    # Without the barrier XLA:CPU gives blocks layouts of their own, and then refuses to exchange them.
+    blocks = lax.optimization_barrier(blocks)
     if groups == 1:
         return collectives.all_to_all(blocks, axes, split_dim=0, concat_dim=0, algorithm=config.collectives)
     members = np.arange(lax.axis_size(axes)).reshape(groups, -1).tolist()

@@ -114,7 +114,7 @@ PART_OF_AN_EXPERT = DEEPSEEK | dict(num_experts=2, router_groups=1, router_group
 PARTS_OF_TWO_EXPERTS = EXPERTS | dict(expert_dim=24, num_experts=3)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 MESHES = [
-    ("fsdp:8", dict()),
+    ("fsdp:8", dict(num_layers=1)),
     ("data:2,fsdp:2,tensor:2", dict(shard_update=True)),
     slow("data:2,context:2,tensor:2", dict()),
     slow("pipe:3,fsdp:2", dict(microbatches=2)),
@@ -140,7 +140,7 @@ def test_matrices_are_those_of_one_device_on_every_mesh(mesh, options):
     _, mesh, orthogonalise, momentum = on_mesh(mesh, options)
     result = jax.jit(partial(orthogonalise, mesh=mesh))(momentum)
     expected = jax.jit(partial(orthogonalise, mesh=None))(jax.device_get(momentum))
-    assert_close(result, expected, 1e-5)
+    assert_close(result, expected, 2e-5)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(momentum), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
