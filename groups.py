@@ -64,6 +64,7 @@ class TgmmTiles(NamedTuple):
     k: int  # one of widths(K)
     n: int  # one of widths(N)
     outs: int = 2  # buffers for results in VMEM; with 1, a tile waits until the last result is written
+    buffers: int = 2  # for tiles of lhs and dout; with 3, a tile is requested two tiles ahead
 
 
 class Variant(NamedTuple):
@@ -135,9 +136,9 @@ def tgmm_buffers(tiles: TgmmTiles, K, N, dtype, out_dtype, dout_dtype=None, scal
     """The shapes and types of the buffers of `_tgmm_kernel`."""
     unit = register_rows(out_dtype)
     return dict(
-        lhs=((2, tiles.rows, tiles.k), dtype),
-        dout=((2, tiles.rows, tiles.n), dout_dtype or dtype),
-        scale=((2, 1, tiles.n), np.float32) if scale else None,
+        lhs=((tiles.buffers, tiles.rows, tiles.k), dtype),
+        dout=((tiles.buffers, tiles.rows, tiles.n), dout_dtype or dtype),
+        scale=((tiles.buffers, 1, tiles.n), np.float32) if scale else None,
         sum=((tiles.k, tiles.n), np.float32),
         out=((tiles.outs, tiles.k, tiles.n), out_dtype),
         zeros=((K if K % unit else unit, N), out_dtype),
@@ -212,7 +213,8 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, variant
 def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, scale: bool = False) -> TgmmTiles:
     """Up to 1024 rows, and a tile of out of at least LARGEST_SUM if VMEM has space, nearly square as this reads least.
 
-    Parts of K and N overlap as those of `default_tiles` do.
+    Parts of K and N overlap as those of `default_tiles` do. VMEM that is left holds a third buffer of rows, as a full
+    tile has little time to arrive after a short one.
     """
     out_dtype = out_dtype or result_dtype(dtype)
     rows = range(MXU, min(1024, cdiv(M, MXU) * MXU) + 1, MXU)
@@ -223,7 +225,9 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, sc
     fitting = [t for t in tiles if tgmm_vmem_bytes(t, K, N, dtype, out_dtype, scale) <= VMEM_BYTES]
     if not fitting:
         check_tgmm_tiles(TgmmTiles(MXU, min(widths(K)), min(widths(N)), 1), K, N, dtype, out_dtype, scale)
-    return max(fitting, key=size)
+    best = max(fitting, key=size)
+    deeper = best._replace(buffers=3)
+    return deeper if tgmm_vmem_bytes(deeper, K, N, dtype, out_dtype, scale) <= VMEM_BYTES else best
 
 
 def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN):
@@ -247,6 +251,8 @@ def check_tgmm_tiles(tiles: TgmmTiles, K, N, dtype, out_dtype, scale: bool = Fal
             raise ValueError(f"{tiles}: {name} must be {size} or, in parts of multiples of 128, one of {widths(size)}")
     if tiles.rows % MXU or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of {MXU}, the rows of a matrix unit")
+    if tiles.buffers < 2:
+        raise ValueError(f"{tiles}: buffers must be at least 2, one to compute from and one to fill")
     if (needed := tgmm_vmem_bytes(tiles, K, N, dtype, out_dtype, scale)) > VMEM_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM, more than the limit of {VMEM_BYTES:,}: lower any of them"

@@ -224,9 +224,10 @@ def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
-    for rows, k, n, outs in product((256, 512, 1024), groups.widths(s["K"]), groups.widths(s["N"]), (1, 2)):
+    sizes = (256, 512, 1024), groups.widths(s["K"]), groups.widths(s["N"])
+    for rows, k, n, outs, buffers in product(*sizes, (1, 2), (2, 3)):
         if k >= min(512, s["K"]) and n >= min(512, s["N"]):
-            yield groups.TgmmTiles(rows, k, n, outs)
+            yield groups.TgmmTiles(rows, k, n, outs, buffers)
 
 
 def _tgmm_rule(s: dict) -> groups.TgmmTiles:
@@ -302,8 +303,8 @@ def _tgmm_operands(plan: groups.Plan, s: dict, tiles: groups.TgmmTiles) -> list[
     tile, part = np.arange(len(rows)), np.repeat(np.arange(passes), len(plan.tile_group))
     result = part * len(plan.group_expert) + np.tile(plan.tile_group, passes)
     return [
-        grid.Operand("lhs", tile, rows * tiles.k),
-        grid.Operand("dout", tile, rows * tiles.n),
+        grid.Operand("lhs", tile, rows * tiles.k, tiles.buffers),
+        grid.Operand("dout", tile, rows * tiles.n, tiles.buffers),
         grid.Operand("out", result, float(tiles.k * tiles.n * out_bytes), buffers=1 + tiles.outs, output=True),
     ]
 

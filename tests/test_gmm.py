@@ -110,10 +110,10 @@ def test_tgmm_of_any_sizes(name, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outs", [1, 2])
-def test_tgmm_with_one_result_in_vmem_and_with_two(outs):
+@pytest.mark.parametrize(("outs", "buffers"), [(1, 2), (2, 2), (1, 3), (2, 4)])
+def test_tgmm_with_several_buffers_for_results_and_for_tiles(outs, buffers):
     lhs, _, dout, sizes = case([300, 0, 100, 20, 280], 700, 128, 256)
-    out = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 128, 128, outs), interpret=SIMULATED)
+    out = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 128, 128, outs, buffers), interpret=SIMULATED)
     check(out, expected_tgmm(lhs, dout, sizes), 300)
 
 
