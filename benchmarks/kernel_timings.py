@@ -11,14 +11,18 @@ rest of a step. This file has what the kernels do in each step of their grid: wh
 and write. compiled/grid.py makes a time of both.
 
 **Halves.** A timing is fitted if the SHA-256 of its kernel, shapes and block sizes is even, and held back otherwise.
-Timings that differ by their results alone (`residuals`, `reduction`) are in the same half.
+Timings that differ by their results alone (`residuals`, `reduction`) are in the same half. Only the constants depend on
+the half: what a step does was read in tokamax's code, and what XLA does in the compiled programs, with all timings in
+view. The constants in use are round figures near the fit (`fit`: 1.78 GHz, 3.27 TB/s, 1.18 us; 1.63 TB/s a relayout,
+and 42 us a call), two of which the project had before.
 
 **Beside the kernel** XLA does the following, and it counts in the measured time:
 
     residuals     ragged_dot returns its result twice: a copy
     relayout      an array whose last dim is no multiple of 128 is stored with another dim last, as this needs less
                   padding, and is copied into the kernel's layout, or back from it (gpt-oss: 2880)
-    transposes    flash_attention takes [B, S, H, D] and its kernel [B, H, S, D]
+    transposes    flash_attention takes [B, S, H, D] and its kernel [B, H, S, D]: copies before the kernel, and after it
+                  by the SparseCores, at the rate of a relayout
 
 **The version.** The times are of July 2026. Compiled is tokamax 0.0.12, of March, as later versions do not fit them.
 For dlhs of ragged_dot they read tile_k as the tile of K, where it was that of the contracted dim: then nine timings
@@ -92,8 +96,8 @@ class Steps:
 
     parts: dict[str, np.ndarray]  # {part: whether each step executes it}
     operands: tuple[grid.Operand, ...]
-    copied: float = 0.0  # bytes that XLA reads and writes in plain copies
-    relaid: float = 0.0  # in copies into another layout, and in transposes
+    copied: float = 0.0  # bytes that XLA reads and writes in copies and in transposes of dims before the last
+    relaid: float = 0.0  # and in copies into another layout
 
     def cycles(self, cycles: Mapping[str, int]) -> np.ndarray:
         """The cycles of each step, from those of the parts; 0 for a part that the compiled program does not have."""
@@ -221,6 +225,14 @@ def attention_blocks(T: int, S: int, rows: int, cols: int, causal: bool) -> tupl
     return i[seen], j[seen], masked[seen]
 
 
+def attention_parts(row: np.ndarray, masked: np.ndarray, causal: bool, is_row_one_step: bool) -> dict[str, np.ndarray]:
+    """The parts of the steps of attention. Where a row of blocks has one step, its first and last need no branch."""
+    parts = {"step": np.ones(len(row))}
+    if not is_row_one_step:
+        parts |= {"first": np.diff(row, prepend=-1) != 0, "last": np.diff(row, append=-1) != 0}
+    return parts | ({"masked": masked, "full": ~masked} if causal else {})
+
+
 def padded(width: int) -> int:
     """A last dim as it is stored: a multiple of 128."""
     return cdiv(width, 128) * 128
@@ -243,13 +255,15 @@ def flash_attention(timing: Mapping) -> Steps:
     ]
     if timing["residuals"]:
         operands += [grid.Operand(name, query, 4.0 * rows * 128, output=True) for name in ("logsumexp", "maximum")]
-    begins, ends = np.diff(query, prepend=-1) != 0, np.diff(query, append=-1) != 0
-    parts = {"step": np.ones(len(i)), "first": begins, "last": ends, "masked": masked, "full": ~masked}
-    if not timing["causal"]:
-        del parts["masked"]
-    relaid = 2 * 2.0 * B * (T * N * (H + V) + S * K * (H + V))
-    statistics = 2 * 4.0 * B * N * T * 128 * timing["residuals"]
-    return Steps(parts, tuple(operands), copied=statistics, relaid=relaid)
+    parts = attention_parts(query, masked, timing["causal"], is_row_one_step=S == cols and not timing["causal"])
+    layouts = {name: config[f"{name}_layout"] for name in "qkv"}
+    arrays = {"q": B * T * N * H, "k": B * S * K * H, "v": B * S * K * V}
+    copied, relaid = 2 * 2.0 * arrays["q"], 2 * 2.0 * B * T * N * V  # q is scaled; out is transposed
+    for name in "kv":
+        if layouts[name] == 1 or H % 128 == 0:  # else it is stored as the kernel reads it
+            copied += 2 * 2.0 * arrays[name]
+    maxima = 2 * 4.0 * B * N * T * 128 * timing["residuals"]
+    return Steps(parts, tuple(operands), copied + maxima, relaid)
 
 
 def flash_attention_vjp(timing: Mapping) -> Steps:
@@ -275,13 +289,13 @@ def flash_attention_vjp(timing: Mapping) -> Steps:
         grid.Operand("dk", key, 2.0 * cols * padded(H), output=True),
         grid.Operand("dv", key, 2.0 * cols * padded(V), output=True),
     ]
-    begins, ends = np.diff(key, prepend=-1) != 0, np.diff(key, append=-1) != 0
-    parts = {"step": np.ones(len(i)), "first": begins, "last": ends, "masked": masked, "full": ~masked}
-    if not timing["causal"]:
-        del parts["masked"]
-    relaid = 2 * 2.0 * B * (T * N * (2 * H + 2 * V) + S * K * 2 * (H + V))  # q, dq, out, dout; k, v, dk, dv
-    read = B * T * N * (itemsize * sums * padded(H) + 2.0 * padded(H) + 2 * 2.0 * V)  # sums of dq; di of out and dout
-    return Steps(parts, tuple(operands), copied=read, relaid=relaid)
+    parts = attention_parts(key, masked, timing["causal"], is_row_one_step=T == rows)
+    heads, inputs = B * T * N, 2 * 2.0 * B * (T * N * (H + V) + S * K * (H + V))  # q, dout, k and v
+    results = 2 * 2.0 * B * (T * N * H + S * K * (H + V))
+    copied = heads * ((2 + 4) * V + (4 + 2) * V)  # di: out as float32, times dout
+    copied += heads * (itemsize * sums * padded(H) + 2.0 * H)  # the sums of dq
+    is_padded = H % 128 > 0  # then what the kernel reads has another dim last
+    return Steps(parts, tuple(operands), copied + inputs * (not is_padded), results + inputs * is_padded)
 
 
 STEPS: dict[str, Callable[[Mapping], Steps]] = {
@@ -357,7 +371,8 @@ def key_of(timing: Mapping) -> str:
         return f"{kind} K={K} rhs={shape_of(timing['rhs'])[1:] if kind != 'tgmm' else N} {config}"
     if "q" in timing:
         heads = "x".join(str(shape_of(timing[name])[3]) for name in "qv")
-        return f"{timing['kernel']} {heads} {'causal ' * timing['causal']}{config}"
+        one = "" if "first" in STEPS[timing["kernel"]](timing).parts else "one step a row "
+        return f"{timing['kernel']} {heads} {'causal ' * timing['causal']}{one}{config}"
     (B, H), (b, h) = shape_of(timing["x"]), (timing["config"][f"{name}_block_size"] for name in "bh")
     kinds = {"one block of hidden": H == h}
     kinds["one block of rows"] = B == b and timing["kernel"].endswith("vjp")
