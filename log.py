@@ -58,6 +58,8 @@ class Log:
             self.file, moved = open_metrics(config.metrics_file, first_step, evaluates)
             if moved:
                 self.say(f"metrics    of the run before are in {moved}")
+            if first_step:
+                self.event(first_step, "resumed")
         self.pending = None  # (metrics on the devices, seconds waited for input) of the running step
         self.waited_s = 0.0
         self.steps_s: list[float] = []
@@ -98,8 +100,9 @@ class Log:
             return
         metrics, waited_s = self.pending
         self.pending = None
-        metrics = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        extra = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in metrics if name not in COMMON_METRICS]
+        metrics = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
+        shown = [name for name in metrics if name not in COMMON_METRICS and not isinstance(metrics[name], list)]
+        extra = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in shown]
         step_s = time.perf_counter() - self.clock
         self.start_clock()
         self.steps_s.append(step_s)
@@ -157,6 +160,10 @@ class Log:
             f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}{parts}"
         )
 
+    def event(self, step: int, name: str) -> None:
+        """Writes what happened after a step, such as "saved", for report.py."""
+        self._write({"step": step, "event": name})
+
     @property
     def mean_step_s(self) -> float:
         """Mean over all steps but the first, which takes longer."""
@@ -180,7 +187,7 @@ class Log:
 
     def _write(self, metrics: dict) -> None:
         if self.file:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+            finite = {name: _finite(value) for name, value in metrics.items()}
             try:
                 self.file.write(json.dumps(finite) + "\n")  # JSON has no NaN
                 self.file.flush()
@@ -189,6 +196,13 @@ class Log:
                 with contextlib.suppress(OSError):
                     self.file.close()
                 self.file = None
+
+
+def _finite(value):
+    """A metric with None in place of what JSON has no number for, and lists rounded to four digits."""
+    if isinstance(value, list):
+        return [_finite(float(f"{each:.4g}")) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Profile:

@@ -293,10 +293,17 @@ def summary(result: dict, prediction: dict) -> list[list[str]]:
     rows = [["", "compiled", "predicted", "compiled / predicted"]]
     for name, (key, text) in numbers.items():
         rows.append([name, text(result[key]), text(prediction[key]), _ratio(result[key], prediction[key])])
+    rows[1][2] += f" ({_interval(prediction)})"
     hbm, expected = result["peak_hbm_bytes"], prediction["hbm_bytes"]
     rows.append(["HBM of a device", si(hbm, "B"), si(expected, "B"), _ratio(hbm, expected)])
     rows.append(["its limit", si(result["hbm_limit_bytes"], "B"), "", ""])
     return rows
+
+
+def _interval(prediction: dict) -> str:
+    """The interval of a predicted step and its basis, in words."""
+    low, high = si(prediction["step_s_low"], "s"), si(prediction["step_s_high"], "s")
+    return f"{low} to {high}, by {prediction['interval']}"
 
 
 def waits(spans: Sequence[Span], step_s: float, top: int = 12) -> list[list[str]]:
@@ -433,7 +440,8 @@ def of_prediction(data: dict) -> list[Section]:
     prediction = data["prediction"]
     rows = [["", "predicted"], ["step", si(prediction["step_s"], "s")], ["MFU", f"{prediction['mfu']:.1%}"]]
     rows += [["tokens/s a chip", f"{prediction['tokens_per_s_per_chip']:,.0f}"]]
-    rows += [["fits", "yes" if prediction["fits"] else "no"], ["bound by", prediction["bound"]]]
+    rows += [["interval", _interval(prediction)], ["fits", "yes" if prediction["fits"] else "no"]]
+    rows += [["bound by", prediction["bound"]]]
     roof = Section(
         "Matmuls of a layer on the roofline of a device",
         "Forward; FLOPs for each byte of HBM, and the FLOP/s that these allow.",
@@ -502,6 +510,10 @@ def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height
             if len(xs) < 60:
                 drawn.scatter("x", "y", source=source, color=colour, size=5, legend_label=label)
     if drawn:
+        for event, dash in (("saved", "dotted"), ("resumed", "dashdot")):
+            at = sorted({row["step"] for rows in runs.values() for row in rows if row.get("event") == event})
+            if at:
+                drawn.vspan(x=at, line_color=GREY, line_dash=dash, legend_label=event)
         _legend(drawn)
     return drawn
 
@@ -523,10 +535,38 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
         ),
         ("Learning rate", "", _lines(runs, {"learning_rate": "rate"}, "rate", 160)),
         ("Experts", "Imbalance is the largest load over the mean.", _lines(runs, MIXTURE, "ratio")),
+        *(
+            (f"Imbalance of experts by layer{f', {run}' if len(runs) > 1 else ''}", "", heat_map(rows))
+            for run, rows in runs.items()
+        ),
         ("Steps skipped", "Their gradients were not finite.", _skipped(runs)),
     ]
     drawn = [Section(title, text, figure) for title, text, figure in figures if figure is not None]
     return [Section("Summary", "", None, [*head, *body]), *drawn]
+
+
+def heat_map(rows: list[dict], most: int = 300):
+    """The imbalance of experts by layer over the steps: a column is the mean of some steps, at most `most` columns.
+
+    None for a run without experts. The colours are those of cividis, which increase in lightness.
+    """
+    import numpy as np
+
+    steps = [(row["step"], row["load_imbalance_by_layer"]) for row in rows if row.get("load_imbalance_by_layer")]
+    if not steps:
+        return None
+    values = np.array([layers for _, layers in steps], float)
+    columns = np.array_split(values, min(most, len(values)))
+    counts = [np.maximum((~np.isnan(column)).sum(0), 1) for column in columns]
+    image = np.stack([np.nansum(column, 0) / n for column, n in zip(columns, counts, strict=True)], 1)  # [L, columns]
+    first, last = steps[0][0], steps[-1][0]
+    labels = dict(x_axis_label="step", y_axis_label="layer with experts")
+    tooltips = [("step", "$x{0}"), ("layer", "$y{0}"), ("largest / mean", "@image")]
+    drawn = _figure(120 + 12 * len(image), tooltips=tooltips, **labels)
+    place = dict(x=first - 0.5, y=-0.5, dw=last - first + 1, dh=len(image))
+    painted = drawn.image(image=[image.astype("float32")], palette="Cividis256", **place)
+    drawn.add_layout(painted.construct_color_bar(title="largest / mean"), "right")
+    return drawn
 
 
 def _skipped(runs: dict[str, list[dict]]):

@@ -478,6 +478,7 @@ def training_loop(
                     corruption.check_replicas(state, step)
                 if saves:  # before the evaluation, which may fail
                     save(step, state)
+                    log.event(step, "saved")
                 if evaluates:
                     eval_loss = evaluate(state)
                 if evaluates or saves:

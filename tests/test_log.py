@@ -241,6 +241,19 @@ def test_no_run_overwrites_the_metrics_of_earlier_runs(tmp_path, capsys):
     assert outs == ["", *(f"metrics    of the run before are in {path}.{number}\n" for number in (1, 3))]
 
 
+def test_events_and_values_by_layer_are_written_and_not_shown(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 4, "loss": 1.0}\n')
+    with started(from_preset("tiny", metrics_file=str(path), steps=5, log_every=1), first_step=4) as log:
+        log.step(metrics(5) | {"load_imbalance_by_layer": jnp.array([1.25, 1 / 3, jnp.nan])})
+        log.finish_step()
+        log.event(5, "saved")
+    before, resumed, step, saved = lines_of(path)
+    assert (resumed, saved) == ({"step": 4, "event": "resumed"}, {"step": 5, "event": "saved"})
+    assert step["load_imbalance_by_layer"] == [1.25, 0.3333, None] and before["loss"] == 1.0
+    assert "imbalance" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
 @pytest.mark.parametrize("first_step", [1, 3, 4, 5, 8])
 def test_a_resumed_run_appends_after_its_first_step(tmp_path, tail, first_step):

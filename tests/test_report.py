@@ -145,6 +145,24 @@ def rows(seed: int) -> list[dict]:
     return [row | rates | dict(skipped=int(row["step"] > 2)) for row in named] + [dict(step=4, eval_loss=3.5)]
 
 
+def test_the_imbalance_of_experts_is_an_image_of_layers_and_steps():
+    """Five steps in two columns: the means of three and of two steps."""
+    steps = [dict(step=n, load_imbalance_by_layer=[n, 10.0 * n, None]) for n in range(1, 6)]
+    (painted,) = report.heat_map([*steps, dict(step=5, event="saved")], most=2).renderers
+    (image,) = painted.data_source.data["image"]
+    assert image[:2].tolist() == [[2.0, 4.5], [20.0, 45.0]] and image.shape == (3, 2)
+    assert (painted.glyph.x, painted.glyph.dw) == (0.5, 5)
+    assert report.heat_map([dict(step=1, loss=1.0)]) is None
+
+
+def test_saves_and_resumes_are_marked():
+    drawn = report._lines(
+        {"a": [*rows(0), dict(step=2, event="saved"), dict(step=3, event="resumed")]}, {"loss": ""}, ""
+    )
+    marks = {item.label.value: item.renderers[0].data_source.data["x"] for item in drawn.legend[0].items}
+    assert (marks["saved"], marks["resumed"]) == ([2], [3])
+
+
 def written(path, content: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
     return str(path)
