@@ -422,9 +422,8 @@ def predicted(timing: Mapping, memory: grid.Memory = grid.TPU7X, beside: Beside 
     shape = {name: value for name, value in timing.items() if name not in ("ms", "reduction")}
     events, names, steps = _events(timing["kernel"], json.dumps(shape, sort_keys=True))
     time = grid.timed(events, names, memory)
-    beside_s = beside.start_s + steps.copied / beside.copied_bytes_per_s
-    beside_s += steps.relaid / beside.relaid_bytes_per_s
-    return Prediction(time.seconds + beside_s, time.compute_s + beside_s, beside_s)
+    other_s = beside_s(steps, beside)
+    return Prediction(time.seconds + other_s, time.compute_s + other_s, other_s)
 
 
 # -- errors, and the fit
@@ -433,6 +432,23 @@ def predicted(timing: Mapping, memory: grid.Memory = grid.TPU7X, beside: Beside 
 def counted() -> list[dict]:
     """The timings whose kernels were compiled."""
     return [timing for timing in timings() if key_of(timing) in compiled()]
+
+
+def kernel_ms_per_head(T: int, H: int, causal: bool) -> float | None:
+    """The measured ms of a head of flash_attention without XLA's part, which is predicted; None if none is known."""
+    for timing in timings():
+        if timing["kernel"] != "flash_attention" or timing["causal"] != causal:
+            continue
+        (B, tokens, N, width), (*_, V) = shape_of(timing["q"]), shape_of(timing["v"])
+        if (tokens, width, V) == (T, H, H):
+            return (timing["ms"] - beside_s(flash_attention(timing)) * 1e3) / (B * N)
+    return None
+
+
+def beside_s(steps: Steps, beside: Beside = Beside()) -> float:
+    """The predicted seconds of what XLA does beside a kernel."""
+    copies = steps.copied / beside.copied_bytes_per_s + steps.relaid / beside.relaid_bytes_per_s
+    return beside.start_s + copies
 
 
 def errors(chosen: Sequence[Mapping], memory: grid.Memory = grid.TPU7X, beside: Beside = Beside()) -> list[float]:

@@ -284,28 +284,34 @@ def row_of(text: str) -> kernels.Row:
 def test_goals_are_met_from_their_own_side():
     cycles = dict(ironwood=70_000, jax=140_000, tokamax=110_000)
     line = kernels.line_of(table(row_of("forward, head"), cycles))
-    assert line == "| forward, head | 80,000 | 70,000 | 140,000 | 110,000 | yes |"
+    assert line == "| forward, head | 80,000 | 70,000 | 140,000 | 110,000 | yes | 0.0398 | 0.0795 | 0.0625 | 0.0641 |"
     assert table(row_of("forward, head"), cycles | dict(ironwood=80_001)).met is False
     dense = row_of("dense 8192^3, bf16, of the MXU limit")
-    assert kernels.line_of(table(dense, dict(ironwood=0.968))).endswith("| 92.0% | 96.8% | - | - | yes |")
+    assert kernels.line_of(table(dense, dict(ironwood=0.968))).endswith(
+        "| 92.0% | 96.8% | - | - | yes | - | - | - | - |"
+    )
     assert table(dense, dict(ironwood=0.91)).met is False
     assert table(row_of("backward, head"), cycles).met is None
 
 
 def test_a_lead_over_tokamax_needs_tokamax():
     row, cycles = row_of("forward, head of 64"), dict(ironwood=91_000, jax=140_000, tokamax=110_000)
+    start, times = "| forward, head of 64 | tokamax / 1.2", "0.0517 | 0.0795"
     line = kernels.line_of(table(row, cycles))
-    assert line == "| forward, head of 64 | tokamax / 1.2 = 91,667 | 91,000 | 140,000 | 110,000 | yes |"
+    assert line == f"{start} = 91,667 | 91,000 | 140,000 | 110,000 | yes | {times} | 0.0625 | - |"
     assert table(row, cycles | dict(ironwood=92_000)).met is False
     line = kernels.line_of(table(row, cycles, absent=["tokamax"]))
-    assert line == "| forward, head of 64 | tokamax / 1.2 | 91,000 | 140,000 | not installed | unknown |"
+    assert line == f"{start} | 91,000 | 140,000 | not installed | unknown | {times} | - | - |"
 
 
 def test_what_fails_is_a_cell_and_not_the_end():
     row = row_of("forward, head")
     refused = lambda call: Report(call.builder, call.options, "VMEM: too much", (), 1.0)
     result = kernels.evaluate(row, refused, ["tokamax"])
-    assert kernels.line_of(result) == "| forward, head | 80,000 | failed | failed | not installed | - |"
+    assert (
+        kernels.line_of(result)
+        == "| forward, head | 80,000 | failed | failed | not installed | - | - | - | - | 0.0641 |"
+    )
     assert "VMEM: too much" in result.figures["ironwood"]
 
 
@@ -319,7 +325,7 @@ def test_the_table_without_tokamax(monkeypatch, capsys):
     assert kernels.main(["--only=^forward, head"]) == 1
     out, err = capsys.readouterr()
     assert "tokamax not installed" in out.splitlines()[0]
-    assert [line.count("|") for line in out.splitlines() if line.startswith("|")] == [7] * 7
+    assert [line.count("|") for line in out.splitlines() if line.startswith("|")] == [11] * 7
     assert "forward, head of 64, ironwood: failed: " in out
     assert len(err.splitlines()) == 9 and "build_tokamax" not in err  # a line for each compile
     kernels.main(["--json", "--only=dense.*fp8"])
