@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import signal
+from pathlib import Path
 
 import compiler_flags
 
@@ -26,6 +27,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 pytest.register_assert_rewrite("support")  # so that an assertion there shows its values, as in a test
 
 gc.disable()  # while tests are collected: almost nothing of it is garbage
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the tests of slow_cases.txt as slow (benchmarks/quick.py)."""
+    slow = {*Path(__file__).with_name("slow_cases.txt").read_text().splitlines()}
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

@@ -1,0 +1,103 @@
+"""Chooses the quick selection of tests, pytest -m "not slow": by their processor time, and by the errors they find.
+
+    python benchmarks/quick.py measure        runs the quick selection in one process, and stores what each test takes
+    python benchmarks/quick.py choose         writes tests/slow_cases.txt from that
+    python benchmarks/quick.py                the times of the quick selection by file, from the stored ones
+
+A test is slow if it has the mark, or is a line of tests/slow_cases.txt. Such a line is a test that takes `LIMIT_S` or
+longer and is not the first quick one to find a planted error (benchmarks/mutants_found.json). Its claim is held by the
+whole suite. Tests in `ALWAYS` stay quick: they hold what every command promises, or are the only ones of their kind
+that run with the newest JAX.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pytest
+
+import command
+
+LIMIT_S = 0.7
+TIMES, SLOW = ROOT / "benchmarks/quick.json", ROOT / "tests/slow_cases.txt"
+FOUND = ROOT / "benchmarks/mutants_found.json"
+ALWAYS = (
+    "test_parity.py::test_logits_and_loss_are_those_of_transformers[llama3.1]",
+    "test_train.py::test_a_run_learns_and_says_what_it_did",
+    "test_style.py::test_the_model_brings_no_instruments",
+    "test_recompute.py::test_the_examples_run_without_jax",
+    "test_recipes.py::test_needs_no_jax_and_is_quick",
+    "test_aot.py::test_help_does_not_import_jax",
+    "test_schedules.py::test_the_default_is_the_cosine_of_optax_bit_for_bit",
+    "test_muon.py::test_matrices_are_those_of_one_device_on_every_mesh[fsdp:8-options0]",
+)
+
+
+class Timer:
+    """A plugin of pytest: {test: seconds of processor time, with its child processes}."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        begun = sum(os.times()[:4])
+        result = yield
+        self.seconds[item.nodeid.removeprefix("tests/")] = sum(os.times()[:4]) - begun
+        return result
+
+
+def measure() -> None:
+    """Runs the quick selection and stores the tests that take LIMIT_S or longer, and the sum of each file."""
+    timer = Timer()
+    pytest.main(["-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", str(ROOT / "tests")], plugins=[timer])
+    store(timer.seconds)
+
+
+def store(seconds: dict[str, float]) -> None:
+    files = Counter()
+    for test, taken in seconds.items():
+        files[test.partition("::")[0]] += taken
+    rounded = lambda times: {name: round(taken, 2) for name, taken in sorted(times.items(), key=lambda item: -item[1])}
+    long = {test: taken for test, taken in seconds.items() if taken >= LIMIT_S}
+    TIMES.write_text(json.dumps(dict(tests=rounded(long), files=rounded(files)), indent=1) + "\n")
+
+
+def chosen(times: dict[str, float], results: dict[str, dict], before: list[str]) -> list[str]:
+    """The lines of tests/slow_cases.txt: those of `before` that still find nothing first, and those to add."""
+    finders = {row.get("quick") for row in results.values()}
+    candidates = {*before, *(test for test, taken in times.items() if taken >= LIMIT_S)}
+    return sorted(candidates - finders - {*ALWAYS})
+
+
+def collected() -> set[str]:
+    """All tests of the suite."""
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n0", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
+
+
+def main() -> None:
+    parser = command.parser(__file__)
+    parser.add_argument("command", nargs="?", choices=("measure", "choose"), help="default: show the stored times")
+    args = command.arguments(parser)
+    if args.command == "measure":
+        measure()
+    times = json.loads(TIMES.read_text())
+    if args.command == "choose":
+        lines = [test for test in chosen(times["tests"], json.loads(FOUND.read_text()), SLOW.read_text().splitlines())]
+        existing = collected()
+        SLOW.write_text("".join(f"{line}\n" for line in lines if line in existing))
+    for file, taken in times["files"].items():
+        print(f"{taken:8.1f} s  {file}")
+    print(f"{sum(times['files'].values()):8.1f} s  in all, of processor time")
+
+
+if __name__ == "__main__":
+    command.run(main)
