@@ -133,6 +133,10 @@ def bits_a_byte() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/bits_a_byte.py"))
 
 
+def muon() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/muon.py"))
+
+
 def planted_errors() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/mutants.py", "--by=kind"))
 
@@ -196,6 +200,7 @@ BLOCKS = {
     "fp8 quality": fp8_quality,
     "endurance": endurance,
     "bits a byte": bits_a_byte,
+    "muon": muon,
     "planted errors": planted_errors,
     "faults": faults,
     "bad command lines": bad_command_lines,

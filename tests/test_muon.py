@@ -17,6 +17,7 @@ import parameters
 import placement
 import sharding
 import train
+from benchmarks import muon as benchmark
 from config import Config
 from flags import from_preset
 from hardware import parse_topology
@@ -186,3 +187,21 @@ def test_the_update_of_70b_is_under_three_percent_of_a_step():
     (mlp,) = [s for s in matrices.stacks(steps["muon"].run.config, steps["muon"].run.sizes) if s.columns == 28672]
     assert mlp.per_device * 128 == 256 and mlp.arrays == 240
     assert mlp.flops == pytest.approx(2 * 5 * (4 * 8192 + 2 * 8192**2 / 28672) * 8192 * 28672)
+
+
+# -- measured
+
+
+def test_the_stored_runs_are_on_the_page():
+    """The best rates are no ends of the search."""
+    runs = benchmark.known()
+    assert {len(run["loss"]) for run in runs.values()} == {benchmark.FLAGS["steps"]}
+    assert benchmark.table(runs) in (benchmark.ROOT / "docs/RESULTS.md").read_text()
+    for optimizer, rates in benchmark.RATES.items():
+        assert rates[0] < benchmark.best_rate(optimizer, runs) < rates[-1]
+
+
+def test_steps_to_a_loss_are_those_of_the_mean_of_ten():
+    losses = [float(100 - n) for n in range(30)]  # the mean of 100..91 is 95.5
+    assert [benchmark.steps_to(loss, losses) for loss in (200.0, 95.5, 95.4, 75.5, 75.0)] == [10, 10, 11, 30, None]
+    assert benchmark.end(losses) == 75.5
