@@ -2,6 +2,7 @@
 
     python benchmarks/muon.py                  the table of stored runs; runs nothing
     python benchmarks/muon.py run              runs those that are not stored (20 minutes on 2 idle cores)
+    python benchmarks/muon.py update           compiles the update of Llama 3.1 70B alone for TPU7x (10 minutes)
 
 Seed 0 trains with each of RATES. The best rate of each optimizer, by the held-out loss, is then used with two more
 seeds. A seed draws the weights and the order of the data, the same for both optimizers. All other flags are the
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,15 +32,25 @@ import outputs
 compiler_flags.without_tpu()
 
 import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import aot
+import placement
+import sharding
 import train
+from compiled import hlo, schedule
 from flags import from_preset
+from hardware import parse_topology
 
 RECORDED = ROOT / "benchmarks/muon.json"
 RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (3e-3, 1e-2, 3e-2)}
 SEEDS = (0, 1, 2)
 FLAGS = dict(preset="tiny", mesh="data:1", batch=4, steps=150, sample=0, eval_every=0)
 SMOOTHED = 10  # steps
+UPDATE = dict(preset="llama3.1-70b", mesh="fsdp:128", optimizer="muon")
+TOPOLOGY = "tpu7x:4x4x4"
 
 
 def known() -> dict[str, dict]:
@@ -95,10 +107,33 @@ def table(runs: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def compile_update() -> None:
+    """Compiles train.update alone for TPU7x, without forward and backward pass, and prints its schedule."""
+    config, (chip, chips) = from_preset(**UPDATE), parse_topology(TOPOLOGY)
+    wrap = tuple(axis.wrap for axis in chip.axes(chips))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY, wrap=wrap).devices
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices)
+    shardings = train.state_shardings(config, mesh)
+    state = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
+    shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
+    state = jax.tree.map(shaped, state, shardings)
+    accept = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(mesh, P()))
+    out_shardings = shardings.params, shardings.opt_state
+    update = partial(train.update, config=config, mesh=mesh)
+    lowered = jax.jit(update, donate_argnums=0, out_shardings=out_shardings).lower(state, state.params, accept)
+    lowered = aot.Lowered(lowered, list(mesh.devices.flat))
+    _, program = aot.compile_step(lowered, compiler_flags.for_run(config), config.compilation_cache)
+    options = dict(rates=schedule.rates_of(chip), chips=lowered.chips)
+    schedule.print_breakdown(schedule.walk(hlo.parse(program), **options), 12)
+
+
 def main() -> None:
     parser = command.parser(__file__)
-    parser.add_argument("command", nargs="?", choices=("table", "run"), default="table", help="[%(default)s]")
+    parser.add_argument("command", nargs="?", choices=("table", "run", "update"), default="table", help="[%(default)s]")
     args = command.arguments(parser)
+    if args.command == "update":
+        compile_update()
+        return
     if args.command == "run":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)
