@@ -253,18 +253,30 @@ def timeline(spans: Sequence[Span]):
     return drawn
 
 
+def _changes(points: Sequence[tuple], least: float) -> list[tuple]:
+    """The points whose second value differs by `least` from the last one before that is retained."""
+    retained: list[tuple] = []
+    for point in points:
+        if not retained or abs(point[1] - retained[-1][1]) >= least:
+            retained.append(point)
+    return retained
+
+
 def memory(over_step: Sequence[tuple[str, float]], spans: Sequence[Span], limit: float, x_range=None):
-    """The live bytes over the step, in GiB. An instruction is drawn when it was last walked (see compiled/trace.py)."""
-    begin = {span.name: span.begin for span in spans if span.kind in ("op", "transfer", "synchronous")}
-    smallest = max((nbytes for _, nbytes in over_step), default=0) / 2000
-    now, drawn_bytes, points = 0.0, None, []
-    for number, (name, nbytes) in enumerate(over_step):
-        now = max(now, begin.get(name, now))
-        if drawn_bytes is None or abs(nbytes - drawn_bytes) >= smallest or number == len(over_step) - 1:
-            drawn_bytes = nbytes
-            points.append((now * 1e3, nbytes / GiB, name))
-    end = max((span.end for span in spans), default=0.0)
-    points.append((end * 1e3, points[-1][1], "end"))
+    """The live bytes over the step, in GiB; skipped iterations have the most of the iteration that they repeat."""
+    live = dict(over_step)
+    skipped = [
+        span for span in spans if (span.process, span.thread, span.kind) == ("TensorCore", "operations", "skipped")
+    ]
+    begun = [(span.begin if span.issued is None else span.issued, span) for span in spans if span.name in live]
+    points = sorted((at, live[span.name] / GiB, span.name) for at, span in begun)
+    for span in skipped:
+        iteration = span.begin - span.seconds / span.args["trips"]
+        repeated = [nbytes for at, nbytes, _ in points if iteration <= at < span.begin]
+        points.append((span.begin, max(repeated, default=0.0), span.name))
+    points = _changes(sorted(points), max((nbytes for _, nbytes, _ in points), default=0.0) / 1000)
+    points = [(at * 1e3, nbytes, name) for at, nbytes, name in points]
+    points.append((max((span.end for span in spans), default=0.0) * 1e3, points[-1][1] if points else 0.0, "end"))
     options = {"x_range": x_range} if x_range else {}
     labels = dict(x_axis_label="ms since the step began", y_axis_label="GiB live")
     drawn = _figure(220, tooltips=[("", "@name"), ("live", "@y{0.00} GiB"), ("at", "@x ms")], **labels, **options)
@@ -293,7 +305,7 @@ def summary(result: dict, prediction: dict) -> list[list[str]]:
     rows = [["", "compiled", "predicted", "compiled / predicted"]]
     for name, (key, text) in numbers.items():
         rows.append([name, text(result[key]), text(prediction[key]), _ratio(result[key], prediction[key])])
-    rows[1][2] += f" ({_interval(prediction)})"
+    rows.insert(2, ["its interval", "", _interval(prediction), ""])
     hbm, expected = result["peak_hbm_bytes"], prediction["hbm_bytes"]
     rows.append(["HBM of a device", si(hbm, "B"), si(expected, "B"), _ratio(hbm, expected)])
     rows.append(["its limit", si(result["hbm_limit_bytes"], "B"), "", ""])
@@ -640,7 +652,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = isinstance(contents[args.files[0]], dict)
     if steps and not all("parts" in each or "by_category_s" in each for each in contents.values()):
         raise ValueError("a step that does not fit has no parts to draw")
-    sections = of_steps(contents) if steps else of_runs(contents)
+    short = {file: Path(file).stem for file in contents}
+    short = short if len({*short.values()}) == len(short) else {file: file for file in contents}
+    sections = (of_steps if steps else of_runs)({short[file]: content for file, content in contents.items()})
     title = f"{'Steps' if steps else 'Training'}: {', '.join(args.files)}"
     print(f"written    {write(args.report, title, sections, {'files': contents})}")
 

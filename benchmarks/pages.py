@@ -1,7 +1,7 @@
 """Opens pages of report.py in headless Chromium: what they show, what they load, how fast they are, and a screenshot.
 
     python benchmarks/pages.py pages/8b pages/run                          check pages that exist
-    python benchmarks/pages.py pages/8b --screenshot=docs/figures/page.png --height=1500
+    python benchmarks/pages.py pages/8b --screenshot=docs/figures/step_page.png --height=1330 --ms=425,482
     python benchmarks/pages.py                                             check a page that it draws itself
 
 **Idea.** The tests read a page as text; only a browser shows whether it works. ChromeDriver controls one by JSON over
@@ -48,6 +48,12 @@ return {
   canvases: document.querySelectorAll("[data-root-id]").length,
   titles: [...document.querySelectorAll("h2")].map((each) => each.textContent),
 };
+"""
+
+
+ZOOM = """
+const [begin, end] = arguments;
+Bokeh.documents[0].roots()[0].x_range.setv({start: begin, end: end});
 """
 
 
@@ -122,9 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser(__file__)
     parser.add_argument("folders", type=command.path, nargs="*", metavar="DIR", help="folders of pages")
     parser.add_argument("--screenshot", type=command.path, metavar="FILE", help="a PNG of the first page")
+    about = "milliseconds of the timeline that the screenshot shows"
+    parser.add_argument("--ms", type=command.whole_numbers, default=[], metavar="BEGIN,END", help=about)
     parser.add_argument("--width", type=command.at_least(100), default=1280, help="of the window [%(default)s]")
     parser.add_argument("--height", type=command.at_least(100), default=1800, help="of the window [%(default)s]")
     args = command.arguments(parser, argv)
+    if args.ms and len(args.ms) != 2:
+        raise ValueError(f"--ms={','.join(map(str, args.ms))} must be two numbers, as in --ms=400,450")
     if args.screenshot:
         outputs.check_writable(f"--screenshot={args.screenshot}", args.screenshot)
     for folder in args.folders:
@@ -144,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{shown['bytes']:,} bytes: {'; '.join(several) or 'no fault'}"
             )
             if args.screenshot and folder == folders[0]:
+                if args.ms:
+                    session.ask("/execute/sync", {"script": ZOOM, "args": args.ms})
+                    time.sleep(1)
                 with outputs.replacing(args.screenshot, "wb") as file:
                     file.write(base64.b64decode(session.ask("/screenshot")))
     return int(bool(wrong))

@@ -35,6 +35,7 @@ is printed beside the sum.
 """
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Peak:
     op: str  # the operation that runs at the peak
     source: str
     buffers: tuple[Buffer, ...]  # live at the peak, the largest first
-    over_step: tuple[tuple[str, int], ...] = ()  # (instruction, live bytes from it on), in the order of execution
+    over_step: tuple[tuple[str, int], ...] = ()  # (instruction, bytes that are live at it), in the order of execution
 
     @property
     def live_bytes(self) -> int:
@@ -139,8 +140,12 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
             first = False
     sums = live_bytes(places.values())
     at, _ = busiest(sums)
-    constant, executed = sum(buffer.nbytes for buffer in buffers), dict(re.findall(EXECUTED, ranges))
-    over_step = tuple((executed[str(time)], constant + nbytes) for time, nbytes in sums if str(time) in executed)
+    constant, nbytes, over_step, changes = sum(buffer.nbytes for buffer in buffers), 0, [], iter([*sums, (math.inf, 0)])
+    change = next(changes)
+    for time, name in re.findall(EXECUTED, ranges):
+        while change[0] <= int(time):
+            nbytes, change = change[1], next(changes)
+        over_step.append((name, constant + nbytes))
     for place in places.values():
         if live := [value for value in place if value.begin <= at <= value.end]:
             value = max(live, key=lambda value: (value.nbytes, not value.is_phi))
@@ -148,7 +153,7 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
             buffers.append(Buffer(value.nbytes, "temporary", value.shape, *described))
     match = re.search(rf"^    {at}:(\S+)$", ranges, re.MULTILINE)
     op, source = names.describe_instruction(match[1]) if match else ("", "")
-    return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)), over_step)
+    return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)), tuple(over_step))
 
 
 def kind_of(allocation: str) -> str:

@@ -112,12 +112,15 @@ def test_the_peak_is_where_most_bytes_are_live_and_a_place_counts_once():
     assert [buffer.nbytes for buffer in result.buffers] == sorted((b.nbytes for b in result.buffers), reverse=True)
     arguments = 512 + 4096 + 8192
     assert result.over_step == (
+        ("w.1", arguments),
+        ("x.1", arguments),
         ("convert.4", arguments + 4096),
         ("fusion.5", arguments + 12288),
         ("while.6", arguments + 12288),
         ("fusion.7", arguments + 16384),
         ("fusion.8", arguments + 12288),
         ("copy.10", arguments + 2048),
+        ("fusion.9", arguments + 2048),
     )
 
 

@@ -115,12 +115,22 @@ def test_a_long_timeline_is_joined_and_covers_the_same_time():
     assert report.joined(SPANS) == SPANS
 
 
-def test_bytes_over_the_step_are_drawn_at_the_time_of_their_instruction():
-    over_step = [("matmul", 2 * report.GiB), ("unseen", 3 * report.GiB), ("all-gather", report.GiB)]
-    drawn = report.memory(over_step, SPANS, 4 * report.GiB)
-    (line, *_) = drawn.renderers
-    assert line.data_source.data["y"] == [2.0, 3.0, 1.0, 1.0]
-    assert line.data_source.data["x"] == [0.0, 0.0, 0.0, 6000.0]
+def test_bytes_over_the_step_are_drawn_when_their_instruction_runs():
+    """Two iterations of 1 s are skipped, which have the most bytes of the one before."""
+    work = [span("TensorCore", "op", at / 2, at / 2 + 0.5, name) for at, name in enumerate("abcd")]
+    loop = Span("TensorCore", "operations", "x 2 more", "skipped", "skipped", 2.0, 4.0, dict(trips=2, times=0))
+    spans = [*work, loop, span("TensorCore", "op", 4.0, 5.0, "a")]
+    over_step = [(name, number * report.GiB) for name, number in dict(a=1, b=1, unseen=9, c=3, d=2).items()]
+    (line, *_) = report.memory(over_step, spans, 4 * report.GiB).renderers
+    points = line.data_source.data
+    assert list(zip(points["x"], points["y"], points["name"], strict=True)) == [
+        (0.0, 1.0, "a"),
+        (1000.0, 3.0, "c"),
+        (1500.0, 2.0, "d"),
+        (2000.0, 3.0, "x 2 more"),
+        (4000.0, 1.0, "a"),
+        (5000.0, 1.0, "end"),
+    ]
 
 
 def test_folders_that_cannot_be_written_are_refused_before_the_work(tmp_path, capsys):
