@@ -3,6 +3,7 @@
     python benchmarks/pages.py pages/8b pages/run                          check pages that exist
     python benchmarks/pages.py pages/8b --screenshot=docs/figures/step_page.png --height=1330 --ms=425,482
     python benchmarks/pages.py                                             check a page that it draws itself
+    python benchmarks/pages.py --trace=step.json       read a trace of aot.py with the parser of Chrome's trace viewer
 
 **Idea.** The tests read a page as text; only a browser shows whether it works. ChromeDriver controls one by JSON over
 HTTP, so no library is needed: Debian's packages chromium and chromium-driver. For each page it asks
@@ -13,11 +14,14 @@ HTTP, so no library is needed: Debian's packages chromium and chromium-driver. F
     paint     seconds until the first content is painted, at most 2
     bytes     of the file, at most 5 MB
 
-The exit status is 1 if a page fails.
+A trace is read with the parser of catapult, which xprof's package contains (extra `[profile]`). It prints the spans and
+the seconds of each track. Warnings of the parser are faults, and so is another sum on the TensorCore than the step's
+seconds. The exit status is 1 if a page or the trace fails.
 """
 
 import base64
 import contextlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -57,6 +61,21 @@ Bokeh.documents[0].roots()[0].x_range.setv({start: begin, end: end});
 """
 
 
+READ = """
+const model = new tr.Model();
+new tr.importer.Import(model, new tr.importer.ImportOptions()).importTraces([arguments[0]]);
+const tracks = {};
+for (const process of Object.values(model.processes)) {
+  for (const thread of Object.values(process.threads)) {
+    const slices = thread.sliceGroup.slices;
+    const ms = slices.reduce((sum, slice) => sum + slice.duration * (slice.args.times || 0), 0);
+    tracks[process.name + ": " + thread.name] = [slices.length, ms / 1000];
+  }
+}
+return {tracks, warnings: model.importWarnings.map((each) => each.message)};
+"""
+
+
 class Browser:
     """A session of ChromeDriver."""
 
@@ -83,15 +102,16 @@ def browser(width: int, height: int) -> Iterator[Browser]:
             driver = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         except FileNotFoundError:
             raise ValueError("there is no chromedriver: install Debian's chromium and chromium-driver") from None
+        session = None
         try:
             started = next(line for line in driver.stdout if "started successfully on port" in line)
             session = Browser(int(started.rstrip(". \n").rpartition(" ")[2]), width, height, folder)
             yield session
-            session.ask("/window")  # still there
         finally:
-            with contextlib.suppress(OSError, UnboundLocalError):
+            if session:
                 request = urllib.request.Request(session.address, method="DELETE")
-                urllib.request.urlopen(request, timeout=30).close()
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(request, timeout=30).close()
             driver.terminate()
             driver.wait()
 
@@ -128,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser(__file__)
     parser.add_argument("folders", type=command.path, nargs="*", metavar="DIR", help="folders of pages")
     parser.add_argument("--screenshot", type=command.path, metavar="FILE", help="a PNG of the first page")
+    about = "read this trace of aot.py --trace, in place of pages"
+    parser.add_argument("--trace", type=command.path, metavar="FILE", help=about)
     about = "milliseconds of the timeline that the screenshot shows"
     parser.add_argument("--ms", type=command.whole_numbers, default=[], metavar="BEGIN,END", help=about)
     parser.add_argument("--width", type=command.at_least(100), default=1280, help="of the window [%(default)s]")
@@ -142,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{folder!r} has no {report.PAGE}: aot.py, roofline.py step or report.py --report writes one"
             )
+    if args.trace:
+        several = read_trace(args.trace, args.width, args.height)
+        print("; ".join(several) or "no fault")
+        return int(bool(several))
     wrong = 0
     with tempfile.TemporaryDirectory() as own, browser(args.width, args.height) as session:
         folders = args.folders or [_own_page(own)]
@@ -160,6 +186,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with outputs.replacing(args.screenshot, "wb") as file:
                     file.write(base64.b64decode(session.ask("/screenshot")))
     return int(bool(wrong))
+
+
+def read_trace(path: str, width: int, height: int) -> list[str]:
+    """Prints the tracks of a trace as catapult's parser reads them, and returns the faults.
+
+    Raises ValueError if xprof is not installed or the file is no trace of `aot.py --trace`.
+    """
+    if not (package := importlib.util.find_spec("xprof")):
+        raise ValueError('--trace needs the parser in xprof: pip install -e ".[profile]"')
+    text = command.read_text(path)
+    try:
+        step_s = json.loads(text)["otherData"]["step_s"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--trace={path} is no trace of aot.py --trace") from None
+    viewer = Path(package.submodule_search_locations[0], "static", "trace_viewer_index.html")
+    with browser(width, height) as session:
+        session.ask("/url", {"url": viewer.as_uri()})
+        model = session.ask("/execute/sync", {"script": READ, "args": [text]})
+    for track, (number, seconds) in model["tracks"].items():
+        print(f"{track:40}{number:8,} spans{seconds:14.6f} s")
+    _, seconds = model["tracks"].get("TensorCore: operations", (0, 0.0))
+    off = abs(seconds - step_s) > 1e-4 * step_s
+    print(f"{path}: {seconds:.6f} s on the TensorCore, and {step_s:.6f} s in the report")
+    return [*model["warnings"], *([f"{seconds:.6f} s are not {step_s:.6f} s"] if off else [])]
 
 
 def _own_page(folder: str) -> str:

@@ -24,6 +24,8 @@ seconds of the report, by category and by transfer.
 **Format**: the JSON of Chrome's trace events. Metadata events name processes and threads, complete events (ph X) have a
 begin and a duration in microseconds. Both are rounded to whole nanoseconds, so that spans of a track stay nested.
 
+`python benchmarks/pages.py --trace=step.json` reads a trace with the parser of Chrome's viewer and compares the sum.
+
 **Left out.** A span of a queue is the time of the queue alone: a transfer that waits in it begins when it moves. What
 the SparseCores and the links do in skipped iterations is not repeated. A viewer may choose colours of its own; waits
 are also found by their name and category, "wait".
