@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -179,6 +180,8 @@ class Log:
             f"measured   {rates['step_s']:.3f} s a step (mean but the first), {rates['tokens_per_s']:,.0f} tokens/s, "
             f"{rates['tflops_per_s_per_device']:.3g} TFLOP/s a device{mfu}"
         )
+        if self.config.metrics_file:
+            self.say(f"page       python report.py {shlex.quote(self.config.metrics_file)} draws the run")
         return rates
 
     def close(self) -> None:

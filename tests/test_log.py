@@ -248,10 +248,12 @@ def test_events_and_values_by_layer_are_written_and_not_shown(tmp_path, capsys):
         log.step(metrics(5) | {"load_imbalance_by_layer": jnp.array([1.25, 1 / 3, jnp.nan])})
         log.finish_step()
         log.event(5, "saved")
+        log.summary()
     before, resumed, step, saved = lines_of(path)
     assert (resumed, saved) == ({"step": 4, "event": "resumed"}, {"step": 5, "event": "saved"})
     assert step["load_imbalance_by_layer"] == [1.25, 0.3333, None] and before["loss"] == 1.0
-    assert "imbalance" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "imbalance" not in shown and f"page       python report.py {path} draws the run\n" in shown
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
