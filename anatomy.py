@@ -139,8 +139,7 @@ WEIGHTS = {
     "unembed": Weight("unembedding", "VD", ("tensor", "fsdp"), "D", "logits", _untied),
 }
 PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
-# Parts whose matrices Muon orthogonalises: linear maps of hidden states, but for the router.
-MUON_PARTS = frozenset({"attention", "mlp", "experts", "shared experts", "mtp"})
+MUON_PARTS = frozenset({"attention", "mlp", "experts", "shared experts", "mtp"})  # orthogonalised by Muon
 # The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
 # the selection bias changes by steps too small for bfloat16.
 FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias", "expert_scale"})
@@ -299,8 +298,7 @@ LOGITS_BYTES = 2**28  # at most so many bytes of logits exist on a device at a t
 def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: float) -> int:
     """Positions of each sequence whose logits a device computes at a time: at most `loss_chunk`, in equal chunks.
 
-    With loss_chunk=0 a chunk has at most LOGITS_BYTES of logits in float32. For block-scaled FP8 chunks are rounded up
-    to whole blocks.
+    With loss_chunk=0 a chunk has at most LOGITS_BYTES of logits in float32. FP8 in blocks rounds up to whole blocks.
 
     Args:
       sequences: sequences of a microbatch on a device.

@@ -5,8 +5,7 @@
 **Grouped queries** (Ainslie et al. 2023, arXiv:2305.13245). G = N/K query heads share one key/value head, so keys and
 values take K/N of the memory and of the traffic.
 
-**Masks** (masks.py). Causal, with a prefix that all queries see; a sliding window; packed documents. They are combined
-with *and*.
+**Masks** (masks.py). Causal, with a prefix that all queries see; a sliding window; packed documents. All must hold.
 
 **Sinks** (Xiao et al. 2023, arXiv:2309.17453; learned in gpt-oss). Each head has one more logit, which is part of the
 softmax and has no value. A query that matches no key can put its weight there.

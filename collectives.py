@@ -13,8 +13,7 @@ below. An all-reduce is a reduce-scatter, then an all-gather.
     reduce-scatter   {U_x} A[I, J] -> A[I_x, J]        all-gather   A[I_x, J] -> A[I, J]
 
 **Both directions.** A link can carry a message each way at once, so blocks can take the shorter way around, in half the
-steps (`ring_bidirectional`): half of the N-1 others come from behind and half from ahead; with an even N, N/2 and
-N/2 - 1.
+steps (`ring_bidirectional`): half of the N-1 others come from behind and half from ahead; for even N, N/2 and N/2-1.
 
 **A torus.** Over several axes a collective goes axis by axis, each on the result of the one before. Along y, then x:
 
@@ -48,8 +47,7 @@ on the wider side. Latency or bandwidth bounds a time (https://jax-ml.github.io/
     all-to-all            h        h(h+1)/2 B/N                   max(h t_hop, h(h+1)/2 B/(N W))    B N/8W
     halo                  1        B                              max(t_hop, B/W)                   B/W
 
-predicted/interconnect.py computes these; tests compare both with what the programs below permute. Phases over several
-axes add up.
+predicted/interconnect.py computes these; tests compare both with what the programs below permute. Phases add up.
 
 **On TPU7x** (compiled: `python benchmarks/collectives.py`) XLA's own all-gather and reduce-scatter run on the
 SparseCores over all links of up to three torus axes (sums over three: predicted/workload.py). The TensorCore starts the
@@ -172,8 +170,7 @@ def reduce_scatter(
     device d+1 on, around the ring to d. In both directions, each side is summed so: (own + behind) + ahead.
     Its transpose is `all_gather`.
 
-    Args: as `all_gather`; with several axes, rings run along the first one first. Not tiled: `dim` is N long, and is
-      dropped.
+    Args: as `all_gather`; with several axes, rings run along the first one first. Not tiled: `dim`, of N, is dropped.
 
     Cost: h steps, h V/N bytes through a link, V the bytes of x.
 

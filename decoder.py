@@ -165,8 +165,7 @@ def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str,
 def rms_norm(x_btd: jax.Array, scale_d: jax.Array | float, eps: float, axis: str | None = "tensor") -> jax.Array:
     """Returns x / rms(x) * scale in the shape and dtype of x, computed in float32.
 
-    The mean of squares is over all of D. With `axis`, each device along that mesh axis holds a shard of D. With None,
-    x holds all of it.
+    The mean of squares is over all of D. With `axis`, each device along it holds a shard of D; else x holds all of D.
     """
     x_f32 = x_btd.astype(jnp.float32)
     mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
@@ -192,8 +191,7 @@ def rope_frequencies(config: Config) -> jax.Array:
     """Returns the angle per position of each rotated pair of dims, in radians, as float32 [H/2] (or [R/2]).
 
     Pair i has the frequency theta^(-2i/H). To extend a context of L = `rope_original_len` tokens by the factor s =
-    `rope_scaling`, low frequencies are divided by s and high ones stay. A pair makes L * frequency / (2 pi) periods in
-    the original context.
+    `rope_scaling`, low frequencies are divided by s and high ones stay. A pair has L * frequency / (2 pi) periods in L.
 
         linear   all are divided (Chen et al. 2023, arXiv:2306.15595)
         llama3   those with less than 1 period are divided, those with more than 4 stay, and between the two s is

@@ -60,8 +60,7 @@ T*S / 2^17 numbers in a call.
 **Left out.** Dropout, biases, masks given as arrays. FP8: with q and k in e4m3 a full step takes 13% less, with v and p
 as well 10% (22% with a constant max), as P has to be rounded and VALUs become the limit. These did not help: the
 compiler's LP scheduler (no spills, same cycles, slower to compile); tiles of 512 queries (the schedule stalls) or 1024
-keys; storing P in VMEM for a step; pushing Q untransposed; 32 tiles an iteration (2% less, half as long again to
-compile).
+keys; storing P in VMEM for a step; pushing Q untransposed; 32 tiles an iteration (2% less; compiles 1.5 times as long).
 """
 
 import math

@@ -152,8 +152,7 @@ class Quantized:
     `source` is the array that was quantised, or zeros after a gather. It is never read. It takes the gradient, because
     in JAX the gradient of an FP8 array could only be FP8.
 
-    `scale` has size 1 along dims that share a scale. In blocks it is [rows, blocks] or [blocks, blocks], with the other
-    dims merged.
+    `scale` has size 1 along dims that share a scale. In blocks: [rows, blocks] or [blocks, blocks], others merged.
     """
 
     values: jax.Array
@@ -511,8 +510,7 @@ def grouped_dot(
       recipe: per tensor.
 
     Raises:
-      ValueError: another granularity; scaling by `amax`, which is not recorded for experts; no key for stochastic
-        rounding.
+      ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
     options = (recipe, transpose)

@@ -51,21 +51,18 @@ the FLOPs, to hide a gather and a reduce-scatter. Both are in the compute dtype.
 
 **On TPU7x** C is 1153.5e12. A gather over a 3D torus uses rings in all six directions, at about 90e9 bytes/s each. A
 chip passes what it receives to both of its devices, so W is six times 90e9, and C/W is about 2100. XLA:TPU compiles a
-reduce-scatter to six, four or two rings; predicted/workload.py has the rule. With two rings it is the first to be
-exposed.
+reduce-scatter to six, four or two rings; predicted/workload.py has the rule. With two it is exposed first.
 
 Without double buffering, some weights are not copied. The backward pass frees the buffer of a dense MLP's weights
 early, and XLA:TPU starts the next gather into it at once. With double buffering the loop's body is twice as large, so
 compilation takes about 1.5 times as long. For Llama 3.1 8B on fsdp:8, with two sequences per device and 60 MiB of
 VMEM, a step takes 1.21 s instead of 1.25, and compilation 324 s instead of 213 (compiled).
 
-**Left out.** Several small layers are not gathered at once, and no layer stays gathered between its forward and its
-backward pass.
+**Left out.** Several small layers are not gathered at once. No layer stays gathered from forward to backward pass.
 
 Gradients of layer i are not summed within iteration i-1, where the computation of a whole layer could hide the sums.
 That was slower: XLA:TPU starts the sums as late as before, and the gradients of one more layer take memory. Llama 3.1
-70B on fsdp:64,tensor:2 in four microbatches takes 12.91 s a step, 3.1 s of it exposed, instead of 11.56 s, 2.0 s of it
-exposed (compiled).
+70B on fsdp:64,tensor:2 in four microbatches takes 12.91 s a step, 3.1 s exposed, instead of 11.56 and 2.0 (compiled).
 """
 
 import math
@@ -136,8 +133,7 @@ def scan_layers(
 ):
     """Runs the layers in order: x = layer(gather_layer(shards_L[i]), x, aux, i) for each i. Returns the last x.
 
-    At most one layer's weights are gathered at a time, two with prefetch. Per-device code, differentiable in `shards_L`
-    and x.
+    At most one layer is gathered at a time, two with prefetch. Per-device code, differentiable in `shards_L` and x.
 
     Args:
       layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass. The

@@ -38,11 +38,9 @@ A group's last tile may have few rows, and then the next tile has little time to
 ahead, where VMEM has space for three. With one ahead it waited 4% in DeepSeek-V3's shapes, and 9% in FP8
 (predicted, compiled/grid.py).
 
-**gated_gmm** multiplies a tile of rows with gate and with up and applies the activation. It also writes both products,
-for the backward pass.
+**gated_gmm** multiplies a tile of rows with gate and up, applies the activation, and writes both products for backward.
 
-**summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as the matrix units return
-them.
+**summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as matrix units do.
 
 **Cost**, with b bytes of an element, R = M/E rows an expert, on a core of C FLOP/s and W bytes/s of HBM:
 

@@ -12,8 +12,7 @@ keeps the matrix units busy only 0.92 of the time. So here each group has tiles 
                                         [ tile  ]              and has one of the compiled heights (`heights`)
 
 A group has as few tiles as possible, nearly equal in height. `plan_of` computes the list of tiles in jnp, outside of
-the kernels of gmm.py that loop over it. The list is as long as it can get (`most_tiles`), and says how many tiles it
-has.
+the kernels of gmm.py that loop over it. The list is as long as it can get (`most_tiles`), and has a count.
 
 **Layout.** `gmm_buffers` and `tgmm_buffers` list all that a kernel holds in VMEM. The kernels allocate these lists, and
 `vmem_bytes` counts them, so both agree. The rules `default_tiles` and `default_tgmm_tiles` are fitted to compiled

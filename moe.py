@@ -87,8 +87,7 @@ tests/test_moe.py). In a full step it overlaps little: with two chunks 7% of the
 
 Where a buffer may be too small, the loops of further rounds are in the program, needed or not. A layer of `tiny-moe` on
 `fsdp:2,expert:4` then takes 76 s of a CPU to compile for 37 s without them. Their gradients of the weights, zeros, are
-added: the step takes 3% longer (compiled). `--buffer_factor` of the size of the axis is enough for all rows, and leaves
-the loops out.
+added: the step takes 3% longer (compiled). `--buffer_factor` of the size of the axis needs no loops.
 
 **Left out.** A token could be sent over the axis once, not once for each of its experts there. For N <= X an all-gather
 of x_td receives (N-1) t D elements, fewer than X (1 - 1/N) t D. DeepSeek-V3 uses its groups to limit the devices to

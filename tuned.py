@@ -8,8 +8,7 @@ tune` compiles other choices, ranks them, and stores the best one here, where th
 
 There are two such files: the user's own (`OWN`, or IRONWOOD_TUNED in the environment), which takes precedence, and the
 one next to this module, for the shapes of the presets. An entry applies to its exact shape; for any other the rule
-does. A file that cannot be parsed is ignored, and so is an entry whose blocks the kernel no longer has; the next search
-overwrites them.
+does. A file that cannot be parsed, or an entry whose blocks the kernel lacks, is ignored; a search overwrites it.
 """
 
 import dataclasses
