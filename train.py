@@ -463,6 +463,7 @@ def training_loop(
                 profile.before(step, state)
                 run_step = programs[len(batch.tokens)]
                 if _is_due(step, config.check_every):
+                    log.finish_step()  # so that the time of the check is not that of the step before
                     run_step = partial(corruption.checked_step, run_step, step=step)
                 state, metrics = run_step(state, batch)
                 log.step(metrics)  # shows the step before, while this one runs
