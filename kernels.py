@@ -270,11 +270,17 @@ def grouped_time(name: str, report: bundles.Report, s: dict, tiles) -> grid.Time
         cycles[plan.tile_height == bucket] = kernel.region(last).cycles
     if name == "tgmm":
         cycles[np.diff(plan.tile_group, append=-1) == 0] = kernel.region("add").cycles
-    operands = _gmm_operands(plan, s, tiles) if name == "gmm" else _tgmm_operands(plan, s, tiles)
-    cycles = np.tile(cycles, len(operands[0].index) // max(1, len(cycles)))
-    total = kernel.cycles(executions, moved_bytes=0).compute
-    cycles += max(0, total - cycles.sum()) / max(1, len(cycles))
-    return grid.walk(cycles.tolist(), operands)
+    return walked(name, s, tiles, plan, cycles, kernel.cycles(executions, moved_bytes=0).compute)
+
+
+def walked(
+    name: str, s: dict, tiles, plan: groups.Plan, of_tiles: np.ndarray, total: float, memory: grid.Memory = grid.TPU7X
+) -> grid.Time:
+    """The time of a call of gmm or tgmm with these cycles in the matmuls of each tile, and in total."""
+    operands = (_gmm_operands if name == "gmm" else _tgmm_operands)(plan, s, tiles)
+    cycles = np.tile(of_tiles, len(operands[0].index) // max(1, len(of_tiles)))
+    cycles = cycles + max(0, total - cycles.sum()) / max(1, len(cycles))
+    return grid.walk(cycles.tolist(), operands, memory)
 
 
 def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.Operand]:
@@ -297,7 +303,7 @@ def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.
 def _tgmm_operands(plan: groups.Plan, s: dict, tiles: groups.TgmmTiles) -> list[grid.Operand]:
     """The blocks that `tgmm` reads and writes in each tile of each pass over the parts of its results."""
     in_bytes, out_bytes = (jnp.dtype(each).itemsize for each in (s["dtype"], _result(s)))
-    unit = groups.register_rows(_result(s))
+    unit = groups.register_rows(s["dtype"], _result(s))
     passes = -(-s["K"] // tiles.k) * -(-s["N"] // tiles.n)
     rows = np.tile(plan.tile_blocks, passes) * float(unit * in_bytes)
     tile, part = np.arange(len(rows)), np.repeat(np.arange(passes), len(plan.tile_group))

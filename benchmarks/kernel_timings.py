@@ -1,6 +1,7 @@
 """The time of kernels by compiled/grid.py, beside 167 times that hardware measured: the constants and their error.
 
     python benchmarks/kernel_timings.py            the table: measured, predicted, and by cycles alone; compiles nothing
+    python benchmarks/kernel_timings.py own        what this project's grouped matmuls wait for, by the same walk
     python benchmarks/kernel_timings.py fit        the constants again, fitted to half of the timings
     python benchmarks/kernel_timings.py run        compiles each kernel again: an hour, with tokamax 0.0.12 and libtpu
 
@@ -521,6 +522,38 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def own_table() -> str:
+    """The times of this project's grouped matmuls in the shapes of recipes: by their stored cycles, and with waits.
+
+    The cycles of a call are spread over its tiles by their heights. "one ahead" is with two buffers for rows in tgmm.
+    """
+    import groups
+    import kernels
+    import tuned
+
+    lines = ["| kernel and shape | ms, by cycles | with waits | one ahead | waits for |", "|---" * 5 + "|"]
+    for key, entry in tuned.read(tuned.CHECKED_IN).items():
+        name, s = tuned.shape_of(key)
+        if name not in ("gmm", "tgmm"):
+            continue
+        kind = groups.Tiles if name == "gmm" else groups.TgmmTiles
+        sizes, tiles = kernels.ragged(s["M"], s["E"]), kind(**entry["blocks"])
+        plan = groups.listed(sizes, s["M"], tiles, s["dtype"])
+        heights = np.array(groups.heights(tiles))[plan.tile_height].astype(float)
+        one_pass = entry["cycles"] * heights / heights.sum()
+        passes = cdiv(s["N"], tiles.cols) if name == "gmm" else cdiv(s["K"], tiles.k) * cdiv(s["N"], tiles.n)
+        shallow = tiles if name == "gmm" else tiles._replace(buffers=2)
+        now, before = (
+            kernels.walked(name, s, each, plan, one_pass / passes, entry["cycles"]) for each in (tiles, shallow)
+        )
+        alone, longest = entry["cycles"] / grid.TPU7X.clock_hz, max(now.waits_s, key=now.waits_s.get, default="")
+        times = " | ".join(f"{seconds * 1e3:.3f}" for seconds in (alone, now.seconds))
+        share = f"{now.waits_s.get(longest, 0) / now.seconds:.1%}"
+        shown = f"{before.seconds * 1e3:.3f}" if name == "tgmm" else "-"
+        lines.append(f"| {key.removesuffix(' chip=tpu7x')} | {times} | {shown} | {longest} {share} |")
+    return "\n".join(lines)
+
+
 def build(timing: Mapping) -> tuple:
     """(function, [jax.ShapeDtypeStruct, ...]) of a timing's call, as compiled/bundles.py wants them."""
     import jax
@@ -602,13 +635,15 @@ def run(only: re.Pattern) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
-    parser.add_argument("what", nargs="?", choices=("table", "fit", "run"), default="table", help="default: table")
+    parser.add_argument(
+        "what", nargs="?", choices=("table", "own", "fit", "run"), default="table", help="default: table"
+    )
     parser.add_argument("--only", type=command.regex, default="", metavar="REGEX", help="run: kernels by their names")
     arguments = command.arguments(parser, argv)
     if arguments.what == "run":
         return run(arguments.only)
-    if arguments.what == "table":
-        return print(table())
+    if arguments.what in ("table", "own"):
+        return print(table() if arguments.what == "table" else own_table())
     for part in (which := fit()):
         print(part)
     for name, half in (("fitted", True), ("held back", False)):

@@ -26,7 +26,7 @@ import mixture
 import parameters
 import sharding
 import tuned
-from compiled import bundles
+from compiled import bundles, grid
 from config import Config
 from masks import Mask
 from placement import MESH_AXES
@@ -488,3 +488,25 @@ def test_tiles_that_compute_for_longer_do_not_wait():
     tiles = groups.TgmmTiles(512, 128, 128)
     time = kernels.grouped_time("tgmm", compiled_tgmm(5000), SMALL_TGMM, tiles)
     assert time.seconds / time.compute_s < 1.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("flags", [{}, dict(gated=True), dict(transpose_rhs=True, summed=True)], ids=str)
+def test_the_walk_of_gmm_moves_the_bytes_of_a_call(dtype, flags):
+    s = dict(M=4096, K=512, N=512, E=4, dtype=dtype) | flags
+    sizes, tiles = kernels.ragged(4096, 4), groups.Tiles(640, 256, 32)
+    operands = kernels._gmm_operands(groups.listed(sizes, 4096, tiles, dtype), s, tiles)
+    assert bytes_of(operands) == groups.moved_bytes(sizes, 4096, 512, 512, tiles, dtype, variant=kernels._variant(s))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_walk_of_tgmm_moves_the_bytes_of_a_call(dtype):
+    s, tiles = dict(M=4096, K=512, N=512, E=4, dtype=dtype), groups.TgmmTiles(512, 256, 512)
+    sizes = kernels.ragged(4096, 4)
+    operands = kernels._tgmm_operands(groups.listed(sizes, 4096, tiles, dtype), s, tiles)
+    assert bytes_of(operands) == groups.moved_bytes(sizes, 4096, 512, 512, tiles, dtype)
+
+
+def bytes_of(operands):
+    cycles = [1] * len(operands[0].index)
+    return sum(size for kind, _, size in grid.events(cycles, operands) if kind == grid.REQUEST)
