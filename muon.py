@@ -110,6 +110,7 @@ def muon(learning_rate: optax.Schedule, config: Config, mesh: Mesh | None = None
 
     def update(grads, state: State, params):
         count, rate = state.count + 1, learning_rate(state.count)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)  # they may be in bfloat16
         blend = lambda beta, old, new: beta * old.astype(jnp.float32) + (1 - beta) * new
         mu = jax.tree.map(lambda g, m, matrix: blend(MOMENTUM if matrix else beta1, m, g), grads, state.mu, weights)
         nu = jax.tree.map(lambda g, v: None if v is None else blend(beta2, v, g**2), grads, state.nu)

@@ -90,6 +90,17 @@ def test_updates_equal_those_of_optax(options):
         params = optax.apply_updates(params, updates)
 
 
+def test_gradients_in_bfloat16_are_not_rounded_again(monkeypatch):
+    monkeypatch.setattr(muon, "orthogonalise_tree", lambda tree, *_: tree)
+    config = Config(**TINY)
+    params = draw(parameters.param_shapes(config), 0)
+    transform, _ = train.make_optimizer(config)
+    grads = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), draw(params, 1))
+    plain = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    results = (transform.update(g, transform.init(params), params) for g in (grads, plain))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 def test_singular_values_become_one():
     """The vectors stay: X^T Y is symmetric, as V S S' V^T is. Tall and wide matrices, large and tiny ones."""
     for rows, columns, size in ((6, 40, 1e3), (40, 6, 1e-3)):
