@@ -268,15 +268,14 @@ def flash_attention(timing: Mapping) -> Steps:
 
 
 def flash_attention_vjp(timing: Mapping) -> Steps:
-    """Its gradient: by keys, with dq in partial sums in HBM, one for each block of keys."""
+    """Its gradient: by keys, with dq in partial sums in HBM, one for each block of keys. Its grid has all pairs."""
     (B, T, N, H), (_, S, K, V), config = shape_of(timing["q"]), shape_of(timing["v"]), timing["config"]
     rows, cols = config["block_q_dkv"], config["block_kv_dkv"]
-    i, j, masked = attention_blocks(T, S, rows, cols, timing["causal"])
-    order = np.lexsort((i, j))
-    i, j, masked = i[order], j[order], masked[order]
-    head = np.repeat(np.arange(B * N), len(i))
-    i, j, masked = (np.tile(each, B * N) for each in (i, j, masked))
-    query, key, group = head * (T // rows) + i, head * (S // cols) + j, (head // (N // K)) * (S // cols) + j
+    batch, j, n, i = (index.ravel() for index in np.indices((B, S // cols, N, T // rows)))
+    head, kv_head = batch * N + n, batch * K + n // (N // K)
+    query, key, group = head * (T // rows) + i, head * (S // cols) + j, kv_head * (S // cols) + j
+    seen = (j * cols < (i + 1) * rows) | (not timing["causal"])
+    masked = seen & ((j + 1) * cols - 1 > i * rows)
     sums = S // cols
     itemsize = 2.0 if sums <= 4 else 4.0
     operands = [
@@ -290,7 +289,8 @@ def flash_attention_vjp(timing: Mapping) -> Steps:
         grid.Operand("dk", key, 2.0 * cols * padded(H), output=True),
         grid.Operand("dv", key, 2.0 * cols * padded(V), output=True),
     ]
-    parts = attention_parts(key, masked, timing["causal"], is_row_one_step=T == rows)
+    parts = {"step": np.ones(len(i))} | ({"first": np.diff(key, prepend=-1) != 0} if T > rows else {})
+    parts |= {"masked": masked, "full": seen & ~masked} if timing["causal"] else {}
     heads, inputs = B * T * N, 2 * 2.0 * B * (T * N * (H + V) + S * K * (H + V))  # q, dout, k and v
     results = 2 * 2.0 * B * (T * N * H + S * K * (H + V))
     copied = heads * ((2 + 4) * V + (4 + 2) * V)  # di: out as float32, times dout
@@ -312,7 +312,7 @@ BRANCHES = {  # the parts in the order of their branches in a step's program; ""
     "gmm": ["first", "last", "not last"],
     "tgmm": ["first", "step", "last"],
     "flash_attention": ["first", "full", "masked", "last"],
-    "flash_attention_vjp": ["first", "full", "masked", "last"],
+    "flash_attention_vjp": ["first", "full", "masked"],
     "linear_softmax_cross_entropy_loss": ["partial", "first", "not first", "last", "end"],
     "linear_softmax_cross_entropy_loss_vjp": [
         *("logits", "partial", "first", "not first", "gradients", "softmax"),
