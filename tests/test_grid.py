@@ -55,6 +55,7 @@ def test_a_write_is_awaited_by_the_end_of_the_next_step():
     time = time_of([10, 10, 10], Operand("out", range(3), 15, output=True))
     assert time.seconds == 10 + 15 + 15 + 15  # each write waits for the one before it
     assert time_of([10, 10, 10], Operand("out", [0, 0, 0], 15, output=True)).seconds == 3 * 10 + 15
+    assert time_of([10] * 4, Operand("out", range(4), [30, 1, 1, 1], output=True)).seconds == 10 + 30 + 2 * 10 + 1
     three = Operand("out", range(3), 15, buffers=3, output=True)
     assert time_of([10, 10, 10], three).waits_s["out"] == 55 - 30
 
