@@ -193,7 +193,7 @@ def test_large_experts_are_not_gathered_for_few_tokens():
     sizes = plan.best.run.sizes
     assert axes_of(plan.best) == {"fsdp", "expert"} and (sizes["fsdp"], sizes["expert"]) == (64, 8)
     without = [other for other in plan.families if "expert" not in axes_of(other)]
-    assert without and all(other.step_s > 1.2 * plan.best.step_s for other in without)
+    assert without and all(other.step_s > 1.15 * plan.best.step_s for other in without)
     two = planned("deepseek-v3", "tpu7x:4x8x8", num_slices=2, batch=1024)
     assert "No mesh has stages: the first 3 layers are dense, and stages have to be alike." in planner.reasons(two)
 
@@ -274,7 +274,9 @@ def test_at_128k_the_kernel_decides():
     assert any(
         "Attention is 55% of the FLOPs" in line and "the kernel decides" in line for line in planner.reasons(plan)
     )
-    slower = predict(dataclasses.replace(plan.best.run, efficiency=workload.MAXTEXT))
+    e = workload.TODAY
+    slow = dict(attention_forward=e.attention_forward / 1.5, attention_backward=e.attention_backward / 1.5)
+    slower = predict(dataclasses.replace(plan.best.run, efficiency=dataclasses.replace(e, **slow)))
     kernel = next(part.seconds for part in plan.best.parts if part.name == "attention")
     assert slower.step_s > plan.best.step_s + 0.4 * kernel
 

@@ -291,7 +291,7 @@ def test_needs_no_jax_and_is_quick():
     "name",
     [
         BF16,
-        "llama3.1-405b-8k-fp8",
+        "llama3.1-70b-8k-fp8",
         "llama3.1-8b-8k-bf16-v6e",
     ],
 )
