@@ -16,7 +16,7 @@ memory over the step; collectives by mesh axis; the step by part; its flags, and
 **Cost**: 1.3 MB for the library, and about 250 bytes a span. A timeline of more than `MOST_SPANS` spans is drawn with
 neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that.
 
-**Why bokeh** (extra `[report]`): its minified script is 1.3 MB, plotly's 4.6 MB, and a page should stay under 5 MB.
+**Why bokeh** (extra `[report]`): its minified script is 1.3 MB, plotly's 4.8 MB, and a page should stay under 5 MB.
 matplotlib draws pictures that do not zoom. A policy in the page's head forbids every load from outside.
 
 **Left out**: a live page; the samples of a run, which are in its output; faults, of which its log has the words.
