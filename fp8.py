@@ -62,7 +62,7 @@ needs log2(n) bits more of range, and each partial sum would be rounded to 2 or 
 **Cost** for each operand of N columns of the result, at C FLOP/s of bfloat16 and W bytes/s of HBM. FP8 saves N/C
 seconds an element. With dynamic scaling the operand is written in bfloat16, read for its maximum, read again and
 rounded: 5 bytes more than an operand that goes straight into a matmul. It wins if N > 5 C/W = 1500 on TPU7x
-(C = 957e12, W = 3.2e12, reached). Delayed and static scaling write 1 byte where bfloat16 writes 2, and always win.
+(C = 956e12, W = 3.2e12, reached). Delayed and static scaling write 1 byte where bfloat16 writes 2, and always win.
 
 **On TPU7x.** Blocks of 128 fill half of the rows of an MXU of 256, and their sum is in memory: 4 bytes of float32 read
 and written a block. There they are for study.
