@@ -207,7 +207,7 @@ def kernel_cycles(calls: Sequence[dict[str, str]], filled: float, cache: str, wa
     def cycles_of(call):
         filled_of_gmm = filled if "gmm" in call["tuned_key"] else None
         content = json.dumps(
-            [call, filled_of_gmm, *([] if waits else ["no waits"]), version, jax.__version__, libtpu.__version__],
+            [call, filled_of_gmm, waits, version, jax.__version__, libtpu.__version__],
             sort_keys=True,
         )
         number = hashlib.sha256(content.encode()).hexdigest()
@@ -280,8 +280,9 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
     trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
+    events = [] if args.trace or args.report else None
     options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
-    breakdown = schedule.walk(program, **options, events=(events := [] if args.trace or args.report else None))
+    breakdown = schedule.walk(program, **options, events=events)
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     result = {

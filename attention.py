@@ -36,7 +36,7 @@ def attention(
     mask: Mask = CAUSAL,
     scores: Scores = SCORES,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Masked attention by its definition: all scores at once, softmax in float32.
 
     Args:
@@ -66,8 +66,10 @@ def attention(
     if off_bkGt is not None:
         out_btkGV = jnp.where(jnp.moveaxis(off_bkGt, 3, 1)[..., None], jnp.nan, out_btkGV)
     results = out_btkGV.reshape(b, t, n, V).astype(v_bskV.dtype), lse_bkGt.reshape(b, n, t)
+    if not scores.largest:
+        return results
     largest_bkGt = lax.stop_gradient(jnp.max(scores_bkGts, -1, initial=UNSEEN, where=seen_bkGts))
-    return (*results, largest_bkGt.reshape(b, n, t)) if scores.largest else results
+    return *results, largest_bkGt.reshape(b, n, t)
 
 
 def _softmax(scores_bkGts, seen_bkGts, max_logit, sinks_kG1):
@@ -113,7 +115,7 @@ def causal_attention(
     mask: Mask = CAUSAL,
     scores: Scores = SCORES,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Causal `attention` among the same positions: each quarter of the queries attends to the quarters that it may see.
 
     This leaves out 3/8 of the scores, and more with a window. Fewer queries than `WORTH_SPLITTING`, or a number that 4

@@ -28,11 +28,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 BLOCK_ON_CPU, BLOCK = 2**10, 2**18
 
 
+def named_arrays(tree) -> tuple[list[str], list[jax.Array]]:
+    """Returns the paths of the arrays in a tree, such as `params.layers.w_q`, and the arrays."""
+    named = jax.tree.leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named], [array for _, array in named]
+
+
 def checksums(state) -> dict[str, int]:
     """Returns {path: checksum} of a tree of arrays on one mesh, equal on every process; all must call it together."""
-    named = jax.tree.leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
-    arrays = [array for _, array in named]
+    names, arrays = named_arrays(state)
     values = _checksums(arrays, tuple(array.sharding for array in arrays))
     return dict(zip(names, jax.device_get(values).tolist(), strict=True))
 
@@ -55,9 +59,7 @@ def of_devices(state) -> dict[str, np.ndarray]:
 
     Replicas of a shard have the same checksum as long as they have the same bits. All processes must call it together.
     """
-    named = jax.tree.leaves_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
-    arrays = [array for _, array in named]
+    names, arrays = named_arrays(state)
     values = jax.device_get(_checksums(arrays, tuple(array.sharding for array in arrays), of_devices=True))
     return dict(zip(names, values.T, strict=True))
 
@@ -76,13 +78,13 @@ def _checksums(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...], of
             total = _sum_shard(shard, array.shape, axes, block_size, to_device)
             others = [axis for axis in mesh.axis_names if axis not in sum(axes, ())]
             replica = sum((lax.axis_index(axis) for axis in others), jnp.int32(0))
-            counts = of_devices or replica == 0
+            counts = (replica == 0) | of_devices
             sums.append(jnp.where(counts, total, jnp.uint32(0)))
-        return (lax.all_gather if of_devices else lax.psum)(jnp.stack(sums), mesh.axis_names)
+        collect = partial(lax.all_gather, to="invarying") if of_devices else lax.psum
+        return collect(jnp.stack(sums), mesh.axis_names)
 
     specs = tuple(sharding.spec for sharding in shardings)
-    per_device = partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=not of_devices)
-    return per_device(sum_shards)(*arrays)
+    return jax.shard_map(sum_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
 
 def _axes_of(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

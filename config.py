@@ -110,8 +110,10 @@ FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--f
 BLOCKS = Need(lambda c: c.fp8_granularity == "block", "{fp8_granularity} has no blocks", "--fp8_granularity=block")
 PROFILE = Need(lambda c: c.fp8 in ("static", "calibrate"), "fp8={fp8} finds its scales without a file", "--fp8=static")
 FIRST_MOMENT = Need(lambda c: c.optimizer != "adafactor", "adafactor has no first moment", "--optimizer=adamw")
-ADAMW = Need(lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw")
-SECOND_MOMENT = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
+ADAMW_OR_MUON = Need(
+    lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw"
+)
+ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
 DECAY = Need(lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw")
 WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
 FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")
@@ -352,7 +354,7 @@ class Config:
     loss_chunk: int = flag(0, "program", least=0)
 
     # -- optimizer
-    # optimizer of the weights: adamw, adafactor, sgd, or muon, which has adamw for what is no matrix (muon.py)
+    # optimizer: adamw, adafactor, sgd, or muon, with adamw for embeddings, router, norms and biases (muon.py)
     optimizer: str = flag("adamw", "shapes program", choices="adamw adafactor sgd muon")
     # peak of the learning rate, after the warm-up
     learning_rate: float = flag(3e-3, "values", least=0)
@@ -369,7 +371,7 @@ class Config:
     # adamw and muon: decay of adamw's first moment; sgd: momentum
     beta1: float = flag(0.9, "values", FIRST_MOMENT, least=0, below=1)
     # adamw and muon: decay of adamw's second moment
-    beta2: float = flag(0.95, "values", ADAMW, least=0, below=1)
+    beta2: float = flag(0.95, "values", ADAMW_OR_MUON, least=0, below=1)
     # adamw, adafactor and muon: decoupled decay, of matrices only
     weight_decay: float = flag(0.1, "values", DECAY, least=0)
     # gradients are scaled down to this global norm; 0 is off
@@ -379,9 +381,9 @@ class Config:
     # dtype in which gradients are added up over microbatches and replicas, and stored: float32 or bfloat16
     grad_dtype: str = flag("float32", "values program", choices=FLOATS)
     # dtype in which the first moment of adamw and muon is stored: float32 or bfloat16
-    mu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
+    mu_dtype: str = flag("float32", "shapes program", ADAMW_OR_MUON, choices=FLOATS)
     # dtype in which adamw's second moment is stored: float32, or bfloat16, rounded stochastically (moments.py)
-    nu_dtype: str = flag("float32", "shapes program", SECOND_MOMENT, choices=FLOATS)
+    nu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
     # store the optimizer state on the host, and fetch it layer by layer (offload.py)
     offload_optimizer: bool = flag(False, "program")
     # skip a step whose loss or gradient norm is this many standard deviations above the last ones (spikes.py); 0 is off

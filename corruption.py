@@ -38,6 +38,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import checksums
+import collectives
 
 SHOWN = 3  # devices in a message
 
@@ -89,16 +90,14 @@ def check_replicas(state, step: int) -> None:
 
 
 _ADVICE = (
-    "this is silent data corruption, and nothing was saved since: take the device out, and start again from the last "
+    "this is silent data corruption, and this state is not saved: take the device out, and start again from the last "
     "checkpoint"
 )
 
 
 def differing(a, b) -> dict[str, np.ndarray]:
     """Returns {path: elements whose bits differ, int32 [device]} of two trees, devices in the order of the mesh."""
-    named = jax.tree.leaves_with_path(a)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
-    leaves = [leaf for _, leaf in named]
+    names, leaves = checksums.named_arrays(a)
     counts = jax.device_get(_differing(leaves, jax.tree.leaves(b), tuple(leaf.sharding for leaf in leaves)))
     return dict(zip(names, counts.T, strict=True))
 
@@ -110,10 +109,10 @@ def _differing(ours: list[jax.Array], theirs: list[jax.Array], shardings: tuple[
 
     def count(ours, theirs):
         counts = [jnp.sum(_bits(a) != _bits(b), dtype=jnp.int32) for a, b in zip(ours, theirs, strict=True)]
-        return lax.all_gather(jnp.stack(counts), mesh.axis_names)
+        counts = jnp.stack(collectives.vary_alike(counts, mesh.axis_names))
+        return lax.all_gather(counts, mesh.axis_names, to="invarying")
 
-    per_device = partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec(), check_vma=False)
-    return per_device(count)(ours, theirs)
+    return jax.shard_map(count, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec())(ours, theirs)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window: a bool, or traced. None if all layers of the model do the
         same.
-      attend_with: takes the place of `self_attention`, to generate text with a cache (generation.py).
+      attend_with: takes the place of `self_attention`: with a cache (generation.py), or for qk_clip.py.
 
     Returns:
       x after the layer. A dense layer leaves the metrics as they are.

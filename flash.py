@@ -111,7 +111,7 @@ def flash_attention(
     *,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Attention on a TPU. Both results are differentiable in q, k, v and sinks. Code of one device.
 
     Args:
@@ -257,7 +257,7 @@ def forward(
     *,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The kernel with heads first and without derivatives. Arguments and results as for `flash_attention`."""
     shared = q_BNTH, k_BKSH, v_BKSV, *(ids[:, None].astype(jnp.int32) for ids in mask.segments or ())
     windows = mask.window if isinstance(mask.window, tuple) else (mask.window,)

@@ -348,12 +348,8 @@ def listed(group_sizes, num_rows: int, tiles, dtype, out_dtype=None) -> Plan:
 def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
     """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
     plan = listed(group_sizes, num_rows, tiles, dtype, out_dtype)
-    num_tiles, num_groups, group, bucket = (
-        len(plan.tile_group),
-        len(plan.group_expert),
-        plan.tile_group,
-        plan.tile_height,
-    )
+    group, bucket = plan.tile_group, plan.tile_height
+    num_tiles, num_groups = len(group), len(plan.group_expert)
     is_last = np.diff(group, append=num_groups) > 0
     names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
     if isinstance(tiles, TgmmTiles):

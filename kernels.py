@@ -287,7 +287,7 @@ def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.
     """The blocks that `gmm` reads and writes in each tile of each pass over the columns."""
     inputs, matrices, results = _variant(s).operands()
     in_bytes, out_bytes = (jnp.dtype(each).itemsize for each in (s["dtype"], _result(s)))
-    unit, passes = groups.register_rows(s["dtype"], _result(s)), -(-s["N"] // tiles.cols)
+    unit, passes = groups.register_rows(s["dtype"], _result(s)), groups.cdiv(s["N"], tiles.cols)
     repeated = lambda array: np.tile(array, passes)
     tile, column = np.arange(passes * len(plan.tile_group)), np.repeat(np.arange(passes), len(plan.tile_group))
     matrix = column * len(plan.group_expert) + repeated(plan.tile_group)
@@ -304,7 +304,7 @@ def _tgmm_operands(plan: groups.Plan, s: dict, tiles: groups.TgmmTiles) -> list[
     """The blocks that `tgmm` reads and writes in each tile of each pass over the parts of its results."""
     in_bytes, out_bytes = (jnp.dtype(each).itemsize for each in (s["dtype"], _result(s)))
     unit = groups.register_rows(s["dtype"], _result(s))
-    passes = -(-s["K"] // tiles.k) * -(-s["N"] // tiles.n)
+    passes = groups.cdiv(s["K"], tiles.k) * groups.cdiv(s["N"], tiles.n)
     rows = np.tile(plan.tile_blocks, passes) * float(unit * in_bytes)
     tile, part = np.arange(len(rows)), np.repeat(np.arange(passes), len(plan.tile_group))
     result = part * len(plan.group_expert) + np.tile(plan.tile_group, passes)

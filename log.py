@@ -23,9 +23,8 @@ from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
-COMMON_METRICS = (
-    "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
-)  # others depend on the model
+# Others depend on the model.
+COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
 
 
 class Log:

@@ -58,18 +58,19 @@ def loss_fn(
     Per-device code: call it under `jax.shard_map` with check_vma=True. `fsdp.gather_over_data` makes the `params`. A
     dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
     With `mtp` there are `mtp_loss`, and `auxiliary_loss`, of which it is a part. A pipeline runs the batch in
-    `config.microbatches`; for its gradients use `pipelined_loss_and_grads`.
+    `config.microbatches`; for its gradients use `pipelined_loss_and_grads`. With `attend_with` and
+    `carried` of `qk_clip.options` there are `max_logits` [L, n] of its heads; their maxima are the values, not sums.
     """
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
     shared = constants(batch, config)
     x = *embed_tokens(params, batch.tokens, config), *carried
-    *x, carried = (*run_all_layers(params, x, shared, config, scaling=scaling, attend_with=attend_with), None)[:3]
+    x, aux, *carried = run_all_layers(params, x, shared, config, scaling=scaling, attend_with=attend_with)
     if anatomy.runs_mtp(config):
-        x = x[0], multi_token_prediction(params, x, batch, shared, config, scaling)
-    loss, metrics = loss_and_metrics(params, x, batch, config, scaling.key)
-    return loss, metrics if carried is None else metrics | {"max_logits": carried}
+        aux = multi_token_prediction(params, (x, aux), batch, shared, config, scaling)
+    loss, metrics = loss_and_metrics(params, (x, aux), batch, config, scaling.key)
+    return loss, metrics | ({"max_logits": carried[0]} if carried else {})
 
 
 # -- the layers

@@ -16,7 +16,7 @@ where both have the same tokens at the same characters, `_AGREE` of them to the 
 those of the text at once, if a tokenizer decides by less than the overlap. Where windows never agree, the text is cut
 there, and the number of such cuts is reported. A document that exceeds a shard is another document in the next one.
 
-**Cost.** A core prepares 1.4 MB/s of source code with a BPE of 4,096 (measured, AMD EPYC, `benchmarks/prepare.py`): the
+**Cost.** A core prepares 1.5 MB/s of source code with a BPE of 4,096 (measured, AMD EPYC, `benchmarks/prepare.py`): the
 tokenizer alone takes 96% of that time, and 89% where documents have 37 bytes. A worker holds the tokens of a shard, 2
 or 4 bytes each, and a million characters in the library's form.
 

@@ -7,7 +7,7 @@
     python report.py a.json b.json --report=pages/plans                              two steps, each printed by --json
 
 **Idea.** The numbers are those of `--json`: the page embeds the object itself in <script id="data">, and draws it. A
-table has each number that a picture shows. DIR/index.html opens in any browser, also without a network.
+table repeats the main numbers of a picture. DIR/index.html opens in any browser, also without a network.
 
 **Layout** of the page of a compiled step: its summary beside the prediction; the timeline of compiled/trace.py, on
 which one can zoom, hover, and hide a kind; what the TensorCore waits for, the exposed part of the critical path; the
@@ -83,9 +83,9 @@ def check(flag: str, folder: str, read: dict[str, str] | None = None) -> None:
 
     Args:
       flag: the flag that named the folder, for messages.
-      read: {flag: path} of the inputs.
+      read: {flag: path} of the inputs, and of other outputs.
 
-    Raises ValueError where bokeh is not installed, the page cannot be written, or it would replace an input.
+    Raises ValueError where bokeh is not installed, the page cannot be written, or it would replace one of these.
     """
     try:
         import bokeh  # noqa: F401
@@ -126,8 +126,8 @@ def write(folder: str, title: str, sections: Sequence[Section], data: dict) -> P
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """HTML of a table; cells that begin with a digit are set to the right."""
     head, *body = rows
-    number = lambda text: text.lstrip("-+")[:1].isdigit() and len(text) < 24
-    cell = lambda text: f'<td class="number">{text}</td>' if number(text) else f"<td>{html.escape(text)}</td>"
+    kind = lambda text: ' class="number"' if text.lstrip("-+")[:1].isdigit() and len(text) < 24 else ""
+    cell = lambda text: f"<td{kind(text)}>{html.escape(text)}</td>"
     lines = ["".join(f"<th>{html.escape(text)}</th>" for text in head)]
     lines += ["".join(map(cell, row)) for row in body]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
@@ -232,19 +232,18 @@ def timeline(spans: Sequence[Span]):
     for kind, colour in KINDS.items():
         if not (chosen := by_kind.get(kind)):
             continue
-        height = {"loop": 0.8, "one iteration": 0.5}
         text = lambda name, chosen=chosen: [str(span.args.get(name, "")) for span in chosen]
         source = {
             "y": [label[span.process, span.thread] for span in chosen],
             "left": [span.begin * 1e3 for span in chosen],
             "right": [span.end * 1e3 for span in chosen],
-            "height": [height.get("one iteration" if span.kind == "iteration" else kind, 0.8) for span in chosen],
+            "height": [0.5 if span.kind == "iteration" else 0.8 for span in chosen],
             "name": [span.name for span in chosen],
             "ms": [span.seconds * 1e3 for span in chosen],
-            "source": [text.rpartition("/")[2] for text in text("source")],
+            "source": [line.rpartition("/")[2] for line in text("source")],
             "bytes": [si(span.args["bytes"], "B") if span.args.get("bytes") else "" for span in chosen],
             **{name: text(name) for name in ("concept", "times", "cycles")},
-            "op": [text[-70:] for text in text("op")],
+            "op": [op[-70:] for op in text("op")],
         }
         edge = "white" if kind in ("loop", "skipped iterations") else None
         drawn.hbar("y", "height", "right", left="left", source=source, color=colour, line_color=edge, legend_label=kind)
@@ -294,16 +293,18 @@ def _ratio(compiled: float, predicted: float) -> str:
     return f"{compiled / predicted:.3f}" if predicted else ""
 
 
+NUMBERS = {  # of a step: its key in the object of --json, and its text
+    "step": ("step_s", lambda x: si(x, "s")),
+    "MFU": ("mfu", lambda x: f"{x:.1%}"),
+    "tokens/s a chip": ("tokens_per_s_per_chip", lambda x: f"{x:,.0f}"),
+    "communication exposed": ("exposed_comm_s", lambda x: si(x, "s")),
+}
+
+
 def summary(result: dict, prediction: dict) -> list[list[str]]:
     """The table of a compiled step beside its prediction."""
-    numbers = {
-        "step": ("step_s", lambda x: si(x, "s")),
-        "MFU": ("mfu", lambda x: f"{x:.1%}"),
-        "tokens/s a chip": ("tokens_per_s_per_chip", lambda x: f"{x:,.0f}"),
-        "communication exposed": ("exposed_comm_s", lambda x: si(x, "s")),
-    }
     rows = [["", "compiled", "predicted", "compiled / predicted"]]
-    for name, (key, text) in numbers.items():
+    for name, (key, text) in NUMBERS.items():
         rows.append([name, text(result[key]), text(prediction[key]), _ratio(result[key], prediction[key])])
     rows.insert(2, ["its interval", "", _interval(prediction), ""])
     hbm, expected = result["peak_hbm_bytes"], prediction["hbm_bytes"]
@@ -381,9 +382,9 @@ def of_compiled(data: dict, spans: Sequence[Span], over_step: Sequence[tuple[str
     about += "it. Scroll or draw a box to zoom, click on the legend to hide a kind."
     exposed = "Time that no computation hides. The rest of the critical path is the TensorCore's own work."
     at = result["peak_source"].rpartition("/")[2]
-    live = f"The largest buffers are those at the peak, {at}; the limit is dashed."
+    live = f"The largest buffers are those at the peak, {at}"
+    live += "; the limit is dashed." if over_step else ". This program was cached without its bytes over the step."
     filled = memory(over_step, spans, result["hbm_limit_bytes"], drawn.x_range) if over_step else None
-    live += "" if over_step else " This program was cached without its bytes over the step."
     share = {name: {"compiled": seconds} for name, seconds in result["by_category_s"].items()}
     top_ops = [["operation", "category", "seconds", "of the step", "of the peak", "times", "line"]]
     for op in result["top_ops"]:
@@ -424,7 +425,7 @@ def _shares(result: dict) -> list[list[str]]:
 
 def _predicted_sections(data: dict) -> list[Section]:
     """The sections of a prediction: parts, memory, flags, and what the planner would change."""
-    prediction, plan = data["prediction"], data.get("plan")
+    prediction, plan = data["prediction"], data["plan"]
     parts = _parts(prediction["parts"])
     stored = {name: {"bytes": nbytes} for name, nbytes in prediction["memory_bytes"].items() if nbytes}
     sections = [
@@ -441,10 +442,8 @@ def _predicted_sections(data: dict) -> list[Section]:
         ),
         Section("Flags", "", None, [["flag"], *([flag] for flag in data["flags"])]),
     ]
-    if plan:
-        rows = [["flag"], *([flag] for flag in plan["flags"])] if plan["flags"] else ()
-        sections.append(Section("Changes that the planner proposes", plan["words"], None, rows))
-    return sections
+    rows = [["flag"], *([flag] for flag in plan["flags"])] if plan["flags"] else ()
+    return [*sections, Section("Changes that the planner proposes", plan["words"], None, rows)]
 
 
 def of_prediction(data: dict) -> list[Section]:
@@ -551,7 +550,7 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
             (f"Imbalance of experts by layer{f', {run}' if len(runs) > 1 else ''}", "", heat_map(rows))
             for run, rows in runs.items()
         ),
-        ("Steps skipped", "Their gradients were not finite.", _skipped(runs)),
+        ("Steps skipped", "Their gradients were not finite, or they were spikes (skip_spikes).", _skipped(runs)),
     ]
     drawn = [Section(title, text, figure) for title, text, figure in figures if figure is not None]
     return [Section("Summary", "", None, [*head, *body]), *drawn]
@@ -610,11 +609,8 @@ def _summary_of_runs(runs: dict[str, list[dict]]) -> list[list[str]]:
 
 def of_steps(steps: dict[str, dict]) -> list[Section]:
     """The sections of steps beside each other, {name: object that --json printed}, compiled or predicted."""
-    words = {"step": ("step_s", "s"), "MFU": ("mfu", "%"), "tokens/s a chip": ("tokens_per_s_per_chip", "")}
-    words |= {"communication exposed": ("exposed_comm_s", "s")}
-    text = lambda value, unit: f"{value:.1%}" if unit == "%" else si(value, unit) if unit else f"{value:,.0f}"
     rows = [["", *steps], ["kind", *("compiled" if "by_category_s" in s else "predicted" for s in steps.values())]]
-    rows += [[name, *(text(s[key], unit) for s in steps.values())] for name, (key, unit) in words.items()]
+    rows += [[name, *(text(s[key]) for s in steps.values())] for name, (key, text) in NUMBERS.items()]
     nbytes = lambda step: step.get("peak_hbm_bytes", step.get("hbm_bytes"))
     rows.append(["HBM of a device", *(si(nbytes(step), "B") for step in steps.values())])
     seconds = {name: _adding_up(step) for name, step in steps.items()}

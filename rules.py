@@ -129,6 +129,25 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
         check(dataclasses.replace(config, batch=batch, batch_rampup=""), sizes)
 
 
+def rampup(text: str, batch: int) -> tuple[tuple[int, int], ...]:
+    """The stages of --batch_rampup, (first step, batch) each; one where it is empty. Raises ValueError for others."""
+    if not text:
+        return ((0, batch),)
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text):
+        raise ValueError(f"batch_rampup={text!r} must be STEP:BATCH,... as in 0:4,100:8,300:16")
+    stages = tuple((int(step), int(size)) for step, _, size in (stage.partition(":") for stage in text.split(",")))
+    grow = all(a < b and m < n for (a, m), (b, n) in itertools.pairwise(stages))
+    if stages[0][0] or not stages[0][1] or not grow:
+        raise ValueError(
+            f"batch_rampup={text!r} must begin at step 0 with a batch of 1 or more, and both steps and batches must "
+            "grow, as in 0:4,100:8,300:16"
+        )
+    if stages[-1][1] != batch:
+        last = stages[-1][1]
+        raise ValueError(f"batch_rampup={text!r} ends with {last} sequences, not with batch={batch}: --batch={last}")
+    return stages
+
+
 def _check_stages(config: Config, sizes: dict[str, int]) -> None:
     stages, rounds, layers = sizes["pipe"], config.pipeline_rounds, config.num_layers
     if config.grad_dtype != "float32":
@@ -274,22 +293,3 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
     if "mlp" in modules and config.num_shared_experts:
         dims.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
     return dims
-
-
-def rampup(text: str, batch: int) -> tuple[tuple[int, int], ...]:
-    """The stages of --batch_rampup, (first step, batch) each; one where it is empty. Raises ValueError for others."""
-    if not text:
-        return ((0, batch),)
-    if not re.fullmatch(r"\d{1,9}:\d{1,9}(,\d{1,9}:\d{1,9})*", text):
-        raise ValueError(f"batch_rampup={text!r} must be STEP:BATCH,... as in 0:4,100:8,300:16")
-    stages = tuple((int(step), int(size)) for step, _, size in (stage.partition(":") for stage in text.split(",")))
-    grow = all(a < b and m < n for (a, m), (b, n) in itertools.pairwise(stages))
-    if stages[0][0] or not stages[0][1] or not grow:
-        raise ValueError(
-            f"batch_rampup={text!r} must begin at step 0 with a batch of 1 or more, and both steps and batches must "
-            "grow, as in 0:4,100:8,300:16"
-        )
-    if stages[-1][1] != batch:
-        last = stages[-1][1]
-        raise ValueError(f"batch_rampup={text!r} ends with {last} sequences, not with batch={batch}: --batch={last}")
-    return stages

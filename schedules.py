@@ -69,7 +69,9 @@ def decay_begin(config: Config) -> int:
 
 
 def continuation(before: Mapping[str, object], config: Config, updates: int) -> str:
-    """Returns a note on how the learning rate of a resumed run goes on; "" if its schedule is that of the checkpoint.
+    """Returns a note on how the learning rate of a resumed run goes on.
+
+    It is empty if the schedule is that of the checkpoint, or both are cosines.
 
     Args:
       before: {flag: value} of the run that saved the checkpoint; flags that it did not have had their defaults.

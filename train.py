@@ -257,8 +257,9 @@ def update(state: State, grads: parameters.Params, accept: jax.Array, *, config:
     if config.clip_norm:  # by the norm of all layers' gradients, so before any is updated
         grads, _ = optax.clip_by_global_norm(config.clip_norm).update(grads, optax.EmptyState())
     elementwise, _ = make_optimizer(dataclasses.replace(config, clip_norm=0.0))
-    layouts = state_shardings(dataclasses.replace(config, skip_spikes=0.0), mesh)
-    specs, slots = (jax.tree.map(lambda layout: layout.spec, tree) for tree in (layouts.params, layouts.opt_state))
+    layouts = state_shardings(config, mesh)
+    opt_layouts, _ = spikes.split(layouts.opt_state, config)
+    specs, slots = (jax.tree.map(lambda layout: layout.spec, tree) for tree in (layouts.params, opt_layouts))
     per_device = partial(offload.update, elementwise)
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(specs, slots, specs, P()), out_specs=(specs, slots))
     return sharded(grads, state.opt_state, state.params, accept)

@@ -13,19 +13,19 @@ and write. compiled/grid.py makes a time of both.
 
 **What each effect gains**, in the median error and the share within 8%, all by one set of constants:
 
-                                57 of ragged_dot    all 145
+                                57 of ragged_dot    all 155
     cycles, even groups           29%      5%
-    with groups as drawn          12%     44%       15%     42%       tokamax draws each row's group, see below
-    and XLA's copies               4.4%   58%        4.6%   59%
-    and DMAs                       1.8%  100%        2.0%   97%       compiled/grid.py
-    without latency                                  2.1%   83%       the worst then 21%
-    with half the bandwidth                         13%     20%
+    with groups as drawn          11%     44%       15%     41%       tokamax draws each row's group, see below
+    and XLA's copies               4.4%   58%        4.7%   61%
+    and DMAs                       1.8%  100%        2.1%   97%       compiled/grid.py
+    without latency                                  2.2%   84%       the worst then 21%
+    with half the bandwidth                         13%     25%
 
 **Halves.** A timing is fitted if the SHA-256 of its kernel, shapes and block sizes is even, and held back otherwise.
 Timings that differ by their results alone (`residuals`, `reduction`) are in the same half. Only the constants depend on
 the half: what a step does was read in tokamax's code, and what XLA does in the compiled programs, with all timings in
-view. The constants in use are round figures near the fit (`fit`: 1.78 GHz, 3.27 TB/s, 1.18 us; 1.63 TB/s a relayout,
-and 42 us a call), two of which the project had before.
+view. The constants in use are round figures near the fit (`fit`: 1.78 GHz, 3.27 TB/s, 1.18 us; 1.63 TB/s a relayout),
+two of which the project had before. The 42 us a call of the fit are not used.
 
 **Beside the kernel** XLA does the following, and it counts in the measured time:
 
@@ -65,12 +65,13 @@ sys.path[:0] = [str(ROOT)]
 import numpy as np
 
 import command
+import groups
 import outputs
 from compiled import bundles, grid, schedule
+from groups import cdiv
 
 TIMINGS = Path(__file__).with_suffix(".json")
 COMPILED = Path(__file__).with_name("kernel_timings_compiled.json")
-ITEMSIZE = {"bf16": 2, "f32": 4, "i32": 4}
 
 
 @functools.cache
@@ -113,10 +114,6 @@ class Steps:
     def cycles(self, cycles: Mapping[str, int]) -> np.ndarray:
         """The cycles of each step, from those of the parts; 0 for a part that the compiled program does not have."""
         return sum(cycles.get(part, 0) * steps for part, steps in self.parts.items())
-
-
-def cdiv(a, b):
-    return -(-a // b)
 
 
 def groups_of(timing: Mapping) -> np.ndarray:
@@ -395,7 +392,7 @@ def key_of(timing: Mapping) -> str:
 
 @dataclass(frozen=True)
 class Beside:
-    """The rates of what XLA does beside the kernels. Fitted, but for the copy, which hardware.py has."""
+    """The rates of what XLA does beside the kernels: a relayout is fitted, a copy is that of hardware.py."""
 
     copied_bytes_per_s: float = schedule.TPU7X.hbm_bytes_per_s
     relaid_bytes_per_s: float = 1.65e12
@@ -537,7 +534,6 @@ def own_table() -> str:
 
     The cycles of a call are spread over its tiles by their heights. "one ahead" is with two buffers for rows in tgmm.
     """
-    import groups
     import kernels
     import tuned
 

@@ -91,7 +91,7 @@ def main() -> None:
         measure()
     times = json.loads(TIMES.read_text())
     if args.command == "choose":
-        lines = [test for test in chosen(times["tests"], json.loads(FOUND.read_text()), SLOW.read_text().splitlines())]
+        lines = chosen(times["tests"], json.loads(FOUND.read_text()), SLOW.read_text().splitlines())
         existing = collected()
         SLOW.write_text("".join(f"{line}\n" for line in lines if line in existing))
     for file, taken in times["files"].items():

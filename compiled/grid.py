@@ -21,8 +21,8 @@ successor needs the buffer. With `lookahead`, an input is requested as soon as a
 ahead. This is `pl.Buffered(use_lookahead=True)`, and what gmm.py does with the matrices of its groups.
 
 **Constants** (`TPU7X`). The clock of 1.76 GHz and the 3.2 TB/s of a copy are those of compiled/schedule.py. The latency
-of 1 us is the only one that is new. benchmarks/kernel_timings.py fits all three to half of 167 times that hardware
-measured, and checks them on the others.
+of 1 us is the only one that is new. benchmarks/kernel_timings.py fits all three to half of the times that hardware
+measured, of those kernels that were compiled, and checks them on the others.
 
 **Left out.** Reads and writes share one queue, in order of their requests. A row's width does not matter here. Other
 users of HBM: the other core of the chip, SparseCores and collectives beside the kernel.
@@ -45,6 +45,13 @@ class Memory:
     clock_hz: float
     hbm_bytes_per_s: float
     latency_s: float  # from the end of a transfer to the step that waits for it
+
+
+TPU7X = Memory(
+    clock_hz=KERNEL_CLOCK * CHIP.running_hz,
+    hbm_bytes_per_s=HBM_REACHED * CHIP.hbm_bytes_per_s / CHIP.devices,
+    latency_s=1e-6,
+)
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,9 @@ def events(cycles: Sequence[float], operands: Sequence[Operand]) -> list[tuple[i
     return listed + final
 
 
-def walk(cycles: Sequence[float], operands: Sequence[Operand], memory: "Memory | None" = None) -> Time:
+def walk(cycles: Sequence[float], operands: Sequence[Operand], memory: Memory = TPU7X) -> Time:
     """The time of a call whose steps compute for these cycles, each. Raises ValueError as `events` does."""
-    return timed(events(cycles, operands), [operand.name for operand in operands], memory or TPU7X)
+    return timed(events(cycles, operands), [operand.name for operand in operands], memory)
 
 
 def timed(events: Sequence[tuple[int, int, float]], names: Sequence[str], memory: Memory) -> Time:
@@ -139,10 +146,3 @@ def timed(events: Sequence[tuple[int, int, float]], names: Sequence[str], memory
             now = until
     waits_s = {name: seconds for name, seconds in zip(names, waits, strict=True) if seconds}
     return Time(now, compute / memory.clock_hz, nbytes / memory.hbm_bytes_per_s, waits_s)
-
-
-TPU7X = Memory(
-    clock_hz=KERNEL_CLOCK * CHIP.running_hz,
-    hbm_bytes_per_s=HBM_REACHED * CHIP.hbm_bytes_per_s / CHIP.devices,
-    latency_s=1e-6,
-)

@@ -142,8 +142,9 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
     at, _ = busiest(sums)
     constant, nbytes, over_step, changes = sum(buffer.nbytes for buffer in buffers), 0, [], iter([*sums, (math.inf, 0)])
     change = next(changes)
-    for time, name in re.findall(EXECUTED, ranges):
-        while change[0] <= int(time):
+    executed = [(int(time), name) for time, name in re.findall(EXECUTED, ranges)]
+    for time, name in executed:
+        while change[0] <= time:
             nbytes, change = change[1], next(changes)
         over_step.append((name, constant + nbytes))
     for place in places.values():
@@ -151,8 +152,8 @@ def peak(assignment: str, ranges: str, values: str, program: str) -> Peak:
             value = max(live, key=lambda value: (value.nbytes, not value.is_phi))
             described = names.describe(writer(value, place, at).number)
             buffers.append(Buffer(value.nbytes, "temporary", value.shape, *described))
-    match = re.search(rf"^    {at}:(\S+)$", ranges, re.MULTILINE)
-    op, source = names.describe_instruction(match[1]) if match else ("", "")
+    name = next((name for time, name in executed if time == at), "")
+    op, source = names.describe_instruction(name) if name else ("", "")
     return Peak(total_bytes, op, source, tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)), tuple(over_step))
 
 

@@ -153,12 +153,12 @@ def spans_of(events: Iterable[Event], sizes: dict[str, int] | None = None) -> li
 def _of_loop(event: Event, thread: str) -> Span:
     """The span of a loop, of an iteration that was walked, or of those that were skipped."""
     loop = event.instruction
-    name = {"loop": f"{loop.name}, {event.detail} trips", "iteration": "one iteration"}.get(event.kind)
+    names = {"loop": f"{loop.name}, {event.detail} trips", "iteration": "one iteration"}
+    names |= {"skipped": f"x {event.detail} more"}
     args = {"loop": loop.op_name or loop.name, "trips": event.detail, "source": loop.source}
     args |= {"seconds": event.end - event.begin, "times": 0}
     category = "skipped" if event.kind == "skipped" else "loop"
-    name = name or f"x {event.detail} more"
-    return Span("TensorCore", thread, name, event.kind, category, event.begin, event.end, args)
+    return Span("TensorCore", thread, names[event.kind], event.kind, category, event.begin, event.end, args)
 
 
 def _again(spans: Sequence[Span], skipped: Event, began: float) -> list[Span]:
@@ -247,7 +247,7 @@ def colour(span: Span) -> str:
     """Chrome's name of the colour of a span."""
     if span.kind == "wait" or span.kind == "synchronous":
         return RED
-    default = "good" if span.kind == "op" else COLOURS["collective" if span.process == "links" else "copy"]
+    default = "good" if span.kind == "op" else COLOURS["collective" if span.process in ("links", "network") else "copy"]
     return COLOURS.get(span.category, default)
 
 

@@ -3,8 +3,8 @@
     python roofline.py step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --optimizer=muon
 
 **Formula.** An iteration of Newton-Schulz on a matrix X of n x m, n <= m, has three products: A = X X^T, A A, and
-(b A + c A A) X. They have 4 n^2 m + 2 n^3 FLOPs, and read and write 3 n m + 5 n^2 elements. predicted/step.py makes
-seconds of these and of the messages.
+(b A + c A A) X. They have 4 n^2 m + 2 n^3 FLOPs. Each is counted as reading both operands and an addend as large as
+the result, and writing the result: 5 n m + 7 n^2 elements. predicted/step.py makes seconds of these and of messages.
 
 **Left out.** A product that stays in VMEM from one step to the next, which takes fewer bytes.
 """

@@ -4,7 +4,7 @@
 
 **Idea.** The page embeds the object that `--json` prints, and draws it: the parts of the step with their exposed and
 hidden seconds, the memory by what is stored, and the matmuls of a layer on the roofline of a device. aot.py puts the
-same sections below those of the compiled step.
+parts, the memory, the flags and the plan below the compiled step.
 """
 
 import report
@@ -24,7 +24,8 @@ def plan_of(prediction: Prediction) -> dict:
     """The flags that the planner would change in a run on its slice, and the step with them, in seconds and bytes."""
     run = prediction.run
     try:
-        best = planner.plan(run.config, run.chip, run.topology, num_slices=run.num_slices).best
+        how = dict(num_slices=run.num_slices, efficiency=run.efficiency)
+        best = planner.plan(run.config, run.chip, run.topology, **how).best
     except ValueError as error:
         return {"flags": [], "words": f"It has no plan for this slice: {error}."}
     flags = planner.changed_flags(run.config, run.sizes, best)

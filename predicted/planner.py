@@ -87,7 +87,6 @@ WITHIN = 1.05  # a step that takes at most so many times as long as the shortest
 # limit XLA gives up overlap (compiled: Llama 3.1 8B at 93 of 94.7 GiB, and Gemma at 92, leave nearly all messages
 # exposed).
 MEMORY_SHARE = 0.92
-LONG = 32_768  # tokens from which a sequence is long here; the guide's sequences have 8k and 128k
 SHORTEST_PART = 1024  # tokens of a sequence on a device
 
 
@@ -367,7 +366,7 @@ def _mesh_text(run: Run) -> str:
 
 def guide_row(config: Config, num_slices: int) -> tuple[str, set[str]]:
     """The row of the guide's table for such a run: its name, and the axes that it advises."""
-    length = "long" if config.seq_len >= LONG else "short"
+    length = "long" if config.seq_len >= residuals.LONG else "short"
     if config.num_experts and num_slices > 1:
         return "experts, very large", {"fsdp", "expert", "pipe"}
     if config.num_experts:
@@ -530,7 +529,7 @@ def print_as_text(plan: Plan, in_fp8: Plan | None, explain: bool) -> None:
     if in_fp8:
         gain = plan.best.step_s / in_fp8.best.step_s
         print(f"\nin fp8: {si(in_fp8.best.step_s, 's')}, {gain:.2f}x, with {_mesh_text(in_fp8.best.run)}")
-    program = next(name for name, efficiency in PROGRAMS.items() if efficiency == plan.best.run.efficiency)
+    program = plan.best.run.program
     flags = [*flags_of(plan.best), *([f"--program={program}"] if program != "this" else [])]
     print(f"\nroofline.py step {' '.join(flags)}")
 

@@ -36,6 +36,7 @@ def as_json(prediction: Prediction) -> dict:
         "remat": config.remat,
         "fp8": config.fp8,
         "kind": "predicted",
+        "program": run.program,
         "step_s": prediction.step_s,
         "step_s_low": interval.low_s,
         "step_s_high": interval.high_s,
@@ -68,7 +69,8 @@ def describe(prediction: Prediction, *, explain: bool = False) -> str:
     slices = f"{run.num_slices} slices of " if run.num_slices > 1 else ""
     tokens, passes = config.batch * config.seq_len, prediction.passes
     lines = [
-        f"{config.preset} on {slices}{chip.name}:{by(run.topology)}, {run.num_chips:,} chips, predicted",
+        f"{config.preset} on {slices}{chip.name}:{by(run.topology)}, {run.num_chips:,} chips, predicted"
+        + (f" for the program {run.program}" if run.program != "this" else ""),
         f"  mesh     {mesh or 'one device'}",
         f"  batch    {config.batch:,} sequences of {config.seq_len:,}: {tokens:,} tokens"
         + (f", in {config.microbatches} microbatches" if config.microbatches > 1 else ""),

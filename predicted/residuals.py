@@ -1,7 +1,7 @@
 """How far predictions have been from measured steps, and the interval that follows for a new prediction.
 
-    python roofline.py step --recipe=llama3.1-70b-8k-bf16                10.6 s (9.9 to 11.4)
-    python recipes.py --misses                                           all measured runs, the worst first
+    python roofline.py step --recipe=llama3.1-70b-8k-bf16     a step, and between which seconds nine of ten would be
+    python recipes.py --misses                                all measured runs, the worst first
 
 **Idea.** Each measured run (published.py) is predicted as MaxText's program, which it was (workload.MAXTEXT). Its
 residual is the logarithm of predicted over measured seconds. A new prediction is taken to be as far off as those of
@@ -32,7 +32,7 @@ from predicted.step import Prediction, predict
 from predicted.workload import MAXTEXT, Efficiency, run_of
 from published import OTHER_RUNS, RECIPES, Recipe
 
-LONG = 32_768  # tokens of a sequence
+LONG = 32_768  # tokens from which a sequence is long; those of Google Cloud's guide have 8k and 128k
 FEWEST = 4  # runs of a kind from which its own spread is taken
 KINDS = "dense", "mixture", "long"
 _Z = 1.645
@@ -79,7 +79,7 @@ def residuals() -> dict[str, tuple[str, float]]:
 
 
 def spread_of(kind: str, without: str = "") -> tuple[float, int]:
-    """Returns (t * s for a new run of a kind, the number of runs that it is of; 0 if they are too few).
+    """Returns (t * s for a new run of a kind, n); of a kind with too few runs (1.645 times the largest s, 0).
 
     Args:
       without: the name of a run that is left out.

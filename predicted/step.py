@@ -335,7 +335,10 @@ def _muon(run: Run) -> list[Part]:
 
 
 def _repeated(run: Run, memory: dict[str, float], step_s: float) -> Part:
-    """The share of a step that runs twice (corruption.py): a copy of the state, the step, and two reads to compare."""
+    """The share of a step that runs twice (corruption.py): the step, and five times the bytes of the state.
+
+    The state is read and written for the copy, both results are read to compare, and one for its checksums.
+    """
     every, copied = run.config.check_every, memory.get("copy of the state", 0)
     bandwidth = run.hbm_bytes_per_s * run.efficiency.elementwise
     seconds = (step_s + 5 * copied / bandwidth) / every if every else 0
@@ -739,7 +742,7 @@ def _links_text(run: Run, axis: str) -> str:
     return f"{axis}:{run.sizes[axis]} on {', '.join(links)}"
 
 
-# -- command line
+# -- cliffs, and what does not fit
 
 
 def cliffs(run: Run) -> list[str]:

@@ -70,6 +70,7 @@ class Efficiency:
     fp8_matmul: float = 0.88
     attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # compiled: flash.py, 68.3k cycles for 36 blocks
     attention_backward: float = KERNEL_CLOCK * 2560 / 4405  # compiled: flash_backward.py, 158.6k for 36 blocks
+    # Shares of the published bandwidths.
     hbm: float = HBM_REACHED
     links: float = LINKS_REACHED  # of a link's bandwidth, one way
     # Chosen: the time of elementwise work is what the other parts leave of all measured steps (published.py). The share
@@ -152,6 +153,11 @@ class Run:
     sizes: dict[str, int]  # {mesh axis: size}, for all axes; used in place of config.mesh
     links: dict[str, list[Axis]]  # {mesh axis: the links that it is laid out on}
     efficiency: Efficiency = TODAY
+
+    @property
+    def program(self) -> str:
+        """The name of the program in PROGRAMS that has these efficiencies; "another" if none has."""
+        return next((name for name, efficiency in PROGRAMS.items() if efficiency == self.efficiency), "another")
 
     @property
     def num_chips(self) -> int:
