@@ -406,6 +406,8 @@ class Config:
     log_every: int = flag(10, least=1)
     # one JSON object a step is written here
     metrics_file: str = flag("", "process", path=())
+    # scalars for TensorBoard are written here; needs the [tensorboard] extra
+    tensorboard_dir: str = flag("", "process", path=())
     # tokens of text to generate at the end; 0 is none
     sample: int = flag(200, least=0)
     # a trace for xprof is written here

@@ -1,6 +1,7 @@
-"""The log of a run: a line every few steps, a progress line on a terminal, and one JSON object a step in a file."""
+"""The log of a run: lines every few steps, a progress line on a terminal, metrics as JSON lines and for TensorBoard."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -25,6 +26,58 @@ from predicted import transformer
 PROGRAM = "train_step.hlo"  # in the folder of a profile
 # Others depend on the model.
 COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
+
+
+class Scalars:
+    """Metrics for TensorBoard, in two of its runs: DIR/train and DIR/held_out, so that one chart has both losses.
+
+    TensorBoard shows a step once. A resumed run hides what was written of the steps after its first one, and a new run
+    hides all of an earlier one's. Its files stay.
+    """
+
+    def __init__(self, folder: str, first_step: int, evaluates: bool, say: Callable[[str], None]):
+        """Args: as of `open_metrics`; `say` prints an error. Raises OSError where the folder cannot be written."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.folder, self.say, self.writers = folder, say, {}
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+        started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        for part, hidden_from in (("train", first_step + 1), ("held_out", first_step + (not evaluates))):
+            self.writers[part] = EventFileWriter(os.path.join(folder, part), flush_secs=30)
+            self.writers[part].add_event(self._dated(hidden_from, session_log=started))
+
+    def write(self, part: str, step: int, metrics: dict) -> None:
+        """Writes the numbers among the metrics; {name: {of: number}} becomes name/of. Lists are left out."""
+        numbers = {}
+        for name, value in metrics.items():
+            several = value.items() if isinstance(value, dict) else [("", value)]
+            numbers |= {f"{name}/{each}" if each else name: x for each, x in several if isinstance(x, int | float)}
+        values = [self.summary.Value(tag=name, simple_value=x) for name, x in numbers.items() if name != "step"]
+        if part in self.writers:
+            self._guarded(self.writers[part].add_event, self._dated(step, summary=self.summary(value=values)))
+
+    def flush(self) -> None:
+        """Waits until all is in the files, so that no kill loses it."""
+        for writer in [*self.writers.values()]:
+            self._guarded(writer.flush)
+
+    def close(self) -> None:
+        writers, self.writers = self.writers, {}
+        for writer in writers.values():
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def _dated(self, step: int, **content):
+        return self.event(wall_time=time.time(), step=step, **content)
+
+    def _guarded(self, act: Callable, *args) -> None:
+        """Acts, and after an error of the disk writes no more: that is no reason to end the run."""
+        try:
+            act(*args)
+        except OSError as error:
+            self.say(f"scalars    {self.folder}: {error}; no more are written")
+            self.close()
 
 
 class Log:
@@ -52,14 +105,16 @@ class Log:
         self.epochs = epochs
         self.config, self.num_devices, self.prints = config, mesh.size, jax.process_index() == 0
         self.terminal = self.prints and sys.stdout.isatty()
-        self.file, self.first_step = None, first_step
+        self.file, self.scalars, self.first_step = None, None, first_step
+        evaluates = bool(config.eval_batches) and first_step == config.steps  # again, if all steps are done
         if self.prints and config.metrics_file:
-            evaluates = bool(config.eval_batches) and first_step == config.steps  # again, if all steps are done
             self.file, moved = open_metrics(config.metrics_file, first_step, evaluates)
             if moved:
                 self.say(f"metrics    of the run before are in {moved}")
             if first_step:
                 self.event(first_step, "resumed")
+        if self.prints and config.tensorboard_dir:
+            self.scalars = Scalars(config.tensorboard_dir, first_step, evaluates, self.say)
         self.pending = None  # (metrics on the devices, seconds waited for input) of the running step
         self.waited_s = 0.0
         self.steps_s: list[float] = []
@@ -113,6 +168,8 @@ class Log:
             if len(epochs) > 1 or max(epochs.values()) > 1:
                 extra.append(f"epochs {', '.join(f'{number:.3g}' for number in epochs.values())}")
         self._write(metrics)
+        if self.scalars:
+            self.scalars.write("train", metrics["step"], metrics)
         self._show(metrics, extra)
         step, limit = metrics["step"], self.config.max_skipped
         if metrics["skipped_in_a_row"] >= limit:
@@ -155,6 +212,9 @@ class Log:
         by_source = by_source or {}
         several = len(by_source) > 1
         self._write({"step": step, "eval_loss": eval_loss} | ({"eval_loss_by_source": by_source} if several else {}))
+        if self.scalars:
+            self.scalars.write("held_out", step, {"loss": eval_loss, "loss_by_source": by_source if several else {}})
+            self.scalars.flush()
         parts = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in by_source.items())})" if several else ""
         self.say(
             f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}{parts}"
@@ -163,6 +223,8 @@ class Log:
     def event(self, step: int, name: str) -> None:
         """Writes what happened after a step, such as "saved", for report.py."""
         self._write({"step": step, "event": name})
+        if self.scalars:
+            self.scalars.flush()  # a run that resumes from here has all steps before
 
     @property
     def mean_step_s(self) -> float:
@@ -181,11 +243,15 @@ class Log:
         )
         if self.config.metrics_file:
             self.say(f"page       python report.py {shlex.quote(self.config.metrics_file)} draws the run")
+        if self.config.tensorboard_dir:
+            self.say(f"charts     tensorboard --logdir={shlex.quote(self.config.tensorboard_dir)}")
         return rates
 
     def close(self) -> None:
         if self.file:
             self.file.close()
+        if self.scalars:
+            self.scalars.close()
 
     def _write(self, metrics: dict) -> None:
         if self.file:
@@ -255,8 +321,14 @@ def check_outputs(config: Config) -> None:
     for flag, path in written.items():
         if path:
             outputs.check_writable(f"--{flag}={path}", path)
-    if config.profile_dir:
-        outputs.check_writable(f"--profile_dir={config.profile_dir}", Path(config.profile_dir, PROGRAM))
+    if config.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError('--tensorboard_dir needs tensorboard: pip install -e ".[tensorboard]"')
+    for flag, folder, name in (
+        ("tensorboard_dir", config.tensorboard_dir, "train/events"),
+        ("profile_dir", config.profile_dir, PROGRAM),
+    ):
+        if folder:
+            outputs.check_writable(f"--{flag}={folder}", Path(folder, name))
 
 
 def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[IO, str]:

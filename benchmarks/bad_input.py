@@ -236,7 +236,7 @@ READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py sh
 READ += ["aot.py schedule ", "aot.py timeline ", "report.py "]
 BY_HAND += [line + file for line in READ for file in ODD]
 BY_HAND += [f"data.py prepare {file} --out=/tmp/bad_input.bin" for file in ODD[:4]]
-WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir")]
+WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir", "tensorboard_dir")]
 BY_HAND += [line + file for line in WRITTEN for file in ODD[1:3]]
 TAKE_A_RUN = ["train.py", "flags.py", "aot.py", "roofline.py remat", "roofline.py step", "roofline.py bounds"]
 

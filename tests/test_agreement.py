@@ -133,6 +133,7 @@ def test_all_flags_are_compared_but_those_of_a_process():
         "--process_id",
         "--coordinator",
         "--metrics_file",
+        "--tensorboard_dir",
         "--profile_dir",
         "--compilation_cache",
     }

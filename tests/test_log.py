@@ -1,8 +1,10 @@
 """Tests the log of a run: every step once, rates from its time, and a metrics file that survives a restart."""
 
 import contextlib
+import errno
 import json
 import math
+import sys
 from pathlib import Path
 
 import jax
@@ -203,7 +205,8 @@ def test_a_resumed_run_shows_its_first_step(capsys):
 
 def test_only_the_first_process_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with started(from_preset("tiny", metrics_file=str(tmp_path / "m.jsonl"))) as log:
+    files = dict(metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t"))
+    with started(from_preset("tiny", **files)) as log:
         log.step(metrics(1))
         log.finish_step()
         log.say("hello")
@@ -295,6 +298,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     calibrates, file, new = dict(fp8="calibrate", dtype="bfloat16"), str(tmp_path / "file"), str(tmp_path / "new")
     for flags, words in (
         (dict(profile_dir=str(tmp_path / "file" / "trace"), steps=9), "--profile_dir=.*file/trace cannot be written"),
+        (dict(tensorboard_dir=str(tmp_path / "file")), "--tensorboard_dir=.*file cannot be written"),
         (dict(metrics_file=str(tmp_path / "file" / "m")), "--metrics_file=.*file/m cannot be written"),
         (dict(metrics_file=str(tmp_path)), "--metrics_file=.* exists, and is no file"),
         (dict(fp8_scales=str(tmp_path / "file" / "s"), **calibrates), "--fp8_scales=.*file/s cannot be written"),
@@ -307,6 +311,80 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path):
             log_lib.check_outputs(from_preset("tiny", **flags))
     log_lib.check_outputs(from_preset("tiny", metrics_file=str(tmp_path / "new" / "m")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+
+
+# -- TensorBoard
+
+
+def shown_by_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
+    """{tag: (step, value)}, as TensorBoard's own reader finds them in the files of one of its runs."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_each_step_once_with_the_numbers_of_the_metrics_file(tmp_path, capsys):
+    """A run killed after step 5 resumes from 3, and ends with 6; then only the evaluation comes again."""
+    folder, path = tmp_path / "charts", tmp_path / "m.jsonl"
+    config = from_preset("tiny", metrics_file=str(path), tensorboard_dir=str(folder), steps=6)
+    for first_step, last, loss in ((0, 5, 9.0), (3, 6, 2.0), (6, 6, 2.0)):
+        epochs = lambda step: {"a": step / 8, "b": 0.5}
+        with contextlib.closing(Log(config, first_step, MESH, epochs)) as log:
+            log.start_clock()
+            for step in range(first_step + 1, last + 1):
+                log.step(metrics(step, loss=math.nan if step == 2 else loss + step / 8))
+                log.finish_step()
+                if step in (3, 5):
+                    log.evaluation(step, loss, {"a": loss - 1, "b": loss + 1})
+            if last == 6:
+                log.evaluation(6, loss, {"a": loss - 1, "b": loss + 1})
+            if last > first_step:
+                log.summary()
+    train, held_out = (shown_by_tensorboard(folder / part) for part in ("train", "held_out"))
+    rows = [row for row in lines_of(path) if "loss" in row]
+    assert set(train) == {*KEYS, "epochs/a", "epochs/b"} - {"step", "mfu"}  # the peak of a CPU is unknown
+    assert [step for step, _ in train["loss"]] == [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for tag in {*KEYS} & {*train}:
+        written = [math.nan if row[tag] is None else row[tag] for row in rows]
+        assert [value for _, value in train[tag]] == pytest.approx(written, nan_ok=True)
+    assert train["epochs/a"][-1] == (6, 0.75)
+    assert held_out["loss"] == [(3, 9.0), (5, 2.0), (6, 2.0)]
+    assert held_out["loss_by_source/b"] == [(3, 10.0), (5, 3.0), (6, 3.0)]
+    assert f"charts     tensorboard --logdir={folder}\n" in capsys.readouterr().out
+
+
+def test_a_new_run_hides_what_an_earlier_one_left_for_tensorboard(tmp_path):
+    for loss, steps in ((1.0, 3), (2.0, 2)):
+        with started(from_preset("tiny", tensorboard_dir=str(tmp_path))) as log:
+            for step in range(1, steps + 1):
+                log.step(metrics(step, loss=loss))
+            log.finish_step()
+            log.event(steps, "saved")
+            assert shown_by_tensorboard(tmp_path / "train")["loss"][-1] == (steps, loss)  # what a kill would leave
+    assert shown_by_tensorboard(tmp_path / "train")["loss"] == [(1, 2.0), (2, 2.0)]
+
+
+def test_without_tensorboard_its_folder_is_refused(tmp_path, monkeypatch):
+    config = from_preset("tiny", tensorboard_dir=str(tmp_path / "charts"))
+    log_lib.check_outputs(config)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ValueError, match=r'--tensorboard_dir needs tensorboard: pip install -e "\.\[tensorboard\]"'):
+        log_lib.check_outputs(config)
+
+
+def test_a_full_disk_ends_the_scalars_and_not_the_run(tmp_path, capsys, monkeypatch):
+    with started(from_preset("tiny", tensorboard_dir=str(tmp_path), steps=3)) as log:
+
+        def full(event):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(log.scalars.writers["train"], "add_event", full)
+        for step in (1, 2, 3):
+            log.step(metrics(step))
+        log.finish_step()
+        log.evaluation(3, 1.0)
+    assert capsys.readouterr().out.count(f"scalars    {tmp_path}: [Errno 28] No space left on device; no more") == 1
 
 
 def test_a_full_disk_ends_the_metrics_and_not_the_run(tmp_path, capsys):
