@@ -1,4 +1,12 @@
-"""The log of a run: lines every few steps, a progress line on a terminal, metrics as JSON lines and for TensorBoard."""
+"""The log of a run: lines every few steps, a progress line on a terminal, metrics as JSON lines and for TensorBoard.
+
+    python train.py --metrics_file=metrics.jsonl --tensorboard_dir=charts
+    python log.py plot metrics.jsonl --out=run.png             the run as a picture, also while it goes on
+    python log.py plot a.jsonl b.jsonl --out=both.png          runs in the same panels
+
+A picture has the losses, the norm of the gradients, the time of a step, and tokens a second. It needs the [plot] extra.
+report.py makes a page of a run that zooms, from the same file.
+"""
 
 import contextlib
 import importlib.util
@@ -10,7 +18,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -361,3 +369,93 @@ def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[I
         with outputs.replacing(file) as unfinished:
             unfinished.writelines(line + "\n" for line in retained)
     return file.open("a", encoding="utf-8"), moved
+
+
+# -- pictures
+
+PANELS = (  # title, metrics with their line styles, scale; the first step of a program takes longer, and is left out
+    ("loss, nats a token", {"loss": "-", "eval_loss": "--"}, "linear", False),
+    ("norm of the gradients", {"grad_norm": "-"}, "log", False),
+    ("time of a step, s", {"step_s": "-"}, "linear", True),
+    ("tokens/s", {"tokens_per_s": "-"}, "linear", True),
+)
+
+
+def draw(runs: dict[str, list[dict]]):
+    """A figure of matplotlib: four panels over the steps, a colour for each run, of a palette for all kinds of eyes.
+
+    Args:
+      runs: {name: rows of its metrics file}.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator
+
+    import report  # here, as a training has no use for it
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    colours = dict(zip(runs, itertools.cycle(report.SERIES), strict=False))
+    for panel, (title, styles, scale, rates) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for run, rows in runs.items():
+            for name, style in styles.items():
+                points = _points(rows, name, without_first=rates)
+                marker = {"marker": "."} if len(points) < 60 else {}
+                if points:
+                    panel.plot(*zip(*points, strict=True), style, color=colours[run], linewidth=1.2, **marker)
+        panel.set(title=title, xlabel="step", yscale=scale)
+        panel.yaxis.set_major_formatter("{x:,g}")
+        if rates:
+            panel.set_ylim(bottom=0)
+        if scale == "log":
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_minor_formatter("")
+        panel.grid(alpha=0.3)
+    lines = [Line2D([], [], color=colour, label=run) for run, colour in colours.items()]
+    lines += [Line2D([], [], color="k", linestyle="--", label="held-out loss")]
+    figure.legend(handles=lines, loc="outside upper center", ncols=4)
+    return figure
+
+
+def _points(rows: list[dict], name: str, *, without_first: bool) -> list[tuple[int, float]]:
+    """(step, value) of a metric; `without_first` omits the first step, and that after each resume."""
+    points, is_first = [], True
+    for row in rows:
+        is_first |= row.get("event") == "resumed"
+        if row.get(name) is not None and not (is_first and without_first):
+            points.append((row["step"], row[name]))
+        is_first &= "step_s" not in row
+    return points
+
+
+def plot(files: Sequence[str], out: str) -> None:
+    """Draws metrics files into a PNG. Raises ValueError for other files, and OSError for what cannot be written."""
+    import report
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('log.py plot needs matplotlib: pip install -e ".[plot]"')
+    if not out.lower().endswith(".png"):
+        raise ValueError(f"--out={out} must end in .png")
+    outputs.check_apart({"--out": out}, {f"FILE {number}": file for number, file in enumerate(files, 1)})
+    outputs.check_writable(f"--out={out}", out)
+    contents = {file: report.read(file) for file in files}
+    for file, rows in contents.items():
+        if isinstance(rows, dict):
+            raise ValueError(f"{file!r} is a step, not a run: python report.py draws it")
+    with outputs.replacing(out, "wb") as file:
+        draw(report.by_short_name(contents)).savefig(file, format="png", dpi=120)
+    print(f"written    {out}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command.parser(__file__)
+    about = "draw runs as a picture"
+    of_plot = parser.add_subparsers(dest="command", required=True).add_parser("plot", help=about, description=about)
+    of_plot.add_argument("files", type=command.path, nargs="+", metavar="FILE", help="a --metrics_file of train.py")
+    of_plot.add_argument("--out", type=command.path, default="run.png", metavar="FILE.png", help="[%(default)s]")
+    of_plot.set_defaults(parser=of_plot)
+    args = command.arguments(parser, argv)
+    plot(args.files, args.out)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -498,6 +498,12 @@ def read(path: str) -> list[dict] | dict:
     return rows
 
 
+def by_short_name(contents: dict) -> dict:
+    """{path: anything} with the names of the files in place of their paths, if these differ."""
+    short = [Path(file).stem for file in contents]
+    return dict(zip(short, contents.values(), strict=True)) if len({*short}) == len(short) else contents
+
+
 def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height: int = 230, **options):
     """Lines over the steps, a colour for each run and a dash for each name; None if no run has one.
 
@@ -648,9 +654,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = isinstance(contents[args.files[0]], dict)
     if steps and not all("parts" in each or "by_category_s" in each for each in contents.values()):
         raise ValueError("a step that does not fit has no parts to draw")
-    short = {file: Path(file).stem for file in contents}
-    short = short if len({*short.values()}) == len(short) else {file: file for file in contents}
-    sections = (of_steps if steps else of_runs)({short[file]: content for file, content in contents.items()})
+    sections = (of_steps if steps else of_runs)(by_short_name(contents))
     title = f"{'Steps' if steps else 'Training'}: {', '.join(args.files)}"
     print(f"written    {write(args.report, title, sections, {'files': contents})}")
 

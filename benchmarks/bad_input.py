@@ -141,6 +141,14 @@ aot.py --kernel=x
 aot.py --compare=all
 aot.py --trace=/
 aot.py --trace=/dev/null/x
+log.py
+log.py plot
+log.py plot /nowhere
+log.py plot README.md
+log.py plot compiled/results_tpu7x.json
+log.py plot README.md --out=README.md
+log.py plot README.md --out=x.jpg
+log.py plot README.md --out=/dev/null/x.png
 report.py
 report.py /nowhere
 report.py README.md
@@ -233,7 +241,7 @@ benchmarks/faults.py no-such
 # two more: a link to nothing, and a pipe that nobody writes to.
 ODD = ["/", "README.md/x", "/tmp/" + "x" * 300, "{odd}/dangling", "{odd}/pipe"]
 READ = ["train.py --corpus=", "train.py --fp8=static --fp8_scales=", "data.py show "]
-READ += ["aot.py schedule ", "aot.py timeline ", "report.py "]
+READ += ["aot.py schedule ", "aot.py timeline ", "report.py ", "log.py plot "]
 BY_HAND += [line + file for line in READ for file in ODD]
 BY_HAND += [f"data.py prepare {file} --out=/tmp/bad_input.bin" for file in ODD[:4]]
 WRITTEN = [f"train.py --{name}=" for name in ("metrics_file", "checkpoint_dir", "profile_dir", "tensorboard_dir")]

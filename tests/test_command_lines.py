@@ -29,6 +29,7 @@ COMMANDS = [
     "data.py tokenizer",
     "data.py check",
     "kernels.py tune",
+    "log.py plot",
     "weights.py show",
     "weights.py export",
 ]

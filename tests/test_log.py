@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from matplotlib import image
 
 import log as log_lib
 import placement
+import report
 import rules
 import sharding
 from flags import from_preset
@@ -395,3 +397,50 @@ def test_a_full_disk_ends_the_metrics_and_not_the_run(tmp_path, capsys):
             log.step(metrics(step))
         log.finish_step()
     assert capsys.readouterr().out.count("No space left on device; no more are written") == 1
+
+
+# -- pictures
+
+
+def written_run(path: Path, loss: float) -> str:
+    """The metrics file of a run of four steps, which resumed after the second one; the third one was skipped."""
+    rows = [{"step": n, "loss": loss / n, "grad_norm": 0.5, "step_s": n / 4, "tokens_per_s": 4e3} for n in range(1, 5)]
+    rows[2] |= {"loss": None, "grad_norm": None}
+    rows[2:2] = [{"step": 2, "eval_loss": loss + 1}, {"step": 2, "event": "resumed"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_picture_has_the_rows_of_its_files_and_a_colour_for_each_run(tmp_path, capsys):
+    files = [written_run(tmp_path / f"{name}.jsonl", loss) for name, loss in (("a", 8.0), ("b", 4.0))]
+    figure = log_lib.draw({Path(file).stem: lines_of(file) for file in files})
+    lines = [[line.get_xydata().tolist() for line in panel.lines] for panel in figure.axes]
+    assert lines[0] == [[[1, 8], [2, 4], [4, 2]], [[2, 9]], [[1, 4], [2, 2], [4, 1]], [[2, 5]]]
+    assert lines[1] == 2 * [[[1, 0.5], [2, 0.5], [4, 0.5]]]
+    assert lines[2] == 2 * [[[2, 0.5], [4, 1.0]]]  # steps 1 and 3 are the first ones of their programs
+    assert lines[3] == 2 * [[[2, 4e3], [4, 4e3]]]
+    colours = [line.get_color() for line in figure.axes[0].lines]
+    assert colours == [report.BLUE, report.BLUE, report.ORANGE, report.ORANGE]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "held-out loss"]
+
+    log_lib.main(["plot", *files, f"--out={tmp_path / 'new' / 'run.png'}"])
+    assert capsys.readouterr().out == f"written    {tmp_path / 'new' / 'run.png'}\n"
+    height, width, _ = image.imread(tmp_path / "new" / "run.png").shape
+    assert (width, height) == (1320, 840)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
+    run = written_run(tmp_path / "run.png", 1.0)
+    (tmp_path / "step").write_text('{"step_s": 1.0}')
+    for file, out, words in (
+        (run, "run.jpg", "--out=run.jpg must end in .png"),
+        (run, run, "it would be lost"),
+        (str(tmp_path / "step"), f"{tmp_path}/x.png", "is a step, not a run: python report.py draws it"),
+        (str(Path(__file__)), f"{tmp_path}/x.png", "is neither a --metrics_file nor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            log_lib.plot([file], out)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r'needs matplotlib: pip install -e "\.\[plot\]"'):
+        log_lib.plot([run], f"{tmp_path}/x.png")
+    assert not (tmp_path / "x.png").exists()
