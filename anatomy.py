@@ -76,28 +76,29 @@ _shared = lambda c, experts: experts and c.num_shared_experts
 
 _SPREAD = ("tensor", "fsdp")  # both for one dim: every device of `tensor` needs all of it, and gathers it
 _ROWS = ("expert", "fsdp")  # for the rows of all experts' matrices
+_COLUMNS = ("tensor", "fsdp_transpose")  # for the other dim of a matrix, and the vocabulary
 WEIGHTS = {
-    "embed": Weight("embedding", "VD", ("tensor", "fsdp"), ""),
+    "embed": Weight("embedding", "VD", (_COLUMNS, "fsdp"), ""),
     # all layers
     "norm_attention": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
-    "w_o": Weight("attention", "LNUD", ("pipe", "tensor", None, "fsdp"), "NUL", "out_proj"),
+    "w_o": Weight("attention", "LNUD", ("pipe", _COLUMNS, None, "fsdp"), "NUL", "out_proj"),
     "norm_mlp": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
     "norm_attention_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
     "norm_mlp_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _post_norms),
     "layer_scale": Weight("norms", "L", ("pipe",), ONES, "", _layer_scale),  # has no gradient
     # queries, keys and values from the residual stream
-    "w_q": Weight("attention", "LDNH", ("pipe", "fsdp", "tensor", None), "D", "query_proj", _query),
-    "w_k": Weight("attention", "LDKH", ("pipe", "fsdp", "tensor", None), "D", "key_proj", _key_value),
-    "w_v": Weight("attention", "LDKU", ("pipe", "fsdp", "tensor", None), "D", "value_proj", _value),
+    "w_q": Weight("attention", "LDNH", ("pipe", "fsdp", _COLUMNS, None), "D", "query_proj", _query),
+    "w_k": Weight("attention", "LDKH", ("pipe", "fsdp", "tensor", "fsdp_transpose"), "D", "key_proj", _key_value),
+    "w_v": Weight("attention", "LDKU", ("pipe", "fsdp", "tensor", "fsdp_transpose"), "D", "value_proj", _value),
     # queries, keys and values from latents instead
-    "w_q_down": Weight("attention", "LDQ", ("pipe", _SPREAD, None), "D", "query_latent", _query_latent),
+    "w_q_down": Weight("attention", "LDQ", ("pipe", _SPREAD, "fsdp_transpose"), "D", "query_latent", _query_latent),
     "norm_q_latent": Weight("norms", "LQ", ("pipe", "fsdp"), ONES, "", _query_latent),
-    "w_q_up": Weight("attention", "LQNH", ("pipe", "fsdp", "tensor", None), "Q", "query_proj", _query_latent),
-    "w_kv_down": Weight("attention", "LDC", ("pipe", _SPREAD, None), "D", "kv_latent", _key_value_latent),
+    "w_q_up": Weight("attention", "LQNH", ("pipe", "fsdp", _COLUMNS, None), "Q", "query_proj", _query_latent),
+    "w_kv_down": Weight("attention", "LDC", ("pipe", _SPREAD, "fsdp_transpose"), "D", "kv_latent", _key_value_latent),
     "w_k_rope": Weight("attention", "LDR", ("pipe", _SPREAD, None), "D", "key_proj", _key_value_latent),
     "norm_kv_latent": Weight("norms", "LC", ("pipe", "fsdp"), ONES, "", _key_value_latent),
-    "w_k_up": Weight("attention", "LCNI", ("pipe", "fsdp", "tensor", None), "C", "key_proj", _key_value_latent),
-    "w_v_up": Weight("attention", "LCNU", ("pipe", "fsdp", "tensor", None), "C", "value_proj", _key_value_latent),
+    "w_k_up": Weight("attention", "LCNI", ("pipe", "fsdp", _COLUMNS, None), "C", "key_proj", _key_value_latent),
+    "w_v_up": Weight("attention", "LCNU", ("pipe", "fsdp", _COLUMNS, None), "C", "value_proj", _key_value_latent),
     # additions to attention in some models
     "norm_q": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
     "norm_k": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
@@ -107,14 +108,14 @@ WEIGHTS = {
     "bias_o": Weight("biases", "LD", ("pipe", _SPREAD), ZEROS, "", _output_bias),
     "sinks": Weight("biases", "LN", ("pipe", "tensor"), ZEROS, "", _sinks),
     # a dense MLP
-    "w_gate": Weight("mlp", "LDF", ("pipe", "fsdp", "tensor"), "D", "mlp_gate", _dense),
-    "w_up": Weight("mlp", "LDF", ("pipe", "fsdp", "tensor"), "D", "mlp_up", _dense),
-    "w_down": Weight("mlp", "LFD", ("pipe", "tensor", "fsdp"), "FL", "mlp_down", _dense),
+    "w_gate": Weight("mlp", "LDF", ("pipe", "fsdp", _COLUMNS), "D", "mlp_gate", _dense),
+    "w_up": Weight("mlp", "LDF", ("pipe", "fsdp", _COLUMNS), "D", "mlp_up", _dense),
+    "w_down": Weight("mlp", "LFD", ("pipe", _COLUMNS, "fsdp"), "FL", "mlp_down", _dense),
     # a mixture of experts instead, with its router and shared experts
     "w_router": Weight("router", "LDE", ("pipe", _SPREAD, None), "D", "router_logits", _experts),
-    "expert_gate": Weight("experts", "LZM", ("pipe", _ROWS, "tensor"), "D", "expert_gate", _experts, True),
-    "expert_up": Weight("experts", "LZM", ("pipe", _ROWS, "tensor"), "D", "expert_up", _experts, True),
-    "expert_down": Weight("experts", "LZM", ("pipe", _ROWS, "tensor"), "ML", "expert_down", _experts, True),
+    "expert_gate": Weight("experts", "LZM", ("pipe", _ROWS, _COLUMNS), "D", "expert_gate", _experts, True),
+    "expert_up": Weight("experts", "LZM", ("pipe", _ROWS, _COLUMNS), "D", "expert_up", _experts, True),
+    "expert_down": Weight("experts", "LZM", ("pipe", _ROWS, _COLUMNS), "ML", "expert_down", _experts, True),
     "bias_router": Weight("biases", "LE", ("pipe", None), ZEROS, "", _expert_bias),
     "bias_expert_gate": Weight("biases", "LEM", ("pipe", "expert", "tensor"), ZEROS, "", _expert_bias, True),
     "bias_expert_up": Weight("biases", "LEM", ("pipe", "expert", "tensor"), ZEROS, "", _expert_bias, True),
@@ -125,18 +126,18 @@ WEIGHTS = {
     "norm_experts_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _expert_norms),
     "norm_shared_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _shared_norm),
     "expert_scale": Weight("router", "LE", ("pipe", None), ONES, "", _expert_scale),
-    "shared_gate": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_gate", _shared),
-    "shared_up": Weight("shared experts", "LDJ", ("pipe", "fsdp", "tensor"), "D", "shared_up", _shared),
-    "shared_down": Weight("shared experts", "LJD", ("pipe", "tensor", "fsdp"), "JL", "shared_down", _shared),
+    "shared_gate": Weight("shared experts", "LDJ", ("pipe", "fsdp", _COLUMNS), "D", "shared_gate", _shared),
+    "shared_up": Weight("shared experts", "LDJ", ("pipe", "fsdp", _COLUMNS), "D", "shared_up", _shared),
+    "shared_down": Weight("shared experts", "LJD", ("pipe", _COLUMNS, "fsdp"), "JL", "shared_down", _shared),
     # after the layers
     "norm": Weight("norms", "D", (_SPREAD,), ONES),
     # multi-token prediction: what its layer starts from, and its last norm
     "norm_mtp_embed": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
     "norm_mtp_hidden": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
-    "w_mtp_embed": Weight("mtp", "DD", ("tensor", "fsdp"), "D", "mtp", _mtp),
-    "w_mtp_hidden": Weight("mtp", "DD", ("tensor", "fsdp"), "D", "mtp", _mtp),
+    "w_mtp_embed": Weight("mtp", "DD", (_COLUMNS, "fsdp"), "D", "mtp", _mtp),
+    "w_mtp_hidden": Weight("mtp", "DD", (_COLUMNS, "fsdp"), "D", "mtp", _mtp),
     "norm_mtp": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
-    "unembed": Weight("unembedding", "VD", ("tensor", "fsdp"), "D", "logits", _untied),
+    "unembed": Weight("unembedding", "VD", (_COLUMNS, "fsdp"), "D", "logits", _untied),
 }
 PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
 MUON_PARTS = frozenset({"attention", "mlp", "experts", "shared experts", "mtp"})  # orthogonalised by Muon

@@ -142,13 +142,7 @@ def causal_attention(
 
 
 def attention_in_chunks(
-    q_btnH: jax.Array,
-    k_bskH: jax.Array,
-    v_bskV: jax.Array,
-    mask: Mask = CAUSAL,
-    scores: Scores = SCORES,
-    *,
-    chunk: int,
+    q_btnH: jax.Array, k_bskH: jax.Array, v_bskV: jax.Array, mask: Mask = CAUSAL, scores: Scores = SCORES, *, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` for a chunk of queries at a time, t's largest divisor <= chunk, so that few scores exist at once.
 

@@ -230,12 +230,7 @@ def _with_transpose(forward, backward, x):
 
 
 def all_reduce(
-    x: jax.Array,
-    axis: str | tuple[str, ...],
-    *,
-    algorithm: str = "ring",
-    spread: bool = False,
-    to: str = "varying",
+    x: jax.Array, axis: str | tuple[str, ...], *, algorithm: str = "ring", spread: bool = False, to: str = "varying"
 ) -> jax.Array:
     """Sums over the devices of a mesh axis, for each of them: {U_x} A -> A. `lax.psum`, but for the order of summation.
 

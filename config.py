@@ -127,6 +127,7 @@ DATA, PIPE, FSDP, EXPERT, CONTEXT, TENSOR = (
     Need(lambda c, sizes, a=axis: sizes[a] > 1, f"the mesh axis {axis} has size 1", f"--mesh={axis}:2", "mesh")
     for axis in ("data", "pipe", "fsdp", "expert", "context", "tensor")
 )
+FSDP = dataclasses.replace(FSDP, met=lambda c, sizes: sizes["fsdp"] * sizes["fsdp_transpose"] > 1)
 RING_OF_GROUPS = Need(
     lambda c, sizes: sizes["context"] != c.context_heads,
     "context_heads={context_heads} brings whole sequences together, in order",
@@ -298,7 +299,7 @@ class Config:
     value_head_dim: int = flag(0, "shapes program", LATENT, least=0)
 
     # -- parallelism
-    # sizes of the axes data, pipe, fsdp, expert, context, tensor, as in data:2,tensor:2; * takes what is left
+    # sizes of the axes data, pipe, fsdp, fsdp_transpose, expert, context, tensor, as in data:2,tensor:2; * is the rest
     mesh: str = flag("fsdp:*", "program plan")
     # mesh axis that is laid over the two cores of a TPU7x chip; default: the last one of even size
     core_axis: str = flag("", "program plan")

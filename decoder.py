@@ -53,8 +53,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       constants: (segments_bt, cos, sin), the same for all layers: the documents and `rope_tables`. If global layers
         have other tables, their cos and sin follow.
       i: the number of this layer among the layers with experts, from 0.
-      is_global: whether this layer attends without a window: a bool, or traced. None if all layers of the model do the
-        same.
+      is_global: whether this layer attends without a window: a bool, or traced. None if all layers do the same.
       attend_with: takes the place of `self_attention`: with a cache (generation.py), or for qk_clip.py.
 
     Returns:

@@ -302,24 +302,28 @@ def gather(
 
 
 def gather_weight(
-    w: jax.Array, spec: PartitionSpec, recipe: Recipe, contracted: int, axis: str = "fsdp", algorithm: str = "xla"
+    w: jax.Array, spec: PartitionSpec, recipe: Recipe, contracted: int, axes=("fsdp",), algorithm: str = "xla"
 ) -> Quantized:
-    """Quantises this device's shard of a weight and gathers it over one mesh axis. It replaces fsdp.gather.
+    """Quantises this device's shard of a weight and gathers it over mesh axes, in their order. It replaces fsdp.gather.
 
     Args:
       w: [contracted.., columns..], laid out by `spec`; or the rows of all experts, with one scale a tensor.
       contracted: number of leading dims that its matmul contracts. Not used for experts.
     """
-    dims, dim = tuple(range(contracted)), dim_of(spec, axis)
-    axes = {"per_tensor": axes_of(spec), "per_axis": axes_of(PartitionSpec(*spec[:contracted])), "block": ()}
-    options = dict(is_weight=True, algorithm=algorithm)
+    dims, moved = tuple(range(contracted)), [(axis, dim_of(spec, axis)) for axis in axes if axis in axes_of(spec)]
+    alike = {"per_tensor": axes_of(spec), "per_axis": axes_of(PartitionSpec(*spec[:contracted])), "block": ()}
 
     def gathered(_, w):
-        q = quantize(w, recipe, dims, axes=axes[recipe.granularity], is_weight=True)
-        return q if dim is None else gather(q, recipe, dims, axis, dim, **options)
+        q = quantize(w, recipe, dims, axes=alike[recipe.granularity], is_weight=True)
+        for axis, dim in moved:
+            q = gather(q, recipe, dims, axis, dim, is_weight=True, algorithm=algorithm)
+        return q
 
     def scattered(_, dq):
-        return dq.source if dim is None else reduce_scatter(dq.source, axis, dim=dim, algorithm=algorithm)
+        dw = dq.source
+        for axis, dim in reversed(moved):
+            dw = reduce_scatter(dw, axis, dim=dim, algorithm=algorithm)
+        return dw
 
     return linear_call(gathered, scattered, (), w)  # linear, as the straight-through estimator is
 
@@ -384,11 +388,8 @@ def _dot(options, transpose, x, w, amax, key):
 
 def _dot_forward(options, transpose, x, w, amax, key):
     y, (x, _, *scaling) = _forward(*options, x, _swapped(w, transpose), amax, key)
-    return y, (
-        x,
-        Quantized(w.values, w.scale, None),
-        *scaling,
-    )  # not transposed: the gathered weight is no residual to save
+    # Not transposed: the gathered weight is no residual to save.
+    return y, (x, Quantized(w.values, w.scale, None), *scaling)
 
 
 def _dot_backward(options, transpose, residuals, dy):

@@ -23,19 +23,23 @@ at the same time:
     one layer     [layer(a) | gather b], a = copy(b)
     two layers    [layer(a) | gather b], [layer(b) | gather a]
 
-An optimization barrier (`_after`) makes the second gather wait for the end of the first layer. Without the barrier
-XLA:TPU copies as before.
+An optimization barrier (`_after`) makes the second gather wait for the first layer. Without it XLA:TPU copies.
 
 **Kinds of layers.** If some layers have weights of other shapes, every kind has a stack and a gather of its own. An
 iteration of the loop has a period of layers, such as five local ones and a global one, in which the kind of each is
 static. The carry at its end is the first layer of the next period. So prefetch goes on across kinds and periods.
 
+**Two dims.** The mesh axis `fsdp_transpose`, named as in MaxText, shards the other dim of each matrix (F of w_DF), and
+the batch. Weights are gathered over `fsdp`, then over `fsdp_transpose`; gradients are summed in the reverse order. With
+n devices on the second axis, 1/n of the bytes go over the links of the first one, and all of them over those of the
+second, which is best on the faster links. D is a multiple of `fsdp` alone: fsdp:64,fsdp_transpose:2 shards D = 2,880
+over 128 devices. Norms, biases, router and the key of RoPE in latent attention are replicated on the second axis.
+
 **Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). The
-mesh axis `data` replicates what `fsdp` shards. In plain data parallelism every replica has the full state,
-all-reduces the gradients, and computes the same update. With `shard_update` the master weights and the optimizer state
-are sharded over `data` as well. A step then all-gathers the weights over `data` once, in the compute dtype
-(`gather_over_data`), and reduce-scatters the gradients once, in float32 (`sum_gradients`). For P parameters each device
-receives about
+mesh axis `data` replicates what `fsdp` shards. In plain data parallelism every replica has the full state, all-reduces
+the gradients, and computes the same update. With `shard_update` master weights and optimizer state are sharded over
+`data` as well. A step then all-gathers the weights over `data` once, in the compute dtype (`gather_over_data`), and
+reduce-scatters the gradients once, in float32 (`sum_gradients`). For P parameters each device receives about
 
     all-reduce of float32 gradients     8 * P bytes (reduce-scatter, then all-gather)
     sharded update, bfloat16 weights    6 * P bytes; state memory and update time are divided by the size of `data`
@@ -79,14 +83,16 @@ from placement import MESH_AXES
 from sharding import axes_of, dim_of
 
 
-def gather(w: jax.Array, spec: PartitionSpec, axis: str, algorithm: str = "xla") -> jax.Array:
+def gather(w: jax.Array, spec: PartitionSpec, axis: str | tuple[str, ...], algorithm: str = "xla") -> jax.Array:
     """Returns the shard `w` all-gathered over a mesh axis, along the dim that `spec` shards over that axis.
 
-    If `spec` shards no dim over the axis, `w` is returned as it is. Per-device code. The transpose is the
-    reduce-scatter of the gradient. `algorithm` is one of collectives.ALGORITHMS.
+    Over several axes it is gathered over one after the other, and not over those that shard no dim. Per-device code.
+    The transpose is the reduce-scatter of the gradient. `algorithm` is one of collectives.ALGORITHMS.
     """
-    dim = dim_of(spec, axis)
-    return w if dim is None else all_gather(w, axis, dim=dim, algorithm=algorithm)
+    for name in (axis,) if isinstance(axis, str) else axis:
+        if (dim := dim_of(spec, name)) is not None:
+            w = all_gather(w, name, dim=dim, algorithm=algorithm)
+    return w
 
 
 def gather_over_data(params, specs, dtypes, algorithm="xla"):

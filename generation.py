@@ -90,7 +90,7 @@ def for_generation(config: Config, mesh: Mesh) -> tuple[Config, Mesh]:
         wide = sizes | dict(fsdp=sizes["fsdp"] * more)
         fits = all(size % math.prod(axes.values()) == 0 for _, size, axes in rules.cuts(config, wide))
         sizes = wide if fits else sizes | dict(data=sizes["data"] * more)
-    config = changed(config, prefetch=config.prefetch and sizes["fsdp"] > 1)
+    config = changed(config, prefetch=config.prefetch and math.prod(sizes[axis] for axis in placement.WEIGHT_AXES) > 1)
     devices = mesh.devices.reshape(*sizes.values())
     return config, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 

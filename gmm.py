@@ -18,8 +18,7 @@ next expert's matrix are fetched while the current ones are multiplied.
 
 **Group boundaries** cost rows of a register, not rows of a tile:
 
-    own tiles     A tile has rows of one group, starts at the register that holds the group's first row, and is computed
-                  once.
+    own tiles     A tile has rows of one group and starts at the register of its first row. It is computed once.
     one writer    A register at a boundary has rows of two groups or more. Each group leaves its rows to the next group
                   in VMEM, and the last one writes the register. No row of out is read back or written twice, so no
                   write waits for another.

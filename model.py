@@ -43,6 +43,7 @@ from parameters import (
     unstack_experts,
     with_scales,
 )
+from placement import WEIGHT_AXES
 from tensor import row_parallel
 from vocabulary import cross_entropy, embed
 
@@ -179,7 +180,7 @@ def layer_gather(layers: Layers, config: Config, stack: str):
 
     def gather_weight(w, spec, matrix, contracted):
         if contracted:
-            return fp8.gather_weight(w, spec, fp8_recipe(config), contracted, algorithm=config.collectives)
+            return fp8.gather_weight(w, spec, fp8_recipe(config), contracted, WEIGHT_AXES, config.collectives)
         return _gather(w, spec, config) if matrix else w
 
     def gather(shards):
@@ -190,8 +191,8 @@ def layer_gather(layers: Layers, config: Config, stack: str):
 
 
 def _gather(w: jax.Array, spec: P, config: Config) -> jax.Array:
-    """A weight, gathered over fsdp."""
-    return fsdp.gather(w, spec, "fsdp", config.collectives)
+    """A weight, gathered over fsdp and fsdp_transpose."""
+    return fsdp.gather(w, spec, WEIGHT_AXES, config.collectives)
 
 
 def is_global_layer(i, first_layer, num_layers: int, config: Config):
@@ -228,7 +229,7 @@ def final_norm(params: Params, x_btd: jax.Array, config: Config, name: str = "no
 
 
 def unembedding(params: Params, config: Config) -> jax.Array:
-    """w_vD of the output layer, gathered over fsdp."""
+    """w_vD of the output layer, gathered over fsdp and fsdp_transpose."""
     w_vd = params.embed if config.tied_embeddings else params.unembed
     return _gather(w_vd, param_specs(config).embed, config)
 
@@ -239,7 +240,8 @@ def output_layer(params: Params, key: jax.Array | None, config: Config):
     if recipe is None:
         return unembedding(params, config), None, vocabulary.matmul
     w_dv = (params.embed if config.tied_embeddings else params.unembed).T
-    q = fp8.gather_weight(w_dv, P("fsdp", "tensor"), recipe, 1, algorithm=config.collectives)
+    spec = P("fsdp", ("tensor", "fsdp_transpose"))
+    q = fp8.gather_weight(w_dv, spec, recipe, 1, WEIGHT_AXES, config.collectives)
     operand = (q.values, q.scale, _rounding_key(key, config))
     return q.source.T, operand, partial(fp8.logits, recipe=recipe)
 

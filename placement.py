@@ -1,11 +1,12 @@
 """Mesh axes: their names, sizes and order, and what can be sharded over them. No jax here.
 
-**Idea.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same six
+**Idea.** A TPU pod is a torus of chips; a program sees a grid of devices with named axes. Every run has the same seven
 axes, outermost first, most of them of size 1:
 
     data      replicas of the full model; outermost, so this is what crosses slices, over the data-centre network
     pipe      stages of the layer stack
     fsdp      shards of every weight, gathered just before use; also splits the batch
+    fsdp_transpose  the same for the other dim of each matrix
     expert    experts of a mixture; outside the experts it splits the batch
     context   shards of the sequence
     tensor    shards of heads, feed-forward and vocabulary; of the residual stream between blocks
@@ -19,8 +20,9 @@ the devices in this order; `links_of` of predicted/interconnect.py gives the lin
 import difflib
 import math
 
-MESH_AXES = ("data", "pipe", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("data", "fsdp", "expert")
+MESH_AXES = ("data", "pipe", "fsdp", "fsdp_transpose", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "fsdp_transpose", "expert")
+WEIGHT_AXES = ("fsdp", "fsdp_transpose")  # a layer's weights are gathered over them, in this order
 CONTEXT_IMPLS = ("ring", "all_gather", "all_to_all")  # how attention reads a sequence that `context` shards
 
 

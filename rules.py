@@ -18,6 +18,7 @@ be run.
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
     batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, if E and D are
+    fsdp_transpose  the batch; beside tensor N, F, M, V; alone the dims of a head of keys and values, or Q and C
 
 **FP8 in blocks** (fp8.py). A device multiplies whole blocks, forward and backward. So all dims of a product are
 multiples of the block on each device: the contracted dim, of x and of a weight's shard; the columns, of the weight and
@@ -82,22 +83,29 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     """(flag, size, {mesh axis that shards it: its size}) of the model's dims."""
     sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
     replicas = ("data",) if config.shard_update else ()
+    other = ("fsdp_transpose",) if sizes["fsdp_transpose"] > 1 else ()
+    columns = sizes_of("tensor", *other)
     dims = [
         ("model_dim", config.model_dim, sizes_of("tensor", "fsdp", *replicas)),
-        ("vocab_size", config.vocab_size, sizes_of("tensor")),
-        ("num_heads", config.num_heads, sizes_of("tensor")),
+        ("vocab_size", config.vocab_size, columns),
+        ("num_heads", config.num_heads, columns),
     ]
     if config.kv_lora_rank:
         dims.append(("kv_lora_rank", config.kv_lora_rank, sizes_of("fsdp", *replicas)))
         dims.append(("q_lora_rank", config.q_lora_rank, sizes_of("fsdp", *replicas)))
+        dims += [(name, getattr(config, name), sizes_of(*other)) for name in ("kv_lora_rank", "q_lora_rank") if other]
     else:
         dims.append(("num_kv_heads", config.num_kv_heads, sizes_of("tensor")))
         dims += [("global_kv_heads", kind.num_kv_heads, sizes_of("tensor")) for kind in anatomy.kinds(config)[1:]]
+        for number, kind in enumerate(anatomy.kinds(config) if other else ()):
+            dims.append(("global_" * number + "head_dim", kind.head_dim, sizes_of(*other)))
     if config.num_experts:
         dims.append(("num_experts", config.num_experts, sizes_of("expert")))
-        dims.append(("expert_dim", config.expert_dim, sizes_of("tensor")))
+        dims.append(("expert_dim", config.expert_dim, columns))
     if config.num_dense_layers or not config.num_experts:
-        dims.append(("ff_dim", config.ff_dim, sizes_of("tensor")))
+        dims.append(("ff_dim", config.ff_dim, columns))
+    if config.mtp and other:
+        dims.append(("model_dim", config.model_dim, columns))
     return dims
 
 
@@ -124,7 +132,7 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
         if batch % ways:
             raise ValueError(
                 f"batch_rampup={config.batch_rampup!r} has a batch of {batch}, which is no multiple of "
-                f"data*fsdp*expert*microbatches={ways}"
+                f"data*fsdp*fsdp_transpose*expert*microbatches={ways}"
             )
         check(dataclasses.replace(config, batch=batch, batch_rampup=""), sizes)
 
@@ -264,6 +272,11 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
     if not anatomy.fp8_weights(config):
         raise ValueError(f"fp8_modules={config.fp8_modules}: this model has no such matmuls; --fp8_modules=out,mlp")
     if config.fp8_granularity == "block":
+        if sizes["fsdp_transpose"] > 1:
+            raise ValueError(
+                f"fp8_granularity=block has no code for fsdp_transpose:{sizes['fsdp_transpose']}, which shards dims of "
+                "a head: fsdp in its place, or --fp8_granularity=per_axis"
+            )
         for name, size, axes in blocks(config, sizes):
             check_multiple(name, size, axes | {"fp8_block": config.fp8_block})
 

@@ -103,7 +103,7 @@ import flags as flags_lib
 from anatomy import BYTES, fp8_weights, key_dim, kinds, value_dim
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
-from placement import BATCH_AXES, check_multiple, fill_mesh, parse_mesh
+from placement import BATCH_AXES, WEIGHT_AXES, check_multiple, fill_mesh, parse_mesh
 from predicted.interconnect import all_to_all, links_of, ring_hops
 from predicted.transformer import kv_elements_per_layer, num_params, train_flops_per_token
 
@@ -378,8 +378,11 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
             weights = dict(sparsity=sparsity, gradient_bytes=wire_bytes)
             if axis == "data":
                 result += [data_parallel(wires, batch, data / inner, **weights)]
-            elif axis == "fsdp":
-                result += [fsdp(wires, batch, replicas * ways, weight_bytes=gathered, **weights)]
+            elif axis in WEIGHT_AXES:
+                # fsdp_transpose gathers what fsdp has gathered.
+                shards = ways * (sizes["fsdp"] if axis == "fsdp_transpose" else 1)
+                bound = fsdp(wires, batch, replicas * shards, weight_bytes=gathered, **weights)
+                result += [replace(bound, name=axis)]
             elif axis == "context":
                 result += [context(wires, config.seq_len, ways, group=group, wire_bytes=wire_bytes)]
                 result += [data_parallel(wires, batch, replicas / inner, **weights)]

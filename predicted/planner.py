@@ -42,9 +42,9 @@ the kernel's MFU is the step's.
 
 **Left out.** `tensor` over 16 devices or over the number of key heads; `expert` over 64 and `pipe` over 16; parts of a
 sequence under 1024 tokens; a pipeline where something else fits, unless there are several slices for its stages; custom
-policies that use the host; `collective_matmul`. `fsdp` has only the largest size that the model's dim allows, a
-quarter of it, and the largest that leaves whole tiles of rows, with `data` for the rest. A size between these can be
-faster, by smaller rings and at the price of memory, but not by much.
+policies that use the host; `collective_matmul`; `fsdp_transpose`. `fsdp` has only the largest size that the model's dim
+allows, a quarter of it, and the largest that leaves whole tiles of rows, with `data` for the rest. A size between these
+can be faster, by smaller rings and at the price of memory, but not by much.
 """
 
 import argparse
@@ -232,7 +232,7 @@ def meshes(
                     if num_devices % inner:
                         continue
                     left = num_devices // inner
-                    axes = dict(pipe=pipe, expert=expert, context=context, tensor=tensor)
+                    axes = dict(pipe=pipe, fsdp_transpose=1, expert=expert, context=context, tensor=tensor)
                     axes_at = lambda fsdp, rest=replicas * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
                     # The largest fsdp that divides the model's dim and fits the torus, a quarter of it, and the largest
                     # that leaves each device whole tiles of a weight's rows.

@@ -22,7 +22,8 @@ exposed time makes the step longer. By mesh axis:
                   compute of a neighbouring layer, and what takes longer is exposed. The gradients of a layer are
                   reduce-scattered. XLA starts this when the gradients of the MLP or the experts are computed, so it
                   hides only behind the rest of the layer's backward pass. The messages of the first and the last layer
-                  are exposed, and with --no-prefetch all of them.
+                  are exposed, and with --no-prefetch all of them. With `fsdp_transpose` there are two gathers, of a
+                  share and of all, and the sums in the reverse order; their times are added.
     tensor        Each layer gathers and reduce-scatters the residual stream twice in the forward pass and twice in the
                   backward pass. The backward pass gathers twice more, unless the gathered stream was saved. All of this
                   is exposed, because matmuls wait for it. With `collective_matmul`, messages hide behind the matmuls:
@@ -71,7 +72,7 @@ import anatomy
 import rules
 from compiler_flags import PADS_SUMS
 from hardware import Axis, si
-from placement import MESH_AXES
+from placement import MESH_AXES, WEIGHT_AXES
 from predicted import matrices, transformer
 from predicted.bounds import bubble
 from predicted.interconnect import collective_s
@@ -351,13 +352,13 @@ def _repeated(run: Run, memory: dict[str, float], step_s: float) -> Part:
 
 def _fsdp(run: Run, kinds: list[Kind]) -> Part:
     """Gathering weights and reduce-scattering their gradients over `fsdp`; both hide behind compute, with prefetch."""
-    if run.sizes["fsdp"] == 1:
+    if run.shards == 1:
         return _communication("fsdp", 0, 0)
     config = run.config
     gathers = 3 if config.remat_stage else 2
     seconds = exposed = most_hidden = 0.0
     for kind in kinds:
-        gather = run.collective_s("all_gather", kind.layer.gathered_bytes(run), "fsdp")
+        gather = run.weights_s("all_gather", kind.layer.gathered_bytes(run))
         scatter = _scatter_s(run, kind.layer)
         moved = gathers * gather + scatter
         # The reduce-scatter starts when a gradient is computed, and XLA makes it end before the next layer starts.
@@ -383,7 +384,7 @@ def _scatter_s(run: Run, layer: Layer) -> float:
     """
     by_3 = run.element * layer.gathered_params_by_3(run)
     sizes = (by_3, True), (layer.gradient_bytes(run) - by_3, False)
-    return sum(run.collective_s("reduce_scatter", n, "fsdp", divisible_by_3=divisible) for n, divisible in sizes if n)
+    return sum(run.weights_s("reduce_scatter", n, divisible_by_3=divisible) for n, divisible in sizes if n)
 
 
 def _tables_s(run: Run) -> float:
@@ -395,8 +396,8 @@ def _tables_s(run: Run) -> float:
     if "unembed" in anatomy.fp8_weights(config):
         # The unembedding is gathered in FP8. A tied table is gathered once more for the embedding, not in FP8.
         gathered += table if config.tied_embeddings else -(run.element - 1) * table
-    gather = run.collective_s("all_gather", gathered, "fsdp")
-    return gather + run.collective_s("reduce_scatter", tables, "fsdp", divisible_by_3=table % 3 == 0)
+    gather = run.weights_s("all_gather", gathered)
+    return gather + run.weights_s("reduce_scatter", tables, divisible_by_3=table % 3 == 0)
 
 
 def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: float, compute: float) -> str:
@@ -405,8 +406,9 @@ def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: 
     `gather` and `scatter` are the seconds of a message, `compute` those of the compute that the scatter hides behind.
     """
     formula = f"gather {si(layer.gathered_bytes(run), 'B')} of a layer {gathers} times, {si(gather, 's')} each, "
-    formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over {_links_text(run, 'fsdp')}"
-    at_once = run.collective_s("reduce_scatter", layer.gradient_bytes(run), "fsdp", divisible_by_3=True)
+    formula += f"reduce-scatter its gradient, {si(scatter, 's')}, over "
+    formula += ", then ".join(_links_text(run, axis) for axis in WEIGHT_AXES if run.sizes[axis] > 1)
+    at_once = run.weights_s("reduce_scatter", layer.gradient_bytes(run), divisible_by_3=True)
     if scatter > 1.1 * at_once:
         share = 1 - layer.gathered_params_by_3(run) / layer.gathered_params(run)
         formula += f", {share:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
@@ -418,7 +420,7 @@ def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: 
 def _copies(run: Run, kinds: list[Kind]) -> Part:
     """Copies of gathered weights: to the buffer of the next layer's weights, and to align shards that split a tile."""
     config, e = run.config, run.efficiency
-    if run.sizes["fsdp"] == 1 or not e.copies_weights:
+    if run.shards == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
     rows = config.model_dim / run.sizes["fsdp"]
     carried, untiled = config.prefetch and not config.double_buffer, rows % ROWS_OF_A_TILE > 0

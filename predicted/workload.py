@@ -4,6 +4,8 @@ predicted/step.py adds this up to a step. With T positions in a sequence, M micr
 
     b = batch * T / (data * fsdp * expert * context * M)     tokens of a microbatch, shared by the devices of `tensor`
 
+fsdp includes fsdp_transpose.
+
 **Formula.** Each part of a layer's time is its arithmetic divided by a rate that programs achieve (`Efficiency`). C is
 the achieved FLOP/s of a device, W_hbm the achieved bytes/s of its memory (HBM):
 
@@ -45,7 +47,7 @@ import anatomy
 import compiler_flags
 from config import Config
 from hardware import HBM_REACHED, HOST_BYTES_PER_S, KERNEL_CLOCK, LINKS_REACHED, MATMUL_REACHED, Axis, Chip
-from placement import BATCH_AXES, fill_mesh, parse_mesh
+from placement import BATCH_AXES, WEIGHT_AXES, fill_mesh, parse_mesh
 from predicted import transformer
 from predicted.bounds import in_flight, matmul_dtype
 from predicted.interconnect import collective_s, links_of
@@ -255,6 +257,22 @@ class Run:
         """The links of a mesh axis, with the bandwidth that programs achieve."""
         share = self.efficiency.links
         return [dataclasses.replace(link, link_bytes_per_s=link.link_bytes_per_s * share) for link in self.links[axis]]
+
+    @property
+    def shards(self) -> int:
+        """The number of shards that the axes over which weights are gathered make of a matrix."""
+        return math.prod(self.sizes[axis] for axis in WEIGHT_AXES)
+
+    def weights_s(self, kind: str, nbytes: float, *, divisible_by_3: bool = False) -> float:
+        """Returns the seconds to gather weights, or to reduce-scatter their gradients, over one axis after the other.
+
+        Arguments: those of `collective_s`.
+        """
+        seconds = 0.0
+        for axis in (axis for axis in reversed(WEIGHT_AXES) if self.sizes[axis] > 1):
+            seconds += self.collective_s(kind, nbytes, axis, divisible_by_3=divisible_by_3)
+            nbytes /= self.sizes[axis]  # the axis that is gathered before, or summed after
+        return seconds
 
     @property
     def pads_sums(self) -> bool:
@@ -658,7 +676,7 @@ def params_of_device(run: Run) -> tuple[float, float]:
     """
     config, sizes = run.config, run.sizes
     experts = transformer.parts(config)["experts"].params if config.num_experts else 0
-    shards = sizes["fsdp"] * run.tensor
+    shards = run.shards * run.tensor
     tables = tables_of_device(run)
     layers = (transformer.num_params(config) - experts) / shards - tables
     return experts / run.pipe / shards / sizes["expert"], layers / run.pipe + tables
@@ -667,7 +685,7 @@ def params_of_device(run: Run) -> tuple[float, float]:
 def tables_of_device(run: Run) -> float:
     """The number of elements in a device's shards of embedding and unembedding, which are one table if tied."""
     tables = 1 if run.config.tied_embeddings else 2
-    return tables * run.config.vocab_size * run.config.model_dim / run.sizes["fsdp"] / run.tensor
+    return tables * run.config.vocab_size * run.config.model_dim / run.shards / run.tensor
 
 
 # -- memory
@@ -780,7 +798,7 @@ def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
     # layer's activations are added. Compiled: 70B takes 3.1 GiB more in one microbatch, and 1.6 GiB more in two.
     activations = largest.activation_bytes * (2 if config.double_buffer else 1.5)
     weights = 0
-    if run.sizes["fsdp"] > 1:
+    if run.shards > 1:
         gathered = max(layer.gathered_bytes(run) for layer in layers)
         weights = (2 if config.prefetch else 1) * gathered + max(layer.gradient_bytes(run) for layer in layers)
     # Offloaded activations arrive from the host before their layer needs them, so they are on the device once more.
@@ -800,7 +818,7 @@ def _loss_peak(run: Run) -> dict[str, float]:
     table = config.vocab_size * config.model_dim / run.tensor
     element = 1 if "unembed" in anatomy.fp8_weights(config) else run.element
     return {
-        "unembedding": (element + 4) * table if run.sizes["fsdp"] > 1 else 0,
+        "unembedding": (element + 4) * table if run.shards > 1 else 0,
         "logits": 2 * 4 * math.prod(loss_chunk(run)) * config.vocab_size / run.tensor,
     }
 

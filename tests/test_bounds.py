@@ -649,6 +649,13 @@ def test_the_dies_of_a_chip_share_a_gather_or_repeat_it(axis):
         assert apart["fsdp", "x, y, z"].value == 128 * 8192 / 128
 
 
+def test_fsdp_in_two_dims_has_the_bounds_of_one_with_the_dies_inside():
+    """Each die gathers half of the weights over the torus, and the other half from its neighbour."""
+    one, two = bounds_on("fsdp:128", batch=128), bounds_on("fsdp:64,fsdp_transpose:2", batch=128)
+    for wires, axis in (("x, y, z", "fsdp"), ("die to die", "fsdp_transpose")):
+        assert dataclasses.replace(two[axis, wires], name="fsdp") == one["fsdp", wires]
+
+
 def test_tensor_parallelism_over_dies_and_chips():
     """tensor:4 needs 3,845 on the dies and 23,070 on the torus; on four chips of an axis, as in the guide, 46,140."""
     on_mesh = bounds_on("fsdp:32,tensor:4", batch=128)

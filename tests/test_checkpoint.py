@@ -122,7 +122,7 @@ def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monke
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mesh="data:2,fsdp:2,tensor:2"),
+        dict(mesh="fsdp:2,fsdp_transpose:2,tensor:2"),
         dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True),
         dict(mesh="data:8", shard_update=True),
         dict(mesh="tensor:8"),

@@ -112,6 +112,19 @@ def test_two_of_a_hundred_layers_are_gathered_at_once():
     assert 2 * layer_bytes <= memory.temp_size_in_bytes < 3 * layer_bytes
 
 
+def test_in_two_dims_all_bytes_go_over_the_second_axis_and_a_share_over_the_first():
+    config = Config(**SMALL | dict(num_layers=2), mesh="fsdp:4,fsdp_transpose:2", prefetch=False)
+    (_, body), _ = layer_loops_of(config)
+    moved = {}
+    for eqn in body.eqns:
+        if eqn.primitive.name == "all_gather":
+            (axis,) = eqn.params["axis_name"]
+            moved[axis] = moved.get(axis, 0) + eqn.outvars[0].aval.size
+    D, F, of_heads = config.model_dim, config.ff_dim, 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    matrices = 3 * D * F + D * of_heads
+    assert moved == {"fsdp": matrices // 2, "fsdp_transpose": matrices}
+
+
 def test_prefetch_gathers_what_this_layer_does_not_need():
     """No matmul of a loop's body uses what the body gathers: that goes into the carry, for the next layer."""
     for prefetch in (True, False):

@@ -133,6 +133,8 @@ MESHES = [
     slow("fsdp:2,expert:2,tensor:2", DEEPSEEK),  # a device has two of four experts
     slow("data:2,fsdp:4", PART_OF_AN_EXPERT),
     slow("fsdp:4,tensor:2", PARTS_OF_TWO_EXPERTS),
+    slow("fsdp:2,fsdp_transpose:2,tensor:2", dict()),
+    slow("fsdp:2,fsdp_transpose:2,expert:2", DEEPSEEK),
 ]
 
 

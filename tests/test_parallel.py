@@ -87,6 +87,21 @@ def test_axes_of_three_equal_the_reference(mesh, option):
     check_gradients(Config(**SMALL | SIX | option, mesh=mesh), devices=jax.devices()[:6])
 
 
+TWO_DIMS = [
+    ("fsdp:4,fsdp_transpose:2", dict(model_dim=36, double_buffer=True)),  # 8 does not divide 36
+    ("data:2,fsdp:2,fsdp_transpose:2", dict(shard_update=True, collectives="ring", tied_embeddings=True)),
+    ("pipe:2,fsdp_transpose:2,tensor:2", dict(num_layers=2, microbatches=2, qkv_bias=True, num_kv_heads=4)),
+    ("fsdp_transpose:2,expert:2,context:2", MIXTURES["gpt-oss"] | dict(buffer_factor=8.0, remat="full")),
+    ("fsdp:2,fsdp_transpose:2,expert:2", MIXTURES["deepseek"] | dict(mtp=True, buffer_factor=8.0, prefetch=False)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "option"), TWO_DIMS, ids=[mesh for mesh, _ in TWO_DIMS])
+def test_fsdp_in_two_dims_equals_the_reference(mesh, option):
+    check_gradients(Config(**SMALL | option, mesh=mesh))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

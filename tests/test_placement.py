@@ -44,8 +44,8 @@ def test_parse_mesh(text, expected):
     [
         ("fsdq:2", "there is no axis 'fsdq'; did you mean fsdp?"),
         ("data:2,tensors:2", "there is no axis 'tensors'; did you mean tensor?"),
-        ("model:2", "there is no axis 'model'; there are data, pipe, fsdp, expert, context, tensor"),
-        (":2", "there is no axis ''; there are data, pipe, fsdp, expert, context, tensor"),
+        ("model:2", "there is no axis 'model'; there are data, pipe, fsdp, fsdp_transpose, expert, context, tensor"),
+        (":2", "there is no axis ''; there are data, pipe, fsdp, fsdp_transpose, expert, context, tensor"),
         ("data:2,fsdp:2,data:2", "axis 'data' is named twice"),
         ("data:1,data:2", "axis 'data' is named twice"),
         ("fsdp", "the size of 'fsdp' must be a positive number or *, not ''"),

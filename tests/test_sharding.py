@@ -18,7 +18,7 @@ import placement
 import roofline
 import sharding
 from hardware import CHIPS
-from placement import MESH_AXES
+from placement import BATCH_AXES, MESH_AXES
 
 
 def sizes_of(text: str = "") -> dict[str, int]:
@@ -192,7 +192,7 @@ SPECS = [
     (P(None, "fsdp", "tensor"), ("fsdp", "tensor"), {"fsdp": 1, "tensor": 2}),
     (P(("tensor", "fsdp"), None), ("tensor", "fsdp"), {"fsdp": 0, "tensor": 0}),
     (P(None, ("tensor", "fsdp", "data")), ("tensor", "fsdp", "data"), {"data": 1, "fsdp": 1, "tensor": 1}),
-    (sharding.BATCH_SPEC, ("data", "fsdp", "expert", "context"), {"data": 0, "fsdp": 0, "expert": 0, "context": 1}),
+    (sharding.BATCH_SPEC, (*BATCH_AXES, "context"), dict.fromkeys(BATCH_AXES, 0) | {"context": 1}),
 ]
 
 

@@ -658,13 +658,26 @@ def test_rows_that_do_not_fill_registers_are_copied_for_their_exchange():
         assert copies(preset=preset, batch=batch, mesh="fsdp:64,expert:2", remat="full", remat_tensors="") == 0
 
 
+def test_fsdp_in_two_dims_gathers_a_share_over_the_first_axis_and_all_over_the_second():
+    run_with = lambda mesh: predicted(preset="llama3.1-8b", mesh=mesh, batch=512).run
+    run = run_with("fsdp:16,fsdp_transpose:8")
+    for kind in ("all_gather", "reduce_scatter"):
+        share, all_ = run.collective_s(kind, 1e9 / 8, "fsdp"), run.collective_s(kind, 1e9, "fsdp_transpose")
+        assert run.weights_s(kind, 1e9) == share + all_ > all_ > 0
+    # On the dies the second gather is what a single one over all devices does last.
+    dies, single = run_with("fsdp:64,fsdp_transpose:2"), run_with("fsdp:128")
+    assert dies.weights_s("all_gather", 1e9) == pytest.approx(single.weights_s("all_gather", 1e9), rel=1e-3)
+    (formula,) = [part.formula for part in predict(run).parts if part.name == "fsdp communication"]
+    assert "over fsdp:16 on y" in formula and "then fsdp_transpose:8 on die to die" in formula
+
+
 # -- memory
 
 
 def test_the_state_is_sharded_by_the_mesh():
     flags = dict(preset="llama3.1-70b", batch=128)
     params = transformer.num_params(from_preset(**flags))
-    for mesh in ("fsdp:128", "fsdp:32,tensor:4", "fsdp:16,tensor:8"):
+    for mesh in ("fsdp:128", "fsdp:32,tensor:4", "fsdp:16,tensor:8", "fsdp:16,fsdp_transpose:8"):
         prediction = predicted(**flags, mesh=mesh)
         assert prediction.memory["weights"] == prediction.memory["gradients"] == pytest.approx(4 * params / 128)
         assert prediction.memory["optimizer"] == pytest.approx(8 * params / 128)
@@ -722,11 +735,18 @@ def test_heads_fill_tiles_of_memory():
     "flags, message",
     [
         (dict(mesh="fsdp:64"), "mesh fsdp:64 is for 64 devices and there are 128"),
-        (dict(batch=100), "batch=100 must be a multiple of data*fsdp*expert*microbatches=128; nearest is 128"),
+        (
+            dict(batch=100),
+            "batch=100 must be a multiple of data*fsdp*fsdp_transpose*expert*microbatches=128; nearest is 128",
+        ),
         (dict(batch=64), "nearest is 128 (or a context axis, so that 2 devices share a sequence)"),
         (dict(batch=128, microbatches=3), "microbatches=384"),
         (dict(batch=128, mesh="fsdp:8,tensor:16"), "num_kv_heads=8 must be a multiple of tensor=16"),
         (dict(preset="gpt-oss-120b", batch=128), "model_dim=2880 must be a multiple of tensor*fsdp=128"),
+        (
+            dict(preset="gpt-oss-120b", batch=128, mesh="fsdp:8,fsdp_transpose:16", head_dim=24),
+            "head_dim=24 must be a multiple of fsdp_transpose=16; nearest are 16 and 32",
+        ),
         (dict(batch=128, mesh="pipe:3,fsdp:*"), "128 devices are not a multiple of 3"),
         (dict(batch=128, mesh="pipe:128"), "num_layers=80 must be a multiple of pipe * pipeline_rounds = 128"),
         (dict(batch=128, mesh="fsdp:64,expert:2"), "mesh axis expert:2 is for mixtures of experts"),

@@ -489,7 +489,7 @@ SHORT = ["--num_layers=1", "--model_dim=32", "--ff_dim=64", "--head_dim=4", "--s
     [
         (
             ["--mesh=fsdp:8", "--batch=12"],
-            r"batch=12 must be a multiple of data*fsdp*expert*microbatches=8; nearest are 8 and 16",
+            r"batch=12 must be a multiple of data*fsdp*fsdp_transpose*expert*microbatches=8; nearest are 8 and 16",
         ),
         (["--mesh=fsdp:3"], r"model_dim=32 must be a multiple of tensor*fsdp=3; nearest are 30 and 33"),
         (["--mesh=tensor:16"], r"num_heads=8 must be a multiple of tensor=16"),
