@@ -72,47 +72,66 @@ def test_commands_run(command, tmp_path):
     assert done.stderr == ""
 
 
-ON_A_CHECKPOINT = [c for c in COMMANDS if re.match(r"python (sampling|evaluation)\.py", c)]
+ON_A_RUN = [c for c in COMMANDS if re.match(r"python (sampling|evaluation|report)\.py", c)]
 
 
 @pytest.mark.slow
-def test_commands_on_a_checkpoint_run(tmp_path):
-    """On that of a run with one narrow layer."""
+def test_commands_on_a_run_run(tmp_path):
+    """It has one narrow layer, a checkpoint, and metrics."""
     saved, cache = f"--checkpoint_dir={tmp_path / 'saved'}", f"--compilation_cache={tmp_path / 'cache'}"
     run = [*TRAIN[0], "--num_layers=1", "--model_dim=32", "--ff_dim=32", "--head_dim=4", "--steps=2", "--seq_len=64"]
-    run += ["--mesh=", "--eval_batches=0", "--sample=0", saved, cache]
-    for words in [run, *map(shlex.split, ON_A_CHECKPOINT)]:
-        words = [saved if word == "--checkpoint_dir=runs/a" else word for word in words[1:]]
+    run += ["--mesh=", "--eval_batches=0", "--sample=0", saved, cache, f"--metrics_file={tmp_path}/metrics.jsonl"]
+    own = {"--checkpoint_dir=runs/a": saved, "metrics.jsonl": f"{tmp_path}/metrics.jsonl"}
+    own["--report=pages/run"] = f"--report={tmp_path}/page"
+    for words in [run, *map(shlex.split, ON_A_RUN)]:
+        words = [own.get(word, word) for word in words[1:]]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and done.stdout and done.stderr == "", done.stderr
 
 
 # The tests of these files run them, and read what they print.
 ELSEWHERE = ("python gmm.py", "python moe.py", "python remote_dma.py", "python spatial.py")
+COMPILED = [c for c in COMMANDS if c.startswith("python aot.py --")]
 DEMONSTRATIONS = [
-    c for c in COMMANDS if re.match(r"python (?!train|data|sampling|evaluation)\w+\.py", c) and c not in ELSEWHERE
+    c
+    for c in COMMANDS
+    if re.match(r"python (?!train|data|sampling|evaluation|report)\w+\.py", c) and c not in (*ELSEWHERE, *COMPILED)
 ]
-
-
-# A step of a narrow model compiles in half the time with its collectives on the TensorCores. tests/test_aot.py has what
-# is reported of one that is compiled for the SparseCores.
-NARROW = (
-    "--num_layers=4 --model_dim=512 --ff_dim=1024 --num_heads=4 --num_kv_heads=2 --vocab_size=2048 --seq_len=512"
-).split()
-NARROW += ["--xla_flags=" + ",".join(f"{name}={value}" for name, value in ON_TENSOR_CORES.items())]
 FEW_TILES = ['sizes={"full_unroll": 2, "masked_unroll": 2, "ahead": 1}']  # of an iteration, in place of 24
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow]) for c in DEMONSTRATIONS])
 def test_demonstrations_run(command):
-    """A step or a kernel that is compiled is a smaller one. The later of two equal flags counts."""
-    less = NARROW if command.startswith("python aot.py --topology") else []
-    less = FEW_TILES if command.startswith("python aot.py bundles flash:") else less
+    """A kernel that is compiled is a smaller one. The later of two equal flags counts."""
+    less = FEW_TILES if command.startswith("python aot.py bundles flash:") else []
     done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:], *less], cwd=ROOT, capture_output=True, text=True, timeout=900
+        [sys.executable, *shlex.split(command)[1:], *less], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3 and done.stderr == ""
+
+
+# A step of a narrow model compiles in half the time with its collectives on the TensorCores. tests/test_aot.py has what
+# is reported of one that is compiled for the SparseCores.
+NARROW = (
+    "--topology=tpu7x:2x2x1 --mesh=fsdp:8 --batch=8 --microbatches=1 --num_layers=4 --model_dim=512 --ff_dim=1024 "
+    "--num_heads=4 --num_kv_heads=2 --vocab_size=2048 --seq_len=512 --attention=reference"
+).split()
+NARROW += ["--xla_flags=" + ",".join(f"{name}={value}" for name, value in ON_TENSOR_CORES.items())]
+
+
+@pytest.mark.slow
+def test_commands_that_compile_a_step_run(tmp_path):
+    """Each compiles a narrow one, without kernels. The second, of the first one's model, reads it from the cache."""
+    assert len(COMPILED) == 3
+    own = {"--trace=step.json": f"--trace={tmp_path}/step.json", "--report=pages/8b": f"--report={tmp_path}/page"}
+    for compiled in COMPILED:
+        words = [own.get(word, word) for word in shlex.split(compiled)[1:]]
+        words += [*NARROW, f"--compilation_cache={tmp_path}/cache"]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) >= 3 and done.stderr == ""
+    assert (tmp_path / "step.json").stat().st_size and list((tmp_path / "page").glob("*.html"))
 
 
 @pytest.mark.slow
