@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 import jax
+import numpy as np
 
 import command
 import data_mixtures
@@ -32,6 +33,7 @@ from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
+MOST_LOADS = 2048  # of experts, in a row of the metrics file
 # Others depend on the model.
 COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
 
@@ -161,9 +163,10 @@ class Log:
         """
         if self.pending is None:
             return
-        metrics, waited_s = self.pending
-        self.pending = None
-        metrics = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
+        (metrics, waited_s), self.pending = self.pending, None
+        loads_LE = metrics.get("expert_loads")
+        metrics = jax.device_get({name: value for name, value in metrics.items() if name != "expert_loads"})
+        metrics = {name: value.tolist() for name, value in metrics.items()}
         shown = [name for name in metrics if name not in COMMON_METRICS and not isinstance(metrics[name], list)]
         extra = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in shown]
         step_s = time.perf_counter() - self.clock
@@ -175,6 +178,8 @@ class Log:
             metrics["epochs"] = epochs
             if len(epochs) > 1 or max(epochs.values()) > 1:
                 extra.append(f"epochs {', '.join(f'{number:.3g}' for number in epochs.values())}")
+        if loads_LE is not None and self.file and metrics["step"] % self.config.log_every == 0:
+            metrics["expert_loads"] = relative_loads(jax.device_get(loads_LE))
         self._write(metrics)
         if self.scalars:
             self.scalars.write("train", metrics["step"], metrics)
@@ -249,8 +254,9 @@ class Log:
             f"measured   {rates['step_s']:.3f} s a step (mean but the first), {rates['tokens_per_s']:,.0f} tokens/s, "
             f"{rates['tflops_per_s_per_device']:.3g} TFLOP/s a device{mfu}"
         )
-        if self.config.metrics_file:
-            self.say(f"page       python report.py {shlex.quote(self.config.metrics_file)} draws the run")
+        file = self.config.metrics_file
+        none = "" if file else "none: with --metrics_file=run.jsonl, "
+        self.say(f"page       {none}python report.py {shlex.quote(file or 'run.jsonl')} draws the run")
         if self.config.tensorboard_dir:
             self.say(f"charts     tensorboard --logdir={shlex.quote(self.config.tensorboard_dir)}")
         return rates
@@ -272,6 +278,17 @@ class Log:
                 with contextlib.suppress(OSError):
                     self.file.close()
                 self.file = None
+
+
+def relative_loads(loads_LE: np.ndarray) -> dict[str, list[int]]:
+    """{layer with experts: the load of each expert, in percent of their mean}, of layers at equal distances.
+
+    They are as many layers as have `MOST_LOADS` experts together, so that a row of the metrics file stays short.
+    """
+    L, E = loads_LE.shape
+    layers = np.linspace(0, L - 1, min(L, max(1, MOST_LOADS // E))).round().astype(int)
+    percent_LE = np.rint(100 * loads_LE / loads_LE.mean(1, keepdims=True)).astype(int)
+    return {str(layer): percent_LE[layer].tolist() for layer in layers}
 
 
 def _finite(value):

@@ -151,11 +151,11 @@ def add_metrics(metrics, i, logits_tE, routing: moe.Routing, counts: dict, confi
 
 
 def reported_metrics(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The metrics to report, from sums over all devices. Load imbalance is max / mean, by layer and their mean."""
+    """The metrics to report, from sums over all devices: loads [L, E], their max / mean by layer, and its mean."""
     if "expert_loads" not in metrics:
         return metrics
     loads_LE = metrics["expert_loads"]
-    reported = {name: value for name, value in metrics.items() if name not in ("expert_loads", "dropped")}
+    reported = {name: value for name, value in metrics.items() if name != "dropped"}
     reported["load_imbalance_by_layer"] = imbalance_L = jnp.max(loads_LE, 1) / jnp.mean(loads_LE, 1)
     reported["load_imbalance"] = jnp.mean(imbalance_L)
     return reported | {"dropped_fraction": metrics["dropped"] / jnp.sum(loads_LE)}

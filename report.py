@@ -13,6 +13,8 @@ table repeats the main numbers of a picture. DIR/index.html opens in any browser
 which one can zoom, hover, and hide a kind; what the TensorCore waits for, the exposed part of the critical path; the
 memory over the step; collectives by mesh axis; the step by part; its flags, and what the planner would change.
 
+The page of a run has its losses, norms, times and rates over the steps, and the loads of experts as images.
+
 **Cost**: 1.3 MB for the library, and about 250 bytes a span. A timeline of more than `MOST_SPANS` spans is drawn with
 neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that.
 
@@ -535,6 +537,10 @@ def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height
     return drawn
 
 
+LOADS = (
+    "Tokens that chose an expert, in percent of the mean of the layer: 100 is balanced, and all from 300 on has one "
+    "colour. A band is a layer, counted from the first one with experts; a row in it is an expert."
+)
 MIXTURE = {"load_imbalance": "load imbalance", "extra_rounds": "extra rounds", "dropped_fraction": "share dropped"}
 
 
@@ -556,6 +562,10 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
             (f"Imbalance of experts by layer{f', {run}' if len(runs) > 1 else ''}", "", heat_map(rows))
             for run, rows in runs.items()
         ),
+        *(
+            (f"Load of each expert{f', {run}' if len(runs) > 1 else ''}", LOADS, load_map(rows))
+            for run, rows in runs.items()
+        ),
         ("Steps skipped", "Their gradients were not finite, or they were spikes (skip_spikes).", _skipped(runs)),
     ]
     drawn = [Section(title, text, figure) for title, text, figure in figures if figure is not None]
@@ -563,27 +573,51 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
 
 
 def heat_map(rows: list[dict], most: int = 300):
-    """The imbalance of experts by layer over the steps: a column is the mean of some steps, at most `most` columns.
-
-    None for a run without experts. The colours are those of cividis, which increase in lightness.
-    """
-    import numpy as np
-
+    """The imbalance of experts by layer over the steps, in `most` columns. None for a run without experts."""
     steps = [(row["step"], row["load_imbalance_by_layer"]) for row in rows if row.get("load_imbalance_by_layer")]
     if not steps:
         return None
-    values = np.array([layers for _, layers in steps], float)
+    drawn, _ = _image(steps, most, 12 * len(steps[0][1]), "layer with experts", "largest / mean")
+    return drawn
+
+
+def load_map(rows: list[dict]):
+    """The load of each expert over the steps, a band of rows for each layer. None for a run that has no such rows."""
+    steps = [(row["step"], row["expert_loads"]) for row in rows if row.get("expert_loads")]
+    shape = lambda loads: {layer: len(loads_E) for layer, loads_E in loads.items()}
+    steps = [(step, loads) for step, loads in steps if shape(loads) == shape(steps[-1][1])]  # of this model
+    if not steps:
+        return None
+    layers, num_experts = list(steps[-1][1]), len(next(iter(steps[-1][1].values())))
+    stacked = [(step, [load for loads_E in loads.values() for load in loads_E]) for step, loads in steps]
+    drawn, painted = _image(stacked, 200, min(600, 12 * len(stacked[0][1])), "layer", "% of the mean")
+    painted.glyph.color_mapper.update(low=0, high=300)
+    bands = [(number + 0.5) * num_experts - 0.5 for number in range(len(layers))]
+    drawn.yaxis.ticker = bands[:: -(-len(bands) // 16)]  # 16 labels at most
+    drawn.yaxis.major_label_overrides = dict(zip(bands, layers, strict=True))
+    drawn.hspan(y=[number * num_experts - 0.5 for number in range(1, len(layers))], line_color="white")
+    return drawn
+
+
+def _image(steps: Sequence[tuple[int, list]], most: int, height: int, axis: str, unit: str):
+    """An image of (step, values): a row for each value, a column the mean of some steps, at most `most` columns.
+
+    The colours are those of cividis, which increase in lightness. Returns (figure, the image in it).
+    """
+    import numpy as np
+
+    values = np.array([row for _, row in steps], float)
     columns = np.array_split(values, min(most, len(values)))
     counts = [np.maximum((~np.isnan(column)).sum(0), 1) for column in columns]
-    image = np.stack([np.nansum(column, 0) / n for column, n in zip(columns, counts, strict=True)], 1)  # [L, columns]
+    image = np.stack([np.nansum(column, 0) / n for column, n in zip(columns, counts, strict=True)], 1)
     first, last = steps[0][0], steps[-1][0]
-    labels = dict(x_axis_label="step", y_axis_label="layer with experts")
-    tooltips = [("step", "$x{0}"), ("layer", "$y{0}"), ("largest / mean", "@image")]
-    drawn = _figure(120 + 12 * len(image), tooltips=tooltips, **labels)
-    place = dict(x=first - 0.5, y=-0.5, dw=last - first + 1, dh=len(image))
+    half = (last - first) / max(len(steps) - 1, 1) / 2 or 0.5  # of the distance of two steps
+    tooltips = [("step", "$x{0}"), (axis, "$y{0}"), (unit, "@image")]
+    drawn = _figure(120 + height, tooltips=tooltips, x_axis_label="step", y_axis_label=axis)
+    place = dict(x=first - half, y=-0.5, dw=last - first + 2 * half, dh=len(image))
     painted = drawn.image(image=[image.astype("float32")], palette="Cividis256", **place)
-    drawn.add_layout(painted.construct_color_bar(title="largest / mean"), "right")
-    return drawn
+    drawn.add_layout(painted.construct_color_bar(title=unit), "right")
+    return drawn, painted
 
 
 def _skipped(runs: dict[str, list[dict]]):
@@ -639,6 +673,11 @@ def _adding_up(step: dict) -> dict[str, float]:
 # -- command line
 
 
+def _without_loads(rows: list[dict]) -> list[dict]:
+    """The rows without each expert's load, which are long, and which the page has as an image."""
+    return [{name: value for name, value in row.items() if name != "expert_loads"} for row in rows]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
     about = (
@@ -656,7 +695,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("a step that does not fit has no parts to draw")
     sections = (of_steps if steps else of_runs)(by_short_name(contents))
     title = f"{'Steps' if steps else 'Training'}: {', '.join(args.files)}"
-    print(f"written    {write(args.report, title, sections, {'files': contents})}")
+    embedded = {file: content if steps else _without_loads(content) for file, content in contents.items()}
+    print(f"written    {write(args.report, title, sections, {'files': embedded})}")
 
 
 if __name__ == "__main__":

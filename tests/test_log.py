@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import math
+import socket
 import sys
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_metrics_of_the_model_are_shown_and_written(tmp_path, capsys):
     assert set(line) == {*KEYS, "load_imbalance", "router_entropy"} and line["load_imbalance"] == 1.25
 
 
+def test_the_load_of_each_expert_is_written_with_the_lines_that_are_shown(tmp_path, capsys, monkeypatch):
+    """In percent of the mean of its layer; layers at equal distances where all would be too many."""
+    monkeypatch.setattr(log_lib, "MOST_LOADS", 6)
+    loads = jnp.array([[4.0, 0], [3, 1], [2, 2], [1, 3], [0, 4]])  # L = 5, E = 2
+    path, charts = tmp_path / "metrics.jsonl", tmp_path / "charts"
+    with started(from_preset("tiny", metrics_file=str(path), log_every=2, tensorboard_dir=str(charts))) as log:
+        for step in (1, 2, 3):
+            log.step(metrics(step) | {"expert_loads": loads})
+        log.finish_step()
+    rows = [row.get("expert_loads") for row in lines_of(path)]
+    assert rows == [None, {"0": [200, 0], "2": [100, 100], "4": [0, 200]}, None]
+    assert "expert" not in capsys.readouterr().out
+    assert not [tag for tag in shown_by_tensorboard(charts / "train") if "expert" in tag]
+
+
 def test_flops_follow_the_config():
     """10 of 60 layers attend to all 8192 tokens with heads of 512, 50 to a window of 1024 with heads of 256."""
     local, full = 5376 * 256 * (2 * 32 + 2 * 16), 5376 * 512 * (2 * 32 + 4)
@@ -114,6 +130,7 @@ def test_no_mfu_on_a_cpu(capsys):
         log.finish_step()
     assert log.summary()["mfu"] is None
     shown = capsys.readouterr().out
+    assert "page       none: with --metrics_file=run.jsonl, python report.py run.jsonl draws the run\n" in shown
     assert "TFLOP/s" in shown and "MFU" not in shown
 
 
@@ -326,7 +343,14 @@ def shown_by_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_each_step_once_with_the_numbers_of_the_metrics_file(tmp_path, capsys):
+@pytest.fixture
+def in_order(monkeypatch):
+    """Files of TensorBoard are read in the order of their names: second, host, process. Here all are of one second."""
+    names = (f"host{number}" for number in range(10))
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+
+
+def test_tensorboard_shows_each_step_once_with_the_numbers_of_the_metrics_file(in_order, tmp_path, capsys):
     """A run killed after step 5 resumes from 3, and ends with 6; then only the evaluation comes again."""
     folder, path = tmp_path / "charts", tmp_path / "m.jsonl"
     config = from_preset("tiny", metrics_file=str(path), tensorboard_dir=str(folder), steps=6)
@@ -356,7 +380,7 @@ def test_tensorboard_shows_each_step_once_with_the_numbers_of_the_metrics_file(t
     assert f"charts     tensorboard --logdir={folder}\n" in capsys.readouterr().out
 
 
-def test_a_new_run_hides_what_an_earlier_one_left_for_tensorboard(tmp_path):
+def test_a_new_run_hides_what_an_earlier_one_left_for_tensorboard(in_order, tmp_path):
     for loss, steps in ((1.0, 3), (2.0, 2)):
         with started(from_preset("tiny", tensorboard_dir=str(tmp_path))) as log:
             for step in range(1, steps + 1):

@@ -22,6 +22,7 @@ def test_reported_metrics_are_load_imbalance_and_dropped_fraction():
     sums = dict(expert_loads=jnp.array([[2.0, 6], [4, 4]]), dropped=jnp.float32(3))
     metrics = mixture.reported_metrics(sums | dict(router_entropy=jnp.float32(0.5), auxiliary_loss=jnp.float32(0.25)))
     assert metrics.pop("load_imbalance_by_layer").tolist() == [1.5, 1.0]
+    assert metrics.pop("expert_loads").tolist() == [[2, 6], [4, 4]]
     assert metrics == dict(load_imbalance=1.25, dropped_fraction=3 / 16, router_entropy=0.5, auxiliary_loss=0.25)
     assert mixture.reported_metrics({}) == {}
 

@@ -165,6 +165,25 @@ def test_the_imbalance_of_experts_is_an_image_of_layers_and_steps():
     assert report.heat_map([dict(step=1, loss=1.0)]) is None
 
 
+def test_the_loads_of_experts_are_an_image_with_a_band_for_each_layer():
+    """Two layers of three experts; the row of an earlier model, with other experts, is left out."""
+    loads = [dict(step=10 * n, expert_loads={"0": [100 * n, 0, 0], "4": [0, 0, n]}) for n in (1, 2, 3)]
+    drawn = report.load_map([dict(step=1, expert_loads={"0": [100, 100]}), *loads, dict(step=30, event="saved")])
+    painted = drawn.renderers[0]
+    assert painted.data_source.data["image"][0].tolist() == [
+        [100, 200, 300],
+        [0] * 3,
+        [0] * 3,
+        [0] * 3,
+        [0] * 3,
+        [1, 2, 3],
+    ]
+    assert (painted.glyph.x, painted.glyph.dw, painted.glyph.dh) == (5, 30, 6)
+    assert drawn.yaxis.ticker.ticks == [1.0, 4.0] and drawn.yaxis.major_label_overrides == {1.0: "0", 4.0: "4"}
+    assert (painted.glyph.color_mapper.low, painted.glyph.color_mapper.high) == (0, 300)
+    assert report.load_map([dict(step=1, loss=1.0)]) is None
+
+
 def test_saves_and_resumes_are_marked():
     drawn = report._lines(
         {"a": [*rows(0), dict(step=2, event="saved"), dict(step=3, event="resumed")]}, {"loss": ""}, ""
@@ -179,14 +198,20 @@ def written(path, content: list[dict]) -> str:
 
 
 def test_two_runs_are_drawn_in_the_same_figures(tmp_path, capsys):
-    files = [written(tmp_path / f"{seed}.jsonl", rows(seed)) for seed in (0, 1)]
+    loads = dict(expert_loads={"0": [100, 100]})
+    files = [written(tmp_path / f"{seed}.jsonl", [row | loads for row in rows(seed)]) for seed in (0, 1)]
     report.main([*files, f"--report={tmp_path / 'page'}"])
     assert f"written    {tmp_path / 'page' / report.PAGE}" in capsys.readouterr().out
     page = read(tmp_path / "page")
     assert page.data == {"files": {file: rows(seed) for seed, file in enumerate(files)}}
     assert {"3.0000", "4.0000", "3.5000", "500 ms", "4,000"} <= set(page.cells)
     titles = [text for tag, text in page.texts if tag == "h2"]
-    assert titles[:2] == ["Summary", "Loss"] and {"Experts", "Steps skipped", "Time of a step"} <= set(titles)
+    assert titles[:2] == ["Summary", "Loss"] and {
+        "Experts",
+        "Load of each expert, 1",
+        "Steps skipped",
+        "Time of a step",
+    } <= set(titles)
 
 
 def test_a_line_has_the_values_of_its_rows_and_a_colour_of_its_run():

@@ -170,6 +170,7 @@ def test_selection_biases_follow_the_loads(mtp):
     placed = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
     state, metrics = train.make_train_step(config, mesh)(state, placed)
     assert metrics["load_imbalance"] == pytest.approx(np.mean(loads.max(1) / loads.mean(1)))
+    np.testing.assert_array_equal(metrics["expert_loads"], loads)
     assert metrics["dropped_fraction"] == 0 and 0 < metrics["router_entropy"] < math.log(8)
     want = 0.001 * np.sign(loads.mean(1, keepdims=True) - loads)
     stacks = [state.params.layers, *([state.params.mtp_layers] if mtp else [])]
