@@ -376,9 +376,7 @@ def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[I
         os.rename(file, moved)
     elif file.exists():
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-            complete = [line for line in lines if line.endswith("}")]  # a killed run may leave half a line
-            rows = [(line, json.loads(line)) for line in complete]
+            rows = outputs.json_lines(file.read_text(encoding="utf-8"))
             again = lambda row: evaluates and "eval_loss" in row and row["step"] == first_step
             retained = [line for line, row in rows if row["step"] <= first_step and not again(row)]
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -9,6 +9,7 @@ that is also an input and would be lost.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import tempfile
@@ -74,3 +75,17 @@ def _same(path: str, other: str) -> bool:
         return os.path.samefile(path, other)
     except OSError:  # one of them does not exist
         return os.path.realpath(path) == os.path.realpath(other)
+
+
+def json_lines(text: str) -> list[tuple[str, object]]:
+    """(line, its value) of a file of JSON objects, one a line, without half a line at its end, as a kill leaves.
+
+    Raises ValueError or RecursionError for another line that is no JSON.
+    """
+    lines = text.splitlines()
+    if lines and not text.endswith("\n"):
+        try:
+            json.loads(lines[-1])
+        except (ValueError, RecursionError):
+            lines.pop()
+    return [(line, json.loads(line)) for line in lines if line.endswith("}")]

@@ -490,8 +490,8 @@ def read(path: str) -> list[dict] | dict:
     text = command.read_text(path)
     wrong = f"{path!r} is neither a --metrics_file nor the output of aot.py --json or roofline.py step --json"
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.rstrip().endswith("}")]
-    except ValueError:
+        rows = [row for _, row in outputs.json_lines(text)]
+    except (ValueError, RecursionError):
         raise ValueError(wrong) from None
     if len(rows) == 1 and isinstance(rows[0], dict) and "step_s" in rows[0] and "loss" not in rows[0]:
         return rows[0]

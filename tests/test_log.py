@@ -278,7 +278,7 @@ def test_events_and_values_by_layer_are_written_and_not_shown(tmp_path, capsys):
     assert "imbalance" not in shown and f"page       python report.py {path} draws the run\n" in shown
 
 
-@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2', "{", '{"step": 5, "loss": 5.0}'])
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', '{"step": 2, "x": {}', "{", '{"step": 5, "loss": 5.0}'])
 @pytest.mark.parametrize("first_step", [1, 3, 4, 5, 8])
 def test_a_resumed_run_appends_after_its_first_step(tmp_path, tail, first_step):
     """Lines of steps that will run again are removed, and so is the half line of a killed run."""
@@ -286,7 +286,7 @@ def test_a_resumed_run_appends_after_its_first_step(tmp_path, tail, first_step):
     lines = [{"step": 1, "loss": 1.0}, {"step": 1, "eval_loss": 1.5}, {"step": 2, "loss": 2.0}]
     lines += [{"step": 3, "loss": 3.0}, {"step": 3, "eval_loss": 3.5}, {"step": 4, "loss": 4.0}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
-    lines += [json.loads(tail)] if tail.endswith("}") else []  # this one lacks only its newline
+    lines += [json.loads(tail)] if tail.endswith("5.0}") else []  # this one lacks only its newline
     new = {"step": first_step + 1, "loss": 0.0}
     with log_lib.open_metrics(str(path), first_step)[0] as file:
         file.write(json.dumps(new) + "\n")
