@@ -66,7 +66,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
     for name, size, axes in cuts(config, sizes):
-        check_multiple(name, size, axes)
+        check_multiple(name, size, axes, in_two_dims(config, sizes) if name == "model_dim" else "")
     check_batch(config.batch, sizes, config.microbatches)
     if config.moe_parts > 1:
         ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches * sizes["context"]
@@ -107,6 +107,15 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     if config.mtp and other:
         dims.append(("model_dim", config.model_dim, columns))
     return dims
+
+
+def in_two_dims(config: Config, sizes: dict[str, int]) -> str:
+    """The sizes of fsdp and fsdp_transpose that shard all weights over as many devices, as for --mesh; or ""."""
+    for ways in (ways for ways in range(2, 65) if sizes["fsdp"] % ways == 0):
+        split = dict(fsdp=sizes["fsdp"] // ways, fsdp_transpose=sizes["fsdp_transpose"] * ways)
+        if all(size % math.prod(axes.values()) == 0 for _, size, axes in cuts(config, sizes | split)):
+            return ",".join(f"{axis}:{size}" for axis, size in split.items())
+    return ""
 
 
 def _check_schedule(config: Config, sizes: dict[str, int]) -> None:

@@ -141,6 +141,7 @@ CASES = {
         dict(batch=1280, microbatches=2, remat="save_out_proj"),
         {
             "FSDP, two replicas": dict(mesh="data:2,fsdp:64"),
+            "FSDP in two dims": dict(mesh="fsdp:64,fsdp_transpose:2"),
             "experts 2 ways, on the cores of a chip": dict(mesh="fsdp:64,expert:2"),
             "4 ways": dict(mesh="fsdp:32,expert:4"),
             "8 ways": dict(mesh="fsdp:16,expert:8"),

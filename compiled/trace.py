@@ -57,6 +57,8 @@ OF_FILE |= {"model": "model", "pipeline": "pipeline", "offload": "offload", "col
 OF_COLLECTIVE = {
     ("all-gather", "fsdp"): "FSDP: weights gathered",
     ("reduce-scatter", "fsdp"): "FSDP: gradients reduce-scattered",
+    ("all-gather", "fsdp_transpose"): "FSDP: weights gathered",
+    ("reduce-scatter", "fsdp_transpose"): "FSDP: gradients reduce-scattered",
     ("all-gather", "tensor"): "tensor parallelism: activations gathered",
     ("reduce-scatter", "tensor"): "tensor parallelism: activations reduce-scattered",
     ("all-to-all", "expert"): "experts: dispatch or combine",
