@@ -225,6 +225,12 @@ def say(text: str, end: str = "\n") -> None:
         _say_error(f"{program()}: standard output is lost ({error.strerror}), the run goes on without")
 
 
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
 def program() -> str:
     """The program's name in messages."""
     return Path(sys.argv[0]).name

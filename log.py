@@ -19,6 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -127,6 +128,8 @@ class Log:
             self.scalars = Scalars(config.tensorboard_dir, first_step, evaluates, self.say)
         self.pending = None  # (metrics on the devices, seconds waited for input) of the running step
         self.waited_s = 0.0
+        self.timed_from = None  # (step, time) of the end of the first step, which takes longer
+        self.line_is_open = False  # the last line on the terminal is one of progress
         self.steps_s: list[float] = []
         self.sequences: list[int] = []  # in the batches of these steps
 
@@ -134,6 +137,7 @@ class Log:
         """Prints a line."""
         if self.prints:
             command.say(f"\r\033[K{text}" if self.terminal else text)
+            self.line_is_open = False
 
     def start_clock(self) -> None:
         """Starts the time of the next step."""
@@ -171,6 +175,7 @@ class Log:
         extra = [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in shown]
         step_s = time.perf_counter() - self.clock
         self.start_clock()
+        self.timed_from = self.timed_from or (metrics["step"], self.clock)
         self.steps_s.append(step_s)
         self.sequences.append(data_mixtures.batch_of(metrics["step"] - 1, self.batches))
         metrics |= self._rates(step_s, self.sequences[-1]) | {"input_wait_s": waited_s}
@@ -216,9 +221,18 @@ class Log:
         if is_end or metrics["step"] % self.config.log_every == 0 or metrics["skipped_in_a_row"]:
             self.say(line)
         elif self.terminal:
-            left_s = (total - metrics["step"]) * self.mean_step_s
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be overwritten
-            command.say(f"\r\033[K{left_s:.0f} s left  {line}"[: width + len("\r\033[K")], end="")
+            line = f"{command.duration(self.left_s(metrics['step']))} left  {line}"
+            command.say(f"\r\033[K{line[:width]}", end="")
+            self.line_is_open = True
+
+    def left_s(self, step: int) -> float:
+        """Seconds to the last step, at the pace of all sequences since the first step, with evaluations and saves."""
+        sequences = partial(data_mixtures.first_sequence, batches=self.batches)
+        left = sequences(self.config.steps) - sequences(step)
+        first, ended = self.timed_from
+        done, seconds = sequences(step) - sequences(first), self.clock - ended
+        return left * (seconds / done if done else self.steps_s[-1] / self.sequences[-1])
 
     def evaluation(self, step: int, eval_loss: float, by_source: dict[str, float] | None = None) -> None:
         """Shows the held-out loss, and that of each corpus where there are several."""
@@ -262,6 +276,8 @@ class Log:
         return rates
 
     def close(self) -> None:
+        if self.line_is_open:  # so that a message after it begins a line
+            command.say("\r\033[K", end="")
         if self.file:
             self.file.close()
         if self.scalars:

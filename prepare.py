@@ -726,9 +726,8 @@ class _Progress:
 
 def progress_line(seconds: float, total: int, read: int, text_bytes: int, tokens: int) -> str:
     """The line of progress after `seconds`, of which `total` bytes of input were to be read."""
-    minutes, rest = divmod(round(seconds * (total - read) / max(read, 1)), 60)
-    hours, minutes = divmod(minutes, 60)
-    left = f"{hours}:{minutes:02}:{rest:02}" if tokens else "?"  # a million characters are read before any is encoded
+    left = command.duration(seconds * (total - read) / max(read, 1))
+    left = left if tokens else "?"  # a million characters are read before any is encoded
     return (
         f"{read / 1e6:,.0f} of {total / 1e6:,.0f} MB ({read / max(total, 1):.0%})  {tokens / seconds:,.0f} tokens/s  "
         f"{text_bytes / seconds / 1e6:.1f} MB/s  {left} left"

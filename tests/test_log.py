@@ -195,6 +195,29 @@ def test_printed_lines(capsys):
     assert lines[4] == "step   12/1200  held-out loss 1.2346"
 
 
+def test_a_terminal_shows_the_time_left_in_a_line_that_is_overwritten(monkeypatch, capsys):
+    """Ten steps of 8 sequences, then ten of 24. A step takes 2 s, the first one 60, a save after the third one 5."""
+    monkeypatch.setattr(log_lib, "time", clock := Clock())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    config = from_preset("tiny", steps=20, log_every=4, batch=24, batch_rampup="0:8,10:24")
+    with started(config) as log:
+        for step in (1, 2, 3, 4, 5):
+            log.step(metrics(step))
+            clock.now += 60 if step == 1 else 2
+            log.finish_step()
+            if step == 3:
+                clock.now += 5
+                log.start_clock()
+    clear = "\r\033[K"
+    _, first, *progress, fourth, fifth, end = capsys.readouterr().out.split(clear)
+    assert first.startswith("step  1/20  loss 2.5000") and fourth.startswith("step  4/20") and fourth.endswith("\n")
+    # 304 and 296 sequences are left after 8 and 16 that took 2 and 4 s, and 280 after 32 that took 13 s.
+    assert progress == ["0:01:16 left  step  2/20  loss 2.5000  ", "0:01:14 left  step  3/20  loss 2.5000  "]
+    assert fifth.startswith("0:01:54 left  step  5/20") and len(fifth) == 39 and end == ""
+    assert log_lib.command.duration(3 * 3600 + 59.6) == "3:01:00"
+
+
 def test_epochs_are_shown_of_several_corpora_or_once_one_is_repeated(tmp_path, capsys):
     config = from_preset("tiny", metrics_file=str(tmp_path / "m"), log_every=1)
     for epochs in (lambda step: {"a": step / 2}, lambda step: {"a": step / 4, "b": step / 8}):
