@@ -566,14 +566,18 @@ def presets_of_experts() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", presets_of_experts())
 def test_compiles_for_the_experts_of(preset):
-    """At most 64 groups and three heights are compiled: more would take the same VMEM and more time."""
+    """At most 64 groups and one height are compiled: more would take the same VMEM and more time.
+
+    `tgmm` is compiled for few, among them 704, which is no multiple of 128: its VMEM is that of test_cycles_of_tgmm.
+    """
     config = from_preset(preset)
     D, F, E = config.model_dim, config.expert_dim, min(config.num_experts, 64)
     for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
         rows = groups.default_tiles(8192, K, N, E, BF16, variant=Variant(transpose_rhs=transpose_rhs)).rows
-        program = compile_for_tpu7x(*build(K=K, N=N, groups=E, transpose_rhs=transpose_rhs, step=rows // 2))
+        program = compile_for_tpu7x(*build(K=K, N=N, groups=E, transpose_rhs=transpose_rhs, step=rows))
         assert "tpu_custom_call" in program
-    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=E, rows=256))
+    if D * F <= 2816 * 704:
+        assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=E, rows=256))
 
 
 @pytest.mark.slow
