@@ -16,7 +16,8 @@ memory over the step; collectives by mesh axis; the step by part; its flags, and
 The page of a run has its losses, norms, times and rates over the steps, and the loads of experts as images.
 
 **Cost**: 1.3 MB for the library, and about 250 bytes a span. A timeline of more than `MOST_SPANS` spans is drawn with
-neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that.
+neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that. A run of
+more than `MOST_STEPS` steps is drawn, and embedded, as means of several: one of 100,000 steps takes 2.4 MB.
 
 **Why bokeh** (extra `[report]`): its minified script is 1.3 MB, plotly's 4.8 MB, and a page should stay under 5 MB.
 matplotlib draws pictures that do not zoom. A policy in the page's head forbids every load from outside.
@@ -40,6 +41,7 @@ from hardware import si
 
 PAGE = "index.html"
 MOST_SPANS = 6000
+MOST_STEPS = 1500  # of a run, in a line
 GiB = 2**30
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -147,6 +149,15 @@ def _figure(height: int, **options):
     drawn.toolbar.logo = None
     drawn.min_border_left = 200  # the time axes of figures below each other are aligned
     drawn.xgrid.grid_line_alpha = drawn.ygrid.grid_line_alpha = 0.4
+    return drawn
+
+
+def _figure_by_step(height: int, **options):
+    """An empty figure whose axis is the step, in whole numbers."""
+    from bokeh.models import NumeralTickFormatter
+
+    drawn = _figure(height, x_axis_label="step", **options)
+    drawn.xaxis.formatter = NumeralTickFormatter(format="0,0")
     return drawn
 
 
@@ -506,6 +517,29 @@ def by_short_name(contents: dict) -> dict:
     return dict(zip(short, contents.values(), strict=True)) if len({*short}) == len(short) else contents
 
 
+def shortened(rows: list[dict], most: int = MOST_STEPS) -> list[dict]:
+    """The rows of a run for a page: at most `most` steps, and no load of each expert, which the page has as an image.
+
+    With more steps, a row is that of several: the means of their numbers, and the last of their counts and lists.
+    """
+    rows = [{name: value for name, value in row.items() if name != "expert_loads"} for row in rows]
+    steps = [row for row in rows if "step_s" in row]
+    size = -(-len(steps) // most)
+    if size <= 1:
+        return rows
+    joined = [_mean(steps[first : first + size]) for first in range(0, len(steps), size)]
+    return sorted([*joined, *(row for row in rows if "step_s" not in row)], key=lambda row: row["step"])
+
+
+def _mean(rows: list[dict]) -> dict:
+    """The last row, with the mean over all rows of each number that is not whole."""
+    means = {}
+    for name in rows[-1]:
+        values = [row[name] for row in rows if isinstance(row.get(name), float)]
+        means |= {name: sum(values) / len(values)} if values else {}
+    return rows[-1] | means
+
+
 def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height: int = 230, **options):
     """Lines over the steps, a colour for each run and a dash for each name; None if no run has one.
 
@@ -513,14 +547,14 @@ def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height
       names: {name of a metric: its words}.
     """
     dashes = ("solid", "dashed", "dotted")
-    labels = dict(x_axis_label="step", y_axis_label=axis, tooltips=[("", "@name"), ("step", "@x"), (axis, "@y")])
+    labels = dict(y_axis_label=axis, tooltips=[("", "@name"), ("step", "@x"), (axis, "@y")])
     drawn = None
     for number, (run, rows) in enumerate(runs.items()):
         for dash, (name, words) in zip(dashes, names.items(), strict=False):
             points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
             if not points:
                 continue
-            drawn = drawn or _figure(height, **labels, **options)
+            drawn = drawn or _figure_by_step(height, **labels, **options)
             label = f"{run}: {words}" if len(runs) > 1 else words
             xs, ys = zip(*points, strict=True)
             source = {"x": xs, "y": ys, "name": [label] * len(xs)}
@@ -547,9 +581,12 @@ MIXTURE = {"load_imbalance": "load imbalance", "extra_rounds": "extra rounds", "
 def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
     """The sections of one or more runs, {name: rows of its metrics file}. Each metric that a run lacks is left out."""
     head, *body = [["", *runs]], *_summary_of_runs(runs)
+    every, runs = runs, {run: shortened(rows) for run, rows in runs.items()}
+    is_joined = any(len(runs[run]) < len(rows) for run, rows in every.items())
+    points = " A point is the mean of several steps." if is_joined else ""
     losses = {"loss": "training", "eval_loss": "held out"}
     figures = [
-        ("Loss", "Nats a token.", _lines(runs, losses, "nats a token", 300)),
+        ("Loss", f"Nats a token.{points}", _lines(runs, losses, "nats a token", 300)),
         ("Norm of the gradients", "", _lines(runs, {"grad_norm": "norm"}, "norm", y_axis_type="log")),
         (
             "Time of a step",
@@ -560,11 +597,11 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
         ("Experts", "Imbalance is the largest load over the mean.", _lines(runs, MIXTURE, "ratio")),
         *(
             (f"Imbalance of experts by layer{f', {run}' if len(runs) > 1 else ''}", "", heat_map(rows))
-            for run, rows in runs.items()
+            for run, rows in every.items()
         ),
         *(
             (f"Load of each expert{f', {run}' if len(runs) > 1 else ''}", LOADS, load_map(rows))
-            for run, rows in runs.items()
+            for run, rows in every.items()
         ),
         ("Steps skipped", "Their gradients were not finite, or they were spikes (skip_spikes).", _skipped(runs)),
     ]
@@ -613,7 +650,7 @@ def _image(steps: Sequence[tuple[int, list]], most: int, height: int, axis: str,
     first, last = steps[0][0], steps[-1][0]
     half = (last - first) / max(len(steps) - 1, 1) / 2 or 0.5  # of the distance of two steps
     tooltips = [("step", "$x{0}"), (axis, "$y{0}"), (unit, "@image")]
-    drawn = _figure(120 + height, tooltips=tooltips, x_axis_label="step", y_axis_label=axis)
+    drawn = _figure_by_step(120 + height, tooltips=tooltips, y_axis_label=axis)
     place = dict(x=first - half, y=-0.5, dw=last - first + 2 * half, dh=len(image))
     painted = drawn.image(image=[image.astype("float32")], palette="Cividis256", **place)
     drawn.add_layout(painted.construct_color_bar(title=unit), "right")
@@ -673,11 +710,6 @@ def _adding_up(step: dict) -> dict[str, float]:
 # -- command line
 
 
-def _without_loads(rows: list[dict]) -> list[dict]:
-    """The rows without each expert's load, which are long, and which the page has as an image."""
-    return [{name: value for name, value in row.items() if name != "expert_loads"} for row in rows]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser(__file__)
     about = (
@@ -695,7 +727,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("a step that does not fit has no parts to draw")
     sections = (of_steps if steps else of_runs)(by_short_name(contents))
     title = f"{'Steps' if steps else 'Training'}: {', '.join(args.files)}"
-    embedded = {file: content if steps else _without_loads(content) for file, content in contents.items()}
+    embedded = {file: content if steps else shortened(content) for file, content in contents.items()}
     print(f"written    {write(args.report, title, sections, {'files': embedded})}")
 
 

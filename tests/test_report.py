@@ -184,6 +184,17 @@ def test_the_loads_of_experts_are_an_image_with_a_band_for_each_layer():
     assert report.load_map([dict(step=1, loss=1.0)]) is None
 
 
+def test_a_long_run_is_shortened_to_means_of_its_steps():
+    """Five steps in three rows; the loss of step 2 was not finite."""
+    steps = [dict(step=n, loss=float(n), step_s=0.5, skipped=int(n > 1), expert_loads={"0": [n]}) for n in range(1, 6)]
+    steps[1]["loss"] = None
+    others = [dict(step=2, eval_loss=4.5), dict(step=3, event="saved")]
+    row = lambda step, loss: dict(step=step, loss=loss, step_s=0.5, skipped=1)
+    shorter = report.shortened([*steps[:2], others[0], steps[2], others[1], *steps[3:]], most=3)
+    assert shorter == [row(2, 1.0), others[0], others[1], row(4, 3.5), row(5, 5.0)]
+    assert report.shortened(steps, most=5)[0] == dict(step=1, loss=1.0, step_s=0.5, skipped=0)
+
+
 def test_saves_and_resumes_are_marked():
     drawn = report._lines(
         {"a": [*rows(0), dict(step=2, event="saved"), dict(step=3, event="resumed")]}, {"loss": ""}, ""
