@@ -398,14 +398,14 @@ def describe(result: dict) -> str:
         lines.append(f"  {name:24}{si(seconds, 's'):>12}{seconds / step_s:13.1%}{peak}")
     lines += [
         "",
-        f"  {'collective':19}{'over':14}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  operation",
+        f"  {'collective':19}{'over':15}{'engine':11}{'count':>6}{'bytes':>11}{'time':>13}{'exposed':>13}  operation",
     ]
     for row in result["collectives"][:16]:
         axes = "slices" if row["engine"] == "network" else ",".join(row["mesh_axes"]) or "all"
         numbers = (
             f"{row['count']:6}{si(row['bytes'], 'B'):>11}{si(row['seconds'], 's'):>13}{si(row['exposed_s'], 's'):>13}"
         )
-        lines.append(f"  {row['kind']:19}{axes:14}{row['engine']:11}{numbers}  {row['op'][-33:]}")
+        lines.append(f"  {row['kind']:19}{axes:15}{row['engine']:11}{numbers}  {row['op'][-33:]}")
     if more := result["collectives"][16:]:
         lines.append(
             f"  and {len(more)} more, {si(sum(row['exposed_s'] for row in more), 's')} of them exposed (--json)"
