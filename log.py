@@ -47,7 +47,13 @@ class Scalars:
     """
 
     def __init__(self, folder: str, first_step: int, evaluates: bool, say: Callable[[str], None]):
-        """Args: as of `open_metrics`; `say` prints an error. Raises OSError where the folder cannot be written."""
+        """
+        Args:
+          first_step, evaluates: as those of `open_metrics`.
+          say: prints an error.
+
+        Raises OSError where the folder cannot be written.
+        """
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -59,7 +65,7 @@ class Scalars:
             self.writers[part].add_event(self._dated(hidden_from, session_log=started))
 
     def write(self, part: str, step: int, metrics: dict) -> None:
-        """Writes the numbers among the metrics; {name: {of: number}} becomes name/of. Lists are left out."""
+        """Writes the numbers among the metrics; {name: {source: number}} becomes name/source. Lists are left out."""
         numbers = {}
         for name, value in metrics.items():
             several = value.items() if isinstance(value, dict) else [("", value)]
