@@ -111,7 +111,7 @@ def test_the_cheapest_trials_hold(kind, shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["killed_in_a_save", "suspended", "damaged", "signalled", "interrupted_early"])
+@pytest.mark.parametrize("kind", ["suspended", "damaged", "signalled", "interrupted_early"])
 def test_trials_hold(kind, shared):
     trial = next(trial for trial in faults.trials_of(1) if trial.kind == kind)
     verdict = faults.run_trial(trial, shared)

@@ -307,11 +307,10 @@ COMPILED = dict(
     [
         ("full", dict(mesh="fsdp:2,context:4", seq_len=2048, batch=4)),
         ("minimal_offloaded", dict()),
-        ("save_dot_except_mlp", dict()),
     ],
 )
 def test_memory_is_that_of_the_compiled_program(policy, options, programs):
-    """Device memory within 5%, host memory to the byte."""
+    """Device memory within 5%, host memory to the byte. docs/RESULTS.md has every policy, of Llama 3.1 8B and 70B."""
     config = Config(**COMPILED | options, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, str(programs))
     predicted = step.predict(run_of(config, TPU7X, CHIPS))
