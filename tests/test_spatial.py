@@ -55,9 +55,13 @@ MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 8)]
 WINDOWS = [1, 2, 3, 4, 5, 7]
 STRIDES = [1, 2, 3]
 QUICK = {((2, 2), window, 1 + window % 2) for window in WINDOWS} | {((1, 1), 4, 1), ((4, 2), 7, 2), ((1, 8), 5, 3)}
+EACH_PAIR = {  # of a mesh and a window, a mesh and a stride, a window and a stride
+    (mesh, window, STRIDES[(i + j) % 3]) for i, mesh in enumerate(MESHES) for j, window in enumerate(WINDOWS)
+}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
     for case in itertools.product(MESHES, WINDOWS, STRIDES)
+    if case in QUICK | EACH_PAIR
 ]
 
 
