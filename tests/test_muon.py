@@ -102,7 +102,7 @@ def test_gradients_in_bfloat16_are_not_rounded_again(monkeypatch):
 
 
 def test_singular_values_become_one():
-    """The vectors stay: X^T Y is symmetric, as V S S' V^T is. Tall and wide matrices, a large and a tiny one in each."""
+    """The vectors stay: X^T Y is symmetric, as V S S' V^T is. Tall and wide matrices, each a large and a tiny one."""
     for rows, columns in ((6, 40), (40, 6)):
         x = np.random.default_rng(0).standard_normal((2, rows, columns)) * np.array([1e3, 1e-3])[:, None, None]
         x = np.float32(x)
