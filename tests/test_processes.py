@@ -166,7 +166,7 @@ NOT_ALL = "processes of this run did not all connect to localhost"
 @pytest.mark.parametrize("expected", [(3, 2), (2, 3)], ids=["process 0 expects 3", "process 0 expects 2"])
 def test_processes_that_expect_different_numbers_end_soon_with_a_message(expected, values, tmp_path):
     """Process 0 of 3 waits for a third one; process 0 of 2 accepts one that expects 3, and flags are compared."""
-    mesh = dict(mesh="fsdp:6", batch=6, peer_timeout=4)
+    mesh = dict(mesh="fsdp:6", batch=6, peer_timeout=3)
     both = start_two(values | mesh | dict(num_processes=expected[0]), tmp_path, second=dict(num_processes=expected[1]))
     end_with([1, 1], both, tmp_path, timeout_s=60)
     for i, expects in enumerate(expected):
@@ -216,12 +216,12 @@ def test_errors_of_a_lost_process_are_recognized(error, is_lost):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lost"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)], ids=lambda value: getattr(value, "name", value)
+    ("kind", "lost"), [(signal.SIGSTOP, 1), (signal.SIGSTOP, 0)], ids=lambda value: getattr(value, "name", value)
 )
 def test_a_lost_process_ends_the_other(kind, lost, values, one, tmp_path):
-    """A connection that breaks in a step is noticed at once, a process that hangs after a silence of peer_timeout.
+    """A process that hangs is noticed after a silence of peer_timeout.
 
-    In test_a_run_survives_a_killed_and_a_suspended_process process 0 is killed and process 1 stopped.
+    In test_a_run_survives_a_killed_process the connection to process 0 breaks, which is noticed at once.
     """
     in_a_step = {lost: trials.signalled("log.Log.step", 6, number=kind)}
     processes = start_two(values | dict(save_every=2, peer_timeout=5), tmp_path, own=in_a_step)
@@ -272,8 +272,9 @@ def test_a_termination_before_the_first_step_of_a_resumed_run_stops_it(monkeypat
         assert [terminated(step) for step in (9, 10)] == [signal.SIGTERM, 0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_termination_of_one_process_ends_both_after_the_same_step(number, values, one, tmp_path):
+def test_termination_of_one_process_ends_both_after_the_same_step(values, one, tmp_path):
+    """By SIGHUP, which the other process does not see. The statuses are those of the signals."""
+    number = signal.SIGHUP
     in_a_step = {1: trials.signalled("log.Log.step", 5, number=number, then_s=1)}  # jax.distributed polls every second
     verbose = dict(TF_CPP_MIN_LOG_LEVEL="0")  # it logs when it sees the signal, and on which step all agree
     processes = start_two(values, tmp_path, own=in_a_step, variables=verbose)
@@ -281,39 +282,33 @@ def test_termination_of_one_process_ends_both_after_the_same_step(number, values
     (step,) = steps_in(tmp_path / "checkpoints")
     assert 4 < step < 20
     assert f"terminated after step {step}, saved in" in (tmp_path / "0.out").read_text()
-    if number != signal.SIGTERM:
-        return  # the checkpoint is the same as after SIGTERM, from which a run resumes
-
     end_with([0, 0], start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {step} in " in (tmp_path / "0.out").read_text()
     np.testing.assert_allclose(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(one.metrics_file), rtol=1e-6)
 
 
-def test_a_run_survives_a_killed_and_a_suspended_process(values, one, two, tmp_path):
-    """Twice a process is lost within a step, the other ends, and both are started again: the result is bit-equal.
+def test_a_run_survives_a_killed_process(values, one, two, tmp_path):
+    """Process 0 is killed within a step, the other ends, and both are started again: the result is bit-equal.
 
     With `pytest -s` it prints how long the other took to end.
     """
     values = values | dict(eval_batches=2, save_every=2)
-    reached = 0
-    for kind, lost, step, peer_timeout in ((signal.SIGKILL, 0, 6, 60), (signal.SIGSTOP, 1, 8, 5)):  # step of this start
-        in_a_step = {lost: trials.signalled("log.Log.step", step, number=kind)}
-        processes = start_two(values | dict(peer_timeout=peer_timeout), tmp_path, own=in_a_step)
-        wait_for_signal(processes[lost], processes[1 - lost])
-        begun = time.monotonic()
-        try:
-            assert processes[1 - lost].wait(100) == 1
-            seconds = time.monotonic() - begun
-            print(f"process {lost}, {kind.name}: the other ended {seconds:.1f} s later")
-            assert seconds < 30  # a killed process breaks its connections: nobody waits for peer_timeout
-            last = (tmp_path / f"{1 - lost}.err").read_text().splitlines()[-1]
-            assert last == f"train.py: error: {LOST_PEER}"
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        before, reached = reached, max(steps_in(tmp_path / "checkpoints"))
-        assert before < reached < before + step
+    in_a_step = {0: trials.signalled("log.Log.step", 6, number=signal.SIGKILL)}
+    processes = start_two(values | dict(peer_timeout=60), tmp_path, own=in_a_step)
+    wait_for_signal(*processes)
+    begun = time.monotonic()
+    try:
+        assert processes[1].wait(100) == 1
+        seconds = time.monotonic() - begun
+        print(f"the other ended {seconds:.1f} s later")
+        assert seconds < 30  # a killed process breaks its connections: nobody waits for peer_timeout
+        assert (tmp_path / "1.err").read_text().splitlines()[-1] == f"train.py: error: {LOST_PEER}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    reached = max(steps_in(tmp_path / "checkpoints"))
+    assert 0 < reached < 6
     end_with([0, 0], start_two(values, tmp_path), tmp_path)
     assert f"resumed    from step {reached} in " in (tmp_path / "0.out").read_text()
     state, expected = (
