@@ -422,7 +422,9 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
     config, e = run.config, run.efficiency
     if run.shards == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
-    rows = config.model_dim / run.sizes["fsdp"]
+    rows, second = config.model_dim / run.sizes["fsdp"], run.sizes["fsdp_transpose"]
+    columns = (config.expert_dim or config.ff_dim) / run.tensor / second
+    split_columns = second > 1 and columns % COLUMNS_OF_A_TILE > 0
     carried, untiled = config.prefetch and not config.double_buffer, rows % ROWS_OF_A_TILE > 0
     forwards = 2 if config.remat_stage else 1
     nbytes = 0.0
@@ -431,11 +433,14 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
         if untiled:  # not for the experts: fsdp shards the rows of all their matrices as if of one matrix (moe.py)
             aligned = layer.gathered_bytes(run, with_experts=False)
             gradients = layer.gradient_bytes(run, with_experts=False)
+        if split_columns:  # between the two gathers, what the first one gathered
+            aligned = max(aligned, layer.gathered_bytes(run) / second)
         forward = max(layer.gathered_bytes(run) if carried else 0, aligned)
         nbytes += kind.times * 2 * (forwards * forward + aligned + gradients)  # each is read and written
     seconds = nbytes / (run.hbm_bytes_per_s * e.copies)
     why = ["forward, for the next iteration"] if carried else []
     why += [f"weights and gradients: {rows:g} rows are no multiple of {ROWS_OF_A_TILE}"] if untiled else []
+    why += [f"between two gathers: {columns:g} columns are no multiple of {COLUMNS_OF_A_TILE}"] if split_columns else []
     formula = f"{si(nbytes, 'B')} read and written / ({si(run.hbm_bytes_per_s, 'B/s')} * {e.copies})"
     return Part("copies of weights", "memory", seconds, seconds, f"{formula}, {'; '.join(why)}")
 

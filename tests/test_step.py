@@ -383,6 +383,9 @@ def test_copies_of_weights():
     # The rows of all experts, as one matrix, are whole tiles: only attention's weights are copied.
     gpt = dict(preset="gpt-oss-120b", mesh="data:2,fsdp:64", double_buffer=True)
     assert 0 < copies(**gpt) < copies(**gpt, num_experts=0, experts_per_token=0, expert_dim=0, ff_dim=128 * 2880) / 100
+    # In two dims what the first gather made is copied before the second one, unless its columns are whole tiles.
+    two = gpt | dict(mesh="fsdp:64,fsdp_transpose:2")
+    assert copies(**two, expert_dim=3072) < copies(**two) / 10
 
 
 def test_microbatches_gather_anew():
