@@ -456,15 +456,15 @@ def test_cycles_are_those_of_the_compilers_simulation():
 
 @pytest.mark.slow
 def test_many_jobs_of_which_one_does_not_fit(capsys):
-    jobs = [("test_bundles:build_matmul", {"size": size, "tile": tile}) for size, tile in [(4096, 4096), (1024, 512)]]
-    large, small = bundles.measure_many(jobs)
+    sizes = dict(size=4096, tile=4096, rows=16), dict(size=1024, tile=512)  # few rows: it is refused sooner
+    large, small = bundles.measure_many([("test_bundles:build_matmul", each) for each in sizes])
     assert large.error.startswith("VMEM: ") and "33,554,432 the limit" in large.error
     assert small.error == "" and small.kernel("mm").grid == (2, 2, 2)
     assert "2/2 compiled, 1 refused" in capsys.readouterr().err
 
 
-def build_matmul(size=4096, tile=1024):
-    """A matmul in blocks of 512 x tile, summed over K in blocks of tile."""
+def build_matmul(size=4096, tile=1024, rows=512):
+    """A matmul in blocks of rows x tile, summed over K in blocks of tile."""
 
     def body(lhs_mk, rhs_kn, out_mn, sum_mn):
         @pl.when(pl.program_id(2) == 0)
@@ -482,13 +482,13 @@ def build_matmul(size=4096, tile=1024):
     call = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((size, size), jnp.bfloat16),
-        grid=(size // 512, pl.cdiv(size, tile), pl.cdiv(size, tile)),
+        grid=(size // rows, pl.cdiv(size, tile), pl.cdiv(size, tile)),
         in_specs=[
-            pl.BlockSpec((512, tile), lambda i, j, k: (i, k)),
+            pl.BlockSpec((rows, tile), lambda i, j, k: (i, k)),
             pl.BlockSpec((tile, tile), lambda i, j, k: (k, j)),
         ],
-        out_specs=pl.BlockSpec((512, tile), lambda i, j, k: (i, j)),
-        scratch_shapes=[pltpu.VMEM((512, tile), jnp.float32)],
+        out_specs=pl.BlockSpec((rows, tile), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((rows, tile), jnp.float32)],
         name="mm",
     )
     return call, [jax.ShapeDtypeStruct((size, size), jnp.bfloat16)] * 2
