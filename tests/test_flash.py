@@ -423,32 +423,27 @@ def test_dtypes_must_agree():
 # -- compiled for TPU7x
 
 
-def cycles_of_call(T, mask, report, heads, packed=None):
-    """The cycles of a call of the kernel for a head, with the lists of tiles of this mask."""
-    H = report.options.get("head_dim", 128)
-    kernel, sizes = report.kernel("flash_forward"), default_blocks(T, T, H, H)
-    counts = flash.executions(kernel, T, T, heads, sizes, Mask(segments=packed, **mask))
-    return kernel.cycles(counts, moved_bytes=0).compute / heads
+FEW_TILES = dict(full_unroll=4, masked_unroll=4, ahead=2)  # in an iteration: they compile in a fifth of the time
 
 
 @pytest.mark.slow
 def test_cycles_of_a_causal_head_of_8192():
-    online = bundles.measure("flash:build_forward", heads=2)
-    assert cycles_of_call(8192, {}, online, 2) < 70_500
-    sizes = default_blocks(8192, 8192, 128, 128)
-    full = max((region for region, _ in bundles.walk(online.kernel().root)), key=lambda region: region.cycles)
-    assert full.kind == "loop" and full.cycles / sizes.full_unroll * 8 < 1780  # cycles of 1024 x 1024 scores
-    assert 0.9 < online.kernel().vmem_bytes / vmem_bytes(sizes, 128, 128) <= 1
-
-
-@pytest.mark.slow
-def test_cycles_with_a_constant_max_logit():
-    assert cycles_of_call(8192, {}, bundles.measure("flash:build_forward", heads=2, max_logit=10.0), 2) < 68_500
+    """With few tiles it takes 78,877. In test_benchmarks.py the default's 24 take fewer than 70,500."""
+    blocks = dataclasses.replace(default_blocks(8192, 8192, 128, 128), **FEW_TILES)
+    kernel = bundles.measure("flash:build_forward", heads=2, sizes=FEW_TILES).kernel()
+    counts = flash.executions(kernel, 8192, 8192, 2, blocks, Mask())
+    assert kernel.cycles(counts, moved_bytes=0).compute / 2 < 79_500
+    full = max((region for region, _ in bundles.walk(kernel.root)), key=lambda region: region.cycles)
+    assert full.kind == "loop" and full.cycles / blocks.full_unroll * 8 < 2240  # cycles of 1024 x 1024 scores
+    assert 0.9 < kernel.vmem_bytes / vmem_bytes(blocks, 128, 128) <= 1
 
 
 @pytest.mark.slow
 def test_long_sequences_stream():
-    report = bundles.measure("flash:build_forward", seq=2**17, kv_heads=1, heads=2, sizes=dict(full_unroll=8))
+    """32k in four and two superblocks, as large as those of 128k."""
+    superblocks = default_blocks(2**15, 2**15, 128, 128)
+    assert superblocks == default_blocks(2**17, 2**17, 128, 128) and superblocks.k_rows < 2**15
+    report = bundles.measure("flash:build_forward", seq=2**15, kv_heads=1, heads=2, sizes=FEW_TILES)
     assert report.kernel("flash_forward").vmem_bytes < 62 * 2**20
 
 
@@ -468,7 +463,7 @@ def test_the_head_dims_of_the_presets_are_tested():
 
 
 @pytest.mark.slow
-def test_compiled_programs_hold_no_scores_in_memory():
+def test_compiled_programs_hold_no_scores_in_memory(few_tiles):
     """Attention and its gradients take less temporary memory than the scores of a head in bfloat16."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
@@ -481,7 +476,7 @@ def test_compiled_programs_hold_no_scores_in_memory():
 
 
 @pytest.mark.slow
-def test_compiled_branches_of_windows_contain_only_the_kernels():
+def test_compiled_branches_of_windows_contain_only_the_kernels(few_tiles):
     """Forward and backward, with documents, heads of 64 and the operations around attention in a model."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
