@@ -277,19 +277,24 @@ def attention_shapes():
 
 @pytest.mark.slow
 def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_predicted():
-    """Runs in a shard_map with check_vma, with all keys of a context axis, documents, and an offset from the axis."""
+    """Runs in a shard_map with check_vma, with all keys of a context axis, documents, and an offset from the axis.
+
+    Only 4k of 192 and 128 has the default blocks, of 1,024 x 1,024. Those of 256 x 256 compile in a tenth of the time.
+    """
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices[:2]
     mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
     split, gathered = P(None, None, "context"), P()
     shapes = [(T, H, V, window, G) for (H, V), (T, window, G) in attention_shapes().items()]
     assert any(window for *_, window, _ in shapes) and not all(window for *_, window, _ in shapes)
     for T, H, V, window, G in [*shapes, (2 * 32768, 128, 128, 0, 1)]:  # the last with keys in parts
+        few = {} if T == 4096 else dict(queries=256, keys=256, chunk=128)
+        blocks = replace(default_blocks(T // 2, T, H, V), **few)
 
-        def per_device(q, k, v, out, lse, ids, T=T, window=window):
+        def per_device(q, k, v, out, lse, ids, T=T, window=window, blocks=blocks):
             ids_here = jax.lax.dynamic_slice_in_dim(ids, jax.lax.axis_index("context") * (T // 2), T // 2, 1)
             offset = jax.lax.axis_index("context") * (T // 2)
             mask = Mask(window=window, segments=(ids_here, ids), q_offset=offset)
-            return backward(q, k, v, (out, lse), (out, lse), mask, Scores())
+            return backward(q, k, v, (out, lse), (out, lse), mask, Scores(), blocks=blocks)
 
         function = jax.shard_map(
             per_device,
@@ -307,7 +312,7 @@ def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_predicted():
             program = lowered.compile().as_text()
         kernels = program.split('custom_call_target="tpu_custom_call"')[1:]  # the text after each
         sizes = [int(SCOPED_BYTES.search(kernel)[1]) for kernel in kernels]
-        taken, predicted = max(sizes), vmem_bytes(default_blocks(T // 2, T, H, V), H, V)
+        taken, predicted = max(sizes), vmem_bytes(blocks, H, V)
         assert taken <= predicted <= taken + 10 * 2**20, (T, H, V, window, taken, predicted)
 
 
