@@ -42,9 +42,10 @@ the kernel's MFU is the step's.
 
 **Left out.** `tensor` over 16 devices or over the number of key heads; `expert` over 64 and `pipe` over 16; parts of a
 sequence under 1024 tokens; a pipeline where something else fits, unless there are several slices for its stages; custom
-policies that use the host; `collective_matmul`; `fsdp_transpose`. `fsdp` has only the largest size that the model's dim
-allows, a quarter of it, and the largest that leaves whole tiles of rows, with `data` for the rest. A size between these
-can be faster, by smaller rings and at the price of memory, but not by much.
+policies that use the host; `collective_matmul`. `fsdp` has only the largest size that the model's dim allows, a
+quarter of it, and the largest that leaves whole tiles of rows, with `data` for the rest. A size between these can be
+faster, by smaller rings and at the price of memory, but not by much. `fsdp_transpose` only takes what the largest
+`fsdp` leaves.
 """
 
 import argparse
@@ -240,10 +241,12 @@ def meshes(
                     largest = next((size for size in reversed(dividing) if fits_torus(axes_at(size))), 0)
                     in_tiles = (size for size in dividing if config.model_dim // size % ROWS_OF_A_TILE == 0)
                     tiled = max(in_tiles, default=0)
-                    for fsdp in (size for size in reversed(dividing) if size in (largest, largest / 4, tiled)):
-                        sizes = {axis: axes_at(fsdp)[axis] for axis in MESH_AXES}
+                    tried = [axes_at(size) for size in reversed(dividing) if size in (largest, largest / 4, tiled)]
+                    if 0 < largest < left:  # the other dim of each matrix may divide over what the model's dim leaves
+                        tried.append(axes_at(largest) | dict(fsdp_transpose=left // largest, data=replicas))
+                    for sizes in ({axis: sizes[axis] for axis in MESH_AXES} for sizes in tried):
                         batch_divides = config.batch % math.prod(sizes[axis] for axis in BATCH_AXES) == 0
-                        if batch_divides and (fsdp == largest or fits_torus(sizes)):
+                        if batch_divides and fits_torus(sizes):
                             yield sizes
 
 

@@ -14,6 +14,7 @@ import rules
 from config import REMAT_POLICIES
 from flags import from_preset, parse_flags
 from hardware import CHIPS, parse_topology
+from placement import MESH_AXES
 from predicted import planner, transformer, workload
 from predicted.planner import family, plan
 from predicted.step import predict
@@ -144,6 +145,17 @@ def test_weights_are_sharded_into_whole_tiles_where_that_is_faster():
 
 
 # -- the guide's table
+
+
+def test_what_a_models_dim_does_not_divide_shards_the_other_dim():
+    """2,880 is a multiple of 64 and not of 128; 8,192 is one of every power of two here."""
+    in_two_dims = lambda preset: [
+        sizes
+        for sizes in planner.meshes(from_preset(preset, batch=1280), 128, 1, False, lambda sizes: True)
+        if sizes["fsdp_transpose"] > 1
+    ]
+    assert dict.fromkeys(MESH_AXES, 1) | dict(fsdp=64, fsdp_transpose=2) in in_two_dims("gpt-oss-120b")
+    assert in_two_dims("llama3.1-70b") == []
 
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "qwen2.5-7b"])
