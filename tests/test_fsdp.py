@@ -311,9 +311,9 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes(programs):
 def test_tpu7x_hides_the_gathers_of_a_layer_like_llama_8b(programs):
     """At 2048 tokens a device, too, all gathers start in the layer before, whose first matmuls wait for none of them.
 
-    The layer has a quarter of Llama 3.1 8B's dims: the time of a gather by that of its matmul depends on the tokens.
+    The layer has an eighth of Llama 3.1 8B's dims: the time of a gather by that of its matmul depends on the tokens.
     """
-    dims = dict(seq_len=2048, model_dim=1024, ff_dim=3584, num_heads=8, num_kv_heads=2)
+    dims = dict(seq_len=2048, model_dim=512, ff_dim=1792, num_heads=4, num_kv_heads=1)
     forward, backward = layer_loops(compiled_step(Config(**TPU | dims), programs))
     assert re.fullmatch(r"M?G[GM]*GMM[gM]*g", forward), forward
     assert backward.index("M") < backward.index("g") and backward.rindex("G") < backward.rindex("M"), backward
