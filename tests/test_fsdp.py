@@ -135,9 +135,8 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("double_buffer", [False, True])
-def test_with_double_buffering_no_weights_are_copied(double_buffer):
-    """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops copies."""
+def test_with_double_buffering_no_weights_are_copied():
+    """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops has one copy."""
     layers, D, tokens = 16, 4096, 16_384
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -146,7 +145,7 @@ def test_with_double_buffering_no_weights_are_copied(double_buffer):
     specs = P(None, "fsdp"), P("fsdp")
 
     def loss(w_LdD, x_bD):
-        x_bD = fsdp.scan_layers(layer, gather, w_LdD, x_bD, None, prefetch=True, double_buffer=double_buffer)
+        x_bD = fsdp.scan_layers(layer, gather, w_LdD, x_bD, None, prefetch=True, double_buffer=True)
         return lax.psum(jnp.sum(x_bD.astype(jnp.float32)), "fsdp")
 
     shape = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -154,7 +153,7 @@ def test_with_double_buffering_no_weights_are_copied(double_buffer):
     gradient = jax.jit(jax.grad(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())))
     text = gradient.lower(*args).compile().as_text()
     copies = re.findall(rf"^  %\S+ = bf16\[{D},{D}\]\S* copy\(", text, re.MULTILINE)
-    assert len(copies) == (0 if double_buffer else 2)
+    assert f"bf16[{D},{D}]" in text and not copies
 
 
 @pytest.mark.slow
