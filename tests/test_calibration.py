@@ -177,10 +177,9 @@ def test_one_run_profiles_and_another_uses_the_profile(tmp_path, capsys):
 def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
     common = SMALL | dict(mesh="fsdp:8", sample=0, eval_every=0, log_every=1, compilation_cache="", fp8="delayed")
     common |= dict(steps=4, save_every=2)
-    uninterrupted = train.run(Config(**common, checkpoint_dir=str(tmp_path / "a")))
-    config = Config(**common, checkpoint_dir=str(tmp_path / "b"))
-    train.run(config)
-    shutil.rmtree(tmp_path / "b" / "4")
+    config = Config(**common, checkpoint_dir=str(tmp_path))
+    uninterrupted = train.run(config)
+    shutil.rmtree(tmp_path / "4")
     assert train.run(config)["eval_loss"] == uninterrupted["eval_loss"]
     with pytest.raises(ValueError, match="fp8 is 'delayed' there and 'dynamic' here"):
         train.run(dataclasses.replace(config, fp8="dynamic"))
