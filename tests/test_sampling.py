@@ -92,10 +92,11 @@ def test_the_sample_of_a_run_continues_its_prompt_also_past_the_context(mesh):
     for token in map(int, text.split()):
         if len(tokens) - first == 8:
             first += 4
-        seen = np.array([tokens[first:]])
-        ones, columns = np.ones_like(seen), np.arange(seen.shape[1])[None]
+        seen = np.zeros((1, 8), int)  # of one shape; a token does not see those after it
+        seen[0, : len(tokens) - first] = tokens[first:]
+        ones, columns = np.ones_like(seen), np.arange(8)[None]
         logits = reference.logits(sure(config), data.Batch(seen, seen, ones, columns, ones), config)
-        assert token == np.argmax(logits[0, -1])
+        assert token == np.argmax(logits[0, len(tokens) - first - 1])
         tokens.append(token)
 
 
