@@ -433,7 +433,7 @@ def glu_in_kernel(config: Config) -> bool:
     """
     saved, products = saved_names(config), {"expert_gate", "expert_up"}
     saves_some = bool(saved & products) and not saved >= products | {"expert_product"}
-    return config.moe_impl == "dropless" and not config.expert_bias and not saves_some
+    return config.moe_impl == "dropless" and not saves_some
 
 
 def read_names(saved: Collection[str], config: Config) -> frozenset[str]:

@@ -85,7 +85,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter, vary_alike
-from gmm import gated_products, gmm, summed_gmm, tgmm
+from gmm import bias_gradients, gated_products, gmm, summed_gmm, tgmm
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -526,10 +526,12 @@ def gated_dot(
     recipe: Recipe,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     names: tuple[str, str] = ("gate", "up"),
+    biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """activation(x . gate, x . up) of each group in one kernel: `gmm.gated_gmm` in FP8."""
+    """activation(x . gate, x . up) of each group in one kernel: `gmm.gated_gmm` in FP8. The biases are not FP8."""
     x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
-    return _gated((recipe, activation, names), x, q_gate, q_up, sizes_e, (gate.key, up.key))
+    x, biases = vary_alike((x, biases))
+    return _gated((recipe, activation, names), x, q_gate, q_up, biases, sizes_e, (gate.key, up.key))
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -582,22 +584,22 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, x, gate, up, sizes_e, keys):
-    return _gated_forward(options, x, gate, up, sizes_e, keys)[0]
+def _gated(options, x, gate, up, biases, sizes_e, keys):
+    return _gated_forward(options, x, gate, up, biases, sizes_e, keys)[0]
 
 
-def _gated_forward(options, x, gate, up, sizes_e, keys):
+def _gated_forward(options, x, gate, up, biases, sizes_e, keys):
     _, activation, names = options
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
-    options = dict(rhs_scale=(scale_of_gate, scale_of_up), out_dtype=x.source.dtype)
+    options = dict(rhs_scale=(scale_of_gate, scale_of_up), biases=biases, out_dtype=x.source.dtype)
     *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **options)
     products = [*map(checkpoint_name, products, names)]
-    return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], sizes_e, keys, products)
+    return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], biases, sizes_e, keys, products)
 
 
 def _gated_backward(options, residuals, dproduct):
     recipe, activation, _ = options
-    x, s_x, weights, sizes_e, keys, products = residuals
+    x, s_x, weights, biases, sizes_e, keys, products = residuals
     cotangents = jax.vjp(activation, *products)[1](dproduct)
     grads = [_grouped_gradient(dy, sizes_e, recipe, key) for dy, key in zip(cotangents, keys, strict=True)]
     q_dys, s_dys = zip(*grads, strict=True)
@@ -605,7 +607,8 @@ def _gated_backward(options, residuals, dproduct):
     scales = tuple(_times(s_dy, s_w) for s_dy, (_, s_w) in zip(s_dys, weights, strict=True))
     dx = summed_gmm(q_dys, matrices, sizes_e, rhs_scale=scales, out_dtype=dtype)
     dgate, dup = (tgmm(x, q_dy, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype) for q_dy, s_dy in grads)
-    return *(Quantized(None, None, d) for d in (dx, dgate, dup)), None, None
+    dbiases = bias_gradients(biases, cotangents, sizes_e)
+    return *(Quantized(None, None, d) for d in (dx, dgate, dup)), dbiases, None, None
 
 
 _gated.defvjp(_gated_forward, _gated_backward)

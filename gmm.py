@@ -37,7 +37,9 @@ A group's last tile may have few rows, and then the next tile has little time to
 ahead, where VMEM has space for three. With one ahead it waited 4% in DeepSeek-V3's shapes, and 9% in FP8
 (predicted, compiled/grid.py).
 
-**gated_gmm** multiplies a tile of rows with gate and up, applies the activation, and writes both products for backward.
+**gated_gmm** multiplies a tile of rows with gate and up, adds the biases of its group if there are any (gpt-oss),
+applies the activation, and writes both products for backward. A bias's gradient, a sum over rows, is XLA's: a pass over
+the gradients of both products.
 
 **summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as matrix units do.
 
@@ -57,7 +59,7 @@ work is included, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 110
     gmm     tiles of 640 x 1536 rows and columns       1.07      1.05
     tgmm    1024 rows, out in tiles of 2048 x 1536     1.24      1.05      at least 1.16 and 1.00, see above
 
-HBM is not included. It is hidden (`groups.moved_bytes`: 0.55 and 0.63 of the time), except for the first expert's
+HBM is not included. It is hidden (`bundles.moved_bytes`: 0.55 and 0.63 of the time), except for the first expert's
 matrix and tile, about 10,000 cycles.
 
 In gated_gmm the vector units, which are mostly idle, compute the activation in parallel with the matrix units. Those 8
@@ -68,8 +70,9 @@ an expert with K = 4096, forward, and once more if the backward pass recomputes 
 In place of summed_gmm, two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3
 235B (compiled), and hold one more array of all rows.
 
-**Left out.** The activation's gradient inside the kernels that follow it. Biases, which gpt-oss has before the
-activation. An FP8 result: its scale would have to be known before it. Scales of blocks along K. Splitting K.
+**Left out.** The activation's gradient inside the kernels that follow it. The sums of the biases' gradients in `tgmm`,
+which reads the same rows. A bias of `gmm` itself, as that of gpt-oss's down. An FP8 result: its scale would have to
+be known before it. Scales of blocks along K. Splitting K.
 Forward-mode derivatives.
 """
 
@@ -98,11 +101,11 @@ from groups import (
     default_tiles,
     gmm_buffers,
     heights,
+    other_columns,
     plan_of,
     register_rows,
     result_dtype,
     tgmm_buffers,
-    tile_counts,
 )
 
 # -- the functions
@@ -164,6 +167,7 @@ def gated_gmm(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     names: tuple[str, str] = ("gate", "up"),
     group_offset: jax.Array | int = 0,
     tiles: Tiles | None = None,
@@ -171,13 +175,14 @@ def gated_gmm(
 ) -> jax.Array:
     """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel. Code of one device.
 
-    Both products are rounded, as by `gmm`, and go through the activation in float32 before they leave VMEM.
-    Differentiable in lhs, gate and up. Both products are written, too, for the backward pass.
+    Both products, with their biases, are rounded, and go through the activation in float32 before they leave VMEM.
+    Differentiable in lhs, gate, up and biases. Both products are written, too, for the backward pass.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
       gate_EKN, up_EKN: have the same shape and type.
       activation: an elementwise function of two arrays, such as silu(gate) * up. It maps zeros to zero.
+      biases: of gate and of up, [E, N] each, added to the products of the group's rows.
       names: names of the products for a policy of `jax.checkpoint`. The backward pass runs the kernel again unless the
         policy saves both, and also the result if the gradient of the next operation needs it, as a matmul's does.
       tiles: default as for `gmm`, with a key for `gated`.
@@ -188,12 +193,12 @@ def gated_gmm(
     Raises:
       ValueError: shapes, types or tiles do not fit, operands are FP8, or VMEM is too small.
     """
-    _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
+    _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E, biases)
     if lhs_MK.dtype.itemsize == 1:
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
-    return _gated(names, options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset)))
+    return _gated(names, options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset, biases)))
 
 
 def gated_products(
@@ -203,7 +208,7 @@ def gated_products(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
-    group_offset: jax.Array | int = 0,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     rhs_scale: tuple[jax.Array | float, jax.Array | float] | None = None,
     out_dtype=None,
     tiles: Tiles | None = None,
@@ -212,18 +217,19 @@ def gated_products(
     """(lhs . gate[e], lhs . up[e], `gated_gmm`), also for FP8 operands. Not differentiable.
 
     Args:
+      biases: as for `gated_gmm`, added to the scaled products.
       rhs_scale: one for gate and one for up, as for `gmm`.
       out_dtype: as for `gmm`. The other arguments are as for `gated_gmm`.
 
     Raises:
       ValueError: as `gated_gmm`, but FP8 is allowed.
     """
-    _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E)
+    _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E, biases)
     scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
     options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
-    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
-    lhs, gate, up, sizes, offset, *scales = vary_alike(arrays)
-    return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None)
+    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.int32(0), _rows_of(biases), *scales)
+    lhs, gate, up, sizes, offset, rows, *scales = vary_alike(arrays)
+    return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None, rows)
 
 
 def summed_gmm(
@@ -308,8 +314,10 @@ def tgmm(
     return _tgmm((E, out_dtype, tiles, _interpreter(interpret)), *vary_alike(arrays))
 
 
-def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_scale=None, *, transpose_rhs, out_dtype):
-    """Defines `gmm`: each expert multiplies all rows, and its own are selected. Scales [M, 1], [E, 1, N]."""
+def reference_gmm(
+    lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_scale=None, bias=None, *, transpose_rhs, out_dtype
+):
+    """Defines `gmm`: each expert multiplies all rows, and its own are selected. Scales [M, 1], [E, 1, N], as bias."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
 
     def add_expert(e, out):
@@ -317,6 +325,7 @@ def reference_gmm(lhs, rhs, group_sizes, group_offset=0, lhs_scale=None, rhs_sca
         product = jnp.dot(lhs.astype(jnp.float32), weights, precision="highest")
         product = product if rhs_scale is None else product * rhs_scale[e]
         product = product if lhs_scale is None else product * lhs_scale
+        product = product if bias is None else product + bias[e]
         return jnp.where((group == e + group_offset)[:, None], product.astype(out_dtype), out)
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
@@ -339,19 +348,19 @@ def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_gr
 def _products(options, *arrays):
     """A tuple of results: one product, or both products and the activation of gated_gmm, or the sum of summed_gmm.
 
-    lhs, rhs and the scales of rhs are tuples, too.
+    lhs, rhs and the scales and biases of rhs are tuples, too.
     """
     transpose_rhs, out_dtype, _, activation, interpret = options
     kernel = partial(_gmm_call, options=options)
     if interpret:
         return kernel(*arrays)
 
-    def reference(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
+    def reference(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None):
         dtype = jnp.float32 if len(lhs) == 2 else out_dtype
         gmm_of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=dtype)
-        scales, inputs = rhs_scale or (None,) * len(rhs), lhs * (len(rhs) // len(lhs))
-        triples = zip(inputs, rhs, scales, strict=True)
-        products = [gmm_of(x, w, group_sizes, group_offset, lhs_scale, s) for x, w, s in triples]
+        scales, biases = (rows or (None,) * len(rhs) for rows in (rhs_scale, bias))
+        each = zip(lhs * (len(rhs) // len(lhs)), rhs, scales, biases, strict=True)
+        products = [gmm_of(x, w, group_sizes, group_offset, lhs_scale, s, b) for x, w, s, b in each]
         if len(lhs) == 2:
             return (sum(products).astype(out_dtype),)
         if activation:
@@ -388,22 +397,48 @@ _gmm.defvjp(_gmm_forward, _gmm_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(names, options, lhs, gate, up, group_sizes, group_offset):
-    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None)[2]
+def _gated(names, options, lhs, gate, up, group_sizes, group_offset, biases):
+    return _gated_forward(names, options, lhs, gate, up, group_sizes, group_offset, biases)[0]
 
 
-def _gated_forward(names, options, lhs, gate, up, *groups):
-    *products, product = _products(options, (lhs,), (gate, up), *groups, None, None)
-    return product, (lhs, gate, up, groups, [*map(checkpoint_name, products, names)])
+def _gated_forward(names, options, lhs, gate, up, group_sizes, group_offset, biases):
+    groups = group_sizes, group_offset
+    *products, product = _products(options, (lhs,), (gate, up), *groups, None, None, _rows_of(biases))
+    return product, (lhs, gate, up, groups, biases, [*map(checkpoint_name, products, names)])
+
+
+def _rows_of(biases):
+    """None, or each bias [E, N] as float32 [E, 1, N], of which a kernel reads a row."""
+    return biases and tuple(bias.astype(jnp.float32)[:, None] for bias in biases)
 
 
 def _gated_backward(names, options, saved, dproduct):
     *_, activation, interpret = options
-    lhs, gate, up, groups, products = saved
+    lhs, gate, up, groups, biases, products = saved
     dproducts = jax.vjp(activation, *products)[1](dproduct)
+    dbiases = bias_gradients(biases, dproducts, *groups)
     dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
-    return dlhs, dgate, dup, None, None
+    return dlhs, dgate, dup, None, None, dbiases
+
+
+def bias_gradients(biases, douts_MN, group_sizes, group_offset=0):
+    """The sum of each dout over each group's rows, [E, N] in the type of its bias; None without biases.
+
+    A matmul with the rows' one-hot groups, as adding up rows at indices would be a scatter. Rows without a group may
+    hold anything. XLA reads every dout once more.
+    """
+    if biases is None:
+        return None
+    row, ends_E = jnp.arange(douts_MN[0].shape[0]), jnp.cumsum(group_sizes)
+    own_E = lambda a: lax.dynamic_slice_in_dim(a, group_offset, biases[0].shape[0])
+    is_in_EM = (row >= own_E(ends_E - group_sizes)[:, None]) & (row < own_E(ends_E)[:, None])
+
+    def sums(bias, dout_MN):
+        dout_MN = jnp.where(row[:, None] < ends_E[-1], dout_MN, 0)  # 0 * NaN is NaN
+        return jnp.dot(is_in_EM.astype(dout_MN.dtype), dout_MN, preferred_element_type=jnp.float32).astype(bias.dtype)
+
+    return tuple(map(sums, biases, douts_MN))
 
 
 _gated.defvjp(_gated_forward, _gated_backward)
@@ -454,8 +489,11 @@ def check_gmm(lhs, rhs, group_sizes, transpose_rhs) -> tuple[int, int, int, int]
     return *lhs.shape, rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
 
-def _check_gated(lhs, gate, up, group_sizes) -> tuple[int, int, int, int]:
+def _check_gated(lhs, gate, up, group_sizes, biases) -> tuple[int, int, int, int]:
     shape = check_gmm(lhs, gate, group_sizes, False)
+    for bias in biases or ():
+        if bias.shape != shape[2:]:
+            raise ValueError(f"a bias has shape {list(bias.shape)}; it must be [E, N] = {list(shape[2:])}")
     if (gate.shape, gate.dtype) != (up.shape, up.dtype) or (lhs.dtype.itemsize > 1 and lhs.dtype != gate.dtype):
         types = [f"{a.dtype}{list(a.shape)}" for a in (lhs, gate, up)]
         raise ValueError(f"lhs, gate and up must have one type, gate and up one shape; they are {types}")
@@ -525,6 +563,18 @@ def _part(i, width, size):
     return pl.ds(pl.multiple_of(start, 128), width)
 
 
+def _each_part(n, cols, N, act):
+    """Calls act(columns in HBM, columns in VMEM) of the n-th part of N, whose last part may be wider than the others.
+
+    The widths of DMAs are static, so there is a branch for either. The buffers have the last part's width.
+    """
+    width = other_columns(cols, N)
+    if width == cols:
+        return act(_part(n, cols, N), slice(None))
+    pl.when(n * width < N - cols)(lambda: act(pl.ds(pl.multiple_of(n * width, 128), width), pl.ds(0, width)))
+    pl.when(n * width == N - cols)(lambda: act(pl.ds(N - cols, cols), slice(None)))
+
+
 def _position(plan, t):
     """Whether tile t is (the first tile of its group, the last tile of its group, the last tile of all)."""
     g, wraps = plan.tile_group[t], t + 1 == plan.totals[0]
@@ -538,17 +588,18 @@ def _matmul(x, y, contract):
     return lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _gmm_kernel(
-    plan, lhs, rhs, lhs_scale, rhs_scale, out, buf, arrived, written, filled, *, tiles, transpose_rhs, activation, unit
-):
+def _gmm_kernel(plan, lhs, rhs, lhs_scale, rows, out, buf, *semaphores, tiles, transpose_rhs, activation, unit):
     """Computes all tiles in the first `cols` columns of out, then in the next ones.
 
-    lhs, rhs, rhs_scale and out are tuples of `Variant.operands` references.
+    lhs, rhs and out are tuples of `Variant.operands` references. `rows` has two tuples, the scales and the biases of
+    rhs, which are rows of its columns, or None.
     """
+    (rhs_scale, bias), (arrived, written, filled) = rows, semaphores
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
     passes = pl.cdiv(N, tiles.cols)
     total = num_tiles * passes
+    pass_before = lambda t, n: jnp.where(t == 0, n - 1, n)  # the pass of the tile before tile t of pass n
 
     def fetch_tile(t, slot):
         in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
@@ -557,22 +608,30 @@ def _gmm_kernel(
         if lhs_scale is not None:
             yield pltpu.make_async_copy(lhs_scale.at[in_hbm], buf["lhs_scale"].at[slot, in_vmem], arrived.at[0, slot])
 
-    def fetch_expert(g, n, slot):
-        expert, cols = plan.group_expert[g], _part(n, tiles.cols, N)
-        for j, matrices in enumerate(rhs):
-            weights = matrices.at[expert, cols] if transpose_rhs else matrices.at[expert, :, cols]
-            yield pltpu.make_async_copy(weights, buf["rhs"].at[slot, j], arrived.at[1, slot])
-        for j, scale in enumerate(rhs_scale or ()):
-            yield pltpu.make_async_copy(scale.at[expert, :, cols], buf["rhs_scale"].at[slot, j], arrived.at[1, slot])
+    def fetch_expert(act, g, n, slot):
+        expert, cols_of = plan.group_expert[g], (lambda cols: (cols,) if transpose_rhs else (slice(None), cols))
 
-    def write(t, n, slot):
+        def copies(cols, in_vmem):
+            for j, matrices in enumerate(rhs):
+                weights, buffer = matrices.at[(expert, *cols_of(cols))], buf["rhs"].at[(slot, j, *cols_of(in_vmem))]
+                yield pltpu.make_async_copy(weights, buffer, arrived.at[1, slot])
+            for name, rows in (("rhs_scale", rhs_scale), ("bias", bias)):
+                for j, row in enumerate(rows or ()):
+                    buffer = buf[name].at[slot, j, :, in_vmem]
+                    yield pltpu.make_async_copy(row.at[expert, :, cols], buffer, arrived.at[1, slot])
+
+        _each_part(n, tiles.cols, N, lambda *part: act(copies(*part)))
+
+    def write(act, t, n, slot):
         in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_write[t], unit), _rows(0, plan.tile_write[t], unit)
-        for j, result in enumerate(out):
-            target = result.at[in_hbm, _part(n, tiles.cols, N)]
-            yield pltpu.make_async_copy(buf["out"].at[slot, j, in_vmem], target, written.at[slot])
 
-    def wait_for_write(t, slot):
-        pl.when(plan.tile_write[t] > 0)(lambda: _wait(write(t, 0, slot)))  # all columns have as many bytes
+        def copies(cols, cols_in_vmem):
+            for j, result in enumerate(out):
+                source = buf["out"].at[slot, j, in_vmem, cols_in_vmem]
+                # In one slice the compiler dies, of a dynamic number of rows with columns that 128 does not divide.
+                yield pltpu.make_async_copy(source, result.at[:, cols].at[in_hbm], written.at[slot])
+
+        pl.when(plan.tile_write[t] > 0)(lambda: _each_part(n, tiles.cols, N, lambda *part: act(copies(*part))))
 
     def zero_blocks(act):
         """Zeros the blocks of rows without a group on this device."""
@@ -592,30 +651,30 @@ def _gmm_kernel(
         @pl.when(is_first)
         @jax.named_scope("first of group")
         def _():
-            _wait(fetch_expert(g, n, nth & 1))
+            fetch_expert(_wait, g, n, nth & 1)
             was_last = g + 1 == num_groups
             following = (jnp.where(was_last, 0, g + 1), n + was_last.astype(jnp.int32), 1 - (nth & 1))
-            pl.when(nth + 1 < num_groups * passes)(lambda: _start(fetch_expert(*following)))
+            pl.when(nth + 1 < num_groups * passes)(lambda: fetch_expert(_start, *following))
 
         _wait(fetch_tile(t, slot))
-        pl.when(i > 1)(lambda: wait_for_write(last_but_one_t, slot))
+        pl.when(i > 1)(lambda: write(_wait, last_but_one_t, pass_before(last_t, pass_before(t, n)), slot))
         _gmm_tile(plan, t, slot, nth & 1, buf, tiles, transpose_rhs, activation)
         pl.when(is_first)(lambda: _take_shared(plan, t, slot, buf, unit))
         pl.when(is_last)(lambda: _leave_shared(plan, t, slot, buf, unit))
-        pl.when(plan.tile_write[t] > 0)(lambda: _start(write(t, n, slot)))
+        write(_start, t, n, slot)
         return next_t, next_n, t, last_t
 
     @pl.when(total > 0)
     def _():
         _start(fetch_tile(0, 0))
-        _start(fetch_expert(0, 0, 0))
+        fetch_expert(_start, 0, 0, 0)
 
     buf["zeros"][...] = jnp.zeros_like(buf["zeros"])
     buf["shared"][...] = jnp.zeros_like(buf["shared"])
     zero_blocks(_start)
     _, _, last_t, last_but_one_t = lax.fori_loop(0, total, one_tile, (0, 0, 0, 0))
-    pl.when(total > 1)(lambda: wait_for_write(last_but_one_t, total & 1))
-    pl.when(total > 0)(lambda: wait_for_write(last_t, (total - 1) & 1))
+    pl.when(total > 1)(lambda: write(_wait, last_but_one_t, pass_before(last_t, passes - 1), total & 1))
+    pl.when(total > 0)(lambda: write(_wait, last_t, passes - 1, (total - 1) & 1))
     zero_blocks(_wait)
 
 
@@ -629,7 +688,7 @@ def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation)
             product = product * buf["rhs_scale"][expert_slot, j]
         if buf["lhs_scale"] is not None:
             product = product * buf["lhs_scale"][slot, :height]
-        return product
+        return product if buf["bias"] is None else product + buf["bias"][expert_slot, j]
 
     def compute(height):
         if num_lhs == 2:
@@ -787,14 +846,15 @@ def _clear_rest(plan, t, slot, buf, unit):
 # -- the calls
 
 
-def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, options):
-    """Calls gmm's kernel and returns a tuple of results. lhs, rhs and rhs_scale are tuples, too."""
+def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None, *, options):
+    """Calls gmm's kernel and returns a tuple of results. lhs, rhs, rhs_scale and bias are tuples, too."""
     transpose_rhs, out_dtype, tiles, activation, interpret = options
     (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
     flags = dict(transpose_rhs=transpose_rhs, gated=activation is not None, summed=len(lhs) == 2)
     key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **flags)
-    variant = Variant(lhs_scale=lhs_scale is not None, rhs_scale=rhs_scale is not None, **flags)
+    given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, bias=bias)
+    variant = Variant(**flags, **{name: array is not None for name, array in given.items()})
     tiles = tiles or _tuned(key, Tiles, check_tiles, K, N, dtype, out_dtype, variant)
     tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, variant)
     check_tiles(tiles, K, N, dtype, out_dtype, variant)
@@ -804,7 +864,7 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant, rhs[0].dtype)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
-    operands = (plan, lhs, rhs, lhs_scale, rhs_scale)
+    operands = (plan, lhs, rhs, lhs_scale, (rhs_scale, bias))
     shape = jax.ShapeDtypeStruct((lhs[0].shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs[0]).mat)
     shapes, described = (shape,) * (3 if activation else 1), tuned.metadata(key, tiles, calls=1)
     products = M, K, N * len(rhs)
@@ -813,7 +873,7 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, *, opti
 
 
 def _tuned(key, make, check, *call):
-    """The tiles of a search, or None if they do not fit: the key has no scales and no result type."""
+    """The tiles of a search, or None if they do not fit: the key has no scales, biases and result type."""
     if tiles := tuned.best(key, make):
         try:
             check(tiles, *call)
@@ -890,15 +950,19 @@ def build_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None
     return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
 
 
-def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, **tiles):
+def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, bias=False, **tiles):
     """(function, shapes of its arguments) of `gated_products`."""
-    default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale))
+    default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale, bias=bias))
     shape = jax.ShapeDtypeStruct
     weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
     scales = (shape((groups, N), jnp.float32),) * 2 if rhs_scale else None
+    biases = (shape((groups, N), dtype),) * 2 if bias else None
     options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
-    run = lambda x, gate, up, sizes, scales: gated_products(x, gate, up, sizes, rhs_scale=scales, **options)
-    return run, [shape((M, K), dtype), weights, weights, sizes, scales]
+
+    def run(x, gate, up, sizes, scales, biases):
+        return gated_products(x, gate, up, sizes, rhs_scale=scales, biases=biases, **options)
+
+    return run, [shape((M, K), dtype), weights, weights, sizes, scales, biases]
 
 
 def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles):
@@ -912,7 +976,7 @@ def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=Non
 
 
 def main():
-    """Compares every kernel in the simulator with numpy in float64, and prints the tiles."""
+    """Compares every kernel in the simulator with numpy in float64."""
     rng = np.random.default_rng(0)
     sizes = np.array([100, 0, 1, 300, 47, 220])
     M, K, N = 700, 256, 384
@@ -929,10 +993,7 @@ def main():
         return abs(np.asarray(f(*arrays, jnp.asarray(sizes), tiles=tiles, interpret=simulated)) - expected).max()
 
     tiles = Tiles(128, 128, 32)
-    counts = tile_counts(sizes, M, tiles, "float32")
-    used = {name: count for name, count in counts.items() if count and name.endswith("rows")}
     print(f"groups      {' '.join(map(str, sizes))} of {M} rows")
-    print(f"tiles       {', '.join(f'{count} of {name}' for name, count in used.items())}")
     print(f"gmm         largest error {error(gmm, lhs, rhs, expected=out, tiles=tiles):.1e}")
     product = partial(gated_gmm, activation=lambda gate, up: gate * up)
     call = lambda x, w, sizes, **options: product(x, w, w, sizes, **options)

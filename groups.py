@@ -21,10 +21,10 @@ cycles; tuned.py holds the tiles that a search found for a shape.
 A dim that is a multiple of 128 is split into parts that divide it. If these are so narrow that reading takes longer
 than multiplying (`slowdown`), the parts overlap instead. 14,464 columns are 113 times 128: 6 parts of 2,560 are 6% more
 columns, while HBM would feed 113 parts of 128 in 2.9 times the time. Where two parts overlap, both compute and write
-the same values.
+the same values. Other numbers of columns of `gmm` are split into parts of a multiple of 128 and a wider last part,
+2,880 of gpt-oss into 1,408 and 1,472: a DMA may end with a dim, but not elsewhere within a register.
 
-**Cost.** For given group sizes, as needed to rank tiles: how often each part of a compiled kernel is executed
-(`executions`, for `compiled/bundles.py`), and the bytes between HBM and VMEM (`moved_bytes`).
+compiled/bundles.py counts what is executed and moved for given group sizes, to rank tiles.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
     """Tiles of gmm: out[rows, cols] = lhs[rows, K] . rhs[K, cols]. K is never split."""
 
     rows: int  # the most rows of a tile; a multiple of step
-    cols: int  # one of widths(N)
+    cols: int  # one of columns(N)
     step: int = 32  # heights are multiples of it; a multiple of a register's rows
 
 
@@ -73,6 +73,7 @@ class Variant(NamedTuple):
     lhs_scale: bool = False  # a scale for each row
     rhs_scale: bool = False  # any other scale
     gated: bool = False  # one lhs, two rhs, three results
+    bias: bool = False  # a row for each rhs, which is added to its product
     summed: bool = False  # two lhs, two rhs, one result
 
     def operands(self) -> tuple[int, int, int]:
@@ -125,6 +126,7 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
         rhs=((2, matrices, cols, K) if variant.transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
         lhs_scale=((2, tiles.rows, 1), np.float32) if variant.lhs_scale else None,
         rhs_scale=((2, matrices, 1, cols), np.float32) if variant.rhs_scale else None,
+        bias=((2, matrices, 1, cols), np.float32) if variant.bias else None,
         out=((2, results, tiles.rows, cols), out_dtype),
         shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
@@ -174,6 +176,19 @@ def widths(size: int) -> list[int]:
     return sorted(dividing | overlapping, reverse=True)
 
 
+def columns(N: int) -> list[int]:
+    """Returns the possible `cols` of Tiles: widths(N), and if 128 does not divide N, widths of a last, widest part."""
+    if N % 128 == 0:
+        return widths(N)
+    lasts = [N - (count - 1) * (N // 128 // count * 128) for count in range(2, N // MXU + 1)]
+    return [N, *(last for count, last in enumerate(lasts, 2) if cdiv(N, last) == count)]
+
+
+def other_columns(cols: int, N: int) -> int:
+    """The columns of each part of N but the last, which has `cols`."""
+    return (N - cols) // (cdiv(N, cols) - 1) if N % 128 and cols < N else cols
+
+
 def slowdown(tiles: Tiles | TgmmTiles, K: int, N: int) -> float:
     """Returns the time of a call over that of the matrix units alone on dims without overlap.
 
@@ -199,11 +214,11 @@ def default_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, variant
     rows = [most] + [rows for rows in (512, 384, 256, 128, 64, 32) if rows < most]
     fitting = [
         tiles
-        for tiles in (Tiles(r, c, step) for r in rows for c in widths(N))
+        for tiles in (Tiles(r, c, step) for r in rows for c in columns(N))
         if vmem_bytes(tiles, K, N, dtype, out_dtype, variant) <= VMEM_BYTES
     ]
     if not fitting:
-        check_tiles(Tiles(min(rows), min(widths(N)), step), K, N, dtype, out_dtype, variant)  # raises
+        check_tiles(Tiles(min(rows), min(columns(N)), step), K, N, dtype, out_dtype, variant)  # raises
     return max(
         fitting, key=lambda t: (-max(slowdown(t, K, N), WORTH_AN_OVERLAP), N % t.cols == 0, t.rows * t.cols, t.cols)
     )
@@ -232,14 +247,14 @@ def default_tgmm_tiles(M: int, K: int, N: int, E: int, dtype, out_dtype=None, sc
 def check_tiles(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN):
     """Raises ValueError if tiles are not multiples of what they must be, or take too much VMEM."""
     unit = register_rows(dtype, out_dtype)
-    if tiles.cols not in widths(N):
-        raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {widths(N)}")
+    if tiles.cols not in columns(N):
+        raise ValueError(f"{tiles}: cols must be N or, in parts of multiples of 128, of {N} one of {columns(N)}")
     if tiles.step % unit or tiles.rows % tiles.step or tiles.rows <= 0:
         raise ValueError(f"{tiles}: rows must be a multiple of step, and step of {unit}, the rows of a register")
     if (needed := vmem_bytes(tiles, K, N, dtype, out_dtype, variant)) > VMEM_BYTES:
         raise ValueError(
             f"{tiles} take {needed:,} bytes of VMEM with K={K}, more than the limit of {VMEM_BYTES:,}: "
-            f"take fewer rows or cols, or split K and add the results{_not_split(N=N)}"
+            "take fewer rows or cols, or split K and add the results"
         )
 
 
@@ -329,84 +344,3 @@ def plan_of(group_sizes, offset, num_groups: int, num_rows: int, unit: int, step
     totals = jnp.stack([jnp.sum(count), groups, jnp.minimum(begin, end), end])
     plan = Plan(totals, ordinal[g], block, size, size - is_shared, bucket, expert, starts[expert], ends[expert])
     return Plan(*(array.astype(jnp.int32) for array in plan))
-
-
-def listed(group_sizes, num_rows: int, tiles, dtype, out_dtype=None) -> Plan:
-    """The plan of a call with these group sizes, as numpy arrays without the unused ends of the lists."""
-    import jax  # here, so that predictions need no jax
-    import jax.numpy as jnp
-
-    unit = register_rows(dtype, out_dtype or result_dtype(dtype))
-    step = tiles.step if isinstance(tiles, Tiles) else tiles.rows
-    shape = (0, len(group_sizes), num_rows, unit, step, tiles)
-    plan = jax.jit(lambda sizes: plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
-    totals = np.asarray(plan.totals)
-    sizes = [totals[0] if name.startswith("tile") else totals[1] for name in Plan._fields[1:]]
-    return Plan(totals, *(np.asarray(array)[:size] for array, size in zip(plan[1:], sizes, strict=True)))
-
-
-def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
-    """{region: executions} in a call of the kernel for these group sizes, for `compiled/bundles.py`."""
-    plan = listed(group_sizes, num_rows, tiles, dtype, out_dtype)
-    group, bucket = plan.tile_group, plan.tile_height
-    num_tiles, num_groups = len(group), len(plan.group_expert)
-    is_last = np.diff(group, append=num_groups) > 0
-    names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
-    if isinstance(tiles, TgmmTiles):
-        names["add"] = int(np.sum(~is_last))
-        for k, height in enumerate(heights(tiles)):
-            names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
-    else:
-        names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(heights(tiles))}
-    return {name: passes * count for name, count in names.items()}
-
-
-def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
-    """How often each region of a compiled kernel that depends on the group sizes is executed, for its `cycles`.
-
-    A named region as often as `tile_counts` says; a branch with named regions inside as often as all of them; any other
-    region in the loop over tiles once for each tile.
-    """
-    passes = cdiv(K, tiles.k) * cdiv(N, tiles.n) if isinstance(tiles, TgmmTiles) else cdiv(N, tiles.cols)
-    counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
-    loop = kernel.region("tile")
-
-    def inside(region):
-        return [inner for child in region.children for inner in (child, *inside(child))]
-
-    def count(region):
-        if known := [counts[name] for name in region.names if name in counts]:
-            return known[0]
-        named = [name for inner in inside(region) for name in inner.names if name in counts]
-        if "tile" in named:
-            return 1
-        if named:
-            return sum(counts[name] for name in named)
-        return counts["tile"] if loop.first <= region.first <= loop.last else 0
-
-    return [count(region) for region in kernel.unknown()]
-
-
-def moved_bytes(
-    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, variant: Variant = PLAIN
-) -> int:
-    """The bytes between HBM and VMEM in a call of the kernel for these group sizes, without scales."""
-    inputs, matrices, results = variant.operands()
-    out_dtype = out_dtype or result_dtype(dtype)
-    in_bytes, out_bytes = (np.dtype(each).itemsize for each in (dtype, out_dtype))
-    sizes = np.asarray(group_sizes)
-    unit = register_rows(dtype, out_dtype)
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
-    if isinstance(tiles, TgmmTiles):
-        across, down = cdiv(N, tiles.n), cdiv(K, tiles.k)
-        computed_K, computed_N = down * tiles.k, across * tiles.n
-        return (
-            rows * (computed_K * across + computed_N * down) * in_bytes
-            + len(sizes) * computed_K * computed_N * out_bytes
-        )
-    experts, passes = int(np.sum(sizes > 0)), cdiv(N, tiles.cols)
-    computed_N = passes * tiles.cols
-    read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    return read * in_bytes + results * num_rows * computed_N * out_bytes

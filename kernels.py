@@ -192,7 +192,7 @@ def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blo
 
 def _gmm_choices(s: dict) -> Iterator[groups.Tiles]:
     rule = _gmm_rule(s)
-    for rows, cols in product((128, 256, 384, 512, 640, 768, 1024), groups.widths(s["N"])):
+    for rows, cols in product((128, 256, 384, 512, 640, 768, 1024), groups.columns(s["N"])):
         if cols >= min(512, s["N"]) and rows % rule.step == 0:
             yield rule._replace(rows=rows, cols=cols)
 
@@ -251,8 +251,8 @@ def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     if s.get("waits", True):
         return grouped_time(name, report, s, tiles).seconds * CLOCK_HZ
     sizes = ragged(_rows_of_experts(s), s["E"])
-    executions = groups.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    moved = groups.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
+    executions = bundles.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    moved = bundles.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -262,8 +262,8 @@ def grouped_time(name: str, report: bundles.Report, s: dict, tiles) -> grid.Time
     The cycles beside the matmuls of a tile are spread evenly over the tiles.
     """
     kernel, sizes = report.kernel(name), ragged(_rows_of_experts(s), s["E"])
-    executions = groups.executions(kernel, sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    plan = groups.listed(sizes, s["M"], tiles, s["dtype"])
+    executions = bundles.executions(kernel, sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    plan = bundles.listed(sizes, s["M"], tiles, s["dtype"])
     cycles = np.zeros(len(plan.tile_group))
     for bucket, height in enumerate(groups.heights(tiles)):
         last = f"finish {height}" if name == "tgmm" else f"{height} rows"
@@ -489,7 +489,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         sizes = dict(M=args.M, K=args.K, N=args.N, E=args.E, dtype=args.dtype)
         swapped, transposed = dict(K=args.N, N=args.K), dict(transpose_rhs=True)
         cotangents = dict(dtype=args.dtype.replace("e4m3fn", "e5m2"))  # in FP8 the format with the larger range
-        # Gate and up: a kernel for each, if they have biases, or one kernel for both.
+        # Gate and up: one kernel for both, or a kernel for each where a policy saves only some of their results.
         input_gradient = sizes | swapped | transposed | cotangents
         calls = [("gmm", sizes), ("gmm", sizes | dict(gated=True)), ("gmm", input_gradient), ("tgmm", sizes)]
         dtype, scaled = jnp.dtype(input_gradient["dtype"]), "float8" in args.dtype

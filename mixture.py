@@ -57,16 +57,16 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
 
 
 def expert_activation(w: Layers, x, sizes, config: Config):
-    """`moe.glu` of x @ expert_gate and x @ expert_up, for each expert's rows."""
+    """`moe.glu` of x @ expert_gate and x @ expert_up, with their biases, for each expert's rows."""
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
+    biases = (w.bias_expert_gate, w.bias_expert_up) if config.expert_bias else None
     activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
     if glu_in_kernel(config):
         if isinstance(w.expert_gate, fp8.Weight):
-            return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names)
-        return moe.gated_matmul(x, *weights, sizes, activation, names)
+            return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names, biases)
+        return moe.gated_matmul(x, *weights, sizes, activation, names, biases)
     products = expert_matmuls(x, weights, sizes, config)
-    if config.expert_bias:
-        biases = (w.bias_expert_gate, w.bias_expert_up)
+    if biases:
         products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
     return activation(*map(remat.named, products, names))
 

@@ -241,7 +241,7 @@ def experts(tokens: int = 4096, E: int = 16, X: int = 2) -> Chapter:
     logits = jax.random.normal(key, (tokens, E)) + 0.08 * jnp.arange(E)
     sizes = np.asarray(moe.loads(moe.route(logits, X).experts_tX, E)).astype(int)
     tiles = groups.Tiles(rows=256, cols=512, step=64)
-    counts = groups.tile_counts(sizes, tokens * X, tiles, jnp.bfloat16)
+    counts = bundles.tile_counts(sizes, tokens * X, tiles, jnp.bfloat16)
     least = math.ceil(tokens * X / tiles.rows)
     computed = sum(int(name.split()[0]) * count for name, count in counts.items() if name.endswith(" rows"))
     text = (

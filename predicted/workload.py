@@ -557,8 +557,9 @@ def elementwise_elements(
     Args:
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts, and so all sort them.
-      gated: whether the experts' kernel computes their SwiGLU, in the forward pass and when it is repeated. Then only
-        half of the SwiGLU counts as elementwise work, its gradient.
+      gated: whether the experts' kernel computes their SwiGLU and adds biases before it, in the forward pass and when
+        it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient. Passes for biases are not
+        counted: that of the results of down, and one over the gradients of gate and up for the sums of their biases.
     """
     D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
     Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)

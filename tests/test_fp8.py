@@ -17,6 +17,7 @@ from support import SMALL, assert_close, collectives, equations, init, make_batc
 
 import fp8
 import model
+import moe
 import parameters
 import placement
 import rules
@@ -572,17 +573,19 @@ def test_gated_dot_equals_the_activation_of_two_grouped_dots(rounding):
     keys = jax.random.split(jax.random.key(1), 6)
     x, *weights = (jax.random.normal(k, s) for k, s in zip(keys[:3], ((96, 32), (4, 32, 16), (4, 32, 16)), strict=True))
     activation = lambda gate, up: jax.nn.silu(gate) * up
+    biases = tuple(jax.random.normal(k, (4, 16)) for k in keys[:2])
 
-    def run(fused, x, *weights):
+    def run(fused, x, biases, *weights):
         quantized = [fp8.quantize(w, recipe, (1,), axes=(), is_weight=True) for w in weights]
         gate, up = (fp8.Weight(q, key=key) for q, key in zip(quantized, keys[3:5], strict=True))
         if fused:
-            return fp8.gated_dot(x, gate, up, sizes, recipe, activation)
-        return activation(*fp8.grouped_dot(x, (gate, up), sizes, recipe))
+            return fp8.gated_dot(x, gate, up, sizes, recipe, activation, biases=biases)
+        products = fp8.grouped_dot(x, (gate, up), sizes, recipe)
+        return activation(*(moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)))
 
-    (y, pull), (want, want_pull) = (jax.vjp(partial(run, fused), x, *weights) for fused in (True, False))
+    (y, pull), (want, want_pull) = (jax.vjp(partial(run, fused), x, biases, *weights) for fused in (True, False))
     dy = jax.random.normal(keys[5], y.shape)
-    for a, b in zip((y, *pull(dy)), (want, *want_pull(dy)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, ((y, *pull(dy)), (want, *want_pull(dy)))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
 
 

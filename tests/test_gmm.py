@@ -14,9 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from support import relative_error
 
 import gmm as module
 import groups
+import moe
 from compiled import bundles
 from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
@@ -152,6 +154,25 @@ def test_parts_that_overlap_of_gate_and_up_and_of_both_dims():
     for outs in (1, 2):
         out = tgmm(lhs, dout, sizes, tiles=TgmmTiles(256, 512, 512, outs), interpret=SIMULATED)
         check(out, expected_tgmm(lhs, dout, sizes), 160)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[40, 0, 50, 3], [0, 0, 64, 0]], ids=str)
+def test_a_dim_that_128_does_not_divide_has_a_wider_last_part(sizes):
+    """520 columns, and biases, are parts of 256 and 264; a pass has one tile or several."""
+    assert groups.columns(520) == [520, 264]
+    lhs, gate, _, sizes = case(sizes, 101, 64, 520)
+    _, up, _, _ = case(sizes, 101, 64, 520, seed=1)
+    options = dict(tiles=Tiles(64, 264), interpret=SIMULATED)
+    biases = np.float32(np.random.default_rng(2).standard_normal((2, 4, 520)))
+    products = gated_products(lhs, gate, up, sizes, jnp.multiply, biases=tuple(map(jnp.asarray, biases)), **options)
+    transposed = gmm(lhs, up.swapaxes(1, 2), sizes, transpose_rhs=True, **options)
+    for actual, weights, bias in ((products[0], gate, biases[0]), (products[1], up, biases[1]), (transposed, up, None)):
+        expected = expected_gmm(lhs, weights, sizes)
+        for e, rows in enumerate(rows_of(sizes)):
+            expected[rows] += 0 if bias is None else bias[e]
+        check(actual, expected, 64)
+    np.testing.assert_array_equal(products[2], products[0] * products[1])
 
 
 @pytest.mark.slow
@@ -349,6 +370,37 @@ def test_gradients_of_gated_gmm(offset, backend):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected)
 
 
+@pytest.mark.parametrize("backend", SLOW_KERNEL)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gated_gmm_with_biases_equals_separate_matmuls(dtype, backend):
+    """Values and all gradients of gpt-oss's SwiGLU, whose limit clamps many; rows without a group are NaN.
+
+    In bfloat16 the products are rounded once, with their biases.
+    """
+    lhs, gate, up, dproduct, sizes = gated_case([0, 20, 7, 0, 30], M=64, K=32, N=128, dtype=dtype)
+    biases = tuple(jax.random.normal(jax.random.key(i), (5, 128), dtype) for i in range(2))
+    activation = partial(moe.glu, limit=1.0)
+
+    def fused(lhs, gate, up, biases):
+        options = dict(tiles=SMALL, interpret=BACKENDS[backend])
+        return gated_gmm(lhs, gate, up, sizes, activation, biases=biases, **options)
+
+    def separate(lhs, gate, up, biases):
+        products = (gmm(x, w, sizes, out_dtype=F32) for x, w in ((lhs, gate), (lhs, up)))
+        pairs = zip(products, biases, strict=True)
+        rounded = (moe.add_bias(y, bias.astype(F32), sizes).astype(dtype) for y, bias in pairs)
+        return activation(*(y.astype(F32) for y in rounded)).astype(dtype)
+
+    def value_and_gradients(f, *arrays):
+        y, pull = jax.vjp(f, *arrays)
+        return y, *pull(dproduct)
+
+    actual, expected = (jax.jit(partial(value_and_gradients, f))(lhs, gate, up, biases) for f in (fused, separate))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == dtype and relative_error(a, b) < (1e-5 if dtype == F32 else 0.01)
+    assert not np.asarray(actual[0][57:]).any() and np.asarray(actual[-1][0]).any(1).tolist() == [0, 1, 1, 0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "calls"), [(("a", "b", "product"), 1), (("a", "b"), 2), (("a", "product"), 2), ((), 2)]
@@ -449,6 +501,8 @@ def test_operands_that_do_not_fit():
     for wrong in (rhs.astype(BF16), rhs[:, :, :128]):
         with pytest.raises(ValueError, match="must have one type, gate and up one shape"):
             gated_gmm(lhs, rhs, wrong, sizes, silu)
+    with pytest.raises(ValueError, match=r"a bias has shape \[256\]; it must be \[E, N\] = \[2, 256\]"):
+        gated_gmm(lhs, rhs, rhs, sizes, silu, biases=(rhs[0, 0], rhs[0, 0]))
     in_fp8 = (x.astype(E4M3) for x in (lhs, rhs, rhs))
     with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
         gated_gmm(*in_fp8, sizes, silu)
@@ -477,8 +531,8 @@ def test_cycles_of_gmm():
     assert kernel.vmem_bytes == groups.vmem_bytes(tiles, K, N, BF16, BF16) - groups.SPILL_BYTES  # spills nothing
     rng = np.random.default_rng(0)
     for sizes in (RAGGED, [1024] * 8, *rng.multinomial(M, rng.dirichlet(np.full(8, 20.0), 8))[:4]):
-        counts = groups.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=groups.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = bundles.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=bundles.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert ideal_cycles(M, K, N) < cycles.compute < 1.18 * ideal_cycles(M, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 
@@ -495,12 +549,12 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
 
     def cycles(builder):
         kernel = bundles.measure(builder, K=K, N=N, **tiles._asdict()).kernel("gmm")
-        counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
+        counts = bundles.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         gated = builder.endswith("gated")
         if gated:
             estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(gated=True))
             assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
-        moved = groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
+        moved = bundles.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
         total = kernel.cycles(counts, moved_bytes=moved)
         assert total.hbm < total.compute  # hidden
         return total.compute
@@ -518,9 +572,9 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
     def cycles(summed):
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
         kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
-        counts = groups.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
+        counts = bundles.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         total = kernel.cycles(
-            counts, moved_bytes=groups.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
+            counts, moved_bytes=bundles.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
         )
         estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(transpose_rhs=True, summed=summed))
         assert kernel.vmem_bytes <= estimate and total.hbm < total.compute
@@ -540,8 +594,8 @@ def test_cycles_of_tgmm():
     for sizes in (RAGGED, [1024] * 8):
         starts = np.cumsum(sizes) - sizes
         passes = sum(-(-(start % 16 + size) // 256) for start, size in zip(starts, sizes, strict=True))
-        counts = groups.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=groups.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = bundles.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=bundles.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert cycles.compute < 1.4 * ideal_cycles(256 * passes, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 

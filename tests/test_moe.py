@@ -311,16 +311,17 @@ def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
     """gmm.py's functions run on the CPU as their references: values and gradients."""
     _, _, gate, up, down = layer()
     x, sizes = jax.random.normal(jax.random.key(0), (40, gate.shape[1])), jnp.array([0, 9, 1, 0, 20, 3, 0, 4])[:E]
+    biases = tuple(jax.random.normal(jax.random.key(i), gate[:, 0].shape) for i in (1, 2))
 
-    def experts(x, gate, up, down):
-        product = moe.gated_matmul(x, gate, up, sizes, partial(moe.glu, limit=7.0))
+    def experts(x, gate, up, down, biases):
+        product = moe.gated_matmul(x, gate, up, sizes, partial(moe.glu, limit=1.0), biases=biases)
         return moe.grouped_matmul(product, down.swapaxes(1, 2), sizes, transpose=True)
 
     results = []
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
-        y, pull = jax.vjp(experts, x, gate, up, down)
-        results.append((y, *pull(jnp.cos(y))))
+        y, pull = jax.vjp(experts, x, gate, up, down, biases)
+        results.append(jax.tree.leaves((y, *pull(jnp.cos(y)))))
     for a, b in zip(*results, strict=True):
         assert relative_error(a, b) < 1e-5
 

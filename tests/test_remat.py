@@ -123,7 +123,7 @@ def saved_residuals(config: Config) -> tuple[Counter, Counter]:
     ("flags", "kernels"),
     [
         (dict(remat="none"), 1),
-        (dict(remat="full"), 2),
+        (dict(remat="full", expert_bias=True, swiglu_limit=0.5), 2),
         (dict(remat="minimal"), 0),
         (dict(remat="minimal_with_context"), 0),
         (dict(remat="custom", remat_tensors="expert_gate:device,expert_up:device,expert_product:device"), 1),
