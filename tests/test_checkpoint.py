@@ -220,7 +220,7 @@ def test_a_kill_during_a_save_loses_no_earlier_checkpoint(values, saved, tmp_pat
     killed, metrics = tmp_path / "killed", tmp_path / "metrics.jsonl"
     values = values | dict(steps=20, save_every=1, keep_checkpoints=1, checkpoint_dir=killed, metrics_file=metrics)
     complete = 0
-    for kill, call in enumerate((13, 14, 16)):  # a save renames the folders of its three items, then its own
+    for kill, call in enumerate((13, 16)):  # a save renames the folders of its three items, then its own
         out = tmp_path / f"{kill}.out"
         program = trials.signalled("os.rename", call, number=signal.SIGKILL)
         assert start(values, out, program=program).wait(120) == -signal.SIGKILL
@@ -454,12 +454,12 @@ def flip_bits(folder: Path, copy: Config, saved: Config, num_flips: int) -> list
 def test_a_flipped_bit_is_found_or_changes_nothing(saved, copy):
     """With `pytest -s` it prints how often each happened.
 
-    Orbax writes some values twice, under names that differ from save to save, so 20 to 43 of the 60 flips hit what is
-    read.
+    Orbax writes some values twice, under names that differ from save to save, so a third of the flips or more hit what
+    is read.
     """
-    outcomes = flip_bits(Path(copy.checkpoint_dir), copy, saved, num_flips=60)
+    outcomes = flip_bits(Path(copy.checkpoint_dir), copy, saved, num_flips=30)
     print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
-    assert set(outcomes) == {"found", "restored bit by bit"} and outcomes.count("found") > 10
+    assert set(outcomes) == {"found", "restored bit by bit"} and outcomes.count("found") > 5
     gc.collect()
 
 
