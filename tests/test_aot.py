@@ -181,7 +181,7 @@ def test_a_slice_smaller_than_a_host_is_an_error(monkeypatch):
         aot.lower_step(Config(mesh="fsdp:2"), "tpu7x:1x1x1")
 
 
-BETWEEN = dict(batch=32, seq_len=512, vocab_size=2048, num_layers=2, model_dim=1024, ff_dim=1024, num_heads=4) | dict(
+BETWEEN = dict(batch=32, seq_len=256, vocab_size=2048, num_layers=2, model_dim=1024, ff_dim=512, num_heads=4) | dict(
     num_kv_heads=2, head_dim=128, dtype="bfloat16", remat="full"
 )
 
