@@ -59,7 +59,7 @@ work is included, for M=8192, K=4096, N=1536 in bf16, 8 groups. Ragged: 1000 110
     gmm     tiles of 640 x 1536 rows and columns       1.07      1.05
     tgmm    1024 rows, out in tiles of 2048 x 1536     1.24      1.05      at least 1.16 and 1.00, see above
 
-HBM is not included. It is hidden (`bundles.moved_bytes`: 0.55 and 0.63 of the time), except for the first expert's
+HBM is not included. It is hidden (`grid.moved_bytes`: 0.55 and 0.63 of the time), except for the first expert's
 matrix and tile, about 10,000 cycles.
 
 In gated_gmm the vector units, which are mostly idle, compute the activation in parallel with the matrix units. Those 8

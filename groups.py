@@ -24,7 +24,7 @@ columns, while HBM would feed 113 parts of 128 in 2.9 times the time. Where two 
 the same values. Other numbers of columns of `gmm` are split into parts of a multiple of 128 and a wider last part,
 2,880 of gpt-oss into 1,408 and 1,472: a DMA may end with a dim, but not elsewhere within a register.
 
-compiled/bundles.py counts what is executed and moved for given group sizes, to rank tiles.
+compiled/grid.py counts what is executed and moved for given group sizes, to rank tiles.
 """
 
 from collections.abc import Sequence

@@ -251,8 +251,8 @@ def _grouped_cycles(name: str, report: bundles.Report, s: dict, tiles) -> float:
     if s.get("waits", True):
         return grouped_time(name, report, s, tiles).seconds * CLOCK_HZ
     sizes = ragged(_rows_of_experts(s), s["E"])
-    executions = bundles.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    moved = bundles.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
+    executions = grid.executions(report.kernel(name), sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    moved = grid.moved_bytes(sizes, s["M"], s["K"], s["N"], tiles, s["dtype"], variant=_variant(s))
     return report.kernel(name).cycles(executions, moved_bytes=moved).total
 
 
@@ -262,8 +262,8 @@ def grouped_time(name: str, report: bundles.Report, s: dict, tiles) -> grid.Time
     The cycles beside the matmuls of a tile are spread evenly over the tiles.
     """
     kernel, sizes = report.kernel(name), ragged(_rows_of_experts(s), s["E"])
-    executions = bundles.executions(kernel, sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
-    plan = bundles.listed(sizes, s["M"], tiles, s["dtype"])
+    executions = grid.executions(kernel, sizes, s["M"], s["K"], s["N"], tiles, s["dtype"])
+    plan = grid.listed(sizes, s["M"], tiles, s["dtype"])
     cycles = np.zeros(len(plan.tile_group))
     for bucket, height in enumerate(groups.heights(tiles)):
         last = f"finish {height}" if name == "tgmm" else f"{height} rows"

@@ -544,7 +544,7 @@ def own_table() -> str:
             continue
         kind = groups.Tiles if name == "gmm" else groups.TgmmTiles
         sizes, tiles = kernels.ragged(s["M"], s["E"]), kind(**entry["blocks"])
-        plan = bundles.listed(sizes, s["M"], tiles, s["dtype"])
+        plan = grid.listed(sizes, s["M"], tiles, s["dtype"])
         heights = np.array(groups.heights(tiles))[plan.tile_height].astype(float)
         one_pass = entry["cycles"] * heights / heights.sum()
         passes = cdiv(s["N"], tiles.cols) if name == "gmm" else cdiv(s["K"], tiles.k) * cdiv(s["N"], tiles.n)

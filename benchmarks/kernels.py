@@ -225,8 +225,8 @@ def read_grouped(which: str, report: bundles.Report) -> float:
     variant = groups.Variant(gated=gated)
     of_gmm = partial(groups.default_tiles, variant=variant)
     tiles = (groups.default_tgmm_tiles if which == "tgmm" else of_gmm)(*shape, len(RAGGED), "bfloat16")
-    executions = bundles.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
-    moved = bundles.moved_bytes(RAGGED, *shape, tiles, "bfloat16", variant=variant)
+    executions = grid.executions(kernel, RAGGED, *shape, tiles, "bfloat16")
+    moved = grid.moved_bytes(RAGGED, *shape, tiles, "bfloat16", variant=variant)
     return kernel.cycles(executions, moved_bytes=moved).total
 
 

@@ -33,7 +33,7 @@ import groups
 import masks
 import moe
 import pipeline
-from compiled import bundles
+from compiled import bundles, grid
 from hardware import si
 from predicted import residuals, workload
 from predicted.step import Kind
@@ -226,8 +226,8 @@ def blocks(length: int = 2048, block: int = 128) -> Chapter:
     def draw(figure):
         from matplotlib.colors import ListedColormap
 
-        for axes, (name, grid) in zip(figure.subplots(1, len(grids)), grids.items(), strict=True):
-            axes.imshow(grid, cmap=ListedColormap([LIGHT, ORANGE, BLUE]), vmin=0, vmax=2)
+        for axes, (name, blocks) in zip(figure.subplots(1, len(grids)), grids.items(), strict=True):
+            axes.imshow(blocks, cmap=ListedColormap([LIGHT, ORANGE, BLUE]), vmin=0, vmax=2)
             axes.set(title=name, xlabel="keys", xticks=[], yticks=[])
         figure.supylabel("queries")
         figure.suptitle("blue: computed, without a mask    orange: with the mask    grey: skipped", fontsize=9)
@@ -241,7 +241,7 @@ def experts(tokens: int = 4096, E: int = 16, X: int = 2) -> Chapter:
     logits = jax.random.normal(key, (tokens, E)) + 0.08 * jnp.arange(E)
     sizes = np.asarray(moe.loads(moe.route(logits, X).experts_tX, E)).astype(int)
     tiles = groups.Tiles(rows=256, cols=512, step=64)
-    counts = bundles.tile_counts(sizes, tokens * X, tiles, jnp.bfloat16)
+    counts = grid.tile_counts(sizes, tokens * X, tiles, jnp.bfloat16)
     least = math.ceil(tokens * X / tiles.rows)
     computed = sum(int(name.split()[0]) * count for name, count in counts.items() if name.endswith(" rows"))
     text = (

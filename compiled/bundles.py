@@ -66,11 +66,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 import command
 import compiler_flags
-import groups
 from compiled import liveness
 from hardware import CHIPS
 
@@ -707,91 +704,6 @@ def _dumps(folder: str, name: str, label: str) -> list[str]:
     """The texts that a pass wrote for a kernel, one for each compilation."""
     file = re.compile(rf"(\d+)-{re.escape(name)}-\d+-{re.escape(label)}\.txt")
     return [path.read_text() for path in sorted(Path(folder).iterdir()) if file.fullmatch(path.name)]
-
-
-# -- the kernels of gmm.py, for given group sizes
-
-
-def listed(group_sizes, num_rows: int, tiles, dtype, out_dtype=None) -> groups.Plan:
-    """The plan of a call with these group sizes, as numpy arrays without the unused ends of the lists."""
-    import jax
-    import jax.numpy as jnp
-
-    unit = groups.register_rows(dtype, out_dtype or groups.result_dtype(dtype))
-    step = tiles.step if isinstance(tiles, groups.Tiles) else tiles.rows
-    shape = (0, len(group_sizes), num_rows, unit, step, tiles)
-    plan = jax.jit(lambda sizes: groups.plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
-    totals = np.asarray(plan.totals)
-    sizes = [totals[0] if name.startswith("tile") else totals[1] for name in groups.Plan._fields[1:]]
-    return groups.Plan(totals, *(np.asarray(array)[:size] for array, size in zip(plan[1:], sizes, strict=True)))
-
-
-def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
-    """{region: executions} in a call of the kernel for these group sizes."""
-    plan = listed(group_sizes, num_rows, tiles, dtype, out_dtype)
-    group, bucket = plan.tile_group, plan.tile_height
-    num_tiles, num_groups = len(group), len(plan.group_expert)
-    is_last = np.diff(group, append=num_groups) > 0
-    names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
-    if isinstance(tiles, groups.TgmmTiles):
-        names["add"] = int(np.sum(~is_last))
-        for k, height in enumerate(groups.heights(tiles)):
-            names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
-    else:
-        names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(groups.heights(tiles))}
-    return {name: passes * count for name, count in names.items()}
-
-
-def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
-    """How often each region of a compiled kernel that depends on the group sizes is executed, for its `cycles`.
-
-    A named region as often as `tile_counts` says; a branch with named regions inside as often as all of them; any other
-    region in the loop over tiles once for each tile.
-    """
-    is_tgmm, cdiv = isinstance(tiles, groups.TgmmTiles), groups.cdiv
-    passes = cdiv(K, tiles.k) * cdiv(N, tiles.n) if is_tgmm else cdiv(N, tiles.cols)
-    counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
-    loop = kernel.region("tile")
-
-    def inside(region):
-        return [inner for child in region.children for inner in (child, *inside(child))]
-
-    def count(region):
-        if known := [counts[name] for name in region.names if name in counts]:
-            return known[0]
-        named = [name for inner in inside(region) for name in inner.names if name in counts]
-        if "tile" in named:
-            return 1
-        if named:
-            return sum(counts[name] for name in named)
-        return counts["tile"] if loop.first <= region.first <= loop.last else 0
-
-    return [count(region) for region in kernel.unknown()]
-
-
-def moved_bytes(
-    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, variant: groups.Variant = groups.PLAIN
-) -> int:
-    """The bytes between HBM and VMEM in a call of the kernel for these group sizes, without scales."""
-    inputs, matrices, results = variant.operands()
-    out_dtype = out_dtype or groups.result_dtype(dtype)
-    in_bytes, out_bytes = (np.dtype(each).itemsize for each in (dtype, out_dtype))
-    sizes = np.asarray(group_sizes)
-    unit = groups.register_rows(dtype, out_dtype)
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
-    if isinstance(tiles, groups.TgmmTiles):
-        across, down = groups.cdiv(N, tiles.n), groups.cdiv(K, tiles.k)
-        computed_K, computed_N = down * tiles.k, across * tiles.n
-        return (
-            rows * (computed_K * across + computed_N * down) * in_bytes
-            + len(sizes) * computed_K * computed_N * out_bytes
-        )
-    experts, passes = int(np.sum(sizes > 0)), groups.cdiv(N, tiles.cols)
-    computed_N = passes * tiles.cols if N % 128 == 0 else N
-    read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    return read * in_bytes + results * num_rows * computed_N * out_bytes
 
 
 # -- command line

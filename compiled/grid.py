@@ -20,6 +20,9 @@ computes. If its output is complete, it requests the write. The next step waits 
 successor needs the buffer. With `lookahead`, an input is requested as soon as a buffer is free, however many steps
 ahead. This is `pl.Buffered(use_lookahead=True)`, and what gmm.py does with the matrices of its groups.
 
+The kernels of gmm.py loop over a plan of their own, which depends on the groups' sizes. For given sizes, `executions`
+has how often each part of the compiled kernel is executed, and `moved_bytes` the bytes between HBM and VMEM.
+
 **Constants** (`TPU7X`). The clock of 1.76 GHz and the 3.2 TB/s of a copy are those of compiled/schedule.py. The latency
 of 1 us is the only one that is new. benchmarks/kernel_timings.py fits all three to half of the times that hardware
 measured, of those kernels that were compiled, and checks them on the others.
@@ -33,6 +36,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+import groups
 from hardware import CHIPS, HBM_REACHED, KERNEL_CLOCK
 
 CHIP = CHIPS["tpu7x"]
@@ -146,3 +150,88 @@ def timed(events: Sequence[tuple[int, int, float]], names: Sequence[str], memory
             now = until
     waits_s = {name: seconds for name, seconds in zip(names, waits, strict=True) if seconds}
     return Time(now, compute / memory.clock_hz, nbytes / memory.hbm_bytes_per_s, waits_s)
+
+
+# -- the kernels of gmm.py, for given group sizes
+
+
+def listed(group_sizes, num_rows: int, tiles, dtype, out_dtype=None) -> groups.Plan:
+    """The plan of a call with these group sizes, as numpy arrays without the unused ends of the lists."""
+    import jax
+    import jax.numpy as jnp
+
+    unit = groups.register_rows(dtype, out_dtype or groups.result_dtype(dtype))
+    step = tiles.step if isinstance(tiles, groups.Tiles) else tiles.rows
+    shape = (0, len(group_sizes), num_rows, unit, step, tiles)
+    plan = jax.jit(lambda sizes: groups.plan_of(sizes, *shape))(jnp.asarray(group_sizes, jnp.int32))
+    totals = np.asarray(plan.totals)
+    sizes = [totals[0] if name.startswith("tile") else totals[1] for name in groups.Plan._fields[1:]]
+    return groups.Plan(totals, *(np.asarray(array)[:size] for array, size in zip(plan[1:], sizes, strict=True)))
+
+
+def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes: int = 1) -> dict[str, int]:
+    """{region: executions} in a call of the kernel for these group sizes."""
+    plan = listed(group_sizes, num_rows, tiles, dtype, out_dtype)
+    group, bucket = plan.tile_group, plan.tile_height
+    num_tiles, num_groups = len(group), len(plan.group_expert)
+    is_last = np.diff(group, append=num_groups) > 0
+    names = {"tile": num_tiles, "first of group": num_groups, "last of group": num_groups}
+    if isinstance(tiles, groups.TgmmTiles):
+        names["add"] = int(np.sum(~is_last))
+        for k, height in enumerate(groups.heights(tiles)):
+            names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
+    else:
+        names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(groups.heights(tiles))}
+    return {name: passes * count for name, count in names.items()}
+
+
+def executions(kernel, group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None) -> list[int]:
+    """How often each region of a compiled kernel that depends on the group sizes is executed, for its `cycles`.
+
+    A named region as often as `tile_counts` says; a branch with named regions inside as often as all of them; any other
+    region in the loop over tiles once for each tile.
+    """
+    is_tgmm, cdiv = isinstance(tiles, groups.TgmmTiles), groups.cdiv
+    passes = cdiv(K, tiles.k) * cdiv(N, tiles.n) if is_tgmm else cdiv(N, tiles.cols)
+    counts = tile_counts(group_sizes, num_rows, tiles, dtype, out_dtype, passes)
+    loop = kernel.region("tile")
+
+    def inside(region):
+        return [inner for child in region.children for inner in (child, *inside(child))]
+
+    def count(region):
+        if known := [counts[name] for name in region.names if name in counts]:
+            return known[0]
+        named = [name for inner in inside(region) for name in inner.names if name in counts]
+        if "tile" in named:
+            return 1
+        if named:
+            return sum(counts[name] for name in named)
+        return counts["tile"] if loop.first <= region.first <= loop.last else 0
+
+    return [count(region) for region in kernel.unknown()]
+
+
+def moved_bytes(
+    group_sizes, num_rows: int, K: int, N: int, tiles, dtype, out_dtype=None, variant: groups.Variant = groups.PLAIN
+) -> int:
+    """The bytes between HBM and VMEM in a call of the kernel for these group sizes, without scales."""
+    inputs, matrices, results = variant.operands()
+    out_dtype = out_dtype or groups.result_dtype(dtype)
+    in_bytes, out_bytes = (np.dtype(each).itemsize for each in (dtype, out_dtype))
+    sizes = np.asarray(group_sizes)
+    unit = groups.register_rows(dtype, out_dtype)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    rows = int(np.sum(np.where(sizes > 0, -(-ends // unit) - starts // unit, 0))) * unit
+    if isinstance(tiles, groups.TgmmTiles):
+        across, down = groups.cdiv(N, tiles.n), groups.cdiv(K, tiles.k)
+        computed_K, computed_N = down * tiles.k, across * tiles.n
+        return (
+            rows * (computed_K * across + computed_N * down) * in_bytes
+            + len(sizes) * computed_K * computed_N * out_bytes
+        )
+    experts, passes = int(np.sum(sizes > 0)), groups.cdiv(N, tiles.cols)
+    computed_N = passes * tiles.cols if N % 128 == 0 else N
+    read = inputs * rows * K * passes + matrices * experts * K * computed_N
+    return read * in_bytes + results * num_rows * computed_N * out_bytes

@@ -251,7 +251,7 @@ def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
     second = (tmp_path / "second.out").read_text()
     assert f"resumed    from step {step} in {directory}\n" in second and f"\nstep {step + 1:>2}/60" in second
     assert steps_in(directory) == [step, 60]
-    words = ("mesh", "model", "data", "resumed", "compiled", "step", "measured", "terminated", "in all")
+    words = ("mesh", "model", "data", "resumed", "compiled", "step", "measured", "page", "terminated", "in all")
     for name in ("first", "second"):
         lines = (tmp_path / f"{name}.out").read_text().splitlines()
         assert [line for line in lines if not line.startswith(words)] == []

@@ -15,7 +15,7 @@ import fp8
 import groups
 import masks
 import pipeline
-from compiled import bundles
+from compiled import grid
 from flags import from_preset
 from hardware import CHIPS, parse_topology
 from placement import fill_mesh, parse_mesh
@@ -118,7 +118,7 @@ def test_exercise_11_seven_or_six():
     some = [(begin, end) for begin, end in zip(ends - sizes, ends, strict=True) if begin < end]
     assert sum(-(-end // tile) - begin // tile for begin, end in some) == 7
     assert sum(-(-(end - begin) // tile) for begin, end in some) == 6
-    assert bundles.tile_counts(sizes, 1024, groups.Tiles(tile, 128), "float32")["tile"] == 6
+    assert grid.tile_counts(sizes, 1024, groups.Tiles(tile, 128), "float32")["tile"] == 6
 
 
 @pytest.mark.slow

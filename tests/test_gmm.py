@@ -19,7 +19,7 @@ from support import relative_error
 import gmm as module
 import groups
 import moe
-from compiled import bundles
+from compiled import bundles, grid
 from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles, Variant
@@ -531,8 +531,8 @@ def test_cycles_of_gmm():
     assert kernel.vmem_bytes == groups.vmem_bytes(tiles, K, N, BF16, BF16) - groups.SPILL_BYTES  # spills nothing
     rng = np.random.default_rng(0)
     for sizes in (RAGGED, [1024] * 8, *rng.multinomial(M, rng.dirichlet(np.full(8, 20.0), 8))[:4]):
-        counts = bundles.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=bundles.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = grid.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=grid.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert ideal_cycles(M, K, N) < cycles.compute < 1.18 * ideal_cycles(M, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 
@@ -549,12 +549,12 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
 
     def cycles(builder):
         kernel = bundles.measure(builder, K=K, N=N, **tiles._asdict()).kernel("gmm")
-        counts = bundles.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
+        counts = grid.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         gated = builder.endswith("gated")
         if gated:
             estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(gated=True))
             assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
-        moved = bundles.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
+        moved = grid.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(gated=gated))
         total = kernel.cycles(counts, moved_bytes=moved)
         assert total.hbm < total.compute  # hidden
         return total.compute
@@ -572,9 +572,9 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
     def cycles(summed):
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
         kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
-        counts = bundles.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
+        counts = grid.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         total = kernel.cycles(
-            counts, moved_bytes=bundles.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
+            counts, moved_bytes=grid.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
         )
         estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(transpose_rhs=True, summed=summed))
         assert kernel.vmem_bytes <= estimate and total.hbm < total.compute
@@ -594,8 +594,8 @@ def test_cycles_of_tgmm():
     for sizes in (RAGGED, [1024] * 8):
         starts = np.cumsum(sizes) - sizes
         passes = sum(-(-(start % 16 + size) // 256) for start, size in zip(starts, sizes, strict=True))
-        counts = bundles.executions(kernel, sizes, M, K, N, tiles, BF16)
-        cycles = kernel.cycles(counts, moved_bytes=bundles.moved_bytes(sizes, M, K, N, tiles, BF16))
+        counts = grid.executions(kernel, sizes, M, K, N, tiles, BF16)
+        cycles = kernel.cycles(counts, moved_bytes=grid.moved_bytes(sizes, M, K, N, tiles, BF16))
         assert cycles.compute < 1.4 * ideal_cycles(256 * passes, K, N)
         assert cycles.hbm < cycles.compute  # hidden
 

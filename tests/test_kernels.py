@@ -478,7 +478,7 @@ def test_the_time_of_a_grouped_matmul_is_its_cycles_and_its_waits():
     tiles = groups.TgmmTiles(512, 128, 128)
     time = kernels.grouped_time("tgmm", compiled_tgmm(), SMALL_TGMM, tiles)
     without = kernels._grouped_cycles("tgmm", compiled_tgmm(), SMALL_TGMM | dict(waits=False), tiles)
-    num_tiles = len(bundles.listed(kernels.ragged(4096, 4), 4096, tiles, "bfloat16").tile_group)
+    num_tiles = len(grid.listed(kernels.ragged(4096, 4), 4096, tiles, "bfloat16").tile_group)
     assert time.compute_s == pytest.approx((2 * num_tiles * 1000 + 100) / kernels.CLOCK_HZ)
     assert without < time.compute_s * kernels.CLOCK_HZ * 1.1
     assert 1.3 < time.seconds / time.compute_s < 2.5 and time.waits_s["lhs"] + time.waits_s["dout"] > 0.2 * time.seconds
@@ -496,16 +496,16 @@ def test_tiles_that_compute_for_longer_do_not_wait():
 def test_the_walk_of_gmm_moves_the_bytes_of_a_call(dtype, flags):
     s = dict(M=4096, K=512, N=512, E=4, dtype=dtype) | flags
     sizes, tiles = kernels.ragged(4096, 4), groups.Tiles(640, 256, 32)
-    operands = kernels._gmm_operands(bundles.listed(sizes, 4096, tiles, dtype), s, tiles)
-    assert bytes_of(operands) == bundles.moved_bytes(sizes, 4096, 512, 512, tiles, dtype, variant=kernels._variant(s))
+    operands = kernels._gmm_operands(grid.listed(sizes, 4096, tiles, dtype), s, tiles)
+    assert bytes_of(operands) == grid.moved_bytes(sizes, 4096, 512, 512, tiles, dtype, variant=kernels._variant(s))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_walk_of_tgmm_moves_the_bytes_of_a_call(dtype):
     s, tiles = dict(M=4096, K=512, N=512, E=4, dtype=dtype), groups.TgmmTiles(512, 256, 512)
     sizes = kernels.ragged(4096, 4)
-    operands = kernels._tgmm_operands(bundles.listed(sizes, 4096, tiles, dtype), s, tiles)
-    assert bytes_of(operands) == bundles.moved_bytes(sizes, 4096, 512, 512, tiles, dtype)
+    operands = kernels._tgmm_operands(grid.listed(sizes, 4096, tiles, dtype), s, tiles)
+    assert bytes_of(operands) == grid.moved_bytes(sizes, 4096, 512, 512, tiles, dtype)
 
 
 def bytes_of(operands):

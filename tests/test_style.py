@@ -26,8 +26,9 @@ FLOORS = [
     {"families", "prepare", "data_mixtures"},
     {"anatomy", "flags", "tensor_files", "data"},
     {"attention", "flash_backward", "groups", "remote_dma", "interconnect", "transformer", "matrices"}
-    | {"compiler_flags", "schedule", "liveness", "schedules", "spikes", "moments", "grid"},
-    {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"} | {"trace"},
+    | {"compiler_flags", "schedule", "liveness", "schedules", "spikes", "moments"},
+    {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
+    | {"trace", "grid"},
     {"report", "timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
     {"residuals", "cost", "calibration", "machine", "weights", "muon"},
