@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -343,6 +344,7 @@ def start(
 
     It also sees `variables`. Its stdout goes to `out`, its stderr to the file of that name with the suffix .err.
     """
+    signal.signal(signal.SIGHUP, lambda *_: None)  # once loaded by a test, libtpu ignores it, and children inherit that
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (variables or {})
     flags = [f"--{name}={value}" for name, value in values.items()]
