@@ -74,11 +74,12 @@ class Scene:
 def pass_on_no_ignored_signals() -> None:
     """Lets the programs that this one starts receive SIGHUP and SIGINT, also under nohup or a shell's &.
 
-    An ignored signal is inherited, a handler is not.
+    An ignored signal is inherited, a handler is not. libtpu, once loaded, ignores SIGHUP unseen by Python, so the
+    handler that Python has is set again.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
+        handler = signal.getsignal(number)
+        signal.signal(number, (lambda *_: None) if handler == signal.SIG_IGN else handler)
 
 
 def signalled(

@@ -4,10 +4,10 @@ import dataclasses
 import gc
 import importlib.metadata
 import os
-import signal
 from pathlib import Path
 
 import compiler_flags
+from benchmarks import trials
 
 # Programs of tests run once, for milliseconds, and take most of the time to compile: on the CPU with no optimization.
 # It leaves what the TPU7x compiler makes as it is. XLA_FLAGS="" pytest: as users have it.
@@ -16,9 +16,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # takes twice as l
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
 compiler_flags.without_tpu()
-for number in (signal.SIGHUP, signal.SIGINT):  # nohup pytest, or a shell's &: programs of tests would ignore them, too
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, lambda *_: None)
+trials.pass_on_no_ignored_signals()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +37,7 @@ import rules
 import sharding
 import spikes
 import train
+from benchmarks import trials
 from config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -344,7 +344,7 @@ def start(
 
     It also sees `variables`. Its stdout goes to `out`, its stderr to the file of that name with the suffix .err.
     """
-    signal.signal(signal.SIGHUP, lambda *_: None)  # once loaded by a test, libtpu ignores it, and children inherit that
+    trials.pass_on_no_ignored_signals()
     ours = ("JAX_", "TPU_", "TF_", "ALLOW_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (variables or {})
     flags = [f"--{name}={value}" for name, value in values.items()]

@@ -1,5 +1,6 @@
 """benchmarks/faults.py: its checks can fail, its cheapest trials hold, and its stored results are in the table."""
 
+import ctypes
 import random
 import shutil
 import signal
@@ -57,10 +58,14 @@ def test_an_end_without_its_one_sentence_is_seen(complained, why):
         trials.expect(End(0, "", "train.py: error: the corpus is gone\n", 0.0), 0)
 
 
-def test_programs_take_signals_that_are_ignored_here(scene):
-    """Under nohup a drill of SIGHUP would otherwise find that nothing happens."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("by_python", [True, False])
+def test_programs_take_signals_that_are_ignored_here(by_python, scene):
+    """Under nohup a drill of SIGHUP would otherwise find that nothing happens. libtpu ignores it unseen by Python."""
+    before = signal.getsignal(signal.SIGHUP)
+    ctypes.CDLL(None).signal(signal.SIGHUP, ctypes.c_void_p(1))
     try:
+        if by_python:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         dies = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
         assert python(scene, dies).status == 0
         trials.pass_on_no_ignored_signals()

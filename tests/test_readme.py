@@ -76,7 +76,7 @@ ON_A_RUN = [c for c in COMMANDS if re.match(r"python (sampling|evaluation|report
 
 
 @pytest.mark.slow
-def test_commands_on_a_run_run(tmp_path):
+def test_commands_that_read_a_run(tmp_path):
     """It has one narrow layer, a checkpoint, and metrics."""
     saved, cache = f"--checkpoint_dir={tmp_path / 'saved'}", f"--compilation_cache={tmp_path / 'cache'}"
     run = [*TRAIN[0], "--num_layers=1", "--model_dim=32", "--ff_dim=32", "--head_dim=4", "--steps=2", "--seq_len=64"]
