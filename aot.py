@@ -45,6 +45,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,7 +56,7 @@ import outputs
 import placement
 import report as pages
 import rules
-from compiled import bundles, hlo, liveness, results, schedule, timeline, trace
+from compiled import bundles, hlo, liveness, operations, results, schedule, timeline, trace
 from compiled.trace import mesh_axes
 from config import Config
 from hardware import CHIPS, Chip, by, parse_topology, si
@@ -117,12 +118,14 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     import train
 
     chip, chips = parse_topology(topology)
-    if chip.name not in CHIPS:
+    real = CHIPS[chip.name.partition("+")[0]]  # the compiler makes the same program for each power state
+    if dataclasses.replace(chip, name=real.name, p_state=real.p_state) != real:
         raise ValueError(f"{topology}: there is no compiler for a chip that is not there; roofline.py predicts it")
     options = {"wrap": tuple(axis.wrap for axis in chip.axes(chips))} if chip.torus_axes == 3 else {}
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+        name = f"{real.name}:{by(chips)}"
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except jax.errors.JaxRuntimeError as error:
         if "opology" not in str(error):
             raise
@@ -136,8 +139,11 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     return Lowered(train.lower_step(config, mesh), list(mesh.devices.flat))
 
 
-def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[dict, str]:
+def compile_step(lowered: Lowered, flags: dict[str, str], cache: str, dump: Path | None = None) -> tuple[dict, str]:
     """(memory that the compiled program needs, its HLO in order of execution); from `cache` if compiled before.
+
+    Args:
+      dump: the folder of operations.dumped; then the memory also has the `cycles` of operations.count.
 
     Raises:
       DoesNotFitError: the compiler refused the program for lack of memory.
@@ -147,6 +153,7 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
     entry = Path(cache) / "aot" / lowered.key(flags) if cache else None
     if entry and (entry / "found.json").exists():
         memory = json.loads((entry / "found.json").read_text())
+    if entry and (entry / "found.json").exists() and (not dump or "cycles" in memory):
         return memory | {"cached": True}, gzip.decompress((entry / "program.hlo.gz").read_bytes()).decode()
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -174,6 +181,8 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str) -> tuple[d
         "cached": False,
     }
     program = executable.as_text()
+    if dump:
+        memory["cycles"] = operations.count(dump, hlo.parse(program))
     if entry:
         entry.mkdir(parents=True, exist_ok=True)
         with outputs.replacing(entry / "program.hlo.gz", "wb") as file:
@@ -257,8 +266,8 @@ def predicted(config: Config, args: argparse.Namespace) -> Prediction:
     return predict(run_of(config, *parse_topology(args.topology), num_slices=args.num_slices))
 
 
-def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> dict:
-    """Compiles and predicts a step; returns the report, in seconds and bytes."""
+def report(config: Config, args: argparse.Namespace, flags: dict[str, str], dump: Path | None = None) -> dict:
+    """Compiles and predicts a step; returns the report, in seconds and bytes. `dump` is that of compile_step."""
     chip, chips = parse_topology(args.topology)
     kernels = schedule.parse_pairs(args.kernel, "--kernel")
     prediction = predicted(config, args)
@@ -269,7 +278,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         counted = calls, filled, config.compilation_cache, not args.no_waits
         cycles = pool.submit(kernel_cycles, *counted)
         try:
-            memory, program = compile_step(lowered, flags, config.compilation_cache)
+            memory, program = compile_step(lowered, flags, config.compilation_cache, dump)
         except DoesNotFitError as error:
             error.details |= {"kernels": vmem_of(calls)} if error.details["memory"] == "vmem" else {}
             raise
@@ -277,12 +286,13 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         with outputs.replacing(args.hlo_out) as file:
             file.write(program)
     over_step = memory.pop("live_over_step", ())  # programs that were cached before it was stored lack it
+    counted = memory.pop("cycles", {})
     program = hlo.parse(program)
     cycles = kernels | cycles_by_name(program, cycles.result())
     trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
     events = [] if args.trace or args.report else None
     options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
-    breakdown = schedule.walk(program, **options, events=events)
+    breakdown = schedule.walk(program, **options, events=events, counted=counted)
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     result = {
@@ -299,6 +309,8 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> d
         "hbm_limit_bytes": prediction.run.hbm_limit,
         "host_limit_bytes": prediction.run.host_limit if math.isfinite(prediction.run.host_limit) else None,
         "step_s": breakdown.seconds,
+        "counted": breakdown.counted if counted else 0.0,
+        "estimated_step_s": schedule.walk(program, **options).seconds if counted else breakdown.seconds,
         "mfu": flops / breakdown.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
         "tokens_per_s_per_chip": tokens / breakdown.seconds / num_chips,
@@ -375,6 +387,12 @@ def describe(result: dict) -> str:
     flags = ", ".join(f"{name}={value}" for name, value in result["xla_flags"].items()) or "none but the defaults"
     flags += f" ({', '.join(by_hand)}: not in compiler_flags.py)" if by_hand else ""
     step_s, roofline = result["step_s"], result["roofline"]
+    cycles = "of XLA's operations by its estimates (--bundles counts them)"
+    if result["counted"]:
+        estimated = si(result["estimated_step_s"], "s")
+        cycles = (
+            f"{result['counted']:.1%} of the time of XLA's operations counted in bundles; by its estimates {estimated}"
+        )
     gib = lambda name: f"{result[name] / GiB:.2f}"
     host_limit = f" of {gib('host_limit_bytes')}" if result["host_bytes"] and result["host_limit_bytes"] else ""
     lines = [
@@ -386,6 +404,7 @@ def describe(result: dict) -> str:
         f"{roofline['hbm_bytes'] / GiB:.2f})",
         f"  step        {si(step_s, 's')}, MFU {result['mfu']:.1%}, {result['tokens_per_s_per_chip']:,.0f} tokens/s a "
         "chip (predicted from the compiled schedule)",
+        f"  cycles      {cycles}",
         f"  roofline    {si(roofline['step_s'], 's')}, bound by {roofline['bound']} (predicted)",
         f"  exposed     {si(result['exposed_comm_s'], 's')} of communication, {result['exposed_comm_s'] / step_s:.1%}",
         "",
@@ -418,7 +437,7 @@ def describe(result: dict) -> str:
     return "\n".join(lines)
 
 
-def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> list[dict]:
+def compare(config: Config, args: argparse.Namespace, flags: dict[str, str], dump: Path | None = None) -> list[dict]:
     """The reports for two settings of prefetch, sparsecore (offload of collectives), or vmem (of an operation)."""
     offload = "xla_tpu_enable_sparse_core_collective_offload_"
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
@@ -431,7 +450,9 @@ def compare(config: Config, args: argparse.Namespace, flags: dict[str, str]) -> 
             (f"vmem={kib} KiB", config, flags | {"xla_tpu_scoped_vmem_limit_kib": kib}) for kib in ("32768", "61440")
         ],
     }
-    return [{"setting": name} | report(variant, args, options) for name, variant, options in settings[args.compare]]
+    return [
+        {"setting": name} | report(variant, args, options, dump) for name, variant, options in settings[args.compare]
+    ]
 
 
 COMMANDS = {"results": results.main, "schedule": schedule.main, "timeline": timeline.main, "bundles": bundles.main}
@@ -447,6 +468,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_argument("--compare", choices=("prefetch", "sparsecore", "vmem"), help="compile with it and without")
     about = "cycles of kernels that are not the project's own, or that replace their count; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
+    about = (
+        "count the cycles of XLA's operations in their bundles (compiled/operations.py), which takes 2 to 4 times as "
+    )
+    about += "long, rather than take its estimates"
+    machine.add_argument("--bundles", action="store_true", help=about)
     about = "count the cycles of grouped matmuls without their waits for memory, as stored results did before these"
     machine.add_argument("--no_waits", action="store_true", help=about)
     machine.add_argument(
@@ -473,7 +499,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError('compiling for TPU needs libtpu: pip install -e ".[tpu]"')
         compiler_flags.without_tpu()
         compiler_flags.set_init_args(flags)
-        result = compare(config, args, flags) if args.compare else report(config, args, flags)
+        with operations.dumped() if args.bundles else nullcontext() as dump:
+            result = (compare if args.compare else report)(config, args, flags, dump)
     except DoesNotFitError as error:
         status = refuse(config, args, error.details)
         result = {"fits": False, **error.details}

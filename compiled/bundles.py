@@ -301,21 +301,21 @@ def result_latency(text: str) -> int | None:
 
 
 @dataclass
-class _Span:
+class Span:
     """A range of bundles that is a loop, a branch or the kernel, and the spans in it."""
 
     kind: str
     first: int
     last: int
     trips: int | None = None
-    inside: list["_Span"] = dataclasses.field(default_factory=list)
+    inside: list["Span"] = dataclasses.field(default_factory=list)
 
     def own(self) -> list[int]:
         taken = {i for span in self.inside for i in range(span.first, span.last + 1)}
         return [i for i in range(self.first, self.last + 1) if i not in taken]
 
 
-def spans_of(bundles: Sequence[str], trips: Mapping[int, int]) -> _Span:
+def spans_of(bundles: Sequence[str], trips: Mapping[int, int]) -> Span:
     """The tree of loops and branches.
 
     A jump back closes a loop. A jump forward skips a branch, so that a `lax.cond` has two, side by side. A branch that
@@ -331,12 +331,12 @@ def spans_of(bundles: Sequence[str], trips: Mapping[int, int]) -> _Span:
             if target <= i:
                 starts = {int(n) for n in re.findall(r"Start region (\d+)", bundles[target])}
                 count = [trips[n] for n in starts & trips.keys()]
-                spans.append(_Span("loop", target, min(following, len(bundles)) - 1, count[0] if count else None))
+                spans.append(Span("loop", target, min(following, len(bundles)) - 1, count[0] if count else None))
             elif target > following:
                 text = "".join(bundles[following:target])
                 copies = "%v" not in text and ("iteration_bounds:" in text or "pipeline-emitter" in text)
-                spans.append(_Span("copy" if copies else "branch", following, target - 1))
-    root = _Span("kernel", 0, len(bundles) - 1)
+                spans.append(Span("copy" if copies else "branch", following, target - 1))
+    root = Span("kernel", 0, len(bundles) - 1)
     for span in sorted(spans, key=lambda span: (span.first, -span.last)):
         outer = root
         while inner := next((s for s in outer.inside if s.first <= span.first <= s.last), None):
@@ -390,7 +390,7 @@ def regions_of(dump: Mapping[str, str], grid: Sequence[int]) -> Region:
         raise ValueError(f"{len(bundles)} bundles in the schedule, {len(uses)} in the table of slots")
     latency = result_latency(dump["paths"]) or RESULT_LATENCY
 
-    def region(span: _Span, executions: int | None) -> Region:
+    def region(span: Span, executions: int | None) -> Region:
         own = span.own()
         names = tuple(dict.fromkeys(name for i in own for name in SCOPE.findall(bundles[i])))
         cycles = simulate([bundles[i] for i in own], latency)
@@ -403,7 +403,7 @@ def regions_of(dump: Mapping[str, str], grid: Sequence[int]) -> Region:
     return region(spans_of(bundles, read_trips(dump["loops"])), 1)
 
 
-def _executions(span: _Span, executions: int | None, grid: Sequence[int]) -> list[tuple[_Span, int | None]]:
+def _executions(span: Span, executions: int | None, grid: Sequence[int]) -> list[tuple[Span, int | None]]:
     """(span, executions in a call, None if unknown) for each span in one that is executed `executions` times.
 
     The loop over the grid has more iterations than the grid has steps, because its pipeline starts and ends with DMA

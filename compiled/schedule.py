@@ -12,11 +12,12 @@ collective. With newer compilers `call-start` has no operands: a `call-update` h
 
 **The walk** goes through the lines with a clock, `now`, and a queue of transfers for each engine:
 
-    TensorCore        now += estimated_cycles / clock       XLA writes the estimate into the instruction
-      no estimate     now += bytes in HBM / W_hbm           bytes of outputs and operands. If a slice is read from or
-                                                            written into an array, the bytes of the slice. Sorting n
-                                                            elements reads and writes them log n (log n + 1) / 2 times,
-                                                            the passes of a sorting network
+    TensorCore        now += max(cycles / clock,            cycles counted in bundles (compiled/operations.py); bytes
+                                 bytes in HBM / W_hbm)      of outputs and operands. If a slice is read from or
+                                                            written into an array, the bytes of the slice
+      not counted     now += estimate / clock of estimates  XLA writes the estimate of its cycles into the instruction
+      no estimate     now += bytes in HBM / W_hbm           sorting n elements reads and writes them
+                                                            log n (log n + 1) / 2 times, the passes of a sorting network
     Pallas kernel     now += cycles / kernel clock          the caller passes the cycles (compiled/bundles.py)
     x-start           ready = max(now, end of queue) + t    t from the table below; the queue then ends at `ready`
     x-done            now = max(now, ready)                 a stall: the share of t that no computation hid is exposed
@@ -59,9 +60,10 @@ text does not say where the chips are: aot.py passes `chips`. On the command lin
 
 **Constants** (`Rates`; hardware.py defines the shares of the peaks):
 
-    clock     2.2 GHz      the clock of the published peak. XLA's cost model assumes 1.9 GHz: for instructions bound by
-                           HBM, its cycles are of that clock. If all its cycles were, all time that is not a transfer
-                           would be 1.16 times as long
+    clock     1.9 GHz      of the chip's power state (hardware.py). At this clock a large matmul takes the time that
+                           was measured (compiled/operations.py)
+    estimates 2.2 GHz      XLA's estimates are cycles of 1.9 GHz, but too many: even at 2.2 GHz, those of a step of
+                           Llama 3.1 8B take 1.11 times the time of its counted cycles
     kernels   1.76 GHz     from times of attention kernels on TPU7x that tokamax publishes: their compiled cycles over
                            these times are 1.7 to 1.8 GHz. The count of cycles left out some waits that
                            compiled/bundles.py counts, so kernels may be up to 9% faster
@@ -71,22 +73,16 @@ text does not say where the chips are: aot.py passes `chips`. On the command lin
     W_host    16 GB/s      assumed; no figure is published
     network   6.25 GB/s    a device's half of a chip's 100 Gb/s; for sends and receives between slices
 
-TensorCore seconds scale with 1/clock. With half the W each t doubles, but the total grows only by the time that the
-computations beside the transfer do not hide. `Rates` and the flags let you vary the constants.
+The clocks depend on the power state, the bandwidths do not. With half the W each t doubles, but the total grows only by
+the time that the computations beside the transfer do not hide. `Rates` and the flags let you vary the constants.
 
 **Other chips** (`rates_of`; aot.py compiles for them too) are taken to achieve the same shares of their own peaks.
 Their kernels are taken to need the cycles of TPU7x, as compiled/bundles.py reads no other chip's program. This fits
 v6e, whose matrix units do as much in a cycle. Axes are taken to wrap around as on TPU7x, if all are multiples of 4. For
 v6e this is right except for axes of 16.
 
-**On TPU7x** XLA's cycles for an elementwise fusion are an estimate, too. It counts windows of up to 64 x 16 registers,
-and as many windows for bfloat16 as for float32. To negate [65536, 14336] takes 5.93 M cycles for either by this
-estimate, and 4.96 M for int8 (libtpu 0.0.50.1). For bfloat16 that is 2.7 ms, while HBM takes 1.2 ms. Such fusions are
-up to a quarter of a step with mixtures of experts or FP8. There the predicted time is too long rather than too short.
-
-Its cycles for a copy into another layout are too many as well. gpt-oss's arrays of 2880 columns are stored with another
-dim last and copied for a kernel: three such copies, of 1.9 to 2.1 GB, are 48.2 M cycles or 21.9 ms here. Hardware takes
-7.2 ms, as if it moved 1.65 TB/s (benchmarks/kernel_timings.py).
+**On TPU7x** the estimates predict too much time for elementwise operations and for copies into another layout: they
+count windows of up to 64 x 16 registers, and as many for bfloat16 as for float32 (compiled/operations.py has examples).
 
 **Left out.** The walk ignores these effects. Transfers, SparseCores and the TensorCore share the bandwidth of HBM. A
 ring over several axes has phases of different sizes. A collective takes time to start, and 1 us for each hop, so small
@@ -117,6 +113,7 @@ class Rates:
     """The rates that the engines of a device achieve. The head of this file has the sources."""
 
     clock_hz: float
+    estimates_hz: float
     kernel_clock_hz: float
     link_bytes_per_s: float
     die_to_die_bytes_per_s: float
@@ -130,8 +127,10 @@ def rates_of(chip: Chip) -> Rates:
 
     The rate to the host is 16 GB/s for a chip without a published figure.
     """
+    slowest_hz = chip.clocks[0][1] if chip.clocks else chip.clock_hz
     return Rates(
-        clock_hz=chip.clock_hz,
+        clock_hz=chip.running_hz,
+        estimates_hz=chip.clock_hz * chip.running_hz / slowest_hz,
         kernel_clock_hz=KERNEL_CLOCK * chip.running_hz,
         link_bytes_per_s=LINKS_REACHED * chip.link_bytes_per_s,
         die_to_die_bytes_per_s=LINKS_REACHED * chip.die_to_die_bytes_per_s,
@@ -337,6 +336,72 @@ def opcodes_of(program: Program, instruction: Instruction) -> Iterator[str]:
             yield from opcodes_of(program, inner)
 
 
+SAME = ("bitcast", "convert", "copy", "reshape")  # opcodes that, in a fusion, give an array another type or layout
+
+
+def bytes_read(program: Program, instruction: Instruction, position: int, operand: Sequence[Shape]) -> float:
+    """The bytes that an instruction reads of an operand: of one that it slices, or updates in place, only a part."""
+    full = sum(shape.nbytes for shape in operand)
+    if instruction.opcode == "fusion":
+        return full * _share_used(program, instruction.called["calls"][0], position, 1.0)
+    if position == 0 and instruction.opcode in ("slice", "dynamic-slice", "gather"):
+        return sum(shape.nbytes for shape in instruction.shapes)
+    if position == 0 and instruction.opcode in ("dynamic-update-slice", "scatter"):
+        return 0.0
+    return full
+
+
+def _share_used(program: Program, fusion: str, parameter: int, of_result: float) -> float:
+    """The share of a parameter that a fused computation reads, if that share of its result is used."""
+    fused = program.computations[fusion]
+
+    def share(value: Instruction) -> float:
+        used = of_result if value.name == program.roots[fusion] else 0.0
+        for user in fused.values():
+            for position in (i for i, operand in enumerate(user.operands) if operand == value.name):
+                if user.opcode in SAME:
+                    used += share(user)
+                elif user.opcode == "fusion":
+                    used += _share_used(program, user.called["calls"][0], position, share(user))
+                else:
+                    full = sum(shape.nbytes for shape in value.shapes)
+                    used += bytes_read(program, user, position, value.shapes) / (full or 1.0)
+        return min(used, 1.0)
+
+    return sum(share(i) for i in fused.values() if i.opcode == "parameter" and int(i.literal) == parameter)
+
+
+def bytes_written(program: Program, instruction: Instruction, operands: Sequence[Sequence[Shape]]) -> list[float]:
+    """The bytes that an instruction writes of each of its results: of one that it updates in place, the update."""
+    if instruction.opcode == "dynamic-update-slice":
+        return [operands[1][0].nbytes]
+    if instruction.opcode == "scatter":  # it reads, adds and writes; its operands are arrays, indices, updates
+        updates = operands[len(operands) // 2 + 1 :]
+        return [2 * shape.nbytes for (shape,) in updates]
+    if instruction.opcode != "fusion":
+        return [shape.nbytes for shape in instruction.shapes]
+    (name,) = instruction.called["calls"]
+    fused, root = program.computations[name], program.root(name)
+    written = []
+    for result in [fused[each] for each in root.operands] if root.opcode == "tuple" else [root]:
+        origin = _origin(program, fused, result)
+        written += bytes_written(program, origin, [fused[each].shapes for each in origin.operands])
+    return written
+
+
+def _origin(program: Program, fused: Mapping[str, Instruction], value: Instruction) -> Instruction:
+    """The instruction in a fused computation that computes a value, whose type or layout others then change."""
+    while True:
+        if value.opcode in SAME:
+            value = fused[value.operands[0]]
+            continue
+        (name,) = value.called["calls"] if value.opcode == "fusion" else (None,)
+        inner = _origin(program, program.computations[name], program.root(name)) if name else value
+        if value.opcode != "fusion" or inner.opcode != "parameter":
+            return value
+        value = fused[value.operands[int(inner.literal)]]
+
+
 def category_of(program: Program, instruction: Instruction) -> str:
     """The category of an instruction: "matmul", "elementwise", "copies and layouts", or "kernel <its name>"."""
     opcodes = set(opcodes_of(program, instruction))
@@ -356,7 +421,7 @@ class Op:
     category: str
     seconds: float
     count: int
-    by: str  # what its time is computed from: "cycles", "bytes", or "caller" for cycles that the caller passed
+    by: str  # the source of its time: counted "bundles", "bytes" in HBM, estimated "cycles", or the "caller" (a kernel)
     op_name: str  # the operation in the JAX program
     source: str  # its file and line
 
@@ -395,8 +460,14 @@ class Breakdown:
     categories: dict[str, float]  # {category: seconds}, which add up to `seconds`, the longest first
     ops: tuple[Op, ...]  # the longest first
     messages: tuple[Message, ...]
-    by_bytes_s: float  # seconds of ops whose time is computed from bytes, as XLA has no estimate
+    by_bytes_s: float  # seconds of ops whose time is that of their bytes
     uncounted: tuple[str, ...]  # instructions without known cycles, and loops without known trips
+
+    @property
+    def counted(self) -> float:
+        """The share of the ops' time, without kernels, that is not from XLA's estimates."""
+        known = math.fsum(op.seconds for op in self.ops if op.by in ("bundles", "bytes"))
+        return known / (known + math.fsum(op.seconds for op in self.ops if op.by == "cycles") or 1.0)
 
     @property
     def collectives(self) -> tuple[Message, ...]:
@@ -461,8 +532,10 @@ class Walk:
         trips: Mapping[str, int],
         chips: Sequence,
         events: list[Event] | None = None,
+        counted: Mapping[str, float] | None = None,
     ):
         self.program, self.rates, self.kernels, self.given_trips, self.chips = program, rates, kernels, trips, chips
+        self.counted = counted or {}
         self.missing: dict[str, str] = {}
         self.events = events
         self.evaluates = True  # whether to evaluate integers: outside loops, and in loops with branches
@@ -540,7 +613,7 @@ class Walk:
             return
         category = category_of(self.program, instruction)
         if self.events is not None:
-            nbytes = self.hbm_bytes(set(opcodes_of(self.program, instruction)), instruction.shapes, operands)
+            nbytes = self.hbm_bytes(instruction, operands)
             self.events.append(Event("op", instruction, self.now, self.now + seconds, detail=category, nbytes=nbytes))
         self.now += seconds
         self.busy += seconds
@@ -560,33 +633,32 @@ class Walk:
             if any(re.search(pattern, text) for text in (instruction.name, instruction.op_name, target)):
                 if instruction.cycles is None:
                     return cycles / self.rates.kernel_clock_hz, "caller"
-        if instruction.cycles is not None:
-            return instruction.cycles / self.rates.clock_hz, "cycles"
         opcodes = set(opcodes_of(self.program, instruction))
+        if instruction.name in self.counted:
+            seconds = self.counted[instruction.name] / self.rates.clock_hz
+            in_hbm_s = self.hbm_bytes(instruction, operands) / self.rates.hbm_bytes_per_s
+            return max((seconds, "bundles"), (in_hbm_s, "bytes"))
+        if instruction.cycles is not None:
+            return instruction.cycles / self.rates.estimates_hz, "cycles"
         if not opcodes <= BYTES | FREE:
             kind = target or instruction.opcode
             self.missing[instruction.name] = (
                 f"line {instruction.line}: {kind} %{instruction.name} {instruction.op_name}"
             )
             return 0.0, "nothing"
-        return self.hbm_bytes(opcodes, instruction.shapes, operands) / self.rates.hbm_bytes_per_s, "bytes"
+        return self.hbm_bytes(instruction, operands) / self.rates.hbm_bytes_per_s, "bytes"
 
-    def hbm_bytes(self, opcodes: set[str], results: Sequence[Shape], operands: list) -> float:
-        """The bytes that an instruction reads and writes in HBM.
-
-        A slice reads, and an update in place writes, only a part of its largest operand.
-        """
-        # Space 0 is HBM, space 5 the host's memory.
-        in_hbm = lambda shapes: sum(shape.nbytes for shape in shapes if shape.space in (0, 5) and shape.dims)
-        read, written = sorted(map(in_hbm, operands)), in_hbm(results)
-        if "sort" in opcodes and results and results[0].dims:  # a sorting network: log n (log n + 1) / 2 passes
+    def hbm_bytes(self, instruction: Instruction, operands: list) -> float:
+        """The bytes that an instruction reads and writes in HBM."""
+        results = instruction.shapes
+        if instruction.opcode == "sort" and results[0].dims:  # a sorting network: log n (log n + 1) / 2 passes
             log_n = math.ceil(math.log2(max(max(results[0].dims), 2)))
             return 2 * sum(shape.nbytes for shape in results) * log_n * (log_n + 1) / 2
-        if opcodes & {"dynamic-update-slice", "scatter"}:
-            return 2 * sum(read[:-1])
-        if opcodes & {"gather", "dynamic-slice", "slice"}:
-            return sum(read[:-1]) + 2 * written
-        return sum(read) + written
+        # Space 0 is HBM, space 5 the host's memory.
+        in_hbm = lambda shapes: any(shape.space in (0, 5) and shape.dims for shape in shapes)
+        read = (bytes_read(self.program, instruction, i, shapes) for i, shapes in enumerate(operands) if in_hbm(shapes))
+        written = zip(results, bytes_written(self.program, instruction, operands), strict=True)
+        return sum(read) + sum(nbytes for shape, nbytes in written if in_hbm([shape]))
 
     # beside the TensorCore
 
@@ -663,7 +735,7 @@ class Walk:
         if thread == "sparsecore":
             opcodes = set(opcodes_of(self.program, inner))
             if opcodes <= BYTES | FREE:
-                nbytes = self.hbm_bytes(opcodes, inner.shapes, operands)
+                nbytes = self.hbm_bytes(inner, operands)
                 return Transfer(inner.opcode, "SparseCore", "SparseCore", nbytes, nbytes / rates.hbm_bytes_per_s)
         kind = inner.opcode.removesuffix("-start")
         if kind in BETWEEN_SLICES:
@@ -942,6 +1014,7 @@ def walk(
     chips: Sequence = (),
     uncounted: bool = False,
     events: list[Event] | None = None,
+    counted: Mapping[str, float] | None = None,
 ) -> Breakdown:
     """Returns the time of a program from its first instruction to its last, broken down.
 
@@ -956,11 +1029,12 @@ def walk(
       uncounted: count an instruction without known cycles as 0 s, and a loop without known trips as one trip. The
         result lists them. By default they are an error.
       events: a list to which what was walked is appended, for compiled/trace.py.
+      counted: {name: cycles} of XLA's operations (compiled/operations.py). Others take the time of XLA's estimate.
 
     Raises:
       ValueError: the cycles or trips of an instruction are unknown, and `uncounted` is not set.
     """
-    state = Walk(program, rates, kernels or {}, trips or {}, chips, events)
+    state = Walk(program, rates, kernels or {}, trips or {}, chips, events, counted)
     state.run(program.entry, [])
     if state.missing and not uncounted:
         raise ValueError(

@@ -288,6 +288,15 @@ def compiled_step(config: Config, programs: Path) -> str:
     return aot.compile_step(lowered, compiler_flags.for_run(config), str(programs))[1]
 
 
+BRANCH = "%9 = sbr.rel (%p1) target bundleno = {} (0x0), region = 7"
+
+
+def listing(*instructions: str) -> str:
+    """Bundles in the compiler's format, "address : > { instructions }"."""
+    lines = [f"  {hex(i):>6}   : > {{ {text} }}" for i, text in enumerate(instructions)]
+    return "= control target key start\nLH: loop header\n= control target key end\n\n" + "\n".join(lines) + "\n"
+
+
 def ring_of(n: int, devices: list | None = None) -> Mesh:
     """A mesh of one axis `ring` over the first n devices."""
     return Mesh(np.array((devices or jax.devices())[:n]), ("ring",), axis_types=(AxisType.Auto,))

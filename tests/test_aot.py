@@ -96,6 +96,11 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
 
     again = json.loads(output_of(capsys, programs, "--json"))
     assert again.pop("cached") and again == {name: value for name, value in result.items() if name != "cached"}
+    # A power state changes the clock, not the program.
+    fast = json.loads(output_of(capsys, programs, "--json", "--topology=tpu7x+p_state=7:2x2x1"))
+    assert fast["cached"] and fast["topology"] == "tpu7x+p_state=7:2x2x1" and fast["step_s"] < result["step_s"]
+    matmul_s, fast_s = (each["by_category_s"]["matmul"] for each in (result, fast))
+    assert fast_s == pytest.approx(1.9 / 2.2 * matmul_s)
     traced = tmp_path / "step.json"
     shown = output_of(capsys, programs, f"--trace={traced}", f"--report={tmp_path / 'page'}")
     spans = [event for event in json.loads(traced.read_text())["traceEvents"] if event["ph"] == "X"]
@@ -112,6 +117,7 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
     for words in (
         "tpu7x:2x2x1, 4 chips, mesh fsdp 8",
         "(predicted from the compiled schedule)",
+        "by its estimates (--bundles counts them)",
         "SparseCore",
         "roofline",
         "of memory_analysis's",

@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from support import BRANCH, listing
 
 import command
 from compiled import bundles
-
-
-def listing(*instructions: str) -> str:
-    """Bundles in the compiler's format, "address : > { instructions }"."""
-    lines = [f"  {hex(i):>6}   : > {{ {text} }}" for i, text in enumerate(instructions)]
-    return "= control target key start\nLH: loop header\n= control target key end\n\n" + "\n".join(lines) + "\n"
 
 
 def matmul(register, mxu=0, dtype="bf16", latched=""):
@@ -29,7 +24,6 @@ def pop(register, mxu=0):
 
 PUSH = "%5 = vmatpush1.bf16.msra.mxu0 %v6"
 PUSH_TRANSPOSED = "%5 = vmatpush3.bf16.xpose.msra.mxu0 %v6"
-BRANCH = "%9 = sbr.rel (%p1) target bundleno = {} (0x0), region = 7"
 
 
 def test_bundles_that_span_lines_are_parsed():

@@ -123,7 +123,7 @@ NARROW += ["--xla_flags=" + ",".join(f"{name}={value}" for name, value in ON_TEN
 @pytest.mark.slow
 def test_commands_that_compile_a_step_run(tmp_path):
     """Each compiles a narrow one, without kernels. The second, of the first one's model, reads it from the cache."""
-    assert len(COMPILED) == 3
+    assert len(COMPILED) == 5
     own = {"--trace=step.json": f"--trace={tmp_path}/step.json", "--report=pages/8b": f"--report={tmp_path}/page"}
     for compiled in COMPILED:
         words = [own.get(word, word) for word in shlex.split(compiled)[1:]]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from support import TPU, compiled_on_ring, compiled_step
 
 import command
+import hardware
 from compiled import schedule
 from compiled.hlo import ELEMENTWISE, Numbers, evaluate, matmul_flops, parse
 from compiled.schedule import TPU7X, Rates, rates_of, walk
@@ -29,6 +30,7 @@ from remote_dma import ring_all_gather
 
 RATES = Rates(
     clock_hz=1.0,
+    estimates_hz=1.0,
     kernel_clock_hz=1.0,
     link_bytes_per_s=1.0,
     die_to_die_bytes_per_s=4.0,
@@ -744,6 +746,45 @@ def test_without_an_estimate_the_bytes_count(line, seconds):
     assert run(*operands, line, END).seconds == seconds
 
 
+SLICED = """%sliced (stack: u8[8], index: s32[], row: u8[2]) -> (u8[8], u8[2]) {
+  %stack = u8[8]{0} parameter(0)
+  %index = s32[] parameter(1)
+  %row = u8[2]{0} parameter(2)
+  %flat = u8[8]{0} bitcast(%stack)
+  %old = u8[2]{0} dynamic-slice(%flat, %index), dynamic_slice_sizes={2}
+  %sum = u8[2]{0} add(%old, %row)
+  %new = u8[8]{0} dynamic-update-slice(%stack, %sum, %index)
+  %same = u8[8]{0} bitcast(%new)
+  ROOT %both = (u8[8]{0}, u8[2]{0}) tuple(%same, %sum)
+}
+
+%outer (a: u8[8], i: s32[], r: u8[2]) -> (u8[8], u8[2]) {
+  %a = u8[8]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %r = u8[2]{0} parameter(2)
+  ROOT %inner = (u8[8]{0}, u8[2]{0}) fusion(%a, %i, %r), kind=kLoop, calls=%sliced
+}
+
+"""
+
+
+@pytest.mark.parametrize("called", ["sliced", "outer"])
+def test_a_fusion_moves_the_slices_that_it_reads_and_writes(called):
+    """A row of two bytes is read of the stack and one of its own; the sum is written twice, once into the stack."""
+    line = "%x = (u8[8]{0}, u8[2]{0}) fusion(%p, %zero, %two), kind=kLoop, calls=%" + called
+    operands = ("%two = u8[2]{0} bitcast(%p)", "%zero = s32[] constant(0)")
+    assert run(*operands, line, END, more=SLICED).seconds == (2 + 2 + 2 + 2) / RATES.hbm_bytes_per_s
+
+
+def test_an_operation_takes_its_counted_cycles_or_its_bytes():
+    """It reads 8 bytes and writes 8, at 2 a second."""
+    rates = dataclasses.replace(RATES, clock_hz=2.0, estimates_hz=4.0)
+    for counted, seconds, by in (({"a": 100}, 50, "bundles"), ({"a": 6}, 8, "bytes"), ({"b": 1}, 20, "cycles")):
+        breakdown = walk(parse(text(work("a", 80), END)), rates=rates, counted=counted)
+        assert (breakdown.seconds, breakdown.ops[0].by) == (seconds, by)
+        assert breakdown.counted == (by != "cycles")
+
+
 def test_the_largest_integer_is_no_estimate():
     assert run(work("a", 2**63 - 1), END).seconds == 8
 
@@ -857,8 +898,11 @@ def test_the_fields_of_an_instruction():
 
 def test_the_rates_equal_those_of_the_other_predictions():
     chip, rates = CHIPS["tpu7x"], TPU7X
-    assert rates.clock_hz == chip.clock_hz
-    assert rates.kernel_clock_hz == 1.76e9
+    assert (rates.clock_hz, rates.estimates_hz, rates.kernel_clock_hz) == (1.9e9, 2.2e9, 1.76e9)
+    fastest = rates_of(hardware.chip_of("tpu7x+p_state=7"))
+    for name in ("clock_hz", "estimates_hz", "kernel_clock_hz"):
+        assert getattr(fastest, name) == pytest.approx(2.2 / 1.9 * getattr(rates, name))
+    assert fastest.hbm_bytes_per_s == rates.hbm_bytes_per_s
     assert rates.link_bytes_per_s == TODAY.links * chip.link_bytes_per_s == 89e9
     assert rates.die_to_die_bytes_per_s == TODAY.links * chip.die_to_die_bytes_per_s
     assert rates.hbm_bytes_per_s == TODAY.hbm * chip.hbm_bytes_per_s / 2
@@ -882,7 +926,7 @@ def test_command_line(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 120
     assert "total, predicted                    7.000000 s" in printed  # 3 * 2 s on the link, 1 s of the kernel
-    slower = ["--link_bytes_per_s=2.5e9", "--clock_hz=1.1e9", "--kernel_clock_hz=0.88e9"]
+    slower = ["--link_bytes_per_s=2.5e9", "--estimates_hz=1.1e9", "--kernel_clock_hz=0.88e9"]
     schedule.main([str(tmp_path / "p.hlo"), "--kernel=flash=1.76e9", *slower, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed["seconds"] == pytest.approx(3 * 2 + 2) and printed["messages"][0]["hidden_s"] == pytest.approx(3 * 2)

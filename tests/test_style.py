@@ -29,7 +29,7 @@ FLOORS = [
     | {"compiler_flags", "schedule", "liveness", "schedules", "spikes", "moments"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"trace", "grid"},
-    {"report", "timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement"},
+    {"report", "timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement", "operations"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
     {"residuals", "cost", "calibration", "machine", "weights", "muon"},
     {"presentation"},
