@@ -275,8 +275,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str], dump
     calls = kernels_of(lowered)
     with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
         filled = prediction.run.experts_filled
-        counted = calls, filled, config.compilation_cache, not args.no_waits
-        cycles = pool.submit(kernel_cycles, *counted)
+        cycles = pool.submit(kernel_cycles, calls, filled, config.compilation_cache, not args.no_waits)
         try:
             memory, program = compile_step(lowered, flags, config.compilation_cache, dump)
         except DoesNotFitError as error:
@@ -293,6 +292,7 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str], dump
     events = [] if args.trace or args.report else None
     options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)
     breakdown = schedule.walk(program, **options, events=events, counted=counted)
+    estimated = schedule.walk(program, **options) if counted else breakdown
     ideal_s = at_peak(program, breakdown, chip)
     num_chips, flops, tokens = prediction.run.num_chips, prediction.flops_per_step, config.batch * config.seq_len
     result = {
@@ -310,12 +310,13 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str], dump
         "host_limit_bytes": prediction.run.host_limit if math.isfinite(prediction.run.host_limit) else None,
         "step_s": breakdown.seconds,
         "counted": breakdown.counted if counted else 0.0,
-        "estimated_step_s": schedule.walk(program, **options).seconds if counted else breakdown.seconds,
+        "estimated_step_s": estimated.seconds,
         "mfu": flops / breakdown.seconds / num_chips / chip.bf16_flops_per_s,
         "flops_per_step": flops,
         "tokens_per_s_per_chip": tokens / breakdown.seconds / num_chips,
         "exposed_comm_s": breakdown.exposed_s,
         "by_category_s": breakdown.categories,
+        "estimated_by_category_s": estimated.categories,
         "matmul_of_peak": sum(ideal_s.values()) / breakdown.categories.get("matmul", math.inf),
         "collectives": collectives(breakdown, prediction.run.sizes),
         "top_ops": [

@@ -137,6 +137,10 @@ def muon() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/muon.py"))
 
 
+def operations() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/operations.py"))
+
+
 def planted_errors() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/mutants.py", "--by=kind"))
 
@@ -201,6 +205,7 @@ BLOCKS = {
     "endurance": endurance,
     "bits a byte": bits_a_byte,
     "muon": muon,
+    "operations": operations,
     "planted errors": planted_errors,
     "faults": faults,
     "bad command lines": bad_command_lines,

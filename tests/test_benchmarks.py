@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import collectives as rings
 import command
 from benchmarks import collectives as benchmark
-from benchmarks import kernels, memory, scaling
+from benchmarks import kernels, memory, operations, scaling
 from collectives import ALGORITHMS
 from compiled import bundles, hlo, schedule
 from compiled.bundles import Kernel, Region, Report
@@ -143,7 +143,7 @@ def done(number: int) -> str:
 
 
 def work(seconds: float) -> str:
-    cycles = round(seconds * TPU7X.clock_hz)
+    cycles = round(seconds * TPU7X.estimates_hz)
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
     return f"%fusion.{cycles} = f32[1]{{0}} fusion(%p), kind=kLoop, {config}"
 
@@ -399,3 +399,15 @@ def test_the_table_of_memory_is_the_one_of_today(capsys, monkeypatch):
     shown = (memory.ROOT / "docs/RESULTS.md").read_text()
     written = re.search(r"<!-- compiled: memory of 70B -->\n(.*?)<!-- end -->", shown, re.DOTALL)[1]
     assert capsys.readouterr().out == written
+
+
+def test_the_table_of_counted_steps_is_the_stored_one():
+    """`python benchmarks/readme.py operations` writes it."""
+    page = (command.ROOT / "docs/RESULTS.md").read_text()
+    shown = re.search(r"<!-- compiled: operations -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    steps = operations.known()
+    assert shown == operations.table(steps) and {*steps} <= {*operations.STEPS}
+    for name, step in steps.items():
+        kinds = [sum(step[field].values()) for field in ("by_category_s", "estimated_by_category_s")]
+        assert kinds == [pytest.approx(step["step_s"]), pytest.approx(step["estimated_step_s"])]
+        assert step["counted"] > 0.95 and 0.9 < step["step_s"] / step["estimated_step_s"] < 1, name

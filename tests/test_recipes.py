@@ -105,7 +105,7 @@ def test_every_program_has_the_same_config(name, monkeypatch, capsys):
     assert config == from_recipe(name) == dataclasses.replace(
         from_preset(recipe.preset, **recipe.flags), recipe=name
     )  # fmt: skip
-    monkeypatch.setattr(aot, "report", lambda config, args, flags: seen.append((config, args)) or {})
+    monkeypatch.setattr(aot, "report", lambda config, args, *_: seen.append((config, args)) or {})
     monkeypatch.setattr(compiler_flags, "set_init_args", lambda flags: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(compiler_flags, "without_tpu", lambda: None)
