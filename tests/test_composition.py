@@ -10,11 +10,11 @@ from benchmarks.composition import DEFAULTS, ROOT, SETTINGS, check, config_of, c
 @functools.cache  # and not while tests are collected: it takes seconds
 def cases() -> list[dict]:
     """The first ones have most of the pairs; the last one is in FP8."""
-    return [*covering()[:5], next(settings for settings in covering()[5:] if settings["fp8"] != "none")]
+    return [*covering()[:8], next(settings for settings in covering()[8:] if settings["fp8"] != "none")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(9))
 def test_three_steps_equal_the_reference(number):
     print(name_of(cases()[number]))
     check(cases()[number])
