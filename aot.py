@@ -153,8 +153,8 @@ def compile_step(lowered: Lowered, flags: dict[str, str], cache: str, dump: Path
     entry = Path(cache) / "aot" / lowered.key(flags) if cache else None
     if entry and (entry / "found.json").exists():
         memory = json.loads((entry / "found.json").read_text())
-    if entry and (entry / "found.json").exists() and (not dump or "cycles" in memory):
-        return memory | {"cached": True}, gzip.decompress((entry / "program.hlo.gz").read_bytes()).decode()
+        if not dump or "cycles" in memory:
+            return memory | {"cached": True}, gzip.decompress((entry / "program.hlo.gz").read_bytes()).decode()
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder} | compiler_flags.compiler_options(flags)
@@ -470,9 +470,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "cycles of kernels that are not the project's own, or that replace their count; may be given several times"
     machine.add_argument("--kernel", action="append", default=[], metavar="REGEX=CYCLES", help=about)
     about = (
-        "count the cycles of XLA's operations in their bundles (compiled/operations.py), which takes 2 to 4 times as "
+        "count the cycles of XLA's operations in their bundles rather than take its estimates; compiling takes 2 to "
     )
-    about += "long, rather than take its estimates"
+    about += "4 times as long (compiled/operations.py)"
     machine.add_argument("--bundles", action="store_true", help=about)
     about = "count the cycles of grouped matmuls without their waits for memory, as stored results did before these"
     machine.add_argument("--no_waits", action="store_true", help=about)
@@ -517,9 +517,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_outputs(config: Config, args: argparse.Namespace) -> None:
     """Raises ValueError, before the compilation, for outputs that cannot be written or that do not go together."""
-    if args.keep and (args.compare or args.kernel or args.no_waits):
-        without = "without --compare, --kernel and --no_waits"
-        raise ValueError(f"--keep is for one program with the project's own cycles: {without}")
+    if args.keep and (args.compare or args.kernel or args.no_waits or args.bundles):
+        without = "without --compare, --kernel, --no_waits and --bundles"
+        raise ValueError(f"--keep is for one program, timed as all stored ones are: {without}")
     if (args.trace or args.report) and args.compare:
         raise ValueError("--trace and --report draw one program: without --compare")
     scales = config.fp8_scales if config.fp8 == "static" else ""

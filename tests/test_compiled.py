@@ -323,7 +323,7 @@ def test_aot_saves_a_result_and_a_refusal(capsys, monkeypatch):
     (key, result), (same_key, refusal) = saved
     assert key == same_key and result == RESULT and not refusal["fits"]
     assert "--topology=tpu7x:2x2x1" in key and "--batch=8" in key
-    for other in ("--compare=prefetch", "--kernel=x=1"):
+    for other in ("--compare=prefetch", "--kernel=x=1", "--bundles"):
         with pytest.raises(SystemExit):
             command.run(aot.main, [*flags, "--keep", other])
         assert "--keep is for one program" in capsys.readouterr().err

@@ -40,9 +40,8 @@ def dump(folder, name: str, *program: str, loops: str = LOOPS) -> None:
         (folder / f"17-{name}-59-{label}.txt").write_text(text)
 
 
-LOOP = [
-    "/* Start region 3 */" if i == 2 else BRANCH.format(2) if i == 12 else "" for i in range(20)
-]  # 2 to 18, 5 times
+LOOP = [""] * 20  # the loop is bundles 2 to 18
+LOOP[2], LOOP[12] = "/* Start region 3 */", BRANCH.format(2)
 
 
 @pytest.mark.parametrize("estimate, counted", [(1000, 3 + 5 * 17), (50, 50)])
