@@ -96,26 +96,29 @@ def is_matrix(config: Config) -> Params:
     return tree(config, lambda name, shape, weight: weight.start not in (anatomy.ONES, anatomy.ZEROS))
 
 
+def initial(name: str, shape: tuple[int, ...], weight: anatomy.Weight, config: Config) -> tuple[float, float]:
+    """Mean and standard deviation of a weight's initial values."""
+    if weight.start in (anatomy.ONES, anatomy.ZEROS):
+        return float(weight.start == anatomy.ONES), 0.0
+    start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
+    size = anatomy.sizes(config) | dict(zip(weight.dims, shape, strict=True)) | {"L": 2 * config.num_layers}
+    return 0.0, math.prod(size[dim] for dim in start) ** -0.5
+
+
 def init_params(config: Config, key: jax.Array) -> Params:
     """Draws the weights from a normal distribution of variance 1/fan-in; norms start as ones and biases as zeros.
 
-    The 2L matrices that add to the residual stream have 2L times less variance. The stream then starts with the
-    variance 1 of an embedding row, and all sub-layers together add about as much. The embedding is a look-up of fan-in
-    1; its fan-in is D if it is also the unembedding, or is multiplied by sqrt(D).
+    The 2L matrices that add to the residual stream have 2L times less variance: they add about as much as an embedding
+    row has. The embedding is a look-up of fan-in 1, or of D if it is also the unembedding or multiplied by sqrt(D).
 
     Call it under jit with the parameters' shardings as output, so that each device draws its own shards only. The
     values depend on the seed and the parameter's name alone, not on the mesh.
     """
-    size = anatomy.sizes(config)
 
     def draw(name, shape, weight):
-        if weight.start in (anatomy.ONES, anatomy.ZEROS):
-            return jnp.full(shape, float(weight.start == anatomy.ONES), jnp.float32)
-        start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
-        size_of = size | dict(zip(weight.dims, shape, strict=True)) | {"L": 2 * config.num_layers}
-        fan_in = math.prod(size_of[dim] for dim in start)
-        key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return jax.random.normal(key_of_name, shape, jnp.float32) * fan_in**-0.5
+        mean, deviation = initial(name, shape, weight, config)
+        normal = lambda: jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape, jnp.float32)
+        return normal() * deviation if deviation else jnp.full(shape, mean, jnp.float32)
 
     return tree(config, draw)
 

@@ -93,7 +93,7 @@ def test_only_the_slots_are_in_host_memory():
 def test_non_finite_gradients_change_nothing():
     config = Config(**SMALL, mesh=MESH, offload_optimizer=True)
     params = init(config)
-    params = dataclasses.replace(params, norm=params.norm.at[0].set(jnp.nan))
+    params.norm[0] = np.nan
     before, after = first_step(config, params)
     assert int(after.skipped) == 1
     same = partial(np.testing.assert_array_equal)
