@@ -58,8 +58,14 @@ def few_tiles(monkeypatch):
         monkeypatch.setattr(kernel, "default_blocks", smaller)
 
 
-@pytest.fixture
-def programs(tmp_path_factory, few_tiles):
-    """A folder of compiled steps, as aot.py caches them, which the workers of a run of pytest share."""
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """A folder that the workers of a run of pytest share."""
     folder = tmp_path_factory.getbasetemp()
-    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs"
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture
+def programs(shared_folder, few_tiles):
+    """A folder of compiled steps, as aot.py caches them, which the workers of a run of pytest share."""
+    return shared_folder / "programs"

@@ -23,13 +23,15 @@ SMALL = Blocks(256, 256, 128, 128, full_unroll=2, masked_unroll=2, ahead=1)  # t
 
 
 def forward(*qkv, blocks=None, interpret=False, **options):
-    """`flash.forward` with the fields of Mask and Scores as keywords."""
-    return flash.forward(*qkv, *mask_and_scores(**options), blocks=blocks, interpret=interpret)
+    """`flash.forward` with the fields of Mask and Scores as keywords, as one program."""
+    static = dict(blocks=blocks, interpret=interpret)
+    return jax.jit(lambda *qkv: flash.forward(*qkv, *mask_and_scores(**options), **static))(*qkv)
 
 
 def flash_attention(*qkv, sinks=None, blocks=None, interpret=False, **options):
-    """`flash.flash_attention` with the fields of Mask and Scores as keywords."""
-    return flash.flash_attention(*qkv, *mask_and_scores(**options), sinks, blocks=blocks, interpret=interpret)
+    """`flash.flash_attention` with the fields of Mask and Scores as keywords, as one program."""
+    static = dict(blocks=blocks, interpret=interpret)
+    return jax.jit(lambda *qkv: flash.flash_attention(*qkv, *mask_and_scores(**options), sinks, **static))(*qkv)
 
 
 def inputs(T, S, N=1, K=1, H=64, V=64, B=1, dtype=jnp.float32, seed=0):
@@ -47,12 +49,12 @@ def mask_of(shape, causal=True, window=0, prefix=None, segments=None, q_offset=0
     """The mask as bools [B, 1, T, S]."""
     B, T, S = shape
     if prefix is not None:
-        prefix = jnp.broadcast_to(jnp.asarray(prefix), (B,))[:, None, None, None]
+        prefix = np.broadcast_to(np.asarray(prefix), (B,))[:, None, None, None]
     if segments is not None:
         segments = segments[0][:, None, :, None], segments[1][:, None, None, :]
-    positions = jnp.arange(T)[:, None] + q_offset, jnp.arange(S)[None]
+    positions = np.arange(T)[:, None] + np.asarray(q_offset), np.arange(S)[None]
     mask = visible(*positions, Mask(causal=causal, window=window, prefix=prefix, segments=segments))
-    return np.asarray(jnp.broadcast_to(mask, (B, 1, T, S)))
+    return np.broadcast_to(np.asarray(mask), (B, 1, T, S))
 
 
 def reference(q, k, v, soft_cap=0.0, scale=None, sinks=None, **mask):
@@ -304,7 +306,8 @@ def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypat
     ids = jnp.zeros((1, 100), jnp.int32), jnp.zeros((1, 110), jnp.int32)
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((1, 100, 2, 64)), jnp.float32)
     loss = lambda f, *qkv: (lambda out, lse: (out * dout).sum() + (lse**2).sum())(*f(*qkv))
-    ours = partial(flash_attention, q_offset=10, scale=0.2, segments=ids, blocks=SMALL, interpret=True)
+    options = mask_and_scores(q_offset=10, scale=0.2, segments=ids)
+    ours = lambda *qkv: flash.flash_attention(*qkv, *options, None, blocks=SMALL, interpret=True)  # step by step
 
     def plain(*qkv):
         out, lse = in_jnp(*(x.swapaxes(1, 2) for x in qkv), True, 10, 0.2, None)

@@ -1,5 +1,7 @@
 """Block ranges against the masks, element by element."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,8 @@ def test_ranges_cover_what_is_seen_and_full_ones_need_no_mask(mask, blocks):
     """Where the mask gives intervals, the ranges are no wider than the blocks with a seen element."""
     for t, s, q_offset in SHAPES:
         seen = elementwise(t, s, q_offset, **mask)
-        ranges = masks.block_ranges((t, s), blocks, masks.Mask(q_offset=q_offset, **in_batch(mask, t, s)))
+        batch_mask = masks.Mask(q_offset=q_offset, **in_batch(mask, t, s))
+        ranges = jax.jit(partial(masks.block_ranges, (t, s), blocks, batch_mask))()
         both_ways = (seen, blocks, (t, s)), (seen.swapaxes(1, 2), blocks[::-1], (s, t))
         for (matrix, (block, other), lengths), block_range in zip(both_ways, ranges, strict=True):
             block_range = np.broadcast_to(block_range, (2, *block_range.shape[1:]))
