@@ -1,5 +1,6 @@
 """Muon: the update against optax's, on one device and on meshes, and what is predicted of it."""
 
+import itertools
 import math
 from functools import partial
 
@@ -213,8 +214,13 @@ def test_the_stored_runs_are_on_the_page():
     runs = benchmark.known()
     assert {len(run["loss"]) for run in runs.values()} == {benchmark.FLAGS["steps"]}
     assert benchmark.table(runs) in (benchmark.ROOT / "docs/RESULTS.md").read_text()
-    for optimizer, rates in benchmark.RATES.items():
-        assert rates[0] < benchmark.best_rate(optimizer, runs) < rates[-1]
+    for preset, (optimizer, rates) in itertools.product(benchmark.PRESETS, benchmark.RATES.items()):
+        assert rates[0] < benchmark.best_rate(preset, optimizer, runs) < rates[-1]
+
+
+def test_the_picture_is_drawn(tmp_path):
+    benchmark.plot(benchmark.known(), str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_steps_to_a_loss_are_those_of_the_mean_of_ten():
