@@ -1,4 +1,4 @@
-"""Runs of a thousand steps: a plain one, one with everything on, and that again with faults.
+"""Runs of a thousand steps: a plain one, one with everything on, and that with faults; experts on several devices.
 
     python benchmarks/endurance.py                    the table of stored runs; runs nothing
     python benchmarks/endurance.py run --models=tiny --ways=plain,everything,faults
@@ -12,6 +12,9 @@ of `tiny-moe` over two more.
 
 **faults** is `everything` with four faults. The run is killed; it has a batch whose gradients are not finite, and one
 of random tokens; and the disk is full for a checkpoint. After each end the same command is given again.
+
+**one device** and **experts** are `plain` on one device and with experts over four devices, each beside another one
+that has them, too. Routing decides there how many rows each device receives, and in how many rounds.
 
 Each run is a file in --folder, written at its end; a run that has a file is not repeated. Measured on simulated
 devices, so it says nothing about speed.
@@ -33,11 +36,14 @@ import command
 import outputs
 
 EVERYTHING = dict(dtype="bfloat16", fp8="dynamic", remat="full", microbatches=2)
-MODELS = {  # the mesh of the plain run, and that of the others
-    "tiny": ("fsdp:8", "fsdp:2,context:2,tensor:2"),
-    "tiny-moe": ("fsdp:8", "fsdp:2,expert:2,context:2"),
+MESHES = {  # {model: {way: mesh}}
+    "tiny": {"plain": "fsdp:8"} | dict.fromkeys(("everything", "faults"), "fsdp:2,context:2,tensor:2"),
+    "tiny-moe": {"plain": "fsdp:8"}
+    | dict.fromkeys(("everything", "faults"), "fsdp:2,expert:2,context:2")
+    | {"one device": "fsdp:1", "experts": "fsdp:2,expert:4"},
 }
-WAYS = ("plain", "everything", "faults")
+WAYS = ("plain", "everything", "faults", "one device", "experts")
+PAIRS = {"faults": "everything", "experts": "one device"}  # {way: the one with the same arithmetic}
 BAND = 0.01  # largest distance of any held-out loss to the plain run's, as a share
 
 # When, as shares of all steps: it is killed, has the batch that is not finite, has the random one, finds the disk full.
@@ -71,13 +77,14 @@ runpy.run_path("train.py", run_name="__main__")
 
 def run(model: str, way: str, steps: int, folder: Path) -> None:
     """Runs a model in one way and stores the result. Raises RuntimeError for a start that ends unexpectedly."""
-    path = folder / f"{model}-{way}-{steps}.json"
+    path = folder / f"{model}-{way.replace(' ', '_')}-{steps}.json"
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as scratch:
         metrics = Path(scratch) / "metrics"
-        options = dict(preset=model, mesh=MODELS[model][way != "plain"], steps=steps, sample=0, log_every=100)
-        options |= dict(eval_every=steps // 10, metrics_file=metrics) | (EVERYTHING if way != "plain" else {})
+        options = dict(preset=model, mesh=MESHES[model][way], steps=steps, sample=0, log_every=100)
+        options |= dict(eval_every=steps // 10, metrics_file=metrics)
+        options |= EVERYTHING if way in ("everything", "faults") else {}
         done_again = 0
         if way == "faults":
             options |= dict(checkpoint_dir=Path(scratch) / "checkpoints", save_every=steps // 20)
@@ -98,6 +105,9 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
         raise RuntimeError(f"{len(losses)} of {steps} steps were reported, and {skipped} skipped")
     held_out = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     record = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
+    if way == "experts":
+        record["dropped"] = max(line["dropped_fraction"] for line in lines if "loss" in line)
+        record["more_rounds"] = sum(line["extra_rounds"] > 0 for line in lines if "loss" in line)
     with outputs.replacing(path) as file:
         json.dump(record | dict(skipped=skipped, done_again=done_again), file)
 
@@ -133,10 +143,12 @@ def distance(run: dict, other: dict) -> float:
 
 
 def table(runs: dict) -> str:
-    lines = ["| model | | held-out loss | farthest from plain | from everything | skipped | done again |"]
+    lines = [
+        "| model | | held-out loss | farthest from plain | from the one with equal arithmetic | skipped | done again |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     for (model, way), run in sorted(runs.items(), key=lambda item: item[0][0]):
-        others = [runs.get((model, each)) if WAYS.index(each) < WAYS.index(way) else None for each in WAYS[:2]]
+        others = [runs.get((model, other)) if other != way else None for other in ("plain", PAIRS.get(way))]
         distances = " | ".join("" if other is None else f"{distance(run, other):.2%}" for other in others)
         counts = f"{run['skipped']} | {run['done_again']}"
         lines.append(f"| {model} | {way} | {run['held_out'][str(run['steps'])]:.4f} | {distances} | {counts} |")
@@ -178,19 +190,21 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=command.path, default="benchmarks/endurance_runs", help="folder of the runs [%(default)s]"
     )
-    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="presets to run [%(default)s]")
-    parser.add_argument("--ways", default=",".join(WAYS), metavar="A,B", help="ways to run each in [%(default)s]")
+    parser.add_argument("--models", default=",".join(MESHES), metavar="A,B", help="presets to run [%(default)s]")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), metavar="A,B", help="ways to run, where a model has them [%(default)s]"
+    )
     parser.add_argument(
         "--steps", type=command.at_least(1), default=1000, help="length of a run; others are not shown [%(default)s]"
     )
     args = command.arguments(parser)
     folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
-    command.check_names(models, MODELS)
+    command.check_names(models, MESHES)
     command.check_names(ways, WAYS)
     if args.command == "run":
         folder.mkdir(parents=True, exist_ok=True)
         for model in models:
-            for way in ways:
+            for way in (way for way in ways if way in MESHES[model]):
                 try:
                     run(model, way, args.steps, folder)
                 except RuntimeError as error:
