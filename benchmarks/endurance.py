@@ -1,4 +1,4 @@
-"""Runs of a thousand steps: a plain one, one with everything on, and that with faults; experts on several devices.
+"""Runs of a thousand steps: plain, with everything on, that with faults, on one device, and with sharded experts.
 
     python benchmarks/endurance.py                    the table of stored runs; runs nothing
     python benchmarks/endurance.py run --models=tiny --ways=plain,everything,faults
@@ -13,8 +13,8 @@ of `tiny-moe` over two more.
 **faults** is `everything` with four faults. The run is killed; it has a batch whose gradients are not finite, and one
 of random tokens; and the disk is full for a checkpoint. After each end the same command is given again.
 
-**one device** and **experts** are `plain` on one device and with experts over four devices, each beside another one
-that has them, too. Routing decides there how many rows each device receives, and in how many rounds.
+**one device** is `plain` on one device. **experts** is `plain` with the experts sharded over four devices and FSDP
+over two. Routing decides there how many rows each device receives, and in how many rounds.
 
 Each run is a file in --folder, written at its end; a run that has a file is not repeated. Measured on simulated
 devices, so it says nothing about speed.
@@ -44,7 +44,7 @@ MESHES = {  # {model: {way: mesh}}
 }
 WAYS = ("plain", "everything", "faults", "one device", "experts")
 PAIRS = {"faults": "everything", "experts": "one device"}  # {way: the one with the same arithmetic}
-BAND = 0.01  # largest distance of any held-out loss to the plain run's, as a share
+BAND = 0.01  # largest distance of any held-out loss to the plain run's, as a share; `experts` is once beyond it
 
 # When, as shares of all steps: it is killed, has the batch that is not finite, has the random one, finds the disk full.
 # Batches are made some steps ahead of their use, so it is killed, and the disk is full, some steps earlier.
@@ -105,9 +105,9 @@ def run(model: str, way: str, steps: int, folder: Path) -> None:
         raise RuntimeError(f"{len(losses)} of {steps} steps were reported, and {skipped} skipped")
     held_out = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     record = dict(model=model, way=way, steps=steps, losses=losses, held_out=held_out)
-    if way == "experts":
-        record["dropped"] = max(line["dropped_fraction"] for line in lines if "loss" in line)
-        record["more_rounds"] = sum(line["extra_rounds"] > 0 for line in lines if "loss" in line)
+    if routed := [line for line in lines if "dropped_fraction" in line]:
+        record["dropped"] = max(line["dropped_fraction"] for line in routed)
+        record["more_rounds"] = sum(line["extra_rounds"] > 0 for line in routed)
     with outputs.replacing(path) as file:
         json.dump(record | dict(skipped=skipped, done_again=done_again), file)
 
@@ -201,10 +201,14 @@ def main() -> None:
     folder, models, ways = Path(args.folder), args.models.split(","), args.ways.split(",")
     command.check_names(models, MESHES)
     command.check_names(ways, WAYS)
+    if without := [model for model in models if not MESHES[model].keys() & {*ways}]:
+        raise ValueError(
+            f"{', '.join(without)} has none of the ways {args.ways}; it has {', '.join(MESHES[without[0]])}"
+        )
     if args.command == "run":
         folder.mkdir(parents=True, exist_ok=True)
         for model in models:
-            for way in (way for way in ways if way in MESHES[model]):
+            for way in filter(MESHES[model].get, ways):
                 try:
                     run(model, way, args.steps, folder)
                 except RuntimeError as error:

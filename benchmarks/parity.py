@@ -112,8 +112,8 @@ def recorded(family: str, folder: Path = FOLDER) -> Recorded:
         settings["buffer_factor"] = 8.0  # no token is dropped
     config = Config(**settings)
     one = sharding.make_mesh(placement.parse_mesh("fsdp:1"), jax.devices()[:1])
-    folders = weights.load(str(directory), config, one), read_gradients(directory / "gradients", config, one)
-    params, gradients = jax.device_get(folders)
+    params = jax.device_get(weights.load(str(directory), config, one))
+    gradients = jax.device_get(read_gradients(directory / "gradients", config, one))
     noise = Differences(*(float(outputs[f"noise of {name}"]) for name in ("logits", "loss", "gradients")))
     values = Values(outputs["logits"], float(outputs["loss"]), gradients)
     return Recorded(config, next_tokens(tokens_BT), params, values, noise)

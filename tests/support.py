@@ -184,7 +184,7 @@ def reference_gradients(config: Config):
 
 @functools.cache
 def reference_after_steps(config: Config, steps: int):
-    """Parameters of the reference after these steps, and the loss of each step."""
+    """Parameters of the reference after these steps, and the loss of each step. The last batch is the first again."""
     params, state, losses = init(config), None, []
     value_and_grad = jax.jit(jax.value_and_grad(partial(reference.loss, config=config)))
     for number in range(steps):

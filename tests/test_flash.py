@@ -307,7 +307,8 @@ def test_gradients_go_through_the_backward_kernel_with_both_cotangents(monkeypat
     dout = jnp.asarray(np.random.default_rng(1).standard_normal((1, 100, 2, 64)), jnp.float32)
     loss = lambda f, *qkv: (lambda out, lse: (out * dout).sum() + (lse**2).sum())(*f(*qkv))
     options = mask_and_scores(q_offset=10, scale=0.2, segments=ids)
-    ours = lambda *qkv: flash.flash_attention(*qkv, *options, None, blocks=SMALL, interpret=True)  # step by step
+    # Not as one program, as `backward` above reads values.
+    ours = lambda *qkv: flash.flash_attention(*qkv, *options, None, blocks=SMALL, interpret=True)
 
     def plain(*qkv):
         out, lse = in_jnp(*(x.swapaxes(1, 2) for x in qkv), True, 10, 0.2, None)

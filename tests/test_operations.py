@@ -120,15 +120,14 @@ def compiled(shared_folder):
     """{function: [(counted, estimate, cycles of its bytes) for each operation]} of the child, which runs once."""
     with open(shared_folder / "operations.json", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        if not os.path.getsize(file.name):
+            line = [sys.executable, "-c", CHILD]
+            environment = os.environ | compiler_flags.WITHOUT_TPU | {"PYTHONPATH": str(command.ROOT)}
+            done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+            assert done.returncode == 0, done.stderr[-2000:]
+            file.write(done.stdout.splitlines()[-1])
         file.seek(0)
-        if stored := file.read():
-            return json.loads(stored)
-        line = [sys.executable, "-c", CHILD]
-        environment = os.environ | compiler_flags.WITHOUT_TPU | {"PYTHONPATH": str(command.ROOT)}
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
-        assert done.returncode == 0, done.stderr[-2000:]
-        file.write(done.stdout.splitlines()[-1])
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.load(file)
 
 
 # By libtpu 0.0.50.1, with --xla_jf_dump_static_llo_profile_to; the simulation of 0.0.42.1 crashes.
