@@ -29,7 +29,7 @@ import conftest  # noqa: F401, it makes the 8 devices
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from support import SMALL, assert_close, first_state, init, laid_out, make_batch, reference_after_steps
+from support import SMALL, assert_close, first_state, init, laid_out, make_batches, reference_after_steps
 
 import command
 import placement
@@ -178,12 +178,10 @@ def trained(settings: dict, steps: int = 3) -> tuple[list[float], object]:
     config = config_of(settings)
     mesh = sharding.make_mesh(placement.parse_mesh(config.mesh))
     state = first_state(config, mesh, first_params(plain(settings)))
-    place = lambda number: jax.device_put(
-        laid_out(make_batch(config, number), config, mesh), NamedSharding(mesh, sharding.BATCH_SPEC)
-    )
     step, losses = train.make_train_step(config, mesh), []
-    for number in range(steps):
-        state, metrics = step(state, place(number))
+    for batch in make_batches(config, steps):
+        placed = jax.device_put(laid_out(batch, config, mesh), NamedSharding(mesh, sharding.BATCH_SPEC))
+        state, metrics = step(state, placed)
         losses.append(float(metrics["loss"] + metrics.get("auxiliary_loss", 0)))
     if int(state.step) != steps or int(state.skipped):
         raise AssertionError(f"{int(state.step)} of {steps} steps, {int(state.skipped)} of them skipped")

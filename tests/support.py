@@ -97,6 +97,11 @@ def make_batch(config: Config, step: int = 0) -> data.Batch:
     return batch
 
 
+def make_batches(config: Config, steps: int) -> list[data.Batch]:
+    """A batch for each of these steps. The last one is the first again, so that its loss has to be lower."""
+    return [make_batch(config, number % (steps - 1)) for number in range(steps)]
+
+
 def init(config: Config, seed: int = 1) -> parameters.Params:
     """Initial parameters plus noise, so that no error hides behind norms of one and biases of zero.
 
@@ -184,11 +189,11 @@ def reference_gradients(config: Config):
 
 @functools.cache
 def reference_after_steps(config: Config, steps: int):
-    """Parameters of the reference after these steps, and the loss of each step. The last batch is the first again."""
+    """Parameters of the reference after these steps of `make_batches`, and the loss of each step."""
     params, state, losses = init(config), None, []
     value_and_grad = jax.jit(jax.value_and_grad(partial(reference.loss, config=config)))
-    for number in range(steps):
-        loss, grads = value_and_grad(params, make_batch(config, number % (steps - 1)))
+    for batch in make_batches(config, steps):
+        loss, grads = value_and_grad(params, batch)
         params, state = reference.update(params, grads, state, config)
         losses.append(float(loss))
     return params, losses
@@ -211,18 +216,14 @@ def check_gradients(config: Config, tolerance: float = 1e-5, devices: list | Non
 
 
 def check_steps(config: Config, steps: int, tolerance: float = 1e-5) -> None:
-    """Asserts that losses and parameters of training on the configuration's mesh equal the reference's.
-
-    The last batch is the first one again, so that its loss has to be lower.
-    """
+    """Asserts that losses and parameters of training on the configuration's mesh equal the reference's."""
     mesh, _, _ = on_mesh(config)
     state = first_state(config, mesh, init(config))
     step = train.make_train_step(config, mesh)
     losses = []
-    for number in range(steps):
-        batch = laid_out(make_batch(config, number % (steps - 1)), config, mesh)
-        batch = jax.device_put(batch, NamedSharding(mesh, sharding.BATCH_SPEC))
-        state, metrics = step(state, batch)
+    for batch in make_batches(config, steps):
+        placed = jax.device_put(laid_out(batch, config, mesh), NamedSharding(mesh, sharding.BATCH_SPEC))
+        state, metrics = step(state, placed)
         losses.append(float(metrics["loss"] + metrics.get("auxiliary_loss", 0)))
     assert int(state.step) == steps and int(state.skipped) == 0
     plain = dict(mesh="fsdp:*", prefetch=True, microbatches=1, shard_update=False, collectives="xla")
