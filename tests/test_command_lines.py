@@ -196,19 +196,23 @@ def test_an_interrupt_that_a_callback_would_swallow_ends_the_program():
 # -- python -OO, which removes docstrings and asserts
 
 
-READS = ast.Name, ast.Attribute, ast.Call
+def reads_docstring(node: ast.AST) -> bool:
+    """Whether this is __doc__ or __debug__, the attribute __doc__, or a call of inspect.getdoc or cleandoc."""
+    if isinstance(node, ast.Call):
+        return (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) in ("getdoc", "cleandoc")
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__doc__"
+    return isinstance(node, ast.Name) and node.id in ("__doc__", "__debug__")
 
 
 def without_fallback(source: str) -> list[str]:
     """Returns what changes in a source under `python -OO`: asserts, and reads of a docstring without an `or`."""
-    tree = ast.parse(source)
-    first = [node.values[0] for node in ast.walk(tree) if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)]
-    reads = re.compile(r"__debug__|.*\.__doc__|__doc__|(inspect\.)?(getdoc|cleandoc)\(.*\)")
+    nodes = [*ast.walk(ast.parse(source))]
+    first = [node.values[0] for node in nodes if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)]
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-        or (isinstance(node, READS) and reads.fullmatch(ast.unparse(node)) and node not in first)
+        for node in nodes
+        if isinstance(node, ast.Assert) or (reads_docstring(node) and node not in first)
     ]
 
 
