@@ -188,7 +188,11 @@ def known() -> dict[str, dict[str, str | None]]:
 
 def store(name: str, results: dict[str, str | None]) -> None:
     """Stores a result beside those that other parts have stored meanwhile."""
-    everything = dict(sorted((known() | {name: results}).items()))
+    write(known() | {name: results})
+
+
+def write(everything: dict[str, dict[str, str | None]]) -> None:
+    everything = dict(sorted(everything.items()))
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in everything.items())
     with outputs.replacing(FOUND) as file:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")

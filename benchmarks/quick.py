@@ -5,9 +5,11 @@
     python benchmarks/quick.py                the times of the quick selection by file, from the stored ones
 
 A test is slow if it has the mark, or is a line of tests/slow_cases.txt. Such a line is a test that takes `LIMIT_S` or
-longer and is not the first quick one to find a planted error (benchmarks/mutants_found.json). Its claim is held by the
-whole suite. Tests in `ALWAYS` stay quick: they hold what every command promises, or are the only ones of their kind
-that run with the newest JAX.
+longer and is not the first quick one to find a planted error (benchmarks/mutants_found.json), or one that takes
+`ERROR_S` or longer for each error that it is the first to find. Its claim is held by the full suite. `choose` forgets
+the results in which a test that is now slow was the first: `mutants.py run` evaluates these errors again. Tests in
+`ALWAYS` stay quick: they hold what every command promises, or are the only ones of their kind that run with the newest
+JAX.
 """
 
 import json
@@ -23,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 import pytest
 
 import command
+from benchmarks import mutants
 
-LIMIT_S = 0.7
+LIMIT_S, ERROR_S = 0.25, 1.3
 TIMES, SLOW = ROOT / "benchmarks/quick.json", ROOT / "tests/slow_cases.txt"
-FOUND = ROOT / "benchmarks/mutants_found.json"
 ALWAYS = (
     "test_parity.py::test_logits_and_loss_are_those_of_transformers[llama3.1]",
     "test_train.py::test_a_run_learns_and_says_what_it_did",
@@ -71,7 +73,8 @@ def store(seconds: dict[str, float]) -> None:
 
 def chosen(times: dict[str, float], results: dict[str, dict], before: list[str]) -> list[str]:
     """The lines of tests/slow_cases.txt: those of `before` that still find nothing first, and those to add."""
-    finders = {row.get("quick") for row in results.values()}
+    errors = Counter(row["quick"] for row in results.values() if row.get("quick"))
+    finders = {test for test, number in errors.items() if times.get(test, 0) < ERROR_S * number}
     candidates = {*before, *(test for test, taken in times.items() if taken >= LIMIT_S)}
     return sorted(candidates - finders - {*ALWAYS})
 
@@ -91,9 +94,11 @@ def main() -> None:
         measure()
     times = json.loads(TIMES.read_text())
     if args.command == "choose":
-        lines = chosen(times["tests"], json.loads(FOUND.read_text()), SLOW.read_text().splitlines())
+        results = mutants.known()
+        lines = chosen(times["tests"], results, SLOW.read_text().splitlines())
         existing = collected()
         SLOW.write_text("".join(f"{line}\n" for line in lines if line in existing))
+        mutants.write({name: row for name, row in results.items() if row.get("quick") not in lines})
     for file, taken in times["files"].items():
         print(f"{taken:8.1f} s  {file}")
     print(f"{sum(times['files'].values()):8.1f} s  in all, of processor time")

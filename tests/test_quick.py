@@ -6,10 +6,11 @@ from benchmarks import quick
 
 
 def test_what_is_long_and_finds_no_planted_error_first_is_slow():
-    times = {"test_a.py::long": 0.7, "test_a.py::short": 0.6, "test_a.py::finds": 9.0, quick.ALWAYS[0]: 9.0}
-    results = {"row": {"quick": "test_a.py::finds", "all": "x"}, "another": {"quick": "test_a.py::before", "all": "x"}}
-    before = ["test_a.py::before", "test_a.py::still"]
-    assert quick.chosen(times, results, before) == ["test_a.py::long", "test_a.py::still"]
+    times = {"long": quick.LIMIT_S, "short": quick.LIMIT_S - 0.1, quick.ALWAYS[0]: 9.0}
+    times |= {"finds one": quick.ERROR_S, "finds two": 1.9 * quick.ERROR_S}
+    firsts = ["finds one", "finds two", "finds two", "before", None]
+    results = {f"row {number}": {"quick": first, "all": "x"} for number, first in enumerate(firsts)}
+    assert quick.chosen(times, results, ["before", "still"]) == ["finds one", "long", "still"]
 
 
 def test_lines_of_the_list_are_marked(request):
