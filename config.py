@@ -490,9 +490,9 @@ class Config:
             raise ValueError("remat_tensors: decoder_layer_input cannot be recomputed, all else is from it")
 
     def _check_parallelism(self):
-        if self.offload_optimizer and self.optimizer in ("adafactor", "muon"):
+        if self.offload_optimizer and self.optimizer == "adafactor":
             raise ValueError(
-                f"offload_optimizer is for adamw and sgd; optimizer={self.optimizer} cannot be updated layer by layer: "
+                "offload_optimizer is for adamw, sgd and muon; optimizer=adafactor cannot be updated layer by layer: "
                 "--optimizer=adamw or --no-offload_optimizer"
             )
         if self.context_heads > 1 and (self.context_impl != "ring" or self.collectives != "xla"):

@@ -48,8 +48,7 @@ matmuls and 26 ms of all-to-alls. These run on the TensorCore, so nothing hides 
 step of Llama 3.1 8B on 8 devices, with a sequence each, takes 1.09 s instead of 0.94 (compiled).
 
 **Left out.** If neither the devices of `fsdp` are a multiple of the experts nor the reverse, all experts of a layer are
-gathered together, and some devices wait. All heads as one matrix. Symmetric products at half the FLOPs. Offload of the
-state: layer by layer there are too few matrices to share, so config.py refuses it.
+gathered together, and some devices wait. All heads as one matrix. Symmetric products at half the FLOPs.
 """
 
 import itertools

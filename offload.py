@@ -9,21 +9,23 @@ place:
     for each layer:  slots = device(slots_on_host[layer]);  params[layer], slots = update(grads[layer], slots);
                      slots_on_host[layer] = host(slots)
 
-So HBM holds the slots of one layer, and the host one copy of each. Moving all at once would need HBM for all.
+So HBM holds the slots of one layer, and the host one copy of each. Muon has one slot a parameter. All of its state is
+moved at once, since it orthogonalises the matrices of all layers together (muon.py). HBM then holds it during the
+update, when the activations are freed.
 
 **Cost** a step. A device has P parameters of s bytes of slots each: 8 for Adam, 6 with its first moment in bfloat16.
 The link to the host has W bytes/s in each direction.
 
-    HBM      s*P bytes less, and a layer's slots in their place
+    HBM      s*P bytes less, and a layer's slots in their place; with Muon no less than weights, gradients and state
     time     s*P / W each way, with nothing to overlap: the update has 10 FLOPs a parameter
 
 **On TPU7x** W is 16e9, the figure of other chips. Llama 3.1 70B on 128 devices with s = 8 then takes 0.28 s each way,
 beside a step of 10 s. Offload pays if the free memory buys a larger batch, or a policy that recomputes less, worth more
 than that. On many devices FSDP has made the slots small already.
 
-**Left out.** Optimizers that are not elementwise: adamw and sgd can be updated layer by layer, but adafactor cannot,
-and its slots are small. Overlap of one layer's transfer with another's update. Updates as soon as the backward pass has
-a layer's gradient, which clipping by the norm of all gradients forbids.
+**Left out.** Adafactor: its sums over rows and columns cannot be updated layer by layer, and are small. Overlap of one
+layer's transfer with another's update. Updates as soon as the backward pass has a layer's gradient, which clipping by
+the norm of all gradients forbids.
 """
 
 import jax
@@ -72,7 +74,7 @@ def update(transform, grads, state, params, accept):
         if stack:
             part_params, part_slots = _layer_by_layer(updated, part_grads, part_params, part_slots)
         else:
-            part_params, part_slots, new_counts = updated(part_grads, _to_device(part_slots), part_params)
+            part_params, part_slots, new_counts = updated(part_grads, to_device(part_slots), part_params)
             part_slots = _to_host(part_slots)
         new_params = _merged(stack_of, stack, new_params, part_params)
         new_slots = [_merged(stack_of, stack, *pair) for pair in zip(new_slots, part_slots, strict=True)]
@@ -84,7 +86,7 @@ def _layer_by_layer(updated, grads_L, params_L, slots_L):
 
     def layer(i, carry):
         params_L, slots_L = carry
-        params, slots, _ = updated(_at(grads_L, i), _to_device(_at(slots_L, i)), _at(params_L, i))
+        params, slots, _ = updated(_at(grads_L, i), to_device(_at(slots_L, i)), _at(params_L, i))
         return _put(params_L, i, params), _put(slots_L, i, _to_host(slots))
 
     num_layers = jax.tree.leaves(params_L)[0].shape[0]
@@ -109,7 +111,7 @@ def _put(tree_L, i, tree):
     return jax.tree.map(lambda a, x: lax.dynamic_update_index_in_dim(a, x, i, 0), tree_L, tree)
 
 
-def _to_device(tree):
+def to_device(tree):
     return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Device), tree)
 
 

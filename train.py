@@ -246,14 +246,15 @@ def train_step(state: State, batch: data.Batch, *, config: Config, mesh: Mesh) -
 def update(state: State, grads: parameters.Params, accept: jax.Array, *, config: Config, mesh: Mesh):
     """(params, opt_state) after the optimizer's step, or as they were where not `accept`.
 
-    XLA's partitioner distributes it: but for norms, and the matrices of Muon, it is elementwise. With its state on the
-    host it is per-device code.
+    XLA's partitioner distributes it: but for norms, and the matrices of Muon, it is elementwise. With the state of
+    another optimizer on the host it is per-device code.
     """
     optimizer, _ = make_optimizer(config, mesh)
-    if not config.offload_optimizer:
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    if not config.offload_optimizer or config.optimizer == "muon":
+        old_state = offload.to_device(state.opt_state) if config.offload_optimizer else state.opt_state
+        updates, opt_state = optimizer.update(grads, old_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state
-        return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, (state.params, state.opt_state))
+        return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, (state.params, old_state))
     if config.clip_norm:  # by the norm of all layers' gradients, so before any is updated
         grads, _ = optax.clip_by_global_norm(config.clip_norm).update(grads, optax.EmptyState())
     elementwise, _ = make_optimizer(dataclasses.replace(config, clip_norm=0.0))

@@ -57,7 +57,6 @@ EXAMPLES = {
     "Choices that exclude each other": [
         "--offload_optimizer --optimizer=adafactor",
         "--offload_optimizer --check_every=10",
-        "--offload_optimizer --optimizer=muon",
         "--mesh=context:8 --qk_clip=100",
         "--qk_clip=100 --qk_norm",
         "--qk_clip=100 --max_logit=8",

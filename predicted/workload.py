@@ -734,14 +734,18 @@ def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     config, params = run.config, sum(params_of_device(run))
     memory = {
         "weights": 4 * params / (run.sizes["data"] if config.shard_update else 1),
-        # An offloaded state is moved to the device after the activations are freed, so it does not raise the peak.
         "optimizer": 0 if config.offload_optimizer else slots_of_device(run),
         "gradients": _gradient_bytes(run, params),
         "saved activations": _saved_bytes(run, layers),
     }
     if config.check_every:  # corruption.py
         memory["copy of the state"] = memory["weights"] + memory["optimizer"]
-    memory |= max(_layer_peak(run, layers), _loss_peak(run), key=lambda nbytes: math.fsum(nbytes.values()))
+    peak = max(_layer_peak(run, layers), _loss_peak(run), key=lambda nbytes: math.fsum(nbytes.values()))
+    if config.offload_optimizer and config.optimizer == "muon":
+        # All of it is moved at once, into the memory of the activations, which are freed before the update.
+        freed = memory["saved activations"] + math.fsum(peak.values())
+        memory["optimizer"] = max(0.0, slots_of_device(run) - freed)
+    memory |= peak
     return memory, _of_microbatch(run, layers, lambda layer: layer.offloaded_bytes)
 
 

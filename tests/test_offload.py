@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
-from support import ON_TENSOR_CORES, SMALL, check_steps, init, make_batch, on_mesh
+from support import MIXTURES, ON_TENSOR_CORES, SMALL, check_steps, init, make_batch, on_mesh
 
 import aot
 import checkpoint
@@ -33,11 +33,15 @@ SLOTS = ("mu", "nu")
         dict(shard_update=True, microbatches=2),
         dict(optimizer="sgd", learning_rate=0.1, beta1=0.5),
         dict(clip_norm=0.0, kv_lora_rank=8, rope_head_dim=2, num_kv_heads=16),
+        dict(optimizer="muon", shard_update=True) | MIXTURES["deepseek"] | dict(selection_bias=False),
+        dict(optimizer="muon", mu_dtype="bfloat16", skip_spikes=9.0),
     ],
     ids=str,
 )
 def test_training_equals_the_reference(option):
-    check_steps(Config(**SMALL | option, mesh=MESH, offload_optimizer=True), steps=3)
+    # Rounding the first moment to bfloat16 can make 2^-9 of an update from a last-bit difference of gradients.
+    tolerance = 1e-4 if "mu_dtype" in option else 1e-5
+    check_steps(Config(**SMALL | option, mesh=MESH, offload_optimizer=True), 3, tolerance)
 
 
 @jax.tree_util.register_dataclass
@@ -82,16 +86,18 @@ def first_step(config: Config, params=None):
 
 
 @pytest.mark.slow
-def test_only_the_slots_are_in_host_memory():
-    _, after = first_step(Config(**SMALL, mesh=MESH, offload_optimizer=True))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_the_slots_are_in_host_memory(optimizer):
+    _, after = first_step(Config(**SMALL, mesh=MESH, optimizer=optimizer, offload_optimizer=True))
     for path, leaf in jax.tree.leaves_with_path(after):
         slot = {getattr(key, "name", "") for key in path} & {*SLOTS}
         assert leaf.sharding.memory_kind == (offload.MEMORY if slot else "device"), jax.tree_util.keystr(path)
 
 
 @pytest.mark.slow
-def test_non_finite_gradients_change_nothing():
-    config = Config(**SMALL, mesh=MESH, offload_optimizer=True)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_non_finite_gradients_change_nothing(optimizer):
+    config = Config(**SMALL, mesh=MESH, optimizer=optimizer, offload_optimizer=True)
     params = init(config)
     params.norm[0] = np.nan
     before, after = first_step(config, params)
@@ -101,8 +107,9 @@ def test_non_finite_gradients_change_nothing():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_restored_to_host_memory(tmp_path):
-    config = Config(**SMALL, mesh=MESH, offload_optimizer=True, checkpoint_dir=str(tmp_path))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_is_restored_to_host_memory(optimizer, tmp_path):
+    config = Config(**SMALL, mesh=MESH, optimizer=optimizer, offload_optimizer=True, checkpoint_dir=str(tmp_path))
     _, state = first_step(config)
     with checkpoint.opened(config) as checkpoints:
         checkpoint.save(checkpoints, 1, state, config)
@@ -114,7 +121,7 @@ def test_a_checkpoint_is_restored_to_host_memory(tmp_path):
 
 
 def test_adafactor_is_refused():
-    with pytest.raises(ValueError, match="offload_optimizer is for adamw and sgd"):
+    with pytest.raises(ValueError, match="offload_optimizer is for adamw, sgd and muon"):
         Config(optimizer="adafactor", offload_optimizer=True)
 
 
@@ -137,16 +144,29 @@ def test_the_prediction_moves_the_slots_to_the_host():
     assert part.exposed_s == 2 * slots / 16e9 == pytest.approx(offloaded.step_s - plain.step_s)
 
 
+def test_the_state_of_muon_is_moved_into_the_memory_of_the_activations():
+    predict = lambda **changes: step.predict(run_of(Config(**COMPILED | changes, optimizer="muon"), CHIP, CHIPS))
+    offloaded = predict(offload_optimizer=True)
+    slots = slots_of_device(offloaded.run)
+    assert slots < 4.1 * transformer.num_params(offloaded.run.config) / 8
+    assert predict().hbm_bytes - offloaded.hbm_bytes == slots == offloaded.host_bytes
+    short = predict(offload_optimizer=True, seq_len=32, loss_chunk=32)  # its activations take less than the state
+    assert short.hbm_bytes == pytest.approx(short.memory["weights"] + short.memory["gradients"] + slots)
+    assert 0 < short.memory["optimizer"] < slots
+
+
 @pytest.mark.slow
-def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(programs):
-    """The device has no more than those of a layer, the embedding and the unembedding.
+@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 0.8), ("muon", 0.9)])
+def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, share, programs):
+    """The device has no more than those of a layer, the embedding and the unembedding, or those of Muon in the update.
 
     Without offloading, test_remat.py compares what is compiled with the prediction.
     """
-    lowered = aot.lower_step(Config(**COMPILED, offload_optimizer=True), "tpu7x:2x2x1")
+    config = Config(**COMPILED, optimizer=optimizer)
+    lowered = aot.lower_step(dataclasses.replace(config, offload_optimizer=True), "tpu7x:2x2x1")
     offloaded, _ = aot.compile_step(lowered, ON_TENSOR_CORES, str(programs))
-    plain = step.predict(run_of(Config(**COMPILED), CHIP, CHIPS))
+    plain = step.predict(run_of(config, CHIP, CHIPS))
     slots = slots_of_device(plain.run)
     assert offloaded["host_bytes"] == pytest.approx(slots, rel=0.01) and plain.host_bytes == 0
     assert offloaded["argument_bytes"] == pytest.approx(plain.memory["weights"], rel=0.01)
-    assert plain.hbm_bytes - offloaded["peak_hbm_bytes"] > 0.8 * slots
+    assert plain.hbm_bytes - offloaded["peak_hbm_bytes"] > share * slots
