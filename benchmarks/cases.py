@@ -135,6 +135,22 @@ CASES = {
             for where, sharded in (("state replicated", False), ("state sharded 8 ways", True))
         },
     ),
+    "choices": Case(
+        "tpu7x:2x2x1",
+        "llama3.1-8b",
+        SHORT,
+        {
+            "AdamW, cosine (default)": {},
+            "stable rate and decay, spikes skipped": dict(schedule="wsd", skip_spikes=6.0),
+            "both moments in bfloat16": dict(mu_dtype="bfloat16", nu_dtype="bfloat16"),
+            "2 microbatches": dict(microbatches=2),
+            "their gradients in bfloat16": dict(microbatches=2, grad_dtype="bfloat16"),
+            "Muon": dict(optimizer="muon"),
+            "MuonClip": dict(optimizer="muon", qk_clip=100.0),
+            "Muon, its state on the host": dict(optimizer="muon", offload_optimizer=True),
+            "FSDP in two dims": dict(mesh="fsdp:4,fsdp_transpose:2"),
+        },
+    ),
     "experts": Case(
         "tpu7x:4x4x4",
         "gpt-oss-120b",
