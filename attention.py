@@ -143,7 +143,7 @@ def causal_attention(
 
 def attention_in_chunks(
     q_btnH: jax.Array, k_bskH: jax.Array, v_bskV: jax.Array, mask: Mask = CAUSAL, scores: Scores = SCORES, *, chunk: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`attention` for a chunk of queries at a time, t's largest divisor <= chunk, so that few scores exist at once.
 
     `jax.grad` of this function would save the scores of all chunks; `attention_gradients` does not.
@@ -156,7 +156,8 @@ def attention_in_chunks(
         return attention(q_bcnH, k_bskH, v_bskV, some, scores)
 
     chunks = _chunks(chunk, q_btnH, None if mask.segments is None else mask.segments[0])
-    return tuple(_join(x, dim) for x, dim in zip(lax.map(one_chunk, chunks), (1, 2), strict=True))
+    out_cbtnV, *of_rows = lax.map(one_chunk, chunks)
+    return _join(out_cbtnV, 1), *(_join(x, 2) for x in of_rows)
 
 
 def attention_gradients(

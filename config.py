@@ -102,18 +102,14 @@ SELECTION_BIAS = Need(lambda c: c.selection_bias, "there is no bias that it woul
 DROPLESS = Need(lambda c: c.moe_impl == "dropless", "moe_impl={moe_impl} has no use for it", "--moe_impl=dropless")
 CAPACITY = Need(lambda c: c.moe_impl == "capacity", "moe_impl={moe_impl} has no use for it", "--moe_impl=capacity")
 LATENT = Need(lambda c: c.kv_lora_rank, "kv_lora_rank=0 is no latent attention", "--kv_lora_rank=64 --rope_head_dim=16")
-SPLIT_SEQUENCES = Need(
-    lambda c: c.context_impl != "all_to_all", "context_impl=all_to_all has sequences in order", "--context_impl=ring"
-)
+SPLIT_SEQUENCES = Need(lambda c: c.context_impl != "all_to_all", "all_to_all keeps the order", "--context_impl=ring")
 CUSTOM_REMAT = Need(lambda c: c.remat == "custom", "remat={remat} has no use for it", "--remat=custom")
 FP8 = Need(lambda c: c.fp8 != "none", "fp8=none multiplies nothing in FP8", "--fp8=dynamic")
 BLOCKS = Need(lambda c: c.fp8_granularity == "block", "{fp8_granularity} has no blocks", "--fp8_granularity=block")
 PROFILE = Need(lambda c: c.fp8 in ("static", "calibrate"), "fp8={fp8} finds its scales without a file", "--fp8=static")
 FIRST_MOMENT = Need(lambda c: c.optimizer != "adafactor", "adafactor has no first moment", "--optimizer=adamw")
-ADAMW_OR_MUON = Need(
-    lambda c: c.optimizer in ("adamw", "muon"), "optimizer={optimizer} has no use for it", "--optimizer=adamw"
-)
-ADAMW = Need(lambda c: c.optimizer == "adamw", "optimizer={optimizer} has no use for it", "--optimizer=adamw")
+ADAMW_OR_MUON = Need(lambda c: c.optimizer in ("adamw", "muon"), "{optimizer} has no use for it", "--optimizer=adamw")
+ADAMW = Need(lambda c: c.optimizer == "adamw", "{optimizer} has no use for it", "--optimizer=adamw")
 DECAY = Need(lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw")
 WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
 FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")

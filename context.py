@@ -106,7 +106,7 @@ def context_attention(
     method: Method = RING,
     kernel: bool = False,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Causal attention of a sequence that is sharded over a mesh axis. Per-device code, differentiable.
 
     Args:
@@ -120,7 +120,8 @@ def context_attention(
       interpret: True simulates the kernel on CPU.
 
     Returns:
-      out_btnV in the dtype of the values, and the log-sum-exp of the scores (and the sink), lse_bnt in float32.
+      out_btnV in the dtype of the values, and the log-sum-exp of the scores (and the sink), lse_bnt in float32. With
+      `scores.largest` also the largest score, like lse.
 
     Raises:
       ValueError: heads or positions cannot be split, zigzag order has a window, a ring has max_logit, or the mask has
@@ -141,13 +142,13 @@ def context_attention(
     if window:
         before = min(window - 1, (c - 1) * t)
         plan = replace(plan, groups=1, method=method._replace(impl="ring"), window=window, q_offset=before)
-        out_btnV, lse_bnt = _attend(plan, *_with_halo(axis, before, *operands))
+        out_btnV, *of_rows = _attend(plan, *_with_halo(axis, before, *operands))
     elif groups < c:
-        out_bunV, lse_bnu = _attend(plan, *_heads_for_positions(plan, c // groups, *operands))
-        out_btnV, lse_bnt = _exchange(plan, out_bunV, 1, 2), _exchange(plan, lse_bnu, 2, 1)
+        out_bunV, *of_rows = _attend(plan, *_heads_for_positions(plan, c // groups, *operands))
+        out_btnV, of_rows = _exchange(plan, out_bunV, 1, 2), [_exchange(plan, x_bnu, 2, 1) for x_bnu in of_rows]
     else:
-        out_btnV, lse_bnt = _attend(plan, *operands)
-    return (out_btnV, lse_bnt) if sinks is None else flash.with_sinks(out_btnV, lse_bnt, sinks)
+        out_btnV, *of_rows = _attend(plan, *operands)
+    return (out_btnV, *of_rows) if sinks is None else (*flash.with_sinks(out_btnV, of_rows[0], sinks), *of_rows[1:])
 
 
 def order(T: int, ring: int, balanced: bool) -> np.ndarray:
@@ -164,12 +165,12 @@ def order(T: int, ring: int, balanced: bool) -> np.ndarray:
     return np.stack([chunks[:ring], chunks[: ring - 1 : -1]], 1).reshape(-1)
 
 
-def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Merges (out_bntV, lse_bnt) over two sets of keys, in float32. The lse of no keys is `masks.UNSEEN`."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
+def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Merges (out_bntV, lse_bnt, perhaps largest_bnt) over two sets of keys. The lse of no keys is `masks.UNSEEN`."""
+    (out_a, lse_a, *largest_a), (out_b, lse_b, *largest_b) = a, b
     lse = jnp.logaddexp(lse_a, lse_b)
     share = lambda lse_part: jnp.exp(lse_part - lse)[..., None]
-    return out_a * share(lse_a) + out_b * share(lse_b), lse
+    return out_a * share(lse_a) + out_b * share(lse_b), lse, *map(jnp.maximum, largest_a, largest_b)
 
 
 @dataclass(frozen=True)
@@ -257,20 +258,20 @@ def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
     """(out_btnV, lse_bnt) over all keys of the sequence. Inside, heads come first, as the kernels need them."""
     heads_first = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV)]
     forward = _gathered if plan.method.impl == "all_gather" else _ring
-    out_bntV, lse_bnt = forward(plan, *heads_first, q_ids_bt, k_ids_bs)
-    return out_bntV.swapaxes(1, 2).astype(v_bskV.dtype), lse_bnt
+    out_bntV, *of_rows = forward(plan, *heads_first, q_ids_bt, k_ids_bs)
+    return out_bntV.swapaxes(1, 2).astype(v_bskV.dtype), *of_rows
 
 
 def _attend_forward(plan, *operands):
-    out_btnV, lse_bnt = _attend(plan, *operands)
+    out_btnV, lse_bnt, *largest = _attend(plan, *operands)
     # With these two saved, jax.checkpoint need not run the ring again.
     out_btnV, lse_bnt = checkpoint_name(out_btnV, "context"), checkpoint_name(lse_bnt, "log_sum_exp")
-    return (out_btnV, lse_bnt), (*operands, out_btnV, lse_bnt)
+    return (out_btnV, lse_bnt, *largest), (*operands, out_btnV, lse_bnt)
 
 
 def _attend_backward(plan, saved, cotangents):
     q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs, out_btnV, lse_bnt = saved
-    dout_btnV, dlse_bnt = cotangents
+    dout_btnV, dlse_bnt, *_ = cotangents
     lse_bnt = jnp.where(jnp.isinf(lse_bnt), jnp.inf, lse_bnt)  # exp(score - inf) = 0: such rows send back no gradient
     q, k, v, out, dout = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV, out_btnV, dout_btnV)]
     backward = _gathered_gradients if plan.method.impl == "all_gather" else _ring_gradients
@@ -303,8 +304,8 @@ def _ring(plan, q_bntH, k_bksH, v_bksV, q_ids, k_ids):
         return (attend(so_far, keys, hop), next_keys), None
 
     next_keys = _shift(plan, keys)
-    out_bntV, lse_bnt = _block(plan, queries, keys, causal=True)
-    carry = (out_bntV.astype(jnp.float32), lse_bnt), next_keys
+    out_bntV, *of_rows = _block(plan, queries, keys, causal=True)
+    carry = (out_bntV.astype(jnp.float32), *of_rows), next_keys
     (so_far, keys), _ = lax.scan(one_hop, carry, jnp.arange(1, plan.groups - 1))
     return attend(so_far, keys, plan.groups - 1)
 
@@ -446,8 +447,8 @@ def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
     if plan.kernel:
         return flash.forward(q, k, v, mask, plan.scores, interpret=plan.interpret)
     q, k, v = [x.swapaxes(1, 2) for x in (q, k, v)]
-    out, lse = attention_in_chunks(q, k, v, mask, plan.scores, chunk=QUERIES_AT_ONCE)
-    return out.swapaxes(1, 2), lse
+    out, *of_rows = attention_in_chunks(q, k, v, mask, plan.scores, chunk=QUERIES_AT_ONCE)
+    return out.swapaxes(1, 2), *of_rows
 
 
 def _block_gradients(plan, queries, keys, *, causal, window=0, q_offset=0):
@@ -473,17 +474,14 @@ def main(c: int = 8, T: int = 2048):
     for fields, window in [(fields, 0) for fields in methods] + [({}, 300)]:
         method, mask = Method(**fields), Mask(window=window)
         places = order(T, ring_size(c, method.impl, method.head_ways), method.balanced)
-        per_device = partial(
-            lambda q, k, v, **options: context_attention(q, k, v, **options)[0], mask=mask, method=method
-        )
-        run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context")))
-        out_BTNH = run(*(x[:, places] for x in (q_BTNH, k_BTKH, v_BTKH)))
+        per_device = partial(context_attention, mask=mask, method=method)
+        specs = P(None, "context"), P(None, None, "context")
+        run = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=specs[0], out_specs=specs))
+        out_BTNH, _ = run(*(x[:, places] for x in (q_BTNH, k_BTKH, v_BTKH)))
         expected, _ = attention(q_BTNH, k_BTKH, v_BTKH, mask)
         shown = ", ".join(f"{name}={value}" for name, value in (fields or dict(window=window)).items())
         print(f"  {shown:45} {jnp.abs(out_BTNH - expected[:, places]).max():.1e}")
-    print(
-        "\nkeys that the queries of each device see under a causal mask, of all that they could, to be read off `order`"
-    )
+    print("\nkeys that the queries of each device see under a causal mask, of all that they could, by `order`")
     for name, balanced in (("in order", False), ("zigzag", True)):
         seen = (order(T, c, balanced) + 1).reshape(c, -1).mean(1) / T
         print(f"  {name:10}" + "".join(f"{share:7.1%}" for share in seen))

@@ -258,13 +258,8 @@ def attend(q_btnH, k_btkH, v_btkU, segments_bt, sinks, is_global, config: Config
         mask = Mask(window=window, which=which, segments=(segments_bt, segments_bt))
         operands = q_btnH, k_btkH, v_btkU, mask, score_options(config)._replace(largest=largest), sinks
         if over_context:
-            method = Method(
-                impl=config.context_impl,
-                head_ways=config.context_heads,
-                balanced=in_zigzag(config),
-                algorithm=config.collectives,
-            )
-            return context_attention(*operands, method=method, kernel=kernel, interpret=interpret)[0]
+            method = Method("context", config.context_impl, config.context_heads, in_zigzag(config), config.collectives)
+            return picked(context_attention(*operands, method=method, kernel=kernel, interpret=interpret))
         if kernel:
             return picked(flash_attention(*operands, interpret=interpret))
         # causal_attention splits the queries into quarters. The TPU compiler of jax 0.10 crashes on that.

@@ -67,11 +67,10 @@ def loss_fn(
         return jax.tree.map(lambda a: jnp.sum(jnp.where(is_last_stage(), a, 0), 0), shares_M)
     shared = constants(batch, config)
     x = *embed_tokens(params, batch.tokens, config), *carried
-    x, aux, *carried = run_all_layers(params, x, shared, config, scaling=scaling, attend_with=attend_with)
+    x = run_all_layers(params, x, shared, config, scaling=scaling, attend_with=attend_with)
     if anatomy.runs_mtp(config):
-        aux = multi_token_prediction(params, (x, aux), batch, shared, config, scaling)
-    loss, metrics = loss_and_metrics(params, (x, aux), batch, config, scaling.key)
-    return loss, metrics | ({"max_logits": carried[0]} if carried else {})
+        x = x[0], *multi_token_prediction(params, x, batch, shared, config, scaling, attend_with)
+    return loss_and_metrics(params, x, batch, config, scaling.key)
 
 
 # -- the layers
@@ -116,7 +115,7 @@ def run_layers(
     `attend_with` takes the place of attention (decoder.layer); its first argument is the number of the layer.
     """
     if config.fp8_skip_layers:
-        return run_layers_in_two_precisions(layers, x, constants, config, scaling)
+        return run_layers_in_two_precisions(layers, x, constants, config, scaling, attend_with)
     layers, gather = layer_gather(layers, config, stack)
     num_layers = jax.tree.leaves(layers)[0].shape[0]
     layer = layer_function(partial(is_global_layer, num_layers=num_layers, config=config), config, attend_with)
@@ -156,14 +155,14 @@ def layer_function(is_global, config: Config, attend_with):
     return jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
 
 
-def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling):
+def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling, attend_with):
     """x after all layers, with the first and last `fp8_skip_layers` in `config.dtype` and those between in FP8."""
     skip, L = config.fp8_skip_layers, config.num_layers
     inner = dataclasses.replace(config, fp8_skip_layers=0)
     outer = changed(inner, fp8="none")
     for begin, end, precision in ((0, skip, outer), (skip, L - skip, inner), (L - skip, L, outer)):
         part, amax = jax.tree.map(lambda a, begin=begin, end=end: a[begin:end], (layers, scaling.amax))
-        x = run_layers(part, x, constants, precision, begin, scaling=scaling._replace(amax=amax))
+        x = run_layers(part, x, constants, precision, begin, "layers", scaling._replace(amax=amax), attend_with)
     return x
 
 
@@ -251,9 +250,10 @@ def loss_and_metrics(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss and the metrics, from the result `x` of the last layer. The loss contains the auxiliary losses.
 
-    `key`: for stochastic rounding.
+    What qk_clip.py carries in `x` is among the metrics, as `max_logits`. `key`: for stochastic rounding.
     """
-    x_btd, metrics = x
+    x_btd, metrics, *carried = x
+    metrics = metrics | ({"max_logits": carried[0]} if carried else {})
     h_btd = final_norm(params, x_btd, config)
     loss, z_part = output_loss(params, h_btd, batch.targets, batch.loss_weights, config, config.z_loss, key)
     loss += (auxiliary_loss := metrics.get("auxiliary_loss", 0))
@@ -268,37 +268,37 @@ def output_loss(params: Params, h_btd, targets_bt, weights_bt, config: Config, z
     return cross_entropy(h_btD, w_vD, targets_bt, weights_bt, operand, chunk, config.logit_soft_cap, z_loss, matmul)
 
 
-def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, config: Config, scaling: Scaling):
-    """The metrics, with the loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) added.
+def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, config: Config, scaling, attend_with):
+    """(metrics, what is carried), with the loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     One more layer predicts the token after the next, from the model's result for a token and the embedding of the next
     one. Embedding and unembedding are the model's. The paper leaves open whether that result is normed; here it is, as
     in vLLM, where the released weights then predict more tokens (vllm-project/vllm#47448).
     """
-    x_btd, metrics = x
+    x_btd, *carried = x
     specs = param_specs(config)
     hidden_btd = final_norm(params, final_norm(params, x_btd, config), config, "norm_mtp_hidden")
     next_btd = final_norm(params, embed_tokens(params, batch.targets, config)[0], config, "norm_mtp_embed")
     w_dD = _gather(params.w_mtp_embed, specs.w_mtp_embed, config)
     v_dD = _gather(params.w_mtp_hidden, specs.w_mtp_hidden, config)
     x_btd = row_parallel(next_btd, w_dD, config) + row_parallel(hidden_btd, v_dD, config)
-    options = dict(stack="mtp_layers", scaling=scaling)
-    x_btd, metrics = run_layers(params.mtp_layers, (x_btd, metrics), shared, config, config.num_layers, **options)
+    stack = params.mtp_layers, (x_btd, *carried), shared, config, config.num_layers, "mtp_layers"
+    x_btd, metrics, *carried = run_layers(*stack, scaling, attend_with)
     weights_bt = jnp.where(batch.next_targets < 0, 0, batch.loss_weights)
     h_btd = final_norm(params, x_btd, config, "norm_mtp")
     key = None if scaling.key is None else jax.random.fold_in(scaling.key, config.num_layers)
     loss, _ = output_loss(params, h_btd, jnp.maximum(batch.next_targets, 0), weights_bt, config, 0.0, key)
     auxiliary_loss = metrics.get("auxiliary_loss", 0) + config.mtp_loss * loss
-    return metrics | {"mtp_loss": loss, "auxiliary_loss": auxiliary_loss}
+    return metrics | {"mtp_loss": loss, "auxiliary_loss": auxiliary_loss}, *carried
 
 
 # -- in pipeline stages
 
 
-def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, config: Config):
+def pipelined(params: Params, batch: "data.Batch", last, microbatches, config: Config, attend_with=None, carried=()):
     """The arguments of pipeline.py: its functions, this stage's layers by round, the other weights, and the inputs.
 
-    `last`: (params, x, batch, config) -> the pipeline's result, from the x of the last layer.
+    `last`: (params, x, batch, config) -> the pipeline's result, from the x of the last layer. Options: of `loss_fn`.
     """
     stages, rounds = lax.axis_size("pipe"), config.pipeline_rounds
     batch_M = lax.pcast(split(batch, microbatches), "pipe", to="varying")
@@ -308,21 +308,22 @@ def pipelined(params: Params, batch: "data.Batch", last, microbatches: int, conf
         return batch, constants(batch, config)
 
     def stage(layers: Layers, x, inputs, round_):
-        num_layers = config.num_layers // (stages * rounds)
-        return run_layers(layers, x, inputs[1], config, (round_ * stages + lax.axis_index("pipe")) * num_layers)
+        first_layer = (round_ * stages + lax.axis_index("pipe")) * (config.num_layers // (stages * rounds))
+        return run_layers(layers, x, inputs[1], config, first_layer, attend_with=attend_with)
 
     functions = pipeline.Pipeline(
-        first=lambda params, inputs: embed_tokens(params, inputs[0].tokens, config),
+        first=lambda params, inputs: (*embed_tokens(params, inputs[0].tokens, config), *carried),
         stage=jax.checkpoint(stage, prevent_cse=False) if config.remat_stage else stage,
         last=lambda params, x, inputs: last(params, x, inputs[0], config),
         schedule=pipeline.make_schedule(config.pipeline_schedule, stages, microbatches, rounds),
+        maxima=("max_logits",),
     )
     return functions, pipeline.to_rounds(params.layers, rounds), dataclasses.replace(params, layers=None), inputs
 
 
-def pipelined_loss_and_grads(params: Params, batch: "data.Batch", config: Config):
+def pipelined_loss_and_grads(params: Params, batch: "data.Batch", config: Config, **options):
     """(`loss_fn`, its gradients) of a pipeline. Gradients of weights outside the layers are this stage's shares."""
-    arguments = pipelined(params, batch, loss_and_metrics, config.microbatches, config)
+    arguments = pipelined(params, batch, loss_and_metrics, config.microbatches, config, **options)
     shares, dlayers_R, grads = pipeline.loss_and_grads(*arguments)
     return shares, dataclasses.replace(grads, layers=pipeline.from_rounds(dlayers_R, config.pipeline_rounds))
 

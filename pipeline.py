@@ -188,6 +188,7 @@ class Pipeline:
     stage: Callable  # (layers, x, inputs, round) -> x
     last: Callable  # (ends, x, inputs) -> (loss, metrics), or in `forward` any tree
     schedule: Schedule
+    maxima: tuple[str, ...] = ()  # metrics of which microbatches have the maximum, not the sum
     axis: str = "pipe"
 
 
@@ -246,7 +247,7 @@ def loss_and_grads(pipeline: Pipeline, layers_R, ends, inputs: Callable):
             residuals = _write(residuals, slots[fwd.number], jax.tree.leaves(vjp), fwd.busy)
         if losses:
             more, dends_last, dy = device.loss_pass(y, t)
-            shares, dends = _add(shares, more), _add(dends, dends_last)
+            shares, dends = _total(shares, more, pipeline.maxima), _add(dends, dends_last)
             dys = _write(dys, fwd.microbatch % schedule.live_losses, dy, True)
         if backwards:
             at_loss = (device.stage == schedule.stages - 1) & (bwd.round == schedule.rounds - 1)
@@ -386,6 +387,14 @@ def _write(tree, i, values, valid):
 def _add(total, more):
     # XLA:TPU tries to move a reduce-scatter whose results are accumulated out of the loop, and fails an internal check.
     return jax.tree.map(jnp.add, total, lax.optimization_barrier(more))
+
+
+def _total(shares, more, maxima):
+    """The (loss, metrics) of two microbatches as one."""
+    larger = {name: jnp.maximum(shares[1][name], more[1][name]) for name in maxima if name in more[1]}
+    sums = lambda x: (x[0], {name: a for name, a in x[1].items() if name not in larger})
+    loss, metrics = _add(sums(shares), sums(more))
+    return loss, metrics | larger
 
 
 # -- which layers a stage runs

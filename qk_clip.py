@@ -21,8 +21,8 @@ L * N numbers.
 **Cost.** The flash kernel has the running maximum of each query, and writes it beside the log-sum-exp: 4 bytes a query
 and head. `attention.py` computes it from the scores.
 
-**Left out.** Sequences over `context`, pipeline stages and multi-token prediction (rules.py refuses them): each would
-have to carry the maxima. Queries and keys with norms, and scores with a soft cap, need no clip.
+**Left out.** Queries and keys with norms, and scores with a soft cap, need no clip. With `max_logit` the kernel has no
+maximum.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ def options(config: Config) -> dict:
     """The options of model.loss_fn with which it reports `max_logits`: zeros, and attention that fills them in."""
     if not config.qk_clip:
         return {}
-    zeros_Ln = jnp.zeros((config.num_layers, config.num_heads // lax.axis_size("tensor")))
+    rows = config.num_layers + anatomy.runs_mtp(config)
+    zeros_Ln = jnp.zeros((rows, config.num_heads // lax.axis_size("tensor")))
     return dict(attend_with=attend, carried=(lax.pcast(zeros_Ln, placement.MESH_AXES, to="varying"),))
 
 
@@ -62,7 +63,10 @@ def summed(shares_M):
 
 
 def over_devices(shares):
-    """(loss, metrics) of all devices from those of each: sums, and `max_logits` as the maxima of all heads [L, N]."""
+    """(loss, metrics) of all devices from those of each: sums, and `max_logits` as the maxima of all heads [L, N].
+
+    Of a pipeline only the last stage has maxima, those of all layers; the others have zeros.
+    """
     loss, metrics = shares
     largest = {name: metrics[name] for name in metrics if name == "max_logits"}
     rest = {name: a for name, a in metrics.items() if name not in largest}
@@ -76,7 +80,7 @@ def clip(params: Params, max_logits: jax.Array, accept: jax.Array, config: Confi
     """The parameters after QK-clip; unchanged if not `accept`. Global arrays.
 
     Args:
-      max_logits: the largest score of each head of each layer, [L, N].
+      max_logits: the largest score of each head of each layer, [L, N]; one row more with multi-token prediction.
     """
     gain_LN = jnp.where(accept & (max_logits > config.qk_clip), config.qk_clip / max_logits, 1.0)
     numbers, dense = np.arange(config.num_layers), config.num_dense_layers
@@ -84,6 +88,7 @@ def clip(params: Params, max_logits: jax.Array, accept: jax.Array, config: Confi
     if anatomy.two_kinds(config):
         is_global = (numbers + 1) % config.global_every == 0
         rows = {"global_layers": numbers[is_global], "layers": numbers[~is_global]}
+    rows["mtp_layers"] = np.array([config.num_layers])
     clipped = {
         stack: clip_layers(getattr(params, stack), gain_LN[rows[stack]], anatomy.stack_config(config, stack))
         for stack in anatomy.layer_stacks(config)

@@ -75,7 +75,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     if sizes["context"] > 1:
         _check_context(config, sizes)
     if config.qk_clip:
-        _check_qk_clip(config, sizes)
+        _check_qk_clip(config)
     _check_fp8(config, sizes)
 
 
@@ -246,22 +246,15 @@ def _check_context(config: Config, sizes: dict[str, int]) -> None:
         )
 
 
-def _check_qk_clip(config: Config, sizes: dict[str, int]) -> None:
-    for axis in ("context", "pipe"):
-        if sizes[axis] > 1:
-            raise ValueError(
-                f"qk_clip={config.qk_clip:g} needs the largest score of each head, which {axis}:{sizes[axis]} does not "
-                "report: --mesh=fsdp:* or --qk_clip=0"
-            )
+def _check_qk_clip(config: Config) -> None:
     if config.qk_norm or config.attention_soft_cap:
         bound = "qk_norm" if config.qk_norm else f"attention_soft_cap={config.attention_soft_cap:g}"
         raise ValueError(f"qk_clip={config.qk_clip:g} has no use where {bound} bounds the scores: --qk_clip=0")
-    for name in ("max_logit", "mtp", "fp8_skip_layers"):
-        if getattr(config, name):
-            off = f"--no-{name}" if name == "mtp" else f"--{name}=0"
-            raise ValueError(
-                f"qk_clip={config.qk_clip:g} has no code for {name}={getattr(config, name)}: {off} or --qk_clip=0"
-            )
+    if config.max_logit:
+        raise ValueError(
+            f"qk_clip={config.qk_clip:g} needs the largest scores, which attention with max_logit={config.max_logit:g} "
+            "does not have: --max_logit=0 or --qk_clip=0"
+        )
 
 
 # -- FP8

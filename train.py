@@ -176,7 +176,7 @@ def loss_and_grads(params: parameters.Params, batch: data.Batch, scaling=paramet
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     trained = weights, lax.pcast(scaling.amax, placement.MESH_AXES, to="varying")
     if lax.axis_size("pipe") > 1:
-        shares, grads = model.pipelined_loss_and_grads(weights, batch, config)
+        shares, grads = model.pipelined_loss_and_grads(weights, batch, config, **qk_clip.options(config))
         amax = {}
     elif config.microbatches == 1:
         shares, (grads, amax) = value_and_grad(trained, batch, scaling.key)

@@ -38,11 +38,11 @@ def places_of(c, T, impl="ring", head_ways=1, balanced=False, **_):
 
 
 def with_gradients(attend, qkv, weights, sinks):
-    """The gradients of a weighted sum of out and lse in q, k, v and the sinks, and (out, lse)."""
+    """The gradients of a weighted sum of out and lse in q, k, v and the sinks, and all results."""
 
     def loss(q, k, v, sinks):
-        out, lse = attend(q, k, v, sinks)
-        return jnp.sum(out * weights[0]) + jnp.sum(jnp.maximum(lse, -100.0) * weights[1]), (out, lse)
+        out, lse, *largest = attend(q, k, v, sinks)
+        return jnp.sum(out * weights[0]) + jnp.sum(jnp.maximum(lse, -100.0) * weights[1]), (out, lse, *largest)
 
     return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*qkv, sinks)
 
@@ -69,7 +69,7 @@ def sharded_function(c, qkv, ids, *, sinks=False, packed=True, **options):
         per_device,
         mesh=mesh_of(c),
         in_specs=(SHARDED, SHARDED, (SHARDED, LSE_SHARDED), P()),
-        out_specs=((SHARDED, SHARDED, SHARDED, P()), (SHARDED, LSE_SHARDED)),
+        out_specs=((SHARDED, SHARDED, SHARDED, P()), (SHARDED, *[LSE_SHARDED] * (1 + options.get("largest", False)))),
     )
 
 
@@ -80,14 +80,12 @@ def check(c, tolerance=2e-6, shape=None, **options):
     sharded = jax.jit(sharded_function(c, qkv, ids, **options))
     got = sharded([at(x, 1) for x in qkv], at(ids, 1), (at(weights[0], 1), at(weights[1], 2)), SINKS)
 
-    plain = {name: options[name] for name in ("window", "soft_cap", "scale") if name in options}
+    plain = {name: options[name] for name in ("window", "soft_cap", "scale", "largest") if name in options}
     plain = mask_and_scores(segments=(ids, ids), **plain)
     attend = lambda q, k, v, sinks: attention(q, k, v, *plain, sinks if options.get("sinks") else None)
     want = jax.jit(partial(with_gradients, attend))(qkv, weights, SINKS)
-    dims = (1, 1, 1, None), (1, 2)
-    for (path, a), b, dim in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(want), [*dims[0], *dims[1]], strict=True
-    ):
+    dims = 1, 1, 1, None, 1, *[2] * (len(got[1]) - 1)
+    for (path, a), b, dim in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), dims, strict=True):
         b = b if dim is None else at(b, dim)
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
@@ -131,6 +129,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(8, EXCHANGE | dict(window=48), {}),  # from all
         slow(4, dict(window=1), {}),
         slow(4, dict(window=100), {}),
+        slow(4, ZIGZAG | dict(largest=True), {}),
+        slow(4, RING | dict(largest=True, sinks=True, head_ways=2), {}),
+        slow(2, GATHER_ZIGZAG | dict(largest=True), {}),
+        slow(2, EXCHANGE | dict(largest=True), dict(k=1)),
+        slow(4, dict(window=32, largest=True), {}),
     ],
     ids=str,
 )
@@ -146,7 +149,7 @@ def test_on_one_device_it_is_attention():
 
 @pytest.mark.parametrize(
     "options",
-    [ZIGZAG, GATHER_ZIGZAG, EXCHANGE | dict(max_logit=4.0), dict(window=20, max_logit=4.0)],
+    [ZIGZAG | dict(largest=True), GATHER_ZIGZAG, EXCHANGE | dict(max_logit=4.0), dict(window=20, max_logit=4.0)],
     ids=str,
 )
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from support import MIXTURES, SMALL, first_state, init, laid_out, make_batch, on_mesh
 
+import anatomy
 import flash
 import parameters
 import placement
@@ -113,15 +114,59 @@ def test_alternating_stacks_have_their_own_rows():
     assert qk_clip.clip(params, max_logits, jnp.bool_(False), config).layers.w_q.tolist() == params.layers.w_q.tolist()
 
 
+def after_a_step(config: Config):
+    """(the parameters after a step whose learning rate is 0, and its largest score)."""
+    mesh, *_ = on_mesh(config, jax.devices()[: np.prod(list(placement.parse_mesh(config.mesh).values()))])
+    placed = laid_out(make_batch(config), config, mesh)
+    placed = jax.device_put(placed, NamedSharding(mesh, sharding.BATCH_SPEC))
+    state = first_state(config, mesh, jax.device_get(init(config)))
+    state, metrics = train.make_train_step(config, mesh)(state, placed)
+    return jax.device_get(state.params), float(metrics["max_logit"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options", "of_mesh"),
+    [
+        ("context:2,tensor:2", {}, {}),
+        ("context:4", dict(attention_sinks=True), dict(context_balance=False)),
+        ("context:4", {}, dict(context_heads=2)),
+        ("context:2", LATENT, dict(context_impl="all_to_all")),
+        ("context:2,fsdp:2", dict(num_kv_heads=2), dict(context_impl="all_gather")),
+        ("context:2", dict(window=5), {}),
+        ("pipe:2,fsdp:2", dict(qkv_bias=True), dict(microbatches=4)),
+        ("pipe:2,tensor:2", dict(num_layers=4), dict(microbatches=2, pipeline_schedule="circular", pipeline_rounds=2)),
+        ("fsdp:2", MIXTURES["deepseek"] | dict(num_kv_heads=4, mtp=True, selection_bias=False), {}),
+    ],
+    ids=str,
+)
+def test_every_mesh_clips_as_one_device(mesh, options, of_mesh):
+    """The heads of all layers are clipped by the largest scores that any stage, chunk of positions or hop has seen."""
+    config = Config(**TINY | options, mesh="fsdp:1", qk_clip=0.05)
+    (expected, most), start = after_a_step(config), jax.device_get(init(config))
+    params, largest = after_a_step(dataclasses.replace(config, mesh=mesh, **of_mesh))
+    assert largest == pytest.approx(most, rel=1e-5) and largest > 0.05
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), params, expected)
+    stacks = (getattr(tree, stack) for stack in anatomy.layer_stacks(config) for tree in (params, start))
+    for after, before in zip(stacks, stacks, strict=True):
+        name = "w_q_up" if after.w_q is None else "w_q"
+        same = np.equal(getattr(after, name), getattr(before, name))
+        assert not same.all((1, 2, 3)).any()  # every layer has heads that are clipped
+
+
+def test_layers_in_two_precisions_report_all_their_scores():
+    config = Config(**TINY | dict(num_layers=4, dtype="bfloat16"), mesh="fsdp:1", fp8="dynamic", fp8_skip_layers=1)
+    params, _ = after_a_step(dataclasses.replace(config, qk_clip=0.05))
+    same = np.equal(params.layers.w_q, jax.device_get(init(config)).layers.w_q)
+    assert not same.all((1, 2, 3)).any()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(mesh="context:2"), "context:2 does not report: --mesh=fsdp"),
-        (dict(mesh="pipe:2", microbatches=2), "pipe:2 does not report: --mesh=fsdp"),
         (dict(qk_norm=True), "qk_clip=1 has no use where qk_norm bounds"),
         (dict(attention_soft_cap=20.0), "attention_soft_cap=20 bounds the scores: --qk_clip=0"),
-        (dict(max_logit=30.0), "no code for max_logit=30.0: --max_logit=0"),
-        (dict(mtp=True), "no code for mtp=True: --no-mtp"),
+        (dict(max_logit=30.0), "attention with max_logit=30 does not have: --max_logit=0"),
     ],
 )
 def test_what_has_no_maxima_is_refused(options, said):
