@@ -96,20 +96,26 @@ def test_resume_is_bit_exact(saved, tmp_path, monkeypatch, capsys):
     stop_and_resume(saved, tmp_path, monkeypatch, capsys)
 
 
+RAMP_AND_DECAY = dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", skip_spikes=6.0, mu_dtype="bfloat16")
+RAMP_AND_DECAY |= dict(batch_rampup="0:8,5:16,14:24", batch=24)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, mu_dtype="bfloat16")
-        | dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", batch_rampup="0:8,5:16,14:24", batch=24)
-        | dict(skip_spikes=6.0, check_every=9, nu_dtype="bfloat16", grad_dtype="bfloat16"),
+        RAMP_AND_DECAY
+        | dict(mesh="data:2,fsdp:2,tensor:2", shard_update=True, microbatches=2, check_every=9)
+        | dict(nu_dtype="bfloat16", grad_dtype="bfloat16"),
+        RAMP_AND_DECAY
+        | dict(mesh="fsdp:2,fsdp_transpose:2,context:2", optimizer="muon", qk_clip=0.5, fp8="delayed", check_every=9),
         dict(mesh="data:2,tensor:4", optimizer="adafactor", dtype="bfloat16"),
-        dict(mesh="fsdp:2,tensor:4", optimizer="muon", qk_clip=0.5, fp8="delayed", mu_dtype="bfloat16"),
+        dict(mesh="fsdp:2,tensor:4", optimizer="muon", qk_clip=0.5, offload_optimizer=True),
     ],
     ids=lambda changes: ",".join(map(str, changes.values())),
 )
 def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monkeypatch, capsys):
-    """The first one is in the middle of a ramp of the batch, of a decay, and of a mixture."""
+    """The first two are in the middle of a ramp of the batch, of a decay, and of a mixture."""
     if "batch_rampup" in changes:
         (tmp_path / "cubes.txt").write_text("".join(f"{i} cubed is {i**3}.\n" for i in range(3000)))
         prepare.prepare([str(tmp_path / "cubes.txt")], str(tmp_path / "cubes"))
