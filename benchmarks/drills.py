@@ -27,6 +27,7 @@ from benchmarks.trials import (
     UNSAVED,
     BrokenError,
     End,
+    Recipe,
     Scene,
     again,
     at_a_step,
@@ -74,7 +75,7 @@ def killed(scene: Scene, moment: tuple, last: bool = True, **values) -> None:
     saved = steps_in(scene.checkpoints)[-values.get("keep_checkpoints", 100) :]  # an older one may be half removed
     run.kill()
     expect(end(run), -signal.SIGKILL)
-    compare(scene.checkpoints, reference(scene.shared), saved)
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), saved)
     if last:
         ended = again(scene, **values)
         if saved and f"from step {saved[-1]} " not in ended.said:
@@ -115,7 +116,7 @@ def full_disk(scene: Scene, where: str) -> None:
     ended = end(run)
     ballast.unlink()
     expect(ended, FAILED, "checkpoint.*(No space|not be written|RESOURCE_EXHAUSTED)")
-    compare(scene.checkpoints, reference(scene.shared), saved)
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), saved)
     again(scene)
 
 
@@ -127,7 +128,7 @@ def file_too_large(scene: Scene) -> None:
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     go_on(run)
     expect(end(run), FAILED, "checkpoint.*(too large|not be written)")
-    compare(scene.checkpoints, reference(scene.shared), saved)
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), saved)
     again(scene)
 
 
@@ -174,12 +175,12 @@ def damaged(scene: Scene, files: str, how: str) -> None:
     damage(scene, newest, files, how)
     ended = end(start(scene))
     expect(ended, (0, *FAILED), r"checkpoints/9\b.*damaged|damaged.*checkpoints/9\b")
-    compare(scene.checkpoints, reference(scene.shared), (3, 6))
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), (3, 6))
     if ended.status:
         shutil.rmtree(newest)
         again(scene)
     else:
-        compare(scene.checkpoints, reference(scene.shared), (12,))
+        compare(scene.checkpoints, reference(scene.shared, scene.recipe), (12,))
         if "from step 9 " not in ended.said and not re.search(r"checkpoints/9\b", ended.said + ended.complained):
             raise BrokenError(f"went on from another step without a word on 9: {ended.said[:300]}")
 
@@ -200,7 +201,7 @@ def damaged_and_skipped(scene: Scene, files: str, how: str, *steps: int) -> None
 
 def copy_reference(scene: Scene, steps) -> None:
     for step in steps:
-        shutil.copytree(reference(scene.shared) / str(step), scene.checkpoints / str(step))
+        shutil.copytree(reference(scene.shared, scene.recipe) / str(step), scene.checkpoints / str(step))
 
 
 def damage(scene: Scene, folder: Path, files: str, how: str) -> None:
@@ -506,7 +507,7 @@ def interrupted_twice(scene: Scene) -> None:
     ended = expect(end(run), 128 + signal.SIGINT)
     if "terminated after" in ended.said:
         raise BrokenError("the second Ctrl-C did not interrupt it")
-    compare(scene.checkpoints, reference(scene.shared), saved)
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), saved)
     again(scene)
 
 
@@ -703,7 +704,17 @@ def corrupted(scene: Scene, where: str) -> None:
     again(scene, check_every=4)
 
 
-# Each drill, and what it is called with: 111 trials in all.
+CHOICES = dict(optimizer="muon", qk_clip=0.5, mu_dtype="bfloat16", mesh="fsdp:2,fsdp_transpose:2", check_every=5)
+CHOICES |= dict(schedule="wsd", decay_ratio=0.5, skip_spikes=6.0, batch_rampup="0:4,5:8", batch=8)
+
+
+def with_all_choices(scene: Scene, drill: str, *arguments) -> None:
+    """A drill in a run with Muon, QK-clip, spikes, a ramp of the batch, a decay, checked steps and two corpora."""
+    scene.recipe = Recipe(tuple(CHOICES.items()), "{own}:0.7,{shared}/other_size:0.3")
+    globals()[drill](scene, *arguments)
+
+
+# Each drill, and what it is called with: 120 trials in all.
 DRILLS = [
     (killed_in_a_step, [()] * 5),
     (killed_in_a_save, [(100,)] * 7 + [(1,)] * 3),
@@ -799,4 +810,17 @@ DRILLS = [
     (planted_link, [("out",), ("out/plan.json.00000000.unfinished",)]),
     (not_finite, [()]),
     (corrupted, [("replica",), ("step",)]),
+    (hosts_disagree, [("optimizer", "muon"), ("schedule", "constant")]),
+    (
+        with_all_choices,
+        [
+            ("killed_in_a_step",),
+            ("killed_in_a_save", 100),
+            ("killed_again_and_again",),
+            ("suspended", "save"),
+            ("signalled", "SIGTERM", "step"),
+            ("corpus_at_a_resume", "same_size"),
+            ("damaged_and_skipped", "state/_METADATA", "missing", 6, 9),
+        ],
+    ),
 ]

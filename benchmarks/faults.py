@@ -1,4 +1,4 @@
-"""Fault drills: 111 trials of what goes wrong around a run, and 60 flipped bits, each with what must hold afterwards.
+"""Fault drills: 120 trials of what goes wrong around a run, and 60 flipped bits, each with what must hold afterwards.
 
     python benchmarks/faults.py                          all that benchmarks/faults.json does not have yet (15 minutes)
     python benchmarks/faults.py killed_in_a_save 17      all trials of a kind, and number 17

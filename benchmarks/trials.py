@@ -44,6 +44,17 @@ class ImpossibleError(Exception):
     """The machine does not allow the trial."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How the runs of a trial train: flags beside FLAGS, and --corpus, in which {own} is the trial's corpus."""
+
+    flags: tuple[tuple[str, object], ...] = ()
+    corpora: str = "{own}"
+
+
+PLAIN = Recipe()
+
+
 @dataclass
 class Scene:
     """The setting of a trial: its own folder, a folder that all share, and its random numbers."""
@@ -51,6 +62,7 @@ class Scene:
     folder: Path
     shared: Path
     random: random.Random
+    recipe: Recipe = PLAIN
     runs: list = field(default_factory=list)
     mounts: list = field(default_factory=list)
 
@@ -137,8 +149,9 @@ def start(
       shell: a shell script that runs "$@", the command.
     """
     if program == ("train.py",):
-        own = dict(corpus=scene.corpus, checkpoint_dir=scene.checkpoints, compilation_cache=scene.shared / "cache")
-        all_values = FLAGS | own | values
+        corpus = scene.recipe.corpora.format(own=scene.corpus, shared=scene.shared)
+        own = dict(corpus=corpus, checkpoint_dir=scene.checkpoints, compilation_cache=scene.shared / "cache")
+        all_values = FLAGS | own | dict(scene.recipe.flags) | values
         flags = [f"--{name}={value}" for name, value in all_values.items() if value is not None] + list(flags)
     if at:
         program = signalled(*at)
@@ -287,19 +300,20 @@ def compare(folder: Path, reference: Path, steps) -> None:
 def check_same(scene: Scene, steps=SAVED, **values) -> None:
     """Raises BrokenError unless the last `keep_checkpoints` of these steps are there, all with the right bits."""
     wanted = steps[-values.get("keep_checkpoints", len(steps)) :]
-    compare(scene.checkpoints, reference(scene.shared), sorted({*wanted, *steps_in(scene.checkpoints)}))
+    compare(scene.checkpoints, reference(scene.shared, scene.recipe), sorted({*wanted, *steps_in(scene.checkpoints)}))
 
 
 SHARD = "00000-000.bin"  # of the corpora here
 _PREPARING, _WRITING = threading.Lock(), threading.Lock()
 
 
-def reference(shared: Path) -> Path:
+def reference(shared: Path, recipe: Recipe = PLAIN) -> Path:
     """The checkpoints of an undisturbed run, one for each step."""
-    folder = shared / "reference"
+    name = hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]
+    folder = shared / f"reference-{name}"
     with _PREPARING:
         if not folder.exists():
-            scene = Scene(shared / "undisturbed", shared, random.Random(0))
+            scene = Scene(shared / f"undisturbed-{name}", shared, random.Random(0), recipe)
             scene.folder.mkdir()
             copy_corpus(corpora(shared) / "corpus", scene.corpus)
             expect(end(start(scene, save_every=1), 600), 0)  # compiles

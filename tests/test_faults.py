@@ -99,10 +99,10 @@ def test_what_the_machine_does_not_allow_does_not_hold(shared, monkeypatch):
     assert "| full disk | 1 | 0 | 0 | 1 | 0 | 0 |" in faults.table(dict(machine="", seed=0, trials=[verdict], flips=[]))
 
 
-def test_there_are_111_trials_with_seeds_of_their_own():
+def test_there_are_120_trials_with_seeds_of_their_own():
     every = faults.trials_of(7)
-    assert [trial.number for trial in every] == list(range(1, 112))
-    assert [trial.seed for trial in every] == list(range(7001, 7112))
+    assert [trial.number for trial in every] == list(range(1, 121))
+    assert [trial.seed for trial in every] == list(range(7001, 7121))
     assert faults.choose(["damaged", "1"], every)[0].number == 1
     with pytest.raises(ValueError, match="there is no 'damage'; did you mean damaged"):
         faults.choose(["damage"], every)
