@@ -81,9 +81,7 @@ def flag(default, *decides_or_needs: "str | Need", choices: str | tuple[str, ...
 
 WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window=64")
 NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
-GLOBAL_LAYERS = Need(
-    lambda c: c.global_every or not c.window, "window={window} in every layer needs only a halo", "--global_every=2"
-)
+GLOBAL_LAYERS = Need(lambda c: c.global_every or not c.window, "layers with windows need a halo", "--global_every=2")
 GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
 ROPE_TYPE = Need(lambda c: c.rope_type != "default", "rope_type=default scales no frequency", "--rope_type=llama3")
@@ -113,6 +111,7 @@ ADAMW = Need(lambda c: c.optimizer == "adamw", "{optimizer} has no use for it", 
 DECAY = Need(lambda c: c.optimizer != "sgd", "optimizer=sgd decays no weights", "--optimizer=adamw")
 WSD = Need(lambda c: c.schedule == "wsd", "schedule={schedule} has no decay of its own", "--schedule=wsd")
 FALLS = Need(lambda c: c.schedule != "constant", "schedule=constant has no decay", "--schedule=wsd")
+SAMPLE = Need(lambda c: c.sample, "sample=0 shows no text", "--sample=200")
 EVALUATION = Need(lambda c: c.eval_batches, "eval_batches=0 evaluates nothing", "--eval_batches=16")
 
 PROFILE_DIR = Need(lambda c: c.profile_dir, "no trace is written", "--profile_dir=runs/trace", "noted")
@@ -407,6 +406,8 @@ class Config:
     tensorboard_dir: str = flag("", "process", path=())
     # tokens of text to generate at the end; 0 is none
     sample: int = flag(200, least=0)
+    # a sample after each so many steps, too; 0 is only at the end
+    sample_every: int = flag(0, SAMPLE, least=0)
     # a trace for xprof is written here
     profile_dir: str = flag("", "process", path=())
     # first and last step of the trace
@@ -488,8 +489,7 @@ class Config:
     def _check_parallelism(self):
         if self.offload_optimizer and self.optimizer == "adafactor":
             raise ValueError(
-                "offload_optimizer is for adamw, sgd and muon; optimizer=adafactor cannot be updated layer by layer: "
-                "--optimizer=adamw or --no-offload_optimizer"
+                "offload_optimizer is for adamw, sgd and muon: --optimizer=adamw or --no-offload_optimizer"
             )
         if self.context_heads > 1 and (self.context_impl != "ring" or self.collectives != "xla"):
             raise ValueError(

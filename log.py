@@ -34,6 +34,7 @@ from hardware import PEAK_BF16_FLOPS_PER_DEVICE
 from predicted import transformer
 
 PROGRAM = "train_step.hlo"  # in the folder of a profile
+FAILED, MOST_WHY = "failed", 500  # the event of a run that an error ends; characters of the error in it
 MOST_LOADS = 2048  # of experts, in a row of the metrics file
 # Others depend on the model.
 COMMON_METRICS = "step loss grad_norm learning_rate skipped skipped_in_a_row spikes".split()
@@ -122,7 +123,7 @@ class Log:
         self.epochs = epochs
         self.config, self.num_devices, self.prints = config, mesh.size, jax.process_index() == 0
         self.terminal = self.prints and sys.stdout.isatty()
-        self.file, self.scalars, self.first_step = None, None, first_step
+        self.file, self.scalars, self.first_step, self.last_step = None, None, first_step, first_step
         evaluates = bool(config.eval_batches) and first_step == config.steps  # again, if all steps are done
         if self.prints and config.metrics_file:
             self.file, moved = open_metrics(config.metrics_file, first_step, evaluates)
@@ -182,6 +183,7 @@ class Log:
         step_s = time.perf_counter() - self.clock
         self.start_clock()
         self.timed_from = self.timed_from or (metrics["step"], self.clock)
+        self.last_step = metrics["step"]
         self.steps_s.append(step_s)
         self.sequences.append(data_mixtures.batch_of(metrics["step"] - 1, self.batches))
         metrics |= self._rates(step_s, self.sequences[-1]) | {"input_wait_s": waited_s}
@@ -253,9 +255,15 @@ class Log:
             f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  held-out loss {eval_loss:.4f}{parts}"
         )
 
-    def event(self, step: int, name: str) -> None:
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Shows what the model wrote after a prompt, and writes it for report.py."""
+        bold, end, mark = ("\033[1m", "\033[0m", "") if self.terminal else (">>>", "", ", after >>>")
+        self.say(f"sample     of the model after a held-out prompt{mark}:\n{prompt}{bold}{text}{end}")
+        self.event(step, "sample", prompt=prompt, text=text)
+
+    def event(self, step: int, name: str, **details: str) -> None:
         """Writes what happened after a step, such as "saved", for report.py."""
-        self._write({"step": step, "event": name})
+        self._write({"step": step, "event": name} | details)
         if self.scalars:
             self.scalars.flush()  # a run that resumes from here has all steps before
 
@@ -280,6 +288,15 @@ class Log:
         if self.config.tensorboard_dir:
             self.say(f"charts     tensorboard --logdir={shlex.quote(self.config.tensorboard_dir)}")
         return rates
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        """Writes why the run ends, if an error ends it, and closes the files."""
+        if isinstance(error, Exception):
+            self.event(self.last_step, FAILED, why=f"{kind.__name__}: {error}"[:MOST_WHY])
+        self.close()
 
     def close(self) -> None:
         if self.line_is_open:  # so that a message after it begins a line
@@ -381,8 +398,8 @@ def check_outputs(config: Config) -> None:
 def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[IO, str]:
     """Opens the metrics file to append.
 
-    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once. For a
-    new run an old file is moved to the first free name of PATH.1, PATH.2 and so on.
+    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once, and
+    those of failures. For a new run an old file is moved to the first free name of PATH.1, PATH.2 and so on.
 
     Returns:
       The file, and the new path of an old one; "" where none was moved.
@@ -400,7 +417,8 @@ def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[I
         try:
             rows = outputs.json_lines(file.read_text(encoding="utf-8"))
             again = lambda row: evaluates and "eval_loss" in row and row["step"] == first_step
-            retained = [line for line, row in rows if row["step"] <= first_step and not again(row)]
+            stays = lambda row: row["step"] <= first_step or row.get("event") == FAILED
+            retained = [line for line, row in rows if stays(row) and not again(row)]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"--metrics_file={path} has lines that no run wrote: move it away, or mend it") from None
         with outputs.replacing(file) as unfinished:

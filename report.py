@@ -13,7 +13,8 @@ table repeats the main numbers of a picture. DIR/index.html opens in any browser
 which one can zoom, hover, and hide a kind; what the TensorCore waits for, the exposed part of the critical path; the
 memory over the step; collectives by mesh axis; the step by part; its flags, and what the planner would change.
 
-The page of a run has its losses, norms, times and rates over the steps, and the loads of experts as images.
+The page of a run has its losses, norms, times and rates over the steps, the loads of experts as images, what ended it
+and where it resumed, and the texts that it sampled.
 
 **Cost**: 1.3 MB for the library, and about 250 bytes a span. A timeline of more than `MOST_SPANS` spans is drawn with
 neighbours joined, the shortest first. The table of waits and the embedded numbers are computed before that. A run of
@@ -22,7 +23,7 @@ more than `MOST_STEPS` steps is drawn, and embedded, as means of several: one of
 **Why bokeh** (extra `[report]`): its minified script is 1.3 MB, plotly's 4.8 MB, and a page should stay under 5 MB.
 matplotlib draws pictures that do not zoom. A policy in the page's head forbids every load from outside.
 
-**Left out**: a live page; the samples of a run, which are in its output; faults, of which its log has the words.
+**Left out**: a live page. A run that is killed writes no reason: the page has its resume alone.
 
 **Source**: colours from M. Okabe and K. Ito, "Color Universal Design", which readers of all kinds distinguish.
 """
@@ -64,6 +65,7 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200p
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .3em; }
 table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
 td, th { padding: .15em .9em .15em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; }
 td.number { text-align: right; } code { background: #f3f3f3; overflow-wrap: anywhere; } p { max-width: 60em; }
 """
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -563,10 +565,10 @@ def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height
             if len(xs) < 60:
                 drawn.scatter("x", "y", source=source, color=colour, size=5, legend_label=label)
     if drawn:
-        for event, dash in (("saved", "dotted"), ("resumed", "dashdot")):
+        for event, colour, dash in MARKS:
             at = sorted({row["step"] for rows in runs.values() for row in rows if row.get("event") == event})
             if at:
-                drawn.vspan(x=at, line_color=GREY, line_dash=dash, legend_label=event)
+                drawn.vspan(x=at, line_color=colour, line_dash=dash, legend_label=event)
         _legend(drawn)
     return drawn
 
@@ -574,6 +576,12 @@ def _lines(runs: dict[str, list[dict]], names: dict[str, str], axis: str, height
 LOADS = (
     "Tokens that chose an expert, in percent of the mean of the layer: 100 is balanced, and all from 300 on has one "
     "colour. A band is a layer, counted from the first one with experts; a row in it is an expert."
+)
+MARKS = (  # events of a run, as vertical lines
+    ("saved", GREY, "dotted"),
+    ("resumed", GREY, "dashdot"),
+    ("terminated", ORANGE, "dashed"),
+    ("failed", VERMILION, "solid"),
 )
 MIXTURE = {"load_imbalance": "load imbalance", "extra_rounds": "extra rounds", "dropped_fraction": "share dropped"}
 
@@ -606,7 +614,28 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
         ("Steps skipped", "Their gradients were not finite, or they were spikes (skip_spikes).", _skipped(runs)),
     ]
     drawn = [Section(title, text, figure) for title, text, figure in figures if figure is not None]
-    return [Section("Summary", "", None, [*head, *body]), *drawn]
+    tables = ("Ends and resumes", _ends(every)), ("Samples", _samples(every))
+    tables = [Section(title, "", None, table) for title, table in tables if len(table) > 1]
+    return [Section("Summary", "", None, [*head, *body]), *drawn, *tables]
+
+
+def _ends(runs: dict[str, list[dict]]) -> list[list[str]]:
+    """A row for each time that a run ended before its last step, and for each time that it went on."""
+    names = {"resumed", "terminated", "failed"}
+    happened = [(run, row) for run, rows in runs.items() for row in rows if row.get("event") in names]
+    return [
+        ["run", "after step", "", "reason"],
+        *([run, f"{row['step']:,}", row["event"], row.get("why", "")] for run, row in happened),
+    ]
+
+
+def _samples(runs: dict[str, list[dict]], most: int = 12) -> list[list[str]]:
+    """A row for each sampled text, the last `most` of each run."""
+    table = [["run", "after step", "prompt", "text"]]
+    for run, rows in runs.items():
+        samples = [row for row in rows if row.get("event") == "sample"]
+        table += [[run, f"{row['step']:,}", row["prompt"], row["text"]] for row in samples[-most:]]
+    return table
 
 
 def heat_map(rows: list[dict], most: int = 300):

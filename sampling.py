@@ -19,6 +19,7 @@ one at the beginning.
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -93,9 +94,8 @@ def generate(
     ways = math.prod(mesh.shape[axis] for axis in placement.BATCH_AXES)
     texts = [list(prompt) for prompt in prompts] + [list(prompts[0])] * (-num_prompts % ways)
     capacity = min(width + num_tokens, context)
-    prefill = generation.make_prefill(config, mesh, capacity)
-    choose = partial(draw, temperature=temperature, top_p=top_p, num_tokens=vocab_size or config.vocab_size)
-    extend, key, done = generation.make_extend(config, mesh, choose), jax.random.key(seed), 0
+    prefill, extend = _programs(config, mesh, capacity, temperature, top_p, vocab_size or config.vocab_size)
+    key, done = jax.random.key(seed), 0
     while done < num_tokens:
         state = prefill(params, *_padded(texts, width, mesh))
         while done < num_tokens and width < capacity:
@@ -109,6 +109,13 @@ def generate(
         width = max(capacity // 2, 1)
 
 
+@functools.cache  # a run that samples again does not compile again
+def _programs(config: Config, mesh: Mesh, capacity: int, temperature: float, top_p: float, num_tokens: int):
+    """The prefill and the extend of `generate`, jitted."""
+    choose = partial(draw, temperature=temperature, top_p=top_p, num_tokens=num_tokens)
+    return generation.make_prefill(config, mesh, capacity), generation.make_extend(config, mesh, choose)
+
+
 def _padded(texts: list[list[int]], width: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """(the last `width` tokens of each text, padded on the left; how many they are), laid out on the mesh."""
     rows = [text[-width:] for text in texts]
@@ -119,7 +126,7 @@ def _padded(texts: list[list[int]], width: int, mesh: Mesh) -> tuple[jax.Array, 
 
 
 def sample(params, corpus: corpora.Corpus, tokenizer, config: Config, mesh: Mesh) -> tuple[str, str]:
-    """Returns (prompt, continuation) as text, at the end of a training run; as numbers if the tokenizer is None.
+    """Returns (prompt, continuation) as text, in a training run or after it; as numbers if the tokenizer is None.
 
     They are the beginning of a held-out document, and `config.sample` tokens.
     """

@@ -326,7 +326,8 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
     """
     setup = set_up(config, begun)
     config, mesh, corpus = setup.config, setup.mesh, setup.corpus
-    with contextlib.ExitStack() as stack:  # what is opened here is closed in any case, the last save waited for
+    # All that is opened here is closed in any case: `stack` waits for the last save, the log has the sample after it.
+    with contextlib.ExitStack() as logs, contextlib.ExitStack() as stack:
         restore_begun = time.perf_counter()
         checkpoints = stack.enter_context(checkpoint.opened(config))
         state, resumed, batches, _ = restored_state(config, mesh, checkpoints, setup.contents)
@@ -336,7 +337,7 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
             setup.seconds["restore"] = time.perf_counter() - restore_begun
         other_tokenizer = checkpoint.save_tokenizer(checkpoints, setup.tokenizer)
         epochs = partial(data.epochs, corpus, batches=setup.batches, seq_len=config.seq_len)
-        log = stack.enter_context(contextlib.closing(Log(config, first_step, mesh, epochs, setup.batches)))
+        log = logs.enter_context(Log(config, first_step, mesh, epochs, setup.batches))
         prediction = predict_step(config, mesh)
         introduce(log, config, mesh, corpus, resumed, prediction)
         for note in filter(None, [*setup.notes, other_tokenizer]):
@@ -363,13 +364,15 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         if config.fp8 == "calibrate":
             calibration.save(state.amax, config)
             log.say(f"calibrated {config.fp8_scales}: the largest elements of {int(state.step)} steps")
-    if stopped:
-        resumable = f"saved in {config.checkpoint_dir}: the same command resumes"
-        log.say(
-            f"terminated after step {int(state.step)}, {resumable if checkpoints else 'not saved: no --checkpoint_dir'}"
-        )
-        raise SystemExit(128 + stopped)
-    return summarise(log, state, setup, eval_loss, prediction)
+        stack.close()
+        if stopped:
+            log.event(int(state.step), "terminated", why=signal.Signals(stopped).name)
+            saved = f"saved in {config.checkpoint_dir}: the same command resumes"
+            log.say(
+                f"terminated after step {int(state.step)}, {saved if checkpoints else 'not saved: no --checkpoint_dir'}"
+            )
+            raise SystemExit(128 + stopped)
+        return summarise(log, state, setup, eval_loss, prediction)
 
 
 def set_up(config: Config, begun: float | None) -> Setup:
@@ -474,7 +477,8 @@ def training_loop(
                 profile.after(step, at_end, state)
                 evaluates = config.eval_batches and not stopped and (at_end or _is_due(step, config.eval_every))
                 saves = checkpoints and (at_end or _is_due(step, config.save_every))
-                if evaluates or saves or at_end:
+                samples = not at_end and _is_due(step, config.sample_every)  # the last one is that of the end
+                if evaluates or saves or samples or at_end:
                     log.finish_step()
                 checkpoint.check(checkpoints)
                 if saves and config.check_every:
@@ -484,7 +488,9 @@ def training_loop(
                     log.event(step, "saved")
                 if evaluates:
                     eval_loss = evaluate(state)
-                if evaluates or saves:
+                if samples:
+                    show_sample(setup, log, state)
+                if evaluates or saves or samples:
                     log.start_clock()
                 if stopped:
                     break
@@ -641,6 +647,11 @@ def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
+def show_sample(setup: Setup, log: Log, state: State) -> None:
+    prompt, text = sampling.sample(state.params, setup.corpus.sources[0], setup.tokenizer, setup.config, setup.mesh)
+    log.sample(int(state.step), prompt, text)
+
+
 def summarise(log: Log, state: State, setup: Setup, eval_loss: float | None, prediction: Prediction | None) -> dict:
     """Prints the results of the run, and returns them as numbers."""
     config, corpus, figures = setup.config, setup.corpus, log.summary()
@@ -666,12 +677,7 @@ def summarise(log: Log, state: State, setup: Setup, eval_loss: float | None, pre
             figures["bits_a_byte"] = bits
             log.say(f"text       {bits:.4f} bits a byte, {num_bytes / num_tokens:.3f} bytes a token")
     if config.sample:
-        prompt, text = sampling.sample(state.params, corpus.sources[0], setup.tokenizer, config, setup.mesh)
-        log.say(
-            f"sample     of the model after a held-out prompt:\n{prompt}\033[1m{text}\033[0m"
-            if log.terminal
-            else f"sample     of the model after a held-out prompt, after >>>:\n{prompt}>>>{text}"
-        )
+        show_sample(setup, log, state)
     log.say(f"in all     {time.perf_counter() - setup.begun:.1f} s")
     return figures
 

@@ -50,6 +50,7 @@ EXAMPLES = {
         "--optimizer=muon --nu_dtype=bfloat16",
         "--optimizer=sgd --weight_decay=0.01",
         "--eval_batches=0 --eval_every=10",
+        "--sample=0 --sample_every=10",
         "--decay_ratio=0.2",
         "--schedule=constant --final_lr_ratio=0.2",
         "--no-prefetch --double_buffer",

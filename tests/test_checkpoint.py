@@ -740,7 +740,7 @@ FREE_FIELDS = (
     "pipeline_schedule pipeline_rounds remat_stage attention loss_chunk max_skipped check_every eval_every "
     "eval_batches offload_optimizer "
     "context_impl context_heads context_balance "
-    "log_every metrics_file tensorboard_dir sample profile_dir profile_steps "
+    "log_every metrics_file tensorboard_dir sample sample_every profile_dir profile_steps "
     "checkpoint_dir save_every keep_checkpoints "
     "skip_damaged_checkpoints "
     "num_processes process_id coordinator peer_timeout xla_flags compilation_cache"

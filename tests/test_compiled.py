@@ -163,7 +163,14 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "xla_flags": ({}, "recommended"),
 }
 RUN_FIELDS = dict(  # not used by the program
-    corpus="c.bin", eval_every=7, eval_batches=3, log_every=3, metrics_file="m", sample=5, profile_dir="p"
+    corpus="c.bin",
+    eval_every=7,
+    eval_batches=3,
+    log_every=3,
+    metrics_file="m",
+    sample=5,
+    sample_every=3,
+    profile_dir="p",
 ) | dict(
     tensorboard_dir="t",
     profile_steps="1:2",

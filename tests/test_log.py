@@ -44,9 +44,7 @@ def metrics(step, *, loss=2.5, skipped=0, skipped_in_a_row=0):
 @contextlib.contextmanager
 def started(config, first_step=0, mesh=MESH):
     """Yields a Log whose clock runs, and closes it at the end."""
-    with contextlib.closing(
-        Log(config, first_step, mesh, batches=rules.rampup(config.batch_rampup, config.batch))
-    ) as log:
+    with Log(config, first_step, mesh, batches=rules.rampup(config.batch_rampup, config.batch)) as log:
         log.start_clock()
         yield log
 
@@ -221,7 +219,7 @@ def test_a_terminal_shows_the_time_left_in_a_line_that_is_overwritten(monkeypatc
 def test_epochs_are_shown_of_several_corpora_or_once_one_is_repeated(tmp_path, capsys):
     config = from_preset("tiny", metrics_file=str(tmp_path / "m"), log_every=1)
     for epochs in (lambda step: {"a": step / 2}, lambda step: {"a": step / 4, "b": step / 8}):
-        with contextlib.closing(Log(config, 0, MESH, epochs)) as log:
+        with Log(config, 0, MESH, epochs) as log:
             log.start_clock()
             for step in (1, 2, 3):
                 log.step(metrics(step))
@@ -284,6 +282,22 @@ def test_no_run_overwrites_the_metrics_of_earlier_runs(tmp_path, capsys):
         outs.append(capsys.readouterr().out)
     assert [file.read_text().strip() for file in sorted(tmp_path.iterdir())] == ["third", "first", "not ours", "second"]
     assert outs == ["", *(f"metrics    of the run before are in {path}.{number}\n" for number in (1, 3))]
+
+
+def test_why_a_run_failed_stays_in_the_file_of_the_run_that_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(OSError), started(from_preset("tiny", metrics_file=str(path))) as log:
+        for step in (1, 2):
+            log.step(metrics(step))
+        log.finish_step()
+        log.sample(2, "3 cubed", " is 27")
+        raise OSError("no space is left")
+    *_, sample, failed = lines_of(path)
+    assert sample == {"step": 2, "event": "sample", "prompt": "3 cubed", "text": " is 27"}
+    assert failed == {"step": 2, "event": "failed", "why": "OSError: no space is left"}
+    with pytest.raises(SystemExit), started(from_preset("tiny", metrics_file=str(path)), first_step=1):
+        raise SystemExit(143)  # not an error: train.py writes the signal
+    assert [(row["step"], row.get("event")) for row in lines_of(path)] == [(1, None), (2, "failed"), (1, "resumed")]
 
 
 def test_events_and_values_by_layer_are_written_and_not_shown(tmp_path, capsys):

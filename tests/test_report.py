@@ -203,6 +203,25 @@ def test_saves_and_resumes_are_marked():
     assert (marks["saved"], marks["resumed"]) == ([2], [3])
 
 
+def test_a_page_has_the_ends_of_a_run_and_its_samples():
+    failed = dict(step=2, event="failed", why="OSError: no space is left")
+    samples = [dict(step=n, event="sample", prompt="3 cubed", text=f" is\n{n}") for n in range(1, 15)]
+    events = [failed, dict(step=1, event="resumed"), *samples, dict(step=15, event="terminated", why="SIGTERM")]
+    *_, ends, shown = report.of_runs({"a": [*rows(0), *events], "b": rows(1)})
+    assert (ends.title, shown.title) == ("Ends and resumes", "Samples")
+    assert ends.table[1:] == [
+        ["a", "2", "failed", "OSError: no space is left"],
+        ["a", "1", "resumed", ""],
+        ["a", "15", "terminated", "SIGTERM"],
+    ]
+    assert shown.table[1:] == [["a", str(n), "3 cubed", f" is\n{n}"] for n in range(3, 15)]
+    titles = [section.title for section in report.of_runs({"b": rows(1)})]
+    assert not {"Ends and resumes", "Samples"} & {*titles}
+    drawn = report._lines({"a": [*rows(0), *events]}, {"loss": ""}, "")
+    marks = {item.label.value: item.renderers[0].data_source.data["x"] for item in drawn.legend[0].items}
+    assert (marks["failed"], marks["terminated"]) == ([2], [15])
+
+
 def written(path, content: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
     return str(path)

@@ -53,6 +53,7 @@ def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
         steps=16,
         mesh="data:2,fsdp:2,tensor:2",
         eval_every=8,
+        sample_every=8,
         metrics_file=str(file),
     )
     figures = train.run(config)
@@ -67,7 +68,10 @@ def test_a_run_learns_and_says_what_it_did(tmp_path, capsys):
     assert steps[1]["learning_rate"] == pytest.approx(config.learning_rate)
     assert steps[-1]["learning_rate"] == pytest.approx(config.learning_rate * config.final_lr_ratio)
     out = capsys.readouterr().out
-    assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out and ">>>" in out
+    assert "8 x cpu: data 2, fsdp 2, tensor 2" in out and "a bigram model's" in out
+    samples = [line for line in read(file) if line.get("event") == "sample"]
+    assert [line["step"] for line in samples] == [8, 16]
+    assert all(f"after >>>:\n{line['prompt']}>>>{line['text']}" in out for line in samples)
 
 
 # -- the optimizer, against the papers' equations (reference.py)
