@@ -380,7 +380,7 @@ class Config:
     mu_dtype: str = flag("float32", "shapes program", ADAMW_OR_MUON, choices=FLOATS)
     # dtype in which adamw's second moment is stored: float32, or bfloat16, rounded stochastically (moments.py)
     nu_dtype: str = flag("float32", "shapes program", ADAMW, choices=FLOATS)
-    # store the optimizer state on the host, and fetch it layer by layer (offload.py)
+    # store the optimizer state on the host, and fetch it for the update: layer by layer, Muon's at once (offload.py)
     offload_optimizer: bool = flag(False, "program")
     # skip a step whose loss or gradient norm is this many standard deviations above the last ones (spikes.py); 0 is off
     skip_spikes: float = flag(0.0, "values program", least=0)
@@ -406,7 +406,7 @@ class Config:
     tensorboard_dir: str = flag("", "process", path=())
     # tokens of text to generate at the end; 0 is none
     sample: int = flag(200, least=0)
-    # a sample after each so many steps, too; 0 is only at the end
+    # a sample after each so many steps, too, from a copy of the weights in `dtype`; 0 is only at the end
     sample_every: int = flag(0, SAMPLE, least=0)
     # a trace for xprof is written here
     profile_dir: str = flag("", "process", path=())

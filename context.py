@@ -255,7 +255,7 @@ def _my_group(plan):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
-    """(out_btnV, lse_bnt) over all keys of the sequence. Inside, heads come first, as the kernels need them."""
+    """(out_btnV, lse_bnt, perhaps largest_bnt) over all keys. Inside, heads come first, as the kernels need them."""
     heads_first = [x.swapaxes(1, 2) for x in (q_btnH, k_bskH, v_bskV)]
     forward = _gathered if plan.method.impl == "all_gather" else _ring
     out_bntV, *of_rows = forward(plan, *heads_first, q_ids_bt, k_ids_bs)
@@ -441,7 +441,7 @@ def _add(a, b):
 
 
 def _block(plan, queries, keys, *, causal, window=0, q_offset=0):
-    """(out_bntV, lse_bnt) of these queries over these keys alone."""
+    """(out_bntV, lse_bnt, perhaps largest_bnt) of these queries over these keys alone."""
     (q, q_ids), (k, v, k_ids) = queries, keys
     mask = Mask(causal, window, segments=None if q_ids is None else (q_ids, k_ids), q_offset=q_offset)
     if plan.kernel:

@@ -295,7 +295,8 @@ class Log:
     def __exit__(self, kind, error: BaseException | None, traceback) -> None:
         """Writes why the run ends, if an error ends it, and closes the files."""
         if isinstance(error, Exception):
-            self.event(self.last_step, FAILED, why=f"{kind.__name__}: {error}"[:MOST_WHY])
+            why = f"{kind.__name__}: {error}"[:MOST_WHY].encode(errors="replace").decode()  # names need not be UTF-8
+            self.event(self.last_step, FAILED, why=why)
         self.close()
 
     def close(self) -> None:
@@ -398,8 +399,8 @@ def check_outputs(config: Config) -> None:
 def open_metrics(path: str, first_step: int, evaluates: bool = False) -> tuple[IO, str]:
     """Opens the metrics file to append.
 
-    A resumed run keeps the lines up to its first step, but not that step's evaluation if it `evaluates` at once, and
-    those of failures. For a new run an old file is moved to the first free name of PATH.1, PATH.2 and so on.
+    A resumed run keeps the lines of failures, and those up to its first step, but not that step's evaluation if it
+    `evaluates` at once. For a new run an old file is moved to the first free name of PATH.1, PATH.2 and so on.
 
     Returns:
       The file, and the new path of an old one; "" where none was moved.

@@ -60,7 +60,7 @@ def loss_fn(
     dense model has no metrics but `auxiliary_loss`, if z_loss is on; a mixture has those of `mixture.zero_metrics`.
     With `mtp` there are `mtp_loss`, and `auxiliary_loss`, of which it is a part. A pipeline runs the batch in
     `config.microbatches`; for its gradients use `pipelined_loss_and_grads`. With `attend_with` and
-    `carried` of `qk_clip.options` there are `max_logits` [L, n] of its heads; their maxima are the values, not sums.
+    `carried` of `qk_clip.options`, outside of pipelines, there are `max_logits` [L, n], whose maxima are the values.
     """
     if lax.axis_size("pipe") > 1:
         shares_M = pipeline.forward(*pipelined(params, batch, loss_and_metrics, config.microbatches, config))
@@ -268,7 +268,7 @@ def output_loss(params: Params, h_btd, targets_bt, weights_bt, config: Config, z
     return cross_entropy(h_btD, w_vD, targets_bt, weights_bt, operand, chunk, config.logit_soft_cap, z_loss, matmul)
 
 
-def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, config: Config, scaling, attend_with):
+def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, config: Config, scaling: Scaling, attend):
     """(metrics, what is carried), with the loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     One more layer predicts the token after the next, from the model's result for a token and the embedding of the next
@@ -283,7 +283,7 @@ def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, confi
     v_dD = _gather(params.w_mtp_hidden, specs.w_mtp_hidden, config)
     x_btd = row_parallel(next_btd, w_dD, config) + row_parallel(hidden_btd, v_dD, config)
     stack = params.mtp_layers, (x_btd, *carried), shared, config, config.num_layers, "mtp_layers"
-    x_btd, metrics, *carried = run_layers(*stack, scaling, attend_with)
+    x_btd, metrics, *carried = run_layers(*stack, scaling, attend)
     weights_bt = jnp.where(batch.next_targets < 0, 0, batch.loss_weights)
     h_btd = final_norm(params, x_btd, config, "norm_mtp")
     key = None if scaling.key is None else jax.random.fold_in(scaling.key, config.num_layers)
@@ -295,13 +295,13 @@ def multi_token_prediction(params: Params, x, batch: "data.Batch", shared, confi
 # -- in pipeline stages
 
 
-def pipelined(params: Params, batch: "data.Batch", last, microbatches, config: Config, attend_with=None, carried=()):
+def pipelined(params: Params, batch: "data.Batch", last, count: int, config: Config, attend_with=None, carried=()):
     """The arguments of pipeline.py: its functions, this stage's layers by round, the other weights, and the inputs.
 
-    `last`: (params, x, batch, config) -> the pipeline's result, from the x of the last layer. Options: of `loss_fn`.
+    `last`: (params, x, batch, config) -> the pipeline's result, from the x of the last layer. `count`: microbatches.
     """
     stages, rounds = lax.axis_size("pipe"), config.pipeline_rounds
-    batch_M = lax.pcast(split(batch, microbatches), "pipe", to="varying")
+    batch_M = lax.pcast(split(batch, count), "pipe", to="varying")
 
     def inputs(m):
         batch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, m, keepdims=False), batch_M)
@@ -315,7 +315,7 @@ def pipelined(params: Params, batch: "data.Batch", last, microbatches, config: C
         first=lambda params, inputs: (*embed_tokens(params, inputs[0].tokens, config), *carried),
         stage=jax.checkpoint(stage, prevent_cse=False) if config.remat_stage else stage,
         last=lambda params, x, inputs: last(params, x, inputs[0], config),
-        schedule=pipeline.make_schedule(config.pipeline_schedule, stages, microbatches, rounds),
+        schedule=pipeline.make_schedule(config.pipeline_schedule, stages, count, rounds),
         maxima=("max_logits",),
     )
     return functions, pipeline.to_rounds(params.layers, rounds), dataclasses.replace(params, layers=None), inputs

@@ -1,4 +1,4 @@
-"""The optimizer state in host memory, with one layer at a time on the device.
+"""The optimizer state in host memory, on the device only for its update: a layer at a time, or all of Muon's.
 
 **Idea** (Ren et al. 2021, ZeRO-Offload, arXiv:2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857).
 Adam has two slots a parameter, which are read once a step (Kingma & Ba 2015, arXiv:1412.6980). They are 8 of the 16
@@ -9,8 +9,8 @@ place:
     for each layer:  slots = device(slots_on_host[layer]);  params[layer], slots = update(grads[layer], slots);
                      slots_on_host[layer] = host(slots)
 
-So HBM holds the slots of one layer, and the host one copy of each. Muon has one slot a parameter. All of its state is
-moved at once, since it orthogonalises the matrices of all layers together (muon.py). HBM then holds it during the
+So HBM holds the slots of one layer, and the host one copy of each. Muon has one slot for each matrix. All of its state
+is moved at once, since it orthogonalises the matrices of all layers together (muon.py). HBM then holds it during the
 update, when the activations are freed.
 
 **Cost** a step. A device has P parameters of s bytes of slots each: 8 for Adam, 6 with its first moment in bfloat16.

@@ -188,7 +188,7 @@ class Pipeline:
     stage: Callable  # (layers, x, inputs, round) -> x
     last: Callable  # (ends, x, inputs) -> (loss, metrics), or in `forward` any tree
     schedule: Schedule
-    maxima: tuple[str, ...] = ()  # metrics of which microbatches have the maximum, not the sum
+    maxima: tuple[str, ...] = ()  # metrics of which microbatches have the maximum and 0, not the sum
     axis: str = "pipe"
 
 
@@ -218,7 +218,7 @@ def forward(pipeline: Pipeline, layers_R, ends, inputs: Callable):
 
 
 def loss_and_grads(pipeline: Pipeline, layers_R, ends, inputs: Callable):
-    """Shares of the loss and metrics, and the loss's gradients, summed over the microbatches.
+    """Shares of the loss and metrics, and the loss's gradients, summed over the microbatches (see `Pipeline.maxima`).
 
     Per-device code under `jax.shard_map`, with check_vma=True. Each stage returns a share of the loss, the metrics and
     the gradients of the ends: sum these over the axis. The gradients of the layers are complete.

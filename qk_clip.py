@@ -80,7 +80,8 @@ def clip(params: Params, max_logits: jax.Array, accept: jax.Array, config: Confi
     """The parameters after QK-clip; unchanged if not `accept`. Global arrays.
 
     Args:
-      max_logits: the largest score of each head of each layer, [L, N]; one row more with multi-token prediction.
+      max_logits: the largest score of each head of each layer that runs, [L, N]; the last is that of multi-token
+        prediction, unless its loss has the weight 0.
     """
     gain_LN = jnp.where(accept & (max_logits > config.qk_clip), config.qk_clip / max_logits, 1.0)
     numbers, dense = np.arange(config.num_layers), config.num_dense_layers
@@ -88,10 +89,12 @@ def clip(params: Params, max_logits: jax.Array, accept: jax.Array, config: Confi
     if anatomy.two_kinds(config):
         is_global = (numbers + 1) % config.global_every == 0
         rows = {"global_layers": numbers[is_global], "layers": numbers[~is_global]}
-    rows["mtp_layers"] = np.array([config.num_layers])
+    if anatomy.runs_mtp(config):
+        rows["mtp_layers"] = np.array([config.num_layers])
     clipped = {
         stack: clip_layers(getattr(params, stack), gain_LN[rows[stack]], anatomy.stack_config(config, stack))
         for stack in anatomy.layer_stacks(config)
+        if stack in rows
     }
     return dataclasses.replace(params, **clipped)
 

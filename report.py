@@ -65,7 +65,7 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200p
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .3em; }
 table { border-collapse: collapse; margin: .6em 0; font-variant-numeric: tabular-nums; }
 td, th { padding: .15em .9em .15em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
-td { white-space: pre-wrap; overflow-wrap: anywhere; }
+td { white-space: pre-wrap; } td:last-child { overflow-wrap: anywhere; }
 td.number { text-align: right; } code { background: #f3f3f3; overflow-wrap: anywhere; } p { max-width: 60em; }
 """
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -620,7 +620,7 @@ def of_runs(runs: dict[str, list[dict]]) -> list[Section]:
 
 
 def _ends(runs: dict[str, list[dict]]) -> list[list[str]]:
-    """A row for each time that a run ended before its last step, and for each time that it went on."""
+    """A row for each time that a run did not end as it should, and for each time that it went on."""
     names = {"resumed", "terminated", "failed"}
     happened = [(run, row) for run, rows in runs.items() for row in rows if row.get("event") in names]
     return [

@@ -192,8 +192,8 @@ def store(name: str, results: dict[str, str | None]) -> None:
 
 
 def write(everything: dict[str, dict[str, str | None]]) -> None:
-    everything = dict(sorted(everything.items()))
-    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in everything.items())
+    """Stores these results in place of all others."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(everything.items()))
     with outputs.replacing(FOUND) as file:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -728,7 +728,7 @@ def _activation_offload(run: Run, kinds: list[Kind], nbytes: float) -> Part:
 
 
 def _optimizer_offload(run: Run) -> Part:
-    """Moving an offloaded optimizer state to the device and back, one layer after the other; nothing hides it."""
+    """Moving an offloaded optimizer state to the device and back, layer by layer or at once; nothing hides it."""
     nbytes = slots_of_device(run) if run.config.offload_optimizer else 0.0
     seconds = 2 * nbytes / run.host_bytes_per_s
     formula = f"2 * {si(nbytes, 'B')} / {si(run.host_bytes_per_s, 'B/s')}, to the device and back"

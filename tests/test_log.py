@@ -291,10 +291,10 @@ def test_why_a_run_failed_stays_in_the_file_of_the_run_that_goes_on(tmp_path):
             log.step(metrics(step))
         log.finish_step()
         log.sample(2, "3 cubed", " is 27")
-        raise OSError("no space is left")
+        raise OSError("no space is left for a\udcff")  # a name that is no UTF-8
     *_, sample, failed = lines_of(path)
     assert sample == {"step": 2, "event": "sample", "prompt": "3 cubed", "text": " is 27"}
-    assert failed == {"step": 2, "event": "failed", "why": "OSError: no space is left"}
+    assert failed == {"step": 2, "event": "failed", "why": "OSError: no space is left for a?"}
     with pytest.raises(SystemExit), started(from_preset("tiny", metrics_file=str(path)), first_step=1):
         raise SystemExit(143)  # not an error: train.py writes the signal
     assert [(row["step"], row.get("event")) for row in lines_of(path)] == [(1, None), (2, "failed"), (1, "resumed")]

@@ -30,12 +30,15 @@ def values(tmp_path_factory):
     yield from run_values(tmp_path_factory.mktemp("values"))
 
 
+SAMPLES = dict(sample=6, sample_every=10)
+
+
 @pytest.fixture(scope="module")
 def one(values, tmp_path_factory) -> Config:
     """Returns the Config of a run in one process."""
     directory = tmp_path_factory.mktemp("one")
     values = values | dict(checkpoint_dir=str(directory / "checkpoints"), metrics_file=str(directory / "metrics.jsonl"))
-    assert start(values | dict(steps=20), directory / "out").wait() == 0
+    assert start(values | dict(steps=20) | SAMPLES, directory / "out").wait() == 0
     return Config(**values, steps=20)
 
 
@@ -75,16 +78,21 @@ pathlib.Path(run.metrics_file).with_name(f"rows{run.process_id}.json").write_tex
 def two(values, tmp_path_factory) -> Path:
     """Returns the directory of an undisturbed run in two processes."""
     directory = tmp_path_factory.mktemp("two")
-    processes = start_two(values | dict(eval_batches=2, save_every=10), directory, program=("-c", RECORD_ROWS))
+    processes = start_two(
+        values | dict(eval_batches=2, save_every=10) | SAMPLES, directory, program=("-c", RECORD_ROWS)
+    )
     end_with([0, 0], processes, directory)
     return directory
 
 
 def test_two_processes_equal_one(one, two):
-    """In losses and in the checkpoint, which both write; each reads its share of a batch, and only one prints."""
+    """In losses, samples and the checkpoint, which both write; each reads its share of a batch, and only one prints."""
     metrics, expected = read_metrics(two / "metrics.jsonl"), read_metrics(one.metrics_file)
     assert len(metrics) == 20
     np.testing.assert_allclose(metrics, expected, rtol=1e-6)
+    lines = [map(json.loads, Path(file).read_text().splitlines()) for file in (two / "metrics.jsonl", one.metrics_file)]
+    samples, expected = ([(row["step"], row["text"]) for row in each if row.get("event") == "sample"] for each in lines)
+    assert samples == expected and [step for step, _ in samples] == [10, 20]
 
     rows = [json.loads((two / f"rows{i}.json").read_text()) for i in (0, 1)]
     assert rows == [[[i, i + 1] for i in range(4)], [[i, i + 1] for i in range(4, 8)]]

@@ -125,6 +125,15 @@ def after_a_step(config: Config):
 
 
 @pytest.mark.slow
+def test_a_layer_that_does_not_run_is_not_clipped():
+    options = MIXTURES["deepseek"] | dict(num_kv_heads=4, mtp=True, mtp_loss=0.0, selection_bias=False)
+    config = Config(**TINY | options, mesh="fsdp:1", qk_clip=0.05)
+    params, start = after_a_step(config)[0], jax.device_get(init(config))
+    assert not np.equal(params.layers.w_k_up, start.layers.w_k_up).all()
+    np.testing.assert_array_equal(params.mtp_layers.w_k_up, start.mtp_layers.w_k_up)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options", "of_mesh"),
     [
@@ -154,6 +163,7 @@ def test_every_mesh_clips_as_one_device(mesh, options, of_mesh):
         assert not same.all((1, 2, 3)).any()  # every layer has heads that are clipped
 
 
+@pytest.mark.slow
 def test_layers_in_two_precisions_report_all_their_scores():
     config = Config(**TINY | dict(num_layers=4, dtype="bfloat16"), mesh="fsdp:1", fp8="dynamic", fp8_skip_layers=1)
     params, _ = after_a_step(dataclasses.replace(config, qk_clip=0.05))
