@@ -349,7 +349,8 @@ def test_a_run_that_only_skips_ends_with_an_error(tmp_path):
     )
     with pytest.raises(FloatingPointError, match=r"max_skipped=3.*lower --learning_rate"):
         train.run(config)
-    assert read(file)[-1]["skipped_in_a_row"] == 3
+    *_, last, failed = read(file)
+    assert last["skipped_in_a_row"] == 3 and (failed["step"], failed["event"]) == (last["step"], "failed")
 
 
 def held_out_rows(stream: np.ndarray, seq_len: int) -> data.Batch:
