@@ -81,7 +81,7 @@ def flag(default, *decides_or_needs: "str | Need", choices: str | tuple[str, ...
 
 WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window=64")
 NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
-GLOBAL_LAYERS = Need(lambda c: c.global_every or not c.window, "layers with windows need a halo", "--global_every=2")
+GLOBAL_LAYERS = Need(lambda c: c.global_every or not c.window, "windows need only a halo", "--global_every=2")
 GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
 ROPE_TYPE = Need(lambda c: c.rope_type != "default", "rope_type=default scales no frequency", "--rope_type=llama3")

@@ -188,7 +188,7 @@ class Pipeline:
     stage: Callable  # (layers, x, inputs, round) -> x
     last: Callable  # (ends, x, inputs) -> (loss, metrics), or in `forward` any tree
     schedule: Schedule
-    maxima: tuple[str, ...] = ()  # metrics of which microbatches have the maximum and 0, not the sum
+    maxima: tuple[str, ...] = ()  # metrics that are maxima (of 0, too) over the microbatches, not sums
     axis: str = "pipe"
 
 
