@@ -171,12 +171,13 @@ def num_expert_layers(config: Config) -> int:
     return num_run_layers(config) - config.num_dense_layers if config.num_experts else 0
 
 
-def sizes(config: Config) -> dict[str, int]:
-    """The size of each dim, by its letter."""
+def sizes(config: Config, *, padded: bool = True) -> dict[str, int]:
+    """The size of each dim, by its letter: as it is stored, or without the zeros that `dim_multiple` adds."""
+    stored = lambda size: size + -size % config.dim_multiple if padded else size
     return {
         "L": config.num_layers,
-        "D": config.model_dim,
-        "F": config.ff_dim,
+        "D": stored(config.model_dim),
+        "F": stored(config.ff_dim),
         "V": config.vocab_size,
         "N": config.num_heads,
         "K": config.num_kv_heads,
@@ -187,9 +188,9 @@ def sizes(config: Config) -> dict[str, int]:
         "R": config.rope_head_dim,
         "I": config.head_dim,
         "E": config.num_experts,
-        "M": config.expert_dim,
-        "Z": config.num_experts * config.model_dim,
-        "J": config.num_shared_experts * config.expert_dim,
+        "M": stored(config.expert_dim),
+        "Z": config.num_experts * stored(config.model_dim),
+        "J": stored(config.num_shared_experts * config.expert_dim),
     }
 
 
@@ -352,9 +353,8 @@ def activations(
       expert_buffer_ratio: the ratio of `expert_rows` to the (token, choice) pairs.
       row_copies: the size of `tensor` if each of its devices holds full rows of experts (mixture.py), else 1.
     """
-    D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
-    X, M = config.experts_per_token, config.expert_dim
-    Hk, Hv = key_dim(config), value_dim(config)
+    size, X = sizes(config), config.experts_per_token
+    D, N, K, F, M, J, Hk, Hv = (size[dim] for dim in "DNKFMJHU")
     elements = {"decoder_layer_input": D, "norm_attention": D}
     if config.kv_lora_rank:
         # Before and after their norms. The latter are the operands of the next matmuls.
@@ -370,7 +370,6 @@ def activations(
     elements |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
     elements |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
     if not experts:
-        F = config.ff_dim
         return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     rows = X * expert_buffer_ratio
     elements |= {"norm_router": D} if config.expert_norms else {}
@@ -379,8 +378,7 @@ def activations(
     elements |= {"expert_down": rows * D * row_copies}
     elements |= {"expert_sum": D} if config.expert_norms else {}
     if config.num_shared_experts:
-        shared = config.num_shared_experts * M
-        elements |= {"shared_gate": shared, "shared_up": shared, "shared_product": shared, "shared_down": D}
+        elements |= {"shared_gate": J, "shared_up": J, "shared_product": J, "shared_down": D}
     return elements | ({"mixture_out": D} if config.post_norms else {})
 
 

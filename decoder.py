@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 import moe
 import sharding
-from anatomy import in_zigzag, key_dim
+from anatomy import in_zigzag, key_dim, sizes
 from attention import attention, causal_attention
 from collectives import all_reduce
 from config import Config
@@ -68,12 +68,12 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
         constants = (segments_bt, *local_tables) if is_global is False else (segments_bt, cos, sin)
     out_btd, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
     x_btd = named(x_btd + out_btd, "mlp_input")
-    h_btd = named(rms_norm(x_btd, w.norm_mlp, config.norm_eps), "norm_mlp")
+    h_btd = named(rms_norm(x_btd, w.norm_mlp, config), "norm_mlp")
     if w.w_router is None:
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
         out_btd, metrics = mixture_block(w, x_btd, h_btd, constants[0], metrics, i, config)
-    x_btd += rms_norm(out_btd, w.norm_mlp_out, config.norm_eps) if config.post_norms else out_btd
+    x_btd += rms_norm(out_btd, w.norm_mlp_out, config) if config.post_norms else out_btd
     if config.layer_scale:
         x_btd *= lax.stop_gradient(w.layer_scale)
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
@@ -88,14 +88,14 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
 
     Each device computes attention for its own heads. The output projection sums over the heads of all devices.
     """
-    h_btd = named(rms_norm(x_btd, w.norm_attention, config.norm_eps), "norm_attention")
+    h_btd = named(rms_norm(x_btd, w.norm_attention, config), "norm_attention")
     context_btnU, *carried = (attend_with or self_attention)(w, h_btd, constants, is_global, config, *carried)
     out_btd = row_parallel(context_btnU, w.w_o, config)
     if config.output_bias:
         out_btd += w.bias_o
     out_btd = named(out_btd, "out_proj")
     if config.post_norms:
-        out_btd = rms_norm(out_btd, w.norm_attention_out, config.norm_eps)
+        out_btd = rms_norm(out_btd, w.norm_attention_out, config)
     return out_btd, *carried
 
 
@@ -104,7 +104,7 @@ def mixture_block(w: Layers, x_btd, h_btd, segments_bt, metrics, i, config: Conf
 
     With `expert_norms` the router and the routed experts have norms of x_btd of their own. i: see `layer`.
     """
-    norm = partial(rms_norm, eps=config.norm_eps)
+    norm = partial(rms_norm, config=config)
     routed_btd = router_btd = h_btd
     if config.expert_norms:
         routed_btd, router_btd = norm(x_btd, w.norm_experts), named(norm(x_btd, w.norm_router), "norm_router")
@@ -138,11 +138,11 @@ def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
     if config.qkv_bias:
         q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + bias_v
     if config.value_norm:
-        v_btkU = rms_norm(named(v_btkU, "value_before_norm"), 1.0, config.norm_eps, axis=None)
+        v_btkU = rms_norm(named(v_btkU, "value_before_norm"), 1.0, config, axis=None)
     if config.qk_norm:
         q_btnH, k_btkH = named(q_btnH, "query_before_norm"), named(k_btkH, "key_before_norm")
-        q_btnH = rms_norm(q_btnH, w.norm_q, config.norm_eps, axis=None)
-        k_btkH = rms_norm(k_btkH, w.norm_k, config.norm_eps, axis=None)
+        q_btnH = rms_norm(q_btnH, w.norm_q, config, axis=None)
+        k_btkH = rms_norm(k_btkH, w.norm_k, config, axis=None)
     return rope(q_btnH, cos, sin), rope(k_btkH, cos, sin), v_btkU
 
 
@@ -161,16 +161,17 @@ def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str,
 # -- norm and positions
 
 
-def rms_norm(x_btd: jax.Array, scale_d: jax.Array | float, eps: float, axis: str | None = "tensor") -> jax.Array:
+def rms_norm(x_btd: jax.Array, scale_d: jax.Array | float, config: Config, axis: str | None = "tensor") -> jax.Array:
     """Returns x / rms(x) * scale in the shape and dtype of x, computed in float32.
 
-    The mean of squares is over all of D. With `axis`, each device along it holds a shard of D; else x holds all of D.
+    With `axis`, each device along it holds a shard of the model's D dims and of their padding, zeros. The mean of
+    squares is over D. Without `axis`, x holds all dims of the mean.
     """
     x_f32 = x_btd.astype(jnp.float32)
     mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
     if axis:
-        mean_bt1 = lax.pmean(mean_bt1, axis)
-    return (x_f32 * lax.rsqrt(mean_bt1 + eps) * scale_d).astype(x_btd.dtype)
+        mean_bt1 = lax.pmean(mean_bt1, axis) * (sizes(config)["D"] / config.model_dim)
+    return (x_f32 * lax.rsqrt(mean_bt1 + config.norm_eps) * scale_d).astype(x_btd.dtype)
 
 
 def rope_tables(positions_bt: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -305,18 +306,18 @@ def latent_projections(w: Layers, h_btd, cos, sin, config: Config):
     these are 2,112 and 7,168 per token. The backward pass all-reduces as many numbers, because each device computes
     only its own heads' contribution to the gradients of the latents.
     """
-    R, eps = config.rope_head_dim, config.norm_eps
+    R = config.rope_head_dim
     downs = (w.w_kv_down, w.w_k_rope, w.w_q_down) if config.q_lora_rank else (w.w_kv_down, w.w_k_rope)
     latents = matmul(h_btd, *downs)  # {U_tensor}: partial sums, still to be added over `tensor`
     latents = [all_reduce(x, "tensor", algorithm=config.collectives) for x in latents]
     kv_btC, k_rope_btR = named(latents[0], "kv_latent"), latents[1]
     if config.q_lora_rank:
         q_btQ = named(latents[2], "query_latent")
-        q_btQ = named(rms_norm(q_btQ, w.norm_q_latent, eps, axis=None), "query_latent_norm")
+        q_btQ = named(rms_norm(q_btQ, w.norm_q_latent, config, axis=None), "query_latent_norm")
         (q_btnH,) = matmul(q_btQ, w.w_q_up)
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
-    kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, eps, axis=None), "kv_latent_norm")
+    kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, config, axis=None), "kv_latent_norm")
     q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
     return q_btnH, kv_btC, rope(k_rope_btR[:, :, None], cos, sin)
 

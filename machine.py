@@ -16,6 +16,7 @@ import math
 import os
 from pathlib import Path
 
+import anatomy
 from config import Config
 from hardware import CHIPS, GiB
 from predicted.workload import Run, params_of_device, slots_of_device
@@ -46,7 +47,7 @@ def needed_bytes(config: Config, sizes: dict[str, int]) -> float:
     shards = sizes["data"] if config.shard_update else 1
     state = 8 * sum(params_of_device(run)) / shards + slots_of_device(run)
     tokens = config.batch * config.seq_len
-    inputs = config.num_layers * config.model_dim * run.element * tokens / config.microbatches
+    inputs = config.num_layers * anatomy.sizes(config)["D"] * run.element * tokens / config.microbatches
     return state * devices + inputs + 20 * tokens
 
 

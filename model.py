@@ -224,7 +224,7 @@ def _rounding_key(key: jax.Array | None, config: Config) -> jax.Array | None:
 def final_norm(params: Params, x_btd: jax.Array, config: Config, name: str = "norm") -> jax.Array:
     """The norm after the last layer, or another one outside the layers."""
     scale_d = _gather(getattr(params, name), getattr(param_specs(config), name), config)
-    return rms_norm(x_btd, scale_d, config.norm_eps)
+    return rms_norm(x_btd, scale_d, config)
 
 
 def unembedding(params: Params, config: Config) -> jax.Array:

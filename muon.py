@@ -219,21 +219,30 @@ def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Co
       specs: the layout of each.
       sizes: the sizes of the mesh axes.
     """
-    stacks, numbers = {}, {}  # by layout, and whether the matrices are transposed
+    stacks, numbers = {}, {}  # by layout; numbers of the weights, whether they are transposed, and the factor of RMS
+    D = anatomy.sizes(config)["D"]
     for number, (shard, weight, spec) in enumerate(zip(shards, table, specs, strict=True)):
-        stack = to_matrices(shard.astype(config.dtype), weight, config.model_dim)
+        stack = to_matrices(shard.astype(config.dtype), weight, D)
         layout = layout_of(stack, weight, spec, sizes, config)
+        factor = math.sqrt(max(_without_padding(layout.shape, weight, config)) / max(layout.shape))
         if is_tall := layout.experts * layout.groups == 1 and layout.shape[0] > layout.shape[1]:
             layout = layout._replace(shape=layout.shape[::-1], rows=layout.columns, columns=layout.rows)
         stacks.setdefault(layout, []).append(stack.mT if is_tall else stack)
-        numbers.setdefault(layout, []).append((number, is_tall))
+        numbers.setdefault(layout, []).append((number, is_tall, factor))
     results = [None] * len(shards)
     for layout, parts in stacks.items():
         done = _orthogonalise_stack(jnp.concatenate(parts), layout, sizes, config)
-        for part, (number, is_tall) in zip(jnp.split(done, _ends(parts)), numbers[layout], strict=True):
+        for part, (number, is_tall, factor) in zip(jnp.split(done, _ends(parts)), numbers[layout], strict=True):
             part = part.mT if is_tall else part
-            results[number] = from_matrices(part, table[number], shards[number].shape).astype(jnp.float32)
+            results[number] = factor * from_matrices(part, table[number], shards[number].shape).astype(jnp.float32)
     return results
+
+
+def _without_padding(shape: tuple[int, int], weight: anatomy.Weight, config: Config) -> list[int]:
+    """Rows and columns of a weight's matrix of this shape, without the zeros that `config.dim_multiple` adds."""
+    model = {dim: size for dim, size in anatomy.sizes(config, padded=False).items() if dim in "DFMJ"}
+    rows, columns = weight.dims.removeprefix("L")[: _row_dims(weight)].replace("Z", "D"), weight.dims[-1]
+    return [model.get(dims, size) for dims, size in zip((rows, columns), shape, strict=True)]
 
 
 def _ends(parts: list[jax.Array]) -> list[int]:
@@ -249,7 +258,7 @@ def layout_of(stack: jax.Array, weight: anatomy.Weight, spec: PartitionSpec, siz
     if weight.by_expert:
         rows, local = tuple(axis for axis in axes_of(entries[:1]) if axis != "expert"), config.num_experts
         local //= sizes.get("expert", 1)
-        if stack.shape[1] == config.model_dim:
+        if stack.shape[1] == anatomy.sizes(config)["D"]:
             rows = ()  # full experts
         elif _devices(rows, sizes) % local == 0:
             groups = local  # each device has a part of one expert

@@ -1,10 +1,9 @@
-"""The parameters as arrays: shapes, layouts and initial values from the table in anatomy.py, and their FP8 recipes.
+"""The parameters as arrays: shapes and layouts from the table in anatomy.py, and their FP8 recipes.
 
 Master weights are float32. The computation is in `config.dtype`, and in FP8 if the config says so.
 """
 
 import dataclasses
-import math
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,7 +51,7 @@ Layers = dataclasses.make_dataclass(
 jax.tree_util.register_dataclass(Layers)
 
 
-# -- shapes, layouts, initial values
+# -- shapes and layouts
 
 
 def tree(config: Config, leaf) -> Params:
@@ -96,33 +95,6 @@ def is_matrix(config: Config) -> Params:
     return tree(config, lambda name, shape, weight: weight.start not in (anatomy.ONES, anatomy.ZEROS))
 
 
-def initial(name: str, shape: tuple[int, ...], weight: anatomy.Weight, config: Config) -> tuple[float, float]:
-    """Mean and standard deviation of a weight's initial values."""
-    if weight.start in (anatomy.ONES, anatomy.ZEROS):
-        return float(weight.start == anatomy.ONES), 0.0
-    start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
-    size = anatomy.sizes(config) | dict(zip(weight.dims, shape, strict=True)) | {"L": 2 * config.num_layers}
-    return 0.0, math.prod(size[dim] for dim in start) ** -0.5
-
-
-def init_params(config: Config, key: jax.Array) -> Params:
-    """Draws the weights from a normal distribution of variance 1/fan-in; norms start as ones and biases as zeros.
-
-    The 2L matrices that add to the residual stream have 2L times less variance: they add about as much as an embedding
-    row has. The embedding is a look-up of fan-in 1, or of D if it is also the unembedding or multiplied by sqrt(D).
-
-    Call it under jit with the parameters' shardings as output, so that each device draws its own shards only. The
-    values depend on the seed and the parameter's name alone, not on the mesh.
-    """
-
-    def draw(name, shape, weight):
-        mean, deviation = initial(name, shape, weight, config)
-        normal = lambda: jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape, jnp.float32)
-        return normal() * deviation if deviation else jnp.full(shape, mean, jnp.float32)
-
-    return tree(config, draw)
-
-
 def unstack_experts(w: Layers, config: Config) -> Layers:
     """A layer's gathered weights, with the matrices of its experts as [e, D, m] in place of [z, m].
 
@@ -131,7 +103,7 @@ def unstack_experts(w: Layers, config: Config) -> Layers:
     """
 
     def unstack(w):  # an array, or the leaves of its quantised form
-        by_expert = lambda a: a.reshape(-1, config.model_dim, a.shape[-1]) if a.shape[0] > 1 else a[None]
+        by_expert = lambda a: a.reshape(-1, anatomy.sizes(config)["D"], a.shape[-1]) if a.shape[0] > 1 else a[None]
         return jax.tree.map(by_expert, w)
 
     names = [name for name in ("expert_gate", "expert_up", "expert_down") if getattr(w, name) is not None]

@@ -66,11 +66,11 @@ def fill_mesh(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def check_multiple(name: str, size: int, axes: dict[str, int], instead: str = "") -> None:
+def check_multiple(name: str, size: int, axes: dict[str, int], *instead: str) -> None:
     """Raises ValueError unless mesh axes can shard `size`. It names the nearest sizes, and what to do `instead`."""
     ways = math.prod(axes.values())
     if size % ways:
-        near = f"{_near(ways, size)} (or {instead})" if instead else _near(ways, size)
+        near = "; or ".join(filter(None, (_near(ways, size), *instead)))
         raise ValueError(f"{name}={size} must be a multiple of {'*'.join(axes)}={ways}; {near}")
 
 

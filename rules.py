@@ -18,6 +18,7 @@ be run.
     L  pipe * pipeline_rounds       D  fsdp * tensor       Q, C latents  fsdp       with shard_update also by data
     N, K, F, M, V  tensor           E  expert              T  context, twice in zigzag
     batch  data * fsdp * expert * microbatches             E*D  expert * fsdp, if E and D are
+    D, F and M are the stored ones, which `dim_multiple` pads
     fsdp_transpose  the batch; beside tensor N, F, M, V; alone the dims of a head of keys and values, or Q and C
 
 **FP8 in blocks** (fp8.py). A device multiplies whole blocks, forward and backward. So all dims of a product are
@@ -66,7 +67,7 @@ def check(config: Config, sizes: dict[str, int]) -> None:
     if sizes["pipe"] > 1:
         _check_stages(config, sizes)
     for name, size, axes in cuts(config, sizes):
-        check_multiple(name, size, axes, in_two_dims(config, sizes) if name == "model_dim" else "")
+        check_multiple(name, size, axes, *_instead(name, axes, config, sizes))
     check_batch(config.batch, sizes, config.microbatches)
     if config.moe_parts > 1:
         ways = math.prod(sizes[axis] for axis in BATCH_AXES) * config.microbatches * sizes["context"]
@@ -81,12 +82,12 @@ def check(config: Config, sizes: dict[str, int]) -> None:
 
 def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
     """(flag, size, {mesh axis that shards it: its size}) of the model's dims."""
-    sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    size, sizes_of = anatomy.sizes(config), lambda *axes: {axis: sizes[axis] for axis in axes}
     replicas = ("data",) if config.shard_update else ()
     other = ("fsdp_transpose",) if sizes["fsdp_transpose"] > 1 else ()
     columns = sizes_of("tensor", *other)
     dims = [
-        ("model_dim", config.model_dim, sizes_of("tensor", "fsdp", *replicas)),
+        ("model_dim", size["D"], sizes_of("tensor", "fsdp", *replicas)),
         ("vocab_size", config.vocab_size, columns),
         ("num_heads", config.num_heads, columns),
     ]
@@ -101,12 +102,19 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
             dims.append(("global_" * number + "head_dim", kind.head_dim, sizes_of(*other)))
     if config.num_experts:
         dims.append(("num_experts", config.num_experts, sizes_of("expert")))
-        dims.append(("expert_dim", config.expert_dim, columns))
+        dims.append(("expert_dim", size["M"], columns))
     if config.num_dense_layers or not config.num_experts:
-        dims.append(("ff_dim", config.ff_dim, columns))
+        dims.append(("ff_dim", size["F"], columns))
     if config.mtp and other:
-        dims.append(("model_dim", config.model_dim, columns))
+        dims.append(("model_dim", size["D"], columns))
     return dims
+
+
+def _instead(name: str, axes: dict[str, int], config: Config, sizes: dict[str, int]) -> list[str]:
+    """Names ways to shard a dim that these axes do not divide: a mesh in two dims, padding."""
+    multiple = math.lcm(config.dim_multiple, math.prod(axes.values()))
+    padding = [f"--dim_multiple={multiple}, which adds zeros"] if name in ("model_dim", "ff_dim", "expert_dim") else []
+    return ([in_two_dims(config, sizes)] if name == "model_dim" else []) + padding
 
 
 def in_two_dims(config: Config, sizes: dict[str, int]) -> str:
@@ -133,6 +141,11 @@ def _check_schedule(config: Config, sizes: dict[str, int]) -> None:
         raise ValueError(
             f"check_every={config.check_every} keeps a copy of the state on the devices, and offload_optimizer has its "
             "optimizer state on the host: --check_every=0, or --no-offload_optimizer"
+        )
+    if config.optimizer == "adafactor" and anatomy.sizes(config) != anatomy.sizes(config, padded=False):
+        raise ValueError(
+            f"dim_multiple={config.dim_multiple} adds zeros to the weights, and optimizer=adafactor counts them in its "
+            "means: --optimizer=adamw, or --dim_multiple=1"
         )
     if not config.batch_rampup:
         return
@@ -280,20 +293,21 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
                 "a head: fsdp in its place, or --fp8_granularity=per_axis"
             )
         for name, size, axes in blocks(config, sizes):
-            check_multiple(name, size, axes | {"fp8_block": config.fp8_block})
+            axes |= {"fp8_block": config.fp8_block}
+            check_multiple(name, size, axes, *_instead(name, axes, config, sizes)[-1:])
 
 
 def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str, int]]]:
     """(dim, size, {mesh axis that shards it: its size}) of the FP8 matmuls; a device's part must be whole blocks."""
-    sizes_of = lambda *axes: {axis: sizes[axis] for axis in axes}
+    size, sizes_of = anatomy.sizes(config), lambda *axes: {axis: sizes[axis] for axis in axes}
     modules, tensor, fsdp = config.fp8_modules.split(","), sizes_of("tensor"), sizes_of("fsdp")
     rows = sizes_of(*BATCH_AXES, "context") | {"microbatches": config.microbatches}
     dims = [
         ("batch*seq_len", config.batch * config.seq_len, rows),
-        ("model_dim", config.model_dim, fsdp),
+        ("model_dim", size["D"], fsdp),
     ]
     if "qkv" in modules or "mlp" in modules:  # what goes into these is cut over tensor before it is gathered
-        dims.append(("model_dim", config.model_dim, tensor))
+        dims.append(("model_dim", size["D"], tensor))
     for kind in anatomy.kinds(config):
         keys, values = anatomy.key_dim(kind), anatomy.value_dim(kind)
         if "qkv" in modules:
@@ -302,9 +316,9 @@ def blocks(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[s
         if "out" in modules:
             dims.append(("num_heads*value_head_dim", kind.num_heads * values, tensor))
     if "mlp" in modules and anatomy.weight_names(config) >= {"w_gate"}:
-        dims.append(("ff_dim", config.ff_dim, tensor))
+        dims.append(("ff_dim", size["F"], tensor))
     if "unembed" in modules:
         dims.append(("vocab_size", config.vocab_size, tensor))
     if "mlp" in modules and config.num_shared_experts:
-        dims.append(("num_shared_experts*expert_dim", config.num_shared_experts * config.expert_dim, tensor))
+        dims.append(("num_shared_experts*expert_dim", size["J"], tensor))
     return dims

@@ -53,6 +53,7 @@ import data_mixtures
 import evaluation
 import fsdp
 import hardware
+import initialisation
 import machine
 import mixture
 import model
@@ -121,7 +122,7 @@ def make_optimizer(config: Config, mesh: Mesh | None = None) -> tuple[optax.Grad
 
 
 def init_state(key: jax.Array, config: Config) -> State:
-    return _first_state(parameters.init_params(config, key), config)
+    return _first_state(initialisation.init_params(config, key), config)
 
 
 def _first_state(params: parameters.Params, config: Config) -> State:
@@ -613,8 +614,9 @@ def introduce(
     """Prints what is about to run: mesh, model, data, prediction, and the checkpoint that it resumes from."""
     num_processes = f"; {jax.process_count()} processes" if jax.process_count() > 1 else ""
     log.say(f"mesh       {sharding.describe_mesh(mesh, config.core_axis)}{num_processes}")
+    num_params = transformer.num_params(transformer.without_padding(config))
     log.say(
-        f"model      {config.weights or config.preset}: {transformer.num_params(config):,} parameters, {config.dtype}, "
+        f"model      {config.weights or config.preset}: {num_params:,} parameters, {config.dtype}, "
         f"{log.flops_per_token / 1e6:,.1f} MFLOP a token (predicted)"
     )
     for number, source in enumerate(corpus.sources):

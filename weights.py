@@ -141,12 +141,13 @@ def _stacks(config: Config) -> Iterator[tuple[str, str, list[int]]]:
 
 
 def _sizes(path: str, config: Config) -> dict[str, int]:
-    """The size of each dim of one of our weights, by its letter in `_dims`."""
-    return anatomy.sizes(anatomy.stack_config(config, path.partition(".")[0])) | {"d": config.model_dim}
+    """The size of each dim of one of our weights, without padding, by its letter in `_dims`."""
+    kind = anatomy.stack_config(config, path.partition(".")[0])
+    return anatomy.sizes(kind, padded=False) | {"d": config.model_dim}
 
 
 def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
-    """The pieces of a block of one of our weights that are in one published tensor each.
+    """The pieces of a block of one of our weights that are in one published tensor each; padding is in none.
 
     The matrices of experts are one dim Z = E * D, so a piece has the rows of one expert.
 
@@ -155,20 +156,21 @@ def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
 
     Yields (place in the block, layer, expert, {letter: (start, stop)}) with the dims of `_letters`.
     """
-    dims, D = _dims(name), config.model_dim
+    dims, D, sizes = _dims(name), anatomy.sizes(config)["D"], _sizes(name, config)
     in_layers = dims[0] == "L"
     inner = dict(zip(dims, ranges, strict=True))
     layers = range(*inner.pop("L")) if in_layers else range(1)
-    for number, layer in enumerate(layers):
-        place = (number,) if in_layers else ()
-        if "Z" not in dims:
-            yield place, layer, 0, inner
-            continue
-        start, stop = inner["Z"]
-        for e in range(start // D, -(-stop // D)):
-            low, high = max(start, e * D), min(stop, (e + 1) * D)
-            of_expert = {"E": (e, e + 1), "D": (low - e * D, high - e * D), "M": inner["M"]}
-            yield (*place, slice(low - start, high - start)), layer, e, of_expert
+    first, last = inner.pop("Z", (0, 1))
+    in_model = lambda dim, start, stop: (start, min(stop, sizes[dim]) if dim in "DdFMJ" else stop)
+    for (number, layer), e in itertools.product(enumerate(layers), range(first // D, -(-last // D))):
+        low, high = max(first, e * D), min(last, (e + 1) * D)
+        piece = {"D": (low - e * D, high - e * D)} | inner if "Z" in dims else inner
+        piece = {dim: in_model(dim, *each) for dim, each in piece.items()}
+        offsets = [low - first if "Z" in dims else 0] + [0] * len(piece)
+        slices = [slice(at, at + stop - start) for at, (start, stop) in zip(offsets, piece.values(), strict=False)]
+        if all(start < stop for start, stop in piece.values()):
+            of_expert = {"E": (e, e + 1)} | piece if "Z" in dims else piece
+            yield (*([number] if in_layers else []), *slices), layer, e, of_expert
 
 
 # -- what must be in a folder
@@ -311,7 +313,7 @@ def _blocks(folder: Folder, row: Row, path: str, layers: list[int], blocks, conf
       layers: the numbers of the layers of its stack.
       blocks: the ranges of each block, (start, stop) for each dim of the weight.
     """
-    arrays = {ranges: np.empty([stop - start for start, stop in ranges], np.float32) for ranges in blocks}
+    arrays = {ranges: np.zeros([stop - start for start, stop in ranges], np.float32) for ranges in blocks}
     parts: dict[tuple[int, int], list] = {}  # {(layer, expert): parts of our blocks that are in that tensor}
     for ranges, array in arrays.items():
         for place, layer, e, inner in _pieces(row.ours, ranges, config):
@@ -369,7 +371,7 @@ def _to_ours(published: np.ndarray, row: Row, config: Config) -> tuple[np.ndarra
 
 
 def _divisor(row: Row, config: Config) -> np.float32:
-    return np.float32(math.sqrt(anatomy.sizes(config)[row.over_root]) if row.over_root else 1.0)
+    return np.float32(math.sqrt(anatomy.sizes(config, padded=False)[row.over_root]) if row.over_root else 1.0)
 
 
 # -- export
@@ -451,13 +453,16 @@ def write(
 
 def _put(entry: Entry, piece: Callable, published: np.ndarray, config: Config) -> None:
     """Puts a piece of our weights into a published tensor: the inverse of `_to_ours`."""
-    dims, sizes, D = _dims(entry.row.ours), _sizes(entry.path, config), config.model_dim
+    dims, sizes, D = _dims(entry.row.ours), _sizes(entry.path, config), anatomy.sizes(config)["D"]
     ranges = {letter: (0, sizes[letter]) for letter in dims}
     if dims[0] == "L":
         ranges["L"] = entry.layer, entry.layer + 1
-    if entry.expert is not None:
-        ranges["Z"] = entry.expert * D, (entry.expert + 1) * D
+    if "Z" in dims:
+        first, last = (0, config.num_experts) if entry.expert is None else (entry.expert, entry.expert + 1)
+        ranges["Z"] = first * D, last * D
     block = piece(entry.path, *zip(*((start, stop - start) for start, stop in ranges.values()), strict=True))
+    if "Z" in dims:
+        block = block.reshape(-1, D, block.shape[-1])[:, : sizes["D"]]
     letters = _letters(entry.row.ours)
     unsharded = {letter: (0, sizes[letter]) for letter in letters}
     slots = [[_interval(term, unsharded, sizes) for term in axis] for axis in _terms(entry.row)]
@@ -483,7 +488,7 @@ class Blocks:
 
     def __init__(self, stored: checkpoint.Stored):
         """Raises ValueError for a checkpoint whose model no Config can have."""
-        names = [*families.model_fields(), "seq_len"]
+        names = [*families.model_fields(), "seq_len", "dim_multiple"]
         self.config = Config(**{name: stored.values[name] for name in names if name in stored.values})
         self.shapes = parameters.param_shapes(self.config)
         self.stored, self.sums = stored, Counter()

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 
 import checksums
 import command
+import initialisation
 import parameters
 import placement
 import sharding
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> float:
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = sharding.make_mesh(placement.parse_mesh(args.mesh))
     config = from_preset(args.preset, mesh=args.mesh, num_layers=args.layers)
-    shapes = jax.eval_shape(partial(parameters.init_params, config), jax.random.key(0)).layers
+    shapes = jax.eval_shape(partial(initialisation.init_params, config), jax.random.key(0)).layers
     specs = parameters.param_specs(config).layers
 
     def drawn(key):

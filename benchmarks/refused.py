@@ -58,6 +58,7 @@ EXAMPLES = {
     "Choices that exclude each other": [
         "--offload_optimizer --optimizer=adafactor",
         "--offload_optimizer --check_every=10",
+        "--dim_multiple=128 --optimizer=adafactor",
         "--qk_clip=100 --qk_norm",
         "--qk_clip=100 --max_logit=8",
         "--mesh=context:8 --context_heads=2 --collectives=ring",

@@ -204,7 +204,8 @@ def print_cost(args: argparse.Namespace) -> None:
     """Prints the work, time, chips and cost of a training run."""
     config = flags_lib.from_args(args)
     chip, num_chips, dtype, step_s, source = step_of(args, config)
-    params, per_token = transformer.num_params(config), transformer.train_flops_per_token(config)
+    params = transformer.num_params(transformer.without_padding(config))
+    per_token = transformer.train_flops_per_token(config)
     tokens, tokens_source = tokens_of(args, config)
     flops = train_flops(per_token, tokens)
     options = dict(dtype=dtype, goodput=args.goodput)
@@ -274,7 +275,7 @@ def tokens_of(args: argparse.Namespace, config: Config) -> tuple[float, str]:
             f"--chinchilla is for dense models, and {config.preset} has {config.num_experts} experts: use --tokens"
         )
     if args.chinchilla:
-        params = transformer.num_params(config)
+        params = transformer.num_params(transformer.without_padding(config))
         return chinchilla_tokens(params), f"20 * {params:,} parameters"
     if args.tokens is not None:
         return args.tokens, "given"

@@ -99,7 +99,7 @@ def _stack_of(weight: anatomy.Weight, config: Config, num_layers: int, sizes: di
     arrays = num_layers // share(0) if first else 1
     together, groups, column_axes = 1, 1, larger(layout[last])
     if weight.by_expert:
-        rows, row_axes, local = config.model_dim, layout[first], config.num_experts // sizes["expert"]
+        rows, row_axes, local = size["D"], layout[first], config.num_experts // sizes["expert"]
         row_axes = tuple(axis for axis in larger(row_axes) if axis != "expert")
         if size["Z"] // share(first) % rows == 0:
             arrays, row_axes = arrays * (config.num_experts // share(first)), ()

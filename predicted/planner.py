@@ -219,14 +219,14 @@ def meshes(
     powers = lambda limit: [2**i for i in range(limit.bit_length()) if 2**i <= limit]
     divisors = lambda number: [size for size in range(1, number + 1) if number % size == 0]
     experts = [size for size in divisors(config.num_experts or 1) if size <= 64]
-    stages = divisors(config.num_layers)
+    D, stages = anatomy.sizes(config)["D"], divisors(config.num_layers)
     pipes = [size for size in stages if 1 < size <= 16] if with_pipeline else [1]
     if num_slices > 1:
         pipes = [1, *(size for size in stages if size % num_slices == 0 and size <= 16)]
     for pipe in pipes:
         # The outermost axis crosses the slices: stages do, or replicas.
         replicas = 1 if pipe > 1 and pipe % num_slices == 0 else num_slices
-        for tensor in (ways for ways in powers(_widest(config)) if config.model_dim % ways == 0):
+        for tensor in (ways for ways in powers(_widest(config)) if D % ways == 0):
             for context in powers(config.seq_len // SHORTEST_PART or 1):
                 for expert in experts:
                     inner = pipe * tensor * context * expert * replicas
@@ -237,9 +237,9 @@ def meshes(
                     axes_at = lambda fsdp, rest=replicas * left, axes=axes: axes | dict(fsdp=fsdp, data=rest // fsdp)
                     # The largest fsdp that divides the model's dim and fits the torus, a quarter of it, and the largest
                     # that leaves each device whole tiles of a weight's rows.
-                    dividing = [size for size in divisors(left) if config.model_dim % (size * tensor) == 0]
+                    dividing = [size for size in divisors(left) if D % (size * tensor) == 0]
                     largest = next((size for size in reversed(dividing) if fits_torus(axes_at(size))), 0)
-                    in_tiles = (size for size in dividing if config.model_dim // size % ROWS_OF_A_TILE == 0)
+                    in_tiles = (size for size in dividing if D // size % ROWS_OF_A_TILE == 0)
                     tiled = max(in_tiles, default=0)
                     tried = [axes_at(size) for size in reversed(dividing) if size in (largest, largest / 4, tiled)]
                     if 0 < largest < left:  # the other dim of each matrix may divide over what the model's dim leaves

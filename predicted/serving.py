@@ -135,7 +135,7 @@ def load_of(config: Config, context: int, *, weight_dtype: str = "bf16", cache_d
         cache_bytes=transformer.kv_cache_bytes(config, context, element_bytes=bytes_of(cache_dtype)),
         flops_per_token=sum(flops for part, flops in forward.items() if part not in ("scores", "mix")),
         attention_flops=sum(2.0 * kind.num_heads * dims(kind) * tokens for kind, tokens in cached),
-        lookup_bytes=0 if config.tied_embeddings else size * config.vocab_size * config.model_dim,
+        lookup_bytes=0 if config.tied_embeddings else size * config.vocab_size * anatomy.sizes(config)["D"],
         expert_bytes=size * routed,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
@@ -256,16 +256,16 @@ def messages_s(config: Config, axes: Sequence[Axis], batch: int, *, activation_b
 
     Each is a reduce-scatter after one matmul and an all-gather before the next.
     """
-    nbytes = batch * config.model_dim * activation_bytes
+    nbytes = batch * anatomy.sizes(config)["D"] * activation_bytes
     return 2 * config.num_layers * collective_s("all_reduce", nbytes, axes, spread=True)
 
 
 def mlp_widths(config: Config, batch: int) -> tuple[float, float]:
     """Returns F of the weights that a layer's MLP loads for a batch, and F of those that a token uses."""
-    if not config.num_experts:
-        return config.ff_dim, config.ff_dim
-    E, X, shared = config.num_experts, config.experts_per_token, config.num_shared_experts
-    return config.expert_dim * (distinct_experts(E, X, batch) + shared), config.expert_dim * (X + shared)
+    size, E, X = anatomy.sizes(config), config.num_experts, config.experts_per_token
+    if not E:
+        return size["F"], size["F"]
+    return size["M"] * distinct_experts(E, X, batch) + size["J"], size["M"] * X + size["J"]
 
 
 def max_shards(
@@ -412,7 +412,9 @@ def explain(step: Step, load: Load, config: Config, topology: str, dtype: str) -
     """Prints the formulas of a step with its numbers in them."""
     chip, shape = parse_topology(topology)
     n, B, C, W = step.num_chips, step.batch, si(chip.flops_per_s(dtype), "FLOP/s"), si(chip.hbm_bytes_per_s, "B/s")
-    cache, read, sent = (si(x, "B") for x in (load.cache_bytes, load.loaded_bytes(B), 2 * B * config.model_dim))
+    cache, read, sent = (
+        si(x, "B") for x in (load.cache_bytes, load.loaded_bytes(B), 2 * B * anatomy.sizes(config)["D"])
+    )
     scores, flops = si(load.attention_flops, "FLOP"), si(load.flops_per_token, "FLOP")
     print(f"  batch {B:,}")
     print(f"    cache      B * cache / (n*W) = {B} * {cache} / ({n} * {W}) = {si(step.cache_s, 's')}")

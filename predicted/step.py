@@ -270,7 +270,7 @@ def _loss(run: Run) -> Part:
 
     Compiled: 8 chunks of 1,024 rows of Llama 3.1 8B take 10.6 ms for the logits, and 21.9 ms for dw and its sum.
     """
-    D, V = run.config.model_dim, run.config.vocab_size / run.tensor
+    D, V = anatomy.sizes(run.config)["D"], run.config.vocab_size / run.tensor
     sequences, chunk = loss_chunk(run)
     chunks = math.ceil(run.config.seq_len / run.sizes["context"] / chunk)
     rows, in_fp8 = sequences * chunk, "unembed" in anatomy.fp8_weights(run.config)
@@ -390,7 +390,7 @@ def _scatter_s(run: Run, layer: Layer) -> float:
 def _tables_s(run: Run) -> float:
     """The seconds to gather embedding and unembedding over `fsdp`, and to reduce-scatter their gradients."""
     config = run.config
-    table = config.vocab_size * config.model_dim / run.tensor
+    table = config.vocab_size * anatomy.sizes(config)["D"] / run.tensor
     tables = run.element * table * (1 if config.tied_embeddings else 2)
     gathered = tables
     if "unembed" in anatomy.fp8_weights(config):
@@ -422,8 +422,8 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
     config, e = run.config, run.efficiency
     if run.shards == 1 or not e.copies_weights:
         return Part("copies of weights", "memory", 0, 0, "")
-    rows, second = config.model_dim / run.sizes["fsdp"], run.sizes["fsdp_transpose"]
-    columns = (config.expert_dim or config.ff_dim) / run.tensor / second
+    size, second = anatomy.sizes(config), run.sizes["fsdp_transpose"]
+    rows, columns = size["D"] / run.sizes["fsdp"], (size["M"] or size["F"]) / run.tensor / second
     split_columns = second > 1 and columns % COLUMNS_OF_A_TILE > 0
     carried, untiled = config.prefetch and not config.double_buffer, rows % ROWS_OF_A_TILE > 0
     forwards = 2 if config.remat_stage else 1
@@ -450,7 +450,7 @@ def _tensor(run: Run, kinds: list[Kind]) -> Part:
     if run.tensor == 1:
         return _communication("tensor", 0, 0)
     config = run.config
-    stream = run.tokens * config.model_dim * run.element
+    stream = run.tokens * anatomy.sizes(config)["D"] * run.element
     once = run.collective_s("all_gather", stream, "tensor")
     seconds = exposed = 0.0
     for kind in kinds:
@@ -614,7 +614,7 @@ def _expert(run: Run, kinds: list[Kind]) -> Part:
     """Sending tokens to their experts over `expert`, and the results back."""
     if run.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
-    sent = run.tokens * run.config.model_dim / run.tensor * run.element
+    sent = run.tokens * anatomy.sizes(run.config)["D"] / run.tensor * run.element
     if run.config.moe_impl == "reference":  # tokens are gathered, and results reduce-scattered
         sent *= run.sizes["expert"]
         once = run.collective_s("all_gather", sent, "expert")
@@ -649,7 +649,7 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
     result. That is 32 copies a layer and microbatch, 4.0 s of a step of 15.4 s. This formula is fitted to that: one
     copy of the rows that are sent and three of the buffer, at the speed of elementwise work.
     """
-    config, width = run.config, run.config.model_dim // run.tensor
+    config, width = run.config, anatomy.sizes(run.config)["D"] // run.tensor
     if run.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
         return Part("copies of rows", "memory", 0, 0, "")
     rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_buffer_ratio)
@@ -670,7 +670,7 @@ def _pipe(run: Run, working_s: float) -> list[Part]:
     tick, ticks = working_s / passes, passes + run.pipe - 1
     # The ticks that have only forward or only backward passes: they hide no message.
     alone = ticks if run.config.pipeline_schedule == "gpipe" else rounds * run.pipe - 1
-    stream = run.tokens * run.config.model_dim * run.element / run.tensor
+    stream = run.tokens * anatomy.sizes(run.config)["D"] * run.element / run.tensor
     message = max(link.hop_s + stream / link.link_bytes_per_s for link in run.effective_links("pipe"))
     exposed = 2 * alone * message + (ticks - alone) * max(0.0, 2 * message - tick)
     vM = f"{rounds}*M" if rounds > 1 else "M"
@@ -785,9 +785,9 @@ def _cliff_of_experts(run: Run) -> list[str]:
     The experts' kernels split only such multiples into tiles. Any other dim is one tile, and a kernel that then does
     not fit in VMEM is refused.
     """
-    config, tensor = run.config, run.tensor
+    config, tensor, stored = run.config, run.tensor, anatomy.sizes(run.config)
     # (size, number of devices that share it)
-    dims = {"model_dim": (config.model_dim, 1), "expert_dim": (config.expert_dim, tensor)}
+    dims = {"model_dim": (stored["D"], 1), "expert_dim": (stored["M"], tensor)}
     # The dims that are no such multiple, and the next size that is one.
     rounded_up = {name: -(-size // (128 * n)) * 128 * n for name, (size, n) in dims.items() if size % (128 * n)}
     if not config.num_experts or config.moe_impl != "dropless" or not rounded_up:
@@ -798,7 +798,7 @@ def _cliff_of_experts(run: Run) -> list[str]:
     dtype = "float8_e4m3fn" if "expert_up" in anatomy.fp8_weights(config) else config.dtype
     is_gated = anatomy.glu_in_kernel(config)
 
-    def slowdown(model_dim: int = config.model_dim, expert_dim: int = config.expert_dim) -> float:
+    def slowdown(model_dim: int = stored["D"], expert_dim: int = stored["M"]) -> float:
         """The slowest kernel's time over the least that the matrix units need; infinite if a kernel is refused."""
         D, M = model_dim, expert_dim // tensor
         gated, plain, transposed = (groups.Variant(gated=is_gated), groups.PLAIN, groups.Variant(transpose_rhs=True))

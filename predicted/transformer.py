@@ -147,13 +147,18 @@ def parts(config: Config) -> Mapping[str, Part]:
         members = [weight for weight in weights(config).values() if weight.part == part]
         matmul = sum(weight.active_params for weight in members if weight.makes)
         if part == "unembedding" and config.tied_embeddings:
-            matmul = config.vocab_size * config.model_dim
+            matmul = config.vocab_size * anatomy.sizes(config)["D"]
         if part == "unembedding" and anatomy.runs_mtp(config):
             matmul *= 2
         if members or matmul:
             active = sum(weight.active_params for weight in members)
             result[part] = Part(sum(weight.params for weight in members), active, matmul)
     return result
+
+
+def without_padding(config: Config) -> Config:
+    """The model without the zeros that `dim_multiple` adds, which are no parameters and whose products are no FLOPs."""
+    return dataclasses.replace(config, dim_multiple=1)
 
 
 def num_params(config: Config) -> int:
@@ -217,12 +222,15 @@ def forward_flops_per_token(config: Config) -> dict[str, float]:
 
 
 def train_flops_per_token(config: Config) -> float:
-    """6 * active matmul parameters + 6 * N * (Hk + Hv) * keys: three times the forward pass, nothing recomputed."""
+    """6 * active matmul parameters + 6 * N * (Hk + Hv) * keys: three times the forward pass, nothing recomputed.
+
+    What `dim_multiple` adds does not count.
+    """
     attention = 0.0
     for kind, number, window in layers_by_window(config):
         heads = kind.num_heads * (key_dim(kind) + value_dim(kind))
         attention += 6 * heads * number * mean_keys(config.seq_len, window)
-    return 6 * matmul_params(config) + attention
+    return 6 * matmul_params(without_padding(config)) + attention
 
 
 def overtaking_seq_len(config: Config, over: str = "layer", *, causal: bool = True) -> float:

@@ -501,13 +501,13 @@ def _count(weights: Mapping[str, transformer.Weight], names: Collection[str]) ->
 
 def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: Collection[str]) -> list[Product]:
     """The matmuls of a layer with these weights. Matmuls whose results are `saved` are not repeated."""
-    fp8, products = anatomy.fp8_weights(config), []
+    size, fp8, products = anatomy.sizes(config), anatomy.fp8_weights(config), []
     for name, weight in weights.items():
         if not weight.makes:  # not the weight of a matmul
             continue
         dims, copies = weight.shape[1:], 1
         if weight.part == "experts":
-            dims, copies = (config.model_dim, config.expert_dim), config.experts_per_token
+            dims, copies = (size["D"], size["M"]), config.experts_per_token
         if name == "expert_down":
             dims = dims[::-1]
         k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
@@ -561,15 +561,14 @@ def elementwise_elements(
         it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient. Passes for biases are not
         counted: that of the results of down, and one over the gradients of gate and up for the sums of their biases.
     """
-    D, N, K = config.model_dim, config.num_heads, config.num_kv_heads
-    Hk, Hv = anatomy.key_dim(config), anatomy.value_dim(config)
+    size = anatomy.sizes(config)
+    D, N, K, M, Hk, Hv = (size[dim] for dim in "DNKMHU")
     norms = 5 * D + (2 * D if config.post_norms else 0)
     attention = norms + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
     attention += 2 * (config.q_lora_rank + config.kv_lora_rank) + (2 * K * Hv if config.value_norm else 0)
     if not experts:
-        return attention, norms + 3 * config.ff_dim
-    X, M = config.experts_per_token, config.expert_dim
-    shared = 3 * config.num_shared_experts * M
+        return attention, norms + 3 * size["F"]
+    X, shared = config.experts_per_token, 3 * size["J"]
     norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
     of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
@@ -619,7 +618,7 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
         once = max(multiplied, moved)
         if product.part == "experts" and not e.overlapped_experts:
             once = multiplied + moved
-            if run.config.model_dim % COLUMNS_OF_A_TILE:
+            if anatomy.sizes(run.config)["D"] % COLUMNS_OF_A_TILE:
                 once += 2 * moved_bytes(run, product) / (run.hbm_bytes_per_s * e.copies)
         forward += once
         backward += (3 if product.recomputed else 2) * once
@@ -686,7 +685,7 @@ def params_of_device(run: Run) -> tuple[float, float]:
 def tables_of_device(run: Run) -> float:
     """The number of elements in a device's shards of embedding and unembedding, which are one table if tied."""
     tables = 1 if run.config.tied_embeddings else 2
-    return tables * run.config.vocab_size * run.config.model_dim / run.shards / run.tensor
+    return tables * run.config.vocab_size * anatomy.sizes(run.config)["D"] / run.shards / run.tensor
 
 
 # -- memory
@@ -770,11 +769,13 @@ def _saved_bytes(run: Run, layers: list[Layer]) -> float:
         # The stage saves its input for each microbatch, or with several rounds the input of each chunk of layers. It
         # holds all activations of the one chunk that it is recomputing.
         rounds = config.pipeline_rounds
-        waiting = saved / rounds + run.in_flight * rounds * config.model_dim * run.element * run.tokens / run.tensor
+        waiting = (
+            saved / rounds + run.in_flight * rounds * anatomy.sizes(config)["D"] * run.element * run.tokens / run.tensor
+        )
     elif run.pipe > 1:
         waiting += saved  # the backward pass reads a copy of one microbatch's activations
     if inputs_in_two_layouts(run):
-        waiting += bytes_of(lambda layer: config.model_dim * run.element)
+        waiting += bytes_of(lambda layer: anatomy.sizes(config)["D"] * run.element)
     if context_in_two_layouts(run):
         waiting += bytes_of(lambda layer: config.num_heads * anatomy.value_dim(layer.config) * run.element)
     return waiting
@@ -820,7 +821,7 @@ def _loss_peak(run: Run) -> dict[str, float]:
     It holds the gathered unembedding and its gradient in float32, and a chunk of logits and their gradient.
     """
     config = run.config
-    table = config.vocab_size * config.model_dim / run.tensor
+    table = config.vocab_size * anatomy.sizes(config)["D"] / run.tensor
     element = 1 if "unembed" in anatomy.fp8_weights(config) else run.element
     return {
         "unembedding": (element + 4) * table if run.shards > 1 else 0,

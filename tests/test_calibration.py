@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from support import SMALL, equations, first_state, make_batch, on_mesh, trace
 
 import calibration
-import parameters
+import initialisation
 import sharding
 import train
 from config import Config
@@ -26,7 +26,7 @@ OPERANDS |= {"w_gate": BOTH, "w_up": GRADIENT, "w_down": BOTH}
 def steps(config, number):
     """(the states after 0, 1, ... steps, the losses)."""
     mesh, _, _ = on_mesh(config, jax.devices()[:1] if config.mesh == "fsdp:1" else None)
-    state = first_state(config, mesh, parameters.init_params(config, jax.random.key(0)))
+    state = first_state(config, mesh, initialisation.init_params(config, jax.random.key(0)))
     step, states, losses = train.make_train_step(config, mesh), [jax.device_get(state)], []
     for n in range(number):
         batch = jax.device_put(make_batch(config, n), NamedSharding(mesh, sharding.BATCH_SPEC))

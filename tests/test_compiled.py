@@ -61,6 +61,7 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "vocab_size": ({}, 512),
     "num_layers": ({}, 4),
     "model_dim": ({}, 256),
+    "dim_multiple": ({}, 128),
     "ff_dim": ({}, 256),
     "num_heads": ({}, 16),
     "num_kv_heads": ({}, 4),

@@ -61,6 +61,8 @@ def test_rms_norm_of_a_sharded_dim_equals_that_of_the_full_dim():
     x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * 5
     scale = jnp.arange(16.0)
     normed = on_tensor_mesh(
-        partial(decoder.rms_norm, eps=1e-5), (P(None, None, "tensor"), P("tensor")), P(None, None, "tensor")
+        partial(decoder.rms_norm, config=Config(model_dim=16)),
+        (P(None, None, "tensor"), P("tensor")),
+        P(None, None, "tensor"),
     )
     np.testing.assert_allclose(normed(x, scale), reference.norm(x, scale, 1e-5), rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support import SMALL
 
 import fsdp
+import initialisation
 import mixture
 import parameters
 import placement
@@ -60,7 +61,7 @@ def test_router_of_a_bfloat16_model_routes_as_float64(expert_bias):
     """128 experts, 8 chosen. If the router's weights were rounded, 1.5% of the tokens would go to other experts."""
     many = dict(num_experts=128, experts_per_token=8, expert_dim=16, model_dim=256, num_layers=1)
     config = Config(**SMALL | many, dtype="bfloat16", expert_bias=expert_bias)
-    params = parameters.init_params(config, jax.random.key(1))
+    params = initialisation.init_params(config, jax.random.key(1))
     if expert_bias:
         bias = jax.random.normal(jax.random.key(2), params.layers.bias_router.shape)
         params = dataclasses.replace(params, layers=dataclasses.replace(params.layers, bias_router=bias))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import initialisation
 import parameters
 import placement
 import rules
@@ -138,7 +139,7 @@ def test_initial_values_are_those_of_the_table(model):
     """A normal distribution of mean 0 and the variance of the table, drawn independently for each layer and weight."""
     flags, starts = STARTS[model]
     config, seen, drawn = Config(**WIDTHS | flags), set(), []
-    init = jax.jit(lambda seed: parameters.init_params(config, jax.random.key(seed)))
+    init = jax.jit(lambda seed: initialisation.init_params(config, jax.random.key(seed)))
     params, again, other = (jax.device_get(init(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, params, again)
     for (path, w), w_other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(other), strict=True):

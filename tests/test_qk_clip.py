@@ -11,7 +11,7 @@ from support import MIXTURES, SMALL, first_state, init, laid_out, make_batch, on
 
 import anatomy
 import flash
-import parameters
+import initialisation
 import placement
 import qk_clip
 import reference
@@ -102,7 +102,7 @@ def test_a_step_with_the_kernel_can_be_traced():
 def test_alternating_stacks_have_their_own_rows():
     """The third and the sixth layer are global, and their heads share keys; the heads of the others do not."""
     config = Config(**TINY | dict(num_layers=6, global_every=3, window=4, global_kv_heads=2), qk_clip=1.0)
-    params = parameters.init_params(config, jax.random.key(0))
+    params = initialisation.init_params(config, jax.random.key(0))
     max_logits = jnp.arange(1.0, 25.0).reshape(6, 4)
     clipped = qk_clip.clip(params, max_logits, jnp.bool_(True), config)
     gain = {"layers": 1 / max_logits[np.array([0, 1, 3, 4])], "global_layers": 1 / max_logits[np.array([2, 5])]}

@@ -63,6 +63,7 @@ def drawn(generator: random.Random) -> tuple[Config, dict[str, int]] | None:
         )
     model = choose(MODELS)
     flags |= dict(
+        shard_update=choose((False, True)),
         num_layers=choose((4, 6)),
         model_dim=choose((32, 64, 96, 36)),
         ff_dim=choose((16, 32, 20)),

@@ -742,10 +742,13 @@ def test_heads_fill_tiles_of_memory():
             dict(batch=100),
             "batch=100 must be a multiple of data*fsdp*fsdp_transpose*expert*microbatches=128; nearest is 128",
         ),
-        (dict(batch=64), "nearest is 128 (or a context axis, so that 2 devices share a sequence)"),
+        (dict(batch=64), "nearest is 128; or a context axis, so that 2 devices share a sequence"),
         (dict(batch=128, microbatches=3), "microbatches=384"),
         (dict(batch=128, mesh="fsdp:8,tensor:16"), "num_kv_heads=8 must be a multiple of tensor=16"),
-        (dict(preset="gpt-oss-120b", batch=128), "nearest are 2816 and 2944 (or fsdp:64,fsdp_transpose:2)"),
+        (
+            dict(preset="gpt-oss-120b", batch=128),
+            "nearest are 2816 and 2944; or fsdp:64,fsdp_transpose:2; or --dim_multiple=128, which adds zeros",
+        ),
         (
             dict(preset="gpt-oss-120b", batch=128, mesh="fsdp:8,fsdp_transpose:16", head_dim=24),
             "head_dim=24 must be a multiple of fsdp_transpose=16; nearest are 16 and 32",

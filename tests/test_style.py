@@ -31,7 +31,7 @@ FLOORS = [
     | {"trace", "grid"},
     {"report", "timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement", "operations"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
-    {"residuals", "cost", "calibration", "machine", "weights", "muon"},
+    {"residuals", "cost", "calibration", "machine", "weights", "muon", "initialisation"},
     {"presentation"},
     {"planner"},
     {"recompute", "results", "page"},
