@@ -104,18 +104,10 @@ class Lowered(NamedTuple):
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
-def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
-    """The step of train.py, lowered for the devices of a topology; nothing is compiled or allocated.
-
-    Raises:
-      ValueError: there is no such slice, the mesh is for another number of devices, or it cannot shard the model or the
-        batch.
-    """
+def devices_of(topology: str, num_slices: int = 1) -> list:
+    """The devices of a topology, for which programs are compiled. Raises ValueError if there is no such slice."""
     import jax
     from jax.experimental import topologies
-
-    import sharding
-    import train
 
     chip, chips = parse_topology(topology)
     real = CHIPS[chip.name.partition("+")[0]]  # the compiler makes the same program for each power state
@@ -125,7 +117,7 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
     options |= {"num_slices": num_slices} if num_slices > 1 else {}
     try:
         name = f"{real.name}:{by(chips)}"
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except jax.errors.JaxRuntimeError as error:
         if "opology" not in str(error):
             raise
@@ -133,7 +125,19 @@ def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
             f"topology={topology}: libtpu has no such slice ({error}); a slice has whole hosts of {by(chip.host)} "
             "chips each; roofline.py predicts part of a host"
         ) from None
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices, config.core_axis)
+
+
+def lower_step(config: Config, topology: str, num_slices: int = 1) -> Lowered:
+    """The step of train.py, lowered for the devices of a topology; nothing is compiled or allocated.
+
+    Raises:
+      ValueError: there is no such slice, the mesh is for another number of devices, or it cannot shard the model or the
+        batch.
+    """
+    import sharding
+    import train
+
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices_of(topology, num_slices), config.core_axis)
     config = rules.settled(config, dict(mesh.shape))
     rules.check(config, dict(mesh.shape))
     return Lowered(train.lower_step(config, mesh), list(mesh.devices.flat))

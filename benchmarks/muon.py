@@ -33,7 +33,6 @@ import outputs
 compiler_flags.without_tpu()
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -140,10 +139,8 @@ def plot(runs: dict[str, dict], path: str) -> None:
 
 def compile_update() -> None:
     """Compiles train.update alone for TPU7x, without forward and backward pass, and prints its schedule."""
-    config, (chip, chips) = from_preset(**UPDATE), parse_topology(TOPOLOGY)
-    wrap = tuple(axis.wrap for axis in chip.axes(chips))
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY, wrap=wrap).devices
-    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), devices)
+    config, (chip, _) = from_preset(**UPDATE), parse_topology(TOPOLOGY)
+    mesh = sharding.make_mesh(placement.parse_mesh(config.mesh), aot.devices_of(TOPOLOGY))
     shardings = train.state_shardings(config, mesh)
     state = jax.eval_shape(partial(train.init_state, config=config), jax.random.key(0))
     shaped = lambda array, layout: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)

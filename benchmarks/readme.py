@@ -137,6 +137,10 @@ def muon() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/muon.py"))
 
 
+def checked_step() -> str:
+    return "\n".join(line for _, line in timed_lines("benchmarks/corruption.py"))
+
+
 def operations() -> str:
     return "\n".join(line for _, line in timed_lines("benchmarks/operations.py"))
 
@@ -205,6 +209,7 @@ BLOCKS = {
     "endurance": endurance,
     "bits a byte": bits_a_byte,
     "muon": muon,
+    "checked step": checked_step,
     "operations": operations,
     "planted errors": planted_errors,
     "faults": faults,
@@ -228,13 +233,14 @@ def main() -> None:
     command.check_names(args.blocks, BLOCKS)
     texts = {path: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
     for name in args.blocks or BLOCKS:
-        pattern = rf"(?<=: {name} -->\n).*?(?=<!-- end -->)"
+        pattern = rf"(: {name} -->\n).*?(<!-- end -->)"
         places = [path for path, text in texts.items() for _ in re.findall(pattern, text, re.DOTALL)]
         if len(places) != 1:
             sys.exit(f"the pages have the marks of {name!r} {len(places)} times; they belong there once")
         (path,) = places
         written = BLOCKS[name]() + "\n"
-        texts[path] = re.sub(pattern, lambda _, written=written: written, texts[path], flags=re.DOTALL)
+        replaced = lambda marks, written=written: f"{marks[1]}{written}{marks[2]}"
+        texts[path] = re.sub(pattern, replaced, texts[path], flags=re.DOTALL)
         path.write_text(texts[path])
 
 

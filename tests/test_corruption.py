@@ -16,7 +16,9 @@ import corruption
 import placement
 import sharding
 import train
+from benchmarks import corruption as benchmark
 from config import Config
+from flags import from_preset
 from hardware import parse_topology
 from predicted.step import predict
 from predicted.workload import run_of
@@ -158,3 +160,13 @@ def test_the_roofline_has_the_copy_and_the_repeated_step():
     )
     assert checked.memory["copy of the state"] == plain.memory["weights"] + plain.memory["optimizer"]
     assert 1.1 * plain.step_s < checked.step_s < 1.2 * plain.step_s and "copy of the state" not in plain.memory
+
+
+@pytest.mark.slow
+def test_what_a_check_adds_is_compiled_without_more_memory_than_two_states():
+    wide = dict(model_dim=1024, ff_dim=4096, vocab_size=32_768, num_layers=1)
+    config = from_preset("tiny", mesh="data:2,fsdp:4", compilation_cache="", **wide)
+    (_, _, _, state_bytes), *programs = benchmark.rows(config, "tpu7x:2x2x1")
+    for (_, predicted_s, compiled_s, peak), states in zip(programs, (2, 2, 1), strict=True):
+        assert 0.8 * predicted_s < compiled_s < 10 * predicted_s  # part of so small a state is in VMEM
+        assert states * state_bytes < peak < 1.05 * states * state_bytes
