@@ -297,7 +297,7 @@ class Config:
     # sizes of the axes data, pipe, fsdp, fsdp_transpose, expert, context, tensor, as in data:2,tensor:2; * is the rest
     mesh: str = flag("fsdp:*", "program plan")
     # model_dim, ff_dim and expert_dim are stored as multiples of this: zeros are added, which stay zeros
-    dim_multiple: int = flag(1, "shapes program", least=1)
+    dim_multiple: int = flag(1, "shapes program plan", least=1)
     # mesh axis that is laid over the two cores of a TPU7x chip; default: the last one of even size
     core_axis: str = flag("", "program plan")
     # collectives for weights, gradients, activations: xla, or our own ring or ring_bidirectional

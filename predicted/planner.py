@@ -5,10 +5,11 @@
 
 **Idea.** Predict the step of every run that the rules allow (predicted/step.py), and take the fastest that fits.
 
-**Search.** The meshes are all sizes of the axes that make up the devices. Each mesh is tried with 1, 2, 4, ... 32
-microbatches, and each of these with two recomputation policies. One is the policy that recomputes least and fits: with
-any other the step is longer or does not fit. The other is the best of those that use the host. A run fits if it fills
-at most 92% of a device's memory and of its share of its host's.
+**Search.** The meshes are all sizes of the axes that make up the devices. A model whose dims the devices do not divide
+is tried with padding, too (`dim_multiple`). Each mesh is tried with 1, 2, 4, ... 32 microbatches, and each of these
+with two recomputation policies. One is the policy that recomputes least and fits: with any other the step is longer or
+does not fit. The other is the best of those that use the host. A run fits if it fills at most 92% of a device's memory
+and of its share of its host's.
 
 The 32 fastest of all are then varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves least
 to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
@@ -120,10 +121,10 @@ def plan(
     closest = None  # the run nearest to fitting, and the bytes that it is short of
     fitting: list[Prediction] = []
     num_tried = 0  # meshes and microbatches
-    configs = _configs(config)
     if num_slices < 1:
         raise ValueError(f"num_slices={num_slices} must be 1 or more")
     num_devices = chip.devices * math.prod(topology) * num_slices
+    candidates = [(width, _configs(width)) for width in _widths(config, num_devices)]
 
     def fits_torus(sizes: dict[str, int]) -> bool:
         try:
@@ -136,7 +137,8 @@ def plan(
     for with_pipeline in (False, True) if num_slices == 1 else (True,):
         if with_pipeline and fitting:
             break
-        for sizes in meshes(config, num_devices, num_slices, with_pipeline, fits_torus):
+        on_meshes = lambda width, pipe=with_pipeline: meshes(width, num_devices, num_slices, pipe, fits_torus)
+        for configs, sizes in ((configs, sizes) for width, configs in candidates for sizes in on_meshes(width)):
             links = links_of(sizes, chip, topology, num_slices=num_slices)
             for microbatches, by_policy in configs.items():
                 if microbatches < sizes["pipe"]:
@@ -254,6 +256,15 @@ def _widest(config: Config) -> int:
     """The largest `tensor` to try."""
     heads = min(kind.num_kv_heads for kind in anatomy.kinds(config))
     return min(16, config.num_heads if config.kv_lora_rank else heads)
+
+
+def _widths(config: Config, num_devices: int) -> list[Config]:
+    """The model as it is, and with dims that a power of two of the devices divides, if padding adds at most 5%."""
+    plain = dataclasses.replace(config, dim_multiple=1)
+    padded = dataclasses.replace(config, dim_multiple=num_devices & -num_devices)
+    size, model = anatomy.sizes(padded), anatomy.sizes(plain)
+    adds_little = all(size[dim] <= 1.05 * model[dim] for dim in "DFMJ")
+    return [plain, padded] if adds_little and size["D"] > model["D"] else [plain]
 
 
 def _configs(config: Config) -> dict[int, list[Config]]:
@@ -547,6 +558,7 @@ def inseparable(plan: Plan) -> list[str]:
 def _how_text(config: Config) -> str:
     """The policy, and what else the planner has changed."""
     words = [f"{config.remat} {config.remat_tensors.replace(':device', '')}".strip()]
+    words += [f"dim_multiple {config.dim_multiple}"] if config.dim_multiple > 1 else []
     words += ["double_buffer"] if config.double_buffer else []
     words += [f"core_axis {config.core_axis}"] if config.core_axis else []
     return "; ".join(words)
