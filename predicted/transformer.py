@@ -410,8 +410,12 @@ def kv_cache_bytes_per_token(config: Config, *, element_bytes: int = 2) -> int:
 
 
 def summary(config: Config) -> dict:
-    """Returns all of the above for one model: what is printed, and what --json gives."""
-    forward = forward_flops_per_token(config)
+    """Returns all of the above for one model: what is printed, and what --json gives.
+
+    Parameters and FLOPs are the model's, bytes those of its weights as they are stored, with padding.
+    """
+    model = without_padding(config)
+    forward = forward_flops_per_token(model)
     kinds = {"dense": False, "experts": True}
     num_experts = num_expert_layers(config)
     num_layers = {"dense": anatomy.num_run_layers(config) - num_experts, "experts": num_experts}
@@ -425,19 +429,19 @@ def summary(config: Config) -> dict:
         "preset": config.preset,
         "seq_len": config.seq_len,
         "counted": {
-            "params": num_params(config),
-            "active_params": active_params(config),
-            "active_params_without_embedding": active_params(config, embedding=False),
-            "parts": {name: dataclasses.asdict(part) for name, part in parts(config).items()},
+            "params": num_params(model),
+            "active_params": active_params(model),
+            "active_params_without_embedding": active_params(model, embedding=False),
+            "parts": {name: dataclasses.asdict(part) for name, part in parts(model).items()},
         },
         "predicted": {
             "forward_flops_per_token": forward,
-            "train_flops_per_token": train_flops_per_token(config),
-            "recomputed_flops_per_token": sum(recomputed_flops_per_token(config).values()),
-            "overtaking_seq_len": {over: overtaking_seq_len(config, over) for over in ("layer", "mlp", "projections")},
+            "train_flops_per_token": train_flops_per_token(model),
+            "recomputed_flops_per_token": sum(recomputed_flops_per_token(model).values()),
+            "overtaking_seq_len": {over: overtaking_seq_len(model, over) for over in ("layer", "mlp", "projections")},
             "saved_bytes_per_token": {name: saved_bytes_per_token(config, names) for name, names in policies.items()},
             "recompute_by_policy": {
-                name: sum(recomputed_flops_per_token(config, names).values()) for name, names in policies.items()
+                name: sum(recomputed_flops_per_token(model, names).values()) for name, names in policies.items()
             },
             "activations_per_token": {
                 kind + suffix: activations(of_kind, experts=experts)

@@ -207,3 +207,9 @@ def test_predictions_count_the_padding_in_time_and_memory_alone():
     assert transformer.num_params(config) == stored
     assert 1.02 < stored / transformer.num_params(transformer.without_padding(config)) < 1.05
     assert transformer.num_params(transformer.without_padding(config)) == transformer.num_params(plain)
+    shown, other = transformer.summary(config), transformer.summary(plain)
+    assert (
+        shown["counted"] == other["counted"] and shown["predicted"]["state_bytes"] != other["predicted"]["state_bytes"]
+    )
+    flops = "forward_flops_per_token", "train_flops_per_token", "recomputed_flops_per_token", "recompute_by_policy"
+    assert all(shown["predicted"][name] == other["predicted"][name] for name in flops)
