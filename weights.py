@@ -28,7 +28,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -488,7 +488,7 @@ class Blocks:
 
     def __init__(self, stored: checkpoint.Stored):
         """Raises ValueError for a checkpoint whose model no Config can have."""
-        names = [*families.model_fields(), "seq_len", "dim_multiple"]
+        names = [*families.model_fields(), "seq_len", "dim_multiple", "mtp"]
         self.config = Config(**{name: stored.values[name] for name in names if name in stored.values})
         self.shapes = parameters.param_shapes(self.config)
         self.stored, self.sums = stored, Counter()
@@ -540,9 +540,13 @@ def export_checkpoint(directory: str, out_dir: str, dtype: str, like: str = "") 
     values = families.read_model(began_from) if began_from and (like or file.exists()) else None
     if values is None and (separator := checkpoint.separator(directory)) is not None:
         values = {"bos_token_id": separator, "eos_token_id": separator}
-    write(blocks.piece, blocks.config, out_dir, dtype, values, blocks.verify)
-    with_tokenizer = ", with the tokenizer of its corpus" if checkpoint.copy_tokenizer(directory, out_dir) else ""
-    print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}{with_tokenizer}")
+    family = FAMILIES[config_json(blocks.config, values)["model_type"]]
+    without_mtp = blocks.config.mtp and "norm_mtp" not in _rows(family)
+    config = replace(blocks.config, mtp=False) if without_mtp else blocks.config
+    write(blocks.piece, config, out_dir, dtype, values, blocks.verify)
+    notes = ", with the tokenizer of its corpus" if checkpoint.copy_tokenizer(directory, out_dir) else ""
+    notes += f", without multi-token prediction, which {family.architecture} does not have" if without_mtp else ""
+    print(f"exported   step {stored.step} of {directory} to {out_dir}, in {dtype}{notes}")
 
 
 def show(directory: str) -> None:

@@ -582,6 +582,20 @@ def test_a_checkpoint_is_exported_in_blocks_each_read_once(name, block_bytes, tm
     assert not (tmp_path / "c/config.json").exists()
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_a_checkpoint_is_exported_with_multi_token_prediction_or_says_so(name, tmp_path, monkeypatch, capsys):
+    config = model(name, mtp=True)
+    params = jax.tree.map(lambda a: np.full(a.shape, 0.5, np.float32), parameters.param_shapes(config))
+    monkeypatch.setattr(checkpoint, "stored", lambda directory: Memory(params, config))
+    weights.export_checkpoint("runs/1", str(tmp_path / "a"), "float32")
+    said = ", without multi-token prediction, which LlamaForCausalLM does not have"
+    assert (said in capsys.readouterr().out) == (name == "llama")
+    if name == "deepseek_v3":
+        weights.export(params, config, str(tmp_path / "b"), "float32")
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
 def test_an_export_is_like_the_folder_that_the_training_began_from(tmp_path, monkeypatch):
     params, folder = exported(tmp_path / "a", config := model("mistral", window=0))
     changed_values(folder, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None)
