@@ -29,6 +29,7 @@ times as fast, tensor=2 hides from F > 2.6k.
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import fp8
 from collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
@@ -60,6 +61,11 @@ def row_parallel(x_btf: jax.Array, w_fD: jax.Array, config: Config) -> jax.Array
         return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
     if config.collective_matmul:
         return matmul_reduce_scatter(x_btf, w_fD, "tensor", dim=2, algorithm=_ring(config))
+    if x_btf.ndim > 3:
+        # Attention's kernel has heads outside of positions. In that layout XLA:TPU fuses the sum of x * dx, which the
+        # kernel's backward pass takes, into the matmul of dx, and fills a quarter of the matrix unit with heads of 64.
+        flat_btf = with_layout_constraint(x_btf.reshape(*x_btf.shape[:2], -1), Layout(major_to_minor=(0, 1, 2)))
+        x_btf = flat_btf.reshape(x_btf.shape)
     (y_btD,) = matmul(x_btf, w_fD, dims=w_fD.ndim - 1)  # {U_tensor}
     return reduce_scatter(y_btD, "tensor", dim=2, algorithm=config.collectives)
 
