@@ -296,7 +296,7 @@ class Config:
     # -- parallelism
     # sizes of the axes data, pipe, fsdp, fsdp_transpose, expert, context, tensor, as in data:2,tensor:2; * is the rest
     mesh: str = flag("fsdp:*", "program plan")
-    # model_dim, ff_dim and expert_dim are stored as multiples of this: zeros are added, which stay zeros
+    # model_dim, ff_dim, expert_dim and the width of shared experts are stored as multiples of this, padded with zeros
     dim_multiple: int = flag(1, "shapes program plan", least=1)
     # mesh axis that is laid over the two cores of a TPU7x chip; default: the last one of even size
     core_axis: str = flag("", "program plan")

@@ -35,10 +35,10 @@ n devices on the second axis, 1/n of the bytes go over the links of the first on
 second, which is best on the faster links. Norms, biases, router and the key of RoPE in latent attention are replicated
 on the second axis. D is a multiple of `fsdp` alone: fsdp:64,fsdp_transpose:2 shards D = 2,880 over 128 devices.
 
-**Padding.** With dim_multiple=128, fsdp:128 shards D = 2,880 as 2,944. The residual stream and all weights have 64 more
-columns or rows, of zeros. They stay zero: dw = x^T dy, and there x is zero, or dy, since the weights that dy comes
-through are zero. Norms take their mean over the 2,880. F and M are padded as well, since silu(0) = 0. Published weights
-are read into padding and written without, and MFU does not count it.
+**Padding.** With dim_multiple=128, fsdp:128 shards D = 2,880 as 2,944. The residual stream has 64 more columns, of
+zeros, and so have the weights' dims D. They stay zero: dw = x^T dy, and there x is zero, or dy, since the weights that
+dy comes through are zero. Norms take their mean over the 2,880. F and M are padded as well: activation(0) * up is zero.
+Published weights are read into padding and written without, and MFU does not count it.
 
 **Sharded update** (Xu et al. 2020, "Automatic cross-replica sharding of weight update", arXiv:2004.13336; ZeRO-1). The
 mesh axis `data` replicates what `fsdp` shards. In plain data parallelism every replica has the full state, all-reduces

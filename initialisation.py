@@ -6,7 +6,7 @@ variance of one. So weights of variance 1/n, with n the fan-in, leave the scale 
 a look-up of fan-in 1, or of D if it is also the unembedding or multiplied by sqrt(D).
 
 **Layout.** Under jit, with the shardings of the parameters as output, each device draws its own shards only. The values
-depend on the seed and on the parameter's name and shape, not on the mesh.
+depend on the seed and on the parameter's name and shape, with its padding, not on the mesh.
 """
 
 import math

@@ -103,6 +103,7 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
     if config.num_experts:
         dims.append(("num_experts", config.num_experts, sizes_of("expert")))
         dims.append(("expert_dim", size["M"], columns))
+        dims.append(("num_shared_experts*expert_dim", size["J"], columns))
     if config.num_dense_layers or not config.num_experts:
         dims.append(("ff_dim", size["F"], columns))
     if config.mtp and other:
@@ -113,7 +114,8 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
 def _instead(name: str, axes: dict[str, int], config: Config, sizes: dict[str, int]) -> list[str]:
     """Names ways to shard a dim that these axes do not divide: a mesh in two dims, padding."""
     multiple = math.lcm(config.dim_multiple, math.prod(axes.values()))
-    padding = [f"--dim_multiple={multiple}, which adds zeros"] if name in ("model_dim", "ff_dim", "expert_dim") else []
+    is_padded = name.rpartition("*")[2] in ("model_dim", "ff_dim", "expert_dim") and config.optimizer != "adafactor"
+    padding = [f"--dim_multiple={multiple}, which adds zeros"] if is_padded else []
     return ([in_two_dims(config, sizes)] if name == "model_dim" else []) + padding
 
 

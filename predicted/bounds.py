@@ -101,6 +101,7 @@ from itertools import groupby
 import command
 import flags as flags_lib
 from anatomy import BYTES, fp8_weights, key_dim, kinds, value_dim
+from anatomy import sizes as sizes_of
 from config import Config
 from hardware import Axis, Chip, by, parse_topology, si
 from placement import BATCH_AXES, WEIGHT_AXES, check_multiple, fill_mesh, parse_mesh
@@ -362,7 +363,7 @@ def bounds_of(config: Config, chip: Chip, topology: Sequence[int], *, num_slices
     batch = config.batch * config.seq_len / config.microbatches
     k = config.experts_per_token or 1
     sparsity = config.num_experts / k or 1
-    width = config.expert_dim or config.ff_dim
+    width = sizes_of(config)["M"] or sizes_of(config)["F"]
     kind = kinds(config)[-1]  # keys and values that a ring passes on are those of layers without a window
     group = kind.num_heads * (key_dim(kind) + value_dim(kind)) / kv_elements_per_layer(kind)
     links = links_of(sizes, chip, topology, num_slices=num_slices, core_axis=config.core_axis)
@@ -430,7 +431,7 @@ class Work:
 
 def work_of(config: Config) -> Work:
     """The work of a config: tensor parallelism moves [B, D] twice for an attention and twice for an MLP."""
-    batch, activations = config.batch * config.seq_len, 4 * config.num_layers * config.model_dim
+    batch, activations = config.batch * config.seq_len, 4 * config.num_layers * sizes_of(config)["D"]
     return Work(batch, train_flops_per_token(config), num_params(config), activations, BYTES[config.dtype])
 
 

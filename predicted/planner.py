@@ -5,11 +5,11 @@
 
 **Idea.** Predict the step of every run that the rules allow (predicted/step.py), and take the fastest that fits.
 
-**Search.** The meshes are all sizes of the axes that make up the devices. A model whose dims the devices do not divide
-is tried with padding, too (`dim_multiple`). Each mesh is tried with 1, 2, 4, ... 32 microbatches, and each of these
-with two recomputation policies. One is the policy that recomputes least and fits: with any other the step is longer or
-does not fit. The other is the best of those that use the host. A run fits if it fills at most 92% of a device's memory
-and of its share of its host's.
+**Search.** The meshes are all sizes of the axes that make up the devices. A model whose D a power of two of the devices
+does not divide is tried with padding, too (`dim_multiple`). Each mesh is tried with 1, 2, 4, ... 32 microbatches, and
+each of these with two recomputation policies. One is the policy that recomputes least and fits: with any other the step
+is longer or does not fit. The other is the best of those that use the host. A run fits if it fills at most 92% of a
+device's memory and of its share of its host's.
 
 The 32 fastest of all are then varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves least
 to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
@@ -259,7 +259,7 @@ def _widest(config: Config) -> int:
 
 
 def _widths(config: Config, num_devices: int) -> list[Config]:
-    """The model as it is, and with dims that a power of two of the devices divides, if padding adds at most 5%."""
+    """The model, and the model padded to the largest power of two that divides the devices, if that adds at most 5%."""
     plain = dataclasses.replace(config, dim_multiple=1)
     padded = dataclasses.replace(config, dim_multiple=num_devices & -num_devices)
     size, model = anatomy.sizes(padded), anatomy.sizes(plain)
@@ -462,7 +462,7 @@ def _axis_on_the_dies(run: Run) -> Iterator[str]:
 
 
 def _share_of_attention(best: Prediction) -> str:
-    run, flops = best.run, transformer.forward_flops_per_token(best.run.config)
+    run, flops = best.run, transformer.forward_flops_per_token(transformer.without_padding(best.run.config))
     share = (flops["scores"] + flops["mix"]) / math.fsum(flops.values())
     kernel = math.fsum(part.exposed_s for part in best.parts if part.name == "attention")
     kernel_mfu = share * best.flops_per_step / kernel / run.num_chips / run.chip.bf16_flops_per_s

@@ -537,4 +537,4 @@ def print_model(args: argparse.Namespace) -> None:
         return print(json.dumps(summary(config)))
     print_summary(config)
     if args.explain:
-        print(f"\n{explain(config)}")
+        print(f"\n{explain(without_padding(config))}")

@@ -194,6 +194,16 @@ class Stored:
         return operator.attrgetter(name)(self)[tuple(places)]
 
 
+def test_shared_experts_are_padded_side_by_side():
+    """Two of width 6 are stored as 12 columns where an expert has 8, and 8 devices divide only the latter."""
+    config = Config(**SMALL | EXPERTS | dict(expert_dim=6, num_shared_experts=2, dim_multiple=4), mesh="tensor:8")
+    sizes = placement.parse_mesh(config.mesh)
+    with pytest.raises(ValueError, match=r"num_shared_experts\*expert_dim=12 must be .*; or --dim_multiple=8, which"):
+        rules.check(rules.settled(config, sizes), sizes)
+    config = dataclasses.replace(config, dim_multiple=8)
+    rules.check(rules.settled(config, sizes), sizes)
+
+
 def test_predictions_count_the_padding_in_time_and_memory_alone():
     config = from_preset("gpt-oss-120b", batch=1280, seq_len=8192, mesh="fsdp:128", dim_multiple=128)
     plain = dataclasses.replace(config, mesh="data:2,fsdp:64", dim_multiple=1)
