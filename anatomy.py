@@ -22,6 +22,7 @@ from config import Config, changed
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ONES, ZEROS = "ones", "zeros"
+PADDED_DIMS = "DFMJ"  # those that `dim_multiple` pads, and Z, which has D
 
 
 # -- weights

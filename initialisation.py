@@ -27,7 +27,7 @@ def initial(name: str, shape: tuple[int, ...], weight: anatomy.Weight, config: C
         return float(weight.start == anatomy.ONES), 0.0
     start = "D" if name == "embed" and (config.tied_embeddings or config.embedding_scale) else weight.start
     size, model = dict(zip(weight.dims, shape, strict=True)), anatomy.sizes(config, padded=False)
-    size |= {dim: model[dim] for dim in "DFMJ"} | {"L": 2 * config.num_layers}
+    size |= {dim: model[dim] for dim in anatomy.PADDED_DIMS} | {"L": 2 * config.num_layers}
     return 0.0, math.prod(size[dim] for dim in start) ** -0.5
 
 

@@ -240,7 +240,7 @@ def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Co
 
 def _without_padding(shape: tuple[int, int], weight: anatomy.Weight, config: Config) -> list[int]:
     """Rows and columns of a weight's matrix of this shape, without the zeros that `config.dim_multiple` adds."""
-    model = {dim: size for dim, size in anatomy.sizes(config, padded=False).items() if dim in "DFMJ"}
+    model = {dim: size for dim, size in anatomy.sizes(config, padded=False).items() if dim in anatomy.PADDED_DIMS}
     rows, columns = weight.dims.removeprefix("L")[: _row_dims(weight)].replace("Z", "D"), weight.dims[-1]
     return [model.get(dims, size) for dims, size in zip((rows, columns), shape, strict=True)]
 

@@ -295,7 +295,7 @@ def _check_fp8(config: Config, sizes: dict[str, int]) -> None:
                 "a head: fsdp in its place, or --fp8_granularity=per_axis"
             )
         for name, size, axes in blocks(config, sizes):
-            axes |= {"fp8_block": config.fp8_block}
+            axes = axes | {"fp8_block": config.fp8_block}
             check_multiple(name, size, axes, *_instead(name, axes, config, sizes)[-1:])
 
 

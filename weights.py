@@ -161,7 +161,7 @@ def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
     inner = dict(zip(dims, ranges, strict=True))
     layers = range(*inner.pop("L")) if in_layers else range(1)
     first, last = inner.pop("Z", (0, 1))
-    in_model = lambda dim, start, stop: (start, min(stop, sizes[dim]) if dim in "DdFMJ" else stop)
+    in_model = lambda dim, start, stop: (start, min(stop, sizes[dim]) if dim in "d" + anatomy.PADDED_DIMS else stop)
     for (number, layer), e in itertools.product(enumerate(layers), range(first // D, -(-last // D))):
         low, high = max(first, e * D), min(last, (e + 1) * D)
         piece = {"D": (low - e * D, high - e * D)} | inner if "Z" in dims else inner

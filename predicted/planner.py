@@ -124,7 +124,7 @@ def plan(
     if num_slices < 1:
         raise ValueError(f"num_slices={num_slices} must be 1 or more")
     num_devices = chip.devices * math.prod(topology) * num_slices
-    candidates = [(width, _configs(width)) for width in _widths(config, num_devices)]
+    candidates = [(model, _configs(model)) for model in _widths(config, num_devices)]
 
     def fits_torus(sizes: dict[str, int]) -> bool:
         try:
@@ -137,8 +137,8 @@ def plan(
     for with_pipeline in (False, True) if num_slices == 1 else (True,):
         if with_pipeline and fitting:
             break
-        on_meshes = lambda width, pipe=with_pipeline: meshes(width, num_devices, num_slices, pipe, fits_torus)
-        for configs, sizes in ((configs, sizes) for width, configs in candidates for sizes in on_meshes(width)):
+        on_meshes = lambda model, pipe=with_pipeline: meshes(model, num_devices, num_slices, pipe, fits_torus)
+        for configs, sizes in ((configs, sizes) for model, configs in candidates for sizes in on_meshes(model)):
             links = links_of(sizes, chip, topology, num_slices=num_slices)
             for microbatches, by_policy in configs.items():
                 if microbatches < sizes["pipe"]:
@@ -263,7 +263,7 @@ def _widths(config: Config, num_devices: int) -> list[Config]:
     plain = dataclasses.replace(config, dim_multiple=1)
     padded = dataclasses.replace(config, dim_multiple=num_devices & -num_devices)
     size, model = anatomy.sizes(padded), anatomy.sizes(plain)
-    adds_little = all(size[dim] <= 1.05 * model[dim] for dim in "DFMJ")
+    adds_little = all(size[dim] <= 1.05 * model[dim] for dim in anatomy.PADDED_DIMS)
     return [plain, padded] if adds_little and size["D"] > model["D"] else [plain]
 
 

@@ -156,7 +156,9 @@ def _elements(config: Config) -> parameters.Params:
 
     def places(name, shape, weight):
         dims = zip(shape, weight.dims.replace("Z", "D"), strict=True)
-        inside = lambda size, dim: np.arange(size) % stored[dim] < model[dim] if dim in "DFMJ" else np.full(size, True)
+        inside = lambda size, dim: (
+            np.arange(size) % stored[dim] < model[dim] if dim in anatomy.PADDED_DIMS else np.full(size, True)
+        )
         return _Elements(np.ix_(*(inside(size, dim) for size, dim in dims)))
 
     return parameters.tree(config, places)
