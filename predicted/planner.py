@@ -259,12 +259,16 @@ def _widest(config: Config) -> int:
 
 
 def _widths(config: Config, num_devices: int) -> list[Config]:
-    """The model, and the model padded to the largest power of two that divides the devices, if that adds at most 5%."""
+    """The model, and the model padded to the largest power of two that divides the devices and adds at most 5%."""
     plain = dataclasses.replace(config, dim_multiple=1)
-    padded = dataclasses.replace(config, dim_multiple=num_devices & -num_devices)
-    size, model = anatomy.sizes(padded), anatomy.sizes(plain)
-    adds_little = all(size[dim] <= 1.05 * model[dim] for dim in anatomy.PADDED_DIMS)
-    return [plain, padded] if adds_little and size["D"] > model["D"] else [plain]
+    model, multiple = anatomy.sizes(plain), num_devices & -num_devices
+    while multiple > 1:
+        padded = dataclasses.replace(config, dim_multiple=multiple)
+        size = anatomy.sizes(padded)
+        if all(size[dim] <= 1.05 * model[dim] for dim in anatomy.PADDED_DIMS):
+            return [plain, padded] if size["D"] > model["D"] else [plain]
+        multiple //= 2
+    return [plain]
 
 
 def _configs(config: Config) -> dict[int, list[Config]]:

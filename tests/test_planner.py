@@ -159,10 +159,10 @@ def test_what_a_models_dim_does_not_divide_shards_the_other_dim():
 
 
 def test_a_dim_that_the_devices_do_not_divide_is_padded_unless_that_adds_much():
-    """D and M of gpt-oss are 2,880: 2,944 for 128 devices, and for 512 they would be 3,072, 7% more."""
+    """D and M of gpt-oss are 2,880: 2,944 for 128 devices, as for 512, where 3,072 would be 7% more."""
     multiples = lambda preset, devices: [each.dim_multiple for each in planner._widths(from_preset(preset), devices)]
-    assert multiples("gpt-oss-120b", 128) == [1, 128] and multiples("gpt-oss-120b", 64) == [1]
-    assert multiples("llama3.1-70b", 512) == multiples("gpt-oss-120b", 512) == [1]
+    assert multiples("gpt-oss-120b", 128) == multiples("gpt-oss-120b", 512) == [1, 128]
+    assert multiples("llama3.1-70b", 512) == multiples("gpt-oss-120b", 64) == [1]
     assert multiples("gemma4-31b", 512) == [1, 512]  # 5,376 to 5,632
 
 
