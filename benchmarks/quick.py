@@ -1,4 +1,4 @@
-"""Chooses the quick selection of tests, pytest -m "not slow": by their processor time, and by the errors they find.
+"""Chooses which tests run: the quick selection, pytest -m "not slow", and the cases that `pytest` leaves out.
 
     python benchmarks/quick.py measure        runs the quick selection in one process, and stores what each test takes
     python benchmarks/quick.py choose         writes tests/slow_cases.txt from that
@@ -10,13 +10,19 @@ longer and is not the first quick one to find a planted error (benchmarks/mutant
 the results in which a test that is now slow was the first: `mutants.py run` evaluates these errors again. Tests in
 `ALWAYS` stay quick: they hold what every command promises, or are the only ones of their kind that run with the newest
 JAX.
+
+Of the slow cases of a test, `pytest` runs as many as it takes to have each value of each parameter once, and those that
+are the first to find a planted error. The others combine the same values in other ways, and are marked `exhaustive`:
+`pytest -m exhaustive` runs them alone, and `pytest -m ""` runs all tests.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +45,49 @@ ALWAYS = (
     "test_schedules.py::test_the_default_is_the_cosine_of_optax_bit_for_bit",
     "test_muon.py::test_matrices_are_those_of_one_device_on_every_mesh[fsdp:8-options0]",
 )
+MESH = re.compile(r"\w+:\d+(,\w+:\d+)*")
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Marks the tests of tests/slow_cases.txt as slow, and the cases that `pytest` leaves out as exhaustive."""
+    slow = {*SLOW.read_text().splitlines()}
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _name(item) in slow:
+            item.add_marker(pytest.mark.slow)
+        functions.setdefault(_name(item).partition("[")[0], []).append(item)
+    needed = {row.get("all") for row in mutants.known().values()}
+    for cases in functions.values():
+        always = [_name(item) in needed or not item.get_closest_marker("slow") for item in cases]
+        values = [{*values_of(item.callspec.params)} if hasattr(item, "callspec") else {item} for item in cases]
+        for index in {*range(len(cases))} - covering(values, always):
+            cases[index].add_marker(pytest.mark.exhaustive)
+
+
+def values_of(value, *path) -> Iterator[tuple]:
+    """The values in a test's parameters: each item of a dictionary, and each axis of a mesh, counts for itself."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from values_of(inner, *path, key)
+    elif isinstance(value, str) and MESH.fullmatch(value):
+        yield from ((*path, axis) for axis in value.split(","))
+    else:
+        yield *path, repr(value)
+
+
+def covering(cases: list[set], always: list[bool]) -> set[int]:
+    """Indices of those that are `always` taken, and of others until all values occur; the one with the most is next."""
+    taken = {index for index, needed in enumerate(always) if needed}
+    missing = set().union(*cases) - set().union(*(cases[index] for index in taken))
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
+        taken.add(best)
+        missing -= cases[best]
+    return taken
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.removeprefix("tests/")
 
 
 class Timer:
@@ -51,7 +100,7 @@ class Timer:
     def pytest_runtest_protocol(self, item):
         begun = sum(os.times()[:4])
         result = yield
-        self.seconds[item.nodeid.removeprefix("tests/")] = sum(os.times()[:4]) - begun
+        self.seconds[_name(item)] = sum(os.times()[:4]) - begun
         return result
 
 
@@ -81,7 +130,7 @@ def chosen(times: dict[str, float], results: dict[str, dict], before: list[str])
 
 def collected() -> set[str]:
     """All tests of the suite."""
-    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n0", "-p", "no:cacheprovider", "tests"]
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "", "-n0", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     return {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
 

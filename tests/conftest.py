@@ -4,10 +4,9 @@ import dataclasses
 import gc
 import importlib.metadata
 import os
-from pathlib import Path
 
 import compiler_flags
-from benchmarks import trials
+from benchmarks import quick, trials
 
 # Programs of tests run once, for milliseconds, and take most of the time to compile: on the CPU with no optimization.
 # It leaves what the TPU7x compiler makes as it is. XLA_FLAGS="" pytest: as users have it.
@@ -31,11 +30,7 @@ gc.disable()  # while tests are collected: almost nothing of it is garbage
 
 
 def pytest_collection_modifyitems(items):
-    """Marks the tests of slow_cases.txt as slow (benchmarks/quick.py)."""
-    slow = {*Path(__file__).with_name("slow_cases.txt").read_text().splitlines()}
-    for item in items:
-        if item.nodeid.removeprefix("tests/") in slow:
-            item.add_marker(pytest.mark.slow)
+    quick.mark(items)
 
 
 def pytest_collection_finish():
