@@ -13,7 +13,8 @@ JAX.
 
 Of the slow cases of a test, `pytest` runs as many as it takes to have each value of each parameter once, and those that
 are the first to find a planted error. The others combine the same values in other ways, and are marked `exhaustive`:
-`pytest -m exhaustive` runs them alone, and `pytest -m ""` runs all tests.
+`pytest -m exhaustive` runs them alone, and `pytest -m ""` runs all tests. The mark `at_most` bounds the cases of a test
+that takes long and whose values other tests have, too.
 """
 
 import json
@@ -60,7 +61,8 @@ def mark(items: list[pytest.Item]) -> None:
     for cases in functions.values():
         always = [_name(item) in needed or not item.get_closest_marker("slow") for item in cases]
         values = [{*values_of(item.callspec.params)} if hasattr(item, "callspec") else {item} for item in cases]
-        for index in {*range(len(cases))} - covering(values, always):
+        bound = cases[0].get_closest_marker("at_most")
+        for index in {*range(len(cases))} - covering(values, always, bound.args[0] if bound else len(cases)):
             cases[index].add_marker(pytest.mark.exhaustive)
 
 
@@ -75,11 +77,11 @@ def values_of(value, *path) -> Iterator[tuple]:
         yield *path, repr(value)
 
 
-def covering(cases: list[set], always: list[bool]) -> set[int]:
-    """Indices of those that are `always` taken, and of others until all values occur; the one with the most is next."""
+def covering(cases: list[set], always: list[bool], at_most: int) -> set[int]:
+    """Indices of those that are `always` taken, and of `at_most` in all until all values occur, the richest first."""
     taken = {index for index, needed in enumerate(always) if needed}
     missing = set().union(*cases) - set().union(*(cases[index] for index in taken))
-    while missing:
+    while missing and len(taken) < at_most:
         best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
         taken.add(best)
         missing -= cases[best]

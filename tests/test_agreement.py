@@ -38,14 +38,12 @@ def error_of_both(processes, directory: Path, timeout_s: float = 60) -> str:
     return first
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "value", "first"),
     [
         ("learning_rate", 0.01, "0.003"),
-        ("seed", 1, "0"),
-        ("steps", 30, "20"),
-        ("save_every", 3, "100"),
         ("checkpoint_dir", "elsewhere", None),
         ("corpus", "", None),
         ("mesh", "fsdp:4", "'fsdp:8'"),
@@ -77,6 +75,7 @@ except (ValueError, OSError) as error:
 """
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["another checkpoint_dir", "another corpus", "another source", "no corpus", "other weights"]

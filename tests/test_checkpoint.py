@@ -100,6 +100,7 @@ RAMP_AND_DECAY = dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", ski
 RAMP_AND_DECAY |= dict(batch_rampup="0:8,5:16,14:24", batch=24)
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -124,6 +125,7 @@ def test_resume_is_bit_exact_whatever_the_state(changes, values, tmp_path, monke
     stop_and_resume(straight, tmp_path / "halves", monkeypatch, capsys)
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -242,7 +244,9 @@ def test_a_kill_during_a_save_loses_no_earlier_checkpoint(values, saved, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)]
+)
 def test_termination_saves_the_step_that_it_reached(number, values, tmp_path):
     """Before and after, nothing but the run's own lines is printed."""
     directory = tmp_path / "checkpoints"
@@ -399,6 +403,7 @@ leaves_reads = pytest.mark.filterwarnings(
 
 
 @leaves_reads
+@pytest.mark.at_most(7)
 @pytest.mark.parametrize("damage", [*QUICK, *(pytest.param(damage, marks=pytest.mark.slow) for damage in SLOW)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken_on_request(damage, copy):
     folder = Path(copy.checkpoint_dir)

@@ -13,6 +13,7 @@ def cases() -> list[dict]:
     return [*covering()[:8], next(settings for settings in covering()[8:] if settings["fp8"] != "none")]
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(9))
 def test_three_steps_equal_the_reference(number):

@@ -125,6 +125,7 @@ MASKS = {
 HEADS = {"64": (1, 1, 64, 64), "128, G=2": (2, 1, 128, 128), "192/128": (2, 2, 192, 128), "256, MQA": (3, 1, 256, 256)}
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask):
@@ -507,6 +508,7 @@ def test_compiled_branches_of_windows_contain_only_the_kernels(few_tiles):
             assert copied < 1e5  # the lists of tiles; one head has 1 MB
 
 
+@pytest.mark.at_most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (192, 128), (256, 256)])
 def test_other_heads_compile_inside_a_checked_shard_map(head_dim, value_dim):

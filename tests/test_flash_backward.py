@@ -133,6 +133,7 @@ MASKS = {
 }
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
@@ -142,6 +143,7 @@ def test_masks(name):
 HALF_LAST = Blocks(queries=256, keys=256, resident=512, chunk=128)  # of 300 queries, 128 in the last block
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MASKS, "causal"])
 def test_in_the_last_block_only_pieces_with_queries_are_computed(name):
@@ -149,6 +151,7 @@ def test_in_the_last_block_only_pieces_with_queries_are_computed(name):
     assert max(errors(inputs(300, B=2, H=16), HALF_LAST, **mask)) < 3e-6
 
 
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("T", "q_offset"), [(300, 300), (70, 530), (130, 470)])
 def test_the_last_block_of_queries_with_keys_in_parts(T, q_offset):
@@ -156,6 +159,7 @@ def test_the_last_block_of_queries_with_keys_in_parts(T, q_offset):
     assert max(errors(inputs(T, 600, H=16), blocks, causal=True, q_offset=q_offset)) < 3e-6
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

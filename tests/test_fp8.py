@@ -644,6 +644,7 @@ def loss_and_gradients(mesh, options, seed=1):
     return loss, grads
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh, options",
@@ -675,6 +676,7 @@ def test_every_mesh_trains_as_one_device(name, mesh, options):
     pytest.fail(f"all seeds differ: {differences}")
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_gradients_are_near_those_of_float32(name):

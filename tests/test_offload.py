@@ -25,6 +25,7 @@ MESH = "data:2,fsdp:2,tensor:2"
 SLOTS = ("mu", "nu")
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",

@@ -48,6 +48,7 @@ def case(mesh, option, *marks):
     return pytest.param(mesh, option, id=mesh, marks=marks)
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.parametrize(
     ("mesh", "option"),
     [
@@ -103,6 +104,7 @@ def test_optimizers_leave_the_padding_and_train_the_model(option):
 
 
 @slow
+@pytest.mark.at_most(3)
 @pytest.mark.parametrize(
     "option",
     [

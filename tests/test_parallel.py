@@ -79,6 +79,7 @@ THREES = [
 ]
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), THREES, ids=str)
 def test_axes_of_three_equal_the_reference(mesh, option):
@@ -131,6 +132,7 @@ def test_a_step_reports_the_cross_entropy_and_the_auxiliary_losses(options):
 STEP_OPTIONS = [dict(), dict(microbatches=2, shard_update=True), dict(collectives="ring_bidirectional")]
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), list(zip(MESHES, itertools.cycle(STEP_OPTIONS))), ids=str)
 def test_parameters_after_five_steps_equal_the_reference(mesh, option):
@@ -177,6 +179,7 @@ VARIANTS += [dict(mtp=True, norm_eps=0.1), LATENT | dict(mtp=True, tied_embeddin
 VARIANTS += [YARN | dict(rope_truncate=False), LATENT | YARN | dict(rope_head_dim=8, rope_mscale_all_dim=0.7)]
 
 
+@pytest.mark.at_most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -192,6 +195,7 @@ def test_padded_chunks_of_the_loss_equal_the_reference(options):
     check_gradients(Config(**SMALL | options))
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "variant"),
@@ -247,6 +251,7 @@ EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
 ]
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "option"),
@@ -292,6 +297,7 @@ CONTEXT = [
 ]
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), CONTEXT, ids=str)
 def test_sharded_sequences_equal_the_reference(mesh, option):
@@ -307,6 +313,7 @@ def test_parameters_after_steps_on_sharded_sequences_equal_the_reference(option)
 FLASH = SMALL | dict(batch=2, num_layers=2, num_heads=4, num_kv_heads=2, attention="flash", mesh="fsdp:1,tensor:2")
 
 
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",

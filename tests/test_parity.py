@@ -29,6 +29,7 @@ def check(ours: parity.Differences, noise: parity.Differences) -> None:
         assert getattr(ours, name) <= 2 * getattr(noise, name), (name, ours, noise)
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
@@ -41,6 +42,7 @@ def test_logits_and_loss_are_those_of_transformers(family):
     assert np.std(record.values.logits) > 1e4 * record.noise.logits
 
 
+@pytest.mark.at_most(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family):
@@ -52,6 +54,7 @@ def test_gradients_are_those_of_transformers(family):
 CASES = [(family, mesh) for family in FAMILIES for mesh in parity.MESHES]
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family, mesh", CASES)
 def test_they_are_the_same_on_a_mesh(family, mesh):
@@ -62,6 +65,7 @@ def test_they_are_the_same_on_a_mesh(family, mesh):
     check(parity.differences(ours, record.values), record.noise)
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_setting_of_a_family_matters(family):

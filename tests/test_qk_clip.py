@@ -133,6 +133,7 @@ def test_a_layer_that_does_not_run_is_not_clipped():
     np.testing.assert_array_equal(params.mtp_layers.w_k_up, start.mtp_layers.w_k_up)
 
 
+@pytest.mark.at_most(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options", "of_mesh"),

@@ -26,10 +26,11 @@ def test_lines_of_the_list_are_marked(request):
 
 def test_cases_that_run_have_every_value():
     cases = [{"a", "x"}, {"a", "y"}, {"b", "x"}, {"b", "y"}, {"b", "z"}]
-    assert quick.covering(cases, [False] * 5) == {0, 3, 4}
-    assert quick.covering(cases, [True, True, False, False, False]) == {0, 1, 4}
-    assert quick.covering([{"a"}, {"a"}], [True, True]) == {0, 1}
-    assert quick.covering([{"a", "b"}, {"a"}, {"c", "d", "e"}, {"b", "c"}], [False] * 4) == {0, 2}
+    assert quick.covering(cases, [False] * 5, 5) == {0, 3, 4}
+    assert quick.covering(cases, [True, True, False, False, False], 5) == {0, 1, 4}
+    assert quick.covering([{"a"}, {"a"}], [True, True], 1) == {0, 1}
+    assert quick.covering(cases, [False] * 5, 2) == {0, 3}
+    assert quick.covering([{"a", "b"}, {"a"}, {"c", "d", "e"}, {"b", "c"}], [False] * 4, 4) == {0, 2}
 
 
 def test_items_of_a_dictionary_and_axes_of_a_mesh_are_values():
@@ -62,8 +63,8 @@ class Item:
         self.nodeid, self.marks = f"tests/{name}", {*marks}
         self.callspec = SimpleNamespace(params=dict(enumerate(name.rstrip("]").partition("[")[2].split("-"))))
 
-    def get_closest_marker(self, name: str) -> bool:
-        return name in self.marks
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return getattr(pytest.mark, name) if name in self.marks else None
 
     def add_marker(self, mark: pytest.MarkDecorator) -> None:
         self.marks.add(mark.name)

@@ -14,6 +14,7 @@ from support import ON_TENSOR_CORES
 import command
 import config as config_lib
 import flags as flags_lib
+import train
 
 ROOT = Path(__file__).parents[1]
 README, COMMANDS_PAGE, FILES, RESULTS, CASES = (
@@ -49,10 +50,11 @@ def test_flags_on_the_page_about_clouds_exist():
 LOCAL = [c for c in TRAIN if not re.search(r"--coordinator|--preset=(?!tiny)|--recipe", " ".join(c))]
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LOCAL, ids=" ".join)
-def test_commands_run(command, tmp_path):
-    """In small: 6 steps of one narrow layer, or one a stage. The later of two equal flags counts."""
+def test_commands_run(command, tmp_path, capfd):
+    """In small, in this process: 6 steps of one narrow layer, or one a stage. The later of two equal flags counts."""
     less = [
         "--model_dim=64",
         "--head_dim=8",
@@ -61,15 +63,12 @@ def test_commands_run(command, tmp_path):
         f"--num_layers={2 if any('pipe:2' in flag for flag in command) else 1}",
         "--eval_batches=1",
         "--sample=0",
-        f"--compilation_cache={tmp_path / 'cache'}",
+        "--compilation_cache=",
     ]
     written = [f"{flag.split('=')[0]}={tmp_path}" for flag in command if "_dir=" in flag]
-    done = subprocess.run(
-        [sys.executable, *command[1:], *less, *written], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 6/6  held-out loss" in done.stdout
-    assert done.stderr == ""
+    train.run(flags_lib.parse_flags("train.py", [*command[2:], *less, *written]))
+    printed = capfd.readouterr()
+    assert "step 6/6  held-out loss" in printed.out and printed.err == ""
 
 
 ON_A_RUN = [c for c in COMMANDS if re.match(r"python (sampling|evaluation|report)\.py", c)]
@@ -135,6 +134,7 @@ def test_commands_that_compile_a_step_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_default_run_learns_more_than_a_bigram_model(tmp_path):
     """After less than half of its steps."""
     command = [sys.executable, "train.py", "--steps=130", f"--compilation_cache={tmp_path}"]
