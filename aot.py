@@ -101,6 +101,8 @@ class Lowered(NamedTuple):
         places = [[d.device_kind, *chip, d.core_on_chip] for chip, d in zip(self.chips, self.devices, strict=True)]
         content = [self.program.as_text(), json.dumps(places), json.dumps(flags, sort_keys=True)]
         content += [jax.__version__, libtpu.__version__]
+        if effort := jax.config.jax_exec_time_optimization_effort:  # 0 by default, from -1 to 1
+            content.append(str(effort))
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ UNOPTIMIZED = (
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # takes twice as long with them; later ones lack the flag
     UNOPTIMIZED += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", UNOPTIMIZED)
+os.environ.setdefault("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "-1")  # a step compiles for TPU7x in a third of the time
 compiler_flags.without_tpu()
 trials.pass_on_no_ignored_signals()
 
@@ -38,6 +39,15 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(10_000, 10, 50)  # by default a twentieth of the time goes into it
     gc.enable()
+
+
+@pytest.fixture
+def full_effort():
+    """Programs are compiled for TPU7x as users have them, for tests of what is scheduled beside what."""
+    effort = jax.config.jax_exec_time_optimization_effort
+    jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    yield
+    jax.config.update("jax_exec_time_optimization_effort", effort)
 
 
 @pytest.fixture

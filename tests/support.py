@@ -339,6 +339,8 @@ ON_TENSOR_CORES = {
     f"xla_tpu_enable_sparse_core_collective_offload_{name}": "false"
     for name in ("all_gather", "reduce_scatter", "all_reduce")
 }
+# For a child that compiles for TPU7x as users do; tests compile at the lowest effort (conftest.py).
+FULL_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "0"}
 
 
 def compiled_step(config: Config, programs: Path) -> str:

@@ -144,7 +144,7 @@ def test_cycles_of_a_kernel_are_cached_until_its_code_changes(monkeypatch, tmp_p
 
 
 @pytest.mark.slow
-def test_prefetch_computes_more_beside_the_gathers(capsys, programs):
+def test_prefetch_computes_more_beside_the_gathers(capsys, programs, full_effort):
     with_it, without = json.loads(output_of(capsys, programs, "--json", "--compare=prefetch"))
     assert (with_it["setting"], without["setting"]) == ("prefetch=True", "prefetch=False")
     gathers = lambda result: [
@@ -251,7 +251,7 @@ def test_a_reduce_scatter_uses_the_rings_that_are_predicted(topology, mesh, colu
         assert message.seconds < predicted < 2 * message.seconds
 
 
-def test_the_cache_key_depends_on_the_order_of_the_devices_and_on_the_versions(monkeypatch):
+def test_the_cache_key_depends_on_the_devices_the_versions_and_the_effort(monkeypatch, request):
     """The text of a program has the mesh, but not its chips and cores."""
     program = SimpleNamespace(as_text=lambda: "module")
     devices_of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
@@ -268,6 +268,8 @@ def test_the_cache_key_depends_on_the_order_of_the_devices_and_on_the_versions(m
         with monkeypatch.context() as patch:
             patch.setattr(package, "__version__", "another")
             assert lowered[0].key({}) not in keys
+    request.getfixturevalue("full_effort")
+    assert lowered[0].key({}) not in keys
     pairs = lambda chips: [[i for i, chip in enumerate(chips) if chip == each] for each in dict.fromkeys(chips)]
     assert pairs(lowered[1].chips) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # tensor, the inner axis
     assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, the outer axis

@@ -32,7 +32,7 @@ PERMUTES, SPARSECORES = "collective-permute on the TensorCore's DMA", " on the S
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["tpu7x:2x2x1", "tpu7x:4x4x4"])
 @pytest.mark.parametrize("case", ["all-gather", "reduce-scatter"])
-def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
+def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology, full_effort):
     chips = benchmark.places(topology)
     results = {name: benchmark.read(benchmark.compiled(case, name, topology), chips) for name in ALGORITHMS}
     assert results["xla"]["messages"] == {f"{case}{SPARSECORES}": 1}
@@ -51,7 +51,7 @@ def test_rings_are_permutes_and_xla_runs_on_the_sparsecores(case, topology):
 
 
 @pytest.mark.slow
-def test_collective_matmuls_multiply_while_their_messages_travel():
+def test_collective_matmuls_multiply_while_their_messages_travel(full_effort):
     """Forward is a gather and a scatter; the backward of each is the other. At least half of the bytes are hidden.
 
     Rings in one direction are left out: they send the same blocks by the same code, one hop more.
@@ -339,7 +339,9 @@ def test_work_is_of_the_ideal_with_what_is_computed_in_vain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense 8192^3, bf16, of the MXU limit", "forward, head"])
+@pytest.mark.parametrize(
+    "name", ["dense 8192^3, bf16, of the MXU limit", pytest.param("forward, head", marks=pytest.mark.exhaustive)]
+)
 def test_a_row_compiled(name):
     result = kernels.evaluate(row_of(name), kernels.compiler(), absent=["tokamax"])
     assert result.met, result.figures

@@ -163,7 +163,7 @@ def test_the_roofline_has_the_copy_and_the_repeated_step():
 
 
 @pytest.mark.slow
-def test_what_a_check_adds_is_compiled_without_more_memory_than_two_states():
+def test_what_a_check_adds_is_compiled_without_more_memory_than_two_states(full_effort):
     wide = dict(model_dim=1024, ff_dim=4096, vocab_size=32_768, num_layers=1)
     config = from_preset("tiny", mesh="data:2,fsdp:4", compilation_cache="", **wide)
     (_, _, _, state_bytes), *programs = benchmark.rows(config, "tpu7x:2x2x1")

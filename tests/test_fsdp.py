@@ -95,7 +95,7 @@ def test_no_gathered_expert_matrices_are_saved_on_a_tpu(option, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_of_a_hundred_layers_are_gathered_at_once():
+def test_two_of_a_hundred_layers_are_gathered_at_once(full_effort):
     """Compiled for TPU7x 2x2x1: beside shards and stream, a stack of matmuls needs memory for two layers."""
     layers, D, tokens = 100, 4096, 1024
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
@@ -295,7 +295,7 @@ def layer_loops(program: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_tpu7x_gathers_the_next_layer_while_this_one_computes(programs):
+def test_tpu7x_gathers_the_next_layer_while_this_one_computes(programs, full_effort):
     """With prefetch every gather runs on the SparseCores during matmuls, and no matmul waits for one.
 
     test_aot.py (prefetch_hides) tests that less computation runs beside them without prefetch.
@@ -307,7 +307,7 @@ def test_tpu7x_gathers_the_next_layer_while_this_one_computes(programs):
 
 
 @pytest.mark.slow
-def test_tpu7x_hides_the_gathers_of_a_layer_like_llama_8b(programs):
+def test_tpu7x_hides_the_gathers_of_a_layer_like_llama_8b(programs, full_effort):
     """At 2048 tokens a device, too, all gathers start in the layer before, whose first matmuls wait for none of them.
 
     The layer has an eighth of Llama 3.1 8B's dims: the time of a gather by that of its matmul depends on the tokens.

@@ -501,7 +501,7 @@ def test_compiled_for_tpu7x_the_sparse_cores_send_the_rows():
 
 
 @pytest.mark.slow
-def test_compiled_for_tpu7x_one_chunk_is_computed_while_another_travels():
+def test_compiled_for_tpu7x_one_chunk_is_computed_while_another_travels(full_effort):
     """Dispatch and combine of one chunk are beside the matmul of the other. A single chunk has nothing beside it."""
 
     def kernels_beside(num_chunks: int) -> list[int]:

@@ -158,7 +158,7 @@ def test_the_state_of_muon_is_moved_into_the_memory_of_the_activations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "share"), [("adamw", 0.8), ("muon", 0.9)])
-def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, share, programs):
+def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, share, programs, full_effort):
     """The device has no more than those of a layer, the embedding and the unembedding, or those of Muon in the update.
 
     Without offloading, test_remat.py compares what is compiled with the prediction.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support import BRANCH, listing
+from support import BRANCH, FULL_EFFORT, listing
 
 import command
 import compiler_flags
@@ -94,7 +94,6 @@ with operations.dumped() as folder:
         "swiglu": (swiglu, x, x),
         "exp_sin": (lambda a: jnp.exp(jnp.sin(a)), array(8192, 4096, dtype="float32")),
         "matmul": (jnp.matmul, x, array(4096, 8192)),
-        "swiglu_matmul": (lambda a, b, w: swiglu(a, b) @ w, x, x, array(4096, 8192)),
         "large_matmul": (jnp.matmul, array(16384, 8192), array(8192, 8192)),
         "twice": (lambda a, b: (-a, -b), x, x),
     }
@@ -122,7 +121,7 @@ def compiled(shared_folder):
         fcntl.flock(file, fcntl.LOCK_EX)
         if not os.path.getsize(file.name):
             line = [sys.executable, "-c", CHILD]
-            environment = os.environ | compiler_flags.WITHOUT_TPU | {"PYTHONPATH": str(command.ROOT)}
+            environment = os.environ | compiler_flags.WITHOUT_TPU | {"PYTHONPATH": str(command.ROOT)} | FULL_EFFORT
             done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
             assert done.returncode == 0, done.stderr[-2000:]
             file.write(done.stdout.splitlines()[-1])
@@ -147,8 +146,6 @@ def test_estimates_are_right_for_matmuls_and_too_high_for_all_else(compiled):
     ((counted, estimate, _),) = compiled["matmul"]
     peak = 8192 * 4096 * 8192 * 2 / 524288  # cycles of both matrix units
     assert peak < 0.9 * estimate < counted <= estimate
-    fused, estimate, *_ = max(compiled["swiglu_matmul"])
-    assert peak < fused <= estimate
     for name in ("negate", "swiglu", "exp_sin"):
         ((counted, estimate, in_hbm),) = compiled[name]
         assert max(counted, in_hbm) < 0.8 * estimate

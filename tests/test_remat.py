@@ -309,8 +309,10 @@ COMPILED = dict(
         ("minimal_offloaded", dict()),
     ],
 )
-def test_memory_is_that_of_the_compiled_program(policy, options, programs):
+def test_memory_is_that_of_the_compiled_program(policy, options, programs, request):
     """Device memory within 5%, host memory to the byte. docs/RESULTS.md has every policy, of Llama 3.1 8B and 70B."""
+    if policy == "minimal_offloaded":
+        request.getfixturevalue("full_effort")  # at low effort its peak is another
     config = Config(**COMPILED | options, remat=policy)
     memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), ON_TENSOR_CORES, str(programs))
     predicted = step.predict(run_of(config, TPU7X, CHIPS))

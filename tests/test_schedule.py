@@ -1061,7 +1061,7 @@ def test_compiled_scan_of_matmuls():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology, colours", [("2x2x1", 4), ("4x4x4", 2)])
-def test_compiled_gather_beside_matmuls(topology, colours):
+def test_compiled_gather_beside_matmuls(topology, colours, full_effort):
     """8 devices gather 64 MiB on the SparseCores; on 2x2x1 three matmuls beside it take longer and hide it.
 
     Two links lead out of a chip: to two neighbours on 2x2x1, in both directions along x on 4x4x4.
@@ -1134,7 +1134,7 @@ ATTENTION = {"flash_forward": 2e4, "flash_backward": 5e4}  # cycles of a call
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_compiled_train_step(prefetch, programs):
+def test_compiled_train_step(prefetch, programs, full_effort):
     """Seven matrices a layer are gathered for the forward and the backward pass; their gradients are scattered once.
 
     With prefetch each pass gathers one layer more: one before the loop, and the last iteration's is not used. The norms
