@@ -82,6 +82,15 @@ class DoesNotFitError(ValueError):
 # -- compiling
 
 
+# Settings of JAX that change what is compiled, with their defaults. A version of JAX has some of them.
+EFFORT = {
+    "jax_exec_time_optimization_effort": 0.0,
+    "jax_memory_fitting_effort": 0.0,
+    "jax_optimization_level": "UNKNOWN",
+    "jax_memory_fitting_level": "O2",
+}
+
+
 class Lowered(NamedTuple):
     """A step that is lowered but not compiled."""
 
@@ -101,8 +110,8 @@ class Lowered(NamedTuple):
         places = [[d.device_kind, *chip, d.core_on_chip] for chip, d in zip(self.chips, self.devices, strict=True)]
         content = [self.program.as_text(), json.dumps(places), json.dumps(flags, sort_keys=True)]
         content += [jax.__version__, libtpu.__version__]
-        if effort := jax.config.jax_exec_time_optimization_effort:  # 0 by default, from -1 to 1
-            content.append(str(effort))
+        values = {name: getattr(jax.config, name, default) for name, default in EFFORT.items()}
+        content += [f"{name}={value}" for name, value in values.items() if value != EFFORT[name]]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 

@@ -251,7 +251,7 @@ def test_a_reduce_scatter_uses_the_rings_that_are_predicted(topology, mesh, colu
         assert message.seconds < predicted < 2 * message.seconds
 
 
-def test_the_cache_key_depends_on_the_devices_the_versions_and_the_effort(monkeypatch, request):
+def test_the_cache_key_depends_on_the_devices_the_versions_and_the_effort(monkeypatch):
     """The text of a program has the mesh, but not its chips and cores."""
     program = SimpleNamespace(as_text=lambda: "module")
     devices_of = lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
@@ -268,8 +268,11 @@ def test_the_cache_key_depends_on_the_devices_the_versions_and_the_effort(monkey
         with monkeypatch.context() as patch:
             patch.setattr(package, "__version__", "another")
             assert lowered[0].key({}) not in keys
-    request.getfixturevalue("full_effort")
-    assert lowered[0].key({}) not in keys
+    for setting in [setting for setting in aot.EFFORT if hasattr(jax.config, setting)]:
+        value = getattr(jax.config, setting)
+        with monkeypatch.context() as patch:  # a value that was the default is none now, or the reverse
+            patch.setitem(aot.EFFORT, setting, "another" if value == aot.EFFORT[setting] else value)
+            assert lowered[0].key({}) not in keys
     pairs = lambda chips: [[i for i, chip in enumerate(chips) if chip == each] for each in dict.fromkeys(chips)]
     assert pairs(lowered[1].chips) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # tensor, the inner axis
     assert pairs(lowered[2].chips) == [[0, 2], [1, 3], [4, 6], [5, 7]]  # fsdp, the outer axis
