@@ -617,6 +617,7 @@ def presets_of_experts() -> list[str]:
     return [name for (D, F), name in names.items() if D % 256 or F % 256 or not larger(D, F)]
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", presets_of_experts())
 def test_compiles_for_the_experts_of(preset):

@@ -139,6 +139,7 @@ def test_parameters_after_five_steps_equal_the_reference(mesh, option):
     check_steps(Config(**SMALL, mesh=mesh, **option), steps=5)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",

@@ -120,7 +120,9 @@ def test_every_program_has_the_same_config(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@EVERY
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * name.endswith("bf16")) for name in RECIPES]
+)
 def test_the_step_lowers(name):
     """All layers lower for the slice, which leaves only the compiler's part. The kernels' block sizes were tuned.
 

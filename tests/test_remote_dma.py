@@ -74,6 +74,7 @@ def test_equal_to_xla_on_every_ring(n, mode):
     check_both(n, (16, 128), jnp.float32, mode)
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "n, dtype", [(2, "float32"), (2, "int8"), (3, "bfloat16"), (4, "int8"), (5, "float32"), (8, "bfloat16")]
