@@ -23,7 +23,7 @@ def values(tmp_path_factory):
     yield from run_values(tmp_path_factory.mktemp("values"))
 
 
-def error_of_both(processes, directory: Path, timeout_s: float = 60) -> str:
+def error_of_both(processes, directory: Path, timeout_s: float = 180) -> str:
     """Returns the last line of both processes; asserts that both ended with status 1 and the same line."""
     try:
         statuses = [process.wait(timeout_s) for process in processes]
@@ -110,7 +110,7 @@ def test_a_path_that_leads_elsewhere_is_named_by_both(case, values, tmp_path):
     program = OWN_FOLDER.format(folder=tmp_path, flag=flag, path=path)
     processes = start_two(values, tmp_path, program=("-c", program))
     if case == "no corpus":
-        assert [process.wait(60) for process in processes] == [1, 1]
+        assert [process.wait(180) for process in processes] == [1, 1]
         error = "[Errno 2] No such file or directory: 'c'\n"
         assert (tmp_path / "0.err").read_text() == f"process 1 cannot start: {error}"
         assert (tmp_path / "1.err").read_text() == error
