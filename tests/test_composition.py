@@ -9,27 +9,26 @@ from benchmarks.composition import DEFAULTS, ROOT, SETTINGS, check, config_of, c
 
 @functools.cache  # and not while tests are collected: it takes seconds
 def cases() -> list[dict]:
-    """The first ones have most of the pairs; the last one is in FP8."""
-    return [*covering()[:8], next(settings for settings in covering()[8:] if settings["fp8"] != "none")]
+    """The first ones have most new pairs; the last one is in FP8."""
+    return [*covering()[:3], next(settings for settings in covering()[3:] if settings["fp8"] != "none")]
 
 
-@pytest.mark.at_most(4)
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(4))
 def test_three_steps_equal_the_reference(number):
     print(name_of(cases()[number]))
     check(cases()[number])
 
 
 @pytest.mark.slow
-def test_the_cover_is_complete_and_the_cases_have_most_of_its_pairs():
+def test_the_cover_is_complete_and_the_cases_have_a_third_of_its_pairs():
     all_pairs, tested = (set().union(*map(pairs, chosen)) for chosen in (covering(), cases()))
     assert len(covering()) >= 60
     assert (
         f"({len(covering())} configurations, of which pytest runs {len(cases())})"
         in (ROOT / "docs/COMMANDS.md").read_text()
     )
-    assert len(tested) > 0.6 * len(all_pairs)
+    assert len(tested) > len(all_pairs) / 3
     values = {name: {settings[name] for settings in covering()} for name in SETTINGS}
     assert values == {name: {*choices} for name, choices in SETTINGS.items()}
 
