@@ -144,6 +144,7 @@ def test_cycles_of_a_kernel_are_cached_until_its_code_changes(monkeypatch, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # takes two minutes; test_fsdp.py holds the order of gathers and matmuls
 def test_prefetch_computes_more_beside_the_gathers(capsys, programs, full_effort):
     with_it, without = json.loads(output_of(capsys, programs, "--json", "--compare=prefetch"))
     assert (with_it["setting"], without["setting"]) == ("prefetch=True", "prefetch=False")

@@ -100,7 +100,7 @@ RAMP_AND_DECAY = dict(schedule="wsd", decay_ratio=0.6, decay_shape="1-sqrt", ski
 RAMP_AND_DECAY |= dict(batch_rampup="0:8,5:16,14:24", batch=24)
 
 
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

@@ -147,7 +147,7 @@ def test_on_one_device_it_is_attention():
     check(1, window=5)
 
 
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 @pytest.mark.parametrize(
     "options",
     [ZIGZAG | dict(largest=True), GATHER_ZIGZAG, EXCHANGE | dict(max_logit=4.0), dict(window=20, max_logit=4.0)],

@@ -508,7 +508,7 @@ def test_compiled_branches_of_windows_contain_only_the_kernels(few_tiles):
             assert copied < 1e5  # the lists of tiles; one head has 1 MB
 
 
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (192, 128), (256, 256)])
 def test_other_heads_compile_inside_a_checked_shard_map(head_dim, value_dim):

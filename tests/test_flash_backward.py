@@ -133,7 +133,7 @@ MASKS = {
 }
 
 
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):

@@ -644,7 +644,7 @@ def loss_and_gradients(mesh, options, seed=1):
     return loss, grads
 
 
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh, options",

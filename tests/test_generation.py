@@ -90,6 +90,7 @@ def test_generation_with_windows_and_global_layers_equals_the_reference():
     check_generation("window", "fsdp:2,tensor:2")
 
 
+@pytest.mark.at_most(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "fsdp:2,tensor:2"])
 @pytest.mark.parametrize("model", MODELS)

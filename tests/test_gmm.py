@@ -127,6 +127,7 @@ def test_ragged_shapes(M, K, N):
     check(tgmm(lhs, dout, sizes, interpret=SIMULATED), expected_tgmm(lhs, dout, sizes), M)
 
 
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_parts_that_overlap_change_no_value_and_no_gradient(monkeypatch, transpose_rhs):

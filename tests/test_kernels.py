@@ -324,7 +324,7 @@ def test_help_lists_the_searches(capsys):
     assert "a mixture of experts (grouped matmuls)" in " ".join(out.split())
 
 
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", SHAPES)
 def test_compiled_search(kernel, own, compiled_once, monkeypatch):

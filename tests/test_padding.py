@@ -48,7 +48,7 @@ def case(mesh, option, *marks):
     return pytest.param(mesh, option, id=mesh, marks=marks)
 
 
-@pytest.mark.at_most(6)
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize(
     ("mesh", "option"),
     [

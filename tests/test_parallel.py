@@ -196,7 +196,7 @@ def test_padded_chunks_of_the_loss_equal_the_reference(options):
     check_gradients(Config(**SMALL | options))
 
 
-@pytest.mark.at_most(8)
+@pytest.mark.at_most(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "variant"),
@@ -215,6 +215,7 @@ TWO_KINDS = SMALL | dict(num_layers=6, window=5, global_every=3, global_head_dim
 TWO_KINDS |= dict(keys_as_values=True, value_norm=True, global_rope_theta=50.0, rope_fraction=0.5)
 
 
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
@@ -252,7 +253,7 @@ EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
 ]
 
 
-@pytest.mark.at_most(8)
+@pytest.mark.at_most(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "option"),
@@ -298,7 +299,7 @@ CONTEXT = [
 ]
 
 
-@pytest.mark.at_most(8)
+@pytest.mark.at_most(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "option"), CONTEXT, ids=str)
 def test_sharded_sequences_equal_the_reference(mesh, option):

@@ -273,7 +273,7 @@ CIRCULAR = dict(pipeline_schedule="circular", pipeline_rounds=2)
 GPIPE = dict(pipeline_schedule="gpipe")
 
 
-@pytest.mark.at_most(5)
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -40,6 +40,7 @@ def axes_of(prediction) -> set[str]:
 # -- against an exhaustive search
 
 
+@pytest.mark.at_most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, flags",

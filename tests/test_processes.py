@@ -223,6 +223,7 @@ def test_errors_of_a_lost_process_are_recognized(error, is_lost):
     assert is_lost_peer(jax.errors.JaxRuntimeError(error)) == is_lost
 
 
+@pytest.mark.at_most(1)
 @pytest.mark.parametrize(
     ("kind", "lost"), [(signal.SIGSTOP, 1), (signal.SIGSTOP, 0)], ids=lambda value: getattr(value, "name", value)
 )

@@ -42,6 +42,7 @@ def scores_of_the_first_layer(params, batch, config: Config) -> np.ndarray:
     return np.max(np.where(seen, scores, -np.inf), (0, 2, 3))
 
 
+@pytest.mark.at_most(2)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -133,7 +134,7 @@ def test_a_layer_that_does_not_run_is_not_clipped():
     np.testing.assert_array_equal(params.mtp_layers.w_k_up, start.mtp_layers.w_k_up)
 
 
-@pytest.mark.at_most(5)
+@pytest.mark.at_most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options", "of_mesh"),

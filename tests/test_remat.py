@@ -72,6 +72,7 @@ def cache():
     return {}
 
 
+@pytest.mark.at_most(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", list(cases()))
 def test_loss_and_gradients_are_those_without_recomputation(flags, cache):
@@ -301,6 +302,7 @@ COMPILED = dict(
 ) | dict(head_dim=128, vocab_size=2048, loss_chunk=256, seq_len=512, batch=16, mesh="fsdp:8")
 
 
+@pytest.mark.at_most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "options"),

@@ -68,6 +68,7 @@ def check_both(n, block, dtype, mode):
 # -- equal to XLA's
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 5, 8))])
 def test_equal_to_xla_on_every_ring(n, mode):
