@@ -263,6 +263,32 @@ def _call_key(metadata: dict[str, str]) -> str:
     return "\n".join(metadata[name] for name in ("tuned_key", "blocks", "calls"))
 
 
+def compile_with_kernels(
+    lowered: Lowered,
+    calls: Sequence[dict[str, str]],
+    flags: dict[str, str],
+    cache: str,
+    dump: Path | None,
+    **options,
+) -> tuple[dict, str, dict[str, float]]:
+    """(memory, HLO) of compile_step and the kernels' cycles of kernel_cycles, computed beside each other.
+
+    Args:
+      options: those of kernel_cycles.
+
+    Raises:
+      DoesNotFitError: as compile_step, with the kernels' `vmem_of` where VMEM is short; the cycles are cached first.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        cycles = pool.submit(kernel_cycles, calls, cache=cache, **options)
+        try:
+            memory, program = compile_step(lowered, flags, cache, dump)
+        except DoesNotFitError as error:
+            error.details |= {"kernels": vmem_of(calls)} if error.details["memory"] == "vmem" else {}
+            raise
+    return memory, program, cycles.result()
+
+
 def cycles_by_name(program: hlo.Program, cycles: dict[str, float]) -> dict[str, float]:
     """{pattern of a name: cycles} for the kernels in a compiled program, for schedule.walk."""
     patterns = {}
@@ -288,21 +314,15 @@ def report(config: Config, args: argparse.Namespace, flags: dict[str, str], dump
     prediction = predicted(config, args)
     lowered = lower_step(config, args.topology, args.num_slices)
     calls = kernels_of(lowered)
-    with ThreadPoolExecutor(1) as pool:  # the kernels' cycles are cached even if the step is refused
-        filled = prediction.run.experts_filled
-        cycles = pool.submit(kernel_cycles, calls, filled, config.compilation_cache, not args.no_waits)
-        try:
-            memory, program = compile_step(lowered, flags, config.compilation_cache, dump)
-        except DoesNotFitError as error:
-            error.details |= {"kernels": vmem_of(calls)} if error.details["memory"] == "vmem" else {}
-            raise
+    options = dict(filled=prediction.run.experts_filled, waits=not args.no_waits)
+    memory, program, cycles = compile_with_kernels(lowered, calls, flags, config.compilation_cache, dump, **options)
     if args.hlo_out:
         with outputs.replacing(args.hlo_out) as file:
             file.write(program)
     over_step = memory.pop("live_over_step", ())  # programs that were cached before it was stored lack it
     counted = memory.pop("cycles", {})
     program = hlo.parse(program)
-    cycles = kernels | cycles_by_name(program, cycles.result())
+    cycles = kernels | cycles_by_name(program, cycles)
     trips = {"extra_rounds": 0}  # moe.py: the rows that are expected fit into the buffers
     events = [] if args.trace or args.report else None
     options = dict(rates=schedule.rates_of(chip), kernels=cycles, trips=trips, chips=lowered.chips)

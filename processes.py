@@ -58,38 +58,7 @@ def start(config: Config) -> list[jax.Device]:
         keep_freed_memory()
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
     if (coordinator or on_tpu) and not jax.distributed.is_initialized():
-        # Without a bind address, process 0 of jax.distributed listens on every interface of its host.
-        bound_to = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
-        if config.coordinator and config.process_id == 0:
-            check_port(bound_to)
-        if not on_tpu:  # gloo, which connects CPU processes, prints a line for every connection: keep it off our stdout
-            sys.stdout = command.output(os.dup(1))
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
-        _reasons.append(partial(not_all_connected, config, coordinator, time.monotonic()))
-        try:
-            patience = START_TIMEOUTS if config.process_id == 0 else START_TIMEOUTS + 1  # so that process 0 counts all
-            jax.distributed.initialize(
-                coordinator or None,
-                config.num_processes or None,
-                config.process_id if config.process_id >= 0 else None,
-                coordinator_bind_address=bound_to or None,
-                initialization_timeout=patience * config.peer_timeout,
-                heartbeat_timeout_seconds=config.peer_timeout,
-                shutdown_timeout_seconds=config.peer_timeout,
-            )
-        except (ValueError, IndexError) as error:
-            named = (
-                "" if config.coordinator or not coordinator else f"JAX_COORDINATOR_ADDRESS={coordinator} is not all: "
-            )
-            raise ValueError(
-                f"{named}the processes of this run cannot find each other ({error}): give each a "
-                "--coordinator=HOST:PORT, --num_processes=N and --process_id=I, or leave the environment without it"
-            ) from None
-        finally:
-            _reasons.pop()
-        if jax.process_count() == 1:  # a slice of one host: no other process can be lost
-            ctypes.CDLL(None).signal(signal.SIGABRT, None)
+        join(config, coordinator, on_tpu)
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -98,6 +67,45 @@ def start(config: Config) -> list[jax.Device]:
         return devices
     of_process = lambda index: [device for device in devices if device.process_index == index]
     return [device for index in range(jax.process_count()) for device in of_process(index)[:own]]
+
+
+def join(config: Config, coordinator: str, on_tpu: bool) -> None:
+    """Joins the other processes of the run, which JAX finds at `coordinator` or, on a TPU, by itself.
+
+    Raises:
+      ValueError: the others cannot be found.
+      OSError: process 0 cannot listen.
+    """
+    # Without a bind address, process 0 of jax.distributed listens on every interface of its host.
+    bound_to = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+    if config.coordinator and config.process_id == 0:
+        check_port(bound_to)
+    if not on_tpu:  # gloo, which connects CPU processes, prints a line for every connection: keep it off our stdout
+        sys.stdout = command.output(os.dup(1))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _last_words)
+    _reasons.append(partial(not_all_connected, config, coordinator, time.monotonic()))
+    try:
+        patience = START_TIMEOUTS if config.process_id == 0 else START_TIMEOUTS + 1  # so that process 0 counts all
+        jax.distributed.initialize(
+            coordinator or None,
+            config.num_processes or None,
+            config.process_id if config.process_id >= 0 else None,
+            coordinator_bind_address=bound_to or None,
+            initialization_timeout=patience * config.peer_timeout,
+            heartbeat_timeout_seconds=config.peer_timeout,
+            shutdown_timeout_seconds=config.peer_timeout,
+        )
+    except (ValueError, IndexError) as error:
+        named = "" if config.coordinator or not coordinator else f"JAX_COORDINATOR_ADDRESS={coordinator} is not all: "
+        raise ValueError(
+            f"{named}the processes of this run cannot find each other ({error}): give each a "
+            "--coordinator=HOST:PORT, --num_processes=N and --process_id=I, or leave the environment without it"
+        ) from None
+    finally:
+        _reasons.pop()
+    if jax.process_count() == 1:  # a slice of one host: no other process can be lost
+        ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
 
 def _devices() -> list[jax.Device]:

@@ -369,9 +369,8 @@ def run(config: Config, begun: float | None = None) -> dict[str, float]:
         if stopped:
             log.event(int(state.step), "terminated", why=signal.Signals(stopped).name)
             saved = f"saved in {config.checkpoint_dir}: the same command resumes"
-            log.say(
-                f"terminated after step {int(state.step)}, {saved if checkpoints else 'not saved: no --checkpoint_dir'}"
-            )
+            where = saved if checkpoints else "not saved: no --checkpoint_dir"
+            log.say(f"terminated after step {int(state.step)}, {where}")
             raise SystemExit(128 + stopped)
         return summarise(log, state, setup, eval_loss, prediction)
 

@@ -434,7 +434,7 @@ def test_kernels_that_vmem_refuses_are_listed_with_their_blocks(capsys, monkeypa
     text = "\n".join('kernel_metadata = "{}"'.format(each.replace('"', "\\22")) for each in metadata)
     program = SimpleNamespace(as_text=lambda: text)
     monkeypatch.setattr(aot, "lower_step", lambda *_: aot.Lowered(program, []))
-    monkeypatch.setattr(aot, "kernel_cycles", lambda *_: {})
+    monkeypatch.setattr(aot, "kernel_cycles", lambda *_, **__: {})
 
     def refused(*_):
         raise aot.DoesNotFitError("Scoped allocation with size 48.00M and limit 32.00M exceeded scoped vmem limit")
