@@ -55,8 +55,8 @@ _SUMS_OVER_THREE_AXES = "xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, xla_flags=f"recommended,{_SUMS_OVER_THREE_AXES}")
 _GPT_OSS = dict(_INPUT_ON_HOST, batch=1280, mesh="data:2,fsdp:64", xla_flags="recommended")
 _MIXTRAL = dict(batch=1024, double_buffer=True, remat="custom", xla_flags="recommended")
-_GEMMA = dict(batch=512, mesh="fsdp:16,fsdp_transpose:8", remat="custom", remat_tensors="out_proj:device,mlp_down:device")
-_GEMMA |= dict(xla_flags="recommended")
+_GEMMA = dict(batch=512, mesh="fsdp:16,fsdp_transpose:8", xla_flags="recommended")
+_GEMMA |= dict(remat="custom", remat_tensors="out_proj:device,mlp_down:device")
 
 _GPT_OSS_MISS = (
     "it has tokamax's second grouped matmul, with tiles of its own; it is predicted with the times of the first, with "
