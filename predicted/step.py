@@ -22,8 +22,9 @@ exposed time makes the step longer. By mesh axis:
                   compute of a neighbouring layer, and what takes longer is exposed. The gradients of a layer are
                   reduce-scattered. XLA starts this when the gradients of the MLP or the experts are computed, so it
                   hides only behind the rest of the layer's backward pass. The messages of the first and the last layer
-                  are exposed, and with --no-prefetch all of them. With `fsdp_transpose` there are two gathers, of a
-                  share and of all, and the sums in the reverse order; their times are added.
+                  are exposed. With --no-prefetch the gathers of the MLP or the experts hide behind attention of the
+                  same layer, and the sums of their gradients behind its backward pass. With `fsdp_transpose` there
+                  are two gathers, of a share and of all, and the sums in the reverse order; their times are added.
     tensor        Each layer gathers and reduce-scatters the residual stream twice in the forward pass and twice in the
                   backward pass. The backward pass gathers twice more, unless the gathered stream was saved. All of this
                   is exposed, because matmuls wait for it. With `collective_matmul`, messages hide behind the matmuls:
@@ -83,9 +84,11 @@ from predicted.workload import (
     Run,
     after_mlp_s,
     compute_s,
+    elementwise_s,
     host_bytes_of,
     layers_of,
     loss_chunk,
+    matmul_s,
     memory_of,
     params_of_device,
     shortfall_of,
@@ -363,18 +366,46 @@ def _fsdp(run: Run, kinds: list[Kind]) -> Part:
         moved = gathers * gather + scatter
         # The reduce-scatter starts when a gradient is computed, and XLA makes it end before the next layer starts.
         compute_behind = after_mlp_s(run, kind.layer) if run.efficiency.late_sums else kind.backward
-        hidden = 0.0
-        if config.prefetch:
+        if run.gathers_ahead:
             hidden = min(gather, kind.forward)
             hidden += min((gathers - 1) * gather + min(scatter, compute_behind), kind.backward)
+        else:
+            hidden = _hidden_in_a_layer(run, kind, gathers, gather, scatter)
         seconds += kind.times * moved
         exposed += kind.times * (moved - hidden)
         most_hidden = max(most_hidden, hidden)
     formula = _fsdp_formula(run, kinds[-1].layer, gathers, gather, scatter, compute_behind)
     tables_s = run.microbatches * _tables_s(run)
-    # Nothing hides the first layer's gather and the last layer's scatter: one layer's messages in each microbatch.
-    exposed = exposed + tables_s + run.microbatches * most_hidden
+    exposed += tables_s
+    if run.gathers_ahead:  # nothing hides the first layer's gather and the last layer's scatter, in each microbatch
+        exposed += run.microbatches * most_hidden
     return _communication("fsdp", seconds + tables_s, exposed, formula)
+
+
+def _hidden_in_a_layer(run: Run, kind: Kind, gathers: int, gather: float, scatter: float) -> float:
+    """The seconds of a layer's messages that hide behind its own compute, without prefetch, for one microbatch.
+
+    XLA starts a layer's gathers at the start of the layer. Attention waits for its own weights, and is computed while
+    those of the MLP or experts arrive. Two of their three matrices are needed at the start of the MLP, the third one
+    after two thirds of it. In the backward pass the gathers hide behind what is recomputed, and the sum of the MLP's
+    gradients behind the backward pass of attention.
+    """
+    layer = kind.layer
+    attention, mlp = ([p for p in layer.products if (p.part == "attention") == own] for own in (True, False))
+    size = lambda products: math.fsum(p.k * p.n for p in products if p.part != "experts")
+    others = layer.gathered_bytes(run, with_experts=False) / layer.gathered_bytes(run)
+    of_mlp = 1 - others * size(attention) / size(layer.products)
+
+    def hidden(attention_s: float, mlp_s: float) -> float:
+        late = max(0, 2 / 3 * of_mlp * gather - attention_s)
+        return of_mlp * gather - late - max(0, of_mlp * gather - attention_s - late - 2 / 3 * mlp_s)
+
+    matmuls = lambda products: matmul_s(run, products)[0]
+    recomputed = lambda products: matmuls([p for p in products if p.recomputed])
+    kernel, elementwise = kind.by_part["attention"][0], [elementwise_s(run, n) for n in layer.elementwise]
+    forward = hidden(matmuls(attention) + kernel + elementwise[0], matmuls(mlp) + elementwise[1])
+    again = hidden(recomputed(attention) + kernel * layer.attention_recomputed, recomputed(mlp))
+    return forward + (gathers - 1) * again + min(of_mlp * scatter, after_mlp_s(run, layer))
 
 
 def _scatter_s(run: Run, layer: Layer) -> float:
@@ -412,8 +443,8 @@ def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: 
     if scatter > 1.1 * at_once:
         share = 1 - layer.gathered_params_by_3(run) / layer.gathered_params(run)
         formula += f", {share:.0%} of it round one ring (not with --xla_flags={PADS_SUMS}=true)"
-    if not run.config.prefetch:
-        return f"{formula}, not hidden (--no-prefetch)"
+    if not run.gathers_ahead:
+        return f"{formula}; those of the MLP behind attention (--no-prefetch)"
     return f"{formula}, behind a layer's compute, the sum behind {si(compute, 's')} of its backward pass"
 
 
@@ -425,7 +456,7 @@ def _copies(run: Run, kinds: list[Kind]) -> Part:
     size, second = anatomy.sizes(config), run.sizes["fsdp_transpose"]
     rows, columns = size["D"] / run.sizes["fsdp"], (size["M"] or size["F"]) / run.tensor / second
     split_columns = second > 1 and columns % COLUMNS_OF_A_TILE > 0
-    carried, untiled = config.prefetch and not config.double_buffer, rows % ROWS_OF_A_TILE > 0
+    carried, untiled = run.gathers_ahead and not config.double_buffer, rows % ROWS_OF_A_TILE > 0
     forwards = 2 if config.remat_stage else 1
     nbytes = 0.0
     for kind in kinds:
@@ -455,8 +486,8 @@ def _tensor(run: Run, kinds: list[Kind]) -> Part:
     seconds = exposed = 0.0
     for kind in kinds:
         passes = zip(_stream_messages(run, kind.layer), kind.by_part["matmul"], strict=True)
-        for (overlapping, alone), matmul_s in passes:
-            covered = matmul_s if config.collective_matmul else 0
+        for (overlapping, alone), matmuls in passes:
+            covered = matmuls if config.collective_matmul else 0
             seconds += kind.times * (overlapping + alone) * once
             exposed += kind.times * (max(overlapping * once - covered, overlapping * once / run.tensor) + alone * once)
     # The embedding's result is scattered and the loss's operand gathered, and the reverse in the backward pass.

@@ -157,6 +157,11 @@ class Run:
     efficiency: Efficiency = TODAY
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether a layer's gathers hide behind the layer before. MaxText's do, and it has no flag for it."""
+        return self.config.prefetch or not self.efficiency.copies_weights
+
+    @property
     def program(self) -> str:
         """The name of the program in PROGRAMS that has these efficiencies; "another" if none has."""
         return next((name for name, efficiency in PROGRAMS.items() if efficiency == self.efficiency), "another")
@@ -806,7 +811,9 @@ def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
     weights = 0
     if run.shards > 1:
         gathered = max(layer.gathered_bytes(run) for layer in layers)
-        weights = (2 if config.prefetch else 1) * gathered + max(layer.gradient_bytes(run) for layer in layers)
+        gradients = max(layer.gradient_bytes(run) for layer in layers)
+        # Without prefetch a matrix is free when its gradient is computed: of one of three large ones there are both.
+        weights = 2 * gathered + gradients if run.gathers_ahead else gathered + gradients / 3
     # Offloaded activations arrive from the host before their layer needs them, so they are on the device once more.
     activations = activations - largest.saved_bytes + largest.offloaded_bytes
     peak = {"a layer's activations": activations * run.tokens / run.tensor, "gathered weights": weights}

@@ -325,7 +325,26 @@ def test_fsdp_hides_behind_compute():
     prediction, hidden, (forward, backward), _ = hidden_of(128, 128)
     assert prediction.bound == "communication" and backward < gather
     assert hidden == pytest.approx(forward + backward, rel=1e-2)
-    assert hidden_of(5120, 4096, prefetch=False)[1] == pytest.approx(0, abs=1e-6)
+    of_maxtext = [predicted(efficiency=workload.MAXTEXT, **flags, prefetch=ahead) for ahead in (True, False)]
+    assert of_maxtext[0].parts == of_maxtext[1].parts and of_maxtext[0].memory == of_maxtext[1].memory
+
+    def hidden_in_a_layer(batch, seq_len, remat="none"):
+        """Without prefetch: hidden seconds of a layer's messages; those of attention, the MLP, attention's backward."""
+        settings = flags | dict(batch=batch, seq_len=seq_len, prefetch=False, remat=remat)
+        prediction = predicted(efficiency=EXACT, **settings)
+        matmul, kernel = (seconds(prediction, name) / 8 for name in ("matmul", "attention"))
+        hidden = (8 * moved + ends - seconds(prediction, "fsdp communication")) / 8
+        backward = 2 / 3 * matmul * (1 - mlp) + 5 / 7 * kernel
+        return hidden, matmul * (1 - mlp) / 3 + 2 / 7 * kernel, matmul * mlp / 3, backward
+
+    mlp = of_mlp / (of_attention + of_mlp)
+    hidden, attention, _, backward = hidden_in_a_layer(5120, 4096)
+    assert attention > mlp * gather and backward > mlp * scatter  # and nothing hides the gather of the backward pass
+    assert hidden == pytest.approx(mlp * (gather + scatter), rel=1e-3)
+    assert hidden_in_a_layer(5120, 4096, "full")[0] == pytest.approx(mlp * moved, rel=1e-3)
+    hidden, attention, matmuls, backward = hidden_in_a_layer(128, 128)
+    assert attention + matmuls < mlp * gather / 3 and backward < mlp * scatter
+    assert hidden == pytest.approx(attention + 2 / 3 * matmuls + backward, rel=1e-2)
 
 
 def test_gradients_are_summed_over_three_axes_at_once_or_round_a_ring():
