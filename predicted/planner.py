@@ -8,14 +8,16 @@
 **Search.** The meshes are all sizes of the axes that make up the devices. A model whose D a power of two of the devices
 does not divide is tried with padding, too (`dim_multiple`). Each mesh is tried with 1, 2, 4, ... 32 microbatches, and
 each of these with two recomputation policies. One is the policy that recomputes least and fits: with any other the step
-is longer or does not fit. The other is the best of those that use the host. A run fits if it fills at most 92% of a
+is longer or does not fit. The other is the best of those that use the host. Of a mixture of experts, both are tried
+without prefetch, too, where one gathered layer takes memory and not two. A run fits if it fills at most 92% of a
 device's memory and of its share of its host's.
 
 The 32 fastest of all are then varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves least
 to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
 
 The shortest step wins, with one exception. A prediction may be wrong by 5%. So of the runs within 5% of the fastest the
-planner takes the one with the fewest mesh axes; of these, one with the default axis on the dies; of these, the fastest.
+planner takes the one with the fewest mesh axes; of these, one with the default axis on the dies; of these, one with
+prefetch; of these, the fastest.
 
 **The guide** (Google Cloud, "TPU7x performance optimizations") has a table, against which the plan is compared:
 
@@ -179,12 +181,13 @@ def _least_recomputation(run: Run, by_policy: list[Config]) -> tuple[list[Predic
     recomputation or faster, so both are tried; of the policies that use it, the fastest.
 
     Returns:
-      The predictions, at most two; the run that is short of the fewest bytes, and these bytes by memory.
+      The predictions, at most two with prefetch and two without; the run that is short of the fewest bytes, and these
+      bytes by memory.
     """
     predictions, nearest = {}, None
     for config in by_policy:
-        place = "host" if anatomy.offloaded_names(config) else "device"
-        if place == "device" and place in predictions:
+        place = "host" if anatomy.offloaded_names(config) else "device", config.prefetch
+        if place[0] == "device" and place in predictions:
             continue
         candidate = dataclasses.replace(run, config=config)
         shortfall = _shortfall(candidate)
@@ -206,7 +209,8 @@ def _shortfall(run: Run) -> dict[str, float]:
 def complexity(prediction: Prediction) -> tuple:
     """A sort key: the simpler run first; of equally simple ones the faster."""
     run = prediction.run
-    return sum(size > 1 for size in run.sizes.values()), bool(run.config.core_axis), prediction.step_s
+    num_axes = sum(size > 1 for size in run.sizes.values())
+    return num_axes, bool(run.config.core_axis), not run.config.prefetch, prediction.step_s
 
 
 def meshes(
@@ -278,6 +282,8 @@ def _configs(config: Config) -> dict[int, list[Config]]:
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     by_policy = [dataclasses.replace(plain, remat=policy, remat_tensors="") for policy in policies]
     by_policy += [plain] if config.remat == "custom" else []
+    if config.num_experts and config.prefetch:  # a dense model's layers are small, and gain nothing
+        by_policy += [dataclasses.replace(candidate, prefetch=False) for candidate in by_policy]
     # Policies that recompute alike are sorted by what they offload, the least first.
     by_policy.sort(key=lambda candidate: (_recomputed_flops(candidate), len(anatomy.offloaded_names(candidate))))
     return {2**i: [dataclasses.replace(candidate, microbatches=2**i) for candidate in by_policy] for i in range(6)}
@@ -564,6 +570,7 @@ def _how_text(config: Config) -> str:
     words = [f"{config.remat} {config.remat_tensors.replace(':device', '')}".strip()]
     words += [f"dim_multiple {config.dim_multiple}"] if config.dim_multiple > 1 else []
     words += ["double_buffer"] if config.double_buffer else []
+    words += [] if config.prefetch else ["no prefetch"]
     words += [f"core_axis {config.core_axis}"] if config.core_axis else []
     return "; ".join(words)
 

@@ -117,6 +117,17 @@ def test_of_equally_fast_plans_the_simplest_is_best():
 
 
 @pytest.mark.slow
+def test_large_experts_are_not_gathered_ahead():
+    """Two gathered layers of DeepSeek-V3 leave no memory for the meshes that move least; dense layers do."""
+    flags = dict(batch=4096, mu_dtype="bfloat16", remat="custom", remat_tensors="decoder_layer_input:offload")
+    plan = planned("deepseek-v3", "tpu7x:4x8x8", **flags)
+    assert not plan.best.run.config.prefetch
+    ahead = dataclasses.replace(plan.best.run, config=dataclasses.replace(plan.best.run.config, prefetch=True))
+    assert predict(ahead).shortfall(planner.MEMORY_SHARE)
+    assert all(fit.run.config.prefetch for fit in planned("llama3.1-8b", "tpu7x:2x2x1", batch=16).families)
+
+
+@pytest.mark.slow
 def test_a_custom_policy_is_tried_among_the_others():
     """It moves the layer's input to the host, which no named policy does, nor one that the planner makes."""
     shape = dict(batch=1536, mu_dtype="bfloat16")
