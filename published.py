@@ -257,7 +257,7 @@ def _gemma4_26b(batch: int, topology: str, mesh: str, step_s: float, tflops: flo
     )
 
 
-_NO_TENSOR = dict(mesh="fsdp:256", batch=2048, mu_dtype="bfloat16")
+_DEEPSEEK_128 = dict(mesh="fsdp:256", batch=2048, mu_dtype="bfloat16")
 
 OTHER_RUNS: dict[str, Recipe] = {
     "llama3.1-70b-8k-bf16-4x8x8": _elsewhere(
@@ -285,10 +285,10 @@ OTHER_RUNS: dict[str, Recipe] = {
         measured_tflops=1188.0,
     ),
     "deepseek-v3-4k-bf16-4x4x8": _elsewhere(
-        "deepseek-v3-4k-bf16", "tpu7x:4x4x8", 27.02, 607.53, "deepseek3-671b/4k-bf16-tpu7x-4x4x8", **_NO_TENSOR
+        "deepseek-v3-4k-bf16", "tpu7x:4x4x8", 27.02, 607.53, "deepseek3-671b/4k-bf16-tpu7x-4x4x8", **_DEEPSEEK_128
     ),
     "deepseek-v3-4k-fp8-4x4x8": _elsewhere(
-        "deepseek-v3-4k-fp8", "tpu7x:4x4x8", 22.47, 730.60, "deepseek3-671b/4k-fp8-tpu7x-4x4x8", **_NO_TENSOR
+        "deepseek-v3-4k-fp8", "tpu7x:4x4x8", 22.47, 730.60, "deepseek3-671b/4k-fp8-tpu7x-4x4x8", **_DEEPSEEK_128
     ),
     "gpt-oss-120b-8k-bf16-4x8x8": _elsewhere(
         "gpt-oss-120b-8k-bf16",
