@@ -83,7 +83,7 @@ WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window
 NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
 GLOBAL_LAYERS = Need(lambda c: c.global_every or not c.window, "windows need only a halo", "--global_every=2")
 GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
-PREFETCH = Need(lambda c: c.prefetch, "prefetch=False carries no weights from layer to layer", "--prefetch")
+PREFETCH = Need(lambda c: c.prefetch, "prefetch=False gathers large weights within their layer", "--prefetch")
 ROPE_TYPE = Need(lambda c: c.rope_type != "default", "rope_type=default scales no frequency", "--rope_type=llama3")
 ORIGINAL_LEN = Need(
     lambda c: c.rope_type in ("llama3", "yarn") and c.rope_scaling != 1,
@@ -304,7 +304,7 @@ class Config:
     collectives: str = flag("xla", "program", DEVICES, choices="xla ring ring_bidirectional")
     # tensor parallelism multiplies each block while our ring sends the next one
     collective_matmul: bool = flag(False, "program plan", TENSOR)
-    # gather the weights of layer i+1 while layer i computes
+    # gather the weights of layer i+1 while layer i computes; without, those of the MLP or experts in their own layer
     prefetch: bool = flag(True, "program", FSDP)
     # two layers per iteration of the layer loop: gathered weights are not copied in between
     double_buffer: bool = flag(False, "program plan", PREFETCH, FSDP)

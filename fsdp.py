@@ -15,6 +15,10 @@ it computes layer i, since neither depends on the other. At most two layers are 
 gathers L+1 times, because the last iteration gathers its own layer again. `scan_layers` defines its own derivative.
 That of `lax.scan` would save the gathered weights of every layer, because they are in the loop's carry.
 
+**Large weights.** Two gathered layers of a large mixture do not fit. Of such a layer only some weights are gathered
+ahead, those of attention, and the matrices of its experts while attention is computed. `gather_layer` is then a pair
+of functions. The model does so with --no-prefetch.
+
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
 layer into another buffer, and copies that into the carry at the end of the iteration. With `double_buffer` an iteration
 has two layers, the two buffers swap roles, and nothing is copied. Here a and b are buffers, and | separates what runs
@@ -151,7 +155,10 @@ def scan_layers(
       layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass. The
         gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for example) is
         saved for every layer.
-      gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient.
+      gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient. Or
+        two such functions, for the weights of which one layer is gathered at a time with prefetch as well: the first
+        one's are gathered a layer ahead, the second one's within their layer. `layer` then takes (weights of the first,
+        weights of the second, x, aux, i).
       shards_L: a tree of arrays with a leading layer dim, the weights of all layers.
       x: the residual stream, or a tree with the stream and with sums to which the layers add. The stream must be the
         largest array of the tree. Gradients flow to the sums, too.
@@ -163,8 +170,10 @@ def scan_layers(
         With (0, 0, 1) layers 0 and 1 are rows 0 and 1 of the first stack, and layer 2 is row 0 of the second.
     """
     if not pattern:
-        return _scan_layers((layer,), (gather_layer,), (0,), prefetch, double_buffer, (shards_L,), x, aux)
-    return _scan_layers(layer, gather_layer, pattern, prefetch, double_buffer, shards_L, x, aux)
+        layer, gather_layer, shards_L, pattern = (layer,), (gather_layer,), (shards_L,), (0,)
+    layers = tuple(lambda w, *rest, layer=layer: layer(*w, *rest) for layer in layer)
+    gathers = tuple(gather if isinstance(gather, tuple) else (gather,) for gather in gather_layer)
+    return _scan_layers(layers, gathers, pattern, prefetch, double_buffer, shards_L, x, aux)
 
 
 def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None, reverse=False):
@@ -174,11 +183,12 @@ def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None,
     """
     rows, period = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks], len(pattern)
     num_layers = sum(rows)
-    weights = lambda kind, row: gathers[kind](_index(stacks[kind], row))
+    weights = lambda kind, row, which: tuple(gather(_index(stacks[kind], row)) for gather in gathers[kind][which])
+    all_of_them, ahead_of_time, within_the_layer = slice(None), slice(1), slice(1, None)
 
     def gather_then(x, i, j, *saved):
         kind, row = _place(i, j % period, pattern)
-        return step(kind, weights(kind, row), x, i, *saved)
+        return step(kind, weights(kind, row, all_of_them), x, i, *saved)
 
     if not prefetch:
         return _loop(gather_then, x, num_layers, period, saved, reverse)
@@ -190,12 +200,13 @@ def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None,
         row = row.clip(0, rows[kind] - 1)  # the extra gather is cheaper than a second loop body
         if double_buffer:
             x, row = _after(x, row)
-        w_next = weights(kind, row)
-        x, out = step(pattern[j % period], w, x, i, *saved)
+        w_next = weights(kind, row, ahead_of_time)
+        kind, row = _place(i, j % period, pattern)
+        x, out = step(kind, w + weights(kind, row, within_the_layer), x, i, *saved)
         return (x, w_next), out
 
     per_iteration = 2 if double_buffer and period == 1 else period
-    carry = x, weights(*_place(first, first % period, pattern))
+    carry = x, weights(*_place(first, first % period, pattern), ahead_of_time)
     (x, _), out = _loop(gather_beside, carry, num_layers, per_iteration, saved, reverse)
     return x, out
 
@@ -279,8 +290,8 @@ def _backward(layers, gathers, pattern, prefetch, double_buffer, residuals, dx):
     def step(kind, w, dx, i, backward):
         backward.args_res[0], backward.args_res[2], backward.args_res[3] = w, aux, i
         dw, dx, *_ = backward(dx)
-        scatter = jax.linear_transpose(gathers[kind], _index(stacks[kind], 0))
-        return dx, scatter(dw)[0]
+        gather = lambda shards: tuple(gather(shards) for gather in gathers[kind])
+        return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]
 
     dx, dshards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, dx, backwards, reverse=True)
     # Each loop has one stack for each layer of an iteration. Merge those of a kind to one, in the order of the layers.

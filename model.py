@@ -121,7 +121,7 @@ def run_layers(
     layer = layer_function(partial(is_global_layer, num_layers=num_layers, config=config), config, attend_with)
     aux = (*constants, first_layer, _rounding_key(scaling.key, config))
     shards = layers, scaling.amax
-    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=config.prefetch, double_buffer=config.double_buffer)
+    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=True, double_buffer=config.double_buffer)
 
 
 def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO_SCALING, attend_with=None):
@@ -134,7 +134,7 @@ def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO
         kind = anatomy.of_kind(config, is_global)
         layers.append(layer_function(lambda i, first_layer, is_global=is_global: is_global, kind, attend_with))
     aux = (*constants, 0, _rounding_key(scaling.key, config))
-    options = dict(prefetch=config.prefetch, double_buffer=config.double_buffer)
+    options = dict(prefetch=True, double_buffer=config.double_buffer)
     options |= dict(pattern=(0,) * (config.global_every - 1) + (1,))
     return fsdp.scan_layers(tuple(layers), tuple(gathers), tuple(shards), x, aux, **options)
 
@@ -142,10 +142,13 @@ def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO
 def layer_function(is_global, config: Config, attend_with):
     """The function of a layer for `fsdp.scan_layers`, with recomputation. `is_global`: (i, first_layer) -> whether."""
 
-    def layer(weights, x, aux, i):
+    def layer(weights, *rest):
+        (w, amax), (*within, x, aux, i) = weights, rest
+        for others in within:
+            w = dataclasses.replace(w, **{name: each for name, each in vars(others).items() if each is not None})
         *constants, first_layer, key = lax.stop_gradient(aux)
         number = first_layer + i
-        w = with_scales(*weights, None if key is None else jax.random.fold_in(key, number), config)
+        w = with_scales(w, amax, None if key is None else jax.random.fold_in(key, number), config)
         attend = attend_with and partial(attend_with, number)
         kind = is_global(i, first_layer)
         return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend)
@@ -167,10 +170,11 @@ def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, s
 
 
 def layer_gather(layers: Layers, config: Config, stack: str):
-    """(layers, gather): the stack with its norms and biases gathered, and a function that gathers a layer's matrices.
+    """(layers, gather): the stack with its norms and biases gathered, and what gathers a layer, for `fsdp.scan_layers`.
 
     The norms and biases of all layers are gathered at once. Inside the loop each would be a message of a few kilobytes,
-    which is all latency. `gather`: (shards of a layer, amax) -> (weights, amax).
+    which is all latency. `gather`: (shards of a layer, amax) -> (weights, amax). Without prefetch it is a pair, whose
+    second function gathers the matrices of the MLP or of the experts.
     """
     specs, matrices = getattr(param_specs(config), stack), getattr(is_matrix(config), stack)
     contracted = getattr(fp8_contracted(config), stack)  # 0 for weights that are not in FP8
@@ -182,11 +186,17 @@ def layer_gather(layers: Layers, config: Config, stack: str):
             return fp8.gather_weight(w, spec, fp8_recipe(config), contracted, WEIGHT_AXES, config.collectives)
         return _gather(w, spec, config) if matrix else w
 
-    def gather(shards):
-        shards, amax = shards
-        return unstack_experts(jax.tree.map(gather_weight, shards, specs, matrices, contracted), config), amax
+    def gather(shards, names):
+        left_out = {field.name: None for field in dataclasses.fields(Layers) if field.name not in names}
+        trees = (dataclasses.replace(tree, **left_out) for tree in (shards, specs, matrices, contracted))
+        return unstack_experts(jax.tree.map(gather_weight, *trees), config)
 
-    return layers, gather
+    all_weights = anatomy.WEIGHTS
+    large = {name for name, weight in all_weights.items() if weight.part in ("mlp", "experts")}
+    if config.prefetch:
+        return layers, lambda shards: (gather(shards[0], all_weights), shards[1])
+    ahead = lambda shards: (gather(shards[0], all_weights.keys() - large), shards[1])
+    return layers, (ahead, lambda shards: gather(shards[0], large))
 
 
 def _gather(w: jax.Array, spec: P, config: Config) -> jax.Array:

@@ -126,12 +126,18 @@ def test_in_two_dims_all_bytes_go_over_the_second_axis_and_a_share_over_the_firs
 
 
 def test_prefetch_gathers_what_this_layer_does_not_need():
-    """No matmul of a loop's body uses what the body gathers: that goes into the carry, for the next layer."""
+    """No matmul of a loop's body uses what the body gathers: that goes into the carry, for the next layer.
+
+    Without prefetch it uses the matrices of the MLP, and attention's go into the carry.
+    """
     for prefetch in (True, False):
         config = Config(**SMALL, mesh="fsdp:8", prefetch=prefetch)
         for _, body in layer_loops_of(config):
             used = {var for eqn in body.eqns for var in eqn.invars if not hasattr(var, "val")}
-            assert bool(weights_gathered(body) & used) != prefetch
+            gathered = weights_gathered(body)
+            assert len(gathered) == 7
+            of_mlp = sorted([config.model_dim * config.ff_dim] * 3)
+            assert sorted(var.aval.size for var in gathered & used) == ([] if prefetch else of_mlp)
 
 
 @pytest.mark.slow
