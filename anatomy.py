@@ -439,9 +439,12 @@ def read_names(saved: Collection[str], config: Config) -> frozenset[str]:
     """The `saved` activations that the backward pass reads. The others take no memory, whatever the policy says.
 
     It does not read a layer's result, nor attention's output projection if its sum with the residual stream is saved.
+    It does not read the results of experts: the router's weights multiply the rows before their last matmul (moe.py).
     The gradient of a norm reads what is normed.
     """
-    unread = set() if config.post_norms else {"mlp_down"} | ({"out_proj"} if "mlp_input" in saved else set())
+    unread = {"expert_down"}
+    if not config.post_norms:
+        unread |= {"mlp_down"} | ({"out_proj"} if "mlp_input" in saved else set())
     if not config.expert_norms and ("mixture_out" in saved or not config.post_norms):
         unread |= {"shared_down"}
     return frozenset(saved) - unread

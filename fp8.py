@@ -71,6 +71,7 @@ and written a block. There they are for study.
 (arXiv:2110.02861), FP8 reduce-scatters.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter, vary_alike
 from gmm import bias_gradients, gated_products, gmm, summed_gmm, tgmm
+from moe import Sums, add_copies, copies_of
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -158,6 +160,14 @@ class Quantized:
     values: jax.Array
     scale: jax.Array
     source: jax.Array
+
+    def map_rows(self, copy: Callable[[jax.Array], jax.Array]) -> "Quantized":
+        """`copy` of the rows, if one scale is for all of them: a quarter of the time of quantising the copies.
+
+        XLA:TPU looks up 262,144 rows of 7,168 FP8 values in 0.66 ms. In bfloat16 that takes 1.32 ms, and to quantise
+        them 4.95 (compiled, by XLA's estimates).
+        """
+        return Quantized(copy(lax.stop_gradient(self.values)), self.scale, copy(self.source))
 
 
 @jax.tree_util.register_dataclass
@@ -500,26 +510,36 @@ def logits(x_bcD: jax.Array, w_vD: jax.Array, operand, chunk, recipe: Recipe):
 
 
 def grouped_dot(
-    x_rK: jax.Array, weights: tuple[Weight, ...], sizes_e: jax.Array, recipe: Recipe, *, transpose: bool = False
+    x_rK: jax.Array | Quantized,
+    weights: tuple[Weight, ...],
+    sizes_e: jax.Array,
+    recipe: Recipe,
+    *,
+    transpose: bool = False,
+    sums: Sums | None = None,
 ) -> tuple[jax.Array, ...]:
     """Each group's rows times its matrix, for each of `weights`, in FP8 and with gradients, by the kernels of gmm.py.
 
     Args:
-      x_rK: rows sorted by group. The content of rows after the last group does not matter; they give zeros.
+      x_rK: rows sorted by group. The content of rows after the last group does not matter; they give zeros. If all rows
+        are of a group, they may be quantised already.
       weights: [e, K, N], or with `transpose` [e, N, K].
       sizes_e: int32, the number of rows of each group.
       recipe: per tensor.
+      sums: return moe.add_copies of each product. Gradients are then quantised before they are copied to rows, all of
+        which must be of a group.
 
     Raises:
       ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
-    options = (recipe, transpose)
-    return tuple(_grouped(options, x, q, sizes_e, w.key) for q, w in zip(quantized, weights, strict=True))
+    num_rows, *indices = (None,) if sums is None else sums[:3]
+    operands = zip(quantized, weights, strict=True)
+    return tuple(_grouped((recipe, transpose, num_rows), x, q, sizes_e, w.key, indices) for q, w in operands)
 
 
 def gated_dot(
-    x_rK: jax.Array,
+    x_rK: jax.Array | Quantized,
     gate: Weight,
     up: Weight,
     sizes_e: jax.Array,
@@ -541,7 +561,11 @@ def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Q
         )
     if recipe.rounding == "stochastic" and any(w.key is None for w in weights):
         raise ValueError("grouped matmuls in fp8 round gradients stochastically: they need keys")
-    x = quantize(jnp.where(_in_a_group(x_rK, sizes_e), x_rK, 0), recipe, (1,))
+    if isinstance(x_rK, Quantized):
+        return vary_alike((x_rK, [w.quantized for w in weights]))
+    # Rows after the last group do not count for the scale. Their gradient need not be set to zero.
+    rows = jnp.where(_in_a_group(x_rK, sizes_e), lax.stop_gradient(x_rK), 0)
+    x = dataclasses.replace(quantize(rows, recipe, (1,)), source=x_rK)
     return vary_alike((x, [w.quantized for w in weights]))
 
 
@@ -550,25 +574,31 @@ def _in_a_group(x, sizes_e):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(options, x, w, sizes_e, key):
-    return _grouped_forward(options, x, w, sizes_e, key)[0]
+def _grouped(options, x, w, sizes_e, key, indices):
+    return _grouped_forward(options, x, w, sizes_e, key, indices)[0]
 
 
-def _grouped_forward(options, x, w, sizes_e, key):
+def _grouped_forward(options, x, w, sizes_e, key, indices):
+    _, transpose, num_rows = options
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
-    y = gmm(x.values, w.values, sizes_e, transpose_rhs=options[1], lhs_scale=scale, out_dtype=dtype)
-    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key)
+    y = gmm(x.values, w.values, sizes_e, transpose_rhs=transpose, lhs_scale=scale, out_dtype=dtype)
+    y = add_copies(y, Sums(num_rows, *indices)) if indices else y
+    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key, indices)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, transpose), (x, s_x, w, s_w, sizes_e, key) = options, residuals
+    (recipe, transpose, num_rows), (x, s_x, w, s_w, sizes_e, key, indices) = options, residuals
     dtype = dy.dtype
-    q_dy, s_dy = _grouped_gradient(dy, sizes_e, recipe, key)
+    if indices:
+        q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
+        q_dy = copies_of(q_dy, Sums(num_rows, *indices))
+    else:
+        q_dy, s_dy = _grouped_gradient(dy, sizes_e, recipe, key)
     options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
     dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transpose, **options)
     pair = (q_dy, x) if transpose else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
-    return Quantized(None, None, dx), Quantized(None, None, dw), None, None
+    return Quantized(None, None, dx), Quantized(None, None, dw), None, None, None
 
 
 def _grouped_gradient(dy, sizes_e, recipe, key):

@@ -38,20 +38,23 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
-    def experts(w, x, sizes):
+    def experts(w, x, sizes, factors, sums=None):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
-        x = remat.named(x, "expert_input")
+        x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
         x = gather(x, dim=x.ndim - 1) if rows_travel else x
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
-        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True)  # {U_tensor}
-        if config.expert_bias:
-            y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes)
+        product = moe.times_factors(product, factors)
+        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, sums=sums)  # {U_tensor}
+        if config.expert_bias and not sums:
+            y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
         return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
 
     x_td = h_td if rows_travel else gather(h_td, dim=1)
     is_padding = (segments_bt == 0).reshape(-1, 1)
     sent_tX = jnp.where(is_padding, config.num_experts, routing.experts_tX) if rows_travel else routing.experts_tX
     y_td, counts = apply_experts(w, x_td, routing._replace(experts_tX=sent_tX), experts, config)
+    if config.expert_bias and config.moe_impl == "dropless" and not rows_travel:  # summed, so a bias once a token
+        y_td += jnp.dot(moe.gates(routing).astype(y_td.dtype), as_partial_sum(w.bias_expert_down))
     y_td = y_td if rows_travel else scatter(y_td, dim=1)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, counts, config)
 
@@ -72,14 +75,23 @@ def expert_activation(w: Layers, x, sizes, config: Config):
 
 
 def expert_matmuls(
-    x, weights: tuple[jax.Array | fp8.Weight, ...], sizes, config: Config, transpose: bool = False
+    x,
+    weights: tuple[jax.Array | fp8.Weight, ...],
+    sizes,
+    config: Config,
+    transpose: bool = False,
+    sums: moe.Sums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x @ w for each of `weights` and each expert's rows; x, sizes and `transpose` as in `moe.grouped_matmul`."""
+    """x @ w for each of `weights` and each expert's rows; x, sizes and `transpose` as in `moe.grouped_matmul`.
+
+    With `sums` it is `moe.add_copies` of these.
+    """
     if not isinstance(weights[0], fp8.Weight):
-        return tuple(moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
+        products = (moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
+        return tuple(moe.add_copies(y, sums) if sums else y for y in products)
     recipe = fp8_recipe(config)
     if sizes is not None:
-        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose)
+        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose, sums=sums)
     x = fp8.quantize(x, recipe, (2,))
     return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
 
@@ -110,7 +122,7 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
 
 def apply_experts(w: Layers, x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, dict]:
     """(y_td, {metric: this device's count}), by the method `config.moe_impl`."""
-    t, operands = x_td.shape[0], (experts, "expert")
+    t, operands = len(routing.weights_tX), (experts, "expert")
     if config.moe_impl == "reference":
         return moe.reference(w, x_td, routing, *operands), {}
     if config.moe_impl == "capacity":
@@ -118,6 +130,8 @@ def apply_experts(w: Layers, x_td, routing: moe.Routing, experts, config: Config
         y_td, dropped = moe.with_capacity(w, x_td, routing, *operands, slots, config.collectives)
         return y_td, {"dropped": dropped}
     num_chunks = config.moe_parts
+    if isinstance(w.expert_gate, fp8.Weight) and num_chunks == lax.axis_size("expert") == 1:
+        x_td = fp8.quantize(x_td, fp8_recipe(config), (1,))  # before there are several copies of each row
     buffer_rows = expert_rows(config, t // num_chunks, lax.axis_size("expert"))
     dropless = lambda x_td, routing: moe.dropless(w, x_td, routing, *operands, buffer_rows)
     y_td, rounds = dropless(x_td, routing) if num_chunks == 1 else moe.in_chunks(dropless, x_td, routing, num_chunks)

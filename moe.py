@@ -49,6 +49,12 @@ combine the results. All give the same y, except for pairs that `capacity` drops
 
     x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  all-to-all  ->  y_td
 
+**Weights.** The last matmul of an expert is linear, so the scores multiply its operand, of width M, and not its result,
+of width D. The gradient of a score is the sum of product * dproduct. So the backward pass reads no result of an expert:
+it repeats neither the last matmul nor, over an axis, the exchange of its results. What is left of the combine adds up
+rows. Its gradient is a copy of rows, as the dispatch is. If experts have a bias and rows do not travel, each token gets
+the weighted sum of the biases once.
+
 **Chunks** (`in_chunks`). The matmuls of the experts cannot start before their rows arrive, and the layer has little
 else to compute meanwhile. If the tokens are split into n chunks, the rows of one chunk are sent while those of another
 are multiplied:
@@ -111,10 +117,11 @@ import collectives
 import sharding
 from gmm import gated_gmm, gmm
 
-# A function experts(w, x, sizes): the results of a device's experts, whose weights are w, in the shape of x. If x is
-# [rows, d], its rows are sorted by expert, and `sizes` has their number for each expert. If x is [experts, rows, d],
-# `sizes` is None. The function must depend on no other traced value.
-Experts = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+# A function experts(w, x, sizes, factors, sums=None): the result of a device's experts, whose weights are w, for each
+# row of x, times the row's factor. It has the shape of x. If x is [rows, d], its rows are sorted by expert, `sizes` has
+# the rows of each expert, and `factors` is [rows], float32. If x is [experts, rows, d], `sizes` is None, and `factors`
+# is [experts, rows]. With `sums` it returns add_copies(result, sums). It must depend on no other traced value.
+Experts = Callable[..., jax.Array]
 
 
 # -- the router
@@ -303,18 +310,26 @@ def _tiled_matmul(x_rK, w_eKN, sizes_e, transpose: bool = False, rows: int = 64)
     return out.at[row].set(products, mode="drop")
 
 
-def add_bias(y_rm: jax.Array, bias_em: jax.Array, sizes_e: jax.Array | None) -> jax.Array:
-    """Returns y_rm with each expert's bias added to its rows, which are sorted by expert.
+def add_bias(
+    y_rm: jax.Array, bias_em: jax.Array, sizes_e: jax.Array | None, factors_r: jax.Array | None = None
+) -> jax.Array:
+    """Returns y_rm with each expert's bias, times the row's factor, added to its rows, which are sorted by expert.
 
-    The result is zero for rows after those of the last expert. If `sizes_e` is None, y is y_ecm.
+    The result is zero for rows after those of the last expert. If `sizes_e` is None, y is y_ecm, and factors_ec.
     """
     if sizes_e is None:
-        return y_rm + bias_em[:, None]
+        return y_rm + (bias_em[:, None] if factors_r is None else times_factors(bias_em[:, None], factors_r))
     end_e = jnp.cumsum(sizes_e)
     row = jnp.arange(y_rm.shape[0])[:, None]
     is_in_re = (row >= end_e - sizes_e) & (row < end_e)
     bias_rm = jnp.matmul(is_in_re.astype(bias_em.dtype), bias_em)  # the gradient of indexing would be a scatter
+    bias_rm = bias_rm if factors_r is None else times_factors(bias_rm, factors_r)
     return jnp.where(row < end_e[-1], y_rm + bias_rm, 0)
+
+
+def times_factors(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns each row of x times its factor, computed in float32, in the dtype of x."""
+    return (x * factors[..., None]).astype(x.dtype)
 
 
 def glu(gate: jax.Array, up: jax.Array, activation: str = "silu", limit: float = 0.0) -> jax.Array:
@@ -380,6 +395,51 @@ _copy_rows.defvjp(
 )
 
 
+class Sums(NamedTuple):
+    """Which rows `add_copies` adds up."""
+
+    num_rows: int  # of the sum
+    copies: jax.Array  # this and `source` are as in copy_rows, whose transpose a sum is
+    source: jax.Array
+    missing: Missing = NONE_MISSING
+
+
+def add_copies(y: jax.Array, sums: Sums) -> jax.Array:
+    """Returns the sum of the copies of each row. Its gradient is `copies_of`."""
+    return _add_copies((sums.num_rows, sums.missing), y, sums.copies, sums.source)
+
+
+def copies_of(x: jax.Array, sums: Sums) -> jax.Array:
+    """Returns the copies of the rows of x, as `copy_rows` does. It has no gradient."""
+    return _rows(x, sums.source, sums.missing.sources)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_copies(options, y, copies, source):
+    return _copy_rows_backward(options, copies, y)[0]
+
+
+_add_copies.defvjp(
+    lambda options, y, copies, source: (_add_copies(options, y, copies, source), source),
+    lambda options, source, dx: (_rows(dx, source, options[1].sources), None, None),
+)
+
+
+@jax.custom_vjp
+def permuted(a_p: jax.Array, source_p: jax.Array, place_p: jax.Array) -> jax.Array:
+    """Returns a_p[source_p], for a permutation `source_p` with the inverse `place_p`.
+
+    It sorts by `place_p`. To look up single numbers takes a TPU longer than to sort them (moe.py's head).
+    """
+    return lax.sort((place_p, a_p), num_keys=1)[1]
+
+
+permuted.defvjp(
+    lambda a_p, source_p, place_p: (permuted(a_p, source_p, place_p), (source_p, place_p)),
+    lambda orders, da_p: (permuted(da_p, *orders[::-1]), None, None),
+)
+
+
 def _sum(terms: list[jax.Array]) -> jax.Array:
     """The sum of the terms, computed in float32, in the dtype of the terms.
 
@@ -406,25 +466,6 @@ def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
     return Pairs(order_p, jnp.argsort(order_p), loads(experts_tX, num_experts))
 
 
-def combine(
-    y_rd: jax.Array, place_p: jax.Array, order_r: jax.Array, weights_tX: jax.Array, missing: Missing
-) -> jax.Array:
-    """Returns y_td, the weighted sum of the X results of each token.
-
-    Args:
-      y_rd: the results, one row for each pair; or [r, d / 128, 128], and y_td likewise.
-      place_p: the row of each pair, by the pair's number choice*t + token.
-      order_r: the pair of each row.
-      weights_tX: the weights of each token's results, float32.
-      missing: whether `place_p` ("sources") and `order_r` ("copies") may have indices past the end.
-    """
-    t, X = weights_tX.shape
-    y_Xtd = copy_rows(y_rd, place_p, order_r, missing).reshape(X, t, *y_rd.shape[1:])
-    over_d = lambda weight_t: weight_t.reshape(t, *(1 for _ in y_rd.shape[1:]))
-    # The sum is in float32, as the weights are.
-    return sum(y_Xtd[k] * over_d(weights_tX[:, k]) for k in range(X)).astype(y_rd.dtype)
-
-
 # -- dispatch
 
 
@@ -441,7 +482,7 @@ def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: 
 
 
 def dropless(
-    w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
+    w, x_td: Any, routing: Routing, experts: Experts, axis: str, buffer_rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (y_td, the number of rounds). To be called in `jax.shard_map`.
 
@@ -449,6 +490,7 @@ def dropless(
 
     Args:
       w: the weights of the experts of this device.
+      x_td: the tokens. On an axis of size 1 they may be an fp8.Quantized with one scale.
       experts: applies them to sorted rows. Rows after those of the last expert are uninitialised memory, in x and in
         the cotangent of the result. The results of such rows are not read.
       axis: the mesh axis of the experts. With size 1 nothing is sent.
@@ -456,9 +498,11 @@ def dropless(
     """
     (t, E), pairs = routing.scores_tE.shape, sort_pairs(routing.experts_tX, routing.scores_tE.shape[1])
     if lax.axis_size(axis) == 1:
-        x_pd = copy_rows(x_td, pairs.order_p % t, pairs.place_p, NONE_MISSING)
-        y_pd = experts(w, x_pd, pairs.loads_E)
-        return combine(y_pd, pairs.place_p, pairs.order_p, routing.weights_tX, NONE_MISSING), jnp.int32(1)
+        token_p = pairs.order_p % t
+        copied = lambda a: copy_rows(a, token_p, pairs.place_p, NONE_MISSING)
+        x_pd = copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
+        factors_p = permuted(routing.weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p)
+        return experts(w, x_pd, pairs.loads_E, factors_p, Sums(t, pairs.place_p, token_p)), jnp.int32(1)
     loads_NE = collectives.all_gather(pairs.loads_E, axis, tiled=False, algorithm="xla")
     starts = buffer_starts(loads_NE)
     # The place of each pair in an endless buffer of its receiver; that of no expert is past the end.
@@ -500,14 +544,17 @@ def one_round(options, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax
     first = number * buffer_rows
     dispatch_plan, combine_plan, sizes_e = exchange_plan(loads_NE, axis, first, buffer_rows)
     num_pairs = row_p.shape[0]
-    # A pair of another round gets an index past the end: zero is its result, and what it adds to its token's gradient.
-    place_p = jnp.where((row_p >= first) & (row_p < first + buffer_rows), pairs.place_p, num_pairs)
-    x_pd = copy_rows(contiguous_rows(x_td), pairs.order_p % t, place_p, Missing(sources=False, copies=True))
-    x_rd = exchange(x_pd, buffer_rows, dispatch_plan, combine_plan, axis, t).reshape(buffer_rows, d)
-    y_rd = contiguous_rows(experts(w, x_rd, sizes_e))
-    y_pd = exchange(y_rd, num_pairs, combine_plan, dispatch_plan, axis, t)
-    missing = Missing(sources=True, copies=False)
-    return combine(y_pd, place_p, pairs.order_p, weights_tX, missing).reshape(t, d)
+    # A pair of another round gets an index past the end: zero is its result, and what it adds to the gradients.
+    in_round_p = (row_p >= first) & (row_p < first + buffer_rows)
+    place_p, token_p = jnp.where(in_round_p, pairs.place_p, num_pairs), pairs.order_p % t
+    factors_p = jnp.where(in_round_p, weights_tX.T.reshape(-1), 0)
+    factors_p = permuted(factors_p, pairs.order_p, pairs.place_p)
+    missing = Missing(sources=False, copies=True)
+    x_pd = copy_rows(contiguous_rows(x_td), token_p, place_p, missing)
+    send = lambda a: exchange(a, buffer_rows, dispatch_plan, combine_plan, axis, t)
+    y_rd = experts(w, send(x_pd).reshape(buffer_rows, d), sizes_e, send(factors_p[:, None])[:, 0])
+    y_pd = exchange(contiguous_rows(y_rd), num_pairs, combine_plan, dispatch_plan, axis, t)
+    return add_copies(y_pd, Sums(t, place_p, token_p, missing)).reshape(t, d)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -683,15 +730,24 @@ def with_capacity(
     nth_p = pairs.place_p - start_E[expert_p]
     slot_p = jnp.where(nth_p < capacity, expert_p * capacity + nth_p, E * capacity)
     missing = Missing(sources=True, copies=True)
-    x_rd = copy_rows(x_td, jnp.where(pair_r < num_pairs, pair_r % t, t), slot_p, missing)
+    token_r = jnp.where(pair_r < num_pairs, pair_r % t, t)
+    x_rd = copy_rows(x_td, token_r, slot_p, missing)
     x_ECd = x_rd.reshape(E, capacity, -1)
+    factors_EC = copy_rows(routing.weights_tX.T.reshape(-1), pair_r, slot_p, missing).reshape(E, capacity)
     if lax.axis_size(axis) == 1:
-        y_ECd = experts(w, x_ECd, None)
+        y_ECd = experts(w, x_ECd, None, factors_EC)
     else:
         swap = partial(collectives.all_to_all, axis=axis, algorithm=algorithm)
-        y_ECd = swap(experts(w, swap(x_ECd, split_dim=0, concat_dim=1), None), split_dim=1, concat_dim=0)
-    y_td = combine(y_ECd.reshape(E * capacity, -1), slot_p, pair_r, routing.weights_tX, missing)
+        to_experts = partial(swap, split_dim=0, concat_dim=1)
+        y_ECd = swap(experts(w, to_experts(x_ECd), None, to_experts(factors_EC)), split_dim=1, concat_dim=0)
+    y_td = add_copies(y_ECd.reshape(E * capacity, -1), Sums(t, slot_p, token_r, missing))
     return y_td, jnp.sum(jnp.maximum(pairs.loads_E - capacity, 0))
+
+
+def gates(routing: Routing) -> jax.Array:
+    """Returns the weight of each expert for each token, float32 [t, E], most of them zero."""
+    chosen_tXE = jax.nn.one_hot(routing.experts_tX, routing.scores_tE.shape[1])
+    return jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
 
 
 def reference(w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str) -> jax.Array:
@@ -699,15 +755,12 @@ def reference(w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str)
 
     The tokens are gathered over `axis`, and the weighted sums over each device's experts are reduce-scattered.
     """
-    E = routing.scores_tE.shape[1]
-    chosen_tXE = jax.nn.one_hot(routing.experts_tX, E)
-    gates_tE = jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
-    gates_te = gates_tE  # on one device: all experts are local
+    gates_te = gates_tE = gates(routing)  # on one device: all experts are local
     if lax.axis_size(axis) > 1:
         x_td = collectives.all_gather(x_td, axis, dim=0, algorithm="xla")
         gates_te = collectives.all_to_all(gates_tE, axis, split_dim=1, concat_dim=0, algorithm="xla")
-    y_etd = experts(w, jnp.broadcast_to(x_td, (gates_te.shape[1], *x_td.shape)), None)
-    y_td = jnp.einsum("etd,te->td", y_etd, gates_te).astype(x_td.dtype)
+    y_etd = experts(w, jnp.broadcast_to(x_td, (gates_te.shape[1], *x_td.shape)), None, gates_te.T)
+    y_td = jnp.sum(y_etd, 0, dtype=jnp.float32).astype(x_td.dtype)
     return collectives.reduce_scatter(y_td, axis, dim=0, algorithm="xla") if lax.axis_size(axis) > 1 else y_td
 
 
@@ -731,9 +784,11 @@ def main() -> None:
         def per_device(x_td, logits_tE, gate, up, down):
             routing = route(logits_tE, X)
 
-            def experts(w, x, sizes):
+            def experts(w, x, sizes, factors, sums=None):
                 gate, up, down = w
-                return grouped_matmul(gated_matmul(x, gate, up, sizes, glu), down, sizes)
+                product = times_factors(gated_matmul(x, gate, up, sizes, glu), factors)
+                y = grouped_matmul(product, down, sizes)
+                return add_copies(y, sums) if sums else y
 
             operands = ((gate, up, down), x_td, routing, experts, "expert")
             want = reference(*operands)

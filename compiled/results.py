@@ -7,7 +7,9 @@
 file next to this module, under the flags that determine the program: whether the step fits, its time by the compiled
 schedule, the memory that it needs on the device and on the host, and the version of the compiler. An entry describes
 the program, and the time by compiled/schedule.py, as of then; `--keep` again replaces it. Predictions are computed
-anew: if roofline.py departs from the compiler, this shows in the table and in tests/test_compiled.py.
+anew: if roofline.py departs from the compiler, this shows in the table and in tests/test_compiled.py. An entry whose
+program has since changed has the field `efficiency`, what was then other than in `workload.TODAY`. Tables mark it
+"older", and it is held against a prediction of that program.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +31,7 @@ import tuned
 from hardware import parse_topology
 from predicted import planner
 from predicted.step import GiB, Prediction, predict
-from predicted.workload import run_of
+from predicted.workload import TODAY, run_of
 
 FILE = Path(__file__).with_name("results_tpu7x.json")
 STORED = "fits step_s mfu exposed_comm_s peak_hbm_bytes host_bytes compile_s xla_flags memory used_bytes".split()
@@ -41,8 +44,11 @@ def key_of(prediction: Prediction) -> str:
     return shlex.join(flag for flag in planner.flags_of(prediction) if name(flag) in in_key)
 
 
-def prediction_of(key: str) -> Prediction:
-    """Today's prediction for the step that a key names. Raises ValueError if a flag of the key is no longer valid."""
+def prediction_of(key: str, result: dict | None = None) -> Prediction:
+    """Today's prediction for the step that a key names, or for the older program of a result.
+
+    Raises ValueError if a flag of the key is no longer valid.
+    """
     parser = _parser()
     try:
         args = command.arguments(parser, shlex.split(key))
@@ -50,7 +56,8 @@ def prediction_of(key: str) -> Prediction:
         raise ValueError(str(error)) from None
     config = flags_lib.from_args(args)
     topology, num_slices = flags_lib.slice_of(args)
-    return predict(run_of(config, *parse_topology(topology), num_slices=num_slices))
+    efficiency = replace(TODAY, **(result or {}).get("efficiency", {}))
+    return predict(run_of(config, *parse_topology(topology), num_slices=num_slices, efficiency=efficiency))
 
 
 @functools.cache
@@ -99,7 +106,7 @@ def list_rows(pattern: str = "", file: Path | None = None) -> list[dict]:
     for key, result in read(file).items():
         if regex.search(key):
             try:
-                prediction = prediction_of(key)
+                prediction = prediction_of(key, result)
                 predicted = dict(step_s=prediction.step_s, mfu=prediction.mfu, hbm_bytes=prediction.hbm_bytes)
             except ValueError as error:
                 predicted = dict(error=str(error))
@@ -109,7 +116,9 @@ def list_rows(pattern: str = "", file: Path | None = None) -> list[dict]:
 
 def step_text(result: dict | None, text: str = "{step_s:.2f} s") -> str:
     """A table's cell for a result: the time of the step, "refused", or nothing if it was not compiled."""
-    return "" if result is None else text.format(**result) if result["fits"] else "refused"
+    if result is None:
+        return ""
+    return (text.format(**result) if result["fits"] else "refused") + (" (older)" if "efficiency" in result else "")
 
 
 def memory_of(result: dict) -> float | None:
@@ -119,7 +128,7 @@ def memory_of(result: dict) -> float | None:
 
 def table(rows: list[dict]) -> str:
     """A table with a line for each row; `exposed` is the share of the step in which a device waits for messages."""
-    heads = f"{'compiled':>9}{'predicted':>11}{'MFU':>8}{'exposed':>9}{'GiB, compiled':>15}{'predicted':>11}"
+    heads = f"{'compiled':>17}{'predicted':>11}{'MFU':>8}{'exposed':>9}{'GiB, compiled':>15}{'predicted':>11}"
     lines = [f"{heads}   flags of aot.py"]
     for row in rows:
         result, predicted = row["compiled"], row["predicted"]
@@ -130,7 +139,7 @@ def table(rows: list[dict]) -> str:
             ("-", "-") if error else (f"{predicted['step_s']:.3f} s", f"{predicted['hbm_bytes'] / GiB:.1f}")
         )
         lines.append(
-            f"{step_text(result, '{step_s:.3f} s'):>9}{predicted_s:>11}{mfu:>8}{exposed:>9}"
+            f"{step_text(result, '{step_s:.3f} s'):>17}{predicted_s:>11}{mfu:>8}{exposed:>9}"
             f"{f'{needed / GiB:.1f}' if needed else '':>15}{nbytes:>11}   {row['flags']}{f': {error}' if error else ''}"
         )
     compilers = sorted({row["compiled"]["libtpu"] for row in rows})

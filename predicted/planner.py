@@ -309,7 +309,7 @@ def _with_variants(fitting: list[Prediction]) -> list[Prediction]:
 
 
 # The activations that a custom policy may save on the device, without those of shared experts.
-SAVABLE = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up expert_up", "expert_down")
+SAVABLE = ("context", "qkv_proj", "out_proj", "mlp_gate expert_gate", "mlp_up expert_up")
 
 
 def _with_own_policy(prediction: Prediction) -> Iterator[Prediction]:

@@ -662,9 +662,11 @@ def _expert(run: Run, kinds: list[Kind]) -> Part:
 def _exchanges(run: Run) -> int:
     """How often a layer sends rows over `expert` for a microbatch.
 
-    Dispatch and combine are sent in both passes. The backward pass repeats each of them if its result is not saved.
+    Dispatch and combine are sent in both passes. The backward pass repeats those whose result it reads, if it is not
+    saved: the rows of the dispatch, and those of the combine if the router's weights multiply them.
     """
-    return 4 + len({"expert_input", "expert_down"} - anatomy.saved_names(run.config))
+    read = {"expert_input"} if run.efficiency.weighted_before else {"expert_input", "expert_down"}
+    return 4 + len(read - anatomy.saved_names(run.config))
 
 
 def _mixtures(kinds: list[Kind]) -> float:

@@ -92,6 +92,9 @@ class Efficiency:
     # Whether the experts' kernel reads a tile while it multiplies another one (gmm.py). If not, the times of both add
     # up, without empty rows of tiles, and rows whose width 128 does not divide are copied before and after.
     overlapped_experts: bool = True
+    # Whether the router's weights multiply rows before the experts' last matmul (moe.py), so that the backward pass
+    # does not read its results. If not, they multiply the results.
+    weighted_before: bool = True
     attention_block: int = 1024  # scores along an edge; a block that the mask crosses is computed in full
     # The extra time of a block that the mask crosses, over the time of a full block: (forward, backward). The compiled
     # values above are means that include it.
@@ -135,6 +138,7 @@ MAXTEXT = replace(
     hides_offload=("matmul", "attention", "elementwise"),
     gated_experts=False,
     overlapped_experts=False,
+    weighted_before=False,
     late_sums=False,
     copies_weights=False,
 )
@@ -411,8 +415,7 @@ def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
 def layers_of(run: Run) -> list[Layer]:
     """Returns the kinds of layers that the model has: dense, with experts, or both; or local and global ones."""
     row_copies = run.tensor if run.sizes["expert"] == 1 else 1
-    gated = run.efficiency.gated_experts and anatomy.glu_in_kernel(run.config)
-    return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, gated)
+    return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, run.efficiency)
 
 
 def kernel_keys(run: Run) -> tuple[float, float]:
@@ -433,7 +436,7 @@ def kernel_keys(run: Run) -> tuple[float, float]:
 
 @cache
 def _layers(
-    config: Config, keys: tuple[float, float], expert_buffer_ratio: float, row_copies: int, gated: bool
+    config: Config, keys: tuple[float, float], expert_buffer_ratio: float, row_copies: int, efficiency: Efficiency
 ) -> list[Layer]:
     """The costs of a model's dense layers and of its layers with experts; a model has one kind or both.
 
@@ -441,7 +444,6 @@ def _layers(
       keys: the result of `kernel_keys`.
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts.
-      gated: whether the experts' kernel computes their SwiGLU.
     """
     num_experts = anatomy.num_expert_layers(config)
     kinds = (False, anatomy.num_run_layers(config) - num_experts), (True, num_experts)
@@ -451,26 +453,34 @@ def _layers(
         of_local, of_global = (config.num_layers * sum_ for sum_ in (keys[0] - keys[1], keys[1]))
         keys_of = (of_local / num_local, 0.0), (of_global / num_global, of_global / num_global)
         layers = (local, num_local, keys_of[0]), (everywhere, num_global, keys_of[1])
-        return [_layer(kind, num_experts > 0, number, keys, rows, gated) for kind, number, keys in layers]
-    return [_layer(config, experts, number, keys, rows, gated) for experts, number in kinds if number]
+        return [_layer(kind, num_experts > 0, number, keys, rows, efficiency) for kind, number, keys in layers]
+    return [_layer(config, experts, number, keys, rows, efficiency) for experts, number in kinds if number]
 
 
 def _layer(
-    config: Config, experts: bool, num_layers: int, keys: tuple[float, float], rows: dict[str, float], gated: bool
+    config: Config,
+    experts: bool,
+    num_layers: int,
+    keys: tuple[float, float],
+    rows: dict[str, float],
+    efficiency: Efficiency,
 ) -> Layer:
     """The costs of one kind of layer, with experts or without.
 
-    `rows` has expert_buffer_ratio and row_copies. These, `keys` and `gated` are those of `_layers`.
+    `rows` has expert_buffer_ratio and row_copies. These and `keys` are those of `_layers`.
     """
     names = anatomy.layer_weights(config, experts=experts)
     weights = {name: weight for name, weight in transformer.weights(config).items() if name in names}
     by_3 = {name for name, weight in weights.items() if math.prod(weight.shape[1:]) % 3 == 0}
     fp8 = anatomy.fp8_weights(config)
-    saved = anatomy.read_names(anatomy.saved_names(config), config)
+    results = frozenset() if efficiency.weighted_before else frozenset({"expert_down"})
+    saved = anatomy.read_names(anatomy.saved_names(config), config) | (anatomy.saved_names(config) & results)
     offloaded = saved & anatomy.offloaded_names(config)
     read = anatomy.saved_names(dataclasses.replace(config, remat="none", remat_tensors=""))
     nbytes = partial(transformer.saved_bytes_per_layer, config, columns=COLUMNS_OF_A_TILE, experts=experts, **rows)
-    activation_bytes = nbytes(read)
+    of_results = anatomy.activations(config, experts=experts, **rows).get("expert_down", 0)
+    of_results *= anatomy.BYTES[config.dtype]
+    activation_bytes = nbytes(read) + of_results  # of the experts' results, or of their gradients
     if experts and "expert_up" in fp8 and "expert_input" not in saved:
         # The operands of the experts are the largest activations. They are held in FP8 until the gradients of the
         # experts' weights are computed. Compiled: Qwen3.
@@ -478,7 +488,7 @@ def _layer(
     return Layer(
         config=config,
         num_layers=num_layers,
-        products=_products(config, weights, saved),
+        products=_products(config, weights, saved, results),
         params=_count(weights, weights),
         fp8_params=_count(weights, fp8),
         float32_params=_count(weights, anatomy.FLOAT32_WEIGHTS),
@@ -486,8 +496,8 @@ def _layer(
         attention_recomputed=not saved >= {"context", "log_sum_exp"},
         keys=keys[0],
         global_keys=keys[1],
-        elementwise=elementwise_elements(config, experts, **rows, gated=gated),
-        saved_bytes=nbytes(saved - offloaded),
+        elementwise=elementwise_elements(config, experts, efficiency, **rows),
+        saved_bytes=nbytes(saved - offloaded) + of_results * ("expert_down" in saved),
         offloaded_bytes=nbytes(offloaded),
         activation_bytes=activation_bytes,
         norm_bytes=nbytes(saved & {"norm_attention", "norm_mlp"}),
@@ -504,8 +514,13 @@ def _count(weights: Mapping[str, transformer.Weight], names: Collection[str]) ->
     return Counts(experts=size(True), others=size(False))
 
 
-def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: Collection[str]) -> list[Product]:
-    """The matmuls of a layer with these weights. Matmuls whose results are `saved` are not repeated."""
+def _products(
+    config: Config, weights: Mapping[str, transformer.Weight], saved: Collection[str], read: Collection[str]
+) -> list[Product]:
+    """The matmuls of a layer with these weights. Matmuls whose results are `saved` are not repeated.
+
+    `read`: results that the backward pass reads in addition to those of `anatomy.read_names`.
+    """
     size, fp8, products = anatomy.sizes(config), anatomy.fp8_weights(config), []
     for name, weight in weights.items():
         if not weight.makes:  # not the weight of a matmul
@@ -516,7 +531,7 @@ def _products(config: Config, weights: Mapping[str, transformer.Weight], saved: 
         if name == "expert_down":
             dims = dims[::-1]
         k, n = (math.prod(dims[:-1]), dims[-1]) if name == "w_o" else (dims[0], math.prod(dims[1:]))
-        recomputed = transformer.multiplied_again(weight, saved, config)
+        recomputed = transformer.multiplied_again(weight, saved, config) or weight.makes in set(read) - set(saved)
         dtype = "fp8" if name in fp8 else "f32" if name in anatomy.FLOAT32_WEIGHTS else "bf16"
         products.append(Product(name, weight.part, k, n, copies, recomputed, dtype))
     return products
@@ -532,7 +547,7 @@ def filled(length: float, tile: int) -> float:
 
 
 def elementwise_elements(
-    config: Config, experts: bool, expert_buffer_ratio: float = 1.0, row_copies: int = 1, gated: bool = False
+    config: Config, experts: bool, efficiency: Efficiency, expert_buffer_ratio: float = 1.0, row_copies: int = 1
 ) -> tuple[float, float]:
     """Returns the elements a token that a layer's elementwise work reads and writes in the forward pass.
 
@@ -551,20 +566,28 @@ def elementwise_elements(
         norm and residual addition                                    5D
         norm of the result, with post_norms                           2D
         SwiGLU of a dense MLP, or of shared experts                   3F or 3M for each
-        rows sorted by expert, and back                               5X*D with the weighting, plus D for the sum
+        rows sorted by expert, and back                               3X*D, plus D for the sum (below)
         SwiGLU of the experts, for all rows of their buffers          3X*M
+        their product with the router's weights                       2X*M, in FP8 with the scaling
         router                                                        4E
         norms of their own, with expert_norms                         6D, and 2D for shared experts
 
-    The backward pass has twice as many. In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate
-    passes (fp8.py). The scaling for XLA's matmuls is fused with other work.
+    The backward pass has twice as many, and recomputation as many again. Rows are copied to their expert (2X*D), back
+    (2X*D) and added up (X*D). The backward pass repeats the first copy, and copies and adds up gradients (5X*D). That
+    is 12X*D in all, four times 3X*D. Weights that multiply the results of experts (not `efficiency.weighted_before`)
+    have gradients for which these are copied again and read, 20X*D.
+
+    In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate passes (fp8.py), four times. With
+    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them: of X*D the
+    gradients alone are scaled as rows. The scaling for XLA's matmuls is fused with other work.
 
     Args:
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts, and so all sort them.
-      gated: whether the experts' kernel computes their SwiGLU and adds biases before it, in the forward pass and when
-        it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient. Passes for biases are not
-        counted: that of the results of down, and one over the gradients of gate and up for the sums of their biases.
+      efficiency: with `gated_experts` the experts' kernel computes their SwiGLU and adds biases before it, in the
+        forward pass and when it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient.
+        Passes for biases are not counted: that of the results of down, and one over the gradients of gate and up for
+        the sums of their biases.
     """
     size = anatomy.sizes(config)
     D, N, K, M, Hk, Hv = (size[dim] for dim in "DNKMHU")
@@ -575,11 +598,16 @@ def elementwise_elements(
         return attention, norms + 3 * size["F"]
     X, shared = config.experts_per_token, 3 * size["J"]
     norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
+    gated = efficiency.gated_experts and anatomy.glu_in_kernel(config)
     of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
-        of_experts += X * expert_buffer_ratio * (D + M) * nbytes / anatomy.BYTES[config.dtype]
-    return attention, norms + shared + 5 * X * D * row_copies + D + of_experts + 4 * config.num_experts
+        of_rows = D * (5 / 4 if efficiency.weighted_before else nbytes) + M * nbytes
+        of_experts += X * expert_buffer_ratio * of_rows / anatomy.BYTES[config.dtype]
+    elif efficiency.weighted_before:
+        of_experts += 2 * X * expert_buffer_ratio * M
+    copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies + D
+    return attention, norms + shared + copied + of_experts + 4 * config.num_experts
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:

@@ -565,6 +565,30 @@ def test_grouped_equals_a_plain_emulation(sizes, gradients, transpose):
             fp8.grouped_dot(x, (), jnp.array(sizes), other)
 
 
+@pytest.mark.parametrize("gradients", fp8.GRADIENTS)
+def test_rows_are_quantised_before_they_are_copied_to_the_same_bits(gradients):
+    """Tokens copied to three rows each, multiplied, and added up again; gradients of the sums come back as rows."""
+    recipe, tokens, sizes = Recipe(gradients=gradients), 32, jnp.array([24, 0, 55, 17])
+    keys = jax.random.split(jax.random.key(3), 4)
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((tokens, 32), (4, 32, 16), (tokens, 16)), strict=False))
+    order = jax.random.permutation(keys[3], 3 * tokens)
+    sums = moe.Sums(tokens, jnp.argsort(order), order % tokens)
+    copied = lambda a: moe.copy_rows(a, sums.source, sums.copies, moe.NONE_MISSING)
+
+    def run(before, x, w):
+        weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
+        rows = fp8.quantize(x, recipe, (1,)).map_rows(copied) if before else copied(x)
+        (y,) = fp8.grouped_dot(rows, (weight,), sizes, recipe, sums=sums if before else None)
+        return y if before else moe.add_copies(y, sums)
+
+    results = []
+    for before in (True, False):
+        y, vjp = jax.vjp(partial(run, before), x, w)
+        results.append((y, *vjp(dy)))
+    assert all(np.any(a) for a in results[0])
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_gated_dot_equals_the_activation_of_two_grouped_dots(rounding):

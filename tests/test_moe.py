@@ -208,9 +208,11 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
         x_td, router, gate, up, down = weights
         routing = moe.route(jnp.where(tied, 0.0, x_td @ router) + extra_tE, X)
 
-        def experts(w, x, sizes):
+        def experts(w, x, sizes, factors, sums=None):
             gate, up, down = w
-            return moe.grouped_matmul(moe.gated_matmul(x, gate, up, sizes, moe.glu), down, sizes)
+            product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
+            y = moe.grouped_matmul(product, down, sizes)
+            return moe.add_copies(y, sums) if sums else y
 
         operands, count = ((gate, up, down), x_td, routing, experts, "expert"), 0
         if impl in ("dropless", "in chunks"):
@@ -291,9 +293,11 @@ def test_tokens_without_experts_are_sent_nowhere():
         routing = moe.route(x_td @ router + routings()["to one"][0], X)
         routing = routing._replace(experts_tX=jnp.where(padding_t[:, None], E, routing.experts_tX))
 
-        def experts(w, x, sizes):
+        def experts(w, x, sizes, factors, sums=None):
             gate, up, down = w
-            return moe.grouped_matmul(moe.gated_matmul(x, gate, up, sizes, moe.glu), down, sizes)
+            product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
+            y = moe.grouped_matmul(product, down, sizes)
+            return moe.add_copies(y, sums) if sums else y
 
         return moe.dropless((gate, up, down), x_td, routing, experts, "expert", t * X)
 
@@ -392,9 +396,10 @@ def test_without_an_expert_axis_nothing_is_sent(impl):
     assert moved(on_mesh(1, impl), layer(), routings()["random"], False) == []
 
 
-def by_one_matmul(w_edd, x, sizes):
+def by_one_matmul(w_edd, x, sizes, factors, sums=None):
     """Experts that are a matrix each."""
-    return moe.grouped_matmul(x, w_edd, sizes)
+    y = moe.grouped_matmul(moe.times_factors(x, factors), w_edd, sizes)
+    return moe.add_copies(y, sums) if sums else y
 
 
 def tpu_mesh(n: int) -> Mesh:
@@ -406,6 +411,7 @@ def tpu_mesh(n: int) -> Mesh:
 def test_on_a_tpu_rows_travel_without_padding():
     """The operand is the t*X pairs and the result is the buffer, for dispatch and combine, forward and backward.
 
+    With the rows of a dispatch travel their factors, a number for each, and back with gradients those of the factors.
     Beside them only the counts travel, once: N*E integers. A buffer that may be too small has two loops of rounds: one
     forward, and one backward that computes each round again.
     """
@@ -415,7 +421,10 @@ def test_on_a_tpu_rows_travel_without_padding():
         counts, *rows = moved(sharded, layer(), routings()["random"], False)
         assert counts == ("all_gather", (E,), "int32")
         pairs, buffer = ((rows, D) for rows in (t * X, int(t * X * factor)))
-        assert rows == [("ragged_all_to_all", shape, "float32") for shape in (pairs, buffer) * exchanges]
+        factors = [row for row in rows if row[1][1:] == (1,)]
+        sent = [("ragged_all_to_all", shape, "float32") for shape in (pairs, buffer) * exchanges]
+        assert [row for row in rows if row not in factors] == sent
+        assert sorted(factors) == sorted((kind, (rows, 1), dtype) for kind, (rows, _), dtype in sent[:exchanges])
 
 
 @pytest.mark.slow
@@ -496,7 +505,7 @@ def test_compiled_for_tpu7x_the_sparse_cores_send_the_rows():
     """They do so asynchronously: one instruction starts it, a later one waits."""
     program = compiled(num_chunks=1)
     starts = [line for line in program.splitlines() if "ragged-all-to-all" in line and "call-start(" in line]
-    assert len(starts) == 4 and all('async_execution_thread="sparsecore"' in line for line in starts)
+    assert len(starts) == 6 and all('async_execution_thread="sparsecore"' in line for line in starts)
     assert program.count('custom_call_target="tpu_custom_call"') == 2  # one of the first round, one of all others
 
 
@@ -505,11 +514,12 @@ def test_compiled_for_tpu7x_one_chunk_is_computed_while_another_travels(full_eff
     """Dispatch and combine of one chunk are beside the matmul of the other. A single chunk has nothing beside it."""
 
     def kernels_beside(num_chunks: int) -> list[int]:
-        """The number of kernels between start and end of each exchange, by the order of the ends."""
+        """The number of kernels between start and end of each exchange of rows, by the order of the ends."""
         program = hlo.parse(compiled(num_chunks))
         order = list(program.computations[program.entry].values())
         place = {instruction.name: number for number, instruction in enumerate(order)}
         ends = [i for i in order if i.opcode.endswith("-done") and "ragged-all-to-all" in i.name]
+        ends = [end for end in ends if max(shape.dims[-1] for shape in end.shapes if shape.dims) > 1]  # not of factors
         between = [order[place[end.operands[0]] : place[end.name]] for end in ends]
         return [sum("tpu_custom_call" in i.attributes.get("custom_call_target", "") for i in span) for span in between]
 

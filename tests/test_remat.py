@@ -146,7 +146,8 @@ def test_a_tpu_multiplies_by_gate_and_up_as_often_as_predicted(flags, kernels, f
     down = 1  # the gradient through down, whose transposed matrices have the shape of gate's and up's
     assert 2 * gated.count(True) + gated.count(False) - down == 2 + again
     (layer,) = workload.layers_of(run_of(config, TPU7X, CHIPS))
-    assert layer.elementwise == workload.elementwise_elements(config, True, gated=kernels > 0)
+    efficiency = dataclasses.replace(workload.TODAY, gated_experts=kernels > 0)
+    assert layer.elementwise == workload.elementwise_elements(config, True, efficiency)
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ FLOORS = [
     | {"compiler_flags", "schedule", "liveness", "schedules", "spikes", "moments"},
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"trace", "grid"},
-    {"report", "timeline", "dense", "fp8", "fsdp", "moe", "workload", "context", "agreement", "operations"},
+    {"moe"},
+    {"report", "timeline", "dense", "fp8", "fsdp", "workload", "context", "agreement", "operations"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
     {"residuals", "cost", "calibration", "machine", "weights", "muon", "initialisation"},
     {"presentation"},
@@ -277,12 +278,12 @@ def test_every_module_has_a_floor():
 
 
 def test_the_model_brings_no_instruments():
-    """A reader of `import model` meets at most 25 modules of 9,500 lines, and none that predicts or compiles."""
+    """A reader of `import model` meets at most 25 modules of 9,700 lines, and none that predicts or compiles."""
     code = "import sys, model; print(*(getattr(each, '__file__', None) for each in sys.modules.values()), sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [path for path in MODULES if str(path) in said.splitlines()]
     assert {"model", "decoder", "fsdp"} <= {path.stem for path in paths}
-    assert len(paths) <= 25 and sum(len(path.read_text().splitlines()) for path in paths) <= 9500
+    assert len(paths) <= 25 and sum(len(path.read_text().splitlines()) for path in paths) <= 9700
     assert not {path.stem for path in paths} & {"workload", "step", "planner", "transformer", "schedule", "hlo"}
 
 
