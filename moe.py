@@ -53,7 +53,7 @@ combine the results. All give the same y, except for pairs that `capacity` drops
 of width D. The gradient of a score is the sum of product * dproduct. So the backward pass reads no result of an expert:
 it repeats neither the last matmul nor, over an axis, the exchange of its results. What is left of the combine adds up
 rows. Its gradient is a copy of rows, as the dispatch is. If experts have a bias and rows do not travel, each token gets
-the weighted sum of the biases once.
+the weighted sum of the biases once. Over an axis the scores travel with the rows. XLA:TPU pads each to 256 numbers.
 
 **Chunks** (`in_chunks`). The matmuls of the experts cannot start before their rows arrive, and the layer has little
 else to compute meanwhile. If the tokens are split into n chunks, the rows of one chunk are sent while those of another
