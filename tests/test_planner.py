@@ -225,7 +225,7 @@ def test_large_experts_are_not_gathered_for_few_tokens():
     sizes = plan.best.run.sizes
     assert axes_of(plan.best) == {"fsdp", "expert"} and (sizes["fsdp"], sizes["expert"]) == (64, 8)
     without = [other for other in plan.families if "expert" not in axes_of(other)]
-    assert without and all(other.step_s > 1.15 * plan.best.step_s for other in without)
+    assert without and all(other.step_s > 1.1 * plan.best.step_s for other in without)
     two = planned("deepseek-v3", "tpu7x:4x8x8", num_slices=2, batch=1024)
     assert "No mesh has stages: the first 3 layers are dense, and stages have to be alike." in planner.reasons(two)
 
