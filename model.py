@@ -121,7 +121,7 @@ def run_layers(
     layer = layer_function(partial(is_global_layer, num_layers=num_layers, config=config), config, attend_with)
     aux = (*constants, first_layer, _rounding_key(scaling.key, config))
     shards = layers, scaling.amax
-    return fsdp.scan_layers(layer, gather, shards, x, aux, prefetch=True, double_buffer=config.double_buffer)
+    return fsdp.scan_layers(layer, gather, shards, x, aux, **loop_options(config))
 
 
 def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO_SCALING, attend_with=None):
@@ -134,9 +134,14 @@ def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO
         kind = anatomy.of_kind(config, is_global)
         layers.append(layer_function(lambda i, first_layer, is_global=is_global: is_global, kind, attend_with))
     aux = (*constants, 0, _rounding_key(scaling.key, config))
-    options = dict(prefetch=True, double_buffer=config.double_buffer)
-    options |= dict(pattern=(0,) * (config.global_every - 1) + (1,))
+    options = loop_options(config) | dict(pattern=(0,) * (config.global_every - 1) + (1,))
     return fsdp.scan_layers(tuple(layers), tuple(gathers), tuple(shards), x, aux, **options)
+
+
+def loop_options(config: Config) -> dict:
+    """Options of `fsdp.scan_layers`. Without prefetch it carries no weights if there is nothing to gather."""
+    gathered = any(lax.axis_size(axis) > 1 for axis in WEIGHT_AXES)
+    return dict(prefetch=config.prefetch or gathered, double_buffer=config.double_buffer)
 
 
 def layer_function(is_global, config: Config, attend_with):

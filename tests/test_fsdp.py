@@ -140,6 +140,19 @@ def test_prefetch_gathers_what_this_layer_does_not_need():
             assert sorted(var.aval.size for var in gathered & used) == ([] if prefetch else of_mlp)
 
 
+def test_weights_that_are_not_gathered_are_not_carried():
+    """On one device for each copy of the weights; a carried matrix would be copied for each layer."""
+
+    def carried(mesh, prefetch):
+        config = Config(**SMALL, mesh=mesh, prefetch=prefetch)
+        loops = [eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan"]
+        loops = [eqn for eqn in loops if eqn.params["length"] == config.num_layers]
+        return max(eqn.params["num_carry"] for eqn in loops)
+
+    assert carried("data:8", False) < carried("fsdp:8", False) < carried("fsdp:8", True)
+    assert carried("data:8", True) == carried("fsdp:8", True)
+
+
 @pytest.mark.slow
 def test_with_double_buffering_no_weights_are_copied():
     """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops has one copy."""
