@@ -323,7 +323,8 @@ def add_bias(
     row = jnp.arange(y_rm.shape[0])[:, None]
     is_in_re = (row >= end_e - sizes_e) & (row < end_e)
     bias_rm = jnp.matmul(is_in_re.astype(bias_em.dtype), bias_em)  # the gradient of indexing would be a scatter
-    bias_rm = bias_rm if factors_r is None else times_factors(bias_rm, factors_r)
+    if factors_r is not None:  # after the last expert they are uninitialised, and 0 * NaN in a gradient is NaN
+        bias_rm = times_factors(bias_rm, jnp.where(row[:, 0] < end_e[-1], factors_r, 0))
     return jnp.where(row < end_e[-1], y_rm + bias_rm, 0)
 
 
@@ -369,7 +370,7 @@ def copy_rows(x: jax.Array, source: jax.Array, copies: jax.Array, missing: Missi
         x, and an index past the end for each copy that a row of x lacks.
       missing: whether `source` and `copies` may have indices past the end. If so, XLA:TPU passes over all rows again to
         put zeros. That takes 6.2 ms for the 524,288 pairs of width 4096 in a layer of Qwen3 235B, and would be needed
-        six times a layer (compiled).
+        five times a layer (compiled).
     """
     return _copy_rows((x.shape[0], missing), x, source, copies)
 
@@ -429,7 +430,7 @@ _add_copies.defvjp(
 def permuted(a_p: jax.Array, source_p: jax.Array, place_p: jax.Array) -> jax.Array:
     """Returns a_p[source_p], for a permutation `source_p` with the inverse `place_p`.
 
-    It sorts by `place_p`. To look up single numbers takes a TPU longer than to sort them (moe.py's head).
+    It sorts by `place_p`: 0.34 ms for 262,144 numbers on TPU7x (compiled, by XLA's estimate).
     """
     return lax.sort((place_p, a_p), num_keys=1)[1]
 

@@ -497,8 +497,8 @@ def _layer(
         keys=keys[0],
         global_keys=keys[1],
         elementwise=elementwise_elements(config, experts, efficiency, **rows),
-        saved_bytes=nbytes(saved - offloaded) + of_results * ("expert_down" in saved),
-        offloaded_bytes=nbytes(offloaded),
+        saved_bytes=nbytes(saved - offloaded) + of_results * ("expert_down" in saved - offloaded),
+        offloaded_bytes=nbytes(offloaded) + of_results * ("expert_down" in offloaded),
         activation_bytes=activation_bytes,
         norm_bytes=nbytes(saved & {"norm_attention", "norm_mlp"}),
     )
@@ -578,8 +578,8 @@ def elementwise_elements(
     have gradients for which these are copied again and read, 20X*D.
 
     In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate passes (fp8.py), four times. With
-    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them: of X*D the
-    gradients alone are scaled as rows. The scaling for XLA's matmuls is fused with other work.
+    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them, unless the
+    rows travel. Of X*D one of the four is counted, for both. The scaling for XLA's matmuls is fused with other work.
 
     Args:
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.

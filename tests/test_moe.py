@@ -282,6 +282,19 @@ def expected_rounds(name: str, n: int, buffer_factor: float) -> int:
     return -(-most // int(buffer_factor * TOKENS // 8 * X))
 
 
+def test_what_is_after_the_last_row_of_an_expert_reaches_no_gradient():
+    """There an exchange leaves memory as it was: results and factors of NaN."""
+    sizes, rows = jnp.array([2, 0, 1]), jnp.arange(6)[:, None] < 3
+    y, factors = jnp.where(rows, 1.0, jnp.nan) * jnp.ones((6, 4)), jnp.where(rows[:, 0], 0.5, jnp.nan)
+
+    def total(y, bias, factors):
+        return jnp.sum(jnp.where(rows, moe.add_bias(y, bias, sizes, factors), 0))
+
+    gradients = jax.grad(total, (0, 1, 2))(y, jnp.ones((3, 4)), factors)
+    assert gradients[1][:, 0].tolist() == [1.0, 0.0, 0.5]
+    assert gradients[2][:3].tolist() == [4.0, 4.0, 4.0]
+
+
 def test_tokens_without_experts_are_sent_nowhere():
     """Padding: its results are zeros, its experts count no row, and the rest of the result is as without it."""
     n, t = 4, TOKENS // 8
