@@ -53,7 +53,7 @@ _405B_SAVED = "decoder_layer_input:offload,mlp_down:offload,key_proj:device,valu
 _QWEN3 = dict(_INPUT_ON_HOST, batch=8192, mesh="fsdp:512", xla_flags="host_offload")
 _SUMS_OVER_THREE_AXES = "xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
 _DEEPSEEK = dict(_INPUT_ON_HOST, batch=4096, mesh="fsdp:256,fsdp_transpose:2")
-# The scheduler counts a transfer from the host as 33 times as long, as in the published runs, and gathers as longer.
+# By their names, the scheduler's estimates of the host's bandwidth, as in the published runs, and of the gathers' time.
 _EARLIER = "xla_tpu_pcie_bandwidth_multiplier=0.03,xla_tpu_sparse_core_all_gather_latency_multiplier"
 _DEEPSEEK |= dict(prefetch=False)  # two gathered layers do not fit
 _DEEPSEEK_FLAGS = f"recommended,{_SUMS_OVER_THREE_AXES},{_EARLIER}="
