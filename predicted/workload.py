@@ -567,8 +567,7 @@ def elementwise_elements(
         norm of the result, with post_norms                           2D
         SwiGLU of a dense MLP, or of shared experts                   3F or 3M for each
         rows sorted by expert, and back                               3X*D, plus D for the sum (below)
-        SwiGLU of the experts, for all rows of their buffers          3X*M
-        their product with the router's weights                       2X*M, in FP8 with the scaling
+        rows of the experts' buffers                                  see `_buffer_elements`
         router                                                        4E
         norms of their own, with expert_norms                         6D, and 2D for shared experts
 
@@ -577,20 +576,12 @@ def elementwise_elements(
     is 12X*D in all, four times 3X*D. Weights that multiply the results of experts (not `efficiency.weighted_before`)
     have gradients for which these are copied again and read, 20X*D.
 
-    In FP8, rows for the experts' kernels, X*D and X*M, are scaled in separate passes (fp8.py), four times. With
-    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them, unless the
-    rows travel. Of X*D one of the four is counted, for both. The scaling for XLA's matmuls is fused with other work.
-
     Args:
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts, and so all sort them.
-      efficiency: with `gated_experts` the experts' kernel computes their SwiGLU and adds biases before it, in the
-        forward pass and when it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient.
-        Passes for biases are not counted: that of the results of down, and one over the gradients of gate and up for
-        the sums of their biases.
     """
     size = anatomy.sizes(config)
-    D, N, K, M, Hk, Hv = (size[dim] for dim in "DNKMHU")
+    D, N, K, Hk, Hv = (size[dim] for dim in "DNKHU")
     norms = 5 * D + (2 * D if config.post_norms else 0)
     attention = norms + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
     attention += 2 * (config.q_lora_rank + config.kv_lora_rank) + (2 * K * Hv if config.value_norm else 0)
@@ -598,16 +589,35 @@ def elementwise_elements(
         return attention, norms + 3 * size["F"]
     X, shared = config.experts_per_token, 3 * size["J"]
     norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
+    copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies + D
+    of_buffers = _buffer_elements(config, efficiency, X * expert_buffer_ratio)
+    return attention, norms + shared + copied + of_buffers + 4 * config.num_experts
+
+
+def _buffer_elements(config: Config, efficiency: Efficiency, rows: float) -> float:
+    """The part of `elementwise_elements` that passes over the experts' buffers take, which have `rows` rows a token.
+
+        SwiGLU of the experts                                         3M a row
+        their product with the router's weights                       2M, in FP8 with the scaling
+
+    With `efficiency.gated_experts` the experts' kernel computes their SwiGLU and adds biases before it, in the forward
+    pass and when it is repeated. Then only half of the SwiGLU counts as elementwise work, its gradient. Passes for
+    biases are not counted: that of the results of down, and one over the gradients of gate and up for the sums of their
+    biases.
+
+    In FP8, rows for the experts' kernels, of D and of M, are scaled in separate passes (fp8.py), four times. With
+    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them, unless the
+    rows travel. Of D one of the four is counted, for both. The scaling for XLA's matmuls is fused with other work.
+    """
+    size = anatomy.sizes(config)
+    D, M = size["D"], size["M"]
     gated = efficiency.gated_experts and anatomy.glu_in_kernel(config)
-    of_experts = 3 * X * expert_buffer_ratio * M * (0.5 if gated else 1)
+    swiglu = 3 * rows * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
         of_rows = D * (5 / 4 if efficiency.weighted_before else nbytes) + M * nbytes
-        of_experts += X * expert_buffer_ratio * of_rows / anatomy.BYTES[config.dtype]
-    elif efficiency.weighted_before:
-        of_experts += 2 * X * expert_buffer_ratio * M
-    copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies + D
-    return attention, norms + shared + copied + of_experts + 4 * config.num_experts
+        return swiglu + rows * of_rows / anatomy.BYTES[config.dtype]
+    return swiglu + (2 * rows * M if efficiency.weighted_before else 0)
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:
