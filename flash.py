@@ -78,7 +78,7 @@ from jax.experimental.pallas import tpu as pltpu
 import flash_backward
 import tuned
 from collectives import vary_alike
-from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, block_ranges, mask_and_scores
+from masks import CAUSAL, SCORES, TRUSTED, UNSEEN, Mask, Scores, block_ranges
 
 LOG2_E = math.log2(math.e)
 LANES = 128  # columns of a register
@@ -278,7 +278,7 @@ def _call(q_BNTH, k_BKSH, v_BKSV, mask, scores, blocks, interpret):
     num_q, num_k = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
 
     ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), mask)
-    tiles, groups, reach = _list_tiles(ranges_bn4, (num_q, num_k), blocks)
+    tiles, groups, reach = list_tiles(ranges_bn4, (num_q, num_k), blocks)
     offset = jnp.reshape(jnp.asarray(mask.q_offset, jnp.int32), 1)
     prefixes_B = jnp.broadcast_to(jnp.asarray(-1 if mask.prefix is None else mask.prefix, jnp.int32), (B,))
     rows = 2 if scores.largest else 1  # of the second result: the log-sum-exp, and the largest score
@@ -366,7 +366,7 @@ def _scratch(blocks, H, V, dtype):
     ]
 
 
-def _list_tiles(ranges_bn4, num, blocks):
+def list_tiles(ranges_bn4, num, blocks):
     """The tiles that each step of the grid visits, for b * num_q * num_k pairs of superblocks in this order. Returns
 
     tiles, int32 [pairs, 1, size]: chunk << 16 | block; tiles without a mask first, then those with one, then padding
@@ -595,59 +595,7 @@ def _for_each(count, body):
     lax.fori_loop(0, count // several, lambda g, _: [body(g * several + i) for i in range(several)] and None, None)
 
 
-# -- builder for compiled/bundles.py, and a demonstration
-
-
-def build_forward(
-    seq: int = 8192,
-    keys: int = 0,
-    heads: int = 1,
-    kv_heads: int = 0,
-    head_dim: int = 128,
-    value_dim: int = 0,
-    packed: bool = False,
-    dtype: str = "bfloat16",
-    sizes: dict | None = None,
-    **options,
-) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """(function, shapes of its arguments) of `forward`, for `compiled/bundles.py` and tests.
-
-    Args:
-      seq: number of queries.
-      keys, kv_heads, value_dim: 0 means equal to seq, heads and head_dim.
-      packed: with segment ids.
-      sizes: fields of `Blocks` that replace the default's.
-      options: fields of Mask and Scores.
-    """
-    keys = keys or seq
-    shapes = [(1, heads, seq, head_dim), (1, kv_heads or heads, keys, head_dim)]
-    shapes += [(1, kv_heads or heads, keys, value_dim or head_dim)]
-    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    args += [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (seq, keys) if packed]
-    mask, scores = mask_and_scores(**options)
-    blocks = default_blocks(seq, keys, head_dim, value_dim or head_dim, dtype, mask.window)
-    blocks = replace(blocks, **(sizes or {}))
-    run = lambda q, k, v, *ids: forward(q, k, v, replace(mask, segments=ids or None), scores, blocks=blocks)
-    return run, args
-
-
-def executions(kernel, T: int, S: int, heads: int, blocks: Blocks, mask: Mask) -> list[int]:
-    """How often each region of a compiled kernel that depends on data is executed, for its `cycles`.
-
-    Every query head has keys of its own.
-    """
-    ranges_bn4, _ = block_ranges((T, S), (blocks.queries, blocks.keys), mask)
-    num = pl.cdiv(T, blocks.q_rows), pl.cdiv(S, blocks.k_rows)
-    groups = _list_tiles(ranges_bn4, num, blocks)[1].reshape(-1, 2)
-    loops = []
-    for loop in groups.T.tolist():  # the branch around each loop, the one around its start, its iterations
-        begun = heads * sum(count > 0 for count in loop)
-        loops += [begun, begun, heads * sum(loop)]
-    transposes = heads * (num[0] * num[1] if num[1] > 1 else 1)  # of the values: for each pair of superblocks, or once
-    before, after = {0: ([], []), 1: ([transposes], []), 3: ([heads * num[0], transposes], [heads * num[0]])}[
-        len(kernel.unknown()) - len(loops)
-    ]
-    return [*before, *loops, *after]
+# -- a demonstration
 
 
 def main(T: int = 256, H: int = 64):

@@ -52,8 +52,8 @@ reading and writing: 16k keys at a time for H = V = 128. With keys in parts, the
 behind compute if a part has more than (8*H + 2*(H+V)) * (2.2e9 / 3.7e12) / 4.2e-3 = 220 keys (3.7e12 bytes/s,
 2.2e9 cycles/s, published; 4.2e-3 cycles for a query and a key).
 
-**On TPU7x.** Cycles of blocks of 1024 x 1024, compiled (`python aot.py bundles flash_backward:build_backward
-head_dim=128`):
+**On TPU7x.** Cycles of blocks of 1024 x 1024, compiled, as by `python aot.py bundles
+compiled.builders:flash_backward head_dim=128`:
 
     H                          64     128    192/128    256
     full block               4291    4370       4685   5408
@@ -86,7 +86,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import tuned
 from collectives import vary_alike
-from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
+from masks import UNSEEN, Mask, Scores, block_ranges, visible
 
 LOG2_E = math.log2(math.e)
 LANES = 128
@@ -380,7 +380,7 @@ def _kernel(r, static):
     at = (b * pl.cdiv(static.lengths[0], bq) + block) * 4
     first, full_first, full_end, end = [r.ranges[at + n] for n in range(4)]
     before = full_first - first
-    edges = _edges(bq, bk, static.mask) if r.prefix is None else []
+    edges = edge_distances(bq, bk, static.mask) if r.prefix is None else []
 
     def attend(height, scope):
         """Computes the first `height` queries of the block."""
@@ -410,7 +410,7 @@ def _kernel(r, static):
         if static.mask.causal or static.mask.window or r.ids is not None or static.lengths[1] % bk:
             lax.fori_loop(0, before + end - full_end, masked, None)
 
-    last_height, is_last = _last_height(static.lengths[0], static.blocks), block == static.lengths[0] // bq
+    last_height, is_last = last_queries(static.lengths[0], static.blocks), block == static.lengths[0] // bq
     if last_height == bq:
         attend(bq, "")
     else:
@@ -422,7 +422,7 @@ def _kernel(r, static):
     pl.when((g == pl.num_programs(2) - 1) & (i == pl.num_programs(3) - 1))(partial(_store_keys, r, static))
 
 
-def _last_height(T, blocks):
+def last_queries(T: int, blocks: Blocks) -> int:
     """The queries that are computed in the last block: a multiple of a piece."""
     return _up(T % blocks.queries, min(blocks.chunk, blocks.queries)) or blocks.queries
 
@@ -536,7 +536,7 @@ def _tile(distance, rows, keys, mask):
     return some, every
 
 
-def _edges(bq, bk, mask):
+def edge_distances(bq: int, bk: int, mask: Mask) -> list[int]:
     """The distances of the blocks that need a mask, or [] if there are more than 4."""
     step, reach = math.gcd(bq, bk), mask.window + bq + bk
     distances = range(-_up(reach, step), _up(reach, step) + 1, step)
@@ -554,75 +554,3 @@ def _iota(shape, dim):
 
 def _up(x, multiple):
     return pl.cdiv(x, multiple) * multiple
-
-
-def build_backward(
-    seq: int = 8192,
-    keys: int = 0,
-    heads: int = 8,
-    kv_heads: int = 0,
-    head_dim: int = 128,
-    value_dim: int = 0,
-    packed: bool = False,
-    dtype: str = "bfloat16",
-    sizes: dict | None = None,
-    **options,
-):
-    """(function, shapes of its arguments) of `backward`. Arguments: as of `flash.build_forward`."""
-    T, S, N, K, H, V = seq, keys or seq, heads, kv_heads or heads, head_dim, value_dim or head_dim
-    mask, scores = mask_and_scores(**options)
-    blocks = replace(default_blocks(T, S, H, V, dtype), **(sizes or {}))
-    shape = lambda *dims, dtype=dtype: jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
-    out_BNTV, lse_BNT = shape(1, N, T, V), shape(1, N, T, dtype="float32")
-    results = out_BNTV, lse_BNT
-    arrays = shape(1, N, T, H), shape(1, K, S, H), shape(1, K, S, V), results, results
-    segments = (shape(1, T, dtype="int32"), shape(1, S, dtype="int32")) if packed else None
-    run = lambda arrays, ids: backward(*arrays, replace(mask, segments=ids), scores, blocks=blocks)
-    return run, [arrays, segments]
-
-
-def executions(kernel, T: int, S: int, heads: int, kv_heads: int, blocks: Blocks, mask: Mask) -> list[int]:
-    """How often each region of a compiled kernel that depends on the mask is executed, for its `cycles`.
-
-    With keys in parts it is the sum over all calls. Of the mask, `causal`, `window` and `q_offset` count.
-    """
-    num_q, num_k = pl.cdiv(T, blocks.queries), pl.cdiv(S, blocks.keys)
-    of_q, _ = block_ranges((num_q * blocks.queries, S), (blocks.queries, blocks.keys), mask)
-    own_code = _last_height(T, blocks) < blocks.queries  # for the last block of queries
-    ranges_of = {"": of_q[0].tolist()[: num_q - own_code]} | (
-        {"last ": of_q[0].tolist()[num_q - 1 :]} if own_code else {}
-    )
-    parts, counts, edges = pl.cdiv(S, blocks.resident), {}, {}
-    for scope, ranges in ranges_of.items():
-        at_edge, elsewhere, full = dict.fromkeys(_edges(blocks.queries, blocks.keys, mask), 0), 0, 0
-        for i, (first, full_first, full_end, end) in enumerate(ranges, num_q - 1 if scope else 0):
-            full += full_end - full_first
-            for j in [*range(first, full_first), *range(full_end, end)]:
-                distance = i * blocks.queries + mask.q_offset - j * blocks.keys
-                if distance in at_edge:
-                    at_edge[distance] += 1
-                else:
-                    elsewhere += 1
-        masked, edges[scope + "edge block"] = elsewhere + sum(at_edge.values()), iter(at_edge.values())
-        counts[scope] = len(ranges) * parts, full, elsewhere, masked
-
-    def inside(region):
-        return {*region.names}.union(*(inside(child) for child in region.children))
-
-    def count(region):
-        for scope, (steps, full, elsewhere, masked) in counts.items():
-            named = {scope + "full block": full, scope + "masked block": elsewhere}
-            for name in region.names:
-                if name in edges and name.startswith(scope + "edge"):
-                    return heads * next(edges[name])
-                if name in named:
-                    return heads * named[name]
-            if region.kind not in ("grid", "step") and scope + "full block" in inside(region):
-                return heads * steps
-            if scope + "masked block" in inside(region):
-                return heads * (masked if region.kind == "loop" else steps)
-        if region.kind in ("grid", "step"):
-            return heads * num_q * parts
-        return kv_heads * (num_k if region.kind == "loop" else parts)  # loading keys, storing their gradients
-
-    return [count(region) for region in kernel.unknown()]

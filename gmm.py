@@ -931,48 +931,7 @@ def _call(name, kernel, operands, shapes, buffers, arrivals, interpret, metadata
     )(*operands)
 
 
-# -- builders for compiled/bundles.py
-
-
-def build_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **options):
-    """(function, shapes of its arguments) of `gmm` or `summed_gmm`. Options: fields of Variant and Tiles."""
-    variant = Variant(**{name: options.pop(name) for name in Variant._fields if name in options})
-    default = default_tiles(M, K, N, groups, dtype, out_dtype, variant)
-    options = dict(out_dtype=out_dtype, tiles=default._replace(**options))
-    shape = jax.ShapeDtypeStruct
-    lhs, rhs = shape((M, K), dtype), shape((groups, N, K) if variant.transpose_rhs else (groups, K, N), dtype)
-    scales = dict(lhs_scale=shape((M,), jnp.float32)) if variant.lhs_scale else {}
-    scales |= dict(rhs_scale=shape((groups, N), jnp.float32)) if variant.rhs_scale else {}
-    call = partial(gmm, transpose_rhs=variant.transpose_rhs)
-    if variant.summed:  # with transpose_rhs
-        call, (lhs, rhs, scales) = summed_gmm, jax.tree.map(lambda a: (a, a), (lhs, rhs, scales))
-    run = lambda lhs, rhs, sizes, scales: call(lhs, rhs, sizes, **scales, **options)
-    return run, [lhs, rhs, shape((groups,), jnp.int32), scales]
-
-
-def build_gated(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, bias=False, **tiles):
-    """(function, shapes of its arguments) of `gated_products`."""
-    default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale, bias=bias))
-    shape = jax.ShapeDtypeStruct
-    weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
-    scales = (shape((groups, N), jnp.float32),) * 2 if rhs_scale else None
-    biases = (shape((groups, N), dtype),) * 2 if bias else None
-    options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
-
-    def run(x, gate, up, sizes, scales, biases):
-        return gated_products(x, gate, up, sizes, rhs_scale=scales, biases=biases, **options)
-
-    return run, [shape((M, K), dtype), weights, weights, sizes, scales, biases]
-
-
-def build_tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles):
-    """(function, shapes of its arguments) of `tgmm`."""
-    default = default_tgmm_tiles(M, K, N, groups, dtype, out_dtype, scale=scale)
-    options = dict(out_dtype=out_dtype, tiles=default._replace(**tiles))
-    shape = jax.ShapeDtypeStruct
-    scales = dict(scale=shape((groups, N), jnp.float32)) if scale else {}
-    run = lambda x, dy, sizes, scales: tgmm(x, dy, sizes, **scales, **options)
-    return run, [shape((M, K), dtype), shape((M, N), dtype), shape((groups,), jnp.int32), scales]
+# -- a demonstration
 
 
 def main():

@@ -61,7 +61,7 @@ import flash
 import flash_backward
 import groups
 import tuned
-from compiled import bundles, grid, schedule
+from compiled import builders, bundles, grid, schedule
 from flash import flash_attention  # noqa: F401
 from gmm import fits_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import Mask, block_ranges
@@ -150,7 +150,7 @@ def _forward_rule(s: dict) -> flash.Blocks:
 
 def _forward_job(s: dict, blocks: flash.Blocks) -> tuple[str, dict]:
     options = _attention_options(s, blocks)
-    return "flash:build_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
+    return "compiled.builders:flash_forward", options | (dict(max_logit=30.0) if s["max_logit"] else {})
 
 
 def _attention_options(s: dict, blocks) -> dict:
@@ -163,7 +163,7 @@ def _attention_options(s: dict, blocks) -> dict:
 
 def _forward_cycles(report: bundles.Report, s: dict, blocks: flash.Blocks) -> float:
     kernel = report.kernel("flash_forward")
-    executions = flash.executions(kernel, s["T"], s["S"], HEADS, blocks, _mask(s))
+    executions = builders.forward_executions(kernel, s["T"], s["S"], HEADS, blocks, _mask(s))
     moved = HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -180,12 +180,12 @@ def _backward_rule(s: dict) -> flash_backward.Blocks:
 
 
 def _backward_job(s: dict, blocks: flash_backward.Blocks) -> tuple[str, dict]:
-    return "flash_backward:build_backward", _attention_options(s, blocks)
+    return "compiled.builders:flash_backward", _attention_options(s, blocks)
 
 
 def _backward_cycles(report: bundles.Report, s: dict, blocks: flash_backward.Blocks) -> float:
     kernel = report.kernel("flash_backward")
-    executions = flash_backward.executions(kernel, s["T"], s["S"], HEADS, HEADS, blocks, _mask(s))
+    executions = builders.backward_executions(kernel, s["T"], s["S"], HEADS, HEADS, blocks, _mask(s))
     moved = 2 * HEADS * (s["T"] + s["S"]) * (s["H"] + s["V"]) * (4 if s["dtype"] == "float32" else 2)
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -219,8 +219,8 @@ def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
     options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
     flags = _variant(s)._asdict()
     if flags.pop("gated"):
-        return "gmm:build_gated", options | dict(rhs_scale=_scaled(s))
-    return "gmm:build_gmm", options | flags
+        return "compiled.builders:gated_gmm", options | dict(rhs_scale=_scaled(s))
+    return "compiled.builders:gmm", options | flags
 
 
 def _tgmm_choices(s: dict) -> Iterator[groups.TgmmTiles]:
@@ -236,7 +236,7 @@ def _tgmm_rule(s: dict) -> groups.TgmmTiles:
 
 def _tgmm_job(s: dict, tiles: groups.TgmmTiles) -> tuple[str, dict]:
     options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"], scale=_scaled(s))
-    return "gmm:build_tgmm", options | tiles._asdict()
+    return "compiled.builders:tgmm", options | tiles._asdict()
 
 
 def ragged(M: int, E: int) -> list[int]:
@@ -450,9 +450,8 @@ def _called(metadata: Mapping[str, str]) -> tuple[str, dict, object]:
 
 def version() -> str:
     """A hash of the code that determines the cycles of a call: that of the kernels and of their instruments."""
-    names = (
-        "compiled/bundles compiled/grid compiler_flags flash flash_backward gmm groups hardware kernels masks".split()
-    )
+    instruments = "compiled/builders compiled/bundles compiled/grid compiler_flags hardware kernels"
+    names = f"{instruments} flash flash_backward gmm groups masks".split()
     return hashlib.sha256(b"".join((command.ROOT / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 

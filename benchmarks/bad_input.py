@@ -132,7 +132,7 @@ aot.py bundles
 aot.py bundles flash
 aot.py bundles flash:no_such
 aot.py bundles no_such_module:f
-aot.py bundles flash:build_forward x
+aot.py bundles compiled.builders:flash_forward x
 dense.py --size=1,2
 dense.py --size=0,0,0
 dense.py --tiles=x

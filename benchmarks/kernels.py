@@ -57,7 +57,7 @@ import groups
 import masks
 import tuned
 from benchmarks.kernel_timings import kernel_ms_per_head as on_hardware
-from compiled import bundles, grid
+from compiled import builders, bundles, grid
 
 CLOCK_HZ = grid.TPU7X.clock_hz
 COLUMNS = ("ironwood", "jax", "tokamax")
@@ -144,7 +144,7 @@ def forward(column: str, T: int = 8192, H: int = 128, causal=True, window=0, doc
     limit = {} if max_logit is None else dict(max_logit=max_logit)
     if column == "ironwood":
         options = dict(seq=T, heads=HEADS, head_dim=H, packed=packed) | window_of | limit
-        return Call("flash:build_forward", options, partial(read_forward, T, H, mask))
+        return Call("compiled.builders:flash_forward", options, partial(read_forward, T, H, mask))
     if column == "jax":  # masks documents, but leaves no block out
         mask = masks.Mask(**window_of)
     builder = "build_splash" if column == "jax" else "build_tokamax"
@@ -167,7 +167,7 @@ def read_forward(T: int, H: int, mask: masks.Mask, report: bundles.Report) -> fl
     kernel, sizes = report.kernel("flash_forward"), flash.default_blocks(T, T, H, H, window=mask.window)
     pairs = masks.block_ranges((T, T), (sizes.q_rows, sizes.k_rows), mask)[0][0]
     num_pairs = int((pairs[:, 3] - pairs[:, 0]).sum())
-    executions = flash.executions(kernel, T, T, HEADS, sizes, mask)
+    executions = builders.forward_executions(kernel, T, T, HEADS, sizes, mask)
     moved = HEADS * (T + num_pairs * sizes.k_rows) * 2 * H * 2
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -189,7 +189,7 @@ def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Ca
     cut, full = rows, rows * (rows - 1) // 2
     if column == "ironwood":
         read = read_backward_step if step else partial(read_backward, T, H)
-        return Call("flash_backward:build_backward", dict(seq=T, heads=HEADS, head_dim=H), read)
+        return Call("compiled.builders:flash_backward", dict(seq=T, heads=HEADS, head_dim=H), read)
     branches = [rows, full + cut, rows] if column == "jax" else [rows, full, cut, rows]
     read_head = partial(read_anchor, rows * rows, branches, name="splash_mha_dkv_no_residuals")
     builder = "build_splash" if column == "jax" else "build_tokamax"
@@ -198,7 +198,7 @@ def backward(column: str, T: int = 8192, H: int = 128, step: bool = False) -> Ca
 
 def read_backward(T: int, H: int, report: bundles.Report) -> float:
     kernel, sizes = report.kernel("flash_backward"), flash_backward.default_blocks(T, T, H, H)
-    executions = flash_backward.executions(kernel, T, T, HEADS, HEADS, sizes, masks.CAUSAL)
+    executions = builders.backward_executions(kernel, T, T, HEADS, HEADS, sizes, masks.CAUSAL)
     moved = HEADS * T * (7 * H * 2 + 2 * 4)  # q, k, v, dout and three gradients; two numbers of each query
     return kernel.cycles(executions, moved_bytes=moved).total / HEADS
 
@@ -214,14 +214,14 @@ def read_anchor_step(report: bundles.Report) -> float:
 
 
 def grouped(column: str, which: str) -> Call:
-    """gmm, tgmm or gated_gmm ("gated") of the RAGGED groups, in cycles."""
+    """gmm, tgmm or gated_gmm of the RAGGED groups, in cycles."""
     if column == "ironwood":
-        return Call(f"gmm:build_{which}", dict(M=M, K=K, N=N, groups=len(RAGGED)), partial(read_grouped, which))
+        return Call(f"compiled.builders:{which}", dict(M=M, K=K, N=N, groups=len(RAGGED)), partial(read_grouped, which))
     return Call(f"{__file__}:build_megablox", dict(which=which), partial(read_megablox, which), MORE_VMEM)
 
 
 def read_grouped(which: str, report: bundles.Report) -> float:
-    kernel, shape, gated = report.kernel("tgmm" if which == "tgmm" else "gmm"), (M, K, N), which == "gated"
+    kernel, shape, gated = report.kernel("tgmm" if which == "tgmm" else "gmm"), (M, K, N), which == "gated_gmm"
     variant = groups.Variant(gated=gated)
     of_gmm = partial(groups.default_tiles, variant=variant)
     tiles = (groups.default_tgmm_tiles if which == "tgmm" else of_gmm)(*shape, len(RAGGED), "bfloat16")
@@ -326,7 +326,7 @@ def rows() -> list[Row]:
         Row(
             "gated_gmm, ragged: two matmuls and silu(gate) * up, x ideal",
             "x",
-            {"ironwood": (grouped("ironwood", "gated"),)},
+            {"ironwood": (grouped("ironwood", "gated_gmm"),)},
             1.08,
             figure=lambda cycles: cycles / (2 * ideal),
         ),

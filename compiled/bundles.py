@@ -1,7 +1,7 @@
 """Counts the cycles that a Pallas kernel takes on a TPU7x TensorCore, in the program that the compiler made of it.
 
     python aot.py bundles dense:build M=8192 K=8192 N=8192
-    python aot.py bundles flash:build_forward seq=8192 heads=8 --json
+    python aot.py bundles compiled.builders:flash_forward seq=8192 heads=8 --json
 
 **Idea.** A TensorCore decides nothing at run time. Its instruction is a *bundle* (VLIW) with slots for every unit: 2
 MXUs, 2 XLUs (transposes, reductions along lanes), 4 VALUs, the EUP (exp, reciprocal), 3 loads, 2 stores and a scalar
@@ -28,7 +28,7 @@ grid's loop, step and copies are known. Those of branches, and of loops whose bo
 by name. A `jax.named_scope` in the body of a `pl.when` or of a loop names that region (also `lax.cond`,
 `lax.while_loop`).
 
-    report = measure("flash:build_forward", seq=8192, heads=8)
+    report = measure("compiled.builders:flash_forward", seq=8192, heads=8)
     report.region("full block").cycles                                      # once
     report.cycles({"full block": 8 * 28, "masked block": 8 * 8}).total      # a call of the kernel
 

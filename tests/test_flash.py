@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flags as flags_lib
 import flash
-from compiled import bundles
+from compiled import builders, bundles
 from compiled.hlo import parse
 from flash import Blocks, default_blocks, out_of_range, vmem_bytes
 from masks import UNSEEN, Mask, Scores, block_ranges, mask_and_scores, visible
@@ -358,7 +358,7 @@ def test_the_list_has_every_tile_that_is_seen_once(mask):
     @jax.jit
     def lists(q_offset):
         ranges, _ = block_ranges((T, S), (32, 64), Mask(q_offset=q_offset, **masks))
-        return flash._list_tiles(ranges, (num_q, num_k), blocks)
+        return flash.list_tiles(ranges, (num_q, num_k), blocks)
 
     for q_offset in (0, 150):
         tiles, groups, reach = [np.asarray(x) for x in lists(q_offset)]
@@ -435,8 +435,8 @@ FEW_TILES = dict(full_unroll=4, masked_unroll=4, ahead=2)  # in an iteration: th
 def test_cycles_of_a_causal_head_of_8192():
     """With few tiles it takes 92,130. In test_benchmarks.py the default's 24 take fewer than 70,500."""
     blocks = dataclasses.replace(default_blocks(8192, 8192, 128, 128), **FEW_TILES)
-    kernel = bundles.measure("flash:build_forward", heads=2, sizes=FEW_TILES).kernel()
-    counts = flash.executions(kernel, 8192, 8192, 2, blocks, Mask())
+    kernel = bundles.measure("compiled.builders:flash_forward", heads=2, sizes=FEW_TILES).kernel()
+    counts = builders.forward_executions(kernel, 8192, 8192, 2, blocks, Mask())
     assert kernel.cycles(counts, moved_bytes=0).compute / 2 < 93_000
     tiles = max((region for region, _ in bundles.walk(kernel.root)), key=lambda region: region.cycles)
     assert tiles.kind == "loop" and tiles.cycles / blocks.masked_unroll * 8 < 2620  # cycles of 1024 x 1024 scores
@@ -448,7 +448,7 @@ def test_long_sequences_stream():
     """32k in four and two superblocks, as large as those of 128k."""
     superblocks = default_blocks(2**15, 2**15, 128, 128)
     assert superblocks == default_blocks(2**17, 2**17, 128, 128) and superblocks.k_rows < 2**15
-    report = bundles.measure("flash:build_forward", seq=2**15, kv_heads=1, heads=2, sizes=FEW_TILES)
+    report = bundles.measure("compiled.builders:flash_forward", seq=2**15, kv_heads=1, heads=2, sizes=FEW_TILES)
     assert report.kernel("flash_forward").vmem_bytes < 62 * 2**20
 
 

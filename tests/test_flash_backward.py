@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import flags as flags_lib
 import flash_backward
-from compiled import bundles
-from flash_backward import Blocks, backward, default_blocks, executions, vmem_bytes
+from compiled import builders, bundles
+from flash_backward import Blocks, backward, default_blocks, vmem_bytes
 from masks import CAUSAL, UNSEEN, Mask, Scores, mask_and_scores, visible
 
 SMALL = Blocks(queries=128, keys=256, chunk=128, resident=2048)
@@ -242,7 +242,7 @@ def test_tiles():
 
 
 def test_edges():
-    edges = flash_backward._edges
+    edges = flash_backward.edge_distances
     assert edges(1024, 1024, CAUSAL) == [0]
     assert edges(1024, 1024, Mask(window=1024)) == [0, 1024]
     assert edges(1024, 1024, Mask(window=4096)) == [0, 4096]
@@ -323,12 +323,12 @@ def test_compiles_for_tpu7x_and_takes_no_more_vmem_than_predicted():
 @pytest.mark.slow
 def test_cycles():
     """A causal head of 8k has 28 full blocks and 8 on the diagonal. A full one keeps the MXUs busy for 3584 cycles."""
-    report = bundles.measure("flash_backward:build_backward", seq=8192)
+    report = bundles.measure("compiled.builders:flash_backward", seq=8192)
     full, edge = report.region("full block").cycles, report.region("edge block").cycles
     assert 3584 < full <= 4400
     assert edge <= 0.7 * full  # 10 of its 16 tiles
     blocks, kernel = default_blocks(8192, 8192, 128, 128), report.kernel()
-    counts = executions(kernel, 8192, 8192, 8, 8, blocks, CAUSAL)
+    counts = builders.backward_executions(kernel, 8192, 8192, 8, 8, blocks, CAUSAL)
     by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
     assert (by_name["full block"], by_name["edge block"], by_name["masked block"]) == (8 * 28, 8 * 8, 0)
     head = kernel.cycles(counts, moved_bytes=0).compute / 8
@@ -342,8 +342,10 @@ def test_one_query_more_than_a_block_takes_a_quarter_of_a_block():
     The last block computes 128 queries: so few wait for each other, and take 914 cycles where 512 take 1,533.
     """
     sizes = dict(queries=512, keys=512, chunk=128, resident=1024)
-    kernel = bundles.measure("flash_backward:build_backward", seq=513, heads=2, sizes=sizes).kernel()
-    counts = executions(kernel, 513, 513, 2, 2, replace(default_blocks(513, 513, 128, 128), **sizes), CAUSAL)
+    kernel = bundles.measure("compiled.builders:flash_backward", seq=513, heads=2, sizes=sizes).kernel()
+    counts = builders.backward_executions(
+        kernel, 513, 513, 2, 2, replace(default_blocks(513, 513, 128, 128), **sizes), CAUSAL
+    )
     by_name = {region.label: count for region, count in zip(kernel.unknown(), counts, strict=True)}
     assert (by_name["full block"], by_name["edge block"]) == (0, 2)
     assert (by_name["last full block"], by_name["last edge block"], by_name["last masked block"]) == (2, 2, 0)

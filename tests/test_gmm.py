@@ -19,7 +19,7 @@ from support import relative_error
 import gmm as module
 import groups
 import moe
-from compiled import bundles, grid
+from compiled import builders, bundles, grid
 from flags import PRESETS, from_preset
 from gmm import gated_gmm, gated_products, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles, Variant
@@ -528,7 +528,7 @@ def test_cycles_of_gmm():
     the same cost between tiles.
     """
     M, K, N = 8192, 4096, 512
-    kernel, tiles = bundles.measure("gmm:build_gmm", N=N).kernel("gmm"), groups.default_tiles(M, K, N, 8, BF16)
+    kernel, tiles = bundles.measure("compiled.builders:gmm", N=N).kernel("gmm"), groups.default_tiles(M, K, N, 8, BF16)
     assert kernel.vmem_bytes == groups.vmem_bytes(tiles, K, N, BF16, BF16) - groups.SPILL_BYTES  # spills nothing
     rng = np.random.default_rng(0)
     for sizes in (RAGGED, [1024] * 8, *rng.multinomial(M, rng.dirichlet(np.full(8, 20.0), 8))[:4]):
@@ -549,9 +549,9 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
     tiles = tiles._replace(step=tiles.rows // 2)
 
     def cycles(builder):
-        kernel = bundles.measure(builder, K=K, N=N, **tiles._asdict()).kernel("gmm")
+        kernel = bundles.measure(f"compiled.builders:{builder}", K=K, N=N, **tiles._asdict()).kernel("gmm")
         counts = grid.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
-        gated = builder.endswith("gated")
+        gated = builder == "gated_gmm"
         if gated:
             estimate = groups.vmem_bytes(tiles, K, N, BF16, BF16, Variant(gated=True))
             assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
@@ -560,7 +560,7 @@ def test_the_activation_costs_no_cycles_behind_the_matmuls():
         assert total.hbm < total.compute  # hidden
         return total.compute
 
-    assert cycles("gmm:build_gated") < 0.95 * 2 * cycles("gmm:build_gmm")  # 0.932: it starts half as many tiles
+    assert cycles("gated_gmm") < 0.95 * 2 * cycles("gmm")  # 0.932: it starts half as many tiles
 
 
 @pytest.mark.slow
@@ -572,7 +572,7 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
 
     def cycles(summed):
         options = dict(K=K, N=N, transpose_rhs=True, summed=summed)
-        kernel = bundles.measure("gmm:build_gmm", **options, **tiles._asdict()).kernel("gmm")
+        kernel = bundles.measure("compiled.builders:gmm", **options, **tiles._asdict()).kernel("gmm")
         counts = grid.executions(kernel, RAGGED, 8192, K, N, tiles, BF16)
         total = kernel.cycles(
             counts, moved_bytes=grid.moved_bytes(RAGGED, 8192, K, N, tiles, BF16, variant=Variant(summed=summed))
@@ -588,7 +588,7 @@ def test_a_sum_costs_no_cycles_behind_the_matmuls():
 def test_cycles_of_tgmm():
     """At most 1.4 times the passes of 256 rows that these sizes need. For 4096 x 1536 benchmarks/kernels.py: 1.08."""
     M, K, N = 8192, 1024, 512
-    kernel = bundles.measure("gmm:build_tgmm", K=K, N=N).kernel("tgmm")
+    kernel = bundles.measure("compiled.builders:tgmm", K=K, N=N).kernel("tgmm")
     tiles = groups.default_tgmm_tiles(M, K, N, 8, BF16)
     estimate = groups.tgmm_vmem_bytes(tiles, K, N, BF16, BF16)
     assert estimate - groups.SPILL_BYTES <= kernel.vmem_bytes <= estimate
@@ -628,22 +628,20 @@ def test_compiles_for_the_experts_of(preset):
     """
     config = from_preset(preset)
     D, F, E = config.model_dim, config.expert_dim, min(config.num_experts, 64)
-    for build, K, N, transpose_rhs in ((module.build_gmm, D, F, False), (module.build_gmm, F, D, True)):
+    for build, K, N, transpose_rhs in ((builders.gmm, D, F, False), (builders.gmm, F, D, True)):
         rows = groups.default_tiles(8192, K, N, E, BF16, variant=Variant(transpose_rhs=transpose_rhs)).rows
         program = compile_for_tpu7x(*build(K=K, N=N, groups=E, transpose_rhs=transpose_rhs, step=rows))
         assert "tpu_custom_call" in program
     if D * F <= 2816 * 704:
-        assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(K=D, N=F, groups=E, rows=256))
+        assert "tpu_custom_call" in compile_for_tpu7x(*builders.tgmm(K=D, N=F, groups=E, rows=256))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [E4M3, F32])
 def test_compiles_for_other_types(dtype):
     options = dict(K=512, N=384, rows=256, dtype=jnp.dtype(dtype).name)
-    assert "tpu_custom_call" in compile_for_tpu7x(
-        *module.build_gmm(**options, step=128, lhs_scale=True, rhs_scale=True)
-    )
-    assert "tpu_custom_call" in compile_for_tpu7x(*module.build_tgmm(**options))
+    assert "tpu_custom_call" in compile_for_tpu7x(*builders.gmm(**options, step=128, lhs_scale=True, rhs_scale=True))
+    assert "tpu_custom_call" in compile_for_tpu7x(*builders.tgmm(**options))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ import mixture
 import parameters
 import sharding
 import tuned
-from compiled import bundles, grid
+from compiled import builders, bundles, grid
 from config import Config
 from masks import Mask
 from placement import MESH_AXES
@@ -387,7 +387,7 @@ def test_later_queries_take_more_cycles():
     kernel = SimpleNamespace(unknown=lambda: [None] * 6)
     T, S = 4096, 32_768
     blocks = flash.default_blocks(T, S, 128, 128)
-    count = lambda offset: sum(flash.executions(kernel, T, S, 1, blocks, Mask(q_offset=offset)))
+    count = lambda offset: sum(builders.forward_executions(kernel, T, S, 1, blocks, Mask(q_offset=offset)))
     counts = [count(offset) for offset in (0, 12_288, 28_672)]
     assert counts[0] < counts[1] < counts[2]
 
@@ -469,7 +469,7 @@ def compiled_tgmm(tile_cycles=1000, rest=100):
     loop = region("loop", ("tile",), 0, 9, (*bodies, region("branch", ("last of group",), 0, 30)))
     loop = bundles.dataclasses.replace(loop, last=40)
     kernel = bundles.Kernel("tgmm", region("kernel", (), rest, 0, (loop,), 1), 0, 0, (), None, None)
-    return bundles.Report("gmm:build_tgmm", {}, "", (kernel,), 0.0)
+    return bundles.Report("compiled.builders:tgmm", {}, "", (kernel,), 0.0)
 
 
 SMALL_TGMM = dict(M=4096, K=256, N=128, E=4, dtype="bfloat16")

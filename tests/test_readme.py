@@ -102,7 +102,7 @@ FEW_TILES = ['sizes={"full_unroll": 2, "masked_unroll": 2, "ahead": 1}']  # of a
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow]) for c in DEMONSTRATIONS])
 def test_demonstrations_run(command):
     """A kernel that is compiled is a smaller one. The later of two equal flags counts."""
-    less = FEW_TILES if command.startswith("python aot.py bundles flash:") else []
+    less = FEW_TILES if command.startswith("python aot.py bundles compiled.builders:flash") else []
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:], *less], cwd=ROOT, capture_output=True, text=True, timeout=600
     )

@@ -30,7 +30,7 @@ FLOORS = [
     {"bundles", "flash", "gmm", "rules", "sharding", "matmul", "bounds", "serving", "processes", "spatial"}
     | {"trace", "grid"},
     {"moe"},
-    {"report", "timeline", "dense", "fp8", "fsdp", "workload", "context", "agreement", "operations"},
+    {"report", "timeline", "dense", "fp8", "fsdp", "workload", "context", "agreement", "operations"} | {"builders"},
     {"kernels", "log", "corruption", "step", "parameters", "checkpoint", "remat"},
     {"residuals", "cost", "calibration", "machine", "weights", "muon", "initialisation"},
     {"presentation"},
@@ -46,6 +46,7 @@ FLOORS = [
 ]
 LEAVES = {"sharding", "data", "hardware", "collectives", "masks", "attention", "fsdp", "flash", "flash_backward", "gmm"}
 LEAVES |= {
+    "builders",
     "dense",
     "kernels",
     "remote_dma",
