@@ -1137,13 +1137,15 @@ ATTENTION = {"flash_forward": 2e4, "flash_backward": 5e4}  # cycles of a call
 def test_compiled_train_step(prefetch, programs, full_effort):
     """Seven matrices a layer are gathered for the forward and the backward pass; their gradients are scattered once.
 
-    With prefetch each pass gathers one layer more: one before the loop, and the last iteration's is not used. The norms
-    of all layers are gathered together, as two arrays; embedding and unembedding once.
+    With prefetch each pass gathers one layer more: one before the loop, and the last iteration's is not used. Without,
+    these are attention's matrices only. The norms of all layers are gathered together, as two arrays; embedding and
+    unembedding once.
     """
     layers, matrices, once = TPU["num_layers"], 7, 4
+    more = matrices if prefetch else 4
     breakdown = walk(parse(compiled_step(Config(**TPU, prefetch=prefetch), programs)), kernels=ATTENTION)
     count = lambda kind: sum(message.count for message in breakdown.collectives if message.kind == kind)
-    assert count("all-gather") == 2 * (layers + prefetch) * matrices + once
+    assert count("all-gather") == 2 * (layers * matrices + more) + once
     assert count("reduce-scatter") == layers * matrices + once
     on_sparsecores = [m for m in breakdown.collectives if m.kind in ("all-gather", "reduce-scatter")]
     assert {(m.engine, m.group_size, m.rings) for m in on_sparsecores} == {("SparseCore", 8, 4)}
@@ -1156,8 +1158,9 @@ def test_compiled_train_step(prefetch, programs, full_effort):
     gathered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "all-gather")
     scattered = sum(m.nbytes * m.count for m in on_sparsecores if m.kind == "reduce-scatter")
     D, F, V, N, K, H = (TPU[k] for k in ("model_dim", "ff_dim", "vocab_size", "num_heads", "num_kv_heads", "head_dim"))
-    layer = D * (2 * N + 2 * K) * H + 3 * D * F
-    assert gathered == pytest.approx(2 * (2 * (layers + prefetch) * layer + 2 * V * D), rel=0.01)
+    layer = (attention := D * (2 * N + 2 * K) * H) + 3 * D * F
+    more = layer if prefetch else attention
+    assert gathered == pytest.approx(2 * (2 * (layers * layer + more) + 2 * V * D), rel=0.01)
     assert scattered == pytest.approx(2 * (layers * layer + 2 * V * D), rel=0.01)
 
 
