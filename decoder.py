@@ -314,11 +314,13 @@ def latent_projections(w: Layers, h_btd, cos, sin, config: Config):
     if config.q_lora_rank:
         q_btQ = named(latents[2], "query_latent")
         q_btQ = named(rms_norm(q_btQ, w.norm_q_latent, config, axis=None), "query_latent_norm")
-        (q_btnH,) = matmul(q_btQ, w.w_q_up)
+        # The weights are sliced because XLA:TPU would copy slices of the queries, which are larger.
+        q_btnI, q_btnR = matmul(q_btQ, w.w_q_up[..., :-R], w.w_q_up[..., -R:])
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
+        q_btnI, q_btnR = q_btnH[..., :-R], q_btnH[..., -R:]
     kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, config, axis=None), "kv_latent_norm")
-    q_btnH = jnp.concatenate([q_btnH[..., :-R], rope(q_btnH[..., -R:], cos, sin)], -1)
+    q_btnH = jnp.concatenate([q_btnI, rope(q_btnR, cos, sin)], -1)
     return q_btnH, kv_btC, rope(k_rope_btR[:, :, None], cos, sin)
 
 
