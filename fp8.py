@@ -87,7 +87,7 @@ from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter, vary_alike
 from gmm import bias_gradients, gated_products, gmm, summed_gmm, tgmm
-from moe import Sums, add_copies, copies_of
+from moe import Copies, add_copies, copy_rows
 from sharding import axes_of, dim_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -516,7 +516,7 @@ def grouped_dot(
     recipe: Recipe,
     *,
     transpose: bool = False,
-    sums: Sums | None = None,
+    copies: Copies | None = None,
 ) -> tuple[jax.Array, ...]:
     """Each group's rows times its matrix, for each of `weights`, in FP8 and with gradients, by the kernels of gmm.py.
 
@@ -526,16 +526,15 @@ def grouped_dot(
       weights: [e, K, N], or with `transpose` [e, N, K].
       sizes_e: int32, the number of rows of each group.
       recipe: per tensor.
-      sums: return moe.add_copies of each product. Gradients are then quantised before they are copied to rows, all of
+      copies: return moe.add_copies of each product. Gradients are then quantised before they are copied to rows, all of
         which must be of a group.
 
     Raises:
       ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
-    num_rows, *indices = (None,) if sums is None else sums[:3]
     operands = zip(quantized, weights, strict=True)
-    return tuple(_grouped((recipe, transpose, num_rows), x, q, sizes_e, w.key, indices) for q, w in operands)
+    return tuple(_grouped((recipe, transpose), x, q, sizes_e, w.key, copies) for q, w in operands)
 
 
 def gated_dot(
@@ -574,24 +573,25 @@ def _in_a_group(x, sizes_e):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(options, x, w, sizes_e, key, indices):
-    return _grouped_forward(options, x, w, sizes_e, key, indices)[0]
+def _grouped(options, x, w, sizes_e, key, copies):
+    return _grouped_forward(options, x, w, sizes_e, key, copies)[0]
 
 
-def _grouped_forward(options, x, w, sizes_e, key, indices):
-    _, transpose, num_rows = options
+def _grouped_forward(options, x, w, sizes_e, key, copies):
+    _, transpose = options
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
     y = gmm(x.values, w.values, sizes_e, transpose_rhs=transpose, lhs_scale=scale, out_dtype=dtype)
-    y = add_copies(y, Sums(num_rows, *indices)) if indices else y
-    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key, indices)
+    if copies is not None:
+        y, copies = add_copies(y, copies), dataclasses.replace(copies, places=None)
+    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key, copies)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, transpose, num_rows), (x, s_x, w, s_w, sizes_e, key, indices) = options, residuals
+    (recipe, transpose), (x, s_x, w, s_w, sizes_e, key, copies) = options, residuals
     dtype = dy.dtype
-    if indices:
+    if copies is not None:
         q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
-        q_dy = copies_of(q_dy, Sums(num_rows, *indices))
+        q_dy = copy_rows(q_dy, copies)
     else:
         q_dy, s_dy = _grouped_gradient(dy, sizes_e, recipe, key)
     options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)

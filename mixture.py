@@ -38,14 +38,14 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
     scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
-    def experts(w, x, sizes, factors, sums=None):
+    def experts(w, x, sizes, factors, copies=None):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
         x = gather(x, dim=x.ndim - 1) if rows_travel else x
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
         product = moe.times_factors(product, factors)
-        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, sums=sums)  # {U_tensor}
-        if config.expert_bias and not sums:
+        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, copies=copies)  # {U_tensor}
+        if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
         return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
 
@@ -80,18 +80,18 @@ def expert_matmuls(
     sizes,
     config: Config,
     transpose: bool = False,
-    sums: moe.Sums | None = None,
+    copies: moe.Copies | None = None,
 ) -> tuple[jax.Array, ...]:
     """x @ w for each of `weights` and each expert's rows; x, sizes and `transpose` as in `moe.grouped_matmul`.
 
-    With `sums` it is `moe.add_copies` of these.
+    With `copies` it is `moe.add_copies` of these.
     """
     if not isinstance(weights[0], fp8.Weight):
         products = (moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
-        return tuple(moe.add_copies(y, sums) if sums else y for y in products)
+        return tuple(products if copies is None else (moe.add_copies(y, copies) for y in products))
     recipe = fp8_recipe(config)
     if sizes is not None:
-        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose, sums=sums)
+        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose, copies=copies)
     x = fp8.quantize(x, recipe, (2,))
     return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
 

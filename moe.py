@@ -102,6 +102,7 @@ which a token may go, and balances within a sequence (section 2.1.2). Also left 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,10 +118,10 @@ import collectives
 import sharding
 from gmm import gated_gmm, gmm
 
-# A function experts(w, x, sizes, factors, sums=None): the result of a device's experts, whose weights are w, for each
+# A function experts(w, x, sizes, factors, copies=None): the result of a device's experts, whose weights are w, for each
 # row of x, times the row's factor. It has the shape of x. If x is [rows, d], its rows are sorted by expert, `sizes` has
 # the rows of each expert, and `factors` is [rows], float32. If x is [experts, rows, d], `sizes` is None, and `factors`
-# is [experts, rows]. With `sums` it returns add_copies(result, sums). It must depend on no other traced value.
+# is [experts, rows]. With `copies` it returns add_copies(result, copies). It must depend on no other traced value.
 Experts = Callable[..., jax.Array]
 
 
@@ -350,80 +351,58 @@ def glu(gate: jax.Array, up: jax.Array, activation: str = "silu", limit: float =
 
 
 class Missing(NamedTuple):
-    """Which index arrays of `copy_rows` may have indices past the end: for rows that do not exist."""
+    """Which index arrays of `Copies` may have indices past the end: for rows that do not exist."""
 
-    sources: bool  # some rows of the result have no source: they are zeros
-    copies: bool  # some rows of x have fewer than k copies
+    sources: bool  # some copies have no source: they are zeros
+    copies: bool  # some rows have fewer than k copies
 
 
 NONE_MISSING = Missing(sources=False, copies=False)
 
 
-def copy_rows(x: jax.Array, source: jax.Array, copies: jax.Array, missing: Missing) -> jax.Array:
-    """Returns x[source], of shape [len(source), ...], with zeros where an index in `source` is past the end of x.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Copies:
+    """Which row each of r copies is of, and where the copies of each of n rows are: of `copy_rows` and `add_copies`.
 
-    Args:
-      x: rows [n, ...].
-      source: for each row of the result, its row in x.
-      copies: the inverse of `source`, so that the gradient indexes rows and does not scatter them. If each row of x has
-        at most k copies, it is a [k, n] array, flattened. It has the rows of the result that are copies of each row of
-        x, and an index past the end for each copy that a row of x lacks.
-      missing: whether `source` and `copies` may have indices past the end. If so, XLA:TPU passes over all rows again to
-        put zeros. That takes 6.2 ms for the 524,288 pairs of width 4096 in a layer of Qwen3 235B, and would be needed
-        five times a layer (compiled).
+    If each row has at most k copies, `places` is a [k, n] array, flattened. So both index rows and scatter none. It has
+    an index past the end for each copy that a row lacks. XLA:TPU passes over all rows again to put zeros for indices
+    past the end. That takes 6.2 ms for the 524,288 pairs of width 4096 in a layer of Qwen3 235B, and would be needed
+    five times a layer (compiled). `missing` says whether there are any.
     """
-    return _copy_rows((x.shape[0], missing), x, source, copies)
+
+    num_rows: int = field(metadata=dict(static=True))  # n
+    source: jax.Array | None  # int32 [r]
+    places: jax.Array | None  # int32 [k*n]
+    missing: Missing = field(default=NONE_MISSING, metadata=dict(static=True))
+
+
+@jax.custom_vjp
+def copy_rows(x: jax.Array, copies: Copies) -> jax.Array:
+    """Returns the copies of the rows of x [n, ...], as [r, ...]. Its gradient is `add_copies`."""
+    return _rows(x, copies.source, copies.missing.sources)
+
+
+@jax.custom_vjp
+def add_copies(y: jax.Array, copies: Copies) -> jax.Array:
+    """Returns the sum of the copies of each row, [n, ...], from y [r, ...]. Its gradient is `copy_rows`."""
+    copies_kn = _rows(y, copies.places, copies.missing.copies)
+    return _sum(list(copies_kn.reshape(-1, copies.num_rows, *y.shape[1:])))
+
+
+copy_rows.defvjp(
+    lambda x, copies: (copy_rows(x, copies), replace(copies, source=None)),
+    lambda copies, dy: (add_copies(dy, copies), None),
+)
+add_copies.defvjp(
+    lambda y, copies: (add_copies(y, copies), replace(copies, places=None)),
+    lambda copies, dx: (copy_rows(dx, copies), None),
+)
 
 
 def _rows(x, indices, may_miss):
     """x[indices]; with `may_miss`, zeros for indices past the end."""
     return jnp.take(x, indices, axis=0, **dict(mode="fill", fill_value=0) if may_miss else dict(mode="clip"))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copy_rows(options, x, source, copies):
-    return _rows(x, source, options[1].sources)
-
-
-def _copy_rows_backward(options, copies, dy):
-    num_rows, missing = options
-    dx = _rows(dy, copies, missing.copies)
-    return _sum(list(dx.reshape(-1, num_rows, *dy.shape[1:]))), None, None
-
-
-_copy_rows.defvjp(
-    lambda options, x, source, copies: (_copy_rows(options, x, source, copies), copies), _copy_rows_backward
-)
-
-
-class Sums(NamedTuple):
-    """Which rows `add_copies` adds up."""
-
-    num_rows: int  # of the sum
-    copies: jax.Array  # this and `source` are as in copy_rows, whose transpose a sum is
-    source: jax.Array
-    missing: Missing = NONE_MISSING
-
-
-def add_copies(y: jax.Array, sums: Sums) -> jax.Array:
-    """Returns the sum of the copies of each row. Its gradient is `copies_of`."""
-    return _add_copies((sums.num_rows, sums.missing), y, sums.copies, sums.source)
-
-
-def copies_of(x: jax.Array, sums: Sums) -> jax.Array:
-    """Returns the copies of the rows of x, as `copy_rows` does. It has no gradient."""
-    return _rows(x, sums.source, sums.missing.sources)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_copies(options, y, copies, source):
-    return _copy_rows_backward(options, copies, y)[0]
-
-
-_add_copies.defvjp(
-    lambda options, y, copies, source: (_add_copies(options, y, copies, source), source),
-    lambda options, source, dx: (_rows(dx, source, options[1].sources), None, None),
-)
 
 
 @jax.custom_vjp
@@ -499,11 +478,11 @@ def dropless(
     """
     (t, E), pairs = routing.scores_tE.shape, sort_pairs(routing.experts_tX, routing.scores_tE.shape[1])
     if lax.axis_size(axis) == 1:
-        token_p = pairs.order_p % t
-        copied = lambda a: copy_rows(a, token_p, pairs.place_p, NONE_MISSING)
+        copies = Copies(t, pairs.order_p % t, pairs.place_p)
+        copied = lambda a: copy_rows(a, copies)
         x_pd = copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
         factors_p = permuted(routing.weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p)
-        return experts(w, x_pd, pairs.loads_E, factors_p, Sums(t, pairs.place_p, token_p)), jnp.int32(1)
+        return experts(w, x_pd, pairs.loads_E, factors_p, copies), jnp.int32(1)
     loads_NE = collectives.all_gather(pairs.loads_E, axis, tiled=False, algorithm="xla")
     starts = buffer_starts(loads_NE)
     # The place of each pair in an endless buffer of its receiver; that of no expert is past the end.
@@ -547,15 +526,15 @@ def one_round(options, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax
     num_pairs = row_p.shape[0]
     # A pair of another round gets an index past the end: zero is its result, and what it adds to the gradients.
     in_round_p = (row_p >= first) & (row_p < first + buffer_rows)
-    place_p, token_p = jnp.where(in_round_p, pairs.place_p, num_pairs), pairs.order_p % t
+    place_p = jnp.where(in_round_p, pairs.place_p, num_pairs)
     factors_p = jnp.where(in_round_p, weights_tX.T.reshape(-1), 0)
     factors_p = permuted(factors_p, pairs.order_p, pairs.place_p)
-    missing = Missing(sources=False, copies=True)
-    x_pd = copy_rows(contiguous_rows(x_td), token_p, place_p, missing)
+    copies = Copies(t, pairs.order_p % t, place_p, Missing(sources=False, copies=True))
+    x_pd = copy_rows(contiguous_rows(x_td), copies)
     send = lambda a: exchange(a, buffer_rows, dispatch_plan, combine_plan, axis, t)
     y_rd = experts(w, send(x_pd).reshape(buffer_rows, d), sizes_e, send(factors_p[:, None])[:, 0])
     y_pd = exchange(contiguous_rows(y_rd), num_pairs, combine_plan, dispatch_plan, axis, t)
-    return add_copies(y_pd, Sums(t, place_p, token_p, missing)).reshape(t, d)
+    return add_copies(y_pd, copies).reshape(t, d)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -730,18 +709,18 @@ def with_capacity(
     expert_p = routing.experts_tX.T.reshape(-1)
     nth_p = pairs.place_p - start_E[expert_p]
     slot_p = jnp.where(nth_p < capacity, expert_p * capacity + nth_p, E * capacity)
-    missing = Missing(sources=True, copies=True)
     token_r = jnp.where(pair_r < num_pairs, pair_r % t, t)
-    x_rd = copy_rows(x_td, token_r, slot_p, missing)
-    x_ECd = x_rd.reshape(E, capacity, -1)
-    factors_EC = copy_rows(routing.weights_tX.T.reshape(-1), pair_r, slot_p, missing).reshape(E, capacity)
+    of_tokens = Copies(t, token_r, slot_p, missing := Missing(sources=True, copies=True))
+    x_ECd = copy_rows(x_td, of_tokens).reshape(E, capacity, -1)
+    factors_p = routing.weights_tX.T.reshape(-1)
+    factors_EC = copy_rows(factors_p, Copies(num_pairs, pair_r, slot_p, missing)).reshape(E, capacity)
     if lax.axis_size(axis) == 1:
         y_ECd = experts(w, x_ECd, None, factors_EC)
     else:
         swap = partial(collectives.all_to_all, axis=axis, algorithm=algorithm)
         to_experts = partial(swap, split_dim=0, concat_dim=1)
         y_ECd = swap(experts(w, to_experts(x_ECd), None, to_experts(factors_EC)), split_dim=1, concat_dim=0)
-    y_td = add_copies(y_ECd.reshape(E * capacity, -1), Sums(t, slot_p, token_r, missing))
+    y_td = add_copies(y_ECd.reshape(E * capacity, -1), of_tokens)
     return y_td, jnp.sum(jnp.maximum(pairs.loads_E - capacity, 0))
 
 

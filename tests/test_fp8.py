@@ -572,14 +572,14 @@ def test_rows_are_quantised_before_they_are_copied_to_the_same_bits(gradients):
     keys = jax.random.split(jax.random.key(3), 4)
     x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((tokens, 32), (4, 32, 16), (tokens, 16)), strict=False))
     order = jax.random.permutation(keys[3], 3 * tokens)
-    sums = moe.Sums(tokens, jnp.argsort(order), order % tokens)
-    copied = lambda a: moe.copy_rows(a, sums.source, sums.copies, moe.NONE_MISSING)
+    copies = moe.Copies(tokens, order % tokens, jnp.argsort(order))
+    copied = lambda a: moe.copy_rows(a, copies)
 
     def run(before, x, w):
         weight = fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True))
         rows = fp8.quantize(x, recipe, (1,)).map_rows(copied) if before else copied(x)
-        (y,) = fp8.grouped_dot(rows, (weight,), sizes, recipe, sums=sums if before else None)
-        return y if before else moe.add_copies(y, sums)
+        (y,) = fp8.grouped_dot(rows, (weight,), sizes, recipe, copies=copies if before else None)
+        return y if before else moe.add_copies(y, copies)
 
     results = []
     for before in (True, False):

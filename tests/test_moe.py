@@ -208,11 +208,11 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
         x_td, router, gate, up, down = weights
         routing = moe.route(jnp.where(tied, 0.0, x_td @ router) + extra_tE, X)
 
-        def experts(w, x, sizes, factors, sums=None):
+        def experts(w, x, sizes, factors, copies=None):
             gate, up, down = w
             product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
             y = moe.grouped_matmul(product, down, sizes)
-            return moe.add_copies(y, sums) if sums else y
+            return y if copies is None else moe.add_copies(y, copies)
 
         operands, count = ((gate, up, down), x_td, routing, experts, "expert"), 0
         if impl in ("dropless", "in chunks"):
@@ -306,11 +306,11 @@ def test_tokens_without_experts_are_sent_nowhere():
         routing = moe.route(x_td @ router + routings()["to one"][0], X)
         routing = routing._replace(experts_tX=jnp.where(padding_t[:, None], E, routing.experts_tX))
 
-        def experts(w, x, sizes, factors, sums=None):
+        def experts(w, x, sizes, factors, copies=None):
             gate, up, down = w
             product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
             y = moe.grouped_matmul(product, down, sizes)
-            return moe.add_copies(y, sums) if sums else y
+            return y if copies is None else moe.add_copies(y, copies)
 
         return moe.dropless((gate, up, down), x_td, routing, experts, "expert", t * X)
 
@@ -348,7 +348,7 @@ def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
 def test_missing_rows_are_filled_only_where_they_may_occur(sources, copies):
     """It spares XLA:TPU a pass over all rows where none is missing."""
     x, order = jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0, 1])
-    copy = lambda x: moe.copy_rows(x, order, jnp.argsort(order), moe.Missing(sources, copies))
+    copy = lambda x: moe.copy_rows(x, moe.Copies(3, order, jnp.argsort(order), moe.Missing(sources, copies)))
     run = lambda x, dy: (copy(x), *jax.vjp(copy, x)[1](dy))
     modes = re.findall(r"GatherScatterMode\.(\w+)", str(jax.make_jaxpr(run)(x, x)))
     assert {"FILL_OR_DROP" if filled else "CLIP" for filled in (sources, copies)} == set(modes)
@@ -409,10 +409,10 @@ def test_without_an_expert_axis_nothing_is_sent(impl):
     assert moved(on_mesh(1, impl), layer(), routings()["random"], False) == []
 
 
-def by_one_matmul(w_edd, x, sizes, factors, sums=None):
+def by_one_matmul(w_edd, x, sizes, factors, copies=None):
     """Experts that are a matrix each."""
     y = moe.grouped_matmul(moe.times_factors(x, factors), w_edd, sizes)
-    return moe.add_copies(y, sums) if sums else y
+    return y if copies is None else moe.add_copies(y, copies)
 
 
 def tpu_mesh(n: int) -> Mesh:
