@@ -328,6 +328,11 @@ def expert_capacity(config: Config, tokens: int) -> int:
     return min(tokens, math.ceil(config.capacity_factor * tokens * config.experts_per_token / config.num_experts))
 
 
+def gathers_tokens(config: Config, devices: int) -> bool:
+    """Whether each of `devices` along `expert` receives all of their tokens, not the rows of its experts (moe.py)."""
+    return config.moe_impl == "dropless" and 1 < devices <= config.experts_per_token
+
+
 def expert_rows(config: Config, tokens: int, devices: int) -> int:
     """Rows of the buffer of a device's experts, if each of `devices` along `expert` has `tokens` tokens (moe.py).
 

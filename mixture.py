@@ -9,6 +9,7 @@ not do so (compiled, DeepSeek-V3).
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,15 @@ import fp8
 import moe
 import remat
 import sharding
-from anatomy import expert_capacity, expert_rows, glu_in_kernel, num_expert_layers, runs_mtp
+from anatomy import (
+    expert_capacity,
+    expert_rows,
+    fp8_weights,
+    gathers_tokens,
+    glu_in_kernel,
+    num_expert_layers,
+    runs_mtp,
+)
 from collectives import all_gather, reduce_scatter
 from config import Config
 from parameters import Layers, Params, fp8_recipe
@@ -29,34 +38,37 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
 
     The router chooses by router_btd. If the experts are on several devices, padding (segment 0) goes to none of them.
 
-    If the experts are on several devices, rows travel sharded over `tensor` and are gathered where they are multiplied.
-    Otherwise a token is gathered over `tensor` once for all of its experts, and their sum is reduce-scattered.
+    Rows that are sent to their experts one by one (`rows_travel`) are sharded over `tensor`, and gathered where they
+    are multiplied. Otherwise a token is gathered once for all experts of a device, and their sum is reduce-scattered.
     """
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, router_btd.reshape(h_td.shape), config)
-    rows_travel = lax.axis_size("expert") > 1
-    gather = partial(all_gather, axis="tensor", algorithm=config.collectives)
-    scatter = partial(reduce_scatter, axis="tensor", algorithm=config.collectives)
 
     def experts(w, x, sizes, factors, copies=None):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
-        x = gather(x, dim=x.ndim - 1) if rows_travel else x
+        if rows_travel(config):
+            x = all_gather(x, "tensor", dim=x.ndim - 1, algorithm=config.collectives)
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
         product = moe.times_factors(product, factors)
         (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, copies=copies)  # {U_tensor}
         if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
-        return remat.named(scatter(y, dim=y.ndim - 1) if rows_travel else y, "expert_down")
+        if rows_travel(config):
+            y = reduce_scatter(y, "tensor", dim=y.ndim - 1, algorithm=config.collectives)
+        return remat.named(y, "expert_down")
 
-    x_td = h_td if rows_travel else gather(h_td, dim=1)
-    is_padding = (segments_bt == 0).reshape(-1, 1)
-    sent_tX = jnp.where(is_padding, config.num_experts, routing.experts_tX) if rows_travel else routing.experts_tX
-    y_td, counts = apply_experts(w, x_td, routing._replace(experts_tX=sent_tX), experts, config)
-    if config.expert_bias and config.moe_impl == "dropless" and not rows_travel:  # summed, so a bias once a token
-        y_td += jnp.dot(moe.gates(routing).astype(y_td.dtype), as_partial_sum(w.bias_expert_down))
-    y_td = y_td if rows_travel else scatter(y_td, dim=1)
+    sent_tX = routing.experts_tX
+    if lax.axis_size("expert") > 1:
+        sent_tX = jnp.where((segments_bt == 0).reshape(-1, 1), config.num_experts, sent_tX)
+    y_td, counts = apply_experts(w, h_td, routing._replace(experts_tX=sent_tX), experts, config)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, counts, config)
+
+
+def rows_travel(config: Config) -> bool:
+    """Whether the rows of experts are sent one by one, over a mesh axis `expert`. Otherwise tokens are gathered."""
+    devices = lax.axis_size("expert")
+    return devices > 1 and not gathers_tokens(config, devices)
 
 
 def expert_activation(w: Layers, x, sizes, config: Config):
@@ -120,22 +132,62 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
     return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, scale_E=scale_E, **options)
 
 
-def apply_experts(w: Layers, x_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, dict]:
+def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, dict]:
     """(y_td, {metric: this device's count}), by the method `config.moe_impl`."""
-    t, operands = len(routing.weights_tX), (experts, "expert")
-    if config.moe_impl == "reference":
-        return moe.reference(w, x_td, routing, *operands), {}
-    if config.moe_impl == "capacity":
-        slots = expert_capacity(config, t)
-        y_td, dropped = moe.with_capacity(w, x_td, routing, *operands, slots, config.collectives)
-        return y_td, {"dropped": dropped}
-    num_chunks = config.moe_parts
-    if isinstance(w.expert_gate, fp8.Weight) and num_chunks == lax.axis_size("expert") == 1:
-        x_td = fp8.quantize(x_td, fp8_recipe(config), (1,))  # before there are several copies of each row
-    buffer_rows = expert_rows(config, t // num_chunks, lax.axis_size("expert"))
-    dropless = lambda x_td, routing: moe.dropless(w, x_td, routing, *operands, buffer_rows)
-    y_td, rounds = dropless(x_td, routing) if num_chunks == 1 else moe.in_chunks(dropless, x_td, routing, num_chunks)
+    if config.moe_impl != "dropless":
+        return on_gathered_tokens(partial(dense_experts, w, experts, config), h_td, routing, config)
+    t, devices, num_chunks = len(h_td), lax.axis_size("expert"), config.moe_parts
+    rows = expert_rows(config, t // num_chunks, devices)
+    if rows_travel(config):
+        apply = lambda h_td, routing: moe.dropless(w, h_td, routing, experts, "expert", rows)
+    else:
+        local = partial(local_experts, w, experts, rows, config)
+        apply = lambda h_td, routing: on_gathered_tokens(local, h_td, routing, config)
+    y_td, rounds = apply(h_td, routing) if num_chunks == 1 else moe.in_chunks(apply, h_td, routing, num_chunks)
     return y_td, {"extra_rounds": (rounds - 1) / lax.axis_size(sharding.LOSS_AXES)}  # all devices have as many
+
+
+def on_gathered_tokens(apply, h_td, routing: moe.Routing, config: Config) -> tuple[jax.Array, Any]:
+    """(y_td, count), where (y, count) = apply(x, routing of x).
+
+    x are the tokens of all devices along `expert`, with all of their columns, and y the sums of these devices' results.
+    If rows travel, x and y are this device's.
+    """
+    if rows_travel(config):
+        return apply(h_td, routing)
+    x, algorithm = h_td, config.collectives
+    gather = partial(all_gather, algorithm=algorithm)
+    if config.moe_impl == "dropless" and "expert_gate" in fp8_weights(config):
+        recipe = fp8_recipe(config)
+        x = fp8.quantize(x, recipe, (1,))  # before there are several copies of each row
+        gather = lambda x, axis, dim: fp8.gather(x, recipe, (1,), axis, dim, algorithm=algorithm)
+    for axis, dim in (("expert", 0), ("tensor", 1)):
+        x = gather(x, axis, dim=dim)
+    y, count = apply(x, moe.own_choices(routing, "expert", algorithm))
+    for axis, dim in (("tensor", 1), ("expert", 0)):
+        y = reduce_scatter(y, axis, dim=dim, algorithm=algorithm)
+    return y, count
+
+
+def dense_experts(w: Layers, experts, config: Config, x_td, routing: moe.Routing) -> tuple[jax.Array, dict]:
+    """(y_td, {metric: this device's count}), by a method other than `dropless`."""
+    if config.moe_impl == "reference":
+        return moe.reference(w, x_td, routing, experts, "expert"), {}
+    slots = expert_capacity(config, len(x_td))
+    y_td, dropped = moe.with_capacity(w, x_td, routing, experts, "expert", slots, config.collectives)
+    return y_td, {"dropped": dropped}
+
+
+def local_experts(
+    w: Layers, experts, rows: int, config: Config, x_td, routing: moe.Routing
+) -> tuple[jax.Array, jax.Array]:
+    """`moe.local_experts` and, with `expert_bias`, the sum of the biases of the results: once a token."""
+    num_experts = config.num_experts // lax.axis_size("expert")
+    y_td, rounds = moe.local_experts(w, x_td, routing, experts, num_experts, rows)
+    if config.expert_bias:
+        gates_te = moe.gates(routing, num_experts).astype(y_td.dtype)
+        y_td += jnp.dot(gates_te, as_partial_sum(w.bias_expert_down))
+    return y_td, rounds
 
 
 def zero_metrics(config: Config) -> dict[str, jax.Array]:

@@ -10,9 +10,10 @@ number of tokens for each expert is known only at run time.
     chosen   = the X experts with the largest scores
     y_D      = sum over chosen e of  scores_E[e] * expert_e(x_D)
 
-**Names of dims.** A device has t tokens and e of the E experts. Each token is sent to X experts. D is the model's
-width, d a device's shard of it. M is an expert's width, m a device's shard of it. p counts (token, choice) pairs, r the
-rows of a buffer, and c the rows of an expert with a fixed capacity.
+**Names of dims.** A device has t tokens and e of the E experts. Each token is sent to X experts. T are the tokens of
+all devices along the axis of the experts. D is the model's width, d a device's shard of it. M is an expert's width, m a
+device's shard of it. p counts (token, choice) pairs, r the rows of a buffer, and c the rows of an expert with a fixed
+capacity.
 
 **Routing** (`route`) is in float32. Mixtral (arXiv:2401.04088), Qwen 3 (arXiv:2505.09388) and gpt-oss take a softmax
 over all experts, choose the X largest, and may renormalise their weights to a sum of 1. DeepSeek-V3 (arXiv:2412.19437,
@@ -35,11 +36,17 @@ The z-loss, the mean of logsumexp(logits)^2, keeps logits small (Zoph et al. 202
 **Dispatch.** The t tokens of a device make t*X (token, choice) pairs. Three methods bring them to their experts and
 combine the results. All give the same y, except for pairs that `capacity` drops:
 
-    dropless    Pairs are sorted by expert and sent without padding. In the receiver's buffer they are sorted by expert,
-                and for each expert by sender. A grouped matmul (gmm.py) multiplies the rows of each expert by its
-                matrix. The results are sent back by the same plan with senders and receivers exchanged. The buffer has
-                a static size, `buffer_rows`. If a device receives more rows, there are more rounds: in round k, each
-                receiver's rows from k * buffer_rows on. Their number depends on the router's choices alone.
+    dropless    Pairs are sorted by expert, and a grouped matmul (gmm.py) multiplies the rows of each expert by its
+                matrix. The buffer of a device's rows has a static size, `buffer_rows`. If there are more, there are
+                more rounds: in round k, the rows from k * buffer_rows on. Their number depends on the router's choices
+                alone. Rows get to the device of their experts in one of two ways:
+                tokens gathered    Each of N devices gathers the tokens of all. It looks up the rows of its experts and
+                                   adds up their results for each token. These sums are reduce-scattered. A token
+                                   travels once to each device, and not once for each of its experts there.
+                rows sent          Rows are sent without padding. In the receiver's buffer they are sorted by expert,
+                                   and for each expert by sender. The results are sent back by the same plan with
+                                   senders and receivers exchanged.
+                The model gathers if N <= X (anatomy.gathers_tokens). Then it moves no more bytes than it would send.
     capacity    Every expert has C = factor * t*X/E slots for the tokens of each device (Lepikhin et al. 2020, GShard,
                 arXiv:2006.16668, section 2.2). So arrays are dense, and the all-to-all is an ordinary one. The first
                 choices of all tokens get slots before the second ones. Pairs without a slot are dropped and counted.
@@ -48,12 +55,13 @@ combine the results. All give the same y, except for pairs that `capacity` drops
                 takes E/X times the FLOPs.
 
     x_td  ->  x_pd sorted  ->  all-to-all over `expert`  ->  x_rd  ->  experts  ->  y_rd  ->  all-to-all  ->  y_td
+    x_td  ->  all-gather over `expert`  ->  x_Td  ->  x_rd sorted  ->  experts  ->  y_Td  ->  reduce-scatter  ->  y_td
 
 **Weights.** The last matmul of an expert is linear, so the scores multiply its operand, of width M, and not its result,
 of width D. The gradient of a score is the sum of product * dproduct. So the backward pass reads no result of an expert:
 it repeats neither the last matmul nor, over an axis, the exchange of its results. What is left of the combine adds up
-rows. Its gradient is a copy of rows, as the dispatch is. If experts have a bias and rows do not travel, each token gets
-the weighted sum of the biases once. Over an axis the scores travel with the rows. XLA:TPU pads each to 256 numbers.
+rows. Its gradient is a copy of rows, as the dispatch is. If experts have a bias and rows are not sent, each token gets
+the weighted sum of the biases once. Scores are sent with the rows. XLA:TPU pads each to 256 numbers.
 
 **Chunks** (`in_chunks`). The matmuls of the experts cannot start before their rows arrive, and the layer has little
 else to compute meanwhile. If the tokens are split into n chunks, the rows of one chunk are sent while those of another
@@ -72,12 +80,14 @@ contiguous in memory.
 receives, N the size of the mesh axis `expert`:
 
     compute              6 t X D M / C
-    all-to-all           4 t X D (1 - 1/N) / W        dispatch and combine
+    all-to-all           4 t X D (1 - 1/N) / W        dispatch and combine, rows sent
+    gather and scatter   4 t D (N - 1) / W            dispatch and combine, tokens gathered
     gather over fsdp     6 E D M / W / N              1/N of the experts: those of this device
 
-With N = 1 (FSDP alone, no all-to-all) the gather is hidden if t > E/X * C/W tokens a device. On TPU7x C/W is about 2100
+With N = 1 (FSDP alone, nothing sent) the gather is hidden if t > E/X * C/W tokens a device. On TPU7x C/W is about 2100
 (fsdp.py), so Qwen3-30B (E/X = 16) needs 34,000 tokens. An all-to-all is hidden if M > 2/3 * C/W. Its W is less than
-that of a gather, because in a ring of N devices each byte passes N/4 links. Expert parallelism sends fewer bytes if
+that of a gather, because in a ring of N devices each byte passes N/4 links, and because the two devices of a chip share
+its links and what is gathered over them. Expert parallelism sends fewer bytes if
 
     4 t X D < 6 E D M     <=>     t < 1.5 M E/X          18,000 tokens a device of Qwen3-30B, 98,000 of DeepSeek-V3
 
@@ -95,9 +105,9 @@ Where a buffer may be too small, the loops of further rounds are in the program,
 `fsdp:2,expert:4` then takes 76 s of a CPU to compile for 37 s without them. Their gradients of the weights, zeros, are
 added: the step takes 3% longer (compiled). `--buffer_factor` of the size of the axis needs no loops.
 
-**Left out.** A token could be sent over the axis once, not once for each of its experts there. For N <= X an all-gather
-of x_td receives (N-1) t D elements, fewer than X (1 - 1/N) t D. DeepSeek-V3 uses its groups to limit the devices to
-which a token may go, and balances within a sequence (section 2.1.2). Also left out are experts that choose tokens
+**Left out.** On an axis of more than X devices a token is sent once for each of its experts on a device, and could be
+sent once. DeepSeek-V3 uses its groups to limit the devices to which a token may go, and balances within a sequence
+(section 2.1.2); a gather sends each token to all. Also left out are experts that choose tokens
 (arXiv:2202.09368), noise in the router, and forward-mode derivatives.
 """
 
@@ -116,7 +126,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 import sharding
-from gmm import gated_gmm, gmm
+from gmm import gated_gmm, gmm, tgmm
 
 # A function experts(w, x, sizes, factors, copies=None): the result of a device's experts, whose weights are w, for each
 # row of x, times the row's factor. It has the shape of x. If x is [rows, d], its rows are sorted by expert, `sizes` has
@@ -369,12 +379,15 @@ class Copies:
     an index past the end for each copy that a row lacks. XLA:TPU passes over all rows again to put zeros for indices
     past the end. That takes 6.2 ms for the 524,288 pairs of width 4096 in a layer of Qwen3 235B, and would be needed
     five times a layer (compiled). `missing` says whether there are any.
+
+    Where a row may have many copies and has few on average, `sorted_copies` sorts the copies by row instead.
     """
 
     num_rows: int = field(metadata=dict(static=True))  # n
     source: jax.Array | None  # int32 [r]
-    places: jax.Array | None  # int32 [k*n]
+    places: jax.Array | None  # int32 [k*n]; if sorted, [r]
     missing: Missing = field(default=NONE_MISSING, metadata=dict(static=True))
+    rows: jax.Array | None = None  # int32 [r]; if sorted: of which row the copy at each of `places` is
 
 
 @jax.custom_vjp
@@ -386,6 +399,8 @@ def copy_rows(x: jax.Array, copies: Copies) -> jax.Array:
 @jax.custom_vjp
 def add_copies(y: jax.Array, copies: Copies) -> jax.Array:
     """Returns the sum of the copies of each row, [n, ...], from y [r, ...]. Its gradient is `copy_rows`."""
+    if copies.rows is not None:
+        return _add_sorted(_rows(y, copies.places, False), copies)
     copies_kn = _rows(y, copies.places, copies.missing.copies)
     return _sum(list(copies_kn.reshape(-1, copies.num_rows, *y.shape[1:])))
 
@@ -398,6 +413,32 @@ add_copies.defvjp(
     lambda y, copies: (add_copies(y, copies), replace(copies, places=None)),
     lambda copies, dx: (copy_rows(dx, copies), None),
 )
+
+
+def sorted_copies(num_rows: int, source_r: jax.Array) -> Copies:
+    """Returns the Copies with this source. A source of `num_rows` or more is none: such a copy has any content.
+
+    `add_copies` then reads each copy once or twice, however many a row has.
+    """
+    rows_r, places_r = lax.sort((source_r, jnp.arange(len(source_r), dtype=jnp.int32)), num_keys=1)
+    return Copies(num_rows, source_r, places_r, rows=rows_r)
+
+
+def _add_sorted(y_rd, copies: Copies, block: int = 128):
+    """The sums of copies that are sorted by row, in the dtype of y.
+
+    The sums of a block of rows are the product of a matrix of zeros and ones and of the block's copies, as the gradient
+    of an expert's matrix is a product of all rows of this expert. On a TPU the kernel of the latter computes them.
+    """
+    n, rows_r = copies.num_rows, copies.rows
+    if sharding.platform() != "tpu":
+        zeros_nd = varying_as(y_rd, jnp.zeros((n, y_rd.shape[1]), jnp.float32))
+        of_rows_rd = jnp.where(rows_r[:, None] < n, y_rd, 0).astype(jnp.float32)
+        return zeros_nd.at[rows_r].add(of_rows_rd, mode="drop").astype(y_rd.dtype)
+    num_blocks = -(-n // block)
+    starts = jnp.sum(rows_r[:, None] < jnp.minimum(block * jnp.arange(num_blocks + 1), n), 0, dtype=jnp.int32)
+    is_row = (rows_r[:, None] % block == jnp.arange(block)).astype(y_rd.dtype)
+    return tgmm(is_row, y_rd, jnp.diff(starts)).reshape(num_blocks * block, -1)[:n]
 
 
 def _rows(x, indices, may_miss):
@@ -462,27 +503,21 @@ def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: 
 
 
 def dropless(
-    w, x_td: Any, routing: Routing, experts: Experts, axis: str, buffer_rows: int
+    w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str, buffer_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (y_td, the number of rounds). To be called in `jax.shard_map`.
+    """Returns (y_td, the number of rounds), where rows are sent to their experts. To be called in `jax.shard_map`.
 
     A token for which all choices are E, one more than the last expert, goes nowhere: its result is zero.
 
     Args:
       w: the weights of the experts of this device.
-      x_td: the tokens. On an axis of size 1 they may be an fp8.Quantized with one scale.
+      x_td: the tokens.
       experts: applies them to sorted rows. Rows after those of the last expert are uninitialised memory, in x and in
         the cotangent of the result. The results of such rows are not read.
-      axis: the mesh axis of the experts. With size 1 nothing is sent.
+      axis: the mesh axis of the experts, of size 2 or more.
       buffer_rows: the rows of the buffer that receives rows from all devices, this one included.
     """
     (t, E), pairs = routing.scores_tE.shape, sort_pairs(routing.experts_tX, routing.scores_tE.shape[1])
-    if lax.axis_size(axis) == 1:
-        copies = Copies(t, pairs.order_p % t, pairs.place_p)
-        copied = lambda a: copy_rows(a, copies)
-        x_pd = copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
-        factors_p = permuted(routing.weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p)
-        return experts(w, x_pd, pairs.loads_E, factors_p, copies), jnp.int32(1)
     loads_NE = collectives.all_gather(pairs.loads_E, axis, tiled=False, algorithm="xla")
     starts = buffer_starts(loads_NE)
     # The place of each pair in an endless buffer of its receiver; that of no expert is past the end.
@@ -491,22 +526,79 @@ def dropless(
     shift_p = jnp.sum(jnp.where(expert_p[:, None] == jnp.arange(E), shift_E, 0), 1)
     row_p = jnp.where(expert_p < E, pairs.place_p + shift_p, jnp.iinfo(jnp.int32).max)
     exchanged = Exchanged(pairs, row_p, loads_NE)
-    options = (experts, axis, buffer_rows)
-    y_td = one_round(options, w, x_td, routing.weights_tX, exchanged, 0)
+    round_of = partial(one_round, experts, axis, buffer_rows)
+    y_td = round_of(w, x_td, routing.weights_tX, exchanged, 0)
     if buffer_rows >= len(loads_NE) * t * min(pairs.order_p.size // t, E // len(loads_NE)):  # all that can arrive
         return y_td, jnp.int32(1)
-    rounds = num_rounds(loads_NE, buffer_rows)
-    return other_rounds(options, y_td, w, x_td, routing.weights_tX, exchanged, rounds), rounds
+    rows_N = jnp.sum(loads_NE, 0).reshape(len(loads_NE), -1).sum(1)
+    rounds = num_rounds(jnp.max(rows_N), buffer_rows)
+    return other_rounds(round_of, y_td, w, x_td, routing.weights_tX, exchanged, rounds), rounds
 
 
-def num_rounds(loads_NE: jax.Array, buffer_rows: int) -> jax.Array:
-    """Returns the rounds until every device has received all of its rows; the same number on all devices of the mesh.
+def num_rounds(rows: jax.Array, buffer_rows: int) -> jax.Array:
+    """Returns the rounds until every device has computed its `rows`; the same number on all devices of the mesh.
 
     Otherwise one device could be in a round, with its collectives, while another is past them.
     """
-    rows_N = jnp.sum(loads_NE, 0).reshape(len(loads_NE), -1).sum(1)
-    rounds = jnp.maximum(-(-jnp.max(rows_N) // buffer_rows), 1)
+    rounds = jnp.maximum(-(-rows // buffer_rows), 1)
     return lax.pmax(rounds, tuple(jax.typeof(rounds).mat.varying))
+
+
+def local_experts(
+    w, x_td: Any, routing: Routing, experts: Experts, num_experts: int, buffer_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (y_td, the number of rounds), where all tokens are here: the sums over choices of this device's experts.
+
+    Args:
+      w: the weights of the experts of this device.
+      x_td: the tokens, or an fp8.Quantized with one scale.
+      routing: its choices are among the `num_experts` of this device. All other numbers are experts elsewhere.
+      experts: as for `dropless`.
+      buffer_rows: the rows of a round. All pairs, if the router knows no other experts.
+    """
+    (t, X), pairs = routing.weights_tX.shape, sort_pairs(routing.experts_tX, num_experts)
+    if num_experts == routing.scores_tE.shape[1]:
+        copies = Copies(t, pairs.order_p % t, pairs.place_p)
+        factors_p = permuted(routing.weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p)
+        return experts(w, _copied(x_td, copies), pairs.loads_E, factors_p, copies), jnp.int32(1)
+    round_of = partial(local_round, experts, buffer_rows)
+    y_td = round_of(w, x_td, routing.weights_tX, pairs, 0)
+    if buffer_rows >= t * min(X, num_experts):
+        return y_td, jnp.int32(1)
+    rounds = num_rounds(jnp.sum(pairs.loads_E), buffer_rows)
+    return other_rounds(round_of, y_td, w, x_td, routing.weights_tX, pairs, rounds), rounds
+
+
+def own_choices(routing: Routing, axis: str, algorithm: str = "xla") -> Routing:
+    """Returns the routing of the tokens of all devices along `axis`, as `local_experts` takes it. In `jax.shard_map`.
+
+    Choices of experts elsewhere are the number of this device's experts. The scores stay those of its own tokens.
+    """
+    if (devices := lax.axis_size(axis)) == 1:
+        return routing
+    num_experts = routing.scores_tE.shape[1] // devices
+    gather = partial(collectives.all_gather, axis=axis, algorithm=algorithm)
+    number_TX = gather(routing.experts_tX) - num_experts * lax.axis_index(axis)
+    own_TX = jnp.where((number_TX >= 0) & (number_TX < num_experts), number_TX, num_experts)
+    return routing._replace(experts_tX=own_TX, weights_tX=gather(routing.weights_tX))
+
+
+def local_round(experts, buffer_rows, w, x_td, weights_tX, pairs: Pairs, number) -> jax.Array:
+    """Returns the share of the results of the `buffer_rows` pairs of round `number`, in their order by expert."""
+    t, first = len(weights_tX), number * buffer_rows
+    in_round = lambda a_p: lax.dynamic_slice_in_dim(jnp.pad(a_p, (0, buffer_rows)), first, buffer_rows)
+    factors_r = in_round(permuted(weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p))
+    end_e = jnp.cumsum(pairs.loads_E)
+    sizes_e = jnp.diff(jnp.clip(end_e - first, 0, buffer_rows), prepend=0)
+    of_experts_r = jnp.arange(buffer_rows) < jnp.clip(end_e[-1] - first, 0, buffer_rows)
+    copies = sorted_copies(t, jnp.where(of_experts_r, in_round(pairs.order_p) % t, t))
+    return experts(w, _copied(x_td, copies), sizes_e, factors_r, copies)
+
+
+def _copied(x_td: Any, copies: Copies):
+    """`copy_rows` of tokens, or of an fp8.Quantized."""
+    copied = lambda a: copy_rows(a, copies)
+    return copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
 
 
 class Exchanged(NamedTuple):
@@ -517,9 +609,8 @@ class Exchanged(NamedTuple):
     loads_NE: jax.Array  # the number of pairs that each device has for each expert
 
 
-def one_round(options, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax.Array:
+def one_round(experts, axis, buffer_rows, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax.Array:
     """Returns this device's share y_td of the results whose rows are in round `number`: dispatch, experts, combine."""
-    experts, axis, buffer_rows = options
     (t, d), (pairs, row_p, loads_NE) = x_td.shape, exchanged
     first = number * buffer_rows
     dispatch_plan, combine_plan, sizes_e = exchange_plan(loads_NE, axis, first, buffer_rows)
@@ -538,23 +629,25 @@ def one_round(options, w, x_td, weights_tX, exchanged: Exchanged, number) -> jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def other_rounds(options, y_td, w, x_td, weights_tX, exchanged: Exchanged, rounds) -> jax.Array:
+def other_rounds(round_of, y_td, w, x_td, weights_tX, plan: Any, rounds) -> jax.Array:
     """Returns y_td and the shares of the rounds from 1 on, one after the other; none if `rounds` is 1.
+
+    A share is round_of(w, x_td, weights_tX, plan, number). `plan` has integers.
 
     JAX differentiates no loop whose length depends on data, so the gradient is a loop of its own. It computes each
     round again, so the memory that it needs does not depend on their number.
     """
-    step = lambda number, y_td: y_td + one_round(options, w, x_td, weights_tX, exchanged, number)
+    step = lambda number, y_td: y_td + round_of(w, x_td, weights_tX, plan, number)
     with jax.named_scope("extra_rounds"):  # aot.py looks for this name
         return lax.fori_loop(1, rounds, step, y_td)
 
 
-def _other_rounds_forward(options, y_td, *operands):
-    return other_rounds(options, y_td, *operands), operands
+def _other_rounds_forward(round_of, y_td, *operands):
+    return other_rounds(round_of, y_td, *operands), operands
 
 
-def _other_rounds_backward(options, operands, dy_td):
-    w, x_td, weights_tX, exchanged, rounds = operands
+def _other_rounds_backward(round_of, operands, dy_td):
+    w, x_td, weights_tX, plan, rounds = operands
     leaves, structure = jax.tree.flatten((w, x_td, weights_tX))
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
@@ -563,7 +656,7 @@ def _other_rounds_backward(options, operands, dy_td):
             restored = leaves.copy()
             for i, leaf in zip(floats, changed, strict=True):
                 restored[i] = leaf
-            return one_round(options, *jax.tree.unflatten(structure, restored), exchanged, number)
+            return round_of(*jax.tree.unflatten(structure, restored), plan, number)
 
         return jax.vjp(share, *(leaves[i] for i in floats))[1](dy_td)
 
@@ -724,9 +817,9 @@ def with_capacity(
     return y_td, jnp.sum(jnp.maximum(pairs.loads_E - capacity, 0))
 
 
-def gates(routing: Routing) -> jax.Array:
+def gates(routing: Routing, num_experts: int) -> jax.Array:
     """Returns the weight of each expert for each token, float32 [t, E], most of them zero."""
-    chosen_tXE = jax.nn.one_hot(routing.experts_tX, routing.scores_tE.shape[1])
+    chosen_tXE = jax.nn.one_hot(routing.experts_tX, num_experts)
     return jnp.einsum("tXE,tX->tE", chosen_tXE, routing.weights_tX)
 
 
@@ -735,7 +828,7 @@ def reference(w, x_td: jax.Array, routing: Routing, experts: Experts, axis: str)
 
     The tokens are gathered over `axis`, and the weighted sums over each device's experts are reduce-scattered.
     """
-    gates_te = gates_tE = gates(routing)  # on one device: all experts are local
+    gates_te = gates_tE = gates(routing, routing.scores_tE.shape[1])  # on one device: all experts are local
     if lax.axis_size(axis) > 1:
         x_td = collectives.all_gather(x_td, axis, dim=0, algorithm="xla")
         gates_te = collectives.all_to_all(gates_tE, axis, split_dim=1, concat_dim=0, algorithm="xla")

@@ -35,9 +35,11 @@ exposed time makes the step longer. By mesh axis:
                   devices of the axis, or groups of `context_heads`). So is the halo of a layer with a window.
     merging       After each hop of a ring, attention's partial result is added to a float32 sum. In the backward pass
                   the partial gradients are.
-    expert        An all-to-all dispatches tokens and another combines results, in both passes. They are exposed. This
-                  holds also with chunks of tokens (--moe_parts), which could hide each other's messages. Compiled, two
-                  chunks hide 7% of their messages, and barriers between the chunks do not raise that.
+    expert        Tokens are gathered over up to experts_per_token devices, and the sums of their results are
+                  reduce-scattered, in both passes. Over more devices an all-to-all dispatches tokens and another
+                  combines results. All are exposed. This holds also with chunks of tokens (--moe_parts), which could
+                  hide each other's messages. Compiled, two chunks hide 7% of their all-to-alls, and barriers between
+                  the chunks do not raise that.
     pipe          P - 1 of v*M + P - 1 ticks are idle, with M microbatches and v rounds (pipeline.py defines both). Each
                   tick sends a message in each direction. Messages hide in ticks with forward and backward passes. They
                   are exposed in ticks with only one kind: all ticks of GPipe, the first and the last v*P - 1 of others.
@@ -646,14 +648,17 @@ def _expert(run: Run, kinds: list[Kind]) -> Part:
     if run.sizes["expert"] == 1:
         return _communication("expert", 0, 0)
     sent = run.tokens * anatomy.sizes(run.config)["D"] / run.tensor * run.element
-    if run.config.moe_impl == "reference":  # tokens are gathered, and results reduce-scattered
+    times = _exchanges(run)
+    in_fp8 = 0.0  # of the times
+    if run.gathered_over or run.config.moe_impl == "reference":  # tokens are gathered, and results reduce-scattered
         sent *= run.sizes["expert"]
         once = run.collective_s("all_gather", sent, "expert")
+        if run.gathered_over and "expert_gate" in anatomy.fp8_weights(run.config):  # the gathers of tokens
+            in_fp8 = times - 3
     else:
         sent *= run.config.experts_per_token * run.expert_work
         once = run.collective_s("all_to_all", sent, "expert")
-    times = _exchanges(run)
-    seconds = times * once * _mixtures(kinds)
+    seconds = (times - in_fp8 / 2) * once * _mixtures(kinds)
     formula = f"{times} times {si(sent, 'B')} of a layer's tokens dispatched or combined, {si(once, 's')} each, over "
     formula += _links_text(run, "expert")
     return _communication("expert", seconds, seconds, formula)
@@ -683,7 +688,7 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
     copy of the rows that are sent and three of the buffer, at the speed of elementwise work.
     """
     config, width = run.config, anatomy.sizes(run.config)["D"] // run.tensor
-    if run.sizes["expert"] == 1 or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
+    if run.sizes["expert"] == 1 or run.gathered_over or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
         return Part("copies of rows", "memory", 0, 0, "")
     rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_buffer_ratio)
     nbytes = 2 * _exchanges(run) * _mixtures(kinds) * rows * width * run.element

@@ -210,6 +210,13 @@ class Run:
         return self.config.batch * self.config.seq_len / groups / self.microbatches
 
     @property
+    def gathered_over(self) -> int:
+        """The devices along `expert` if each of them gathers the tokens of all; 0 if rows are sent, or nothing is."""
+        devices = self.sizes["expert"]
+        gathers = self.efficiency.weighted_before and anatomy.gathers_tokens(self.config, devices)
+        return devices if gathers else 0
+
+    @property
     def expert_buffer_ratio(self) -> float:
         """The rows in the buffers of a device's experts, over the device's (token, choice) pairs."""
         if not self.config.num_experts:
@@ -414,8 +421,8 @@ def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
 
 def layers_of(run: Run) -> list[Layer]:
     """Returns the kinds of layers that the model has: dense, with experts, or both; or local and global ones."""
-    row_copies = run.tensor if run.sizes["expert"] == 1 else 1
-    return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, run.efficiency)
+    row_copies = run.tensor if run.sizes["expert"] == 1 or run.gathered_over else 1
+    return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, run.gathered_over, run.efficiency)
 
 
 def kernel_keys(run: Run) -> tuple[float, float]:
@@ -436,7 +443,12 @@ def kernel_keys(run: Run) -> tuple[float, float]:
 
 @cache
 def _layers(
-    config: Config, keys: tuple[float, float], expert_buffer_ratio: float, row_copies: int, efficiency: Efficiency
+    config: Config,
+    keys: tuple[float, float],
+    expert_buffer_ratio: float,
+    row_copies: int,
+    gathered_over: int,
+    efficiency: Efficiency,
 ) -> list[Layer]:
     """The costs of a model's dense layers and of its layers with experts; a model has one kind or both.
 
@@ -444,6 +456,7 @@ def _layers(
       keys: the result of `kernel_keys`.
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts.
+      gathered_over: that of Run.
     """
     num_experts = anatomy.num_expert_layers(config)
     kinds = (False, anatomy.num_run_layers(config) - num_experts), (True, num_experts)
@@ -453,8 +466,10 @@ def _layers(
         of_local, of_global = (config.num_layers * sum_ for sum_ in (keys[0] - keys[1], keys[1]))
         keys_of = (of_local / num_local, 0.0), (of_global / num_global, of_global / num_global)
         layers = (local, num_local, keys_of[0]), (everywhere, num_global, keys_of[1])
-        return [_layer(kind, num_experts > 0, number, keys, rows, efficiency) for kind, number, keys in layers]
-    return [_layer(config, experts, number, keys, rows, efficiency) for experts, number in kinds if number]
+        kinds_of_keys = [(kind, num_experts > 0, number, keys) for kind, number, keys in layers]
+    else:
+        kinds_of_keys = [(config, experts, number, keys) for experts, number in kinds if number]
+    return [_layer(*kind, rows, gathered_over, efficiency) for kind in kinds_of_keys]
 
 
 def _layer(
@@ -463,11 +478,12 @@ def _layer(
     num_layers: int,
     keys: tuple[float, float],
     rows: dict[str, float],
+    gathered_over: int,
     efficiency: Efficiency,
 ) -> Layer:
     """The costs of one kind of layer, with experts or without.
 
-    `rows` has expert_buffer_ratio and row_copies. These and `keys` are those of `_layers`.
+    `rows` has expert_buffer_ratio and row_copies. These, `keys` and `gathered_over` are those of `_layers`.
     """
     names = anatomy.layer_weights(config, experts=experts)
     weights = {name: weight for name, weight in transformer.weights(config).items() if name in names}
@@ -496,7 +512,7 @@ def _layer(
         attention_recomputed=not saved >= {"context", "log_sum_exp"},
         keys=keys[0],
         global_keys=keys[1],
-        elementwise=elementwise_elements(config, experts, efficiency, **rows),
+        elementwise=elementwise_elements(config, experts, efficiency, gathered_over, **rows),
         saved_bytes=nbytes(saved - offloaded) + of_results * ("expert_down" in saved - offloaded),
         offloaded_bytes=nbytes(offloaded) + of_results * ("expert_down" in offloaded),
         activation_bytes=activation_bytes,
@@ -547,7 +563,12 @@ def filled(length: float, tile: int) -> float:
 
 
 def elementwise_elements(
-    config: Config, experts: bool, efficiency: Efficiency, expert_buffer_ratio: float = 1.0, row_copies: int = 1
+    config: Config,
+    experts: bool,
+    efficiency: Efficiency,
+    gathered_over: int = 0,
+    expert_buffer_ratio: float = 1.0,
+    row_copies: int = 1,
 ) -> tuple[float, float]:
     """Returns the elements a token that a layer's elementwise work reads and writes in the forward pass.
 
@@ -576,7 +597,11 @@ def elementwise_elements(
     is 12X*D in all, four times 3X*D. Weights that multiply the results of experts (not `efficiency.weighted_before`)
     have gradients for which these are copied again and read, 20X*D.
 
+    If N devices gather the tokens of all, rows of the buffers are copied, filled or not, and the sums are those of N
+    devices' tokens: N/2*D in place of D.
+
     Args:
+      gathered_over: N, that of Run.
       expert_buffer_ratio: rows in the experts' buffers, over (token, choice) pairs.
       row_copies: the number of devices along `tensor` that each hold full rows of experts, and so all sort them.
     """
@@ -589,7 +614,8 @@ def elementwise_elements(
         return attention, norms + 3 * size["F"]
     X, shared = config.experts_per_token, 3 * size["J"]
     norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
-    copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies + D
+    copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies
+    copied = copied * expert_buffer_ratio + D * gathered_over / 2 * row_copies if gathered_over else copied + D
     of_buffers = _buffer_elements(config, efficiency, X * expert_buffer_ratio)
     return attention, norms + shared + copied + of_buffers + 4 * config.num_experts
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import SMALL
+from support import MIXTURES, SMALL, collectives
 
 import fsdp
 import initialisation
@@ -72,3 +72,24 @@ def test_router_of_a_bfloat16_model_routes_as_float64(expert_bias):
     rounded_logits = np.asarray(h_TD, np.float64) @ np.asarray(rounded.layers.w_router[0], np.float64)
     chosen = lambda logits: np.sort(np.argsort(-logits, 1)[:, :8], 1)
     assert np.mean((chosen(logits) != chosen(rounded_logits)).any(1)) > 0.01  # the test would notice
+
+
+@pytest.mark.parametrize("fp8", [{}, dict(fp8="dynamic", fp8_modules="moe")])
+def test_tokens_are_gathered_over_at_most_as_many_devices_as_a_token_has_experts(fp8):
+    """Two experts a token. On two devices tokens move once, in FP8 if the experts are; on four their rows are sent.
+
+    Gathered are the tokens, forward, and the gradients of the sums; these sums and the tokens' gradients are scattered.
+    """
+    config = Config(**SMALL | MIXTURES["mixtral"] | fp8, mesh="fsdp:4,expert:2")
+    tokens = (config.batch * config.seq_len // 8, config.model_dim)
+    moved = [row for row in collectives(config, "expert") if row[2][1:] == tokens[1:] and row[2][0] % tokens[0] == 0]
+    both = (2 * tokens[0], tokens[1])
+    dtype = "float8_e4m3fn" if fp8 else "float32"
+    gathered, scattered = (
+        [("all_gather", kind, tokens) for kind in (dtype, "float32")],
+        ("reduce_scatter", "float32", both),
+    )
+    assert sorted(moved) == sorted([*gathered, scattered, scattered])
+    config = dataclasses.replace(config, mesh="fsdp:2,expert:4")
+    moved = [row for row in collectives(config, "expert") if row[2][1:] == tokens[1:]]
+    assert {name for name, _, _ in moved} == {"all_to_all"} and len(moved) == 4

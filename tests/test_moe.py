@@ -214,12 +214,21 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
             y = moe.grouped_matmul(product, down, sizes)
             return y if copies is None else moe.add_copies(y, copies)
 
+        def local(x_td, routing):
+            x_td = jax.lax.all_gather(x_td, "expert", tiled=True)
+            own = moe.own_choices(routing, "expert")
+            y_td, rounds = moe.local_experts((gate, up, down), x_td, own, experts, E // n, rows)
+            return jax.lax.psum_scatter(y_td, "expert", tiled=True), rounds
+
         operands, count = ((gate, up, down), x_td, routing, experts, "expert"), 0
         if impl in ("dropless", "in chunks"):
             num_chunks = 2 if impl == "in chunks" else 1
             rows = int(buffer_factor * x_td.shape[0] * X) // num_chunks
             dropless = lambda x_td, routing: moe.dropless(operands[0], x_td, routing, *operands[3:], rows)
-            y_td, count = moe.in_chunks(dropless, x_td, routing, num_chunks)
+            y_td, count = moe.in_chunks(local if n == 1 else dropless, x_td, routing, num_chunks)
+        elif impl == "gathered":
+            rows = int(buffer_factor * x_td.shape[0] * X)
+            y_td, count = local(x_td, routing)
         elif impl == "capacity":
             y_td, dropped = moe.with_capacity(*operands, capacity)
             count = jax.lax.psum(dropped, AXES)
@@ -245,7 +254,7 @@ def expected(name: str):
     return grad(layer(), routings()[name], name == "tied")
 
 
-QUICK = {(2, "capacity", 2), (4, "dropless", 0.5)}
+QUICK = {(2, "capacity", 2), (4, "dropless", 0.5), (4, "gathered", 0.5)}
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,13 @@ QUICK = {(2, "capacity", 2), (4, "dropless", 0.5)}
     [
         pytest.param(n, impl, factor, marks=[] if (n, impl, factor) in QUICK else [pytest.mark.slow])
         for n in (1, 2, 4, 8)
-        for impl, *factors in (("dropless", n, 0.5), ("in chunks", n), ("capacity", n), ("reference", n))
+        for impl, *factors in (
+            ("dropless", n, 0.5),
+            ("gathered", n, 0.5),
+            ("in chunks", n),
+            ("capacity", n),
+            ("reference", n),
+        )
         for factor in factors
     ],
 )
@@ -265,7 +280,8 @@ def test_dispatch_equals_the_plain_mixture(n, impl, buffer_factor):
         (want_loss, want_y), want_grads = expected(name)
         assert abs(loss - want_loss) < 1e-5 * want_loss, name
         assert relative_error(y, want_y) < 1e-5, name
-        rounds = expected_rounds(name, n, buffer_factor) if impl == "dropless" else int(impl == "in chunks")
+        dropless = impl in ("dropless", "gathered")
+        rounds = expected_rounds(name, n, buffer_factor) if dropless else int(impl == "in chunks")
         assert count == rounds, name
         for a, b in zip(grads, want_grads, strict=True):
             assert relative_error(a, b) < 1e-5 or np.linalg.norm(b) < 1e-6 > np.linalg.norm(a), name
@@ -355,6 +371,55 @@ def test_missing_rows_are_filled_only_where_they_may_occur(sources, copies):
     y, dx = run(x, x)
     np.testing.assert_array_equal(y, x[order])
     np.testing.assert_array_equal(dx[order], x)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_sorted_copies_are_added_up_in_blocks_of_rows(platform, monkeypatch):
+    """Any number of copies of a row, from none to most of them; copies of no row are NaN, and so is their gradient."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    n, r, d = 300, 500, 16
+    source = np.random.default_rng(0).integers(0, n, r)
+    source[:200], source[400:] = 7, n
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, y, dx = (jax.random.normal(key, (rows, d)) for key, rows in zip(keys, (n, r, n), strict=True))
+    y = jnp.where(source[:, None] < n, y, jnp.nan)
+    copies = moe.sorted_copies(n, jnp.asarray(source, jnp.int32))
+    one_hot = np.eye(n, dtype=np.float32)[np.minimum(source, n - 1)] * (source < n)[:, None]
+    sums, pull = jax.vjp(lambda y: moe.add_copies(y, copies), y)
+    np.testing.assert_allclose(sums, one_hot.T @ np.nan_to_num(y), atol=1e-4)
+    np.testing.assert_array_equal(pull(dx)[0][:400], np.asarray(dx)[source[:400]])
+    copied, pull = jax.vjp(lambda x: moe.copy_rows(x, copies), x)
+    np.testing.assert_array_equal(copied[:400], np.asarray(x)[source[:400]])
+    np.testing.assert_allclose(pull(y)[0], sums, atol=1e-6)
+
+
+@jax.custom_vjp
+def with_nan_after(x, sizes):
+    """x with rows of NaN after the last expert's, as a kernel leaves memory there; so is its gradient."""
+    return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), x, jnp.nan)
+
+
+with_nan_after.defvjp(
+    lambda x, sizes: (with_nan_after(x, sizes), sizes), lambda sizes, dy: (with_nan_after(dy, sizes), None)
+)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_rows_of_no_expert_here_reach_no_result_and_no_gradient(platform, monkeypatch):
+    """Half of the experts are elsewhere, and experts give back their rows: y is x times the sum of its weights here."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    x, *_ = layer()
+    routing = moe.route(jax.random.normal(jax.random.key(1), (TOKENS, E)), X)
+    own = routing._replace(experts_tX=jnp.minimum(routing.experts_tX, E // 2))
+
+    def experts(w, x, sizes, factors, copies):
+        y = with_nan_after(moe.times_factors(with_nan_after(x, sizes), factors), sizes)
+        return moe.add_copies(y, copies)
+
+    y, pull = jax.vjp(lambda x: moe.local_experts((), x, own, experts, E // 2, TOKENS * X)[0], x)
+    weights = np.sum(np.where(own.experts_tX < E // 2, own.weights_tX, 0), 1)[:, None]
+    np.testing.assert_allclose(y, weights * x, atol=1e-6)
+    np.testing.assert_allclose(pull(jnp.cos(x))[0], weights * jnp.cos(x), atol=1e-6)
 
 
 def accepted_pairs(experts, order, buffer_of) -> np.ndarray:
