@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+import fsdp
 import moe
 import sharding
 from anatomy import in_zigzag, key_dim, sizes
@@ -43,7 +44,7 @@ from remat import named
 from tensor import column_parallel, matmul, row_parallel
 
 
-def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=None):
+def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=None, arriving=()):
     """Runs one layer: attention, then an MLP or a mixture of experts.
 
     Args:
@@ -55,6 +56,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window: a bool, or traced. None if all layers do the same.
       attend_with: takes the place of `self_attention`: with a cache (generation.py), or for qk_clip.py.
+      arriving: weights that are gathered meanwhile. A mixture's router waits for them.
 
     Returns:
       x after the layer. A dense layer leaves the metrics as they are.
@@ -72,6 +74,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
     if w.w_router is None:
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
+        h_btd = fsdp.after_gathers(h_btd, arriving) if arriving else h_btd
         out_btd, metrics = mixture_block(w, x_btd, h_btd, constants[0], metrics, i, config)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config) if config.post_norms else out_btd
     if config.layer_scale:

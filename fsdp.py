@@ -19,6 +19,12 @@ That of `lax.scan` would save the gathered weights of every layer, because they 
 ahead, those of attention, and the matrices of its experts while attention is computed. `gather_layer` is then a pair
 of functions. The model does so with --no-prefetch.
 
+**When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
+sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
+these after attention, and the experts waited. `after_gathers` is a barrier for what the router reads: the gathers have
+to end before it, and are under way beside attention. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which
+published runs of mixtures set, removes the barrier and is not set here.
+
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
 layer into another buffer, and copies that into the carry at the end of the iteration. With `double_buffer` an iteration
 has two layers, the two buffers swap roles, and nothing is copied. Here a and b are buffers, and | separates what runs
@@ -152,13 +158,14 @@ def scan_layers(
     At most one layer is gathered at a time, two with prefetch. Per-device code, differentiable in `shards_L` and x.
 
     Args:
-      layer: (weights, x, aux, i) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward pass. The
-        gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for example) is
-        saved for every layer.
+      layer: (weights, x, aux, i, arriving) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward
+        pass. The gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for
+        example) is saved for every layer. `arriving` are the weights that are gathered meanwhile, without a gradient,
+        for `after_gathers`; none without prefetch or with a pattern.
       gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient. Or
         two such functions, for the weights of which one layer is gathered at a time with prefetch as well: the first
         one's are gathered a layer ahead, the second one's within their layer. `layer` then takes (weights of the first,
-        weights of the second, x, aux, i).
+        weights of the second, x, aux, i, arriving).
       shards_L: a tree of arrays with a leading layer dim, the weights of all layers.
       x: the residual stream, or a tree with the stream and with sums to which the layers add. The stream must be the
         largest array of the tree. Gradients flow to the sums, too.
@@ -188,7 +195,7 @@ def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None,
 
     def gather_then(x, i, j, *saved):
         kind, row = _place(i, j % period, pattern)
-        return step(kind, weights(kind, row, all_of_them), x, i, *saved)
+        return step(kind, weights(kind, row, all_of_them), x, i, (), *saved)
 
     if not prefetch:
         return _loop(gather_then, x, num_layers, period, saved, reverse)
@@ -202,7 +209,11 @@ def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None,
             x, row = _after(x, row)
         w_next = weights(kind, row, ahead_of_time)
         kind, row = _place(i, j % period, pattern)
-        x, out = step(kind, w + weights(kind, row, within_the_layer), x, i, *saved)
+        own = weights(kind, row, within_the_layer)
+        # Weights of another kind have other shapes in each pass. In the backward pass more is computed after the router
+        # than before it, so there only the layer's own weights have to arrive before.
+        arriving = () if len(pattern) > 1 else (w if reverse else w_next) + own
+        x, out = step(kind, w + own, x, i, arriving, *saved)
         return (x, w_next), out
 
     per_iteration = 2 if double_buffer and period == 1 else period
@@ -261,22 +272,34 @@ def _loop(body, carry, num_layers, per_iteration, saved, reverse):
     return carry, [out[n] for n in range(len(loops))]
 
 
+@jax.custom_vjp
+def after_gathers(x: jax.Array, weights) -> jax.Array:
+    """Returns x through an optimization barrier: what uses it waits for the gathers of `weights`. Gradients do not.
+
+    So these gathers are under way while x is computed ("When a gather starts" above).
+    """
+    return lax.optimization_barrier((x, weights))[0]
+
+
+after_gathers.defvjp(lambda x, weights: (after_gathers(x, weights), None), lambda _, dx: (dx, None))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _scan_layers(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
     """`scan_layers` of one or several kinds, as a function whose derivative is `_forward` and `_backward`."""
-    step = lambda kind, w, x, i: (layers[kind](w, x, aux, i), None)
+    step = lambda kind, w, x, i, arriving: (layers[kind](w, x, aux, i, arriving), None)
     return _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)[0]
 
 
 def _forward(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
     """Returns the last x, and the residuals for `_backward`: the vjp of each layer, the stacks and aux."""
 
-    def step(kind, w, x, i):
-        x, backward = jax.vjp(layers[kind], w, x, aux, i)
-        # args_res has the arguments (w, x, aux, i) that the vjp saves. The backward pass gathers w again, and has aux
-        # and i. Saved here, these three would take memory for every layer. JAX's "First-class VJPs" describes how to
-        # remove them: https://docs.jax.dev/en/latest/301/vjp-objects.html
-        backward.args_res[0] = backward.args_res[2] = backward.args_res[3] = None
+    def step(kind, w, x, i, arriving):
+        x, backward = jax.vjp(layers[kind], w, x, aux, i, arriving)
+        # args_res has the arguments (w, x, aux, i, arriving) that the vjp saves. The backward pass gathers w again, has
+        # aux and i, and other weights that arrive. Saved here, these four would take memory for every layer. JAX's
+        # "First-class VJPs" describes how to remove them: https://docs.jax.dev/en/latest/301/vjp-objects.html
+        backward.args_res[0] = backward.args_res[2] = backward.args_res[3] = backward.args_res[4] = None
         return x, backward
 
     x, backwards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)
@@ -287,8 +310,8 @@ def _backward(layers, gathers, pattern, prefetch, double_buffer, residuals, dx):
     """Returns the gradients of the stacks and of the first x, and None for aux, from the gradient dx of the last x."""
     backwards, stacks, aux = residuals
 
-    def step(kind, w, dx, i, backward):
-        backward.args_res[0], backward.args_res[2], backward.args_res[3] = w, aux, i
+    def step(kind, w, dx, i, arriving, backward):
+        backward.args_res[0], backward.args_res[2], backward.args_res[3], backward.args_res[4] = w, aux, i, arriving
         dw, dx, *_ = backward(dx)
         gather = lambda shards: tuple(gather(shards) for gather in gathers[kind])
         return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]
@@ -338,7 +361,7 @@ def main(n: int = 8, L: int = 6, D: int = 512, tokens: int = 1024):
         return jnp.sum(lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), x_bD, w_LDD)[0] ** 2)
 
     def sharded(w_LdD, x_bD, prefetch):
-        layer = lambda w_DD, x_bD, aux, i: jax.nn.gelu(x_bD @ w_DD)
+        layer = lambda w_DD, x_bD, aux, i, arriving: jax.nn.gelu(x_bD @ w_DD)
         y_bD = scan_layers(layer, lambda w_dD: gather(w_dD, spec, "fsdp"), w_LdD, x_bD, None, prefetch=prefetch)
         return lax.psum(jnp.sum(y_bD**2), "fsdp")
 

@@ -148,7 +148,7 @@ def layer_function(is_global, config: Config, attend_with):
     """The function of a layer for `fsdp.scan_layers`, with recomputation. `is_global`: (i, first_layer) -> whether."""
 
     def layer(weights, *rest):
-        (w, amax), (*within, x, aux, i) = weights, rest
+        (w, amax), (*within, x, aux, i, arriving) = weights, rest
         for others in within:
             w = dataclasses.replace(w, **{name: each for name, each in vars(others).items() if each is not None})
         *constants, first_layer, key = lax.stop_gradient(aux)
@@ -156,7 +156,7 @@ def layer_function(is_global, config: Config, attend_with):
         w = with_scales(w, amax, None if key is None else jax.random.fold_in(key, number), config)
         attend = attend_with and partial(attend_with, number)
         kind = is_global(i, first_layer)
-        return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend)
+        return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend, arriving)
 
     if config.remat == "none":
         return layer

@@ -101,7 +101,7 @@ def test_two_of_a_hundred_layers_are_gathered_at_once(full_effort):
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     gather = lambda w_dD: fsdp.gather(w_dD, P("fsdp"), "fsdp")
-    layer = lambda w_DD, x_bD, aux, i: x_bD @ w_DD
+    layer = lambda w_DD, x_bD, aux, i, arriving: x_bD @ w_DD
     per_device = lambda w_LdD, x_bD: fsdp.scan_layers(layer, gather, w_LdD, x_bD, None, prefetch=True)
     shape = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     args = shape((layers, D, D), P(None, "fsdp")), shape((8 * tokens, D), P("fsdp"))
@@ -153,6 +153,59 @@ def test_weights_that_are_not_gathered_are_not_carried():
     assert carried("data:8", True) == carried("fsdp:8", True)
 
 
+@pytest.mark.parametrize("mesh, prefetch", [("fsdp:8", True), ("fsdp:8", False), ("data:8", True)])
+def test_a_mixtures_router_waits_for_what_is_gathered(mesh, prefetch):
+    """Forward for the next layer's weights, and without prefetch in each pass for those of the layer's own experts.
+
+    Nothing else in the loop uses the next layer's weights. If nothing is gathered there is no barrier, nor in a dense
+    layer.
+    """
+    for mixture in (True, False):
+        config = Config(**SMALL | (MIXTURES["mixtral"] if mixture else {}), mesh=mesh, prefetch=prefetch, remat="full")
+        for backward, (_, body) in enumerate(layer_loops_of(config)):
+            barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
+            assert len(barriers) == (mixture and mesh == "fsdp:8")
+            if barriers:
+                gathered = weights_gathered(body)
+                reshapes = [eqn for eqn in body.eqns if eqn.primitive.name == "reshape"]  # of all experts' rows
+                gathered |= {eqn.outvars[0] for eqn in reshapes if eqn.invars[0] in gathered}
+                others = [eqn for eqn in body.eqns if eqn not in reshapes]
+                used = {var for eqn in others for var in eqn.invars if not hasattr(var, "val")}
+                experts = 3  # matrices; attention and router have 5
+                assert len(gathered & used) == ((0 if prefetch else experts) if backward else 5 + experts)
+
+
+@pytest.mark.slow
+def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
+    """Compiled for TPU7x 2x2x1: a layer with a matmul, a sort, a row look-up and a larger matmul, as a mixture has.
+
+    With the barrier the next layer's gather is under way beside the first matmul, without it after that.
+    """
+    layers, D, tokens = 6, 4096, 8192
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def order_of(waits: bool) -> list[str]:
+        def layer(w_DF, x_bD, aux, i, arriving):
+            y_bD = jax.nn.gelu(x_bD @ aux)
+            y_bD = fsdp.after_gathers(y_bD, arriving) if waits else y_bD
+            rows = jnp.argsort(jnp.argmax(y_bD, -1))
+            return jax.nn.gelu(jnp.take(y_bD, rows, axis=0, mode="clip") @ w_DF)[:, :D]
+
+        gather = lambda w_dF: fsdp.gather(w_dF, P("fsdp"), "fsdp")
+        per_device = lambda w, x, aux: fsdp.scan_layers(layer, gather, w, x, aux, prefetch=True)
+        specs = P(None, "fsdp"), P("fsdp"), P()
+        sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=P("fsdp"))
+        shapes = (layers, D, 4 * D), (8 * tokens, D), (D, D)
+        shape = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        text = jax.jit(sharded).lower(*map(shape, shapes, specs)).compile().as_text()
+        body = next(part for part in text.split("\n\n") if part.count("call-start(") and "kind=kOutput" in part)
+        named = re.findall(r"all-gather\S* = .*call-start\(|kind=kOutput", body)
+        return ["gather" if "call-start" in each else "matmul" for each in named]
+
+    assert order_of(waits=True)[0] == "gather" and order_of(waits=False)[0] == "matmul"
+
+
 @pytest.mark.slow
 def test_with_double_buffering_no_weights_are_copied():
     """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops has one copy."""
@@ -160,7 +213,7 @@ def test_with_double_buffering_no_weights_are_copied():
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     gather = lambda w_dD: fsdp.gather(w_dD, P("fsdp"), "fsdp")
-    layer = jax.checkpoint(lambda w_DD, x_bD, aux, i: jax.nn.gelu(x_bD @ w_DD))
+    layer = jax.checkpoint(lambda w_DD, x_bD, aux, i, arriving: jax.nn.gelu(x_bD @ w_DD))
     specs = P(None, "fsdp"), P("fsdp")
 
     def loss(w_LdD, x_bD):
@@ -182,7 +235,7 @@ def test_layers_add_up_a_loss_beside_the_stream(prefetch, double_buffer):
     w_LDD = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
     x_BD = jax.random.normal(jax.random.key(1), (2, 4))
 
-    def layer(w_DD, carry, aux, i):
+    def layer(w_DD, carry, aux, i, arriving):
         x_BD, sums = carry
         y_BD = jnp.tanh(x_BD @ w_DD) + lax.stop_gradient(aux)
         sums = {"loss": sums["loss"] + jnp.sum(y_BD**2), "by_layer": sums["by_layer"].at[i].add(jnp.sum(x_BD))}
