@@ -215,10 +215,10 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
             return y if copies is None else moe.add_copies(y, copies)
 
         def local(x_td, routing):
-            x_td = jax.lax.all_gather(x_td, "expert", tiled=True)
+            x_td = collectives.all_gather(x_td, "expert", algorithm="xla")
             own = moe.own_choices(routing, "expert")
             y_td, rounds = moe.local_experts((gate, up, down), x_td, own, experts, E // n, rows)
-            return jax.lax.psum_scatter(y_td, "expert", tiled=True), rounds
+            return collectives.reduce_scatter(y_td, "expert", algorithm="xla"), rounds
 
         operands, count = ((gate, up, down), x_td, routing, experts, "expert"), 0
         if impl in ("dropless", "in chunks"):
