@@ -235,7 +235,7 @@ def test_layers_add_up_a_loss_beside_the_stream(prefetch, double_buffer):
     w_LDD = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
     x_BD = jax.random.normal(jax.random.key(1), (2, 4))
 
-    def layer(w_DD, carry, aux, i, arriving):
+    def layer(w_DD, carry, aux, i, arriving=()):
         x_BD, sums = carry
         y_BD = jnp.tanh(x_BD @ w_DD) + lax.stop_gradient(aux)
         sums = {"loss": sums["loss"] + jnp.sum(y_BD**2), "by_layer": sums["by_layer"].at[i].add(jnp.sum(x_BD))}
