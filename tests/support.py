@@ -301,6 +301,12 @@ def equations(jaxpr) -> Iterator:
     return (eqn for eqn, _ in executions(jaxpr))
 
 
+def num_carried(scan) -> int:
+    """The number of values that a scan's equation carries: its outputs that have no dim over its steps."""
+    body = scan.params["jaxpr"].out_avals
+    return sum(var.aval.shape == aval.shape for var, aval in zip(scan.outvars, body, strict=True))
+
+
 def matmul_flops(jaxpr, without: tuple[int, int] | None = None) -> int:
     """Two for each multiply-add of every dot_general, but those whose second operand has the shape `without`."""
     flops = 0

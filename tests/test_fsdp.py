@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import MIXTURES, SMALL, TPU, collectives, compiled_step, equations, on_mesh, trace
+from support import MIXTURES, SMALL, TPU, collectives, compiled_step, equations, num_carried, on_mesh, trace
 
 import fsdp
 import parameters
@@ -147,7 +147,7 @@ def test_weights_that_are_not_gathered_are_not_carried():
         config = Config(**SMALL, mesh=mesh, prefetch=prefetch)
         loops = [eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan"]
         loops = [eqn for eqn in loops if eqn.params["length"] == config.num_layers]
-        return max(eqn.params["num_carry"] for eqn in loops)
+        return max(num_carried(eqn) for eqn in loops)
 
     assert carried("data:8", False) < carried("fsdp:8", False) < carried("fsdp:8", True)
     assert carried("data:8", True) == carried("fsdp:8", True)
@@ -422,7 +422,7 @@ def test_gradients_are_added_up_and_stored_in_their_dtype(dtype):
     """In the carry of the loop over microbatches, and in what the step sends over `data` and stores."""
     jaxpr = trace(Config(**SMALL, mesh="data:2,fsdp:2,tensor:2", microbatches=2, grad_dtype=dtype))
     grads = len(jax.tree.leaves(parameters.param_shapes(Config(**SMALL))))
-    scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan" and eqn.params["num_carry"] == grads]
+    scans = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan" and num_carried(eqn) == grads]
     (carried,) = [scan.params["jaxpr"].out_avals[:grads] for scan in scans]
     assert {str(aval.dtype) for aval in carried} == {dtype}
     assert {str(var.aval.dtype) for var in jaxpr.eqns[-1].outvars[-grads:]} == {dtype}
