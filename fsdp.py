@@ -22,8 +22,10 @@ of functions. The model does so with --no-prefetch.
 **When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
 sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
 these after attention, and the experts waited. `after_gathers` is a barrier for what the router reads: the gathers have
-to end before it, and are under way beside attention. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which
-published runs of mixtures set, removes the barrier and is not set here.
+to end before it, and are under way beside attention. In the backward pass XLA sent gradients first, and gathered the
+next layer's weights at the end, where little was left to hide them. There each gradient passes a barrier before it is
+sent, for which these gathers have to end. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which published
+runs of mixtures set, removes barriers and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
 layer into another buffer, and copies that into the carry at the end of the iteration. With `double_buffer` an iteration
@@ -85,8 +87,10 @@ That was slower: XLA:TPU starts the sums as late as before, and the gradients of
 70B on fsdp:64,tensor:2 in four microbatches takes 12.91 s a step, 3.1 s exposed, instead of 11.56 and 2.0 (compiled).
 """
 
+import itertools
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,8 +154,19 @@ def _replicated_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axis in MESH_AXES if axis not in axes_of(spec))
 
 
+class Loop(NamedTuple):
+    """How `scan_layers` runs its layers; the first two are tuples with an entry for each kind of layer."""
+
+    layers: tuple
+    gathers: tuple
+    prefetch: bool
+    double_buffer: bool
+    ordered: bool
+    pattern: tuple
+
+
 def scan_layers(
-    layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double_buffer: bool = False, pattern: tuple = ()
+    layer, gather_layer, shards_L, x, aux, *, prefetch: bool, double_buffer=False, ordered=False, pattern: tuple = ()
 ):
     """Runs the layers in order: x = layer(gather_layer(shards_L[i]), x, aux, i) for each i. Returns the last x.
 
@@ -160,8 +175,8 @@ def scan_layers(
     Args:
       layer: (weights, x, aux, i, arriving) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward
         pass. The gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for
-        example) is saved for every layer. `arriving` are the weights that are gathered meanwhile, without a gradient,
-        for `after_gathers`; none without prefetch or with a pattern.
+        example) is saved for every layer. `arriving` are weights that are gathered meanwhile, without a gradient, for
+        `after_gathers`; () if not `ordered`.
       gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient. Or
         two such functions, for the weights of which one layer is gathered at a time with prefetch as well: the first
         one's are gathered a layer ahead, the second one's within their layer. `layer` then takes (weights of the first,
@@ -172,6 +187,7 @@ def scan_layers(
       aux: a tree of constants for all layers, without a gradient: `layer` must apply `lax.stop_gradient` to it.
       double_buffer: with prefetch, an iteration of the loop has two layers. If their number is odd, the last layer runs
         in a loop of its own.
+      ordered: with prefetch and layers of one kind, orders messages by barriers ("When a gather starts" above).
       pattern: for layers of several kinds, whose weights have other shapes: the kind of each layer of a period, an
         index of `layer`, `gather_layer` and `shards_L`, which are then tuples. An iteration has a period of layers.
         With (0, 0, 1) layers 0 and 1 are rows 0 and 1 of the first stack, and layer 2 is row 0 of the second.
@@ -180,45 +196,45 @@ def scan_layers(
         layer, gather_layer, shards_L, pattern = (layer,), (gather_layer,), (shards_L,), (0,)
     layers = tuple(lambda w, *rest, layer=layer: layer(*w, *rest) for layer in layer)
     gathers = tuple(gather if isinstance(gather, tuple) else (gather,) for gather in gather_layer)
-    return _scan_layers(layers, gathers, pattern, prefetch, double_buffer, shards_L, x, aux)
+    ordered = ordered and prefetch and len(pattern) == 1  # weights of another kind have other shapes in each pass
+    return _scan_layers(Loop(layers, gathers, prefetch, double_buffer, ordered, pattern), shards_L, x, aux)
 
 
-def _run(step, gathers, pattern, prefetch, double_buffer, stacks, x, saved=None, reverse=False):
-    """Runs x, out = step(kind, weights, x, i, *saved) for each layer i; with prefetch, gathers weights a layer ahead.
+def _run(step, loop: Loop, stacks, x, saved=None, reverse=False):
+    """Runs x, out = step(kind, w, x, i, w_next, *saved) for each layer i; with prefetch, gathers weights a layer ahead.
 
-    Returns the last x, and `out` of all layers, stacked by `_loop`. `saved` is None or is stacked in the same way.
+    `w_next` are the weights that are gathered ahead meanwhile; () if the loop is not ordered.
+
+    Returns the last x, and `out` of all layers, stacked by `_iterate`. `saved` is None or is stacked in the same way.
     """
-    rows, period = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks], len(pattern)
+    rows, pattern, period = [jax.tree.leaves(stack)[0].shape[0] for stack in stacks], loop.pattern, len(loop.pattern)
     num_layers = sum(rows)
-    weights = lambda kind, row, which: tuple(gather(_index(stacks[kind], row)) for gather in gathers[kind][which])
+    weights = lambda kind, row, which: tuple(gather(_index(stacks[kind], row)) for gather in loop.gathers[kind][which])
     all_of_them, ahead_of_time, within_the_layer = slice(None), slice(1), slice(1, None)
 
     def gather_then(x, i, j, *saved):
         kind, row = _place(i, j % period, pattern)
         return step(kind, weights(kind, row, all_of_them), x, i, (), *saved)
 
-    if not prefetch:
-        return _loop(gather_then, x, num_layers, period, saved, reverse)
+    if not loop.prefetch:
+        return _iterate(gather_then, x, num_layers, period, saved, reverse)
     first, ahead = (num_layers - 1, -1) if reverse else (0, 1)
 
     def gather_beside(carry, i, j, *saved):
         x, w = carry
         kind, row = _place(i + ahead, (j + ahead) % period, pattern)
         row = row.clip(0, rows[kind] - 1)  # the extra gather is cheaper than a second loop body
-        if double_buffer:
+        if loop.double_buffer:
             x, row = _after(x, row)
         w_next = weights(kind, row, ahead_of_time)
         kind, row = _place(i, j % period, pattern)
-        own = weights(kind, row, within_the_layer)
-        # Weights of another kind have other shapes in each pass. In the backward pass more is computed after the router
-        # than before it, so there only the layer's own weights have to arrive before.
-        arriving = () if len(pattern) > 1 else (w if reverse else w_next) + own
-        x, out = step(kind, w + own, x, i, arriving, *saved)
+        w += weights(kind, row, within_the_layer)
+        x, out = step(kind, w, x, i, w_next if loop.ordered else (), *saved)
         return (x, w_next), out
 
-    per_iteration = 2 if double_buffer and period == 1 else period
+    per_iteration = 2 if loop.double_buffer and period == 1 else period
     carry = x, weights(*_place(first, first % period, pattern), ahead_of_time)
-    (x, _), out = _loop(gather_beside, carry, num_layers, per_iteration, saved, reverse)
+    (x, _), out = _iterate(gather_beside, carry, num_layers, per_iteration, saved, reverse)
     return x, out
 
 
@@ -241,7 +257,7 @@ def _after(x, i):
     return jax.tree.unflatten(tree, leaves), i
 
 
-def _loop(body, carry, num_layers, per_iteration, saved, reverse):
+def _iterate(body, carry, num_layers, per_iteration, saved, reverse):
     """Runs carry, out = body(carry, i, j, *saved of layer i) for each layer i, `per_iteration` layers in an iteration.
 
     Layer i is the j-th of its iteration. Layers that are left over run in a loop of their own.
@@ -284,44 +300,55 @@ def after_gathers(x: jax.Array, weights) -> jax.Array:
 after_gathers.defvjp(lambda x, weights: (after_gathers(x, weights), None), lambda _, dx: (dx, None))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _scan_layers(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan_layers(loop: Loop, stacks, x, aux):
     """`scan_layers` of one or several kinds, as a function whose derivative is `_forward` and `_backward`."""
-    step = lambda kind, w, x, i, arriving: (layers[kind](w, x, aux, i, arriving), None)
-    return _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)[0]
+    step = lambda kind, w, x, i, w_next: (loop.layers[kind](w, x, aux, i, _arriving(w, w_next)), None)
+    return _run(step, loop, stacks, x)[0]
 
 
-def _forward(layers, gathers, pattern, prefetch, double_buffer, stacks, x, aux):
+def _arriving(w, w_next) -> tuple:
+    """Returns the weights that are gathered during a layer of the forward pass: the next ones, and its own large ones."""
+    return (*w_next, *w[len(w_next) :]) if w_next else ()
+
+
+def _forward(loop: Loop, stacks, x, aux):
     """Returns the last x, and the residuals for `_backward`: the vjp of each layer, the stacks and aux."""
 
-    def step(kind, w, x, i, arriving):
-        x, backward = jax.vjp(layers[kind], w, x, aux, i, arriving)
+    def step(kind, w, x, i, w_next):
+        x, backward = jax.vjp(loop.layers[kind], w, x, aux, i, _arriving(w, w_next))
         # args_res has the arguments (w, x, aux, i, arriving) that the vjp saves. The backward pass gathers w again, has
         # aux and i, and other weights that arrive. Saved here, these four would take memory for every layer. JAX's
         # "First-class VJPs" describes how to remove them: https://docs.jax.dev/en/latest/301/vjp-objects.html
         backward.args_res[0] = backward.args_res[2] = backward.args_res[3] = backward.args_res[4] = None
         return x, backward
 
-    x, backwards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, x)
+    x, backwards = _run(step, loop, stacks, x)
     return x, (backwards, stacks, aux)
 
 
-def _backward(layers, gathers, pattern, prefetch, double_buffer, residuals, dx):
+def _backward(loop: Loop, residuals, dx):
     """Returns the gradients of the stacks and of the first x, and None for aux, from the gradient dx of the last x."""
     backwards, stacks, aux = residuals
 
-    def step(kind, w, dx, i, arriving, backward):
+    def step(kind, w, dx, i, w_next, backward):
+        # Most of a backward pass is after the router. There the router waits for the layer's own weights, and the next
+        # layer's arrive until the first gradient is sent.
+        arriving = w if w_next else ()
         backward.args_res[0], backward.args_res[2], backward.args_res[3], backward.args_res[4] = w, aux, i, arriving
         dw, dx, *_ = backward(dx)
-        gather = lambda shards: tuple(gather(shards) for gather in gathers[kind])
+        # The values and scales of weights in FP8 have no gradient: it is that of an array beside them.
+        sent = lambda dw: dw.size > 1 and dw.dtype.itemsize > 1
+        dw = jax.tree.map(lambda dw: after_gathers(dw, w_next) if w_next and sent(dw) else dw, dw)
+        gather = lambda shards: tuple(gather(shards) for gather in loop.gathers[kind])
         return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]
 
-    dx, dshards = _run(step, gathers, pattern, prefetch, double_buffer, stacks, dx, backwards, reverse=True)
+    dx, dshards = _run(step, loop, stacks, dx, backwards, reverse=True)
     # Each loop has one stack for each layer of an iteration. Merge those of a kind to one, in the order of the layers.
     interleave = lambda *layers: jnp.stack(layers, axis=1).reshape(-1, *layers[0].shape[1:])
 
     def merged(kind):
-        of_kind = lambda layers: [layer for j, layer in enumerate(layers) if pattern[j % len(pattern)] == kind]
+        of_kind = lambda layers: [layer for layer, each in zip(layers, itertools.cycle(loop.pattern)) if each == kind]
         loops = [jax.tree.map(interleave, *of_kind(layers)) for layers in dshards]
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *loops)
 

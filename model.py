@@ -141,7 +141,8 @@ def run_kinds_of_layers(params: Params, x, constants, config: Config, scaling=NO
 def loop_options(config: Config) -> dict:
     """Options of `fsdp.scan_layers`. Without prefetch it carries no weights if there is nothing to gather."""
     gathered = any(lax.axis_size(axis) > 1 for axis in WEIGHT_AXES)
-    return dict(prefetch=config.prefetch or gathered, double_buffer=config.double_buffer)
+    prefetch, ordered = config.prefetch or gathered, gathered and config.num_experts > 0
+    return dict(prefetch=prefetch, double_buffer=config.double_buffer, ordered=ordered)
 
 
 def layer_function(is_global, config: Config, attend_with):

@@ -154,25 +154,36 @@ def test_weights_that_are_not_gathered_are_not_carried():
 
 
 @pytest.mark.parametrize("mesh, prefetch", [("fsdp:8", True), ("fsdp:8", False), ("data:8", True)])
-def test_a_mixtures_router_waits_for_what_is_gathered(mesh, prefetch):
-    """Forward for the next layer's weights, and without prefetch in each pass for those of the layer's own experts.
+def test_a_mixtures_messages_are_ordered(mesh, prefetch):
+    """If nothing is gathered nothing waits, nor in a dense layer.
 
-    Nothing else in the loop uses the next layer's weights. If nothing is gathered there is no barrier, nor in a dense
-    layer.
+    Forward the router waits for what is gathered ahead, and for matrices of its own experts without prefetch; backward
+    for its own matrices, and each gradient's sum for what is gathered ahead.
     """
+    attention_and_router, experts = 5, 3  # matrices
     for mixture in (True, False):
         config = Config(**SMALL | (MIXTURES["mixtral"] if mixture else {}), mesh=mesh, prefetch=prefetch, remat="full")
         for backward, (_, body) in enumerate(layer_loops_of(config)):
             barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
-            assert len(barriers) == (mixture and mesh == "fsdp:8")
-            if barriers:
-                gathered = weights_gathered(body)
-                reshapes = [eqn for eqn in body.eqns if eqn.primitive.name == "reshape"]  # of all experts' rows
-                gathered |= {eqn.outvars[0] for eqn in reshapes if eqn.invars[0] in gathered}
-                others = [eqn for eqn in body.eqns if eqn not in reshapes]
-                used = {var for eqn in others for var in eqn.invars if not hasattr(var, "val")}
-                experts = 3  # matrices; attention and router have 5
-                assert len(gathered & used) == ((0 if prefetch else experts) if backward else 5 + experts)
+            assert bool(barriers) == (mixture and mesh == "fsdp:8")
+            if not barriers:
+                continue
+            made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+            gathered = weights_gathered(body)
+            reshapes = [eqn for eqn in body.eqns if eqn.primitive.name == "reshape"]  # of all experts' rows
+            gathered |= {eqn.outvars[0] for eqn in reshapes if eqn.invars[0] in gathered}
+            sums = [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_scatter"]
+            assert len(sums) == (attention_and_router + experts if backward else 0)
+            waits = []
+            for eqn in sums:
+                eqn = made_by[eqn.invars[0]]
+                eqn = made_by[eqn.invars[0]] if eqn in reshapes else eqn
+                waits.append(gathered & {var for var in eqn.invars if not hasattr(var, "val")})
+            ahead = attention_and_router + (experts if prefetch else 0)
+            assert {len(each) for each in waits} == ({ahead} if backward else set())
+            others = [eqn for eqn in body.eqns if eqn not in reshapes]
+            used = {var for eqn in others for var in eqn.invars if not hasattr(var, "val")}
+            assert len(gathered & used) == attention_and_router + experts
 
 
 @pytest.mark.slow
@@ -188,12 +199,12 @@ def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
     def order_of(waits: bool) -> list[str]:
         def layer(w_DF, x_bD, aux, i, arriving):
             y_bD = jax.nn.gelu(x_bD @ aux)
-            y_bD = fsdp.after_gathers(y_bD, arriving) if waits else y_bD
+            y_bD = fsdp.after_gathers(y_bD, arriving)
             rows = jnp.argsort(jnp.argmax(y_bD, -1))
             return jax.nn.gelu(jnp.take(y_bD, rows, axis=0, mode="clip") @ w_DF)[:, :D]
 
         gather = lambda w_dF: fsdp.gather(w_dF, P("fsdp"), "fsdp")
-        per_device = lambda w, x, aux: fsdp.scan_layers(layer, gather, w, x, aux, prefetch=True)
+        per_device = lambda w, x, aux: fsdp.scan_layers(layer, gather, w, x, aux, prefetch=True, ordered=waits)
         specs = P(None, "fsdp"), P("fsdp"), P()
         sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=P("fsdp"))
         shapes = (layers, D, 4 * D), (8 * tokens, D), (D, D)
