@@ -308,7 +308,7 @@ def _scan_layers(loop: Loop, stacks, x, aux):
 
 
 def _arriving(w, w_next) -> tuple:
-    """Returns the weights that are gathered during a layer of the forward pass: the next ones, and its own large ones."""
+    """Returns what is gathered during a layer of the forward pass: the next weights, and its own large ones."""
     return (*w_next, *w[len(w_next) :]) if w_next else ()
 
 

@@ -387,10 +387,10 @@ def _fsdp(run: Run, kinds: list[Kind]) -> Part:
 def _hidden_in_a_layer(run: Run, kind: Kind, gathers: int, gather: float, scatter: float) -> float:
     """The seconds of a layer's messages that hide behind its own compute, without prefetch, for one microbatch.
 
-    XLA starts a layer's gathers at the start of the layer. Attention waits for its own weights, and is computed while
-    those of the MLP or experts arrive. Two of their three matrices are needed at the start of the MLP, the third one
-    after two thirds of it. In the backward pass the gathers hide behind what is recomputed, and the sum of the MLP's
-    gradients behind the backward pass of attention.
+    XLA starts a layer's gathers at the start of the layer. Attention is computed while those of the MLP or experts
+    arrive. Two of their three matrices are needed at the start of the MLP, the third one after two thirds of it. Beside
+    the last third, attention's weights are gathered for the next layer. In the backward pass the gathers hide behind
+    what is recomputed, and the sum of the MLP's gradients behind the backward pass of attention.
     """
     layer = kind.layer
     attention, mlp = ([p for p in layer.products if (p.part == "attention") == own] for own in (True, False))
@@ -407,7 +407,8 @@ def _hidden_in_a_layer(run: Run, kind: Kind, gathers: int, gather: float, scatte
     kernel, elementwise = kind.by_part["attention"][0], [elementwise_s(run, n) for n in layer.elementwise]
     forward = hidden(matmuls(attention) + kernel + elementwise[0], matmuls(mlp) + elementwise[1])
     again = hidden(recomputed(attention) + kernel * layer.attention_recomputed, recomputed(mlp))
-    return forward + (gathers - 1) * again + min(of_mlp * scatter, after_mlp_s(run, layer))
+    ahead = gathers * min((1 - of_mlp) * gather, matmuls(mlp) / 3)
+    return forward + (gathers - 1) * again + ahead + min(of_mlp * scatter, after_mlp_s(run, layer))
 
 
 def _scatter_s(run: Run, layer: Layer) -> float:
@@ -688,7 +689,7 @@ def _copies_of_rows(run: Run, kinds: list[Kind]) -> Part:
     copy of the rows that are sent and three of the buffer, at the speed of elementwise work.
     """
     config, width = run.config, anatomy.sizes(run.config)["D"] // run.tensor
-    if run.sizes["expert"] == 1 or run.gathered_over or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
+    if run.gathered_over or config.moe_impl != "dropless" or width % COLUMNS_OF_A_TILE == 0:
         return Part("copies of rows", "memory", 0, 0, "")
     rows = run.tokens * config.experts_per_token * (1 + 3 * run.expert_buffer_ratio)
     nbytes = 2 * _exchanges(run) * _mixtures(kinds) * rows * width * run.element

@@ -211,10 +211,10 @@ class Run:
 
     @property
     def gathered_over(self) -> int:
-        """The devices along `expert` if each of them gathers the tokens of all; 0 if rows are sent, or nothing is."""
+        """The devices along `expert` whose tokens each of them has: 1 without this axis, 0 if rows are sent."""
         devices = self.sizes["expert"]
         gathers = self.efficiency.weighted_before and anatomy.gathers_tokens(self.config, devices)
-        return devices if gathers else 0
+        return devices if gathers or devices == 1 else 0
 
     @property
     def expert_buffer_ratio(self) -> float:
@@ -421,7 +421,7 @@ def _gathered(run: Run, params: Counts, with_experts: bool = True) -> float:
 
 def layers_of(run: Run) -> list[Layer]:
     """Returns the kinds of layers that the model has: dense, with experts, or both; or local and global ones."""
-    row_copies = run.tensor if run.sizes["expert"] == 1 or run.gathered_over else 1
+    row_copies = run.tensor if run.gathered_over else 1
     return _layers(run.config, kernel_keys(run), run.expert_buffer_ratio, row_copies, run.gathered_over, run.efficiency)
 
 
@@ -566,7 +566,7 @@ def elementwise_elements(
     config: Config,
     experts: bool,
     efficiency: Efficiency,
-    gathered_over: int = 0,
+    gathered_over: int = 1,
     expert_buffer_ratio: float = 1.0,
     row_copies: int = 1,
 ) -> tuple[float, float]:
@@ -615,12 +615,12 @@ def elementwise_elements(
     X, shared = config.experts_per_token, 3 * size["J"]
     norms += (8 if config.num_shared_experts else 6) * D if config.expert_norms else 0
     copied = (3 if efficiency.weighted_before else 5) * X * D * row_copies
-    copied = copied * expert_buffer_ratio + D * gathered_over / 2 * row_copies if gathered_over else copied + D
-    of_buffers = _buffer_elements(config, efficiency, X * expert_buffer_ratio)
+    copied = copied * expert_buffer_ratio + D * gathered_over / 2 * row_copies if gathered_over > 1 else copied + D
+    of_buffers = _buffer_elements(config, efficiency, X * expert_buffer_ratio, sent=gathered_over == 0)
     return attention, norms + shared + copied + of_buffers + 4 * config.num_experts
 
 
-def _buffer_elements(config: Config, efficiency: Efficiency, rows: float) -> float:
+def _buffer_elements(config: Config, efficiency: Efficiency, rows: float, sent: bool) -> float:
     """The part of `elementwise_elements` that passes over the experts' buffers take, which have `rows` rows a token.
 
         SwiGLU of the experts                                         3M a row
@@ -632,8 +632,9 @@ def _buffer_elements(config: Config, efficiency: Efficiency, rows: float) -> flo
     biases.
 
     In FP8, rows for the experts' kernels, of D and of M, are scaled in separate passes (fp8.py), four times. With
-    `efficiency.weighted_before` the program is this project's, which scales tokens before it copies them, unless the
-    rows travel. Of D one of the four is counted, for both. The scaling for XLA's matmuls is fused with other work.
+    `efficiency.weighted_before` the program is this project's. It scales tokens before it copies them, so that no rows
+    of D are scaled, unless rows are `sent`: then one of the four is counted. The scaling for XLA's matmuls is fused
+    with other work.
     """
     size = anatomy.sizes(config)
     D, M = size["D"], size["M"]
@@ -641,7 +642,7 @@ def _buffer_elements(config: Config, efficiency: Efficiency, rows: float) -> flo
     swiglu = 3 * rows * M * (0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
-        of_rows = D * (5 / 4 if efficiency.weighted_before else nbytes) + M * nbytes
+        of_rows = D * ((5 / 4 if sent else 0) if efficiency.weighted_before else nbytes) + M * nbytes
         return swiglu + rows * of_rows / anatomy.BYTES[config.dtype]
     return swiglu + (2 * rows * M if efficiency.weighted_before else 0)
 
