@@ -442,5 +442,18 @@ def _products(convolution: Instruction, lhs: Shape, rhs: Shape) -> int:
         starts = range(-low, result[result_labels.index(str(dim))] * stride - low, stride)
         elements = range(0, (length - 1) * lhs_dilate + 1, lhs_dilate)  # all else is padding, or zeros from dilation
         taps = range(0, int(sizes["size"]) * rhs_dilate, rhs_dilate)
-        products *= sum(start + tap in elements for start in starts for tap in taps)
+        # A window may slide over all tokens of a device, so starts and taps are not both walked.
+        products *= sum(_in_both(range(starts.start + tap, starts.stop + tap, stride), elements) for tap in taps)
     return products
+
+
+def _in_both(a: range, b: range) -> int:
+    """The number of integers that are in both ranges, whose steps are positive."""
+    common = math.gcd(a.step, b.step)
+    apart, remainder = divmod(b.start - a.start, common)
+    if remainder:
+        return 0
+    steps = apart * pow(a.step // common, -1, b.step // common) % (b.step // common)
+    shared, step = a.start + steps * a.step, a.step * b.step // common  # `shared` may be before the start of b
+    first = shared + max(0, -(-(b.start - shared) // step)) * step
+    return len(range(first, min(a.stop, b.stop), step))

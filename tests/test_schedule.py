@@ -967,6 +967,21 @@ def test_command_line(tmp_path, capsys):
         ("pred[8,4]", "s8[4,16]", "s8[8,16]", "dim_labels=bf_io->bf", 8 * 4 * 16),
         # The gradient of a convolution: products with the zeros between the elements are not counted either.
         ("f32[1,2,1]", "f32[2,1,1]", "f32[1,4,1]", "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f", 4),
+        # A window as long as a device has tokens. Pairs of a position and a tap, one by one, would take half an hour.
+        (
+            "f32[1,131072,1]",
+            "f32[131072,1,1]",
+            "f32[1,131071,1]",
+            "window={size=131072 pad=65535_65535}, dim_labels=b0f_0io->b0f",
+            131_071 * 131_072 - 65_535 * 65_536,
+        ),
+        (
+            "f32[1,81920,1]",
+            "f32[81920,1,1]",
+            "f32[1,81920,1]",
+            "window={size=81920 stride=81919 lhs_dilate=81920}, dim_labels=b0f_0io->b0f",
+            81_920,
+        ),
     ],
 )
 def test_flops_of_a_convolution(lhs, rhs, result, attributes, products):
