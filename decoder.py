@@ -317,11 +317,12 @@ def latent_projections(w: Layers, h_btd, cos, sin, config: Config):
     if config.q_lora_rank:
         q_btQ = named(latents[2], "query_latent")
         q_btQ = named(rms_norm(q_btQ, w.norm_q_latent, config, axis=None), "query_latent_norm")
-        # The weights are sliced because XLA:TPU would copy slices of the queries, which are larger.
-        q_btnI, q_btnR = matmul(q_btQ, w.w_q_up[..., :-R], w.w_q_up[..., -R:])
+        # The weights are split because XLA:TPU would copy slices of the queries, which are larger. The gradient of two
+        # slices would be a sum of padded arrays. XLA may fuse that with a matmul, and then takes an hour to compile it.
+        q_btnI, q_btnR = matmul(q_btQ, *jnp.split(w.w_q_up, (w.w_q_up.shape[-1] - R,), -1))
     else:
         (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
-        q_btnI, q_btnR = q_btnH[..., :-R], q_btnH[..., -R:]
+        q_btnI, q_btnR = jnp.split(q_btnH, (q_btnH.shape[-1] - R,), -1)
     kv_btC = named(rms_norm(kv_btC, w.norm_kv_latent, config, axis=None), "kv_latent_norm")
     q_btnH = jnp.concatenate([q_btnI, rope(q_btnR, cos, sin)], -1)
     return q_btnH, kv_btC, rope(k_rope_btR[:, :, None], cos, sin)
