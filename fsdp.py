@@ -337,8 +337,10 @@ def _backward(loop: Loop, residuals, dx):
         arriving = w if w_next else ()
         backward.args_res[0], backward.args_res[2], backward.args_res[3], backward.args_res[4] = w, aux, i, arriving
         dw, dx, *_ = backward(dx)
-        # The values and scales of weights in FP8 have no gradient: it is that of an array beside them.
-        sent = lambda dw: dw.size > 1 and dw.dtype.itemsize > 1
+        # The values and scales of weights in FP8 have no gradient: it is that of an array beside them. A barrier would
+        # make scales vary over more mesh axes.
+        axes = set().union(*(jax.typeof(w).mat.varying for w in jax.tree.leaves(w_next)))
+        sent = lambda dw: dw.dtype.itemsize > 1 and axes <= jax.typeof(dw).mat.varying
         dw = jax.tree.map(lambda dw: after_gathers(dw, w_next) if w_next and sent(dw) else dw, dw)
         gather = lambda shards: tuple(gather(shards) for gather in loop.gathers[kind])
         return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]
