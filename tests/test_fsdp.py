@@ -157,8 +157,8 @@ def test_weights_that_are_not_gathered_are_not_carried():
 def test_a_mixtures_messages_are_ordered(mesh, prefetch):
     """If nothing is gathered nothing waits, nor in a dense layer.
 
-    Forward the router waits for what is gathered ahead but the experts' last matrix, and for matrices of its own experts
-    without prefetch; backward for its own matrices, and each gradient's sum for what is gathered ahead.
+    Forward the router waits for what is gathered ahead, without the experts' last matrix, and for its own experts
+    without prefetch. Backward it waits for its own matrices, and each gradient's sum for what is gathered ahead.
     """
     attention_and_router, experts = 5, 3  # matrices
     for mixture in (True, False):
