@@ -319,8 +319,8 @@ def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: flo
 # -- activations
 
 
-# Activations that are in float32 whatever the dtype of the computation.
-FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits"}
+# Activations of 4 bytes an element, whatever the dtype of the computation: float32, and int32 in `routing`.
+FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits", "routing"}
 
 
 def expert_capacity(config: Config, tokens: int) -> int:
@@ -379,7 +379,9 @@ def activations(
         return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     rows = X * expert_buffer_ratio
     elements |= {"norm_router": D} if config.expert_norms else {}
-    elements |= {"router_logits": config.num_experts, "expert_input": rows * D * row_copies}
+    # A pair has its expert, weight and place in the order of all; a place has its pair and weight.
+    elements |= {"router_logits": config.num_experts, "routing": 5 * rows}
+    elements |= {"expert_input": rows * D * row_copies}
     elements |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
     elements |= {"expert_down": rows * D * row_copies}
     elements |= {"expert_sum": D} if config.expert_norms else {}
@@ -409,16 +411,19 @@ POLICIES = {
 def saved_names(config: Config) -> frozenset[str]:
     """The activations that `config.remat` saves, on the device or on the host.
 
-    The policy `none` recomputes nothing, so it saves all that the backward pass reads.
+    The policy `none` recomputes nothing, so it saves all that the backward pass reads. Every other one saves what the
+    router chose, unless `custom` says otherwise: sorting the choices costs more than these bytes.
     """
     if config.remat == "none":
         kinds_of_layers = itertools.product(kinds(config), (False, True), (False, True))
         every = set().union(*(activations(kind, experts=e, fused=f) for kind, e, f in kinds_of_layers))
         return read_names(every, config)
+    chosen = frozenset({"routing"} if config.num_experts else ())
     if config.remat == "custom":
-        return frozenset(name for name, place in config.remat_places.items() if place != "remat")
+        places = dict.fromkeys(chosen, "device") | config.remat_places
+        return frozenset(name for name, place in places.items() if place != "remat")
     on_device, on_host = POLICIES[config.remat]
-    return frozenset({"decoder_layer_input"}) | on_device | on_host
+    return frozenset({"decoder_layer_input"}) | chosen | on_device | on_host
 
 
 def offloaded_names(config: Config) -> frozenset[str]:

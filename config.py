@@ -25,8 +25,9 @@ REMAT_POLICIES = tuple(
 ACTIVATIONS = (
     "decoder_layer_input norm_attention query_latent query_latent_norm kv_latent kv_latent_norm query_before_norm "
     "key_before_norm value_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj "
-    "mlp_input norm_mlp mlp_gate mlp_up mlp_product mlp_down norm_router router_logits expert_input expert_gate "
-    "expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down mixture_out"
+    "mlp_input norm_mlp mlp_gate mlp_up mlp_product mlp_down norm_router router_logits routing expert_input "
+    "expert_gate expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down "
+    "mixture_out"
 ).split()
 FLOATS = "float32 bfloat16"
 

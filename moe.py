@@ -181,10 +181,10 @@ def route(
         best_groups = top_k(jnp.sum(best_two, -1), groups_kept)[1]
         is_best = jnp.any(best_groups[:, :, None] == jnp.arange(groups), 1)
         choice_tE = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(t, E)
-    experts_tX = top_k(choice_tE, choices)[1]
+    experts_tX = _saved(top_k(choice_tE, choices)[1])
     # A masked sum in place of indexing, whose gradient would be a scatter.
     chosen_tXE = experts_tX[..., None] == jnp.arange(E)
-    weights_tX = jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1)
+    weights_tX = _saved(jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1))
     if renormalise:
         weights_tX /= jnp.sum(weights_tX, -1, keepdims=True) + 1e-20
     if scale_E is not None:
@@ -420,7 +420,7 @@ def sorted_copies(num_rows: int, source_r: jax.Array) -> Copies:
 
     `add_copies` then reads each copy once or twice, however many a row has.
     """
-    rows_r, places_r = lax.sort((source_r, jnp.arange(len(source_r), dtype=jnp.int32)), num_keys=1)
+    rows_r, places_r = map(_saved, lax.sort((source_r, jnp.arange(len(source_r), dtype=jnp.int32)), num_keys=1))
     return Copies(num_rows, source_r, places_r, rows=rows_r)
 
 
@@ -483,8 +483,18 @@ class Pairs(NamedTuple):
 def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
     """Returns the pairs of these choices, sorted by expert."""
     expert_p = experts_tX.T.reshape(-1)
-    order_p = jnp.argsort(expert_p, stable=True)
-    return Pairs(order_p, jnp.argsort(order_p), loads(experts_tX, num_experts))
+    order_p = _saved(jnp.argsort(expert_p, stable=True))
+    return Pairs(order_p, _saved(jnp.argsort(order_p)), loads(experts_tX, num_experts))
+
+
+def sort_factors(factors_p: jax.Array, pairs: Pairs) -> jax.Array:
+    """Returns the router's weights of the pairs, which are in the order of their numbers, in the order of `pairs`."""
+    return _saved(permuted(factors_p, pairs.order_p, pairs.place_p))
+
+
+def _saved(a):
+    """`a`, tagged as a result of the router that the backward pass does not compute again (remat.py)."""
+    return checkpoint_name(a, "routing")
 
 
 # -- dispatch
@@ -559,7 +569,7 @@ def local_experts(
     (t, X), pairs = routing.weights_tX.shape, sort_pairs(routing.experts_tX, num_experts)
     if num_experts == routing.scores_tE.shape[1]:
         copies = Copies(t, pairs.order_p % t, pairs.place_p)
-        factors_p = permuted(routing.weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p)
+        factors_p = sort_factors(routing.weights_tX.T.reshape(-1), pairs)
         return experts(w, _copied(x_td, copies), pairs.loads_E, factors_p, copies), jnp.int32(1)
     round_of = partial(local_round, experts, buffer_rows)
     y_td = round_of(w, x_td, routing.weights_tX, pairs, 0)
@@ -587,7 +597,7 @@ def local_round(experts, buffer_rows, w, x_td, weights_tX, pairs: Pairs, number)
     """Returns the share of the results of the `buffer_rows` pairs of round `number`, in their order by expert."""
     t, first = len(weights_tX), number * buffer_rows
     in_round = lambda a_p: lax.dynamic_slice_in_dim(jnp.pad(a_p, (0, buffer_rows)), first, buffer_rows)
-    factors_r = in_round(permuted(weights_tX.T.reshape(-1), pairs.order_p, pairs.place_p))
+    factors_r = in_round(sort_factors(weights_tX.T.reshape(-1), pairs))
     end_e = jnp.cumsum(pairs.loads_E)
     sizes_e = jnp.diff(jnp.clip(end_e - first, 0, buffer_rows), prepend=0)
     of_experts_r = jnp.arange(buffer_rows) < jnp.clip(end_e[-1] - first, 0, buffer_rows)
@@ -619,7 +629,7 @@ def one_round(experts, axis, buffer_rows, w, x_td, weights_tX, exchanged: Exchan
     in_round_p = (row_p >= first) & (row_p < first + buffer_rows)
     place_p = jnp.where(in_round_p, pairs.place_p, num_pairs)
     factors_p = jnp.where(in_round_p, weights_tX.T.reshape(-1), 0)
-    factors_p = permuted(factors_p, pairs.order_p, pairs.place_p)
+    factors_p = sort_factors(factors_p, pairs)
     copies = Copies(t, pairs.order_p % t, place_p, Missing(sources=False, copies=True))
     x_pd = copy_rows(contiguous_rows(x_td), copies)
     send = lambda a: exchange(a, buffer_rows, dispatch_plan, combine_plan, axis, t)

@@ -20,7 +20,7 @@ so that a resume is bit-exact. Predicted, in GiB of a device: weights, gradients
 memory, with moments and gradients in float32 and with --mu_dtype, --nu_dtype and --grad_dtype=bfloat16:
 
     llama3.1-70b-8k-bf16    128 devices     8.2 of 83.8     5.1 of 80.7
-    deepseek-v3-4k-bf16     512 devices    19.5 of 76.2    12.2 of 68.9
+    deepseek-v3-4k-bf16     512 devices    19.5 of 76.5    12.2 of 69.1
 
 **On TPU7x** (compiled, libtpu 0.0.42) the update of 134 million parameters takes 2.15 million cycles with a second
 moment in float32, and 2.73 million with this one. With random bits of Threefry it took 6.25 million.

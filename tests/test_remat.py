@@ -186,7 +186,7 @@ def test_experts_save_all_rows_of_their_buffer(flags, ratio):
     config = Config(
         **SMALL
         | dict(num_experts=8, experts_per_token=2, expert_dim=32, head_dim=128, remat="custom")
-        | dict(remat_tensors="expert_input:device,expert_gate:device,expert_up:device,expert_down:device")
+        | dict(remat_tensors="routing:remat,expert_input:device,expert_gate:device,expert_up:device,expert_down:device")
         | flags
     )
     run = run_of(config, TPU7X, CHIPS)
@@ -201,6 +201,31 @@ def test_experts_save_all_rows_of_their_buffer(flags, ratio):
     assert expert_sizes == {name: sizes[name] * run.tokens / run.tensor for name in expert_sizes}
     saved = workload.memory_of(run, workload.layers_of(run))[0]["saved activations"]
     assert saved == pytest.approx(4 * sum(by_name.values()) * config.num_layers)
+
+
+def backward_operations(config: Config) -> Counter:
+    """{primitive: how often the backward pass of a layer has it}."""
+    loops = (eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan" and eqn.params["reverse"])
+    return Counter(eqn.primitive.name for loop in loops for eqn in equations(loop.params["jaxpr"].jaxpr))
+
+
+@pytest.mark.parametrize(("mesh", "numbers"), [("fsdp:8", 5), ("fsdp:4,expert:2", 12)])
+def test_the_backward_pass_does_not_choose_experts_again(mesh, numbers):
+    """It sorts the gradient of the weights, and no more. Each policy saves a few numbers of each pair for that.
+
+    The two devices of `expert` sort the pairs of both, and the rows of a round by token.
+    """
+    config = Config(**SMALL | MIXTURES["mixtral"], mesh=mesh, remat="full")
+    by_name, _ = saved_residuals(config)
+    pairs = config.batch * config.seq_len // 8 * config.experts_per_token
+    assert by_name["routing", "Device"] == numbers * pairs
+    assert anatomy.activations(config, experts=True)["routing"] == 5 * config.experts_per_token
+    backward = backward_operations(config)
+    assert (backward["sort"], backward["argmax"]) == (1, 0)
+    again = dataclasses.replace(config, remat="custom", remat_tensors="routing:remat")
+    backward = backward_operations(again)
+    assert backward["sort"] >= 4 and backward["argmax"] == config.experts_per_token
+    assert anatomy.saved_names(config) - anatomy.saved_names(again) == {"routing"}
 
 
 def test_every_activation_of_a_dense_layer_has_its_name():

@@ -514,7 +514,7 @@ def test_saved_bytes_of_a_layer_by_hand():
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_activations_have_the_sizes_of_a_plain_layers_tensors(config):
-    """Every name in the table, except the log-sum-exp, which only a kernel makes."""
+    """Every name in the table, except those that only a kernel makes, or the order of rows (tests/test_remat.py)."""
     layer, _, params = model_of(config)
     for i in range(config.num_layers):
         slice_of = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
@@ -529,7 +529,7 @@ def test_activations_have_the_sizes_of_a_plain_layers_tensors(config):
             if eqn.primitive.name == "name":
                 made[eqn.params["name"]] = math.prod(eqn.outvars[0].aval.shape) / (config.batch * config.seq_len)
         table = anatomy.activations(config, experts=i >= config.num_layers - anatomy.num_expert_layers(config))
-        assert made == {kind: size for kind, size in table.items() if kind != "log_sum_exp"}
+        assert made == {kind: size for kind, size in table.items() if kind not in ("log_sum_exp", "routing")}
 
 
 def test_remat_policies_are_maxtexts():
