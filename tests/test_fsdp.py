@@ -157,8 +157,8 @@ def test_weights_that_are_not_gathered_are_not_carried():
 def test_a_mixtures_messages_are_ordered(mesh, prefetch):
     """If nothing is gathered nothing waits, nor in a dense layer.
 
-    Forward the router waits for what is gathered ahead, without the experts' last matrix, and for its own experts
-    without prefetch. Backward it waits for its own matrices, and each gradient's sum for what is gathered ahead.
+    Forward the router waits for what is gathered ahead, and for its own experts without prefetch, but never for the
+    experts' last matrix. Backward it waits for its own matrices, and each gradient's sum for what is gathered ahead.
     """
     attention_and_router, experts = 5, 3  # matrices
     for mixture in (True, False):
@@ -168,6 +168,11 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
             assert bool(barriers) == (mixture and mesh == "fsdp:8")
             if not barriers:
                 continue
+            tokens = config.batch // 8, config.seq_len, config.model_dim
+            (router,) = (eqn for eqn in barriers if eqn.invars[0].aval.shape == tokens)
+            arriving = [var.aval.shape for var in router.invars if hasattr(var.aval, "shape")]
+            of_experts = (config.model_dim, config.expert_dim)
+            assert sum(sorted(shape[1:]) == sorted(of_experts) for shape in arriving) == experts - 1
             made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
             gathered = weights_gathered(body)
             reshapes = [eqn for eqn in body.eqns if eqn.primitive.name == "reshape"]  # of all experts' rows
