@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import gzip
 import json
 import math
 import re
@@ -125,6 +126,18 @@ def test_a_step_is_compiled_once_and_then_read_from_the_cache(capsys, programs, 
     ):
         assert words in shown, shown
     assert max(map(len, shown.splitlines())) <= 132
+
+
+def test_counted_cycles_in_the_cache_are_read_with_bundles_alone(tmp_path):
+    """A step that was compiled with --bundles is timed by estimates without it, as stored results are."""
+    (entry := tmp_path / "aot" / "key").mkdir(parents=True)
+    (entry / "found.json").write_text(json.dumps({"compile_s": 1.0, "cycles": {"fusion": 7.0}}))
+    (entry / "program.hlo.gz").write_bytes(gzip.compress(b"HloModule m"))
+    lowered = SimpleNamespace(key=lambda flags: "key")
+    memory, program = aot.compile_step(lowered, {}, str(tmp_path), dump=tmp_path)
+    assert (memory, program) == ({"compile_s": 1.0, "cycles": {"fusion": 7.0}, "cached": True}, "HloModule m")
+    memory, _ = aot.compile_step(lowered, {}, str(tmp_path))
+    assert memory == {"compile_s": 1.0, "cached": True}
 
 
 def test_cycles_of_a_kernel_are_cached_until_its_code_changes(monkeypatch, tmp_path):
