@@ -320,7 +320,7 @@ def loss_chunk(config: Config, sequences: float, positions: int, vocabulary: flo
 
 
 # Activations of 4 bytes an element, whatever the dtype of the computation: float32, and int32 in `routing`.
-FLOAT32_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits", "routing"}
+FOUR_BYTE_ACTIVATIONS = {"log_sum_exp", "scores", "router_logits", "routing"}
 
 
 def expert_capacity(config: Config, tokens: int) -> int:
@@ -379,7 +379,8 @@ def activations(
         return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
     rows = X * expert_buffer_ratio
     elements |= {"norm_router": D} if config.expert_norms else {}
-    # A pair has its expert, weight and place in the order of all; a place has its pair and weight.
+    # A pair has its expert, weight and place in the order of all; a place has its pair and weight. Dropless experts on
+    # several devices have up to 30 numbers a pair, other methods fewer.
     elements |= {"router_logits": config.num_experts, "routing": 5 * rows}
     elements |= {"expert_input": rows * D * row_copies}
     elements |= {"expert_gate": rows * M, "expert_up": rows * M, "expert_product": rows * M}
@@ -394,7 +395,8 @@ _QKV = frozenset({"query_proj", "key_proj", "value_proj"})
 _DOTS = _QKV | {"out_proj"}
 _MLP = frozenset(f"{part}_{name}" for part in ("mlp", "expert", "shared") for name in ("gate", "up", "down"))
 _KERNEL = frozenset({"context", "log_sum_exp"})
-# {policy of config.REMAT_POLICIES: (saved on the device, offloaded to the host)}, in addition to the layer's input.
+# {policy of config.REMAT_POLICIES: (saved on the device, offloaded to the host)}, in addition to the layer's input and
+# the `routing` of a mixture.
 POLICIES = {
     "full": (frozenset(), frozenset()),
     "save_out_proj": (frozenset({"out_proj"}), frozenset()),
@@ -412,18 +414,17 @@ def saved_names(config: Config) -> frozenset[str]:
     """The activations that `config.remat` saves, on the device or on the host.
 
     The policy `none` recomputes nothing, so it saves all that the backward pass reads. Every other one saves what the
-    router chose, unless `custom` says otherwise: sorting the choices costs more than these bytes.
+    router chose, unless `custom` says otherwise.
     """
     if config.remat == "none":
         kinds_of_layers = itertools.product(kinds(config), (False, True), (False, True))
         every = set().union(*(activations(kind, experts=e, fused=f) for kind, e, f in kinds_of_layers))
         return read_names(every, config)
-    chosen = frozenset({"routing"} if config.num_experts else ())
     if config.remat == "custom":
-        places = dict.fromkeys(chosen, "device") | config.remat_places
-        return frozenset(name for name, place in places.items() if place != "remat")
+        return frozenset(name for name, place in config.remat_places.items() if place != "remat")
     on_device, on_host = POLICIES[config.remat]
-    return frozenset({"decoder_layer_input"}) | chosen | on_device | on_host
+    always = ("decoder_layer_input", "routing") if config.num_experts else ("decoder_layer_input",)
+    return frozenset(always) | on_device | on_host
 
 
 def offloaded_names(config: Config) -> frozenset[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import inputs
 
 # Policies for what is saved for the backward pass, with MaxText's names and meanings; anatomy.py has their tensors.
+# `routing`, which those of a mixture save too, is this project's.
 REMAT_POLICIES = tuple(
     "none full save_out_proj save_qkv_proj save_dot_except_mlp save_dot_with_context_except_mlp minimal "
     "minimal_with_context qkv_proj_offloaded minimal_offloaded custom".split()
@@ -643,10 +644,10 @@ class Config:
     def remat_places(self) -> dict[str, str]:
         """{activation: device, remat or offload} of remat=custom; those that are not in it are recomputed.
 
-        The layer's input is on the device unless it is moved; qkv_proj is three of them, and log_sum_exp goes where
-        context goes, both as in MaxText.
+        The layer's input and a mixture's `routing` are on the device unless they are moved; qkv_proj is three of them,
+        and log_sum_exp goes where context goes, both as in MaxText.
         """
-        places = {"decoder_layer_input": "device"}
+        places = {"decoder_layer_input": "device"} | ({"routing": "device"} if self.num_experts else {})
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
             if name not in (*ACTIVATIONS, "qkv_proj"):

@@ -181,10 +181,10 @@ def route(
         best_groups = top_k(jnp.sum(best_two, -1), groups_kept)[1]
         is_best = jnp.any(best_groups[:, :, None] == jnp.arange(groups), 1)
         choice_tE = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(t, E)
-    experts_tX = _saved(top_k(choice_tE, choices)[1])
+    experts_tX = _tagged(top_k(choice_tE, choices)[1])
     # A masked sum in place of indexing, whose gradient would be a scatter.
     chosen_tXE = experts_tX[..., None] == jnp.arange(E)
-    weights_tX = _saved(jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1))
+    weights_tX = _tagged(jnp.sum(jnp.where(chosen_tXE, scores_tE[:, None], 0), -1))
     if renormalise:
         weights_tX /= jnp.sum(weights_tX, -1, keepdims=True) + 1e-20
     if scale_E is not None:
@@ -420,7 +420,7 @@ def sorted_copies(num_rows: int, source_r: jax.Array) -> Copies:
 
     `add_copies` then reads each copy once or twice, however many a row has.
     """
-    rows_r, places_r = map(_saved, lax.sort((source_r, jnp.arange(len(source_r), dtype=jnp.int32)), num_keys=1))
+    rows_r, places_r = map(_tagged, lax.sort((source_r, jnp.arange(len(source_r), dtype=jnp.int32)), num_keys=1))
     return Copies(num_rows, source_r, places_r, rows=rows_r)
 
 
@@ -483,17 +483,17 @@ class Pairs(NamedTuple):
 def sort_pairs(experts_tX: jax.Array, num_experts: int) -> Pairs:
     """Returns the pairs of these choices, sorted by expert."""
     expert_p = experts_tX.T.reshape(-1)
-    order_p = _saved(jnp.argsort(expert_p, stable=True))
-    return Pairs(order_p, _saved(jnp.argsort(order_p)), loads(experts_tX, num_experts))
+    order_p = _tagged(jnp.argsort(expert_p, stable=True))
+    return Pairs(order_p, _tagged(jnp.argsort(order_p)), loads(experts_tX, num_experts))
 
 
 def sort_factors(factors_p: jax.Array, pairs: Pairs) -> jax.Array:
-    """Returns the router's weights of the pairs, which are in the order of their numbers, in the order of `pairs`."""
-    return _saved(permuted(factors_p, pairs.order_p, pairs.place_p))
+    """Returns the router's weights of the pairs, given in the order of their numbers, in that of `pairs`."""
+    return _tagged(permuted(factors_p, pairs.order_p, pairs.place_p))
 
 
-def _saved(a):
-    """`a`, tagged as a result of the router that the backward pass does not compute again (remat.py)."""
+def _tagged(a):
+    """`a`, tagged as `routing` for a policy of `jax.checkpoint` (remat.py)."""
     return checkpoint_name(a, "routing")
 
 

@@ -69,7 +69,7 @@ import config as config_lib
 import flags as flags_lib
 from anatomy import (
     BYTES,
-    FLOAT32_ACTIVATIONS,
+    FOUR_BYTE_ACTIVATIONS,
     PARTS,
     POLICIES,
     activations,
@@ -289,7 +289,7 @@ def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *,
     dims = dict.fromkeys(("value_before_norm", "value_proj", "context"), value_dim(config))
     dims |= dict.fromkeys(("query_before_norm", "key_before_norm", "query_proj", "key_proj"), key_dim(config))
     padding = lambda dim: -(-dim // columns) * columns / dim
-    size = lambda name: (4 if name in FLOAT32_ACTIVATIONS else BYTES[config.dtype]) * padding(dims.get(name, columns))
+    size = lambda name: (4 if name in FOUR_BYTE_ACTIVATIONS else BYTES[config.dtype]) * padding(dims.get(name, columns))
     return sum(size(name) * elements for name, elements in activations(config, **options).items() if name in names)
 
 

@@ -158,7 +158,7 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
     """If nothing is gathered nothing waits, nor in a dense layer.
 
     Forward the router waits for what is gathered ahead, and for its own experts without prefetch, but never for the
-    experts' last matrix. Backward it waits for its own matrices, and each gradient's sum for what is gathered ahead.
+    experts' last matrix. Backward it waits for its own other matrices, each gradient's sum for what is gathered ahead.
     """
     attention_and_router, experts = 5, 3  # matrices
     for mixture in (True, False):
