@@ -25,6 +25,10 @@ QWEN3 = (
     "--topology=tpu7x:4x8x8 --preset=qwen3-235b-a22b --batch=8192 --mesh=fsdp:512 --double_buffer --microbatches=2 "
     "--remat=save_out_proj"
 )
+GPT_OSS = (
+    "--topology=tpu7x:4x4x4 --preset=gpt-oss-120b --batch=1280 --mesh=fsdp:128 --dim_multiple=128 --no-prefetch "
+    "--remat=save_out_proj --xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
+)
 STEPS = {
     "llama3.1-8b on 4 chips": "--topology=tpu7x:2x2x1 --preset=llama3.1-8b --batch=16 --mesh=fsdp:8 "
     "--remat=minimal_with_context",
@@ -40,9 +44,8 @@ STEPS = {
     "deepseek-v3 on 256 chips": "--recipe=deepseek-v3-4k-bf16 --mesh=fsdp:256,expert:2",
     "deepseek-v3 on 256 chips, 512 sequences": "--topology=tpu7x:4x8x8 --preset=deepseek-v3 --batch=512 "
     "--mesh=fsdp:64,expert:8 --xla_flags=recommended",
-    "gpt-oss-120b on 64 chips": "--topology=tpu7x:4x4x4 --preset=gpt-oss-120b --batch=1280 --mesh=fsdp:128 "
-    "--dim_multiple=128 --no-prefetch --remat=save_out_proj "
-    "--xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true",
+    "gpt-oss-120b on 64 chips": GPT_OSS,
+    "gpt-oss-120b on 64 chips, FP8": f"{GPT_OSS} --fp8=dynamic",
 }
 KINDS = ("matmul", "elementwise", "copies and layouts")  # of operations whose cycles XLA estimates
 STORED = ("step_s", "counted", "by_category_s", "estimated_step_s", "estimated_by_category_s", "roofline")
