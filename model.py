@@ -169,8 +169,8 @@ def needed_early(arriving):
     """`arriving` without the last matrix of the experts, which may arrive beside their first matmuls.
 
     The gathers of a layer may take longer than attention before the router, and the links have little to do during the
-    experts. If the router waits for all, DeepSeek-V3 on fsdp:64,expert:8 takes 5.68 s a step, not 5.52 (compiled). By
-    XLA's estimates it costs 1 to 2% on its other meshes, by counted cycles it gains there, too (docs/RESULTS.md).
+    experts. If the router waits for all, DeepSeek-V3 on fsdp:64,expert:8 takes 5.68 s a step, not 5.52 (compiled). On
+    fsdp:256,expert:2 it gains 4% by counted cycles, and costs 2% by XLA's estimates (docs/RESULTS.md).
     """
     without_down = lambda tree: dataclasses.replace(tree, expert_down=None) if isinstance(tree, Layers) else tree
     return jax.tree.map(without_down, arriving, is_leaf=lambda tree: isinstance(tree, Layers))
