@@ -82,6 +82,8 @@ def kernel_of(*branches):
 def test_parts_are_named_in_the_order_of_the_program():
     parts = kernel_timings.parts_of(kernel_of(500, 3, 2000, 300), ["first", "step", "last"])
     assert parts == {"step": 100 + 2000, "first": 500, "last": 300}  # a branch of 3 cycles has no name
+    parts = kernel_timings.parts_of(kernel_of(500, 3, 2000), ["first", "step", "last"], "last")
+    assert parts == {"step": 100 + 2000, "first": 500}
 
 
 def test_an_unknown_program_is_an_error():
