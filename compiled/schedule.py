@@ -384,8 +384,10 @@ def bytes_written(program: Program, instruction: Instruction, operands: Sequence
     fused, root = program.computations[name], program.root(name)
     written = []
     for result in [fused[each] for each in root.operands] if root.opcode == "tuple" else [root]:
-        origin = _origin(program, fused, result)
-        written += bytes_written(program, origin, [fused[each].shapes for each in origin.operands])
+        origin = _origin(program, fused, result)  # perhaps of another type, so its bytes are scaled to the result's
+        of_origin = bytes_written(program, origin, [fused[each].shapes for each in origin.operands])
+        sizes = zip(of_origin, origin.shapes, result.shapes, strict=True)
+        written += [nbytes * own.nbytes / (computed.nbytes or 1.0) for nbytes, computed, own in sizes]
     return written
 
 

@@ -776,6 +776,29 @@ def test_a_fusion_moves_the_slices_that_it_reads_and_writes(called):
     assert run(*operands, line, END, more=SLICED).seconds == (2 + 2 + 2 + 2) / RATES.hbm_bytes_per_s
 
 
+CONVERTED = """%converted (wide: f32[8], stack: u8[8], index: s32[]) -> (u8[8], f32[8]) {
+  %wide = f32[8]{0} parameter(0)
+  %stack = u8[8]{0} parameter(1)
+  %index = s32[] parameter(2)
+  %sum = f32[8]{0} add(%wide, %wide)
+  %narrow = u8[8]{0} convert(%sum)
+  %more = f32[8]{0} convert(%stack)
+  %part = f32[2]{0} slice(%sum), slice={[0:2]}
+  %new = f32[8]{0} dynamic-update-slice(%more, %part, %index)
+  %updated = u8[8]{0} convert(%new)
+  ROOT %both = (u8[8]{0}, u8[8]{0}) tuple(%narrow, %updated)
+}
+
+"""
+
+
+def test_a_fusion_writes_its_results_in_their_own_type():
+    """It computes in float32 and writes 8 bytes of one result, 2 into the other; it reads 32 bytes."""
+    line = "%x = (u8[8]{0}, u8[8]{0}) fusion(%w, %p, %zero), kind=kLoop, calls=%converted"
+    operands = ("%w = f32[8]{0} bitcast(%p)", "%zero = s32[] constant(0)")
+    assert run(*operands, line, END, more=CONVERTED).seconds == (32 + 8 + 2) / RATES.hbm_bytes_per_s
+
+
 def test_an_operation_takes_its_counted_cycles_or_its_bytes():
     """It reads 8 bytes and writes 8, at 2 a second."""
     rates = dataclasses.replace(RATES, clock_hz=2.0, estimates_hz=4.0)
