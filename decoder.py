@@ -40,7 +40,7 @@ from flash import flash_attention
 from masks import Mask, Scores
 from mixture import mixture
 from parameters import Layers
-from remat import named
+from remat import attention_is_late, named
 from tensor import column_parallel, matmul, row_parallel
 
 
@@ -68,14 +68,17 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
         if not isinstance(is_global, bool):  # both tables have the same shape
             cos, sin = (jnp.where(is_global, *tables) for tables in zip((cos, sin), local_tables, strict=True))
         constants = (segments_bt, *local_tables) if is_global is False else (segments_bt, cos, sin)
-    out_btd, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
+    out_btd, context_btnU, *carried = attention_block(w, x_btd, constants, is_global, config, attend_with, *carried)
     x_btd = named(x_btd + out_btd, "mlp_input")
     h_btd = named(rms_norm(x_btd, w.norm_mlp, config), "norm_mlp")
     if w.w_router is None:
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
-        h_btd = fsdp.after_gathers(h_btd, arriving) if arriving else h_btd
+        context_btnU = lax.stop_gradient(context_btnU) if attention_is_late(config) else None
+        h_btd = fsdp.after_gathers(h_btd, (arriving, context_btnU)) if arriving else h_btd
         out_btd, metrics = mixture_block(w, x_btd, h_btd, constants[0], metrics, i, config)
+        if arriving and context_btnU is not None:
+            out_btd = fsdp.gradient_after(out_btd, context_btnU)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config) if config.post_norms else out_btd
     if config.layer_scale:
         x_btd *= lax.stop_gradient(w.layer_scale)
@@ -85,9 +88,9 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
 
 
 def attention_block(w: Layers, x_btd, constants, is_global, config: Config, attend_with=None, *carried):
-    """Returns (attention(norm(x)) @ w_o as out_btd, to be added to the residual stream; what is carried on).
+    """Returns (attention(norm(x)) @ w_o as out_btd, to be added to the residual stream; context_btnU; what is carried).
 
-    With `post_norms` the result is normed, too.
+    context_btnU is the result of attention. With `post_norms` out_btd is normed, too.
 
     Each device computes attention for its own heads. The output projection sums over the heads of all devices.
     """
@@ -99,7 +102,7 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
     out_btd = named(out_btd, "out_proj")
     if config.post_norms:
         out_btd = rms_norm(out_btd, w.norm_attention_out, config)
-    return out_btd, *carried
+    return out_btd, context_btnU, *carried
 
 
 def mixture_block(w: Layers, x_btd, h_btd, segments_bt, metrics, i, config: Config):

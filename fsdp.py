@@ -22,9 +22,12 @@ of functions. The model does so with --no-prefetch.
 **When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
 sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
 these after attention, and the experts waited. `after_gathers` is a barrier for what the router reads: the gathers have
-to end before it, and are under way beside attention. The experts' last matrix may end later. In the backward pass XLA
-sent gradients first, and gathered the next layer's weights at the end, where little was left to hide them. There each
-gradient passes a barrier before it is sent, for which these gathers have to end. The compiler flag
+to end before it, and are under way beside attention. The experts' last matrix may end later. If a result after
+attention is saved, recomputation needs no attention for the router, so XLA recomputed attention after the experts, and
+nothing hid their gathers. Then attention's result passes that barrier, too, and the gradient of the mixture's result
+another one, for which attention has to be recomputed (`gradient_after`). In the backward pass XLA sent gradients first,
+and gathered the next layer's weights at the end, where little was left to hide them. There each gradient passes a
+barrier before it is sent, for which these gathers have to end. The compiler flag
 xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
@@ -298,6 +301,15 @@ def after_gathers(x: jax.Array, weights) -> jax.Array:
 
 
 after_gathers.defvjp(lambda x, weights: (after_gathers(x, weights), None), lambda _, dx: (dx, None))
+
+
+@jax.custom_vjp
+def gradient_after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns x. Its gradient passes an optimization barrier: what uses that waits until `other` is recomputed."""
+    return x
+
+
+gradient_after.defvjp(lambda x, other: (x, other), lambda other, dx: (lax.optimization_barrier((dx, other))[0], None))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -91,6 +91,12 @@ def policy(config: Config):
     )
 
 
+def attention_is_late(config: Config) -> bool:
+    """Whether what follows attention is recomputed without it: a later result is saved, that of attention is not."""
+    saved = saved_names(config)
+    return "context" not in saved and bool(saved & {"out_proj", "mlp_input", "norm_mlp"})
+
+
 def check_host_memory(config: Config, mesh) -> None:
     """Raises ValueError if the config offloads something and a device of the mesh cannot address host memory."""
     import offload

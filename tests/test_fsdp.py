@@ -159,18 +159,24 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
 
     Forward the router waits for what is gathered ahead, and for its own experts without prefetch, but never for the
     experts' last matrix. Backward it waits for its own other matrices, each gradient's sum for what is gathered ahead.
+    If the result of w_o is saved, recomputation would not need attention before the router. So both ways the router
+    waits for attention, and so does the gradient of the mixture's result.
     """
     attention_and_router, experts = 5, 3  # matrices
-    for mixture in (True, False):
-        config = Config(**SMALL | (MIXTURES["mixtral"] if mixture else {}), mesh=mesh, prefetch=prefetch, remat="full")
+    for mixture, remat in ((True, "full"), (True, "save_out_proj"), (False, "full")):
+        config = Config(**SMALL | (MIXTURES["mixtral"] if mixture else {}), mesh=mesh, prefetch=prefetch, remat=remat)
         for backward, (_, body) in enumerate(layer_loops_of(config)):
             barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
             assert bool(barriers) == (mixture and mesh == "fsdp:8")
             if not barriers:
                 continue
             tokens = config.batch // 8, config.seq_len, config.model_dim
-            (router,) = (eqn for eqn in barriers if eqn.invars[0].aval.shape == tokens)
-            arriving = [var.aval.shape for var in router.invars if hasattr(var.aval, "shape")]
+            shapes = [[var.aval.shape for var in eqn.invars if hasattr(var.aval, "shape")] for eqn in barriers]
+            context = (*tokens[:2], config.num_heads, config.head_dim)
+            late = remat == "save_out_proj"
+            assert sum(context in each for each in shapes) == late * (1 + backward)
+            assert ([tokens, context] in shapes) == (late and bool(backward))
+            (arriving,) = (each for each in shapes if each[0] == tokens and each != [tokens, context])
             of_experts = (config.model_dim, config.expert_dim)
             assert sum(sorted(shape[1:]) == sorted(of_experts) for shape in arriving) == experts - 1
             made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
