@@ -56,7 +56,8 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window: a bool, or traced. None if all layers do the same.
       attend_with: takes the place of `self_attention`: with a cache (generation.py), or for qk_clip.py.
-      arriving: weights that are gathered meanwhile. A mixture's router waits for them.
+      arriving: weights that are gathered meanwhile. A mixture's router waits for them, and for attention where that is
+        recomputed late (remat.py).
 
     Returns:
       x after the layer. A dense layer leaves the metrics as they are.

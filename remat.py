@@ -22,7 +22,7 @@ elements a token of each name, `POLICIES` the sets. For D = NH, elements a token
 
 What the router of a mixture chose, and the order of the rows, has the name `routing`: 20 bytes a (token, choice) pair
 with dropless experts on one device. Every policy saves it (without: --remat=custom --remat_tensors=routing:remat). To
-choose and sort again is 1% of the work of a step of Qwen3 235B. In bfloat16 XLA waits as long instead.
+choose and sort again is 1% of the work of a step of Qwen3 235B.
 
 A name takes memory only if the backward pass reads the tensor. It does not read the results that end a sub-layer, only
 their sum with the residual stream. Elementwise results (norms, rotations, SwiGLU) have names too, but only the policy

@@ -372,7 +372,7 @@ def _share_used(program: Program, fusion: str, parameter: int, of_result: float)
 
 
 def bytes_written(program: Program, instruction: Instruction, operands: Sequence[Sequence[Shape]]) -> list[float]:
-    """The bytes that an instruction writes of each of its results: of one that it updates in place, the update."""
+    """The bytes that an instruction writes of each result, in its type: of one that it updates in place, the update."""
     if instruction.opcode == "dynamic-update-slice":
         return [operands[1][0].nbytes]
     if instruction.opcode == "scatter":  # it reads, adds and writes; its operands are arrays, indices, updates

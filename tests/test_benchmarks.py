@@ -412,5 +412,5 @@ def test_the_table_of_counted_steps_is_the_stored_one():
     for name, step in steps.items():
         kinds = [sum(step[field].values()) for field in ("by_category_s", "estimated_by_category_s")]
         assert kinds == [pytest.approx(step["step_s"]), pytest.approx(step["estimated_step_s"])]
-        lowest = 0.9 if name.startswith("llama") else 0.85  # the more elementwise work, the shorter
+        lowest = 0.9 if name.startswith("llama") else 0.8  # the more elementwise work, the shorter
         assert step["counted"] > 0.95 and lowest < step["step_s"] / step["estimated_step_s"] < 1.1, name
