@@ -776,7 +776,7 @@ def test_a_fusion_moves_the_slices_that_it_reads_and_writes(called):
     assert run(*operands, line, END, more=SLICED).seconds == (2 + 2 + 2 + 2) / RATES.hbm_bytes_per_s
 
 
-CONVERTED = """%converted (wide: f32[8], stack: u8[8], index: s32[]) -> (u8[8], f32[8]) {
+CONVERTED = """%converted (wide: f32[8], stack: u8[8], index: s32[]) -> (u8[8], u8[8]) {
   %wide = f32[8]{0} parameter(0)
   %stack = u8[8]{0} parameter(1)
   %index = s32[] parameter(2)
