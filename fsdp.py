@@ -21,13 +21,14 @@ of functions. The model does so with --no-prefetch.
 
 **When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
 sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
-these after attention, and the experts waited. `after_gathers` is a barrier for what the router reads: the gathers have
-to end before it, and are under way beside attention. The experts' last matrix may end later. If a result after
-attention is saved, recomputation needs no attention for the router, so XLA recomputed attention after the experts, and
-nothing hid their gathers. Then attention's result passes that barrier, too, and the gradient of the mixture's result
-another one, for which attention has to be recomputed (`gradient_after`). In the backward pass XLA sent gradients first,
-and gathered the next layer's weights at the end, where little was left to hide them. There each gradient passes a
-barrier before it is sent, for which these gathers have to end. The compiler flag
+these after attention, and the experts waited. `after` is a barrier for what the router reads: the gathers have to end
+before it, and are under way beside attention. The experts' last matrix may end later. Over a mesh axis of experts it
+has to end before their last matmul. Otherwise it came when results were sent back over the same links, and these waited
+(mixture.py). If a result after attention is saved, recomputation needs no attention for the router, so XLA recomputed
+attention after the experts, and nothing hid their gathers. Then attention's result passes that barrier, too, and the
+gradient of the mixture's result another one, for which attention has to be recomputed (`gradient_after`). In the
+backward pass XLA sent gradients first, and gathered the next layer's weights at the end, where little was left to hide
+them. There each gradient passes a barrier before it is sent, for which these gathers have to end. The compiler flag
 xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
@@ -93,7 +94,7 @@ That was slower: XLA:TPU starts the sums as late as before, and the gradients of
 import itertools
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,7 @@ def scan_layers(
       layer: (weights, x, aux, i, arriving) -> x. Wrap it in `jax.checkpoint` to choose what it saves for the backward
         pass. The gathered weights are never saved. Without `jax.checkpoint`, what it computes from them (a cast, for
         example) is saved for every layer. `arriving` are weights that are gathered meanwhile, without a gradient, for
-        `after_gathers`; () if not `ordered`.
+        `after`; () if not `ordered`.
       gather_layer: one layer's shards -> its weights. Its `jax.linear_transpose` must reduce-scatter the gradient. Or
         two such functions, for the weights of which one layer is gathered at a time with prefetch as well: the first
         one's are gathered a layer ahead, the second one's within their layer. `layer` then takes (weights of the first,
@@ -292,15 +293,15 @@ def _iterate(body, carry, num_layers, per_iteration, saved, reverse):
 
 
 @jax.custom_vjp
-def after_gathers(x: jax.Array, weights) -> jax.Array:
-    """Returns x through an optimization barrier: what uses it waits for the gathers of `weights`. Gradients do not.
+def after(x: jax.Array, others: Any) -> jax.Array:
+    """Returns x through an optimization barrier: what uses it waits for `others`. Gradients do not.
 
-    So these gathers are under way while x is computed ("When a gather starts" above).
+    So gathers of weights are under way while x is computed ("When a gather starts" above).
     """
-    return lax.optimization_barrier((x, weights))[0]
+    return lax.optimization_barrier((x, others))[0]
 
 
-after_gathers.defvjp(lambda x, weights: (after_gathers(x, weights), None), lambda _, dx: (dx, None))
+after.defvjp(lambda x, others: (after(x, others), None), lambda _, dx: (dx, None))
 
 
 @jax.custom_vjp
@@ -353,7 +354,7 @@ def _backward(loop: Loop, residuals, dx):
         # make scales vary over more mesh axes.
         axes = set().union(*(jax.typeof(w).mat.varying for w in jax.tree.leaves(w_next)))
         sent = lambda dw: dw.dtype.itemsize > 1 and axes <= jax.typeof(dw).mat.varying
-        dw = jax.tree.map(lambda dw: after_gathers(dw, w_next) if w_next and sent(dw) else dw, dw)
+        dw = jax.tree.map(lambda dw: after(dw, w_next) if w_next and sent(dw) else dw, dw)
         gather = lambda shards: tuple(gather(shards) for gather in loop.gathers[kind])
         return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]
 

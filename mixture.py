@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 import fp8
+import fsdp
 import moe
 import remat
 import sharding
 from anatomy import (
+    WEIGHTS,
     expert_capacity,
     expert_rows,
     fp8_weights,
@@ -33,10 +35,12 @@ from config import Config
 from parameters import Layers, Params, fp8_recipe
 
 
-def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Config):
+def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Config, arriving=()):
     """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
 
     The router chooses by router_btd. If the experts are on several devices, padding (segment 0) goes to none of them.
+    Where tokens are gathered over these, the experts' last matmul waits for the weights that are `arriving`: they come
+    over the links over which the results are sent back.
 
     Rows that are sent to their experts one by one (`rows_travel`) are sharded over `tensor`, and gathered where they
     are multiplied. Otherwise a token is gathered once for all experts of a device, and their sum is reduce-scattered.
@@ -44,13 +48,14 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     h_td = h_btd.reshape(-1, h_btd.shape[-1])
     logits_tE, routing = router(w, router_btd.reshape(h_td.shape), config)
 
-    def experts(w, x, sizes, factors, copies=None):
+    def experts(w, x, sizes, factors, copies=None, arriving=()):
         """The MLPs of this device's experts, on sorted rows [r, d] or on [e, c, d] (`moe.Experts`)."""
         x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
         if rows_travel(config):
             x = all_gather(x, "tensor", dim=x.ndim - 1, algorithm=config.collectives)
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
         product = moe.times_factors(product, factors)
+        product = fsdp.after(product, arriving) if arriving else product
         (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, copies=copies)  # {U_tensor}
         if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
@@ -61,7 +66,7 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     sent_tX = routing.experts_tX
     if lax.axis_size("expert") > 1:
         sent_tX = jnp.where((segments_bt == 0).reshape(-1, 1), config.num_experts, sent_tX)
-    y_td, counts = apply_experts(w, h_td, routing._replace(experts_tX=sent_tX), experts, config)
+    y_td, counts = apply_experts(w, h_td, routing._replace(experts_tX=sent_tX), experts, config, arriving)
     return y_td.reshape(h_btd.shape), add_metrics(metrics, i, logits_tE, routing, counts, config)
 
 
@@ -132,8 +137,9 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
     return logits_tE, moe.route(logits_tE, config.experts_per_token, bias_E=bias_E, scale_E=scale_E, **options)
 
 
-def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config) -> tuple[jax.Array, dict]:
+def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config, arriving) -> tuple[jax.Array, dict]:
     """(y_td, {metric: this device's count}), by the method `config.moe_impl`."""
+    w = Layers(**{name: getattr(w, name) for name, weight in WEIGHTS.items() if weight.by_expert})
     if config.moe_impl != "dropless":
         return on_gathered_tokens(partial(dense_experts, w, experts, config), h_td, routing, config)
     t, devices, num_chunks = len(h_td), lax.axis_size("expert"), config.moe_parts
@@ -141,7 +147,7 @@ def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config
     if rows_travel(config):
         apply = lambda h_td, routing: moe.dropless(w, h_td, routing, experts, "expert", rows)
     else:
-        local = partial(local_experts, w, experts, rows, config)
+        local = partial(local_experts, w, experts, rows, config, arriving if devices > 1 else ())
         apply = lambda h_td, routing: on_gathered_tokens(local, h_td, routing, config)
     y_td, rounds = apply(h_td, routing) if num_chunks == 1 else moe.in_chunks(apply, h_td, routing, num_chunks)
     return y_td, {"extra_rounds": (rounds - 1) / lax.axis_size(sharding.LOSS_AXES)}  # all devices have as many
@@ -179,11 +185,11 @@ def dense_experts(w: Layers, experts, config: Config, x_td, routing: moe.Routing
 
 
 def local_experts(
-    w: Layers, experts, rows: int, config: Config, x_td, routing: moe.Routing
+    w: Layers, experts, rows: int, config: Config, arriving, x_td, routing: moe.Routing
 ) -> tuple[jax.Array, jax.Array]:
     """`moe.local_experts` and, with `expert_bias`, the sum of the biases of the results: once a token."""
     num_experts = config.num_experts // lax.axis_size("expert")
-    y_td, rounds = moe.local_experts(w, x_td, routing, experts, num_experts, rows)
+    y_td, rounds = moe.local_experts(w, x_td, routing, experts, num_experts, rows, arriving)
     if config.expert_bias:
         gates_te = moe.gates(routing, num_experts).astype(y_td.dtype)
         y_td += jnp.dot(gates_te, as_partial_sum(w.bias_expert_down))

@@ -157,23 +157,11 @@ def layer_function(is_global, config: Config, attend_with):
         w = with_scales(w, amax, None if key is None else jax.random.fold_in(key, number), config)
         attend = attend_with and partial(attend_with, number)
         kind = is_global(i, first_layer)
-        early = needed_early(arriving)
-        return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend, early)
+        return decoder.layer(w, x, constants, number - config.num_dense_layers, kind, config, attend, arriving)
 
     if config.remat == "none":
         return layer
     return jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
-
-
-def needed_early(arriving):
-    """`arriving` without the last matrix of the experts, which may arrive beside their first matmuls.
-
-    The gathers of a layer may take longer than attention before the router, and the links have little to do during the
-    experts. If the router waits for all, DeepSeek-V3 on fsdp:64,expert:8 takes 5.68 s a step, not 5.52 (compiled). On
-    fsdp:256,expert:2 it gains 4% by counted cycles, and costs 2% by XLA's estimates (docs/RESULTS.md).
-    """
-    without_down = lambda tree: dataclasses.replace(tree, expert_down=None) if isinstance(tree, Layers) else tree
-    return jax.tree.map(without_down, arriving, is_leaf=lambda tree: isinstance(tree, Layers))
 
 
 def run_layers_in_two_precisions(layers: Layers, x, constants, config: Config, scaling: Scaling, attend_with):

@@ -102,8 +102,8 @@ tests/test_moe.py). In a full step it overlaps little: with two chunks 7% of the
 "Experts").
 
 Where a buffer may be too small, the loops of further rounds are in the program, needed or not. A layer of `tiny-moe` on
-`fsdp:2,expert:4` then takes 76 s of a CPU to compile for 37 s without them. Their gradients of the weights, zeros, are
-added: the step takes 3% longer (compiled). `--buffer_factor` of the size of the axis needs no loops.
+`fsdp:2,expert:4` then takes 76 s of a CPU to compile for 37 s without them. If there is one round, nothing is added to
+its gradients. `--buffer_factor` of the size of the axis needs no loops.
 
 **Left out.** On an axis of more than X devices a token is sent once for each of its experts on a device, and could be
 sent once. DeepSeek-V3 uses its groups to limit the devices to which a token may go, and balances within a sequence
@@ -118,20 +118,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import collectives
+import fsdp
 import sharding
 from gmm import gated_gmm, gmm, tgmm
 
-# A function experts(w, x, sizes, factors, copies=None): the result of a device's experts, whose weights are w, for each
-# row of x, times the row's factor. It has the shape of x. If x is [rows, d], its rows are sorted by expert, `sizes` has
-# the rows of each expert, and `factors` is [rows], float32. If x is [experts, rows, d], `sizes` is None, and `factors`
-# is [experts, rows]. With `copies` it returns add_copies(result, copies). It must depend on no other traced value.
+# A function experts(w, x, sizes, factors, copies=None, arriving=()): the result of a device's experts with weights w,
+# for each row of x, times the row's factor. It has the shape of x. If x is [rows, d], its rows are sorted by expert,
+# `sizes` has the rows of each expert, and `factors` is [rows], float32. If x is [experts, rows, d], `sizes` is None,
+# and `factors` is [experts, rows]. With `copies` it returns add_copies(result, copies). Its last matmul may wait for
+# the arrays `arriving`. It must depend on no other traced value.
 Experts = Callable[..., jax.Array]
 
 
@@ -537,12 +538,11 @@ def dropless(
     row_p = jnp.where(expert_p < E, pairs.place_p + shift_p, jnp.iinfo(jnp.int32).max)
     exchanged = Exchanged(pairs, row_p, loads_NE)
     round_of = partial(one_round, experts, axis, buffer_rows)
-    y_td = round_of(w, x_td, routing.weights_tX, exchanged, 0)
     if buffer_rows >= len(loads_NE) * t * min(pairs.order_p.size // t, E // len(loads_NE)):  # all that can arrive
-        return y_td, jnp.int32(1)
+        return round_of(w, x_td, routing.weights_tX, exchanged, 0), jnp.int32(1)
     rows_N = jnp.sum(loads_NE, 0).reshape(len(loads_NE), -1).sum(1)
     rounds = num_rounds(jnp.max(rows_N), buffer_rows)
-    return other_rounds(round_of, y_td, w, x_td, routing.weights_tX, exchanged, rounds), rounds
+    return all_rounds(round_of, w, x_td, routing.weights_tX, exchanged, rounds), rounds
 
 
 def num_rounds(rows: jax.Array, buffer_rows: int) -> jax.Array:
@@ -555,7 +555,7 @@ def num_rounds(rows: jax.Array, buffer_rows: int) -> jax.Array:
 
 
 def local_experts(
-    w, x_td: Any, routing: Routing, experts: Experts, num_experts: int, buffer_rows: int
+    w, x_td: Any, routing: Routing, experts: Experts, num_experts: int, buffer_rows: int, arriving: Any = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (y_td, the number of rounds), where all tokens are here: the sums over choices of this device's experts.
 
@@ -565,18 +565,18 @@ def local_experts(
       routing: its choices are among the `num_experts` of this device. All other numbers are experts elsewhere.
       experts: as for `dropless`.
       buffer_rows: the rows of a round. All pairs, if the router knows no other experts.
+      arriving: arrays for `experts` to wait for, whose gradients are zero.
     """
     (t, X), pairs = routing.weights_tX.shape, sort_pairs(routing.experts_tX, num_experts)
+    factors_p = sort_factors(routing.weights_tX.T.reshape(-1), pairs)
     if num_experts == routing.scores_tE.shape[1]:
         copies = Copies(t, pairs.order_p % t, pairs.place_p)
-        factors_p = sort_factors(routing.weights_tX.T.reshape(-1), pairs)
-        return experts(w, _copied(x_td, copies), pairs.loads_E, factors_p, copies), jnp.int32(1)
-    round_of = partial(local_round, experts, buffer_rows)
-    y_td = round_of(w, x_td, routing.weights_tX, pairs, 0)
+        return experts(w, _copied(x_td, copies), pairs.loads_E, factors_p, copies, arriving), jnp.int32(1)
+    round_of = partial(local_round, experts, t, buffer_rows)
     if buffer_rows >= t * min(X, num_experts):
-        return y_td, jnp.int32(1)
+        return round_of(w, x_td, factors_p, (pairs, arriving), 0), jnp.int32(1)
     rounds = num_rounds(jnp.sum(pairs.loads_E), buffer_rows)
-    return other_rounds(round_of, y_td, w, x_td, routing.weights_tX, pairs, rounds), rounds
+    return all_rounds(round_of, w, x_td, factors_p, (pairs, arriving), rounds), rounds
 
 
 def own_choices(routing: Routing, axis: str, algorithm: str = "xla") -> Routing:
@@ -593,21 +593,26 @@ def own_choices(routing: Routing, axis: str, algorithm: str = "xla") -> Routing:
     return routing._replace(experts_tX=own_TX, weights_tX=gather(routing.weights_tX))
 
 
-def local_round(experts, buffer_rows, w, x_td, weights_tX, pairs: Pairs, number) -> jax.Array:
-    """Returns the share of the results of the `buffer_rows` pairs of round `number`, in their order by expert."""
-    t, first = len(weights_tX), number * buffer_rows
+def local_round(experts, t: int, buffer_rows: int, w, x_td, factors_p, plan, number) -> jax.Array:
+    """Returns the share of the results of the `buffer_rows` pairs of round `number`, in their order by expert.
+
+    `plan` is (Pairs, `arriving` of `local_experts`). The look-up of the t tokens' rows waits until the order of rows is
+    known: that is computed while the tokens are gathered. XLA:TPU would wait for the tokens first, then sort.
+    """
+    (pairs, arriving), first = plan, number * buffer_rows
     in_round = lambda a_p: lax.dynamic_slice_in_dim(jnp.pad(a_p, (0, buffer_rows)), first, buffer_rows)
-    factors_r = in_round(sort_factors(weights_tX.T.reshape(-1), pairs))
+    factors_r = in_round(factors_p)
     end_e = jnp.cumsum(pairs.loads_E)
     sizes_e = jnp.diff(jnp.clip(end_e - first, 0, buffer_rows), prepend=0)
     of_experts_r = jnp.arange(buffer_rows) < jnp.clip(end_e[-1] - first, 0, buffer_rows)
     copies = sorted_copies(t, jnp.where(of_experts_r, in_round(pairs.order_p) % t, t))
-    return experts(w, _copied(x_td, copies), sizes_e, factors_r, copies)
+    x_rd = _copied(x_td, copies, (copies, factors_r))
+    return experts(w, x_rd, sizes_e, factors_r, copies, arriving)
 
 
-def _copied(x_td: Any, copies: Copies):
-    """`copy_rows` of tokens, or of an fp8.Quantized."""
-    copied = lambda a: copy_rows(a, copies)
+def _copied(x_td: Any, copies: Copies, first: Any = ()):
+    """`copy_rows` of tokens, or of an fp8.Quantized, after `first` is computed."""
+    copied = lambda a: copy_rows(fsdp.after(a, first) if first else a, copies)
     return copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
 
 
@@ -639,46 +644,52 @@ def one_round(experts, axis, buffer_rows, w, x_td, weights_tX, exchanged: Exchan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def other_rounds(round_of, y_td, w, x_td, weights_tX, plan: Any, rounds) -> jax.Array:
-    """Returns y_td and the shares of the rounds from 1 on, one after the other; none if `rounds` is 1.
-
-    A share is round_of(w, x_td, weights_tX, plan, number). `plan` has integers.
+def all_rounds(round_of, w, x_td, weights, plan: Any, rounds) -> jax.Array:
+    """Returns the sum of the shares round_of(w, x_td, weights, plan, number) of the rounds. `plan` has no gradient.
 
     JAX differentiates no loop whose length depends on data, so the gradient is a loop of its own. It computes each
-    round again, so the memory that it needs does not depend on their number.
+    round but the first again, so the memory that it needs does not depend on their number.
     """
-    step = lambda number, y_td: y_td + round_of(w, x_td, weights_tX, plan, number)
+    return _later_rounds(round_of, round_of(w, x_td, weights, plan, 0), (w, x_td, weights), plan, rounds)
+
+
+def _later_rounds(round_of, y_td, operands, plan, rounds):
+    """y_td and the shares of the rounds from 1 on, one after the other; none if `rounds` is 1."""
     with jax.named_scope("extra_rounds"):  # aot.py looks for this name
-        return lax.fori_loop(1, rounds, step, y_td)
+        return lax.fori_loop(1, rounds, lambda number, y_td: y_td + round_of(*operands, plan, number), y_td)
 
 
-def _other_rounds_forward(round_of, y_td, *operands):
-    return other_rounds(round_of, y_td, *operands), operands
+def _all_rounds_forward(round_of, w, x_td, weights, plan, rounds):
+    operands = (w, x_td, weights)
+    y_td, backward = jax.vjp(lambda *operands: round_of(*operands, plan, 0), *operands)
+    return _later_rounds(round_of, y_td, operands, plan, rounds), (backward, operands, plan, rounds)
 
 
-def _other_rounds_backward(round_of, operands, dy_td):
-    w, x_td, weights_tX, plan, rounds = operands
-    leaves, structure = jax.tree.flatten((w, x_td, weights_tX))
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+def _all_rounds_backward(round_of, residuals, dy_td):
+    """The gradients of the first round, and the sums of the others if there are any.
 
-    def gradients(number):
-        def share(*changed):
-            restored = leaves.copy()
-            for i, leaf in zip(floats, changed, strict=True):
-                restored[i] = leaf
-            return round_of(*jax.tree.unflatten(structure, restored), plan, number)
+    Usually there are none, so nothing is added, and no zeros are written. One loop computes the sums, and one loop for
+    each gradient adds them, once or never. A gradient of the first round then waits for no other.
+    """
+    backward, operands, plan, rounds = residuals
+    gradients, structure = jax.tree.flatten(backward(dy_td))
+    floats = [i for i, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
 
-        return jax.vjp(share, *(leaves[i] for i in floats))[1](dy_td)
+    def add_round(number, sums):
+        round_number = jax.vjp(lambda *operands: round_of(*operands, plan, number), *operands)[1]
+        shares = jax.tree.leaves(round_number(dy_td))
+        return [jnp.where(number > 1, sums[n], 0) + shares[i] for n, i in enumerate(floats)]
 
-    zeros = [varying_as(leaves[i], jnp.zeros(leaves[i].shape, leaves[i].dtype)) for i in floats]
+    unwritten = [varying_as(gradients[i], uninitialised(gradients[i].shape, gradients[i].dtype)) for i in floats]
     with jax.named_scope("extra_rounds"):
-        sums = lax.fori_loop(1, rounds, lambda number, sums: [*map(jnp.add, sums, gradients(number))], zeros)
-    cotangents = dict(zip(floats, sums, strict=True))  # the others, such as keys, have none
-    cotangents = [cotangents.get(i, np.zeros(leaf.shape, jax.dtypes.float0)) for i, leaf in enumerate(leaves)]
-    return dy_td, *jax.tree.unflatten(structure, cotangents), None, None
+        sums = lax.fori_loop(1, rounds, add_round, unwritten)
+        for n, i in enumerate(floats):
+            add = lambda _, gradient, n=n: gradient + sums[n]
+            gradients[i] = lax.fori_loop(1, jnp.minimum(rounds, 2), add, gradients[i])
+    return *jax.tree.unflatten(structure, gradients), None, None
 
 
-other_rounds.defvjp(_other_rounds_forward, _other_rounds_backward)
+all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 def contiguous_rows(x_rd: jax.Array) -> jax.Array:

@@ -198,6 +198,24 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
             assert len(gathered & used) == attention_and_router + experts - late
 
 
+def test_experts_over_devices_wait_for_what_travels_meanwhile():
+    """On two devices of experts: the order of the rows is known before the gathered tokens are used.
+
+    The experts' last matmul waits for all weights that are gathered ahead, their last matrix included.
+    """
+    config = Config(**SMALL | MIXTURES["mixtral"], mesh="data:2,fsdp:2,expert:2", prefetch=True, remat="full")
+    tokens = config.batch * config.seq_len // 4  # of two devices
+    rows = tokens * config.experts_per_token
+    matrices = [config.num_experts // 2, config.model_dim, config.expert_dim]
+    for _, body in layer_loops_of(config):
+        barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
+        shapes = [[var.aval.shape for var in eqn.invars] for eqn in barriers]
+        (of_tokens,) = (others for first, *others in shapes if first == (tokens, config.model_dim))
+        assert set(of_tokens) == {(rows,)}
+        (of_products,) = (others for first, *others in shapes if first == (rows, config.expert_dim))
+        assert sum(shape == tuple(matrices) for shape in of_products) == 3
+
+
 @pytest.mark.slow
 def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
     """Compiled for TPU7x 2x2x1: a layer with a matmul, a sort, a row look-up and a larger matmul, as a mixture has.
@@ -211,7 +229,7 @@ def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
     def order_of(waits: bool) -> list[str]:
         def layer(w_DF, x_bD, aux, i, arriving):
             y_bD = jax.nn.gelu(x_bD @ aux)
-            y_bD = fsdp.after_gathers(y_bD, arriving)
+            y_bD = fsdp.after(y_bD, arriving)
             rows = jnp.argsort(jnp.argmax(y_bD, -1))
             return jax.nn.gelu(jnp.take(y_bD, rows, axis=0, mode="clip") @ w_DF)[:, :D]
 

@@ -208,7 +208,7 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
         x_td, router, gate, up, down = weights
         routing = moe.route(jnp.where(tied, 0.0, x_td @ router) + extra_tE, X)
 
-        def experts(w, x, sizes, factors, copies=None):
+        def experts(w, x, sizes, factors, copies=None, arriving=()):
             gate, up, down = w
             product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
             y = moe.grouped_matmul(product, down, sizes)
@@ -322,7 +322,7 @@ def test_tokens_without_experts_are_sent_nowhere():
         routing = moe.route(x_td @ router + routings()["to one"][0], X)
         routing = routing._replace(experts_tX=jnp.where(padding_t[:, None], E, routing.experts_tX))
 
-        def experts(w, x, sizes, factors, copies=None):
+        def experts(w, x, sizes, factors, copies=None, arriving=()):
             gate, up, down = w
             product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
             y = moe.grouped_matmul(product, down, sizes)
@@ -404,6 +404,39 @@ with_nan_after.defvjp(
 )
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_rounds_are_added_up(rounds):
+    """Values and gradients are those of a plain sum."""
+    w, x, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 4), (5, 3), (5, 1)]))
+    share = lambda w, x, weights, plan, number: jnp.sin(x @ w[0] * (number + plan)) * weights
+    in_rounds = lambda *operands: moe.all_rounds(share, *operands, 2, jnp.int32(rounds))
+    plain = lambda *operands: sum(share(*operands, 2, number) for number in range(rounds))
+    operands = (w, jnp.arange(3)), x, weights  # integers have no gradient
+    results = []
+    for of in (in_rounds, plain):
+        y, pull = jax.vjp(jax.jit(of), *operands)
+        gradients = jax.tree.leaves(pull(jnp.cos(y)))
+        results.append([y, *(a for a in gradients if a.dtype != jax.dtypes.float0)])
+    assert len(results[0]) == 4
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_round_adds_no_gradient_and_writes_no_zeros(monkeypatch):
+    """All that adds is in loops, one for each of three gradients, which run once or never."""
+    monkeypatch.setattr(moe, "uninitialised", jax.lax.empty)
+    share = lambda w, x, weights, plan, number: jnp.sin(x @ w) * weights
+    loss = lambda *operands: jnp.sum(moe.all_rounds(share, *operands[:3], (), operands[3]))
+    shapes = (3, 4), (5, 3), (5, 1)
+    arguments = (*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes), jnp.int32(1))
+    eqns = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arguments).eqns
+    outside = [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in eqns]
+    assert not [name for name, shape in outside if shape in shapes and name in ("add", "add_any", "broadcast_in_dim")]
+    loops = [eqn for eqn in eqns if eqn.primitive.name == "while"]
+    carried = [[var.aval.shape for var in eqn.outvars if var.aval.shape] for eqn in loops]
+    assert carried == [[(5, 4)], [*shapes], *([shape] for shape in shapes)]
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_rows_of_no_expert_here_reach_no_result_and_no_gradient(platform, monkeypatch):
     """Half of the experts are elsewhere, and experts give back their rows: y is x times the sum of its weights here."""
@@ -412,7 +445,7 @@ def test_rows_of_no_expert_here_reach_no_result_and_no_gradient(platform, monkey
     routing = moe.route(jax.random.normal(jax.random.key(1), (TOKENS, E)), X)
     own = routing._replace(experts_tX=jnp.minimum(routing.experts_tX, E // 2))
 
-    def experts(w, x, sizes, factors, copies):
+    def experts(w, x, sizes, factors, copies, arriving):
         y = with_nan_after(moe.times_factors(with_nan_after(x, sizes), factors), sizes)
         return moe.add_copies(y, copies)
 
