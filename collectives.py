@@ -70,6 +70,7 @@ grows with its rings: one of 128 devices is 127 messages a gather, where a torus
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -553,6 +554,27 @@ def _multiply_departing(xs, weights, axis, dim, algorithm):
 def _weight_gradient(x, dy, num_leading):
     leading = tuple(range(num_leading))
     return jnp.tensordot(x, dy, (leading, leading))
+
+
+# -- order
+
+
+@jax.custom_vjp
+def after(x: jax.Array, others: Any) -> jax.Array:
+    """Returns x through an optimization barrier: what uses it waits for `others` (fsdp.py). Gradients do not."""
+    return lax.optimization_barrier((x, others))[0]
+
+
+after.defvjp(lambda x, others: (after(x, others), None), lambda _, dx: (dx, None))
+
+
+@jax.custom_vjp
+def gradient_after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns x. Its gradient passes an optimization barrier: what uses that waits until `other` is recomputed."""
+    return x
+
+
+gradient_after.defvjp(lambda x, other: (x, other), lambda other, dx: (lax.optimization_barrier((dx, other))[0], None))
 
 
 # -- types and checks

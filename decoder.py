@@ -29,12 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-import fsdp
 import moe
 import sharding
 from anatomy import in_zigzag, key_dim, sizes
 from attention import attention, causal_attention
-from collectives import all_reduce
+from collectives import after, all_reduce, gradient_after
 from config import Config
 from context import Method, context_attention
 from flash import flash_attention
@@ -77,10 +76,10 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
         out_btd = gated_mlp(h_btd, (w.w_gate, w.w_up, w.w_down), "mlp", config)
     else:
         context_btnU = lax.stop_gradient(context_btnU) if attention_is_late(config) else None
-        h_btd = fsdp.after(h_btd, (needed_early(arriving), context_btnU)) if arriving else h_btd
+        h_btd = after(h_btd, (needed_early(arriving), context_btnU)) if arriving else h_btd
         out_btd, metrics = mixture_block(w, x_btd, h_btd, constants[0], metrics, i, config, arriving)
         if arriving and context_btnU is not None:
-            out_btd = fsdp.gradient_after(out_btd, context_btnU)
+            out_btd = gradient_after(out_btd, context_btnU)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config) if config.post_norms else out_btd
     if config.layer_scale:
         x_btd *= lax.stop_gradient(w.layer_scale)
@@ -92,9 +91,8 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
 def needed_early(arriving):
     """`arriving` without the last matrix of the experts, which may arrive beside their first matmuls.
 
-    The gathers of a layer may take longer than attention before the router, and the links have little to do during the
-    experts. If the router waits for all, DeepSeek-V3 on fsdp:64,expert:8 takes 5.68 s a step, not 5.52 (compiled). On
-    fsdp:256,expert:2 it gains 4% by counted cycles, and costs 2% by XLA's estimates (docs/RESULTS.md).
+    The gathers of a layer may take longer than attention before the router. If the router waits for all, DeepSeek-V3 on
+    fsdp:64,expert:8 takes 5.68 s a step, not 5.52 (compiled).
     """
     without_down = lambda tree: dataclasses.replace(tree, expert_down=None) if isinstance(tree, Layers) else tree
     return jax.tree.map(without_down, arriving, is_leaf=lambda tree: isinstance(tree, Layers))
@@ -121,8 +119,7 @@ def attention_block(w: Layers, x_btd, constants, is_global, config: Config, atte
 def mixture_block(w: Layers, x_btd, h_btd, segments_bt, metrics, i, config: Config, arriving=()):
     """Returns (out_btd, metrics): the sum of routed and shared experts for h_btd, the normed residual stream x_btd.
 
-    With `expert_norms` the router and the routed experts have norms of x_btd of their own.
-    For i and `arriving` see `layer`.
+    With `expert_norms` router and routed experts have norms of x_btd of their own. For i and arriving see `layer`.
     """
     norm = partial(rms_norm, config=config)
     routed_btd = router_btd = h_btd

@@ -21,14 +21,13 @@ of functions. The model does so with --no-prefetch.
 
 **When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
 sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
-these after attention, and the experts waited. `after` is a barrier for what the router reads: the gathers have to end
-before it, and are under way beside attention. The experts' last matrix may end later. Over a mesh axis of experts it
-has to end before their last matmul. Otherwise it came when results were sent back over the same links, and these waited
-(mixture.py). If a result after attention is saved, recomputation needs no attention for the router, so XLA recomputed
-attention after the experts, and nothing hid their gathers. Then attention's result passes that barrier, too, and the
-gradient of the mixture's result another one, for which attention has to be recomputed (`gradient_after`). In the
-backward pass XLA sent gradients first, and gathered the next layer's weights at the end, where little was left to hide
-them. There each gradient passes a barrier before it is sent, for which these gathers have to end. The compiler flag
+these after attention, and the experts waited. Now what the router reads passes a barrier (`collectives.after`): the
+gathers have to end before it, and are under way beside attention. That of the experts' last matrix may end later, over
+an axis of experts before their last matmul, for then results are sent back over the same links. If a result after
+attention is saved, XLA would recompute attention after the experts. So attention's result passes that barrier, too, and
+the gradient of the mixture's result another one, for which attention has to be recomputed. In the backward pass XLA
+sent gradients first, and gathered the next layer's weights at the end, where little was left to hide them. There each
+gradient passes a barrier before it is sent, for which these gathers have to end. The compiler flag
 xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
@@ -94,7 +93,7 @@ That was slower: XLA:TPU starts the sums as late as before, and the gradients of
 import itertools
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from collectives import all_gather, all_reduce, reduce_scatter
+from collectives import after, all_gather, all_reduce, reduce_scatter
 from placement import MESH_AXES
 from sharding import axes_of, dim_of
 
@@ -290,27 +289,6 @@ def _iterate(body, carry, num_layers, per_iteration, saved, reverse):
         xs = (jnp.arange(iterations), *([saved[n]] if saved else []))
         carry, out[n] = lax.scan(partial(iteration, start, size), carry, xs, reverse=reverse)
     return carry, [out[n] for n in range(len(loops))]
-
-
-@jax.custom_vjp
-def after(x: jax.Array, others: Any) -> jax.Array:
-    """Returns x through an optimization barrier: what uses it waits for `others`. Gradients do not.
-
-    So gathers of weights are under way while x is computed ("When a gather starts" above).
-    """
-    return lax.optimization_barrier((x, others))[0]
-
-
-after.defvjp(lambda x, others: (after(x, others), None), lambda _, dx: (dx, None))
-
-
-@jax.custom_vjp
-def gradient_after(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns x. Its gradient passes an optimization barrier: what uses that waits until `other` is recomputed."""
-    return x
-
-
-gradient_after.defvjp(lambda x, other: (x, other), lambda other, dx: (lax.optimization_barrier((dx, other))[0], None))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 import fp8
-import fsdp
 import moe
 import remat
 import sharding
@@ -30,7 +29,7 @@ from anatomy import (
     num_expert_layers,
     runs_mtp,
 )
-from collectives import all_gather, reduce_scatter
+from collectives import after, all_gather, reduce_scatter
 from config import Config
 from parameters import Layers, Params, fp8_recipe
 
@@ -39,8 +38,7 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
 
     The router chooses by router_btd. If the experts are on several devices, padding (segment 0) goes to none of them.
-    Where tokens are gathered over these, the experts' last matmul waits for the weights that are `arriving`: they come
-    over the links over which the results are sent back.
+    If tokens are gathered there, the last matmul waits for the weights `arriving` on the links that results take.
 
     Rows that are sent to their experts one by one (`rows_travel`) are sharded over `tensor`, and gathered where they
     are multiplied. Otherwise a token is gathered once for all experts of a device, and their sum is reduce-scattered.
@@ -55,7 +53,7 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
             x = all_gather(x, "tensor", dim=x.ndim - 1, algorithm=config.collectives)
         product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
         product = moe.times_factors(product, factors)
-        product = fsdp.after(product, arriving) if arriving else product
+        product = after(product, arriving) if arriving else product
         (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, copies=copies)  # {U_tensor}
         if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)

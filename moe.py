@@ -98,12 +98,10 @@ batches. Published runs on TPU with many tokens a device found FSDP alone faster
 multiple of 8, the rows of a register, XLA:TPU copies gathered shards to their place, and gradients before they are
 scattered. With DeepSeek-V3 on `fsdp:512` a shard had 14 rows of each matrix, and the copies took 4.3 s of a step of
 29 s (compiled). The order of chunks above is the one that XLA:TPU schedules for a single layer (compiled,
-tests/test_moe.py). In a full step it overlaps little: with two chunks 7% of the messages are hidden (docs/RESULTS.md,
-"Experts").
+tests/test_moe.py). In a full step with two chunks 7% of the messages are hidden (docs/RESULTS.md, "Experts").
 
-Where a buffer may be too small, the loops of further rounds are in the program, needed or not. A layer of `tiny-moe` on
-`fsdp:2,expert:4` then takes 76 s of a CPU to compile for 37 s without them. If there is one round, nothing is added to
-its gradients. `--buffer_factor` of the size of the axis needs no loops.
+Where a buffer may be too small, the program has loops for further rounds. A layer of `tiny-moe` on `fsdp:2,expert:4`
+takes 76 s of a CPU to compile with them, 37 s without, as with a `--buffer_factor` of the size of the axis.
 
 **Left out.** On an axis of more than X devices a token is sent once for each of its experts on a device, and could be
 sent once. DeepSeek-V3 uses its groups to limit the devices to which a token may go, and balances within a sequence
@@ -124,7 +122,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import collectives
-import fsdp
 import sharding
 from gmm import gated_gmm, gmm, tgmm
 
@@ -504,9 +501,8 @@ def _tagged(a):
 def in_chunks(mixture: Callable, x_td: jax.Array, routing: Routing, num_chunks: int) -> tuple[jax.Array, jax.Array]:
     """Applies `mixture(x_td, routing)` to the tokens in chunks, and returns (y_td, the most rounds of a chunk).
 
-    The rows of one chunk can be sent while those of another are multiplied. With two chunks XLA:TPU hides 7% of the
-    messages, and a step is 6% shorter (compiled, docs/RESULTS.md, "Experts"). Each chunk has a buffer of its own, so
-    one chunk may need a second round while the buffer of another is not full.
+    The rows of one chunk can be sent while those of another are multiplied. Each chunk has a buffer of its own, so one
+    chunk may need a second round while the buffer of another is not full.
     """
     chunks = zip(*(jnp.split(a, num_chunks) for a in (x_td, *routing)), strict=True)
     y, rounds = zip(*(mixture(x_td, Routing(*chunk)) for x_td, *chunk in chunks), strict=True)
@@ -612,7 +608,7 @@ def local_round(experts, t: int, buffer_rows: int, w, x_td, factors_p, plan, num
 
 def _copied(x_td: Any, copies: Copies, first: Any = ()):
     """`copy_rows` of tokens, or of an fp8.Quantized, after `first` is computed."""
-    copied = lambda a: copy_rows(fsdp.after(a, first) if first else a, copies)
+    copied = lambda a: copy_rows(collectives.after(a, first) if first else a, copies)
     return copied(x_td) if isinstance(x_td, jax.Array) else x_td.map_rows(copied)
 
 
@@ -650,34 +646,33 @@ def all_rounds(round_of, w, x_td, weights, plan: Any, rounds) -> jax.Array:
     JAX differentiates no loop whose length depends on data, so the gradient is a loop of its own. It computes each
     round but the first again, so the memory that it needs does not depend on their number.
     """
-    return _later_rounds(round_of, round_of(w, x_td, weights, plan, 0), (w, x_td, weights), plan, rounds)
+    return _later_rounds(partial(round_of, w, x_td, weights, plan), round_of(w, x_td, weights, plan, 0), rounds)
 
 
-def _later_rounds(round_of, y_td, operands, plan, rounds):
-    """y_td and the shares of the rounds from 1 on, one after the other; none if `rounds` is 1."""
+def _later_rounds(share, y_td, rounds):
     with jax.named_scope("extra_rounds"):  # aot.py looks for this name
-        return lax.fori_loop(1, rounds, lambda number, y_td: y_td + round_of(*operands, plan, number), y_td)
+        return lax.fori_loop(1, rounds, lambda number, y_td: y_td + share(number), y_td)
 
 
 def _all_rounds_forward(round_of, w, x_td, weights, plan, rounds):
-    operands = (w, x_td, weights)
-    y_td, backward = jax.vjp(lambda *operands: round_of(*operands, plan, 0), *operands)
-    return _later_rounds(round_of, y_td, operands, plan, rounds), (backward, operands, plan, rounds)
+    y_td, backward = jax.vjp(lambda *operands: round_of(*operands, plan, 0), w, x_td, weights)
+    y_td = _later_rounds(partial(round_of, w, x_td, weights, plan), y_td, rounds)
+    return y_td, (backward, (w, x_td, weights), plan, rounds)
 
 
 def _all_rounds_backward(round_of, residuals, dy_td):
     """The gradients of the first round, and the sums of the others if there are any.
 
-    Usually there are none, so nothing is added, and no zeros are written. One loop computes the sums, and one loop for
-    each gradient adds them, once or never. A gradient of the first round then waits for no other.
+    Usually there are none. Then nothing is added, and no zeros are written. Each gradient has a loop of its own that
+    adds a sum to it, once or never. So none waits for another.
     """
     backward, operands, plan, rounds = residuals
     gradients, structure = jax.tree.flatten(backward(dy_td))
     floats = [i for i, gradient in enumerate(gradients) if gradient.dtype != jax.dtypes.float0]
 
     def add_round(number, sums):
-        round_number = jax.vjp(lambda *operands: round_of(*operands, plan, number), *operands)[1]
-        shares = jax.tree.leaves(round_number(dy_td))
+        backward = jax.vjp(lambda *operands: round_of(*operands, plan, number), *operands)[1]
+        shares = jax.tree.leaves(backward(dy_td))
         return [jnp.where(number > 1, sums[n], 0) + shares[i] for n, i in enumerate(floats)]
 
     unwritten = [varying_as(gradients[i], uninitialised(gradients[i].shape, gradients[i].dtype)) for i in floats]
@@ -697,10 +692,8 @@ def contiguous_rows(x_rd: jax.Array) -> jax.Array:
 
     The layout of [r, d] interleaves 8 rows, so a slice of rows is not contiguous. For the exchange XLA would convert
     its operand and its result to another layout. The operations before and after would use that layout, at a quarter of
-    the speed. Compiled, a layer of Qwen3-30B with its experts on 4 of 16 devices took 33 ms in addition to its kernels,
-    forward and backward. Now it takes 23 ms, for which uninitialised buffers and `_sum` are a part of the reason. If
-    128 does not divide d, XLA makes the copies: 55 ms in a layer of gpt-oss with a buffer of 327,680 rows of 2880. With
-    rows padded to 2944, the columns of 23 registers, they took no less (3072 was not tried).
+    the speed. If 128 does not divide d, XLA makes the copies: 55 ms in a layer of gpt-oss with a buffer of 327,680 rows
+    of 2880 (compiled). With rows padded to 2944, the columns of 23 registers, they took no less.
     """
     return x_rd.reshape(x_rd.shape[0], -1, 128) if x_rd.shape[1] % 128 == 0 else x_rd
 

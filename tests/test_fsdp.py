@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import MIXTURES, SMALL, TPU, collectives, compiled_step, equations, num_carried, on_mesh, trace
 
+import collectives as messages
 import fsdp
 import parameters
 import placement
@@ -229,7 +230,7 @@ def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
     def order_of(waits: bool) -> list[str]:
         def layer(w_DF, x_bD, aux, i, arriving):
             y_bD = jax.nn.gelu(x_bD @ aux)
-            y_bD = fsdp.after(y_bD, arriving)
+            y_bD = messages.after(y_bD, arriving)
             rows = jnp.argsort(jnp.argmax(y_bD, -1))
             return jax.nn.gelu(jnp.take(y_bD, rows, axis=0, mode="clip") @ w_DF)[:, :D]
 

@@ -413,8 +413,8 @@ def test_rounds_are_added_up(rounds):
     plain = lambda *operands: sum(share(*operands, 2, number) for number in range(rounds))
     operands = (w, jnp.arange(3)), x, weights  # integers have no gradient
     results = []
-    for of in (in_rounds, plain):
-        y, pull = jax.vjp(jax.jit(of), *operands)
+    for function in (in_rounds, plain):
+        y, pull = jax.vjp(jax.jit(function), *operands)
         gradients = jax.tree.leaves(pull(jnp.cos(y)))
         results.append([y, *(a for a in gradients if a.dtype != jax.dtypes.float0)])
     assert len(results[0]) == 4
