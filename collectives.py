@@ -556,7 +556,7 @@ def _weight_gradient(x, dy, num_leading):
     return jnp.tensordot(x, dy, (leading, leading))
 
 
-# -- order
+# -- types, order and checks
 
 
 @jax.custom_vjp
@@ -575,9 +575,6 @@ def gradient_after(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 gradient_after.defvjp(lambda x, other: (x, other), lambda other, dx: (lax.optimization_barrier((dx, other))[0], None))
-
-
-# -- types and checks
 
 
 def vary_alike(tree, axes: Sequence[str] = ()):

@@ -265,7 +265,7 @@ def _attend(plan, q_btnH, k_bskH, v_bskV, q_ids_bt, k_ids_bs):
 def _attend_forward(plan, *operands):
     out_btnV, lse_bnt, *largest = _attend(plan, *operands)
     # With these two saved, jax.checkpoint need not run the ring again.
-    out_btnV, lse_bnt = checkpoint_name(out_btnV, "context"), checkpoint_name(lse_bnt, "log_sum_exp")
+    out_btnV, lse_bnt = flash.saved_heads(out_btnV), checkpoint_name(lse_bnt, "log_sum_exp")
     return (out_btnV, lse_bnt, *largest), (*operands, out_btnV, lse_bnt)
 
 

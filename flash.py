@@ -153,6 +153,12 @@ def with_sinks(out_BTNV, lse_BNT, sinks_N):
     return out_BTNV, jnp.where(trusted_BNT, jnp.logaddexp(safe_BNT, sinks_BNT), lse_BNT)
 
 
+def saved_heads(out_BTNV: jax.Array) -> jax.Array:
+    """Returns it with the name `context`. Heads of less than 128, a row of a tile of memory, are saved side by side."""
+    rows = out_BTNV if out_BTNV.shape[-1] % 128 == 0 else out_BTNV.reshape(*out_BTNV.shape[:2], -1)
+    return checkpoint_name(rows, "context").reshape(out_BTNV.shape)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, q_BTNH, k_BSKH, v_BSKV, mask):
     scores, blocks, interpret = static
@@ -164,7 +170,7 @@ def _attend(static, q_BTNH, k_BSKH, v_BSKV, mask):
 def _attend_forward(static, *args):
     out_BTNV, lse_BNT, *largest = _attend(static, *args)
     # With these two saved, jax.checkpoint need not run the kernel again.
-    out_BTNV, lse_BNT = checkpoint_name(out_BTNV, "context"), checkpoint_name(lse_BNT, "log_sum_exp")
+    out_BTNV, lse_BNT = saved_heads(out_BTNV), checkpoint_name(lse_BNT, "log_sum_exp")
     return (out_BTNV, lse_BNT, *largest), (*args, out_BTNV, lse_BNT)
 
 

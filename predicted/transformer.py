@@ -286,7 +286,9 @@ def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *,
       options: those of `activations`.
     """
     names = read_names(saved_names(config) if saved is None else {*saved}, config)
-    dims = dict.fromkeys(("value_before_norm", "value_proj", "context"), value_dim(config))
+    dims = dict.fromkeys(("value_before_norm", "value_proj"), value_dim(config))
+    heads = config.num_heads if "context" in saved_names(config) else 1  # saved side by side (flash.py)
+    dims["context"] = heads * value_dim(config)
     dims |= dict.fromkeys(("query_before_norm", "key_before_norm", "query_proj", "key_proj"), key_dim(config))
     padding = lambda dim: -(-dim // columns) * columns / dim
     size = lambda name: (4 if name in FOUR_BYTE_ACTIVATIONS else BYTES[config.dtype]) * padding(dims.get(name, columns))

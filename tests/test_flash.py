@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from support import equations
 
 import flags as flags_lib
 import flash
@@ -282,6 +283,14 @@ def test_sinks_are_one_more_logit_without_a_value():
 
 
 # -- derivatives: the operands of the backward kernel (its results: tests/test_flash_backward.py)
+
+
+@pytest.mark.parametrize("V, saved", [(64, (1, 128, 2 * 64)), (128, (1, 128, 2, 128))])
+def test_heads_that_fill_no_row_of_a_tile_are_saved_side_by_side(V, saved):
+    shapes = [jax.ShapeDtypeStruct((1, 128, heads, V), jnp.bfloat16) for heads in (2, 1, 1)]
+    gradient = jax.grad(lambda *qkv: flash.flash_attention(*qkv)[0].astype(jnp.float32).sum())
+    named = [eqn for eqn in equations(jax.make_jaxpr(gradient)(*shapes)) if eqn.primitive.name == "name"]
+    assert {eqn.outvars[0].aval.shape for eqn in named if eqn.params["name"] == "context"} == {saved}
 
 
 @pytest.mark.slow

@@ -757,13 +757,17 @@ def test_operands_of_fp8_matmuls_are_saved_in_fp8():
 
 
 def test_heads_fill_tiles_of_memory():
-    """64 heads of 64 take the memory of 64 heads of 128. Compiled, the last run here needs 116.9 GiB."""
+    """64 heads of 64 take the memory of 64 heads of 128, but for attention's result, in which they are side by side.
+
+    Compiled, the last run here needs 77.4 GiB.
+    """
     saved = dict(remat="custom", remat_tensors="context:device,qkv_proj:device")
     of_layer = lambda **more: transformer.saved_bytes_per_layer(from_preset("gpt-oss-120b", **saved), **more)
-    heads = 2 * (64 * 64 + 8 * 64 + 8 * 64 + 64 * 64)
+    heads = 2 * (64 * 64 + 8 * 64 + 8 * 64)
     assert of_layer(columns=128) == of_layer(columns=64) + heads == of_layer() + heads
-    flags = dict(preset="gpt-oss-120b", batch=1280, mesh="fsdp:64,expert:2", double_buffer=True, microbatches=2)
-    assert predicted(**flags, remat="save_dot_with_context_except_mlp").hbm_bytes > 105 * GiB
+    flags = dict(preset="gpt-oss-120b", batch=1280, mesh="fsdp:128", dim_multiple=128, prefetch=False, fp8="dynamic")
+    memory = predicted(**flags, remat="custom", remat_tensors="context:device").hbm_bytes
+    assert memory == pytest.approx(77.4 * GiB, rel=0.05)
 
 
 # -- what cannot be
