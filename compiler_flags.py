@@ -22,8 +22,8 @@ between. It needs the SparseCores' collective aggregator; without it the compile
 **Host offload.** A group that MaxText recommends if activations are offloaded to the host's memory. For most of its
 flags no source says more. `memory_pressure_tracking` restates a default.
 
-**Barriers.** `xla_tpu_aggressive_opt_barrier_removal` removes the barriers by which fsdp.py makes gathers start early
-(compiled). Runs of mixtures and with host offload set it. Here no workload has it.
+**Barriers.** `xla_tpu_aggressive_opt_barrier_removal` removes the barriers that order messages (`collectives.after`;
+compiled). Runs of mixtures and with host offload set it. Here no workload has it.
 
 **Reduce-scatter over three axes.** If a shard can be divided in three, XLA runs a reduce-scatter over all three axes of
 a torus at once. Otherwise it uses one ring through all devices, which takes two of the six links of a chip, as for
@@ -267,7 +267,7 @@ TABLE = (
         "false",
         (),
         "host offload",
-        f"{_ONE_OF_GROUP} It removes barriers that fsdp.py needs.",
+        f"{_ONE_OF_GROUP} It removes the barriers that order messages.",
         f"{_MOE}, {_QWEN}",
     ),
     _offload("xla_tpu_enable_all_experimental_scheduler_features", "true", "false"),

@@ -280,7 +280,7 @@ class Config:
     moe_impl: str = flag("dropless", "values program", EXPERTS, choices="dropless capacity reference")
     # dropless over an expert axis: rows that a device takes at once, over the mean; more take another round
     buffer_factor: float = flag(2.0, "values program", EXPERTS, DROPLESS, EXPERT, least=0)
-    # dropless over an expert axis: chunks of the tokens, each with its own messages; a few % faster
+    # dropless over an expert axis: chunks of the tokens, each with its own messages
     moe_parts: int = flag(1, "values program", EXPERTS, DROPLESS, EXPERT, least=1)
     # capacity: an expert takes at most this many times the mean number of tokens
     capacity_factor: float = flag(1.25, "values program", EXPERTS, CAPACITY, least=0)

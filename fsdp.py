@@ -22,13 +22,14 @@ of functions. The model does so with --no-prefetch.
 **When a gather starts.** XLA:TPU's scheduler starts a message as late as it expects to hide it. It expects much of the
 sorts and row look-ups of a mixture of experts, which are over before the gathers of its matrices are. So it started
 these after attention, and the experts waited. Now what the router reads passes a barrier (`collectives.after`): the
-gathers have to end before it, and are under way beside attention. That of the experts' last matrix may end later, over
-an axis of experts before their last matmul, for then results are sent back over the same links. If a result after
-attention is saved, XLA would recompute attention after the experts. So attention's result passes that barrier, too, and
-the gradient of the mixture's result another one, for which attention has to be recomputed. In the backward pass XLA
-sent gradients first, and gathered the next layer's weights at the end, where little was left to hide them. There each
-gradient passes a barrier before it is sent, for which these gathers have to end. The compiler flag
-xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers and is not set here.
+gathers have to end before it, and are under way beside attention. The gather of the experts' last matrix may end later.
+Where tokens are gathered over an axis of experts, it has to end before their last matmul, after which results are sent
+back over the same links. If a result after attention is saved, XLA would recompute attention after the experts. So
+attention's result passes that barrier, too, and the gradient of the mixture's result another one, for which attention
+has to be recomputed. In the backward pass XLA sent gradients first, and gathered the next layer's weights at the end,
+where little was left to hide them. There each gradient passes a barrier before it is sent, for which these gathers have
+to end. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers
+and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
 layer into another buffer, and copies that into the carry at the end of the iteration. With `double_buffer` an iteration

@@ -145,7 +145,7 @@ def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config
     if rows_travel(config):
         apply = lambda h_td, routing: moe.dropless(w, h_td, routing, experts, "expert", rows)
     else:
-        local = partial(local_experts, w, experts, rows, config, arriving if devices > 1 else ())
+        local = partial(local_experts, w, experts, rows, config, arriving if devices > 1 == num_chunks else ())
         apply = lambda h_td, routing: on_gathered_tokens(local, h_td, routing, config)
     y_td, rounds = apply(h_td, routing) if num_chunks == 1 else moe.in_chunks(apply, h_td, routing, num_chunks)
     return y_td, {"extra_rounds": (rounds - 1) / lax.axis_size(sharding.LOSS_AXES)}  # all devices have as many

@@ -871,11 +871,11 @@ def main() -> None:
         def per_device(x_td, logits_tE, gate, up, down):
             routing = route(logits_tE, X)
 
-            def experts(w, x, sizes, factors, sums=None):
+            def experts(w, x, sizes, factors, copies=None, arriving=()):
                 gate, up, down = w
                 product = times_factors(gated_matmul(x, gate, up, sizes, glu), factors)
                 y = grouped_matmul(product, down, sizes)
-                return add_copies(y, sums) if sums else y
+                return add_copies(y, copies) if copies else y
 
             operands = ((gate, up, down), x_td, routing, experts, "expert")
             want = reference(*operands)

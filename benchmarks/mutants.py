@@ -187,8 +187,9 @@ def known() -> dict[str, dict[str, str | None]]:
 
 
 def store(name: str, results: dict[str, str | None]) -> None:
-    """Stores a result beside those that other parts have stored meanwhile."""
-    write(known() | {name: results})
+    """Stores a result beside those that other parts have stored meanwhile, without those of rows that are gone."""
+    names = {mutant.name for mutant in mutants()}
+    write({each: result for each, result in known().items() if each in names} | {name: results})
 
 
 def write(everything: dict[str, dict[str, str | None]]) -> None:

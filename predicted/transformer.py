@@ -282,7 +282,7 @@ def saved_bytes_per_layer(config: Config, saved: Iterable[str] | None = None, *,
 
     Args:
       saved: the names that are saved; by default those of `config.remat`.
-      columns: of a tile of memory; the dim of a head is padded to a multiple of it.
+      columns: of a tile of memory; the dim of a head is padded to a multiple of it, but for a saved attention result.
       options: those of `activations`.
     """
     names = read_names(saved_names(config) if saved is None else {*saved}, config)

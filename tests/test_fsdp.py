@@ -22,6 +22,7 @@ import parameters
 import placement
 import sharding
 import train
+from anatomy import expert_rows
 from config import Config
 from predicted import transformer
 
@@ -199,22 +200,26 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
             assert len(gathered & used) == attention_and_router + experts - late
 
 
-def test_experts_over_devices_wait_for_what_travels_meanwhile():
-    """On two devices of experts: the order of the rows is known before the gathered tokens are used.
+@pytest.mark.parametrize("buffer_factor", [2.0, 0.25])
+def test_experts_over_devices_wait_for_what_travels_meanwhile(buffer_factor):
+    """On two devices of experts: the order of the rows is known before the gathered tokens are used, in each round.
 
     The experts' last matmul waits for all weights that are gathered ahead, their last matrix included.
     """
-    config = Config(**SMALL | MIXTURES["mixtral"], mesh="data:2,fsdp:2,expert:2", prefetch=True, remat="full")
+    flags = SMALL | MIXTURES["mixtral"] | dict(remat="full", buffer_factor=buffer_factor)
+    config = Config(**flags, mesh="data:2,fsdp:2,expert:2")
     tokens = config.batch * config.seq_len // 4  # of two devices
-    rows = tokens * config.experts_per_token
+    rows = expert_rows(config, tokens // 2, 2)
+    assert (rows == tokens * config.experts_per_token) == (buffer_factor == 2)
     matrices = [config.num_experts // 2, config.model_dim, config.expert_dim]
     for _, body in layer_loops_of(config):
         barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
         shapes = [[var.aval.shape for var in eqn.invars] for eqn in barriers]
-        (of_tokens,) = (others for first, *others in shapes if first == (tokens, config.model_dim))
-        assert set(of_tokens) == {(rows,)}
-        (of_products,) = (others for first, *others in shapes if first == (rows, config.expert_dim))
-        assert sum(shape == tuple(matrices) for shape in of_products) == 3
+        of_tokens = [others for first, *others in shapes if first == (tokens, config.model_dim)]
+        of_products = [others for first, *others in shapes if first == (rows, config.expert_dim)]
+        assert len(of_tokens) == len(of_products) == (1 if buffer_factor == 2 else 2)
+        assert all(set(others) == {(rows,)} for others in of_tokens)
+        assert all(sum(shape == tuple(matrices) for shape in others) == 3 for others in of_products)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import MIXTURES, SMALL, collectives
+from support import MIXTURES, SMALL, assert_close, collectives, init, laid_out, make_batch, on_mesh
 
 import fsdp
 import initialisation
@@ -72,6 +72,23 @@ def test_router_of_a_bfloat16_model_routes_as_float64(expert_bias):
     rounded_logits = np.asarray(h_TD, np.float64) @ np.asarray(rounded.layers.w_router[0], np.float64)
     chosen = lambda logits: np.sort(np.argsort(-logits, 1)[:, :8], 1)
     assert np.mean((chosen(logits) != chosen(rounded_logits)).any(1)) > 0.01  # the test would notice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8, tolerance", [({}, 1e-5), (dict(fp8="dynamic", fp8_modules="moe"), 5e-3)], ids=str)
+def test_rounds_of_gathered_tokens_give_the_gradients_of_one(fp8, tolerance):
+    """In FP8 the gradients of a weight are rounded in each round."""
+    results = []
+    for buffer_factor in (8.0, 0.25):
+        flags = SMALL | MIXTURES["mixtral"] | fp8 | dict(buffer_factor=buffer_factor, remat="full")
+        config = Config(**flags, mesh="data:2,fsdp:2,expert:2")
+        mesh, per_device, place = on_mesh(config)
+        loss, metrics, grads = per_device(place(init(config)), laid_out(make_batch(config), config, mesh))
+        assert (float(metrics["extra_rounds"]) > 0) == (buffer_factor == 0.25)
+        results.append((loss, grads))
+    (loss, grads), (want_loss, want_grads) = results
+    assert float(loss) == pytest.approx(float(want_loss), rel=tolerance)
+    assert_close(grads, want_grads, tolerance)
 
 
 @pytest.mark.parametrize("fp8", [{}, dict(fp8="dynamic", fp8_modules="moe")])

@@ -250,6 +250,9 @@ EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
     ("data:2,fsdp:2,expert:2", dict(shard_update=True, remat="full")),
     ("fsdp:4,expert:2", dict(collectives="ring_bidirectional", prefetch=False)),
     ("expert:2,context:2,tensor:2", dict(mtp=True, mtp_loss=0.5, remat="minimal")),
+    ("fsdp:4,expert:2", dict(buffer_factor=0.25)),
+    ("fsdp:2,expert:2,tensor:2", dict(buffer_factor=0.25, remat="full")),
+    ("fsdp:2,expert:2,tensor:2", dict(buffer_factor=0.25, remat="full", moe_parts=2)),
 ]
 
 
