@@ -100,8 +100,8 @@ scattered. With DeepSeek-V3 on `fsdp:512` a shard had 14 rows of each matrix, an
 29 s (compiled). The order of chunks above is the one that XLA:TPU schedules for a single layer (compiled,
 tests/test_moe.py). In a full step with two chunks 7% of the messages are hidden (docs/RESULTS.md, "Experts").
 
-Where a buffer may be too small, the program has loops for further rounds. A layer of `tiny-moe` on `fsdp:2,expert:4`
-takes 76 s of a CPU to compile with them, 37 s without, as with a `--buffer_factor` of the size of the axis.
+Where a buffer may be too small, the program has loops for further rounds. With one layer and a step, `tiny-moe` on
+`fsdp:2,expert:4` takes 20 s of a CPU, most to compile; 12 s with a `--buffer_factor` of the axis' size, without loops.
 
 **Left out.** On an axis of more than X devices a token is sent once for each of its experts on a device, and could be
 sent once. DeepSeek-V3 uses its groups to limit the devices to which a token may go, and balances within a sequence
