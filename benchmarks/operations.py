@@ -27,7 +27,8 @@ QWEN3 = (
 )
 GPT_OSS = (
     "--topology=tpu7x:4x4x4 --preset=gpt-oss-120b --batch=1280 --mesh=fsdp:128 --dim_multiple=128 --no-prefetch "
-    "--remat=save_out_proj --xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
+    "--remat=custom --remat_tensors=context:device "
+    "--xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true"
 )
 STEPS = {
     "llama3.1-8b on 4 chips": "--topology=tpu7x:2x2x1 --preset=llama3.1-8b --batch=16 --mesh=fsdp:8 "
