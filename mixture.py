@@ -38,7 +38,7 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
     """(y_btd, metrics): the mixture of h_btd in the i-th layer with experts, and the metrics with this layer's added.
 
     The router chooses by router_btd. If the experts are on several devices, padding (segment 0) goes to none of them.
-    If tokens are gathered there, the last matmul waits for the weights `arriving` on the links that results take.
+    If all tokens are gathered there at once, the last matmul waits for the weights `arriving` on the results' links.
 
     Rows that are sent to their experts one by one (`rows_travel`) are sharded over `tensor`, and gathered where they
     are multiplied. Otherwise a token is gathered once for all experts of a device, and their sum is reduce-scattered.
@@ -145,7 +145,7 @@ def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config
     if rows_travel(config):
         apply = lambda h_td, routing: moe.dropless(w, h_td, routing, experts, "expert", rows)
     else:
-        local = partial(local_experts, w, experts, rows, config, arriving if devices > 1 == num_chunks else ())
+        local = partial(local_experts, w, experts, rows, config, arriving if devices > 1 and num_chunks == 1 else ())
         apply = lambda h_td, routing: on_gathered_tokens(local, h_td, routing, config)
     y_td, rounds = apply(h_td, routing) if num_chunks == 1 else moe.in_chunks(apply, h_td, routing, num_chunks)
     return y_td, {"extra_rounds": (rounds - 1) / lax.axis_size(sharding.LOSS_AXES)}  # all devices have as many
