@@ -154,7 +154,7 @@ def with_sinks(out_BTNV, lse_BNT, sinks_N):
 
 
 def saved_heads(out_BTNV: jax.Array) -> jax.Array:
-    """Returns it, named `context`. Heads that fill no whole rows of a tile, of 128, are saved side by side."""
+    """Returns out_BTNV, named `context`. If V is no multiple of 128, a row of a tile, heads are saved side by side."""
     rows = out_BTNV if out_BTNV.shape[-1] % 128 == 0 else out_BTNV.reshape(*out_BTNV.shape[:2], -1)
     return checkpoint_name(rows, "context").reshape(out_BTNV.shape)
 

@@ -136,7 +136,7 @@ def router(w: Layers, h_td, config: Config) -> tuple[jax.Array, moe.Routing]:
 
 
 def apply_experts(w: Layers, h_td, routing: moe.Routing, experts, config: Config, arriving) -> tuple[jax.Array, dict]:
-    """(y_td, {metric: this device's count}), by the method `config.moe_impl`."""
+    """(y_td, {metric: this device's count}), by the method `config.moe_impl`, with the experts' weights alone."""
     w = Layers(**{name: getattr(w, name) for name, weight in WEIGHTS.items() if weight.by_expert})
     if config.moe_impl != "dropless":
         return on_gathered_tokens(partial(dense_experts, w, experts, config), h_td, routing, config)
