@@ -285,12 +285,12 @@ def _loss(run: Run) -> Part:
     # Seconds to read the unembedding, and to read and write the float32 sum of dw.
     read, added = element * D * V / bandwidth, 8 * D * V / bandwidth
     num_chunks = chunks * run.microbatches * (1 + anatomy.runs_mtp(run.config))  # one loss more
-    seconds_per_chunk = 2 * max(matmul, read) + matmul + added + rows * V * 16 / elementwise
+    seconds_per_chunk = 2 * max(matmul, read) + matmul + added + rows * V * run.efficiency.logit_bytes / elementwise
     seconds = num_chunks * seconds_per_chunk
+    bytes_per_logit = run.efficiency.logit_bytes
     formula = f"{num_chunks} chunks * ({rows:,.0f} positions * 3 * 2 * {D} * {V:,.0f} / {si(speed, 'FLOP/s')} + "
-    formula += (
-        f"{rows:,.0f} * {V:,.0f} * 16 B / {si(elementwise, 'B/s')} + 8 B * {D} * {V:,.0f} / {si(bandwidth, 'B/s')})"
-    )
+    formula += f"{rows:,.0f} * {V:,.0f} * {bytes_per_logit} B / {si(elementwise, 'B/s')} + "
+    formula += f"8 B * {D} * {V:,.0f} / {si(bandwidth, 'B/s')})"
     return Part("loss", "compute", seconds, seconds, formula)
 
 

@@ -17,7 +17,7 @@ the achieved FLOP/s of a device, W_hbm the achieved bytes/s of its memory (HBM):
 
 The factor 3 is one forward and two backward matmuls. The factor 4 is one forward pass, two backward, and one repeated
 in the backward pass. Elementwise work is always repeated there, since it is fused with the operations that read its
-result. (With remat=none the program reads saved results instead, and is no faster.)
+result. (With remat=none this project's program reads saved results instead, and is no faster; MaxText's is.)
 
 **Memory of a device** (`memory_of`) is the sum of three terms. The first is the state: weights and optimizer moments
 in float32, which `shard_update` shards further, and gradients. The second is the activations that layers save, for all
@@ -119,6 +119,10 @@ class Efficiency:
     # align weights whose shards are not whole tiles of rows, and their gradients before these are sent. Those of
     # experts need no such copy. Compiled: 0.2 s of a step of Llama 3.1 70B, 0.7 s of Gemma 31B.
     copies_weights: bool = True
+    # Bytes that the loss reads and writes for a logit: in float32, with its gradient, four times.
+    logit_bytes: int = 16
+    # Whether elementwise work is repeated in the backward pass with remat=none, too.
+    always_repeated: bool = True
 
 
 TODAY = Efficiency()  # of this project's programs
@@ -130,6 +134,7 @@ TODAY = Efficiency()  # of this project's programs
 # of the experts' kernel, the sum of matmul and memory comes to 0.98 in the median; its worst is 0.5, without the copies
 # of rows. All parts of a layer hide its offload, and the full backward pass of a layer hides the sums of its gradients.
 # No weights are copied: most of these runs shard weights in two dims, and their loops carry none between iterations.
+# Logits are in bfloat16 (logits_dot_in_fp32 is off in base.yml). With remat=none no elementwise work is repeated.
 MAXTEXT = replace(
     TODAY,
     attention_forward=KERNEL_CLOCK * 1024 / 2500,
@@ -141,6 +146,8 @@ MAXTEXT = replace(
     weighted_before=False,
     late_sums=False,
     copies_weights=False,
+    logit_bytes=8,
+    always_repeated=False,
 )
 PROGRAMS = {"this": TODAY, "maxtext": MAXTEXT}
 
@@ -708,16 +715,18 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     # The number of heads with 128 dims that take as long as one of these heads.
     heads_of_128 = math.ceil(dim / 256) * (e.attention_of_256 if dim > 192 else 1)
     peak = run.peak_flops_per_s()
-    forward_scores, backward_scores = (scores + share * extra for share in e.attention_crossed)
-    attention = forward_scores * 2 * 2 * 128 * heads_of_128 / (peak * e.attention_forward)
-    attention_backward = backward_scores * 5 * 2 * 128 * heads_of_128 / (peak * e.attention_backward)
+    # A mask takes as long for heads of any size.
+    forward_scores, backward_scores = (scores * heads_of_128 + share * extra for share in e.attention_crossed)
+    peak = run.peak_flops_per_s()
+    attention = forward_scores * 2 * 2 * 128 / (peak * e.attention_forward)
+    attention_backward = backward_scores * 5 * 2 * 128 / (peak * e.attention_backward)
     if layer.attention_recomputed:
         attention_backward += attention
     elementwise = elementwise_s(run, sum(layer.elementwise))
     return {
         "matmul": matmul_s(run, layer.products),
         "attention": (attention, attention_backward),
-        "elementwise": (elementwise, 3 * elementwise),
+        "elementwise": (elementwise, (3 if config.remat != "none" or e.always_repeated else 2) * elementwise),
     }
 
 

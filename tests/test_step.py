@@ -218,6 +218,33 @@ def test_an_experts_rows_are_those_routed_to_it_and_the_ends_of_its_tiles():
     assert seconds(tiles, "matmul") == pytest.approx(3 * (padded + more) * 1024 / 1153.5e12)
 
 
+def test_a_mask_takes_as_long_for_heads_of_any_size():
+    """With heads of 256 scores take 1.22 times as long as with 128, and what a mask adds to a block as long."""
+    without = dataclasses.replace(workload.MAXTEXT, attention_crossed=(0.0, 0.0))
+
+    def seconds(head_dim: int, efficiency: Efficiency) -> float:
+        run = predicted(preset="llama3.1-8b", mesh="fsdp:128", batch=128, head_dim=head_dim, efficiency=efficiency).run
+        (layer,) = workload.layers_of(run)
+        return sum(workload.compute_s(run, layer)["attention"])
+
+    of_scores = [seconds(head_dim, without) for head_dim in (128, 256)]
+    of_masks = [
+        seconds(head_dim, workload.MAXTEXT) - each for head_dim, each in zip((128, 256), of_scores, strict=True)
+    ]
+    assert of_scores[1] == pytest.approx(1.22 * of_scores[0])
+    assert of_masks[1] == pytest.approx(of_masks[0]) and of_masks[0] > 0
+
+
+def test_only_maxtext_saves_elementwise_work_with_what_it_recomputes():
+    def seconds(remat: str, efficiency: Efficiency) -> float:
+        run = predicted(preset="llama3.2-1b", mesh="fsdp:128", batch=128, remat=remat, efficiency=efficiency).run
+        (layer,) = workload.layers_of(run)
+        return sum(workload.compute_s(run, layer)["elementwise"])
+
+    assert seconds("none", workload.TODAY) == seconds("full", workload.TODAY) == seconds("full", workload.MAXTEXT)
+    assert seconds("none", workload.MAXTEXT) == pytest.approx(3 / 4 * seconds("full", workload.MAXTEXT))
+
+
 def test_attention_takes_as_long_for_small_heads_as_for_heads_of_128():
     """And for heads of 192; 1.22 times as long for heads of 256. Other dims are padded to the matrix unit."""
     times = [seconds(predicted(**SMALL | dict(head_dim=dim)), "attention") for dim in (64, 128, 192, 256, 512)]
