@@ -56,13 +56,15 @@ _untied = lambda c, experts: not c.tied_embeddings
 _mtp = lambda c, experts: c.mtp
 _query = lambda c, experts: not c.q_lora_rank
 _query_latent = lambda c, experts: c.q_lora_rank
-_key_value = lambda c, experts: not c.kv_lora_rank
-_value = lambda c, experts: not (c.kv_lora_rank or c.keys_as_values)
+_key_value = lambda c, experts: not (c.kv_lora_rank or c.shares_kv)
+_value = lambda c, experts: not (c.kv_lora_rank or c.keys_as_values or c.shares_kv)
 _key_value_latent = lambda c, experts: c.kv_lora_rank
 _post_norms = lambda c, experts: c.post_norms
 _qk_norm = lambda c, experts: c.qk_norm
+_key_norm = lambda c, experts: c.qk_norm and not c.shares_kv
 _qkv_bias = lambda c, experts: c.qkv_bias
-_value_bias = lambda c, experts: c.qkv_bias and not c.keys_as_values
+_key_bias = lambda c, experts: c.qkv_bias and not c.shares_kv
+_value_bias = lambda c, experts: c.qkv_bias and not (c.keys_as_values or c.shares_kv)
 _output_bias = lambda c, experts: c.output_bias
 _sinks = lambda c, experts: c.attention_sinks
 _dense = lambda c, experts: not experts
@@ -74,12 +76,17 @@ _expert_norms = lambda c, experts: experts and c.expert_norms
 _expert_scale = lambda c, experts: experts and c.expert_scale
 _shared_norm = lambda c, experts: experts and c.expert_norms and c.num_shared_experts
 _shared = lambda c, experts: experts and c.num_shared_experts
+_ple = lambda c, experts: c.ple_dim
 
 _SPREAD = ("tensor", "fsdp")  # both for one dim: every device of `tensor` needs all of it, and gathers it
 _ROWS = ("expert", "fsdp")  # for the rows of all experts' matrices
 _COLUMNS = ("tensor", "fsdp_transpose")  # for the other dim of a matrix, and the vocabulary
 WEIGHTS = {
     "embed": Weight("embedding", "VD", (_COLUMNS, "fsdp"), ""),
+    # per-layer embeddings: a table with those of all layers side by side, and their part from the model's embedding
+    "ple_embed": Weight("layer embedding", "VA", ("tensor", ("fsdp", "fsdp_transpose")), "P", "", _ple),
+    "ple_project": Weight("layer inputs", "DYP", ("fsdp", None, _COLUMNS), "D", "ple_context", _ple),
+    "norm_ple": Weight("norms", "P", ("tensor",), ONES, "", _ple),
     # all layers
     "norm_attention": Weight("norms", "LD", ("pipe", _SPREAD), ONES),
     "w_o": Weight("attention", "LNUD", ("pipe", _COLUMNS, None, "fsdp"), "NUL", "out_proj"),
@@ -102,9 +109,9 @@ WEIGHTS = {
     "w_v_up": Weight("attention", "LCNU", ("pipe", "fsdp", _COLUMNS, None), "C", "value_proj", _key_value_latent),
     # additions to attention in some models
     "norm_q": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
-    "norm_k": Weight("norms", "LH", ("pipe", None), ONES, "", _qk_norm),
+    "norm_k": Weight("norms", "LH", ("pipe", None), ONES, "", _key_norm),
     "bias_q": Weight("biases", "LNH", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
-    "bias_k": Weight("biases", "LKH", ("pipe", "tensor", None), ZEROS, "", _qkv_bias),
+    "bias_k": Weight("biases", "LKH", ("pipe", "tensor", None), ZEROS, "", _key_bias),
     "bias_v": Weight("biases", "LKU", ("pipe", "tensor", None), ZEROS, "", _value_bias),
     "bias_o": Weight("biases", "LD", ("pipe", _SPREAD), ZEROS, "", _output_bias),
     "sinks": Weight("biases", "LN", ("pipe", "tensor"), ZEROS, "", _sinks),
@@ -130,6 +137,10 @@ WEIGHTS = {
     "shared_gate": Weight("shared experts", "LDJ", ("pipe", "fsdp", _COLUMNS), "D", "shared_gate", _shared),
     "shared_up": Weight("shared experts", "LDJ", ("pipe", "fsdp", _COLUMNS), "D", "shared_up", _shared),
     "shared_down": Weight("shared experts", "LJD", ("pipe", _COLUMNS, "fsdp"), "JL", "shared_down", _shared),
+    # what a layer makes of its own embedding of a token
+    "w_ple_gate": Weight("layer inputs", "LDP", ("pipe", "fsdp", _COLUMNS), "D", "ple_gate", _ple),
+    "w_ple_out": Weight("layer inputs", "LPD", ("pipe", _COLUMNS, "fsdp"), "PL", "ple_out", _ple),
+    "norm_ple_out": Weight("norms", "LD", ("pipe", _SPREAD), ONES, "", _ple),
     # after the layers
     "norm": Weight("norms", "D", (_SPREAD,), ONES),
     # multi-token prediction: what its layer starts from, and its last norm
@@ -140,8 +151,10 @@ WEIGHTS = {
     "norm_mtp": Weight("norms", "D", (_SPREAD,), ONES, "", _mtp),
     "unembed": Weight("unembedding", "VD", (_COLUMNS, "fsdp"), "D", "logits", _untied),
 }
-PARTS = "embedding,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp".split(",")
-MUON_PARTS = frozenset({"attention", "mlp", "experts", "shared experts", "mtp"})  # orthogonalised by Muon
+PARTS = (
+    "embedding,layer embedding,layer inputs,attention,mlp,experts,router,shared experts,norms,biases,unembedding,mtp"
+).split(",")
+MUON_PARTS = frozenset("layer inputs,attention,mlp,experts,shared experts,mtp".split(","))  # orthogonalised by Muon
 # The router's weights are not rounded to the dtype of the computation: rounded logits would choose other experts, and
 # the selection bias changes by steps too small for bfloat16.
 FLOAT32_WEIGHTS = frozenset({"w_router", "bias_router", "selection_bias", "expert_scale"})
@@ -192,6 +205,9 @@ def sizes(config: Config, *, padded: bool = True) -> dict[str, int]:
         "M": stored(config.expert_dim),
         "Z": config.num_experts * stored(config.model_dim),
         "J": stored(config.num_shared_experts * config.expert_dim),
+        "P": config.ple_dim,
+        "Y": config.num_layers,
+        "A": config.num_layers * config.ple_dim,
     }
 
 
@@ -201,9 +217,26 @@ def layer_stacks(config: Config) -> dict[str, tuple[int, bool]]:
     stacks = {"layers": (config.num_layers - num_dense, bool(config.num_experts))}
     stacks |= {"dense_layers": (num_dense, False)} if num_dense else {}
     if two_kinds(config):
-        num_global, experts = config.num_layers // config.global_every, bool(config.num_experts)
-        stacks = {"layers": (config.num_layers - num_global, experts), "global_layers": (num_global, experts)}
+        stacks = {stack: (len(layer_numbers(config, stack)), bool(config.num_experts)) for stack in _stacks(config)}
     return stacks | ({"mtp_layers": (1, bool(config.num_experts))} if config.mtp else {})
+
+
+def layer_numbers(config: Config, stack: str) -> range | list[int]:
+    """The numbers of the layers of a stack, from 0; that of multi-token prediction has the number after the last."""
+    num_layers, num_dense, every = config.num_layers, config.num_dense_layers, config.global_every
+    if stack == "mtp_layers":
+        return range(num_layers, num_layers + 1)
+    if not two_kinds(config):
+        return range(num_dense) if stack == "dense_layers" else range(num_dense, num_layers)
+    first_shared = num_layers - config.num_kv_shared_layers
+    of_stack = lambda i: _stacks(config)[((i + 1) % every == 0) + 2 * (i >= first_shared)] == stack
+    return [i for i in range(num_layers) if of_stack(i)]
+
+
+def _stacks(config: Config) -> tuple[str, ...]:
+    """The stacks of local and global layers, and of those that share the keys and values of the last of each."""
+    shared = ("kv_shared_layers", "kv_shared_global_layers") if config.num_kv_shared_layers else ()
+    return ("layers", "global_layers", *shared)
 
 
 def two_kinds(config: Config) -> bool:
@@ -213,7 +246,18 @@ def two_kinds(config: Config) -> bool:
 
 def stack_config(config: Config, stack: str) -> Config:
     """The model as the layers of a stack have it: all are like these."""
-    return of_kind(config, stack == "global_layers") if two_kinds(config) else config
+    return of_kind(config, "global" in stack, "shared" in stack) if two_kinds(config) else config
+
+
+def config_of(config: Config, path: str) -> Config:
+    """The model as the layers have it to which a weight belongs, such as w_q or global_layers.w_q."""
+    return stack_config(config, path.rpartition(".")[0] or "layers")
+
+
+class _SharesKV(Config):
+    """The model as layers have it that share the keys and values of another layer."""
+
+    shares_kv = True
 
 
 def layer_weights(config: Config, *, experts: bool) -> dict[str, Weight]:
@@ -222,7 +266,7 @@ def layer_weights(config: Config, *, experts: bool) -> dict[str, Weight]:
 
 
 def other_weights(config: Config) -> dict[str, Weight]:
-    """The weights outside the layers: the embedding, the last norm, and the unembedding unless it is tied."""
+    """The weights outside the layers: embeddings and what belongs to them, the last norm, an untied unembedding."""
     return {name: w for name, w in WEIGHTS.items() if w.dims[0] != "L" and w.present(config, False)}
 
 
@@ -234,10 +278,11 @@ def weight_names(config: Config) -> frozenset[str]:
 
 
 @cache
-def of_kind(config: Config, is_global: bool) -> Config:
+def of_kind(config: Config, is_global: bool, is_shared: bool = False) -> Config:
     """The model as its global layers have it, or as the other layers have it, if these differ in more than the window.
 
-    The result has no flag of another kind of layer, but the window of the model.
+    With `is_shared` the layers are those that share keys and values. The result has no flag of another kind of layer,
+    but the window of the model.
     """
     values = {}
     if is_global:
@@ -248,11 +293,18 @@ def of_kind(config: Config, is_global: bool) -> Config:
         values = dict(rope_type="default", rope_fraction=1.0)
     if two_kinds(config) and not is_global:
         values |= dict(keys_as_values=False)
-    return changed(config, **values, global_rope_theta=0.0, global_head_dim=0, global_kv_heads=0)
+    if config.num_kv_shared_layers:
+        values |= dict(num_kv_shared_layers=0, double_wide_mlp=False)
+        values |= dict(ff_dim=config.ff_dim * (2 if is_shared and config.double_wide_mlp else 1))
+    kind = changed(config, **values, global_rope_theta=0.0, global_head_dim=0, global_kv_heads=0)
+    return _SharesKV(**vars(kind)) if is_shared else kind
 
 
 def kinds(config: Config) -> tuple[Config, ...]:
-    """The model as each kind of its layers has it: the local and the global ones if their weights differ, else one."""
+    """The model as each kind of its layers has it: the local and the global ones if their weights differ, else one.
+
+    `stack_config` returns the config of layers that share keys and values.
+    """
     return (of_kind(config, False), of_kind(config, True)) if two_kinds(config) else (config,)
 
 
@@ -280,8 +332,9 @@ def fp8_groups(config: Config) -> list[tuple[str, ...]]:
     """The weights of a layer whose matmuls are in FP8, in groups that multiply the same x."""
     modules = [] if config.fp8 == "none" else config.fp8_modules.split(",")
     groups = [group for module in modules for group in FP8_MODULES.get(module, ())]
-    groups = [tuple(name for name in group if not (name == "w_v" and config.keys_as_values)) for group in groups]
     names = weight_names(config) if groups else frozenset()
+    absent = {"w_k", "w_v"} - names  # where values are keys, or both are of another layer
+    groups = [tuple(name for name in group if name not in absent) for group in groups]
     return [group for group in groups if names >= {*group}]
 
 
@@ -362,6 +415,8 @@ def activations(
     size, X = sizes(config), config.experts_per_token
     D, N, K, F, M, J, Hk, Hv = (size[dim] for dim in "DNKFMJHU")
     elements = {"decoder_layer_input": D, "norm_attention": D}
+    if config.shares_kv:  # keys and values are carried from layer to layer: they are a part of the layer's input
+        elements["decoder_layer_input"], K = D + K * (Hk + Hv), 0
     if config.kv_lora_rank:
         # Before and after their norms. The latter are the operands of the next matmuls.
         if config.q_lora_rank:
@@ -373,10 +428,12 @@ def activations(
         elements |= {"value_before_norm": K * Hv}
     # After rotary positions, whose backward pass reads nothing.
     elements |= {"query_proj": N * Hk, "key_proj": K * Hk, "value_proj": K * Hv}
+    elements = {name: each for name, each in elements.items() if each}
     elements |= {"log_sum_exp": N} if fused else {"scores": N * config.seq_len}
     elements |= {"context": N * Hv, "out_proj": D, "mlp_input": D, "norm_mlp": D}
+    of_layer = {"ple_gate": config.ple_dim, "ple_product": config.ple_dim, "ple_out": D} if config.ple_dim else {}
     if not experts:
-        return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D}
+        return elements | {"mlp_gate": F, "mlp_up": F, "mlp_product": F, "mlp_down": D} | of_layer
     rows = X * expert_buffer_ratio
     elements |= {"norm_router": D} if config.expert_norms else {}
     # A pair has its expert, weight and place in the order of all; a place has its pair and weight. Dropless experts on
@@ -388,7 +445,7 @@ def activations(
     elements |= {"expert_sum": D} if config.expert_norms else {}
     if config.num_shared_experts:
         elements |= {"shared_gate": J, "shared_up": J, "shared_product": J, "shared_down": D}
-    return elements | ({"mixture_out": D} if config.post_norms else {})
+    return elements | ({"mixture_out": D} if config.post_norms else {}) | of_layer
 
 
 _QKV = frozenset({"query_proj", "key_proj", "value_proj"})

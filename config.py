@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import inputs
 
@@ -28,7 +29,7 @@ ACTIVATIONS = (
     "key_before_norm value_before_norm query_proj key_proj value_proj log_sum_exp scores context out_proj "
     "mlp_input norm_mlp mlp_gate mlp_up mlp_product mlp_down norm_router router_logits routing expert_input "
     "expert_gate expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down "
-    "mixture_out"
+    "mixture_out ple_gate ple_product ple_out"
 ).split()
 FLOATS = "float32 bfloat16"
 
@@ -85,6 +86,15 @@ WINDOW = Need(lambda c: c.window, "window=0 lets every layer see all", "--window
 NO_WINDOW = Need(lambda c: not c.window, "window={window} needs positions in order, as they are", "--window=0")
 GLOBAL_LAYERS = Need(lambda c: c.global_every or not c.window, "windows need only a halo", "--global_every=2")
 GLOBAL = Need(lambda c: c.global_every, "global_every=0 has no global layers", "--window=64 --global_every=2")
+POST_NORMS = Need(lambda c: c.post_norms, "what is added from such an embedding is normed", "--post_norms")
+TWO_STACKS = Need(
+    lambda c: c.global_head_dim or c.global_kv_heads,
+    "local and global layers have weights of the same shapes",
+    "--num_layers=4 --window=64 --global_every=2 --global_head_dim=32",
+)
+SHARED_KV = Need(
+    lambda c: c.num_kv_shared_layers, "no layers share keys", f"{TWO_STACKS.instead} --num_kv_shared_layers=2"
+)
 PREFETCH = Need(lambda c: c.prefetch, "prefetch=False gathers large weights within their layer", "--prefetch")
 ROPE_TYPE = Need(lambda c: c.rope_type != "default", "rope_type=default scales no frequency", "--rope_type=llama3")
 ORIGINAL_LEN = Need(
@@ -136,6 +146,9 @@ RING_OF_GROUPS = Need(
 @dataclass(frozen=True)
 class Config:
     """A run. Raises ValueError for a value, or for two of them together, that no run can have."""
+
+    # Whether this is the model as those of its layers have it that share keys and values (anatomy.of_kind).
+    shares_kv: ClassVar[bool] = False
 
     # -- run
     # model to start from: shape, dtype, remat, batch, steps, learning rate; flags override them
@@ -198,6 +211,12 @@ class Config:
     global_head_dim: int = flag(0, "shapes program scales", GLOBAL, least=0)
     # num_kv_heads of global layers, which are then a stack of their own; 0 is num_kv_heads (Gemma 4)
     global_kv_heads: int = flag(0, "shapes program scales", GLOBAL, least=0)
+    # number of last layers that attend to the keys and values of the last layer of their kind before (Gemma 4 E2B)
+    num_kv_shared_layers: int = flag(0, "shapes program scales", TWO_STACKS, least=0)
+    # the MLP of these layers is twice as wide as ff_dim
+    double_wide_mlp: bool = flag(False, "shapes program scales", SHARED_KV)
+    # P: dims of the embedding that each token has for each layer, beside that of the model (Gemma 4 E2B); 0 is off
+    ple_dim: int = flag(0, "shapes program scales", POST_NORMS, least=0)
     # RMSNorm of the result of attention and of the MLP or mixture, before it is added to the residual stream (Gemma)
     post_norms: bool = flag(False, "shapes program")
     # RMSNorm on each head's queries and keys
@@ -507,6 +526,12 @@ class Config:
                 "--pipeline_rounds=1 --pipeline_schedule=1f1b"
             )
 
+        if self.ple_dim and self.mtp:
+            raise ValueError(
+                f"ple_dim={self.ple_dim} has an embedding for each of num_layers={self.num_layers}, and mtp one more "
+                "layer: --ple_dim=0 or --no-mtp"
+            )
+
     def _check_profile(self):
         if not re.fullmatch(r"\d+:\d+", self.profile_steps) or not 1 <= self.profile_range[0] <= self.profile_range[1]:
             raise ValueError(f"profile_steps={self.profile_steps!r} must be FIRST:LAST, 1 <= FIRST <= LAST, as in 3:5")
@@ -550,6 +575,23 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)} goes with a single stack of layers, not with {stack}")
         if self.fp8 not in ("none", "dynamic", "fixed"):
             raise ValueError(f"fp8={self.fp8} goes with a single stack of layers, not with {stack}: --fp8=dynamic")
+
+        if self.num_kv_shared_layers % self.global_every or self.num_kv_shared_layers >= self.num_layers:
+            raise ValueError(
+                f"num_kv_shared_layers={self.num_kv_shared_layers} must be a multiple of global_every="
+                f"{self.global_every} and under num_layers={self.num_layers}: the period before has their keys"
+            )
+        if self.num_kv_shared_layers and self.num_experts:
+            raise ValueError(
+                f"num_kv_shared_layers={self.num_kv_shared_layers} goes with a dense model, num_experts=0, not with "
+                f"num_experts={self.num_experts}: --num_kv_shared_layers=0"
+            )
+
+        if self.num_kv_shared_layers and self.qk_clip:
+            raise ValueError(
+                f"qk_clip={self.qk_clip:g} scales a layer's keys by its own scores, and with num_kv_shared_layers="
+                f"{self.num_kv_shared_layers} layers share them: --qk_clip=0 or --num_kv_shared_layers=0"
+            )
 
     def _check_experts(self):
         if not self.num_experts:

@@ -5,13 +5,14 @@
     x = x + attention(norm(x)) @ w_o,    then    x = x + mlp(norm(x))
 
 If `num_experts` is not 0, a mixture of experts takes the place of the MLP (mixture.py), except in the first
-`num_dense_layers` layers. tensor.py has the matmuls.
+`num_dense_layers` layers. With `ple_dim` a third term is added, `with_input`. tensor.py has the matmuls.
 
 **Layout.** The suffix of a name is the shape of the array. A capital is a full dim, a lower-case letter this device's
 shard of it (sharding.py has all letters):
 
     b sequences   t positions   d model   f hidden dims of the MLP
     n query heads   k key/value heads   H dims of a head's queries and keys   U dims of its values
+    p dims of a token's embedding for this layer
     latent attention: Q, C the latents of queries and of keys and values   R, I dims of a head with RoPE and without
 
 `named` gives an activation the name by which a recomputation policy can save it (remat.py).
@@ -31,7 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 import moe
 import sharding
-from anatomy import in_zigzag, key_dim, sizes
+from anatomy import in_zigzag, key_dim, kinds, sizes, value_dim
 from attention import attention, causal_attention
 from collectives import after, all_reduce, gradient_after
 from config import Config
@@ -40,11 +41,12 @@ from flash import flash_attention
 from masks import Mask, Scores
 from mixture import mixture
 from parameters import Layers
+from placement import MESH_AXES
 from remat import attention_is_late, named
 from tensor import column_parallel, matmul, row_parallel
 
 
-def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=None, arriving=()):
+def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=None, arriving=(), input_btp=None):
     """Runs one layer: attention, then an MLP or a mixture of experts.
 
     Args:
@@ -55,9 +57,11 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
         have other tables, their cos and sin follow.
       i: the number of this layer among the layers with experts, from 0.
       is_global: whether this layer attends without a window: a bool, or traced. None if all layers do the same.
-      attend_with: takes the place of `self_attention`: with a cache (generation.py), or for qk_clip.py.
+      attend_with: takes the place of `self_attention`: `attention_with_shared_kv`, with a cache (generation.py), or for
+        qk_clip.py.
       arriving: weights that are gathered meanwhile. A mixture's router waits for those that are `needed_early`, and for
         attention where that is recomputed late (remat.py). For the others see `mixture`.
+      input_btp: with `ple_dim` what this layer has of each token beside the residual stream (`model.layer_inputs`).
 
     Returns:
       x after the layer. A dense layer leaves the metrics as they are.
@@ -81,11 +85,20 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
         if arriving and context_btnU is not None:
             out_btd = gradient_after(out_btd, context_btnU)
     x_btd += rms_norm(out_btd, w.norm_mlp_out, config) if config.post_norms else out_btd
+    if config.ple_dim:
+        x_btd += with_input(w, x_btd, input_btp, config)
     if config.layer_scale:
         x_btd *= lax.stop_gradient(w.layer_scale)
     # Without this constraint XLA:TPU chooses a layout in which t is the minor-most dim, and transposes x on the
     # SparseCores. The gathers of the next layer run there too, so they would wait for the end of this layer.
     return with_layout_constraint(x_btd, Layout(major_to_minor=(0, 1, 2))), metrics, *carried
+
+
+def with_input(w: Layers, x_btd, input_btp, config: Config):
+    """Returns norm((activation(x @ w_ple_gate) * input) @ w_ple_out) as y_btd: how a layer uses its own embedding."""
+    (gate_btp,) = column_parallel(x_btd, (w.w_ple_gate,), config)
+    product_btp = named(moe.glu(named(gate_btp, "ple_gate"), input_btp, config.mlp_activation), "ple_product")
+    return rms_norm(named(row_parallel(product_btp, w.w_ple_out, config), "ple_out"), w.norm_ple_out, config)
 
 
 def needed_early(arriving):
@@ -140,6 +153,48 @@ def self_attention(w: Layers, h_btd, constants, is_global, config: Config, large
     return results if largest else (results,)
 
 
+def no_keys_and_values(x_btd, config: Config):
+    """Returns what `attention_with_shared_kv` carries from layer to layer, before the first one: zeros."""
+    zeros = lambda kind, dim: jnp.zeros(
+        (*x_btd.shape[:2], kind.num_kv_heads // lax.axis_size("tensor"), dim), x_btd.dtype
+    )
+    pair = lambda kind: (zeros(kind, key_dim(kind)), zeros(kind, value_dim(kind)))
+    return lax.pcast(tuple(map(pair, kinds(config))), MESH_AXES, to="varying")
+
+
+def attention_with_shared_kv(layer, w: Layers, h_btd, constants, is_global: bool, config: Config, carried):
+    """`self_attention` where layers share keys and values: a layer hands on its own, or attends to those handed on.
+
+    Args:
+      layer: the number of the layer, for `attend_with`; not used.
+      carried: (k_btkH, v_btkU) of the last local layer, and of the last global one.
+
+    Returns (context_btnU, carried).
+    """
+    segments_bt, cos, sin = constants
+    if config.shares_kv:
+        q_btnH, (k_btkH, v_btkU) = project_query(w, h_btd, cos, sin, config), carried[is_global]
+    else:
+        q_btnH, k_btkH, v_btkU = project_qkv(w, h_btd, cos, sin, config)
+        k_btkH, v_btkU = named(k_btkH, "key_proj"), named(v_btkU, "value_proj")
+        carried = (carried[0], (k_btkH, v_btkU)) if is_global else ((k_btkH, v_btkU), carried[1])
+    q_btnH = named(q_btnH, "query_proj")
+    return attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config), carried
+
+
+def project_query(w: Layers, h_btd, cos, sin, config: Config):
+    """Returns q_btnH of this device's heads, with rotary positions: `project_qkv` where keys are another layer's."""
+    (q_btnH,) = column_parallel(h_btd, (w.w_q,), config)
+    return positioned(q_btnH + w.bias_q if config.qkv_bias else q_btnH, "query", w.norm_q, cos, sin, config)
+
+
+def positioned(x_btnH, name: str, scale_H, cos, sin, config: Config):
+    """Returns queries or keys after their norm, if they have one, with rotary positions. `name` is query or key."""
+    if config.qk_norm:
+        x_btnH = rms_norm(named(x_btnH, f"{name}_before_norm"), scale_H, config, axis=None)
+    return rope(x_btnH, cos, sin)
+
+
 def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
     """Returns q_btnH, k_btkH and v_btkU of this device's heads, the first two with rotary positions."""
     if config.keys_as_values:
@@ -152,11 +207,8 @@ def project_qkv(w: Layers, h_btd, cos, sin, config: Config):
         q_btnH, k_btkH, v_btkU = q_btnH + w.bias_q, k_btkH + w.bias_k, v_btkU + bias_v
     if config.value_norm:
         v_btkU = rms_norm(named(v_btkU, "value_before_norm"), 1.0, config, axis=None)
-    if config.qk_norm:
-        q_btnH, k_btkH = named(q_btnH, "query_before_norm"), named(k_btkH, "key_before_norm")
-        q_btnH = rms_norm(q_btnH, w.norm_q, config, axis=None)
-        k_btkH = rms_norm(k_btkH, w.norm_k, config, axis=None)
-    return rope(q_btnH, cos, sin), rope(k_btkH, cos, sin), v_btkU
+    q_btnH = positioned(q_btnH, "query", w.norm_q, cos, sin, config)
+    return q_btnH, positioned(k_btkH, "key", w.norm_k, cos, sin, config), v_btkU
 
 
 def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str, config: Config):
@@ -174,16 +226,18 @@ def gated_mlp(h_btd, weights: tuple[jax.Array, jax.Array, jax.Array], name: str,
 # -- norm and positions
 
 
-def rms_norm(x_btd: jax.Array, scale_d: jax.Array | float, config: Config, axis: str | None = "tensor") -> jax.Array:
+def rms_norm(
+    x_btd: jax.Array, scale_d: jax.Array | float, config: Config, axis: str | None = "tensor", dim: str = "D"
+) -> jax.Array:
     """Returns x / rms(x) * scale in the shape and dtype of x, computed in float32.
 
-    With `axis`, each device along it holds a shard of the model's D dims and of their padding, zeros. The mean of
-    squares is over D. Without `axis`, x holds all dims of the mean.
+    With `axis`, each device along it holds a shard of the dims that the letter `dim` means, and of their padding,
+    zeros. The mean of squares is over the dims without padding. Without `axis`, x holds all dims of the mean.
     """
     x_f32 = x_btd.astype(jnp.float32)
     mean_bt1 = jnp.mean(x_f32 * x_f32, -1, keepdims=True)
     if axis:
-        mean_bt1 = lax.pmean(mean_bt1, axis) * (sizes(config)["D"] / config.model_dim)
+        mean_bt1 = lax.pmean(mean_bt1, axis) * (sizes(config)[dim] / sizes(config, padded=False)[dim])
     return (x_f32 * lax.rsqrt(mean_bt1 + config.norm_eps) * scale_d).astype(x_btd.dtype)
 
 

@@ -17,7 +17,7 @@ separated by commas. An axis is one letter or a product of several, the major on
 L and E are numbers in the name, {i} and {e}, if they are not in the dims.
 
 **Left out.** Vision and audio towers: of a model that has them, the text model is read. Families whose layers this
-model cannot have. Gemma 4 E2B and E4B are such: their layers have embeddings of their own, and share keys and values.
+model cannot have.
 
 **Source.** The released config.json and safetensors headers of each family; the modules of transformers 5.24, whose
 defaults apply where a config.json leaves a key out.
@@ -644,8 +644,13 @@ def _write_gemma3(config: Config) -> dict:
 
 def _read_gemma4(keys: Keys) -> dict:
     fields = _every_gemma(keys) | dict(qk_norm=True, value_norm=True, layer_scale=True, attention_scale=1.0)
-    keys.fix(hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_double_wide_mlp=False)
+    fields |= dict(ple_dim=keys.take("hidden_size_per_layer_input", int, 256))
+    if fields["ple_dim"]:
+        keys.fix(vocab_size_per_layer_input=fields["vocab_size"])
     keys.take("vocab_size_per_layer_input", int, 0)
+    fields |= dict(num_kv_shared_layers=keys.take("num_kv_shared_layers", int, 0))
+    wide = keys.take("use_double_wide_mlp", bool, False)
+    fields |= dict(double_wide_mlp=wide and fields["num_kv_shared_layers"] > 0)
     fields |= dict(logit_soft_cap=_cap(keys, "final_logit_softcapping", 0.0))
     num_layers = fields["num_layers"]
     types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
@@ -713,8 +718,10 @@ def _write_gemma4(config: Config) -> dict:
         global_head_dim=config.global_head_dim or config.head_dim,
         num_global_key_value_heads=config.global_kv_heads or None,
         attention_k_eq_v=config.keys_as_values,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=config.ple_dim,
+        vocab_size_per_layer_input=config.vocab_size,
+        num_kv_shared_layers=config.num_kv_shared_layers,
+        use_double_wide_mlp=config.double_wide_mlp,
         enable_moe_block=config.num_experts > 0,
         rope_parameters=dict(
             sliding_attention=dict(rope_type="default", rope_theta=config.rope_theta),
@@ -745,6 +752,12 @@ _GEMMA_ROWS = (
 _GEMMA4_ROWS = (
     *(dataclasses.replace(row, plus=0.0) for row in _GEMMA_ROWS),
     Row("model.layers.{i}.layer_scalar", "layer_scale", ""),
+    Row("model.embed_tokens_per_layer.weight", "ple_embed", "V, A"),
+    Row("model.per_layer_model_projection.weight", "ple_project", "Y P, D"),
+    Row("model.per_layer_projection_norm.weight", "norm_ple", "P"),
+    Row("model.layers.{i}.per_layer_input_gate.weight", "w_ple_gate", "P, D"),
+    Row("model.layers.{i}.per_layer_projection.weight", "w_ple_out", "D, P"),
+    Row("model.layers.{i}.post_per_layer_input_norm.weight", "norm_ple_out", "D"),
     Row("model.layers.{i}.mlp.gate_proj.weight", "shared_gate", "J, D"),
     Row("model.layers.{i}.mlp.up_proj.weight", "shared_up", "J, D"),
     Row("model.layers.{i}.mlp.down_proj.weight", "shared_down", "D, J"),

@@ -12,6 +12,8 @@ cache. Padding is segment 0, text is segment 1, and positions count from the fir
     keys_LbskH, values_LbskU      of grouped-query attention, S = prompt and generated tokens
     latents_LbsC, keys_Lbs1R      of latent attention: the same on all devices of `tensor`
 
+Layers that share the keys and values of another layer have no cache, and L counts the others.
+
 **Latent attention** (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). The cache holds latents, and no keys or values are
 made of them. The up projection moves to the other side of the score, and that of the values behind the sum:
 
@@ -62,7 +64,9 @@ CHUNK = 16  # tokens that `make_extend` generates in a call, at most
 class State(NamedTuple):
     """The state that a token changes. Each device has its own, with S columns for its b texts."""
 
-    cache: tuple[jax.Array, ...]  # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R; two for each stack
+    cache: tuple[
+        jax.Array, ...
+    ]  # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R; two for a stack with any
     logits_bV: jax.Array  # float32: of the next token
     padding_b: jax.Array  # int32: columns before the first token of each text
     length: jax.Array  # int32: columns that are in the cache
@@ -117,7 +121,7 @@ def make_logits(config: Config, mesh: Mesh):
         columns_bt = jnp.broadcast_to(jnp.arange(tokens_bt.shape[1]), tokens_bt.shape)
         batch = data.Batch(tokens_bt, None, (columns_bt < lengths_b[:, None]).astype(jnp.int32), columns_bt, None)
         x, constants = model.embed_tokens(weights, tokens_bt, config), model.constants(batch, config)
-        return _invarying(_logits(weights, model.run_all_layers(weights, x, constants, config)[0], config))
+        return _invarying(_logits(weights, model.run_all_layers(weights, x, tokens_bt, constants, config)[0], config))
 
     in_specs = (parameters.param_specs(config), ROWS, ROWS)
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=ROWS))
@@ -200,14 +204,15 @@ def make_extend(config: Config, mesh: Mesh, choose: Callable):
 def cache_shapes(config: Config, sequences: int, columns: int) -> list[tuple[int, ...]]:
     """Shapes of a device's cache: two arrays, or if global layers are a stack of their own, two more for these.
 
-    Per-device code: heads are sharded over `tensor`.
+    Layers that share keys and values have none of their own. Per-device code: heads are sharded over `tensor`.
     """
     if config.kv_lora_rank:
         shape = (config.num_layers, sequences, columns, 1)
         return [(*shape, config.kv_lora_rank), (*shape, config.rope_head_dim)]
-    num_global = config.num_layers // config.global_every if anatomy.two_kinds(config) else 0
     shapes = []
-    for kind, num_layers in zip(anatomy.kinds(config), (config.num_layers - num_global, num_global), strict=False):
+    for stack in ("layers", "global_layers") if anatomy.two_kinds(config) else ("layers",):
+        kind, (num_layers, _) = anatomy.stack_config(config, stack), anatomy.layer_stacks(config)[stack]
+        num_layers += config.num_dense_layers
         shape = (num_layers, sequences, columns, kind.num_kv_heads // lax.axis_size("tensor"))
         shapes += [(*shape, anatomy.key_dim(kind)), (*shape, anatomy.value_dim(kind))]
     return shapes
@@ -222,7 +227,9 @@ def _advance(weights: parameters.Params, tokens_bt, state: State, config: Config
     batch = batch if is_prefill else jax.tree.map(jnp.transpose, batch)
     x = *model.embed_tokens(weights, batch.tokens, config), (state.cache, state.padding_b, state.length)
     attend = _prefill_attention if is_prefill else _cached_attention
-    x_btd, _, (cache, *_) = model.run_all_layers(weights, x, model.constants(batch, config), config, attend_with=attend)
+    constants = model.constants(batch, config)
+    x = model.run_all_layers(weights, x, batch.tokens, constants, config, attend_with=attend)
+    x_btd, _, (cache, *_) = x
     logits_bV = _logits(weights, x_btd[:, -1:], config)[:, 0] if is_prefill else _logits(weights, x_btd, config)[0]
     return State(cache, logits_bV, state.padding_b, state.length + tokens_bt.shape[1])
 
@@ -232,7 +239,10 @@ def _prefill_attention(layer, w, h_btd, constants, is_global, config: Config, ca
     segments_bt, cos, sin = constants
     cache, padding_b, length = carried
     q_btnH, *entries = _project(w, h_btd, cos, sin, config)
-    cache = _written(cache, entries, layer, length, is_global, config)
+    if entries:
+        cache = _written(cache, entries, layer, length, is_global, config)
+    else:
+        entries = [a[:, : h_btd.shape[1]] for a in _entries(cache, layer, is_global, config)]
     k_btkH, v_btkU = decoder.expand_latents(w, entries[0][:, :, 0], entries[1]) if config.kv_lora_rank else entries
     return decoder.attend(q_btnH, k_btkH, v_btkU, segments_bt, w.sinks, is_global, config), (cache, padding_b, length)
 
@@ -242,9 +252,9 @@ def _cached_attention(layer, w, h_1bd, constants, is_global, config: Config, car
     segments_1b, cos, sin = constants
     cache, padding_b, length = carried
     q_b1nH, *entries = (a.swapaxes(0, 1) for a in _project(w, h_1bd, cos, sin, config))
-    cache = _written(cache, entries, layer, length, is_global, config)
-    stack, row = _place(cache, layer, is_global, config)
-    k_bskH, v_bskU = (lax.dynamic_index_in_dim(a, row, keepdims=False) for a in cache[stack])
+    if entries:
+        cache = _written(cache, entries, layer, length, is_global, config)
+    k_bskH, v_bskU = _entries(cache, layer, is_global, config)
     segments_bs = (jnp.arange(k_bskH.shape[1]) >= padding_b[:, None]).astype(jnp.int32)
     scores = decoder.score_options(config)
     if config.kv_lora_rank:
@@ -268,7 +278,12 @@ def _cached_attention(layer, w, h_1bd, constants, is_global, config: Config, car
 
 
 def _project(w, h_btd, cos, sin, config: Config):
-    """(q_btnH, and the two entries of the cache for these positions: k_btkH and v_btkU, or kv_bt1C and k_rope_bt1R)."""
+    """(q_btnH, and the two entries of the cache for these positions: k_btkH and v_btkU, or kv_bt1C and k_rope_bt1R).
+
+    A layer that shares another one's keys and values has no entries.
+    """
+    if config.shares_kv:
+        return (decoder.project_query(w, h_btd, cos, sin, config),)
     if not config.kv_lora_rank:
         return decoder.project_qkv(w, h_btd, cos, sin, config)
     q_btnH, kv_btC, k_rope_bt1R = decoder.latent_projections(w, h_btd, cos, sin, config)
@@ -277,10 +292,19 @@ def _project(w, h_btd, cos, sin, config: Config):
 
 def _place(cache, layer, is_global, config: Config):
     """(where the two arrays of a layer's stack are in the cache, its row in them)."""
+    if config.shares_kv:
+        stack = slice(2, 4) if is_global else slice(0, 2)
+        return stack, cache[stack.start].shape[0] - 1  # the last layer that has keys and values
     if len(cache) == 2:
         return slice(0, 2), layer
     num_global = layer // config.global_every  # before this layer
     return (slice(2, 4), num_global) if is_global else (slice(0, 2), layer - num_global)
+
+
+def _entries(cache, layer, is_global, config: Config):
+    """The two arrays of the cache that a layer attends to, [b, s, ...]."""
+    stack, row = _place(cache, layer, is_global, config)
+    return [lax.dynamic_index_in_dim(a, row, keepdims=False) for a in cache[stack]]
 
 
 def _written(cache, entries, layer, column, is_global, config: Config):

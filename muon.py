@@ -20,7 +20,8 @@ factor as `consistent_rms=0.2`; by default it has Jordan's sqrt(max(1, m/n)). It
 before Nesterov's sum, which the published code does not.
 
 **Matrices.** A layer has one matrix of each weight. An expert is a matrix, and so is a head of the projections of
-queries, keys and values (GLM-5, arXiv:2602.15763, "Muon Split"). The output projection is one matrix for all heads.
+queries, keys and values (GLM-5, arXiv:2602.15763, "Muon Split"). The output projection is one matrix for all heads. The
+projection to per-layer embeddings has a matrix for each layer.
 
 **Layout.** Momentum is sharded as the weight is, but a product X X^T needs all of X. Of S matrices in a stack, sharded
 over d devices, each device gathers S/d in full, orthogonalises them, and returns the shards:
@@ -51,6 +52,7 @@ step of Llama 3.1 8B on 8 devices, with a sequence each, takes 1.09 s instead of
 gathered together, and some devices wait. All heads as one matrix. Symmetric products at half the FLOPs.
 """
 
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -155,7 +157,7 @@ def to_matrices(w: jax.Array, weight: anatomy.Weight, model_dim: int) -> jax.Arr
 
     Experts are [S, E*D, columns] if the shard does not have full experts, one matrix below the other.
     """
-    w = w if weight.dims[0] == "L" else w[None]
+    w = w.reshape(_with_layers(weight, w.shape))
     if weight.by_expert:
         return w.reshape(-1, model_dim, w.shape[-1]) if w.shape[1] % model_dim == 0 else w
     num_rows = _row_dims(weight)
@@ -167,10 +169,16 @@ def to_matrices(w: jax.Array, weight: anatomy.Weight, model_dim: int) -> jax.Arr
 
 def from_matrices(stack: jax.Array, weight: anatomy.Weight, shape: tuple[int, ...]) -> jax.Array:
     """The reverse of `to_matrices`, for a weight or a shard of this shape."""
-    if weight.dims[0] == "L" and len(shape) == 4 and _row_dims(weight) == 1 and not weight.by_expert:
-        layers, rows, heads, columns = shape
-        return jnp.moveaxis(stack.reshape(layers, heads, rows, columns), 1, 2)
+    full = _with_layers(weight, shape)
+    if len(full) == 4 and _row_dims(weight) == 1 and not weight.by_expert:
+        layers, rows, heads, columns = full
+        stack = jnp.moveaxis(stack.reshape(layers, heads, rows, columns), 1, 2)
     return stack.reshape(shape)
+
+
+def _with_layers(weight: anatomy.Weight, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with the dim of layers, which is 1 for a weight outside of them."""
+    return shape if weight.dims[0] == "L" else (1, *shape)
 
 
 def _row_dims(weight: anatomy.Weight) -> int:
@@ -201,30 +209,33 @@ def orthogonalise_tree(tree, weights, config: Config, mesh: Mesh | None = None):
     """
     arrays, treedef = jax.tree.flatten(tree)
     table = jax.tree.leaves(weights)
+    shapes = parameters.param_shapes(dataclasses.replace(config, dim_multiple=1))
+    shapes = jax.tree.leaves(jax.tree.map(lambda shape, w: None if w is None else shape, shapes, weights))
     specs = jax.tree.map(lambda spec, w: None if w is None else spec, parameters.param_specs(config), weights)
     specs = jax.tree.leaves(specs)
-    per_device = partial(orthogonalise_shards, table=table, specs=specs, sizes={}, config=config)
+    per_device = partial(orthogonalise_shards, table=table, shapes=shapes, specs=specs, sizes={}, config=config)
     if mesh is not None:
         per_device = partial(per_device, sizes=dict(mesh.shape))
         per_device = jax.shard_map(per_device, mesh=mesh, in_specs=(specs,), out_specs=specs)
     return treedef.unflatten(per_device(arrays))
 
 
-def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Config) -> list[jax.Array]:
+def orthogonalise_shards(shards, table, shapes, specs, sizes: dict[str, int], config: Config) -> list[jax.Array]:
     """`orthogonalise` of the matrices of weights, as shards. Per-device code; with no `sizes` that of one device.
 
     Args:
       shards: this device's shard of each weight.
       table: the row of anatomy.WEIGHTS of each.
+      shapes: the global shape of each, without the zeros that `config.dim_multiple` adds.
       specs: the layout of each.
       sizes: the sizes of the mesh axes.
     """
     stacks, numbers = {}, {}  # by layout; numbers of the weights, whether they are transposed, and the factor of RMS
     D = anatomy.sizes(config)["D"]
-    for number, (shard, weight, spec) in enumerate(zip(shards, table, specs, strict=True)):
+    for number, (shard, weight, model, spec) in enumerate(zip(shards, table, shapes, specs, strict=True)):
         stack = to_matrices(shard.astype(config.dtype), weight, D)
         layout = layout_of(stack, weight, spec, sizes, config)
-        factor = math.sqrt(max(_without_padding(layout.shape, weight, config)) / max(layout.shape))
+        factor = math.sqrt(max(_matrix(model.shape, weight, config.model_dim)) / max(layout.shape))
         if is_tall := layout.experts * layout.groups == 1 and layout.shape[0] > layout.shape[1]:
             layout = layout._replace(shape=layout.shape[::-1], rows=layout.columns, columns=layout.rows)
         stacks.setdefault(layout, []).append(stack.mT if is_tall else stack)
@@ -238,11 +249,10 @@ def orthogonalise_shards(shards, table, specs, sizes: dict[str, int], config: Co
     return results
 
 
-def _without_padding(shape: tuple[int, int], weight: anatomy.Weight, config: Config) -> list[int]:
-    """Rows and columns of a weight's matrix of this shape, without the zeros that `config.dim_multiple` adds."""
-    model = {dim: size for dim, size in anatomy.sizes(config, padded=False).items() if dim in anatomy.PADDED_DIMS}
-    rows, columns = weight.dims.removeprefix("L")[: _row_dims(weight)].replace("Z", "D"), weight.dims[-1]
-    return [model.get(dims, size) for dims, size in zip((rows, columns), shape, strict=True)]
+def _matrix(shape: tuple[int, ...], weight: anatomy.Weight, model_dim: int) -> tuple[int, int]:
+    """Rows and columns of the matrices of a weight of this shape."""
+    _, *dims = _with_layers(weight, shape)
+    return model_dim if weight.by_expert else math.prod(dims[: _row_dims(weight)]), dims[-1]
 
 
 def _ends(parts: list[jax.Array]) -> list[int]:

@@ -31,6 +31,11 @@ class Params:
     norm: jax.Array
     unembed: jax.Array | None = None  # None if tied to embed
     global_layers: "Layers | None" = None  # those without a window, if their weights have other shapes
+    kv_shared_layers: "Layers | None" = None  # the last local layers, and
+    kv_shared_global_layers: "Layers | None" = None  # the last global ones, if they share keys and values
+    ple_embed: jax.Array | None = None  # per-layer embeddings
+    ple_project: jax.Array | None = None
+    norm_ple: jax.Array | None = None
     dense_layers: "Layers | None" = None  # in a mixture the leading layers, which have a dense MLP
     mtp_layers: "Layers | None" = None  # the layer of multi-token prediction, and what goes with it
     norm_mtp_embed: jax.Array | None = None

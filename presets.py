@@ -3,7 +3,8 @@
 **Dense models.** Sources are the models' reports (Llama 2, arXiv:2307.09288; Llama 3, arXiv:2407.21783; Mistral 7B,
 arXiv:2310.06825; Qwen 2.5, arXiv:2412.15115; Qwen 3, arXiv:2505.09388; Gemma 2, arXiv:2408.00118; Gemma 3,
 arXiv:2503.19786) with their released configuration files, and Gemma 4's model cards. Gemma 3 of 4B and 12B, and Gemma
-4, are the text models, without images.
+4, are the text models, without images. The shapes of Gemma 4 E2B and E4B are also in MaxText (gemma4-e2b.yml and
+gemma4-e4b.yml in configs/models).
 
 **Mixtures of experts.** Mixtral, arXiv:2401.04088 (mistralai/Mixtral-8x7B-v0.1); Qwen 3 (Qwen/Qwen3-30B-A3B and
 Qwen/Qwen3-235B-A22B of April 2025; no layer uses the ff_dim of their configurations); DeepSeek-V2-Lite,
@@ -37,6 +38,7 @@ _GEMMA3 = _GEMMA | dict(qk_norm=True, global_every=6, global_rope_theta=1_000_00
 _GEMMA3_LONG = _GEMMA3 | dict(vocab_size=262_208, window=1024, rope_type="linear", rope_scaling=8.0)
 _GEMMA4 = _GEMMA3 | dict(vocab_size=262_144, window=1024, attention_scale=1.0, value_norm=True, keys_as_values=True)
 _GEMMA4 |= dict(rope_fraction=0.25, global_head_dim=512, layer_scale=True, logit_soft_cap=30.0)
+_GEMMA4_SMALL = _GEMMA4 | dict(window=512, num_heads=8, keys_as_values=False, ple_dim=256)
 PRESETS: dict[str, dict] = {
     "tiny": {},
     "tiny-moe": dict(num_experts=8, experts_per_token=2, expert_dim=256, load_balance_loss=0.01),
@@ -113,6 +115,19 @@ PRESETS: dict[str, dict] = {
         num_heads=32,
         num_kv_heads=16,
         global_kv_heads=4,
+    ),
+    "gemma4-e2b": dict(
+        _GEMMA4_SMALL,
+        num_layers=35,
+        global_every=5,
+        num_kv_shared_layers=20,
+        double_wide_mlp=True,
+        model_dim=1536,
+        ff_dim=6144,
+        num_kv_heads=1,
+    ),
+    "gemma4-e4b": dict(
+        _GEMMA4_SMALL, num_layers=42, num_kv_shared_layers=18, model_dim=2560, ff_dim=10_240, num_kv_heads=2
     ),
     "gemma4-26b-a4b": dict(
         _GEMMA4,

@@ -68,6 +68,14 @@ _GPT_OSS_MISS = (
 )
 _QWEN3_64 = dict(_INPUT_ON_HOST, mesh="fsdp:128", mu_dtype="bfloat16", xla_flags="host_offload")
 _GEMMA4_26B = dict(_INPUT_ON_HOST, seq_len=4096, xla_flags="recommended")
+_GEMMA4_SMALL = dict(batch=256, mesh="data:4,fsdp:32", remat="full", xla_flags="recommended")
+# The recipe has remat_policy=full. MaxText at df1b359, which ran it for the table, did not apply that to these layers
+# (_apply_gemma4_small_layers in decoders.py); that of August 2026, which ran the pull requests, does.
+_MORE_MATMULS = "its loss computes logits twice, and it looks up the model's embedding by a matmul"
+_NOTHING_RECOMPUTED = f"remat_policy=full, without effect in the MaxText of that run; {_MORE_MATMULS}"
+# Two sequences a device are 256. The 131,072 tokens of a step in pull request 310 are those of a host of eight devices,
+# and the tokens a second in pull request 312 those of a device: 12,823.9 times 1.2777 s are 16,385.
+_RECOMPUTED = f"256 sequences, as in the recipe; {_MORE_MATMULS}"
 
 RECIPES: dict[str, Recipe] = {
     "llama3.1-8b-8k-bf16": Recipe(preset="llama3.1-8b", topology="tpu7x:4x4x4", flags=_8B, source=_TARGET),
@@ -260,6 +268,20 @@ def _gemma4_26b(batch: int, topology: str, mesh: str, step_s: float, tflops: flo
     )
 
 
+def _gemma4_small(preset: str, step_s: float, tflops: float | None, *, pull_request: int = 0, **flags) -> Recipe:
+    """A run of Gemma 4 E2B or E4B: of the table of tpu-recipes, or of a pull request."""
+    folder = f"{_OF}{preset.replace('e2b', '2b').replace('e4b', '4b')}/8k-bf16-tpu7x-4x4x4"
+    return Recipe(
+        preset=preset,
+        topology="tpu7x:4x4x4",
+        flags=_GEMMA4_SMALL | flags,
+        source=f"{folder}{f', pull request {pull_request}' if pull_request else ''}",
+        differs=_RECOMPUTED if pull_request else _NOTHING_RECOMPUTED,
+        measured_step_s=step_s,
+        measured_tflops=tflops,
+    )
+
+
 _DEEPSEEK_128 = dict(mesh="fsdp:256", batch=2048, mu_dtype="bfloat16")
 
 OTHER_RUNS: dict[str, Recipe] = {
@@ -304,6 +326,10 @@ OTHER_RUNS: dict[str, Recipe] = {
     ),
     "gemma4-26b-4k-bf16": _gemma4_26b(2048, "tpu7x:4x4x4", "fsdp:128", 5.53, 593.59),
     "gemma4-26b-4k-bf16-4x8x8": _gemma4_26b(8192, "tpu7x:4x8x8", "data:2,fsdp:256", 5.54, 592.41),
+    "gemma4-e2b-8k-bf16": _gemma4_small("gemma4-e2b", 0.5665, 892.84, remat="none"),
+    "gemma4-e2b-8k-bf16-recomputed": _gemma4_small("gemma4-e2b", 0.7715, None, pull_request=310),
+    "gemma4-e4b-8k-bf16": _gemma4_small("gemma4-e4b", 0.9708, 1002.5, remat="none"),
+    "gemma4-e4b-8k-bf16-recomputed": _gemma4_small("gemma4-e4b", 1.2777, 761.72, pull_request=312),
     "qwen3-235b-a22b-4k-bf16-8-a-device": _qwen3_on_64(1024, 15.86, 613.0),
     "qwen3-235b-a22b-4k-bf16-12-a-device": _qwen3_on_64(1536, 21.66, 673.0),
     "qwen3-235b-a22b-4k-bf16-13-a-device": _qwen3_on_64(1664, 23.11, 683.7),

@@ -84,17 +84,11 @@ def clip(params: Params, max_logits: jax.Array, accept: jax.Array, config: Confi
         prediction, unless its loss has the weight 0.
     """
     gain_LN = jnp.where(accept & (max_logits > config.qk_clip), config.qk_clip / max_logits, 1.0)
-    numbers, dense = np.arange(config.num_layers), config.num_dense_layers
-    rows = {"dense_layers": numbers[:dense], "layers": numbers[dense:]}
-    if anatomy.two_kinds(config):
-        is_global = (numbers + 1) % config.global_every == 0
-        rows = {"global_layers": numbers[is_global], "layers": numbers[~is_global]}
-    if anatomy.runs_mtp(config):
-        rows["mtp_layers"] = np.array([config.num_layers])
+    stacks = set(anatomy.layer_stacks(config)) - (set() if anatomy.runs_mtp(config) else {"mtp_layers"})
+    gains = {stack: gain_LN[np.array(anatomy.layer_numbers(config, stack))] for stack in stacks}
     clipped = {
-        stack: clip_layers(getattr(params, stack), gain_LN[rows[stack]], anatomy.stack_config(config, stack))
-        for stack in anatomy.layer_stacks(config)
-        if stack in rows
+        stack: clip_layers(getattr(params, stack), gain, anatomy.stack_config(config, stack))
+        for stack, gain in gains.items()
     }
     return dataclasses.replace(params, **clipped)
 

@@ -22,7 +22,8 @@ the parameter updates of the other code with those of this file, on many meshes.
 
 `params` is a parameters.Params. Each array in `layers` stacks one weight of the layers along its first dim. If dense
 layers precede those with experts, `dense_layers` holds them. If global layers have heads of their own, `global_layers`
-holds them, and `layers` the others. `w` has the weights of one layer.
+holds them, and `layers` the others. If the last layers share keys and values, `kv_shared_layers` holds the local ones
+of these, and `kv_shared_global_layers` the global ones. `w` has the weights of one layer.
 
 `batch` is a data.Batch of arrays [b, t]: `tokens`, `targets`, `positions`, `segments` and `loss_weights`. A segment is
 the number of a token's document, and attention stays within a document. `config` is a config.Config.
@@ -126,8 +127,15 @@ def attend(q, k, v, segments, window, config, sinks=None):
 
 
 def projections(w, h, positions, config, is_global):
-    """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d]."""
+    """Returns q [b, t, n, h], k [b, t, k, h] and v [b, t, k, u] of grouped-query attention, from h [b, t, d].
+
+    k and v are None in a layer that shares those of another one.
+    """
     project = lambda matrix: jnp.einsum("btd,dnh->btnh", h, matrix)
+    if w.w_k is None:
+        q = project(w.w_q) + (w.bias_q if config.qkv_bias else 0)
+        q = norm(q, w.norm_q, config.norm_eps) if config.qk_norm else q
+        return rotate(q, positions, config, is_global), None, None
     q, k = project(w.w_q), project(w.w_k)
     v, bias_v = (k, w.bias_k) if w.w_v is None else (project(w.w_v), w.bias_v)  # without w_v keys are values, too
     if config.qkv_bias:
@@ -241,8 +249,12 @@ def embed(params, tokens, config):
     return x * math.sqrt(config.model_dim) if config.embedding_scale else x
 
 
-def layer(stack, row, x, i, batch, config):
+def layer(stack, row, x, i, batch, config, inputs=None, shared=None):
     """Runs layer i of the model, which is the given row of a stack of layers, on x [b, t, d].
+
+    Args:
+      inputs: of all layers, [b, t, L, p], those of `layer_inputs`.
+      shared: {whether global: (keys, values)} of the last layers that have their own, to which this layer adds them.
 
     Returns its result [b, t, d], its auxiliary loss, and a list with the loads of its experts, if it has experts.
     """
@@ -252,6 +264,8 @@ def layer(stack, row, x, i, batch, config):
     is_global = config.global_every and (i + 1) % config.global_every == 0
     project = latent_projections if config.kv_lora_rank else projections
     q, k, v = project(w, h, batch.positions, config, is_global)
+    if shared is not None:
+        k, v = shared[is_global] = shared[is_global] if k is None else (k, v)
     context = attend(q, k, v, batch.segments, 0 if is_global else config.window, config, w.sinks)
     out = jnp.einsum("btnu,nud->btd", context, w.w_o) + (w.bias_o if config.output_bias else 0)
     x = x + (norm(out, w.norm_attention_out, config.norm_eps) if config.post_norms else out)
@@ -264,7 +278,23 @@ def layer(stack, row, x, i, batch, config):
         out, auxiliary, loads_of_experts = mixture(w, x, h, config)
         loads = [loads_of_experts]
     x = x + (norm(out, w.norm_mlp_out, config.norm_eps) if config.post_norms else out)
+    if config.ple_dim:
+        gated = activate(x @ w.w_ple_gate, config) * inputs[:, :, i]
+        x = x + norm(gated @ w.w_ple_out, w.norm_ple_out, config.norm_eps)
     return x * jax.lax.stop_gradient(w.layer_scale) if config.layer_scale else x, auxiliary, loads
+
+
+def layer_inputs(params, tokens, x, config):
+    """Returns what each layer has of each token beside x, the model's embeddings [b, t, d]: [b, t, L, p].
+
+    These are the per-layer embeddings of Gemma 4 E2B; None without `ple_dim`.
+    """
+    if not config.ple_dim:
+        return None
+    rows = params.ple_embed[tokens].reshape(*tokens.shape, config.num_layers, config.ple_dim)
+    context = jnp.einsum("btd,dyp->btyp", x, params.ple_project) / math.sqrt(config.model_dim)
+    context = norm(context, params.norm_ple, config.norm_eps)
+    return (rows * math.sqrt(config.ple_dim) + context) / math.sqrt(2)
 
 
 def unembed(params, x, config):
@@ -273,17 +303,26 @@ def unembed(params, x, config):
     return config.logit_soft_cap * jnp.tanh(out / config.logit_soft_cap) if config.logit_soft_cap else out
 
 
+def place(params, i, config):
+    """Returns (the stack of layers that has layer i of the model, its row there)."""
+    if params.global_layers is None:
+        dense = config.num_dense_layers
+        return (params.dense_layers, i) if i < dense else (params.layers, i - dense)
+    stacks, first = (params.layers, params.global_layers), config.num_layers - config.num_kv_shared_layers
+    if i >= first:  # the last layers share keys and values
+        stacks, i = (params.kv_shared_layers, params.kv_shared_global_layers), i - first
+    period, number = divmod(i, config.global_every)  # the last layer of a period is a global one
+    is_global = number == config.global_every - 1
+    return (stacks[1], period) if is_global else (stacks[0], i - period)
+
+
 def hidden_states(params, batch, config):
     """Returns the normed result of the last layer [b, t, d], and the auxiliary losses and loads as in `forward`."""
     x, auxiliary, loads = embed(params, batch.tokens, config), 0.0, []
+    inputs, shared = layer_inputs(params, batch.tokens, x, config), {}
     for i in range(config.num_layers):
-        is_dense = i < config.num_dense_layers
-        stack, row = (params.dense_layers, i) if is_dense else (params.layers, i - config.num_dense_layers)
-        if params.global_layers is not None:  # every `global_every`-th layer is in a stack of its own
-            period, place = divmod(i, config.global_every)
-            is_global = place == config.global_every - 1
-            stack, row = (params.global_layers, period) if is_global else (params.layers, i - period)
-        x, more_auxiliary, more_loads = layer(stack, row, x, i, batch, config)
+        stack, row = place(params, i, config)
+        x, more_auxiliary, more_loads = layer(stack, row, x, i, batch, config, inputs, shared)
         auxiliary, loads = auxiliary + more_auxiliary, loads + more_loads
     return norm(x, params.norm, config.norm_eps), auxiliary, loads
 

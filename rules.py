@@ -108,6 +108,9 @@ def cuts(config: Config, sizes: dict[str, int]) -> list[tuple[str, int, dict[str
         dims.append(("ff_dim", size["F"], columns))
     if config.mtp and other:
         dims.append(("model_dim", size["D"], columns))
+    if config.ple_dim:
+        dims.append(("ple_dim", size["P"], columns))
+        dims.append(("num_layers*ple_dim", size["A"], sizes_of("fsdp", *other, *replicas)))
     return dims
 
 
@@ -191,6 +194,11 @@ def _check_stages(config: Config, sizes: dict[str, int]) -> None:
         raise ValueError(
             f"global_head_dim={config.global_head_dim} and global_kv_heads={config.global_kv_heads} make a stack of "
             f"the global layers, and a stage of mesh axis pipe:{stages} has a single stack: another axis than pipe"
+        )
+    if config.ple_dim:
+        raise ValueError(
+            f"ple_dim={config.ple_dim}: the stages of mesh axis pipe:{stages} receive no tokens that layers could look "
+            "up: another axis than pipe, or --ple_dim=0"
         )
     if config.mtp:
         raise ValueError(

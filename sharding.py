@@ -12,6 +12,8 @@ for latent attention: Q, C latents of queries and of keys and values   R head di
 for mixtures: E experts   M their feed-forward   Z = E*D, one matrix below the other   X experts of a token   J the
 feed-forward of shared experts, side by side
 
+for per-layer embeddings: P their dims   Y layers, where they are no stack of weights   A = Y*P, all layers side by side
+
 placement.py defines the axes and maps them to links.
 """
 

@@ -126,37 +126,28 @@ def _stacks(config: Config) -> Iterator[tuple[str, str, list[int]]]:
     """(path, name, numbers of the layers) of each of our weights; there are no numbers outside the layers."""
     for name in anatomy.other_weights(config):
         yield name, name, []
-    if anatomy.two_kinds(config):
-        for stack in anatomy.layer_stacks(config):
-            is_global = lambda i, every=config.global_every: (i + 1) % every == 0
-            numbers = [i for i in range(config.num_layers) if is_global(i) == (stack == "global_layers")]
-            for name in anatomy.layer_weights(anatomy.stack_config(config, stack), experts=config.num_experts > 0):
-                yield f"{stack}.{name}", name, numbers
-        return
-    for stack, (num_layers, experts) in anatomy.layer_stacks(config).items():
-        begins = {"dense_layers": 0, "layers": config.num_layers - num_layers, "mtp_layers": config.num_layers}
-        first = begins[stack]
-        for name in anatomy.layer_weights(config, experts=experts):
-            yield f"{stack}.{name}", name, list(range(first, first + num_layers))
+    for stack, (_, experts) in anatomy.layer_stacks(config).items():
+        for name in anatomy.layer_weights(anatomy.stack_config(config, stack), experts=experts):
+            yield f"{stack}.{name}", name, list(anatomy.layer_numbers(config, stack))
 
 
 def _sizes(path: str, config: Config) -> dict[str, int]:
     """The size of each dim of one of our weights, without padding, by its letter in `_dims`."""
-    kind = anatomy.stack_config(config, path.partition(".")[0])
-    return anatomy.sizes(kind, padded=False) | {"d": config.model_dim}
+    return anatomy.sizes(anatomy.config_of(config, path), padded=False) | {"d": config.model_dim}
 
 
-def _pieces(name: str, ranges, config: Config) -> Iterator[tuple]:
+def _pieces(path: str, ranges, config: Config) -> Iterator[tuple]:
     """The pieces of a block of one of our weights that are in one published tensor each; padding is in none.
 
     The matrices of experts are one dim Z = E * D, so a piece has the rows of one expert.
 
     Args:
+      path: of the weight, as in layers.w_q.
       ranges: (start, stop) for each dim of the weight.
 
     Yields (place in the block, layer, expert, {letter: (start, stop)}) with the dims of `_letters`.
     """
-    dims, D, sizes = _dims(name), anatomy.sizes(config)["D"], _sizes(name, config)
+    dims, D, sizes = _dims(path.rpartition(".")[2]), anatomy.sizes(config)["D"], _sizes(path, config)
     in_layers = dims[0] == "L"
     inner = dict(zip(dims, ranges, strict=True))
     layers = range(*inner.pop("L")) if in_layers else range(1)
@@ -256,6 +247,10 @@ def _skipped(folder: Folder, family: Family, config: Config, used: set[str]) -> 
     reasons = ({} if config.mtp else family.skipped_without_mtp) | family.skipped
     if config.tied_embeddings:
         reasons[r"lm_head\.weight"] = "the unembedding is the embedding"
+    if config.num_kv_shared_layers:
+        numbers = "|".join(map(str, range(config.num_layers)[-config.num_kv_shared_layers :]))
+        unused = rf"model\.layers\.({numbers})\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
+        reasons[unused] = "their layers share the keys and values of another one"
     skipped: dict[str, list[str]] = {}
     for name in sorted(folder.tensors.keys() - used):
         matches = lambda pattern, name=name: re.fullmatch(pattern.replace("{L}", str(config.num_layers)), name)
@@ -316,7 +311,7 @@ def _blocks(folder: Folder, row: Row, path: str, layers: list[int], blocks, conf
     arrays = {ranges: np.zeros([stop - start for start, stop in ranges], np.float32) for ranges in blocks}
     parts: dict[tuple[int, int], list] = {}  # {(layer, expert): parts of our blocks that are in that tensor}
     for ranges, array in arrays.items():
-        for place, layer, e, inner in _pieces(row.ours, ranges, config):
+        for place, layer, e, inner in _pieces(path, ranges, config):
             parts.setdefault((layer, e), []).append((array, place, inner))
     sizes = _sizes(path, config)
     volume = lambda ranges: math.prod(stop - start for start, stop in ranges.values())

@@ -69,7 +69,8 @@ MESHES = ("fsdp:2,tensor:2,context:2", "fsdp:2,expert:2,tensor:2")  # the second
 NOT_SWITCHED = set(
     "preset recipe steps batch seq_len seed vocab_size num_layers model_dim ff_dim num_heads num_kv_heads head_dim "
     "tied_embeddings num_experts experts_per_token expert_dim num_shared_experts num_dense_layers buffer_factor "
-    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim global_head_dim global_kv_heads keys_as_values".split()
+    "kv_lora_rank q_lora_rank rope_head_dim value_head_dim global_head_dim global_kv_heads keys_as_values "
+    "num_kv_shared_layers double_wide_mlp".split()
 )
 
 
@@ -185,7 +186,7 @@ def in_order(batch: data.Batch, order: np.ndarray) -> data.Batch:
 def logits_btv(params: parameters.Params, batch: data.Batch, config: Config) -> jax.Array:
     """This device's logits, in per-device code, from parameters as `fsdp.gather_over_data` makes them."""
     x = model.embed_tokens(params, batch.tokens, config)
-    x_btd, _ = model.run_all_layers(params, x, model.constants(batch, config), config)
+    x_btd, _ = model.run_all_layers(params, x, batch.tokens, model.constants(batch, config), config)
     x_btd = model.final_norm(params, x_btd, config)
     x_btD = all_gather(x_btd, "tensor", dim=2, algorithm=config.collectives)
     logits = jnp.einsum("btD,vD->btv", x_btD, model.unembedding(params, config))
@@ -231,12 +232,13 @@ def without_a_setting(config: Config) -> Iterator[tuple[str, Config]]:
             "router_groups_kept": {"router_groups_kept": config.router_groups},
             "rope_type": {"rope_type": "default", "rope_scaling": 1.0},
             "global_every": {"global_every": 0, "global_rope_theta": 0.0},
-            "window": {"window": 0, "global_every": 0, "global_rope_theta": 0.0},
+            "window": {"window": config.seq_len},  # a window of all positions; 0 would leave no global layers
         }.get(name, {name: field.default})
         if name == "rope_theta" and value == field.default:
             other = {name: field.default / 10}
         is_given = value != field.default or name == "rope_theta" or (name == "renormalise" and config.num_experts)
-        if is_given and name not in NOT_SWITCHED:
+        in_stacks = name == "global_every" and anatomy.two_kinds(config)  # then it says which weights a layer has
+        if is_given and not in_stacks and name not in NOT_SWITCHED:
             yield f"{name}={value}", config_lib.changed(config, **other)
 
 

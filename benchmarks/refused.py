@@ -26,6 +26,7 @@ DEVICES = 8
 STAR = r"\*"  # in a page, outside of code
 MOE = "--preset=tiny-moe"
 MLA = "--preset=tiny-mla"
+SHARED = "--num_layers=4 --window=64 --global_every=2 --global_head_dim=32 --num_kv_shared_layers=2"
 EXAMPLES = {
     "Flags that would have no effect": [
         "--global_every=2",
@@ -35,6 +36,9 @@ EXAMPLES = {
         "--mtp_loss=0.1",
         "--global_rope_theta=1e6",
         "--expert_dim=256",
+        "--double_wide_mlp",
+        "--ple_dim=16",
+        "--num_kv_shared_layers=2",
         f"{MOE} --selection_bias_rate=0.01",
         f"{MOE} --moe_impl=capacity --buffer_factor=4",
         f"{MOE} --capacity_factor=2",
@@ -71,6 +75,11 @@ EXAMPLES = {
         "--mesh=pipe:2,context:2,fsdp:* --num_layers=6 --window=64 --global_every=2",
         "--mesh=pipe:2,fsdp:* --num_layers=4 --window=64 --global_every=2 --global_head_dim=32",
         "--num_layers=4 --window=64 --global_every=2 --global_head_dim=32 --mtp",
+        f"{SHARED} {MOE}",
+        f"{SHARED} --qk_clip=100",
+        "--num_layers=4 --window=64 --global_every=2 --num_kv_shared_layers=2",
+        "--ple_dim=16 --post_norms --mtp",
+        "--ple_dim=16 --post_norms --mesh=pipe:2,fsdp:* --num_layers=4",
         "--num_layers=4 --window=64 --global_every=2 --global_head_dim=32 --fp8=delayed",
         "--mesh=expert:8",
         "--mesh=context:8 --max_logit=8",
@@ -106,6 +115,8 @@ EXAMPLES = {
         "--num_layers=4 --window=64 --global_every=3 --global_head_dim=32",
         "--num_layers=4 --window=64 --global_every=2 --global_head_dim=33",
         "--num_layers=4 --window=64 --global_every=2 --global_kv_heads=3",
+        f"{SHARED} --num_kv_shared_layers=3",
+        f"{SHARED} --num_kv_shared_layers=4",
         "--mesh=tensor:8 --num_kv_heads=4",
         "--mesh=fsdp:8 --model_dim=180",
         "--mesh=fsdp:2,fsdp_transpose:4 --head_dim=6",

@@ -442,6 +442,8 @@ def _against_other_families(plan: Plan) -> Iterator[str]:
             why = "the layer of multi-token prediction would be on the last stage alone"
         if anatomy.two_kinds(config):
             why = "global layers are a stack of their own, and stages have to be alike"
+        elif config.ple_dim:
+            why = "stages receive no tokens to look up their layers' embeddings"
         yield f"No mesh has stages: {why}."
 
 

@@ -13,7 +13,7 @@ the last token only. So it is bound by FLOPs. The share of the peak that it reac
     prefill_s   = max( FLOPs / (MFU * n*C),  weights / (n*W) )
 
 **Decoding** makes one token of each sequence a step. Every weight is read once for the full batch, every cache for its
-own sequence alone:
+own sequence alone, and by each of the layers that share it:
 
     attention_s = max( B*cache / (n*W),  B*attention_FLOPs / (n*C) )
     linear_s    = max( weights(B) / (n*W),  B*2*P / (n*C) )               P: active matmul parameters
@@ -62,6 +62,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anatomy
 import command
@@ -92,10 +93,11 @@ class Load:
     cache_bytes: float  # of one sequence
     flops_per_token: float  # 2*P: matmuls with weights
     attention_flops: float = 0.0  # of one new token with its cache
-    lookup_bytes: float = 0.0  # of the weights of which a token reads one row: the embedding
+    lookup_bytes: float = 0.0  # of the weights of which a token reads one row: the embeddings
     expert_bytes: float = 0.0  # of the weights of the routed experts
     num_experts: int = 0
     experts_per_token: int = 0
+    cache_reads: float = 1.0  # how often a step reads the cache: more than once if layers share keys and values
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -129,13 +131,16 @@ def load_of(config: Config, context: int, *, weight_dtype: str = "bf16", cache_d
     dims = lambda kind: anatomy.key_dim(kind) + anatomy.value_dim(kind)
     if config.kv_lora_rank:  # absorbed
         dims = lambda kind: 2 * kind.kv_lora_rank + kind.rope_head_dim
-    cached = transformer.cached_tokens(config, context)
+    attended = transformer.attended_tokens(config, context)
+    cache_bytes = partial(transformer.kv_cache_bytes, config, context, element_bytes=bytes_of(cache_dtype))
+    embedded = anatomy.sizes(config)["A"] + (0 if config.tied_embeddings else anatomy.sizes(config)["D"])
     return Load(
         weight_bytes=size * transformer.num_params(config),
-        cache_bytes=transformer.kv_cache_bytes(config, context, element_bytes=bytes_of(cache_dtype)),
+        cache_bytes=cache_bytes(),
+        cache_reads=cache_bytes(read=True) / cache_bytes(),
         flops_per_token=sum(flops for part, flops in forward.items() if part not in ("scores", "mix")),
-        attention_flops=sum(2.0 * kind.num_heads * dims(kind) * tokens for kind, tokens in cached),
-        lookup_bytes=0 if config.tied_embeddings else size * config.vocab_size * anatomy.sizes(config)["D"],
+        attention_flops=sum(2.0 * kind.num_heads * dims(kind) * tokens for kind, tokens in attended),
+        lookup_bytes=size * config.vocab_size * embedded,
         expert_bytes=size * routed,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
@@ -221,7 +226,7 @@ def decode(
     return Step(
         batch,
         num_chips,
-        cache_s=batch * load.cache_bytes / W,
+        cache_s=batch * load.cache_bytes * load.cache_reads / W,
         attention_flops_s=batch * load.attention_flops / C,
         weights_s=load.loaded_bytes(batch) / W,
         flops_s=batch * load.flops_per_token / C,
@@ -412,9 +417,8 @@ def explain(step: Step, load: Load, config: Config, topology: str, dtype: str) -
     """Prints the formulas of a step with its numbers in them."""
     chip, shape = parse_topology(topology)
     n, B, C, W = step.num_chips, step.batch, si(chip.flops_per_s(dtype), "FLOP/s"), si(chip.hbm_bytes_per_s, "B/s")
-    cache, read, sent = (
-        si(x, "B") for x in (load.cache_bytes, load.loaded_bytes(B), 2 * B * anatomy.sizes(config)["D"])
-    )
+    nbytes = load.cache_bytes * load.cache_reads, load.loaded_bytes(B), 2 * B * anatomy.sizes(config)["D"]
+    cache, read, sent = (si(x, "B") for x in nbytes)
     scores, flops = si(load.attention_flops, "FLOP"), si(load.flops_per_token, "FLOP")
     print(f"  batch {B:,}")
     print(f"    cache      B * cache / (n*W) = {B} * {cache} / ({n} * {W}) = {si(step.cache_s, 's')}")

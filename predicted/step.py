@@ -426,12 +426,17 @@ def _tables_s(run: Run) -> float:
     config = run.config
     table = config.vocab_size * anatomy.sizes(config)["D"] / run.tensor
     tables = run.element * table * (1 if config.tied_embeddings else 2)
+    columns, exchanged = anatomy.sizes(config)["A"] / run.tensor * run.element, 0.0  # of per-layer embeddings
+    if run.efficiency.looks_up_columns:
+        exchanged = 2 * run.weights_s("all_to_all", columns * run.tokens * run.tensor) if columns else 0.0
+    else:
+        tables += config.vocab_size * columns
     gathered = tables
     if "unembed" in anatomy.fp8_weights(config):
         # The unembedding is gathered in FP8. A tied table is gathered once more for the embedding, not in FP8.
         gathered += table if config.tied_embeddings else -(run.element - 1) * table
     gather = run.weights_s("all_gather", gathered)
-    return gather + run.weights_s("reduce_scatter", tables, divisible_by_3=table % 3 == 0)
+    return gather + exchanged + run.weights_s("reduce_scatter", tables, divisible_by_3=table % 3 == 0)
 
 
 def _fsdp_formula(run: Run, layer: Layer, gathers: int, gather: float, scatter: float, compute: float) -> str:

@@ -107,7 +107,8 @@ class Weight:
 def weights(config: Config) -> Mapping[str, Weight]:
     """Returns every parameter of the model by name, counted over all layers.
 
-    If global layers are a stack of their own, their weights have its name as well, as in global_layers.w_q.
+    If global layers are a stack of their own, the weights of all stacks but `layers` have its name as well, as in
+    global_layers.w_q.
     """
     if anatomy.two_kinds(config):
         outside, result = anatomy.other_weights(config), {}
@@ -169,11 +170,11 @@ def active_params(config: Config, *, embedding: bool = True) -> int:
     """Returns the parameters that a token uses.
 
     Args:
-      embedding: count the embedding table. A tied one counts in any case: it is the unembedding as well.
+      embedding: count the embedding tables. A tied one counts in any case: it is the unembedding as well.
     """
     by_part = parts(config)
-    excluded = 0 if embedding or config.tied_embeddings else by_part["embedding"].params
-    return sum(part.active_params for part in by_part.values()) - excluded
+    excluded = [] if embedding else ["layer embedding"] if config.tied_embeddings else ["embedding", "layer embedding"]
+    return sum(part.active_params for name, part in by_part.items() if name not in excluded)
 
 
 def matmul_params(config: Config) -> int:
@@ -199,7 +200,14 @@ def num_global_layers(config: Config) -> int:
 
 
 def layers_by_window(config: Config) -> list[tuple[Config, int, int]]:
-    """[(the model as these layers have it, their number, their window)] of the local layers and of the global ones."""
+    """[(the model as these layers have it, their number, their window)] of the local layers and of the global ones.
+
+    If the last layers share keys and values, these follow, in the same order.
+    """
+    if anatomy.two_kinds(config):
+        window = lambda stack: 0 if "global" in stack else config.window
+        stacks = anatomy.layer_stacks(config).items()
+        return [(anatomy.stack_config(config, stack), number, window(stack)) for stack, (number, _) in stacks]
     num_global = num_global_layers(config)
     local, everywhere = anatomy.kinds(config)[0], anatomy.kinds(config)[-1]
     return [(local, anatomy.num_run_layers(config) - num_global, config.window), (everywhere, num_global, 0)]
@@ -310,13 +318,16 @@ def saved_bytes_per_token(
     return num_dense * dense + num_experts * with_experts
 
 
+OUTSIDE = frozenset({"logits", "mtp", "ple_context"})  # the results of matmuls outside the layers
+
+
 def multiplied_again(weight: Weight, saved: Collection[str], config: Config) -> bool:
     """Whether the backward pass repeats a weight's matmul: it reads the result, which is not among the `saved`.
 
-    Logits are never repeated: vocabulary.cross_entropy takes the gradient while it has them. Nor is what is outside the
-    layers, as the projections of multi-token prediction are.
+    What is OUTSIDE the layers is never repeated. Of logits, vocabulary.cross_entropy takes the gradient while it has
+    them.
     """
-    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}, config) - {*saved, "logits", "mtp"}
+    return bool(weight.makes) and weight.makes in read_names({*saved, weight.makes}, config) - {*saved, *OUTSIDE}
 
 
 def recomputed_flops_per_token(
@@ -379,32 +390,36 @@ def _adafactor_elements(shape: tuple[int, ...]) -> int:
 
 
 def kv_elements_per_layer(config: Config) -> int:
-    """The numbers that a layer's cache stores for a token: 2*K*H; in latent attention C + R.
+    """The numbers of a token to which a layer attends: 2*K*H; in latent attention C + R.
 
-    `config` has one kind of layers (anatomy.kinds).
+    `config` has one kind of layers (anatomy.stack_config).
     """
     if config.kv_lora_rank:
         return config.kv_lora_rank + config.rope_head_dim
     return config.num_kv_heads * (key_dim(config) + value_dim(config))
 
 
-def kv_cache_bytes(config: Config, seq_len: int, *, element_bytes: int = 2) -> int:
-    """The bytes of the cache of one sequence; a layer with a window stores no more tokens than that."""
-    return element_bytes * sum(tokens * kv_elements_per_layer(kind) for kind, tokens in cached_tokens(config, seq_len))
+def kv_cache_bytes(config: Config, seq_len: int, *, element_bytes: int = 2, read: bool = False) -> int:
+    """The bytes of the cache of one sequence; a layer with a window stores no more tokens than that.
+
+    Layers that share keys and values store none. With `read` the bytes that all layers read for a token.
+    """
+    layers = attended_tokens(config, seq_len)
+    counted = [(kind, tokens) for kind, tokens in layers if read or not kind.shares_kv]
+    return element_bytes * sum(tokens * kv_elements_per_layer(kind) for kind, tokens in counted)
 
 
-def cached_tokens(config: Config, seq_len: int) -> list[tuple[Config, int]]:
-    """[(the model as these layers have it, the tokens in the caches of all of them)] of local and global layers."""
-    num_global = num_global_layers(config)
-    local, everywhere = anatomy.kinds(config)[0], anatomy.kinds(config)[-1]
-    tokens = num_global * seq_len, (config.num_layers - num_global) * min(config.window, seq_len)
-    return [(everywhere, tokens[0]), (local, tokens[1])]
+def attended_tokens(config: Config, seq_len: int) -> list[tuple[Config, int]]:
+    """[(the model as these layers have it, the tokens to which all of them attend)] of each kind of layers."""
+    tokens = lambda window: min(window, seq_len) if window else seq_len
+    return [(kind, number * tokens(window)) for kind, number, window in layers_by_window(config)]
 
 
 def kv_cache_bytes_per_token(config: Config, *, element_bytes: int = 2) -> int:
     """The bytes that one more token adds to the cache of all layers, while no window is full."""
     if anatomy.two_kinds(config):
-        return element_bytes * sum(n * kv_elements_per_layer(kind) for kind, n, _ in layers_by_window(config))
+        own = [(kind, number) for kind, number, _ in layers_by_window(config) if not kind.shares_kv]
+        return element_bytes * sum(number * kv_elements_per_layer(kind) for kind, number in own)
     return config.num_layers * kv_elements_per_layer(config) * element_bytes
 
 
@@ -419,6 +434,9 @@ def summary(config: Config) -> dict:
     model = without_padding(config)
     forward = forward_flops_per_token(model)
     kinds = {"dense": False, "experts": True}
+    suffixes = {"layers": "", "global_layers": ", global", "kv_shared_layers": ", shared keys and values"}
+    suffixes["kv_shared_global_layers"] = ", global, shared keys and values"
+    stacks = {stack: suffix for stack, suffix in suffixes.items() if stack in anatomy.layer_stacks(config)}
     num_experts = num_expert_layers(config)
     num_layers = {"dense": anatomy.num_run_layers(config) - num_experts, "experts": num_experts}
     tensors = lambda remat: config.remat_tensors if remat == "custom" else ""
@@ -446,8 +464,8 @@ def summary(config: Config) -> dict:
                 name: sum(recomputed_flops_per_token(model, names).values()) for name, names in policies.items()
             },
             "activations_per_token": {
-                kind + suffix: activations(of_kind, experts=experts)
-                for of_kind, suffix in zip(anatomy.kinds(config), ("", ", global"), strict=False)
+                kind + suffix: activations(anatomy.stack_config(config, stack), experts=experts)
+                for stack, suffix in stacks.items()
                 for kind, experts in kinds.items()
                 if num_layers[kind]
             },
@@ -514,11 +532,13 @@ def explain(config: Config) -> str:
         N, Hk, Hv, per_layer = kind.num_heads, key_dim(kind), value_dim(kind), kv_elements_per_layer(kind)
         keys = keys_of_all_layers(config) if window is None else number * mean_keys(config.seq_len, window)
         which = "all layers" if window is None else f"layers with a window of {window}" if window else "global layers"
+        which += " that share keys and values" if kind.shares_kv else ""
         lines.append(
             f"  attention 6 * N * (Hk + Hv) * keys of {which} = 6 * {N} * ({Hk} + {Hv}) * {keys:,.0f} = "
             f"{6 * N * (Hk + Hv) * keys:,.0f}"
         )
-        cache.append(f"  L * elements * 2 = {number} * {per_layer:,} * 2 = {2 * number * per_layer:,}")
+        if not kind.shares_kv:
+            cache.append(f"  L * elements * 2 = {number} * {per_layer:,} * 2 = {2 * number * per_layer:,}")
     return "\n".join(lines + cache)
 
 

@@ -119,6 +119,8 @@ class Efficiency:
     # align weights whose shards are not whole tiles of rows, and their gradients before these are sent. Those of
     # experts need no such copy. Compiled: 0.2 s of a step of Llama 3.1 70B, 0.7 s of Gemma 31B.
     copies_weights: bool = True
+    # Whether a table of per-layer embeddings is looked up in the devices' columns (model.py), not gathered.
+    looks_up_columns: bool = True
     # Bytes that the loss reads and writes for a logit: in float32, with its gradient, four times.
     logit_bytes: int = 16
     # Whether elementwise work is repeated in the backward pass with remat=none, too.
@@ -134,7 +136,8 @@ TODAY = Efficiency()  # of this project's programs
 # of the experts' kernel, the sum of matmul and memory comes to 0.98 in the median; its worst is 0.5, without the copies
 # of rows. All parts of a layer hide its offload, and the full backward pass of a layer hides the sums of its gradients.
 # No weights are copied: most of these runs shard weights in two dims, and their loops carry none between iterations.
-# Logits are in bfloat16 (logits_dot_in_fp32 is off in base.yml). With remat=none no elementwise work is repeated.
+# Logits are in bfloat16 (logits_dot_in_fp32 is off in base.yml). With remat=none no elementwise work is repeated: of
+# Gemma 4 E2B and E4B there are runs with and without recomputation.
 MAXTEXT = replace(
     TODAY,
     attention_forward=KERNEL_CLOCK * 1024 / 2500,
@@ -146,6 +149,7 @@ MAXTEXT = replace(
     weighted_before=False,
     late_sums=False,
     copies_weights=False,
+    looks_up_columns=False,
     logit_bytes=8,
     always_repeated=False,
 )
@@ -357,7 +361,7 @@ def run_of(
 # XLA stores matrices in tiles of 8 x 128 elements.
 ROWS_OF_A_TILE, COLUMNS_OF_A_TILE = 8, 128
 # The weights whose contracted dim `tensor` shards. It shards the other dim of all other weights.
-ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down"}
+ROW_PARALLEL = {"w_o", "w_down", "expert_down", "shared_down", "w_ple_out"}
 
 
 @dataclass(frozen=True)
@@ -469,11 +473,12 @@ def _layers(
     kinds = (False, anatomy.num_run_layers(config) - num_experts), (True, num_experts)
     rows = dict(expert_buffer_ratio=expert_buffer_ratio, row_copies=row_copies)
     if anatomy.two_kinds(config):
-        (local, num_local, _), (everywhere, num_global, _) = transformer.layers_by_window(config)
-        of_local, of_global = (config.num_layers * sum_ for sum_ in (keys[0] - keys[1], keys[1]))
-        keys_of = (of_local / num_local, 0.0), (of_global / num_global, of_global / num_global)
-        layers = (local, num_local, keys_of[0]), (everywhere, num_global, keys_of[1])
-        kinds_of_keys = [(kind, num_experts > 0, number, keys) for kind, number, keys in layers]
+        num_global = transformer.num_global_layers(config)
+        of_local = (keys[0] - keys[1]) * config.num_layers / (config.num_layers - num_global)
+        of_global = keys[1] * config.num_layers / num_global
+        keys_of = lambda window: (of_local, 0.0) if window else (of_global, of_global)
+        layers = transformer.layers_by_window(config)
+        kinds_of_keys = [(kind, num_experts > 0, number, keys_of(window)) for kind, number, window in layers]
     else:
         kinds_of_keys = [(config, experts, number, keys) for experts, number in kinds if number]
     return [_layer(*kind, rows, gathered_over, efficiency) for kind in kinds_of_keys]
@@ -511,7 +516,7 @@ def _layer(
     return Layer(
         config=config,
         num_layers=num_layers,
-        products=_products(config, weights, saved, results),
+        products=_products(config, weights, saved, results) + _input_products(config),
         params=_count(weights, weights),
         fp8_params=_count(weights, fp8),
         float32_params=_count(weights, anatomy.FLOAT32_WEIGHTS),
@@ -560,6 +565,12 @@ def _products(
     return products
 
 
+def _input_products(config: Config) -> list[Product]:
+    """A layer's part of the matmul before the layers that makes per-layer embeddings of the model's."""
+    size = anatomy.sizes(config)
+    return [Product("ple_project", "layer inputs", size["D"], size["P"], 1, False, "bf16")] if config.ple_dim else []
+
+
 def filled(length: float, tile: int) -> float:
     """The positions that attention's kernel computes for a sequence of `length`: a multiple of the tile.
 
@@ -594,6 +605,7 @@ def elementwise_elements(
         norm and residual addition                                    5D
         norm of the result, with post_norms                           2D
         SwiGLU of a dense MLP, or of shared experts                   3F or 3M for each
+        per-layer embeddings: looked up, normed, added, gated         12P, and norm and residual addition 5D
         rows sorted by expert, and back                               3X*D, plus D for the sum (below)
         rows of the experts' buffers                                  see `_buffer_elements`
         router                                                        4E
@@ -617,6 +629,7 @@ def elementwise_elements(
     norms = 5 * D + (2 * D if config.post_norms else 0)
     attention = norms + 2 * (N + K) * Hk * (2 if config.qk_norm else 1) + 2 * (K + N) * Hv
     attention += 2 * (config.q_lora_rank + config.kv_lora_rank) + (2 * K * Hv if config.value_norm else 0)
+    norms += 5 * D + 12 * size["P"] if config.ple_dim else 0
     if not experts:
         return attention, norms + 3 * size["F"]
     X, shared = config.experts_per_token, 3 * size["J"]
@@ -762,9 +775,9 @@ def params_of_device(run: Run) -> tuple[float, float]:
 
 
 def tables_of_device(run: Run) -> float:
-    """The number of elements in a device's shards of embedding and unembedding, which are one table if tied."""
-    tables = 1 if run.config.tied_embeddings else 2
-    return tables * run.config.vocab_size * anatomy.sizes(run.config)["D"] / run.shards / run.tensor
+    """The number of elements in a device's shards of the embeddings and the unembedding, which may be one table."""
+    size, tables = anatomy.sizes(run.config), 1 if run.config.tied_embeddings else 2
+    return run.config.vocab_size * (tables * size["D"] + size["A"]) / run.shards / run.tensor
 
 
 # -- memory
@@ -818,6 +831,8 @@ def memory_of(run: Run, layers: list[Layer]) -> tuple[dict[str, float], float]:
     }
     if config.check_every:  # corruption.py
         memory["copy of the state"] = memory["weights"] + memory["optimizer"]
+    if config.ple_dim:  # and their gradients
+        memory["layer inputs"] = 2 * anatomy.sizes(config)["A"] * run.element * run.tokens / run.tensor
     peak = max(_layer_peak(run, layers), _loss_peak(run), key=lambda nbytes: math.fsum(nbytes.values()))
     if config.offload_optimizer and config.optimizer == "muon":
         # All of it is moved at once, into the memory of the activations, which are freed before the update.

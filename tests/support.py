@@ -152,9 +152,9 @@ class _Elements:
 
 
 def _elements(config: Config) -> parameters.Params:
-    stored, model = anatomy.sizes(config), anatomy.sizes(config, padded=False)
-
     def places(name, shape, weight):
+        kind = anatomy.config_of(config, name)
+        stored, model = anatomy.sizes(kind), anatomy.sizes(kind, padded=False)
         dims = zip(shape, weight.dims.replace("Z", "D"), strict=True)
         inside = lambda size, dim: (
             np.arange(size) % stored[dim] < model[dim] if dim in anatomy.PADDED_DIMS else np.full(size, True)

@@ -80,6 +80,12 @@ PROGRAM_FIELDS = {  # for each field the flags under which it has an effect, and
     "global_rope_theta": (dict(window=64, global_every=3), 1e6),
     "global_head_dim": (dict(window=64, global_every=3), 32),
     "global_kv_heads": (dict(window=64, global_every=3), 4),
+    "num_kv_shared_layers": (dict(window=64, global_every=2, global_head_dim=32, num_layers=4), 2),
+    "double_wide_mlp": (
+        dict(window=64, global_every=2, global_head_dim=32, num_layers=4, num_kv_shared_layers=2),
+        True,
+    ),
+    "ple_dim": (dict(post_norms=True), 16),
     "post_norms": ({}, True),
     "qk_norm": ({}, True),
     "value_norm": ({}, True),

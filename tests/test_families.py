@@ -394,8 +394,8 @@ def test_gemma_4_has_other_heads_in_global_layers(tmp_path):
     assert settings(tmp_path, HF | old | dict(per_layer_config={"1": heads, "3": heads})) == fields
     with pytest.raises(ValueError, match="all full_attention layers must be alike"):
         settings(tmp_path, HF | old | dict(per_layer_config={"1": heads, "3": dict(head_dim=32)}))
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256: this program has only"):
-        settings(tmp_path, HF | GEMMA4 | dict(hidden_size_per_layer_input=256))
+    with pytest.raises(ValueError, match="vocab_size_per_layer_input=65: this program has only"):
+        settings(tmp_path, HF | GEMMA4 | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=65))
     assert settings(tmp_path, families.config_json(Config(**fields))) == fields
 
 

@@ -32,6 +32,8 @@ MODELS = {
 }
 MODELS["two kinds"] = MODELS["gemma"] | dict(num_layers=6, global_every=3, global_head_dim=8, global_kv_heads=2)
 MODELS["two kinds"] |= dict(qk_norm=True, value_norm=True, keys_as_values=True, rope_fraction=0.5, layer_scale=True)
+MODELS["shared keys"] = MODELS["two kinds"] | dict(keys_as_values=False, num_kv_shared_layers=3, double_wide_mlp=True)
+MODELS["shared keys"] |= dict(ple_dim=8)
 LENGTHS, NEW = (7, 3, 9, 1), 12  # tokens of the prompts, the longest of which exceeds every window; tokens to generate
 
 
@@ -165,3 +167,5 @@ def test_the_cache_of_latent_attention_holds_latents():
     assert shapes_of(LATENT) == [(2, 3, 10, 1, 8), (2, 3, 10, 1, 4)]
     two_kinds = dict(num_layers=6, window=4, global_every=3, global_head_dim=8)
     assert shapes_of(two_kinds) == [(4, 3, 10, 1, 4)] * 2 + [(2, 3, 10, 1, 8)] * 2
+    shared = two_kinds | dict(num_kv_shared_layers=3)
+    assert shapes_of(shared) == [(2, 3, 10, 1, 4)] * 2 + [(1, 3, 10, 1, 8)] * 2

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from optax import contrib
-from support import EXPERTS, MIXTURES, SMALL, assert_close, equations, matmul_flops, relative_error
+from support import EXPERTS, MIXTURES, SMALL, assert_close, equations, init, matmul_flops, relative_error
 
 import muon
 import parameters
@@ -122,6 +122,30 @@ def test_a_stack_is_orthogonalised_some_matrices_at_a_time(monkeypatch):
     assert relative_error(muon.orthogonalise(stack), expected) < 1e-6
 
 
+def test_the_matrices_of_a_projection_to_all_layers_are_those_of_each():
+    """[D, Y, P] has a matrix [D, P] for each of the Y layers, and comes back as it was."""
+    weight = muon.weights_of(Config(ple_dim=4, post_norms=True)).ple_project
+    w_DYP = jax.random.normal(jax.random.key(0), (6, 3, 4))
+    stack = muon.to_matrices(w_DYP, weight, 6)
+    assert stack.shape == (3, 6, 4) and all((stack[y] == w_DYP[:, y]).all() for y in range(3))
+    assert (muon.from_matrices(stack, weight, w_DYP.shape) == w_DYP).all()
+
+
+@pytest.mark.parametrize("dim_multiple", [1, 16])
+def test_a_wide_mlp_is_scaled_as_its_own_matrix(dim_multiple):
+    """Layers that share keys and values have an MLP of 2F: its updates are as large as those of any matrix."""
+    shared = dict(num_layers=4, window=8, global_every=2, global_head_dim=8, num_kv_shared_layers=2)
+    config = Config(**TINY | shared | dict(double_wide_mlp=True, ff_dim=40, dim_multiple=dim_multiple))
+    weights = muon.weights_of(config)
+    tree = jax.tree.map(lambda w, each: w if each else None, init(config), weights)
+    update = muon.orthogonalise_tree(tree, weights, config)
+    for stack, width in (("layers", 40), ("kv_shared_layers", 80)):
+        matrix = getattr(tree, stack).w_gate[0][: config.model_dim, :width]
+        expected = muon.orthogonalise(jnp.asarray(matrix, config.dtype)[None])[0]
+        actual = getattr(update, stack).w_gate[0][: config.model_dim, :width]
+        assert relative_error(actual, expected) < 1e-5
+
+
 # -- on a mesh
 
 PART_OF_AN_EXPERT = DEEPSEEK | dict(num_experts=2, router_groups=1, router_groups_kept=1, shard_update=True)
@@ -139,6 +163,8 @@ MESHES = [
     slow("fsdp:2,fsdp_transpose:2,tensor:2", dict()),
     slow("fsdp:2,fsdp_transpose:2,expert:2", DEEPSEEK),
     slow("fsdp:4,expert:2", FOUR_EXPERTS),  # a device has half of one of the two along its axis
+    slow("fsdp:2,tensor:2", dict(ple_dim=12, post_norms=True)),
+    slow("fsdp:2,fsdp_transpose:2,tensor:2", dict(ple_dim=12, post_norms=True, shard_update=True)),
 ]
 
 

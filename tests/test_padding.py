@@ -130,9 +130,15 @@ def test_fp8_leaves_the_padding(option):
     assert 0.01 < errors.layers.w_o < 0.4
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-mla"])
-def test_initial_values_have_the_variance_of_the_model_and_no_padding(preset):
-    config = from_preset(preset, model_dim=128, dim_multiple=96)
+SHARED = dict(num_layers=4, window=8, global_every=2, global_head_dim=32, num_kv_shared_layers=2)
+SHARED |= dict(double_wide_mlp=True, ff_dim=200, ple_dim=24, post_norms=True)
+
+
+@pytest.mark.parametrize(
+    "flags", [dict(preset=preset) for preset in ("tiny", "tiny-moe", "tiny-mla")] + [dict(preset="tiny", **SHARED)]
+)
+def test_initial_values_have_the_variance_of_the_model_and_no_padding(flags):
+    config = from_preset(**flags, model_dim=128, dim_multiple=96)
     values = jax.jit(lambda key: initialisation.init_params(config, key))(jax.random.key(0))
     values = without_padding(values, config)
     plain = dataclasses.replace(config, dim_multiple=1)
@@ -155,6 +161,11 @@ GEMMA = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True, tied_
 FAMILIES = {
     "llama": MODEL,
     "gemma2": MODEL | GEMMA | dict(global_every=2, attention_soft_cap=50.0, logit_soft_cap=30.0),
+    "gemma4_text": MODEL
+    | GEMMA
+    | dict(qk_norm=True, value_norm=True, layer_scale=True, attention_scale=1.0, num_layers=4, global_every=2)
+    | dict(global_head_dim=16, num_kv_shared_layers=2, double_wide_mlp=True, ple_dim=8)
+    | dict(global_rope_theta=1e6, rope_fraction=0.25),
     "qwen3_moe": MODEL | MOE | dict(qk_norm=True),
     "deepseek_v3": MODEL | MOE | DEEPSEEK,
     "gpt_oss": MODEL | MOE | BIASES | dict(rope_type="yarn", rope_scaling=4.0, window=4, global_every=2),

@@ -232,6 +232,45 @@ def test_two_kinds_of_layers_equal_the_reference(option):
     check_gradients(Config(**TWO_KINDS | option))
 
 
+# The last period shares the keys and values of the one before, in MLPs of twice the width. Layers have embeddings.
+SHARED = SMALL | dict(num_layers=6, window=5, global_every=2, global_head_dim=8, num_kv_shared_layers=2, norm_eps=0.1)
+SHARED |= dict(double_wide_mlp=True, ple_dim=8, qk_norm=True, value_norm=True, post_norms=True, layer_scale=True)
+SHARED |= dict(embedding_scale=True, tied_embeddings=True, qkv_bias=True)
+
+
+@pytest.mark.at_most(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(mesh="data:2,fsdp:2,tensor:2"),
+        dict(mesh="fsdp:4,tensor:2", prefetch=False, remat="full"),
+        dict(mesh="fsdp:8", double_buffer=True, remat="minimal", num_kv_shared_layers=4),
+        dict(mesh="data:2,fsdp:2,context:2", microbatches=2, shard_update=True, remat="full"),
+        dict(mesh="fsdp:2,fsdp_transpose:2,tensor:2", remat="save_out_proj"),
+        dict(mesh="fsdp:4,fsdp_transpose:2", collectives="ring", dim_multiple=24, ff_dim=40),
+        dict(mesh="fsdp:2,tensor:4", remat="minimal_with_context"),
+        dict(mesh="fsdp:2,tensor:4", collective_matmul=True, collectives="ring"),
+    ],
+    ids=lambda option: f"{option['mesh']}{'-collective_matmul' * ('collective_matmul' in option)}",
+)
+def test_layers_that_share_keys_and_values_equal_the_reference(option):
+    check_gradients(Config(**SHARED | option))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option",
+    [
+        dict(mesh="fsdp:4,tensor:2", window=5, global_every=3),
+        MIXTURES["mixtral"] | dict(mesh="fsdp:2,expert:2,tensor:2", num_dense_layers=1, remat="full"),
+    ],
+    ids=lambda option: option["mesh"],
+)
+def test_per_layer_embeddings_of_a_single_stack_equal_the_reference(option):
+    check_gradients(Config(**SMALL | dict(ple_dim=8, post_norms=True, norm_eps=0.1) | option))
+
+
 EXPERT_MESHES = [  # every size of `expert`, with and without fsdp and tensor
     ("fsdp:8", dict()),
     ("expert:8", dict()),

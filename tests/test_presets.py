@@ -36,6 +36,9 @@ FIELDS = {
     "global_head_dim": "global_head_dim",
     "num_global_key_value_heads": "global_kv_heads",
     "attention_k_eq_v": "keys_as_values",
+    "num_kv_shared_layers": "num_kv_shared_layers",
+    "use_double_wide_mlp": "double_wide_mlp",
+    "hidden_size_per_layer_input": "ple_dim",
     "top_k_experts": "experts_per_token",
     "swiglu_limit": "swiglu_limit",
     "num_local_experts": "num_experts",
@@ -84,6 +87,7 @@ GEMMA3 |= dict(sliding_window_pattern=6)
 GEMMA3_LONG = GEMMA3 | {"sliding_window": 1024, "rope_scaling.rope_type": "linear", "rope_scaling.factor": 8.0}
 GEMMA4 = GEMMA3 | {"rope_parameters.full_attention.partial_rotary_factor": 0.25, "sliding_window": 1024}
 GEMMA4 |= dict(global_head_dim=512, attention_k_eq_v=True, final_logit_softcapping=30.0)
+GEMMA4_SMALL = GEMMA4 | dict(attention_k_eq_v=False, sliding_window=512, hidden_size_per_layer_input=256)
 CONFIG_JSON = {
     "llama2-70b": sized(80, 8192, 28_672, 64, 8, 32_000, rms_norm_eps=1e-5, rope_theta=10_000.0),
     "llama3.1-8b": sized(32, 4096, 14_336, 32, 8, 128_256) | LLAMA31,
@@ -121,6 +125,10 @@ CONFIG_JSON = {
     "gemma3-4b": sized(34, 2560, 10_240, 8, 4, 262_208) | GEMMA3_LONG,
     "gemma3-12b": sized(48, 3840, 15_360, 16, 8, 262_208) | GEMMA3_LONG,
     "gemma4-31b": sized(60, 5376, 21_504, 32, 16, 262_144, num_global_key_value_heads=4) | GEMMA4,
+    "gemma4-e2b": sized(35, 1536, 6144, 8, 1, 262_144)
+    | GEMMA4_SMALL
+    | dict(sliding_window_pattern=5, num_kv_shared_layers=20, use_double_wide_mlp=True),
+    "gemma4-e4b": sized(42, 2560, 10_240, 8, 2, 262_144) | GEMMA4_SMALL | dict(num_kv_shared_layers=18),
     "gemma4-26b-a4b": sized(30, 2816, 2112, 16, 8, 262_144, num_global_key_value_heads=2)
     | GEMMA4
     | dict(num_experts=128, top_k_experts=8, moe_intermediate_size=704),
@@ -147,7 +155,7 @@ OF_THE_CODE |= dict.fromkeys(
 GEMMA_CODE = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True)
 OF_THE_CODE |= {f"gemma2-{size}": GEMMA_CODE | dict(global_every=2) for size in ("2b", "9b")}
 GEMMA4_CODE = GEMMA_CODE | dict(qk_norm=True, value_norm=True, layer_scale=True, attention_scale=1.0)
-OF_THE_CODE |= {"gemma4-31b": GEMMA4_CODE}
+OF_THE_CODE |= dict.fromkeys(("gemma4-31b", "gemma4-e2b", "gemma4-e4b"), GEMMA4_CODE)
 # Its dense MLP of 2112 is beside the experts, as wide as three of them.
 OF_THE_CODE["gemma4-26b-a4b"] = GEMMA4_CODE | dict(num_shared_experts=2112 // 704, expert_norms=True, expert_scale=True)
 OF_THE_CODE["gemma4-26b-a4b"] |= dict(load_balance_loss=0.01)

@@ -424,8 +424,21 @@ def test_a_load_is_that_of_the_transformer(preset):
     assert load.flops_per_token == 2 * transformer.matmul_params(config)
     assert load.loaded_bytes(1) == pytest.approx(transformer.active_params(config, embedding=False), rel=1e-12)
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.model_dim
+    embedding += config.vocab_size * config.num_layers * config.ple_dim
     assert load.loaded_bytes(10**6) == pytest.approx(transformer.num_params(config) - embedding, rel=1e-12)
     assert load.held_bytes(3) == load.weight_bytes + 3 * load.cache_bytes
+
+
+def test_a_cache_that_layers_share_is_held_once_and_read_by_each():
+    """Gemma 4 E2B has 12 local and 3 global layers with keys and values, and 16 and 4 that share those of the last."""
+    config = from_preset("gemma4-e2b")
+    load = load_of(config, 8192)
+    local, everywhere = 2 * 512 * 2 * 256, 2 * 8192 * 2 * 512
+    assert load.cache_bytes == 12 * local + 3 * everywhere
+    assert load.cache_bytes * load.cache_reads == pytest.approx(28 * local + 7 * everywhere)
+    step = decode(load, CHIPS["tpu7x"], 1, 1)
+    assert step.cache_s == pytest.approx((28 * local + 7 * everywhere) / CHIPS["tpu7x"].hbm_bytes_per_s)
+    assert load_of(from_preset("gemma4-31b"), 8192).cache_reads == 1
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not from_preset(name).window])

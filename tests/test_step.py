@@ -772,7 +772,10 @@ def test_saved_activations_are_those_of_transformer(preset):
         assert sum(layer.num_layers for layer in kinds) == config.num_layers
         counted = sum(layer.num_layers * (layer.params.experts + layer.params.others) for layer in kinds)
         parts = transformer.parts(config)
-        outside = sum(parts[name].params for name in ("embedding", "unembedding") if name in parts) + config.model_dim
+        tables = ("embedding", "layer embedding", "unembedding")
+        outside = sum(parts[name].params for name in tables if name in parts) + config.model_dim
+        if config.ple_dim:  # the projection and the norm before the layers
+            outside += config.model_dim * config.num_layers * config.ple_dim + config.ple_dim
         assert counted == transformer.num_params(config) - outside
 
 

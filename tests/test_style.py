@@ -160,7 +160,7 @@ def test_tensor_parallel_matmuls_repeat_the_names(path):
 
 
 def test_there_are_tensor_parallel_matmuls_to_look_at():
-    assert tensor_parallel_errors(Path(decoder.__file__).read_text(), dims_of_weights())[1] == 10
+    assert tensor_parallel_errors(Path(decoder.__file__).read_text(), dims_of_weights())[1] == 13
 
 
 @pytest.mark.parametrize(
@@ -279,12 +279,12 @@ def test_every_module_has_a_floor():
 
 
 def test_the_model_brings_no_instruments():
-    """A reader of `import model` meets at most 25 modules of 9,700 lines, and none that predicts or compiles."""
+    """A reader of `import model` meets at most 25 modules of 10,000 lines, and none that predicts or compiles."""
     code = "import sys, model; print(*(getattr(each, '__file__', None) for each in sys.modules.values()), sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [path for path in MODULES if str(path) in said.splitlines()]
     assert {"model", "decoder", "fsdp"} <= {path.stem for path in paths}
-    assert len(paths) <= 25 and sum(len(path.read_text().splitlines()) for path in paths) <= 9700
+    assert len(paths) <= 25 and sum(len(path.read_text().splitlines()) for path in paths) <= 10_000
     assert not {path.stem for path in paths} & {"workload", "step", "planner", "transformer", "schedule", "hlo"}
 
 

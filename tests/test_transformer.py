@@ -28,7 +28,7 @@ from predicted import transformer
 # The outputs of the big matmuls, and the layer's input, from which all else is recomputed.
 MATMUL_OUTPUTS = frozenset(
     "decoder_layer_input query_latent kv_latent query_proj key_proj value_proj out_proj mlp_gate mlp_up mlp_down "
-    "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down".split()
+    "router_logits expert_gate expert_up expert_down shared_gate shared_up shared_down ple_gate ple_out".split()
 )
 SMALL = Config(
     batch=2, seq_len=16, num_layers=2, model_dim=32, ff_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64
@@ -62,7 +62,7 @@ def test_weights_are_those_of_the_model(preset):
         jax.tree.leaves_with_path(parameters.param_shapes(config)), is_matrix, strict=True
     ):
         *stack, name = (key.name for key in path)
-        name = f"global_layers.{name}" if stack == ["global_layers"] else name
+        name = f"{stack[0]}.{name}" if stack and stack != ["layers"] and anatomy.two_kinds(config) else name
         matrices |= {name} if multiplies else set()
         before = shapes.get(name, (0,))[0] if stack else 0  # layers of the other stack
         shapes[name] = (before + leaf.shape[0], *leaf.shape[1:])
@@ -70,7 +70,7 @@ def test_weights_are_those_of_the_model(preset):
     assert {name: weight.shape for name, weight in weights.items()} == shapes
     assert transformer.num_params(config) == sum(map(math.prod, shapes.values()))
     assert transformer.active_params(config) == transformer.num_params(config) or config.num_experts
-    assert {name for name, w in weights.items() if w.makes} == matrices - {"embed"}
+    assert {name for name, w in weights.items() if w.makes} == matrices - {"embed", "ple_embed"}
 
 
 def test_training_flops_by_hand():
@@ -87,13 +87,15 @@ def test_training_flops_by_hand():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_six_flops_a_matmul_parameter_and_a_dim_of_keys_and_values(preset):
-    config = from_preset(preset, window=0, global_every=0)
+    shared = dict(num_kv_shared_layers=0, double_wide_mlp=False)  # they would need global layers
+    config = from_preset(preset, window=0, global_every=0, **shared)
     shapes, is_matrix = parameters.param_shapes(config), parameters.is_matrix(config)
     pairs = zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(is_matrix), strict=True)
     share = lambda path: (config.experts_per_token, config.num_experts) if "expert_" in str(path[-1]) else (1, 1)
     active = lambda path, leaf: math.prod(leaf.shape) // share(path)[1] * share(path)[0]
     in_matmuls = sum(active(path, leaf) for (path, leaf), matrix in pairs if matrix)
     in_matmuls -= 0 if config.tied_embeddings else math.prod(shapes.embed.shape)  # looked up, not multiplied
+    in_matmuls -= math.prod(shapes.ple_embed.shape) if config.ple_dim else 0
     dims = anatomy.key_dim(config) + anatomy.value_dim(config)
     attention = 6 * config.num_layers * config.num_heads * dims * config.seq_len / 2
     assert transformer.train_flops_per_token(config) == 6 * in_matmuls + attention
@@ -145,7 +147,15 @@ def test_two_kinds_of_layers_by_hand():
     assert saved == 4 * a_layer[0] + 2 * a_layer[1]
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(seq_len=3000), dict(window=700), dict(window=1000, global_every=3)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        dict(seq_len=3000),
+        dict(window=700),
+        dict(window=1000, global_every=3, num_layers=12, num_kv_shared_layers=0),
+    ],
+)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_training_takes_three_times_the_forward(preset, overrides):
     config = from_preset(preset, **overrides)
@@ -186,6 +196,9 @@ SIZES = {
     "gemma3-4b": (3_880_263_168, 3.209 + 262_208 * 2560e-9, 3),
     "gemma3-12b": (11_766_034_176, 10.759 + 262_208 * 3840e-9, 3),
     "gemma4-31b": (30_697_345_340, 30.7, 1),  # model cards
+    # 5.1B and 8B with the towers for images and sound, which are not counted here.
+    "gemma4-e2b": (4_628_569_379, 5.1 - 0.47, 1),
+    "gemma4-e4b": (7_463_013_418, 8 - 0.54, 1),
     "gemma4-26b-a4b": (25_233_141_790, 25.2, 1),
     # Mixtral of Experts, arXiv:2401.04088: 47B; the release has 46.7B.
     "mixtral-8x7b": (46_702_792_704, 46.7, 1),
@@ -438,7 +451,8 @@ def test_the_matmuls_of_a_plain_model_are_counted_exactly(config):
 def test_the_matmuls_of_every_preset_are_counted_exactly(preset):
     """Forward and training FLOPs are exact at the real widths, on few tokens and layers, traced and not run."""
     layers = min(from_preset(preset).num_layers, 6)  # DeepSeek's first three are dense
-    config = from_preset(preset, batch=1, seq_len=16, window=0, global_every=0, num_layers=layers)
+    shared = dict(num_kv_shared_layers=0, double_wide_mlp=False)  # they would need global layers
+    config = from_preset(preset, batch=1, seq_len=16, window=0, global_every=0, num_layers=layers, **shared)
     if config.num_experts:
         layer, loss, params = model_of(config)
         loss = partial(loss, layer=layer)
@@ -566,7 +580,7 @@ def test_remat_policies_are_maxtexts():
 
 
 def test_a_flag_can_name_every_activation():
-    dense = dataclasses.replace(SMALL, qk_norm=True, value_norm=True)
+    dense = dataclasses.replace(SMALL, qk_norm=True, value_norm=True, post_norms=True, ple_dim=4)
     tables = [
         anatomy.activations(config, experts=experts, fused=fused)
         for config in (dense, dataclasses.replace(LATENT_EXPERTS, post_norms=True, expert_norms=True))
@@ -620,7 +634,7 @@ def test_expert_buffer_rows():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_result_of_every_matmul_can_be_saved(preset):
     config = from_preset(preset)
-    made = {weight.makes for weight in transformer.weights(config).values()} - {"logits", ""}
+    made = {weight.makes for weight in transformer.weights(config).values()} - {"logits", "ple_context", ""}
     kinds = {weight.part for weight in transformer.weights(config).values()}
     names = anatomy.activations(config) if "mlp" in kinds else {}
     names = {**names, **(anatomy.activations(config, experts=True) if "experts" in kinds else {})}

@@ -43,6 +43,8 @@ GEMMA = dict(mlp_activation="gelu", post_norms=True, embedding_scale=True, tied_
 GEMMA |= dict(window=4, global_every=2)
 GEMMA4 = GEMMA | dict(qk_norm=True, value_norm=True, keys_as_values=True, layer_scale=True, attention_scale=1.0)
 GEMMA4 |= dict(global_head_dim=16, global_kv_heads=1, global_rope_theta=1e6, rope_fraction=0.25, num_layers=4)
+GEMMA4_SMALL = GEMMA4 | dict(keys_as_values=False, global_kv_heads=0, num_kv_shared_layers=2, double_wide_mlp=True)
+GEMMA4_SMALL |= dict(ple_dim=8)
 GEMMA4_MOE = GEMMA4 | MOE | dict(num_shared_experts=3, ff_dim=24, expert_norms=True, expert_scale=True)
 MODELS = {
     "llama": SMALL | LLAMA3 | dict(tied_embeddings=True, qkv_bias=True, output_bias=True),
@@ -59,6 +61,7 @@ MODELS = {
     | GEMMA
     | dict(qk_norm=True, global_rope_theta=1e6, rope_type="linear", rope_scaling=8.0, attention_scale=12**-0.5),
     "gemma4_text": SMALL | GEMMA4,
+    "gemma4_text, shared keys": SMALL | GEMMA4_SMALL,
     "gpt_oss": SMALL
     | MOE
     | YARN
@@ -94,7 +97,7 @@ def test_an_exported_model_comes_back_with_the_same_bits(name, tmp_path):
     config = model(name)
     params, folder = exported(tmp_path / "a", config)
     fields = weights.settings(folder)
-    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == name
+    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == name.partition(",")[0]
     assert all(getattr(config, field) == value for field, value in fields.items() if field != "ff_dim")
     loaded = weights.load(folder, dataclasses.replace(config, **fields), mesh_of())
     assert equal(params, loaded)
@@ -496,6 +499,23 @@ def wrapped(folder: str, kind: str, prefix: str, **more) -> None:
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     renamed["vision_tower.layer.weight"] = np.zeros((2, 2), np.float32)
     save_file(renamed, f"{folder}/model.safetensors")
+
+
+def test_keys_of_layers_that_share_others_are_skipped(tmp_path):
+    """Published files may have them, and transformers ignores them; in another layer they would be an error."""
+    config = Config(**SMALL | GEMMA4_SMALL)
+    params, folder = exported(tmp_path, config)
+    file = f"{folder}/model.safetensors"
+    unused = {f"model.layers.{i}.self_attn.k_proj.weight": np.zeros((2, 2), np.float32) for i in (2, 3)}
+    save_file(load_file(file) | unused, file)
+    said = "their layers share the keys and values of another one"
+    assert weights.examined(folder, config)[1] == [
+        f"skipped, as {said}: model.layers.2.self_attn.k_proj.weight and 1 more"
+    ]
+    assert equal(weights.load(folder, config, mesh_of()), params)
+    save_file(load_file(file) | {"model.layers.4.self_attn.k_proj.weight": np.zeros((2, 2), np.float32)}, file)
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.self_attn\.k_proj\.weight"):
+        weights.examined(folder, config)
 
 
 @pytest.mark.parametrize(
