@@ -759,6 +759,15 @@ def test_the_state_is_sharded_by_the_mesh():
     assert prediction.memory["weights"] == pytest.approx(4 * (all_experts / 512 + others / 64))
 
 
+def test_the_gradient_of_a_tied_embedding_waits_for_the_layers():
+    """In float32, 4*V*D bytes; with a table of each, its gradient is sent before the layers' backward pass."""
+    flags = dict(preset="gemma4-31b", mesh="fsdp:128", batch=512)
+    tied, apart = (predicted(**flags, tied_embeddings=tied).memory for tied in (True, False))
+    assert tied["gradient of the embedding"] == 4 * 262_144 * 5376 and "gradient of the embedding" not in apart
+    assert tied["a layer's activations"] == apart["a layer's activations"]
+    assert "gradient of the embedding" not in predicted("tpu7x:1x1x1", **flags | dict(mesh="data:2", batch=2)).memory
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_saved_activations_are_those_of_transformer(preset):
     for remat in ("none", "full", "minimal"):
