@@ -157,11 +157,12 @@ def test_the_state_of_muon_is_moved_into_the_memory_of_the_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 0.8), ("muon", 0.9)])
-def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, share, programs, full_effort):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, programs, full_effort):
     """The device has no more than those of a layer, the embedding and the unembedding, or those of Muon in the update.
 
-    Without offloading, test_remat.py compares what is compiled with the prediction.
+    So it takes at most 5% more than is predicted without any slots; with all of them it would take 32 to 62% more.
+    libtpu 0.0.42.1 takes 9% less for AdamW and 1% more for Muon, libtpu 0.0.50.1 7% less and 3% more.
     """
     config = Config(**COMPILED, optimizer=optimizer)
     lowered = aot.lower_step(dataclasses.replace(config, offload_optimizer=True), "tpu7x:2x2x1")
@@ -170,4 +171,4 @@ def test_compiled_for_tpu7x_the_host_has_one_copy_of_the_slots(optimizer, share,
     slots = slots_of_device(plain.run)
     assert offloaded["host_bytes"] == pytest.approx(slots, rel=0.01) and plain.host_bytes == 0
     assert offloaded["argument_bytes"] == pytest.approx(plain.memory["weights"], rel=0.01)
-    assert plain.hbm_bytes - offloaded["peak_hbm_bytes"] > share * slots
+    assert offloaded["peak_hbm_bytes"] < 1.05 * (plain.hbm_bytes - slots)
