@@ -165,10 +165,11 @@ def _on_sparse_cores(collective: str, workloads: tuple[str, ...], source: str) -
     return Flag(name, "true", "auto", workloads, "SparseCore offload", meaning, source)
 
 
+SCOPED_VMEM, DEFAULT_VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib", 32_768  # of an operation
 PADS_SUMS = "xla_tpu_enable_sparse_core_reduce_scatter_padding"
 TABLE = (
     Flag(
-        "xla_tpu_scoped_vmem_limit_kib",
+        SCOPED_VMEM,
         "61440",
         "-1",
         ("dense_short", "host_offload"),
@@ -177,7 +178,7 @@ TABLE = (
         f"{_70B}, {_QWEN}",
     ),
     Flag(
-        "xla_tpu_scoped_vmem_limit_kib",
+        SCOPED_VMEM,
         "65536",
         "-1",
         ("dense_long", "moe"),

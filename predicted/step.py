@@ -251,7 +251,7 @@ def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
     tokens = f"{config.batch * config.seq_len / math.prod(run.sizes.values()):,.0f} tokens"  # those of one device
     nbytes = math.fsum(sum(kind.layer.elementwise) * kind.layer.num_layers for kind in kinds) * run.element
     peak, speed = run.peak_flops_per_s(), run.peak_flops_per_s(run.dtype)
-    reached = f"{e.matmul * (e.fp8_matmul if run.dtype == 'fp8' else 1):.3g}"
+    reached = f"{run.flops_per_s(run.dtype) / speed:.3g}"
     tiles = f", rows of an expert to {e.expert_tile}" if config.num_experts and e.overlapped_experts else ""
     slower = "" if run.dtype == "bf16" else f", {si(peak, 'FLOP/s')} for what stays in bfloat16"
     formulas = {

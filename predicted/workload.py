@@ -39,6 +39,7 @@ published measurement. "Chosen" marks a value that makes predictions agree with 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,10 @@ class Efficiency:
 
     # Shares of the peak at the running clock (Chip.running_hz).
     matmul: float = MATMUL_REACHED
+    # The share of that which XLA's matmuls reach with so many MiB of scoped VMEM, which allow larger tiles; linear
+    # between these. Compiled: the matmuls of a step of Llama 3.1 8B take 1.82, 0.92, 0.78 and 0.76 s. Measured runs
+    # have 60 MiB or more.
+    matmul_by_vmem: tuple[tuple[float, float], ...] = ((16, 0.42), (32, 0.83), (48, 0.97), (60, 1.0))
     # Chosen: matmuls in FP8 achieve this share of the share above. No figure of theirs is published.
     fp8_matmul: float = 0.88
     attention_forward: float = KERNEL_CLOCK * 1024 / 1897  # compiled: flash.py, 68.3k cycles for 36 blocks
@@ -271,10 +276,23 @@ class Run:
         """The rate of a device's transfers to or from its host, one way."""
         return (self.chip.pcie_bytes_per_s or self.chip.devices * self.efficiency.host_bytes_per_s) / self.chip.devices
 
-    def flops_per_s(self, dtype: str = "bf16") -> float:
-        """The FLOP/s that a device's matmuls achieve. An f32 matmul takes `passes_of_f32` passes of a bf16 matmul."""
+    @property
+    def vmem_share(self) -> float:
+        """The share of the rate of matmuls that the compiler's limit of scoped VMEM leaves to those of XLA."""
+        flags, points = compiler_flags.for_run(self.config), self.efficiency.matmul_by_vmem
+        mib = int(flags.get(compiler_flags.SCOPED_VMEM, compiler_flags.DEFAULT_VMEM_KIB)) / 1024
+        mib = min(max(mib, points[0][0]), points[-1][0])
+        (low, start), (high, end) = next(pair for pair in itertools.pairwise(points) if mib <= pair[1][0])
+        return start + (end - start) * (mib - low) / (high - low)
+
+    def flops_per_s(self, dtype: str = "bf16", *, kernel: bool = False) -> float:
+        """The FLOP/s that a device's matmuls achieve. An f32 matmul takes `passes_of_f32` passes of a bf16 matmul.
+
+        With `kernel` they are of a Pallas kernel, which chooses its own tiles.
+        """
         e = self.efficiency
-        return self.peak_flops_per_s(dtype) * e.matmul * (e.fp8_matmul if dtype == "fp8" else 1)
+        share = e.matmul * (e.fp8_matmul if dtype == "fp8" else 1) * (1 if kernel else self.vmem_share)
+        return self.peak_flops_per_s(dtype) * share
 
     def peak_flops_per_s(self, dtype: str = "bf16") -> float:
         """The peak of a device's matrix units at the running clock, in passes of bf16 for f32."""
@@ -704,7 +722,8 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
         rows, k, n, matrices = local_shape(run, product)
         in_tiles = product.part == "experts" and e.overlapped_experts
         padded_rows = rows + (matrices * e.expert_tile if in_tiles else 0)
-        multiplied = 2 * padded_rows * padded(k) * padded(n) / run.flops_per_s(product.dtype)
+        speed = run.flops_per_s(product.dtype, kernel=product.part == "experts")
+        multiplied = 2 * padded_rows * padded(k) * padded(n) / speed
         moved = moved_bytes(run, product) / (run.hbm_bytes_per_s * e.hbm)
         once = max(multiplied, moved)
         if product.part == "experts" and not e.overlapped_experts:

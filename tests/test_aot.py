@@ -225,6 +225,18 @@ def test_bytes_between_slices_are_those_predicted(flags, programs):
     assert sent == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
+def test_no_device_has_all_of_the_table_of_per_layer_embeddings(programs, full_effort):
+    """With layers that share keys and values, compiled for TPU7x: each device looks up its columns of the table."""
+    flags = dict(num_layers=6, window=128, global_every=3, global_head_dim=256, num_kv_shared_layers=3, head_dim=128)
+    flags |= dict(ple_dim=128, post_norms=True, qk_norm=True, double_wide_mlp=True, tied_embeddings=True)
+    flags |= dict(vocab_size=4096, model_dim=512, ff_dim=1024, num_heads=4, num_kv_heads=1, remat="full")
+    config = from_preset("tiny", **flags, seq_len=512, batch=8, mesh="fsdp:8", dtype="bfloat16")
+    memory, program = aot.compile_step(aot.lower_step(config, "tpu7x:2x2x1"), {}, str(programs))
+    assert "[4096,96]" in program and "[4096,768]" not in program  # V = 4096, and 6 layers of 128 on 8 devices
+    assert memory["peak_hbm_bytes"] < 2**30
+
+
 PADDED = {compiler_flags.PADS_SUMS: "true"}
 
 

@@ -24,12 +24,15 @@ def test_its_table_is_the_one_of_today(name):
 
 
 def test_predictions_are_for_what_is_predicted_alone(monkeypatch):
-    """A row with a compiler's flag has no predicted step, and a run that does not fit has only its memory."""
+    """A row whose flag changes no prediction has no predicted step, and a run that does not fit has only its memory."""
     stored = dict(fits=True, step_s=2.0, mfu=0.5, exposed_comm_s=0.5, peak_hbm_bytes=2**31)
     monkeypatch.setattr(results, "load", lambda _: stored)
     rows = cases.table("vmem").splitlines()[4:]
     assert all(row.endswith("| 2.000 s | 50.0% | 25.0% | 2.0 |") for row in rows)
-    assert [row.count("|  |  |  |  |") for row in rows] == [1, 0, 1, 1]
+    assert [row.count("|  |  |  |  |") for row in rows] == [0, 0, 0, 0]
+    assert [row.count("|  |  |  |  |") for row in cases.table("max logit").splitlines()[4:]] == [0, 1]
+    on_tensor_cores = [row for row in cases.table("offload").splitlines() if "on the TensorCores" in row]
+    assert len(on_tensor_cores) == 2 and all("|  |  |  |  |" in row for row in on_tensor_cores)
     assert re.search(r"\| 128k, .* \| does not fit \|  \|  \| 367.2 \|", cases.table("length"))
 
 

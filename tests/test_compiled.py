@@ -357,8 +357,9 @@ def test_aot_saves_a_result_and_a_refusal(capsys, monkeypatch):
 def test_predictions_are_close_to_compiled_steps(key):
     """Memory is within 15%, the step within 20%; with the recommended flags the prediction may be 25% too long.
 
-    Predictions ignore the compiler's flags: the VMEM that the recommended ones give to matmuls takes 11% off a step of
-    8B. Each stored key is also the one that today's flags give.
+    It may be 30% too long with the optimizer state on the host, whose rate is assumed: XLA's estimates have a higher
+    one. Of the compiler's flags only those that change the memory of matmuls and the sums over three axes are
+    predicted. Each stored key is also the one that today's flags give.
     """
     result = results.read()[key]
     prediction = results.prediction_of(key, result)
@@ -367,7 +368,8 @@ def test_predictions_are_close_to_compiled_steps(key):
         assert prediction.hbm_bytes == pytest.approx(needed, rel=0.15)
     if result["fits"] and "=" not in prediction.run.config.xla_flags:
         recommended = prediction.run.config.xla_flags == "recommended"
-        assert 0.8 <= prediction.step_s / result["step_s"] <= (1.25 if recommended else 1.2)
+        longest = 1.3 if prediction.run.config.offload_optimizer else 1.25 if recommended else 1.2
+        assert 0.8 <= prediction.step_s / result["step_s"] <= longest
 
 
 def test_command(capsys):

@@ -24,6 +24,7 @@ TPU7X = CHIPS["tpu7x"]
 GiB = 2**30
 EXACT = Efficiency(
     matmul=1,
+    matmul_by_vmem=((0, 1.0), (64, 1.0)),
     expert_tile=0,
     attention_forward=1,
     attention_backward=1,
@@ -218,6 +219,21 @@ def test_an_experts_rows_are_those_routed_to_it_and_the_ends_of_its_tiles():
     assert seconds(tiles, "matmul") == pytest.approx(3 * (padded + more) * 1024 / 1153.5e12)
 
 
+@pytest.mark.parametrize(("mib", "share"), [(8, 0.42), (16, 0.42), (32, 0.83), (40, 0.9), (60, 1.0), (64, 1.0)])
+def test_matmuls_gain_by_the_memory_that_flags_give_them(mib, share):
+    """XLA's matmuls do; the experts' kernels choose their own tiles. Without a flag it is 32 MiB."""
+    flags = dict(preset="mixtral-8x7b", batch=512, mesh="fsdp:128")
+    run = predicted(**flags, xla_flags=f"xla_tpu_scoped_vmem_limit_kib={1024 * mib}").run
+    assert run.flops_per_s() == pytest.approx(share * run.flops_per_s(kernel=True))
+    assert run.flops_per_s(kernel=True) == pytest.approx(0.96 * 1153.5e12 * 1.9 / 2.2)
+    default, with_flags = (predicted(**flags, xla_flags=flag).run for flag in ("none", "recommended"))
+    assert default.vmem_share == 0.83 and with_flags.vmem_share == 1.0
+    dense = [
+        predicted(preset="llama3.1-8b", batch=512, mesh="fsdp:128", xla_flags=flag) for flag in ("none", "recommended")
+    ]
+    assert seconds(dense[0], "matmul") == pytest.approx(seconds(dense[1], "matmul") / 0.83)
+
+
 def test_a_mask_takes_as_long_for_heads_of_any_size():
     """With heads of 256 scores take 1.22 times as long as with 128, and what a mask adds to a block as long."""
     without = dataclasses.replace(workload.MAXTEXT, attention_crossed=(0.0, 0.0))
@@ -266,7 +282,7 @@ def test_small_chunks_of_the_loss_are_bound_by_the_sum_of_gradients():
 
     In addition it multiplies 8 rows, where nothing hides dw's matmul, and moves 16 bytes for each logit.
     """
-    flags = dict(preset="llama3.1-8b", mesh="data:8", batch=8)
+    flags = dict(preset="llama3.1-8b", mesh="data:8", batch=8, xla_flags="recommended")
     small, large = (predicted("tpu7x:2x2x1", **flags, loss_chunk=chunk) for chunk in (8, 8192))
     reached = 0.87 * 7380e9 / 2
     least = 8192 / 8 * 128_256 * 4096 * ((8 + 2 + 2) / reached)
@@ -315,7 +331,7 @@ def test_rows_of_experts_are_scaled_in_passes_of_their_own(scales, nbytes):
 
 def test_weights_that_stay_in_bfloat16_cost_as_much_as_before():
     """A layer of Mixtral has 33 times as many weights in its experts as elsewhere, of which a token uses 8.4 times."""
-    once = dict(preset="mixtral-8x7b", batch=512, mesh="fsdp:128", remat="none")
+    once = dict(preset="mixtral-8x7b", batch=512, mesh="fsdp:128", remat="none", xla_flags="recommended")
     bf16, fp8 = predicted(**once), predicted(**once, fp8="dynamic")
     experts, others = (predicted(**once, fp8="dynamic", fp8_modules=modules) for modules in ("moe", "qkv,out,mlp"))
     for name, exposed in (("matmul", True), ("fsdp communication", False)):
@@ -868,7 +884,8 @@ def ran(capsys, command: str) -> str:
 
 
 def test_step_command(capsys):
-    command = "step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=save_qkv_proj"
+    command = "step --preset=llama3.1-70b --topology=tpu7x:4x4x4 --mesh=fsdp:128 --batch=256 --remat=save_qkv_proj "
+    command += "--xla_flags=recommended"
     out = ran(capsys, command)
     for words in (
         "llama3.1-70b on tpu7x:4x4x4, 64 chips, predicted",
