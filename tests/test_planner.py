@@ -148,7 +148,7 @@ def test_a_policy_fills_the_memory_that_a_named_one_leaves():
 @pytest.mark.slow
 def test_weights_are_sharded_into_whole_tiles_where_that_is_faster():
     """On 4,096 chips neither the largest fsdp, 4,096 or 8,192, nor a quarter of it leaves eight rows of 8,192."""
-    plan = planned("llama3.1-70b", "tpu7x:16x16x16", batch=16_384, mu_dtype="bfloat16")
+    plan = planned("llama3.1-70b", "tpu7x:16x16x16", batch=16_384, mu_dtype="bfloat16", xla_flags="recommended")
     fsdp = plan.best.run.sizes["fsdp"]
     assert axes_of(plan.best) == {"data", "fsdp"} and 8192 // fsdp % ROWS_OF_A_TILE == 0
     assert "copies of weights" not in {part.name for part in plan.best.parts if part.seconds}
