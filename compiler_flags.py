@@ -70,6 +70,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,7 +166,8 @@ def _on_sparse_cores(collective: str, workloads: tuple[str, ...], source: str) -
     return Flag(name, "true", "auto", workloads, "SparseCore offload", meaning, source)
 
 
-SCOPED_VMEM, DEFAULT_VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib", 32_768  # of an operation
+# The compiler's limit for one operation, if no flag sets it.
+SCOPED_VMEM, DEFAULT_VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib", 32_768
 PADS_SUMS = "xla_tpu_enable_sparse_core_reduce_scatter_padding"
 TABLE = (
     Flag(
@@ -344,6 +346,8 @@ def parse(text: str, workload: str) -> dict[str, str]:
             _check_name(name)
             if not value:
                 raise ValueError(f"--xla_flags: {name} needs a value, as in {name}=true")
+            if name == SCOPED_VMEM and not re.fullmatch(r"-1|[1-9]\d*", value):
+                raise ValueError(f"--xla_flags: {name} must be a number of KiB, or -1 for the default; got {value!r}")
             flags[name] = value
         elif name == "recommended" or name in WORKLOADS:
             flags |= recommended(workload if name == "recommended" else name)
@@ -361,6 +365,12 @@ def parse(text: str, workload: str) -> dict[str, str]:
 def for_run(config: Config) -> dict[str, str]:
     """The flags of a run. Raises ValueError, as `parse`."""
     return parse(config.xla_flags, workload_of(config))
+
+
+def scoped_vmem_kib(flags: Mapping[str, str]) -> int:
+    """The KiB of VMEM that one operation may use with these flags. -1 leaves it to the compiler, as does no flag."""
+    kib = int(flags.get(SCOPED_VMEM, -1))
+    return DEFAULT_VMEM_KIB if kib == -1 else kib
 
 
 def set_init_args(flags: Mapping[str, str]) -> None:

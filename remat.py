@@ -36,9 +36,9 @@ With C FLOP/s reached by a device, W_hbm bytes/s of its memory and W_host of the
     save in HBM          2 / W_hbm       written once, read once; faster from D = 2 * C / W_hbm on
     offload to the host  2 / W_host      out and in; faster from D = 2 * C / W_host on, unless it hides
 
-On a TPU7x device (C = 956e12, W_hbm = 3.2e12, of what programs reach; W_host = 16e9, assumed: the figure of other
-chips) that is D = 600 and D = 120,000. So the results of matmuls are saved in HBM as far as they fit, and are never
-worth a transfer that something waits for.
+On a TPU7x device (C = 956e12 with `--xla_flags=recommended`, W_hbm = 3.2e12, of what programs reach; W_host = 16e9,
+assumed: the figure of other chips) that is D = 600 and D = 120,000. So the results of matmuls are saved in HBM as far
+as they fit, and are never worth a transfer that something waits for.
 
 **Offload** moves a tensor to the host during the forward pass and back during the backward pass. In the programs of
 libtpu about as much of it hides as attention's kernel takes. So it hides, each way, if attention takes as long. With n

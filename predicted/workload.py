@@ -72,7 +72,7 @@ class Efficiency:
     matmul: float = MATMUL_REACHED
     # The share of that which XLA's matmuls reach with so many MiB of scoped VMEM, which allow larger tiles; linear
     # between these. Compiled: the matmuls of a step of Llama 3.1 8B take 1.82, 0.92, 0.78 and 0.76 s. Measured runs
-    # have 60 MiB or more.
+    # have 60 MiB or more. Assumed for other chips.
     matmul_by_vmem: tuple[tuple[float, float], ...] = ((16, 0.42), (32, 0.83), (48, 0.97), (60, 1.0))
     # Chosen: matmuls in FP8 achieve this share of the share above. No figure of theirs is published.
     fp8_matmul: float = 0.88
@@ -142,8 +142,9 @@ TODAY = Efficiency()  # of this project's programs
 # of the experts' kernel, the sum of matmul and memory comes to 0.98 in the median; its worst is 0.5, without the copies
 # of rows. All parts of a layer hide its offload, and the full backward pass of a layer hides the sums of its gradients.
 # No weights are copied: most of these runs shard weights in two dims, and their loops carry none between iterations.
-# Logits are in bfloat16 (logits_dot_in_fp32 is off in base.yml). With remat=none no elementwise work is repeated: of
-# Gemma 4 E2B and E4B there are runs with and without recomputation.
+# Logits are in bfloat16: base.yml has logits_dot_in_fp32 off. It casts them to float32 for the loss
+# (cast_logits_to_fp32); assumed: XLA fuses the cast, so that no float32 logits are written. With remat=none no
+# elementwise work is repeated: of Gemma 4 E2B and E4B there are runs with and without recomputation.
 MAXTEXT = replace(
     TODAY,
     attention_forward=KERNEL_CLOCK * 1024 / 2500,
@@ -278,9 +279,9 @@ class Run:
 
     @property
     def vmem_share(self) -> float:
-        """The share of the rate of matmuls that the compiler's limit of scoped VMEM leaves to those of XLA."""
-        flags, points = compiler_flags.for_run(self.config), self.efficiency.matmul_by_vmem
-        mib = int(flags.get(compiler_flags.SCOPED_VMEM, compiler_flags.DEFAULT_VMEM_KIB)) / 1024
+        """The share of their full rate that XLA's matmuls reach with the run's limit of scoped VMEM."""
+        points = self.efficiency.matmul_by_vmem
+        mib = compiler_flags.scoped_vmem_kib(compiler_flags.for_run(self.config)) / 1024
         mib = min(max(mib, points[0][0]), points[-1][0])
         (low, start), (high, end) = next(pair for pair in itertools.pairwise(points) if mib <= pair[1][0])
         return start + (end - start) * (mib - low) / (high - low)
@@ -722,7 +723,8 @@ def matmul_s(run: Run, products: Iterable[Product]) -> tuple[float, float]:
         rows, k, n, matrices = local_shape(run, product)
         in_tiles = product.part == "experts" and e.overlapped_experts
         padded_rows = rows + (matrices * e.expert_tile if in_tiles else 0)
-        speed = run.flops_per_s(product.dtype, kernel=product.part == "experts")
+        in_kernel = product.part == "experts" and run.config.moe_impl == "dropless"
+        speed = run.flops_per_s(product.dtype, kernel=in_kernel)
         multiplied = 2 * padded_rows * padded(k) * padded(n) / speed
         moved = moved_bytes(run, product) / (run.hbm_bytes_per_s * e.hbm)
         once = max(multiplied, moved)
@@ -750,7 +752,6 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     peak = run.peak_flops_per_s()
     # A mask takes as long for heads of any size.
     forward_scores, backward_scores = (scores * heads_of_128 + share * extra for share in e.attention_crossed)
-    peak = run.peak_flops_per_s()
     attention = forward_scores * 2 * 2 * 128 / (peak * e.attention_forward)
     attention_backward = backward_scores * 5 * 2 * 128 / (peak * e.attention_backward)
     if layer.attention_recomputed:
@@ -929,8 +930,9 @@ def _layer_peak(run: Run, layers: list[Layer]) -> dict[str, float]:
     activations = activations - largest.saved_bytes + largest.offloaded_bytes
     peak = {"a layer's activations": activations * run.tokens / run.tensor, "gathered weights": weights}
     if run.shards > 1 and config.tied_embeddings:
-        # The gradient of the gathered table waits in float32 for that of its look-up. Compiled: Gemma 4 E2B. Gemma 4
-        # 31B takes 87.2 GiB; 88.5 are predicted, 83.3 without this.
+        # The gradient of the gathered table waits in float32 for that of its look-up. Compiled: Gemma 4 31B takes 87.2
+        # GiB; 88.5 are predicted, 83.3 without this. E2B takes 14.3, and 11.3 are predicted: XLA holds the activations
+        # of several layers of a period, which is not modelled.
         peak["gradient of the embedding"] = 4 * config.vocab_size * anatomy.sizes(config)["D"] / run.tensor
     if over_context := attention_over_context(run):
         peak["attention over context"] = over_context * run.tokens / run.tensor

@@ -355,20 +355,20 @@ def test_aot_saves_a_result_and_a_refusal(capsys, monkeypatch):
 
 @pytest.mark.parametrize("key", results.read())
 def test_predictions_are_close_to_compiled_steps(key):
-    """Memory is within 15%, the step within 20%; with the recommended flags the prediction may be 25% too long.
+    """Memory is within 15%, the step within 20%.
 
-    It may be 30% too long with the optimizer state on the host, whose rate is assumed: XLA's estimates have a higher
-    one. Of the compiler's flags only those that change the memory of matmuls and the sums over three axes are
-    predicted. Each stored key is also the one that today's flags give.
+    With the optimizer state on the host the prediction may be 30% too long: the rate of its transfers is assumed, and
+    that of XLA's estimates is higher. The step is not compared where flags move collectives off the SparseCores, which
+    predictions do not model. Each stored key is also the one that today's flags give.
     """
     result = results.read()[key]
     prediction = results.prediction_of(key, result)
     assert results.key_of(prediction) == key
     if needed := results.memory_of(result):
         assert prediction.hbm_bytes == pytest.approx(needed, rel=0.15)
-    if result["fits"] and "=" not in prediction.run.config.xla_flags:
-        recommended = prediction.run.config.xla_flags == "recommended"
-        longest = 1.3 if prediction.run.config.offload_optimizer else 1.25 if recommended else 1.2
+    on_sparse_cores = "sparse_core_collective_offload_all_gather=false" not in prediction.run.config.xla_flags
+    if result["fits"] and on_sparse_cores:
+        longest = 1.3 if prediction.run.config.offload_optimizer else 1.2
         assert 0.8 <= prediction.step_s / result["step_s"] <= longest
 
 

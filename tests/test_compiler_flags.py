@@ -98,6 +98,7 @@ def test_the_value_of_xla_flags_is_parsed(text, flags):
         ("dense_lng", "did you mean dense_long?"),
         ("yes", "there is no 'yes'; there are recommended, none, dense_short, .*, name=value"),
         ("recommended,none", "none must be the only entry"),
+        (f"{VMEM}=64MiB", f"{VMEM} must be a number of KiB, or -1 for the default; got '64MiB'"),
         ("recommended,", "there is no ''"),
         (VMEM, f"{VMEM} needs a value, as in {VMEM}=true"),
         (f"{VMEM}=", f"{VMEM} needs a value"),
