@@ -26,6 +26,7 @@ import command
 # Meters, not parts of the training program: the lines at the root that a reader of training skips.
 INSTRUMENTS = "transformer step workload planner bounds matmul interconnect cost serving recompute".split()
 INSTRUMENTS += "hlo schedule liveness timeline bundles compiled".split()
+MOST_MODULES, MOST_LINES = 25, 9_950  # that `import model` brings
 KERNEL = re.compile(r"_(\w+_)?kernel")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORTED = "import json, sys, {module}; print(json.dumps([getattr(m, '__file__', None) for m in sys.modules.values()]))"
@@ -147,8 +148,8 @@ def rows(root: Path, entered: set[tuple[Path, int]]) -> list[Row]:
     at_root = {path.stem: lines_of(text) for path, text in texts.items() if path.parent == root}
     instruments = sum(at_root.get(name, 0) for name in INSTRUMENTS)
     return [
-        Row("modules that `import model` brings", len(brought), 25),
-        Row("lines of these", sum(lines_of(texts[path]) for path in brought), 9_950),
+        Row("modules that `import model` brings", len(brought), MOST_MODULES),
+        Row("lines of these", sum(lines_of(texts[path]) for path in brought), MOST_LINES),
         Row(
             "lines to read for the default run",
             above + below,
