@@ -64,9 +64,8 @@ CHUNK = 16  # tokens that `make_extend` generates in a call, at most
 class State(NamedTuple):
     """The state that a token changes. Each device has its own, with S columns for its b texts."""
 
-    cache: tuple[
-        jax.Array, ...
-    ]  # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R; two for a stack with any
+    # keys_LbskH and values_LbskU, or latents_Lbs1C and keys_Lbs1R; two for a stack with any
+    cache: tuple[jax.Array, ...]
     logits_bV: jax.Array  # float32: of the next token
     padding_b: jax.Array  # int32: columns before the first token of each text
     length: jax.Array  # int32: columns that are in the cache
