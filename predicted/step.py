@@ -7,7 +7,7 @@ arithmetic is the same, but is divided by the rates that programs achieve, not b
 predicted/workload.py has the achieved rates, the compute time of a layer, and the memory. This file adds up the layers
 of a pipeline stage over all M microbatches. It then adds the parts of a step that belong to no layer:
 
-    loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax
+    loss          3 * 2*D*V FLOPs a token / C + V * 16 B / W_hbm     unembedding and softmax; MaxText 8 B
     update        28 bytes a parameter / W_hbm                       adamw: read weights, gradients, moments; write them
     repeated      (a step + 5 states / W_hbm) / check_every          copied, compared, checksummed (corruption.py)
     muon          5 (4 n + 2 n^2/m) FLOPs a parameter / C            five iterations on matrices of n x m (muon.py)
@@ -86,6 +86,7 @@ from predicted.workload import (
     Run,
     after_mlp_s,
     compute_s,
+    elementwise_passes,
     elementwise_s,
     host_bytes_of,
     layers_of,
@@ -253,14 +254,16 @@ def _compute(run: Run, kinds: list[Kind]) -> list[Part]:
     peak, speed = run.peak_flops_per_s(), run.peak_flops_per_s(run.dtype)
     reached = f"{run.flops_per_s(run.dtype) / speed:.3g}"
     tiles = f", rows of an expert to {e.expert_tile}" if config.num_experts and e.overlapped_experts else ""
+    in_kernel = run.flops_per_s(run.dtype, kernel=True) / speed
+    kernels = f", experts {in_kernel:.3g}" if config.num_experts and config.moe_impl == "dropless" else ""
     slower = "" if run.dtype == "bf16" else f", {si(peak, 'FLOP/s')} for what stays in bfloat16"
     formulas = {
         "matmul": f"{tokens} * {si(flops['matmul'], 'FLOP')} with what is recomputed / ({si(speed, 'FLOP/s')} * "
-        f"{reached}{slower}); dims are padded to {run.chip.mxu_size}{tiles}",
+        f"{reached}{kernels}{slower}); dims are padded to {run.chip.mxu_size}{tiles}",
         "attention": f"{tokens} * {si(flops['attention'], 'FLOP')} of half the square / ({si(peak, 'FLOP/s')} * "
         f"{e.attention_forward:.3f} forward, {e.attention_backward:.3f} backward, for heads of 128); blocks on the "
         f"diagonal are full, the sequence is padded to tiles of {e.attention_tile}, backward has one more matmul",
-        "elementwise": f"{tokens} * 4 * {si(nbytes, 'B')} of all layers / "
+        "elementwise": f"{tokens} * {elementwise_passes(run)} * {si(nbytes, 'B')} of all layers / "
         f"({si(run.hbm_bytes_per_s, 'B/s')} * {e.elementwise})",
     }
     resources = {"matmul": "compute", "attention": "attention", "elementwise": "memory"}

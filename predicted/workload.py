@@ -760,8 +760,13 @@ def compute_s(run: Run, layer: Layer) -> dict[str, tuple[float, float]]:
     return {
         "matmul": matmul_s(run, layer.products),
         "attention": (attention, attention_backward),
-        "elementwise": (elementwise, (3 if config.remat != "none" or e.always_repeated else 2) * elementwise),
+        "elementwise": (elementwise, (elementwise_passes(run) - 1) * elementwise),
     }
+
+
+def elementwise_passes(run: Run) -> int:
+    """The times that a step does a layer's elementwise work: forward, twice backward, and where it is repeated."""
+    return 4 if run.config.remat != "none" or run.efficiency.always_repeated else 3
 
 
 def elementwise_s(run: Run, elements: float) -> float:

@@ -228,6 +228,9 @@ def test_matmuls_gain_by_the_memory_that_flags_give_them(mib, share):
     assert run.flops_per_s(kernel=True) == pytest.approx(0.96 * 1153.5e12 * 1.9 / 2.2)
     default, with_flags = (predicted(**flags, xla_flags=flag).run for flag in ("none", "recommended"))
     assert default.vmem_share == 0.83 and with_flags.vmem_share == 1.0
+    (layer,) = workload.layers_of(default)
+    experts = [product for product in layer.products if product.part == "experts"]
+    assert workload.matmul_s(default, experts) == workload.matmul_s(with_flags, experts) > (0, 0)
     dense = [
         predicted(preset="llama3.1-8b", batch=512, mesh="fsdp:128", xla_flags=flag) for flag in ("none", "recommended")
     ]
@@ -252,13 +255,16 @@ def test_a_mask_takes_as_long_for_heads_of_any_size():
 
 
 def test_only_maxtext_saves_elementwise_work_with_what_it_recomputes():
-    def seconds(remat: str, efficiency: Efficiency) -> float:
-        run = predicted(preset="llama3.2-1b", mesh="fsdp:128", batch=128, remat=remat, efficiency=efficiency).run
-        (layer,) = workload.layers_of(run)
-        return sum(workload.compute_s(run, layer)["elementwise"])
+    def elementwise(remat: str, efficiency: Efficiency) -> step.Part:
+        flags = dict(preset="llama3.2-1b", mesh="fsdp:128", batch=128, remat=remat)
+        (part,) = (each for each in predicted(**flags, efficiency=efficiency).parts if each.name == "elementwise")
+        return part
 
-    assert seconds("none", workload.TODAY) == seconds("full", workload.TODAY) == seconds("full", workload.MAXTEXT)
-    assert seconds("none", workload.MAXTEXT) == pytest.approx(3 / 4 * seconds("full", workload.MAXTEXT))
+    today, full = elementwise("none", workload.TODAY), elementwise("full", workload.MAXTEXT)
+    assert today.seconds == elementwise("full", workload.TODAY).seconds == full.seconds
+    none = elementwise("none", workload.MAXTEXT)
+    assert none.seconds == pytest.approx(3 / 4 * full.seconds)
+    assert " tokens * 3 * " in none.formula and " tokens * 4 * " in full.formula
 
 
 def test_attention_takes_as_long_for_small_heads_as_for_heads_of_128():
