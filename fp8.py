@@ -211,8 +211,9 @@ def cast(x: jax.Array, s: jax.Array, dtype, *, saturates: bool = True, key: jax.
 
     `saturates` may be False if s comes from the maximum of this x, so that nothing can be too large.
     """
-    x = x.astype(jnp.float32)
-    q = x * inverse(s)
+    if key is not None or x.dtype != jnp.bfloat16:
+        x = x.astype(jnp.float32)
+    q = x * inverse(s).astype(x.dtype)  # of a power of two, so bfloat16 rounds nothing, in half the vector operations
     if saturates:
         largest = float(jnp.finfo(dtype).max)
         q = jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(q, -largest, largest), q)  # infinities and NaN stay

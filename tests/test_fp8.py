@@ -95,6 +95,18 @@ def test_casts_are_to_nearest_even_and_saturate(name):
     assert (np.abs(rounded - x)[inside] <= np.maximum(relative * np.abs(x), absolute)[inside]).all()
 
 
+@pytest.mark.parametrize("exponent", [-126, -100, -9, 0, 3, 60, 119])
+@pytest.mark.parametrize("name", FORMATS)
+def test_casts_of_bfloat16_are_those_of_float32(name, exponent):
+    """All its numbers, with scales up to the smallest and largest, have equal bits: signs of zero and NaN, too."""
+    dtype, *_ = FORMATS[name]
+    x = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16))
+    for saturates in (True, False):
+        rounded = jax.jit(partial(fp8.cast, dtype=dtype, saturates=saturates))
+        own, of_float32 = (np.asarray(rounded(x, jnp.float32(2.0**exponent))) for x in (x, x.astype(jnp.float32)))
+        np.testing.assert_array_equal(own.view(np.uint8), of_float32.view(np.uint8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
