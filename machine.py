@@ -1,4 +1,4 @@
-"""This machine: its memory, and the memory that simulated devices need at least.
+"""This machine: its memory, the memory that simulated devices need at least, and which memory devices can address.
 
 Simulated devices share the memory of one machine, which does not refuse a model that is too large: it fills its memory
 and swaps, or the system ends any program. So the need of all devices is compared with the memory before one is made. At
@@ -38,6 +38,26 @@ def check(config: Config, sizes: dict[str, int]) -> None:
             f"{needed / GiB:,.1f} GiB at least, and this machine has {available / GiB:,.1f} GiB of memory left: a "
             "smaller --preset, --batch or --mesh; aot.py and roofline.py step answer without the memory"
         )
+
+
+def check_host_memory(config: Config, mesh) -> None:
+    """Raises ValueError if the config offloads something and a device of the mesh cannot address host memory."""
+    import offload
+
+    offloads = {
+        f"remat={config.remat} offloads {', '.join(sorted(anatomy.offloaded_names(config)))}": anatomy.offloaded_names(
+            config
+        ),
+        "offload_optimizer puts the optimizer state": config.offload_optimizer,
+    }
+    for action in (action for action, enabled in offloads.items() if enabled):
+        for device in mesh.local_devices:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if offload.MEMORY not in kinds:
+                raise ValueError(
+                    f"{action} to {offload.MEMORY}, and {device.device_kind} has the memories {', '.join(kinds)} only; "
+                    "without: --remat=full --no-offload_optimizer"
+                )
 
 
 def needed_bytes(config: Config, sizes: dict[str, int]) -> float:

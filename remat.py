@@ -95,21 +95,3 @@ def attention_is_late(config: Config) -> bool:
     """Whether what follows attention is recomputed without it: a later result is saved, that of attention is not."""
     saved = saved_names(config)
     return "context" not in saved and bool(saved & {"out_proj", "mlp_input", "norm_mlp"})
-
-
-def check_host_memory(config: Config, mesh) -> None:
-    """Raises ValueError if the config offloads something and a device of the mesh cannot address host memory."""
-    import offload
-
-    offloads = {
-        f"remat={config.remat} offloads {', '.join(sorted(offloaded_names(config)))}": offloaded_names(config),
-        "offload_optimizer puts the optimizer state": config.offload_optimizer,
-    }
-    for action in (action for action, enabled in offloads.items() if enabled):
-        for device in mesh.local_devices:
-            kinds = [memory.kind for memory in device.addressable_memories()]
-            if offload.MEMORY not in kinds:
-                raise ValueError(
-                    f"{action} to {offload.MEMORY}, and {device.device_kind} has the memories {', '.join(kinds)} only; "
-                    "without: --remat=full --no-offload_optimizer"
-                )

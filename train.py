@@ -64,7 +64,6 @@ import parameters
 import placement
 import processes
 import qk_clip
-import remat
 import rules
 import sampling
 import schedules
@@ -395,7 +394,7 @@ def set_up(config: Config, begun: float | None) -> Setup:
         rules.check(config, dict(mesh.shape))
         calibration.check(config)
         check_outputs(config)
-        remat.check_host_memory(config, mesh)
+        machine.check_host_memory(config, mesh)
         compiler_options = compiler_flags.compiler_options(compiler_flags.for_run(config))
         check_backend(config, mesh.devices.flat[0].platform)
         corpus = data_mixtures.open_mixture(config.corpus)

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -82,3 +83,18 @@ def test_memory_is_limited_by_the_system_or_its_container(monkeypatch, tmp_path)
     for text, expected in (("max\n", machine.available_bytes()), ("12345678\n", 12345678)):
         Path(tmp_path / "memory.max").write_text(text)
         assert machine.available_bytes() == expected
+
+
+def test_offload_is_refused_without_host_memory():
+    memory = lambda kind: SimpleNamespace(kind=kind)
+    device = SimpleNamespace(device_kind="an old TPU", addressable_memories=lambda: [memory("device")])
+    mesh = SimpleNamespace(local_devices=[device])
+    with pytest.raises(ValueError, match=r"query_proj, value_proj to pinned_host, and an old TPU has .* device only"):
+        machine.check_host_memory(Config(remat="qkv_proj_offloaded"), mesh)
+    custom = Config(remat="custom", remat_tensors="mlp_up:offload")
+    with pytest.raises(ValueError, match="remat=custom offloads mlp_up to"):
+        machine.check_host_memory(custom, mesh)
+    with pytest.raises(ValueError, match="offload_optimizer puts the optimizer state to pinned_host"):
+        machine.check_host_memory(Config(offload_optimizer=True), mesh)
+    machine.check_host_memory(Config(remat="minimal"), mesh)  # needs none
+    machine.check_host_memory(custom, sharding.make_mesh(placement.parse_mesh("fsdp:8")))

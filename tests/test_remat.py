@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -26,7 +25,6 @@ from support import (
 import anatomy
 import aot
 import hardware
-import placement
 import remat
 import sharding
 import tuned
@@ -254,24 +252,6 @@ def test_the_backward_pass_repeats_the_predicted_matmuls(mesh, flags):
     again = transformer.recomputed_flops_per_token(config, saved, kernel_scores={"context", "log_sum_exp"} <= saved)
     whole_square = again.get("scores", 0) + again.get("mix", 0)
     assert repeated == (sum(again.values()) + whole_square) * config.batch * config.seq_len
-
-
-# -- host memory
-
-
-def test_offload_is_refused_without_host_memory():
-    memory = lambda kind: SimpleNamespace(kind=kind)
-    device = SimpleNamespace(device_kind="an old TPU", addressable_memories=lambda: [memory("device")])
-    mesh = SimpleNamespace(local_devices=[device])
-    with pytest.raises(ValueError, match=r"query_proj, value_proj to pinned_host, and an old TPU has .* device only"):
-        remat.check_host_memory(Config(remat="qkv_proj_offloaded"), mesh)
-    custom = Config(remat="custom", remat_tensors="mlp_up:offload")
-    with pytest.raises(ValueError, match="remat=custom offloads mlp_up to"):
-        remat.check_host_memory(custom, mesh)
-    with pytest.raises(ValueError, match="offload_optimizer puts the optimizer state to pinned_host"):
-        remat.check_host_memory(Config(offload_optimizer=True), mesh)
-    remat.check_host_memory(Config(remat="minimal"), mesh)  # needs none
-    remat.check_host_memory(custom, sharding.make_mesh(placement.parse_mesh("fsdp:8")))
 
 
 # -- the numbers of the module's docstring
