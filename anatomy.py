@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 
-from config import Config, changed
+from config import INPUT_ON_DEVICE, Config, changed
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ONES, ZEROS = "ones", "zeros"
@@ -414,9 +414,12 @@ def activations(
     """
     size, X = sizes(config), config.experts_per_token
     D, N, K, F, M, J, Hk, Hv = (size[dim] for dim in "DNKFMJHU")
-    elements = {"decoder_layer_input": D, "norm_attention": D}
+    share = config.share_on_host
+    elements = {"decoder_layer_input": share * D} | ({INPUT_ON_DEVICE: (1 - share) * D} if share < 1 else {})
     if config.shares_kv:  # keys and values are carried from layer to layer: they are a part of the layer's input
-        elements["decoder_layer_input"], K = D + K * (Hk + Hv), 0
+        elements["decoder_layer_input"] += K * (Hk + Hv)
+        K = 0
+    elements["norm_attention"] = D
     if config.kv_lora_rank:
         # Before and after their norms. The latter are the operands of the next matmuls.
         if config.q_lora_rank:

@@ -31,6 +31,9 @@ ACTIVATIONS = (
     "expert_gate expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down "
     "mixture_out ple_gate ple_product ple_out"
 ).split()
+INPUT_ON_DEVICE = (
+    "decoder_layer_input_on_device"  # the part of a layer's input that stays on the device if a share is offloaded
+)
 FLOATS = "float32 bfloat16"
 
 
@@ -347,7 +350,8 @@ class Config:
     remat_stage: bool = flag(False, "program", PIPE)
     # activations of a layer that are saved for the backward pass; the others are recomputed
     remat: str = flag("none", "program plan", choices=(*REMAT_POLICIES, "auto"))
-    # with remat=custom, by name: device, offload or remat, as in mlp_up:device,context:offload
+    # with remat=custom, by name: device, offload or remat, as in mlp_up:device,context:offload; also a share of the
+    # layer's input, decoder_layer_input:offload:0.5
     remat_tensors: str = flag("", "program plan", CUSTOM_REMAT)
     # matmuls in FP8, by how their scales are found
     fp8: str = flag("none", "values program", choices="none dynamic static fixed delayed calibrate")
@@ -687,21 +691,32 @@ class Config:
         """{activation: device, remat or offload} of remat=custom; those that are not in it are recomputed.
 
         The layer's input and a mixture's `routing` are on the device unless they are moved; qkv_proj is three of them,
-        and log_sum_exp goes where context goes, both as in MaxText.
+        and log_sum_exp goes where context goes, both as in MaxText. Of an input with a share for the host, the rest is
+        INPUT_ON_DEVICE.
         """
         places = {"decoder_layer_input": "device"} | ({"routing": "device"} if self.num_experts else {})
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
+            place, _, share = place.partition(":")
             if name not in (*ACTIVATIONS, "qkv_proj"):
                 near = inputs.did_you_mean(name, ACTIVATIONS)
                 raise ValueError(f"remat_tensors: there is no activation {name!r}{near}")
             if place not in ("device", "remat", "offload"):
                 raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")
+            if share and not re.fullmatch(r"decoder_layer_input:offload:0?\.\d*[1-9]\d*", entry.strip()):
+                raise ValueError(f"remat_tensors: {entry}: only decoder_layer_input:offload:0.5 takes a share, below 1")
+            places |= {INPUT_ON_DEVICE: "device"} if share else {}
             for one in ("query_proj", "key_proj", "value_proj") if name == "qkv_proj" else (name,):
                 places[one] = place
         if "context" in places:  # without it, the kernel would have to run again
             places.setdefault("log_sum_exp", places["context"])
         return places
+
+    @property
+    def share_on_host(self) -> float:
+        """The share of the positions of an offloaded layer's input that goes to the host."""
+        shares = [float(entry.split(":")[2]) for entry in self.remat_tensors.split(",") if entry.count(":") == 2]
+        return shares[-1] if shares else 1
 
     @property
     def profile_range(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ from masks import Mask, Scores
 from mixture import mixture
 from parameters import Layers
 from placement import MESH_AXES
-from remat import attention_is_late, named
+from remat import attention_is_late, named, named_input
 from tensor import column_parallel, matmul, row_parallel
 
 
@@ -67,7 +67,7 @@ def layer(w: Layers, x, constants, i, is_global, config: Config, attend_with=Non
       x after the layer. A dense layer leaves the metrics as they are.
     """
     x_btd, metrics, *carried = x
-    x_btd = named(x_btd, "decoder_layer_input")
+    x_btd = named_input(x_btd, config)
     if len(constants) > 3:
         segments_bt, *local_tables, cos, sin = constants
         if not isinstance(is_global, bool):  # both tables have the same shape

@@ -47,7 +47,8 @@ elements a token of a layer in bfloat16, T causal tokens, and attention at C_a =
     2*n / W_host  <  2*T*D / C_a        <=>    T * D / n  >  C_a / W_host = 31,000
 
 A layer's input, n = D, hides in sequences of 31,000 tokens; query, key and value of Llama 3.1 70B in those of 39,000.
-For all that `minimal_offloaded` moves of that model, MLP included, the step waits up to sequences of 288,000.
+For all that `minimal_offloaded` moves of that model, MLP included, the step waits up to sequences of 288,000. Of a
+layer's input a share may go to the host, as much as hides or as the device lacks: decoder_layer_input:offload:0.5.
 
 **On TPU7x** (compiled, 70B). At 8k attention's kernel takes 0.9 s. Of 12.4 s of transfers of `minimal_offloaded` the
 step waits for 10.9; of 1.7 s of q, k, v for 0.9. At 128k the kernel takes 24 s, and of 3.4 s the step waits for 0.3. To
@@ -64,7 +65,7 @@ smaller part. Policies that differ between layers. Offload of weights (offload.p
 """
 
 from anatomy import offloaded_names, saved_names
-from config import Config
+from config import INPUT_ON_DEVICE, Config
 
 # jax is imported where it is used, so that rules.py and the predictions run without it.
 
@@ -74,6 +75,16 @@ def named(x, name: str):
     from jax.ad_checkpoint import checkpoint_name
 
     return checkpoint_name(x, name)
+
+
+def named_input(x_btd, config: Config):
+    """A layer's input, tagged. With a share for the host, what stays on the device has a name of its own."""
+    from jax import lax
+
+    if (on_host := max(1, round(config.share_on_host * x_btd.shape[1]))) == x_btd.shape[1]:
+        return named(x_btd, "decoder_layer_input")
+    parts = named(x_btd[:, :on_host], "decoder_layer_input"), named(x_btd[:, on_host:], INPUT_ON_DEVICE)
+    return lax.concatenate(parts, 1)
 
 
 def policy(config: Config):

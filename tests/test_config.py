@@ -274,6 +274,18 @@ AT_LEAST_1 = (
             dict(remat="custom", remat_tensors="decoder_layer_input:remat"),
             "remat_tensors: decoder_layer_input cannot be recomputed",
         ),
+        (
+            dict(remat="custom", remat_tensors="context:offload:0.5"),
+            "remat_tensors: context:offload:0.5: only decoder_layer_input:offload:0.5 takes a share",
+        ),
+        (
+            dict(remat="custom", remat_tensors="decoder_layer_input:offload:1.5"),
+            "remat_tensors: decoder_layer_input:offload:1.5: only decoder_layer_input:offload:0.5 takes a share",
+        ),
+        (
+            dict(remat="custom", remat_tensors="decoder_layer_input:offload:0.0"),
+            "remat_tensors: decoder_layer_input:offload:0.0: only",
+        ),
         (dict(fp8="e4m3"), "fp8='e4m3' is not one of none, dynamic, static"),
         (dict(remat=""), "remat='' is not one of none, full, save_out_proj"),
         (dict(profile_steps="5"), "profile_steps='5' must be FIRST:LAST"),
@@ -350,6 +362,13 @@ def test_places_of_activations():
     assert places("qkv_proj:offload") == {"decoder_layer_input": "device"} | qkv
     assert places("context:device")["log_sum_exp"] == "device"
     assert places("context:device,log_sum_exp:remat")["log_sum_exp"] == "remat"
+
+
+def test_a_share_of_the_input_goes_to_the_host():
+    half = Config(remat="custom", remat_tensors="mlp_up:device, decoder_layer_input:offload:0.5")
+    assert half.share_on_host == 0.5 and Config(remat="custom", remat_tensors="mlp_up:device").share_on_host == 1
+    places = {"decoder_layer_input": "offload", config_lib.INPUT_ON_DEVICE: "device", "mlp_up": "device"}
+    assert half.remat_places == places
 
 
 # -- presets
