@@ -39,7 +39,8 @@ at the same time:
     one layer     [layer(a) | gather b], a = copy(b)
     two layers    [layer(a) | gather b], [layer(b) | gather a]
 
-An optimization barrier (`_after`) makes the second gather wait for the first layer. Without it XLA:TPU copies.
+An optimization barrier (`_after`) makes the second gather wait for the first layer. Without it XLA:TPU copies. Another
+one makes it wait for the first gather. XLA otherwise merged both, and so the second layer waited for them.
 
 **Kinds of layers.** If some layers have weights of other shapes, every kind has a stack and a gather of its own. An
 iteration of the loop has a period of layers, such as five local ones and a global one, in which the kind of each is
@@ -230,6 +231,7 @@ def _run(step, loop: Loop, stacks, x, saved=None, reverse=False):
         row = row.clip(0, rows[kind] - 1)  # the extra gather is cheaper than a second loop body
         if loop.double_buffer:
             x, row = _after(x, row)
+            row = after(row, w)  # else XLA may merge this gather with that of w, and w would arrive as late
         w_next = weights(kind, row, ahead_of_time)
         kind, row = _place(i, j % period, pattern)
         w += weights(kind, row, within_the_layer)

@@ -253,6 +253,24 @@ def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
     assert order_of(waits=True)[0] == "gather" and order_of(waits=False)[0] == "matmul"
 
 
+@pytest.mark.parametrize("flags", [dict(), MIXTURES["mixtral"]], ids=["dense", "mixture"])
+def test_with_double_buffering_a_gather_comes_after_the_one_before(flags):
+    """Both layers' gathers of an iteration could otherwise be one message, which the first of them would wait for."""
+    config = Config(**SMALL | dict(num_layers=4) | flags, mesh="fsdp:8", double_buffer=True, remat="full")
+    loops = list(layer_loops_of(config))
+    assert len(loops) == 2  # forward and backward
+    for _, body in loops:
+        gathered = [eqn.outvars[0] for eqn in body.eqns if eqn.outvars[0] in weights_gathered(body)]
+        of_layer = len(gathered) // 2
+        assert of_layer > 1
+        for one, other in zip(gathered[:of_layer], gathered[of_layer:], strict=True):
+            needed = {other}  # what `other` is computed from
+            for eqn in reversed(body.eqns):
+                if needed & {*eqn.outvars}:
+                    needed |= {var for var in eqn.invars if not hasattr(var, "val")}  # no literals
+            assert one in needed
+
+
 @pytest.mark.slow
 def test_with_double_buffering_no_weights_are_copied():
     """Compiled for TPU7x 2x2x1, a stack of matmuls; without double buffering each of the two loops has one copy."""
