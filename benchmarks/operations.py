@@ -37,7 +37,8 @@ STEPS = {
     "--double_buffer --remat=custom "
     "--remat_tensors=context:device,qkv_proj:device,out_proj:device,expert_down:device --xla_flags=recommended",
     "mixtral-8x7b on 64 chips, FP8": "--topology=tpu7x:4x4x4 --preset=mixtral-8x7b --batch=1024 --mesh=fsdp:128 "
-    "--double_buffer --remat=save_dot_with_context_except_mlp --fp8=dynamic --xla_flags=recommended",
+    "--double_buffer --remat=save_dot_with_context_except_mlp --fp8=dynamic "
+    "--xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true",
     "llama3.1-70b on 64 chips": "--recipe=llama3.1-70b-8k-bf16",
     "llama3.1-70b on 64 chips, FP8": "--recipe=llama3.1-70b-8k-fp8",
     "qwen3-235b on 256 chips": QWEN3,
