@@ -31,9 +31,7 @@ ACTIVATIONS = (
     "expert_gate expert_up expert_product expert_down expert_sum shared_gate shared_up shared_product shared_down "
     "mixture_out ple_gate ple_product ple_out"
 ).split()
-INPUT_ON_DEVICE = (
-    "decoder_layer_input_on_device"  # the part of a layer's input that stays on the device if a share is offloaded
-)
+INPUT_ON_DEVICE = "decoder_layer_input_on_device"  # of a layer's input, what stays if a share is offloaded
 FLOATS = "float32 bfloat16"
 
 

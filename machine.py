@@ -44,10 +44,9 @@ def check_host_memory(config: Config, mesh) -> None:
     """Raises ValueError if the config offloads something and a device of the mesh cannot address host memory."""
     import offload
 
+    activations = anatomy.offloaded_names(config)
     offloads = {
-        f"remat={config.remat} offloads {', '.join(sorted(anatomy.offloaded_names(config)))}": anatomy.offloaded_names(
-            config
-        ),
+        f"remat={config.remat} offloads {', '.join(sorted(activations))}": activations,
         "offload_optimizer puts the optimizer state": config.offload_optimizer,
     }
     for action in (action for action, enabled in offloads.items() if enabled):
