@@ -21,10 +21,7 @@ import command
 import outputs
 
 RECORDED = ROOT / "benchmarks/operations.json"
-QWEN3 = (
-    "--topology=tpu7x:4x8x8 --preset=qwen3-235b-a22b --batch=8192 --mesh=fsdp:512 --no-prefetch --microbatches=2 "
-    "--remat=save_out_proj --xla_flags=recommended"
-)
+QWEN3 = "--topology=tpu7x:4x8x8 --preset=qwen3-235b-a22b --batch=8192 --mesh=fsdp:512 --xla_flags=recommended"
 GPT_OSS = (
     "--topology=tpu7x:4x4x4 --preset=gpt-oss-120b --batch=1280 --mesh=fsdp:128 --dim_multiple=128 --no-prefetch "
     "--remat=custom --remat_tensors=context:device "
@@ -41,8 +38,9 @@ STEPS = {
     "--xla_flags=recommended,xla_tpu_enable_sparse_core_reduce_scatter_padding=true",
     "llama3.1-70b on 64 chips": "--recipe=llama3.1-70b-8k-bf16",
     "llama3.1-70b on 64 chips, FP8": "--recipe=llama3.1-70b-8k-fp8",
-    "qwen3-235b on 256 chips": QWEN3,
-    "qwen3-235b on 256 chips, FP8": f"{QWEN3} --fp8=fixed",
+    "qwen3-235b on 256 chips": f"{QWEN3} --no-prefetch --microbatches=2 --remat=save_out_proj",
+    "qwen3-235b on 256 chips, FP8": f"{QWEN3} --double_buffer --microbatches=4 --remat=custom "
+    "--remat_tensors=context:device,out_proj:device --fp8=fixed",
     "deepseek-v3 on 256 chips": "--recipe=deepseek-v3-4k-bf16 --mesh=fsdp:256,expert:2",
     "deepseek-v3 on 256 chips, 512 sequences": "--topology=tpu7x:4x8x8 --preset=deepseek-v3 --batch=512 "
     "--mesh=fsdp:64,expert:8 --xla_flags=recommended",
