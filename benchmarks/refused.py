@@ -146,6 +146,7 @@ EXAMPLES = {
         "--fp8=dynamic --fp8_modules=attention",
         "--remat=custom --remat_tensors=contxt:device",
         "--remat=custom --remat_tensors=context:hbm",
+        "--remat=custom --remat_tensors=context:offload:0.5",
         "--profile_steps=5",
         "--schedule=wsd --warmup_ratio=0.6 --decay_ratio=0.5",
         "--schedule=wsd --steps=5",
