@@ -695,15 +695,15 @@ class Config:
         places = {"decoder_layer_input": "device"} | ({"routing": "device"} if self.num_experts else {})
         for entry in filter(None, self.remat_tensors.split(",")):
             name, _, place = entry.strip().partition(":")
-            place, _, share = place.partition(":")
+            place, has_share, _ = place.partition(":")
             if name not in (*ACTIVATIONS, "qkv_proj"):
                 near = inputs.did_you_mean(name, ACTIVATIONS)
                 raise ValueError(f"remat_tensors: there is no activation {name!r}{near}")
             if place not in ("device", "remat", "offload"):
                 raise ValueError(f"remat_tensors: {name}:{place!r} is not one of device, remat, offload")
-            if share and not re.fullmatch(r"decoder_layer_input:offload:0?\.\d*[1-9]\d*", entry.strip()):
+            if has_share and not re.fullmatch(r"decoder_layer_input:offload:0?\.\d*[1-9]\d*", entry.strip()):
                 raise ValueError(f"remat_tensors: {entry}: only decoder_layer_input:offload:0.5 takes a share, below 1")
-            places |= {INPUT_ON_DEVICE: "device"} if share else {}
+            places |= {INPUT_ON_DEVICE: "device"} if has_share else {}
             for one in ("query_proj", "key_proj", "value_proj") if name == "qkv_proj" else (name,):
                 places[one] = place
         if "context" in places:  # without it, the kernel would have to run again
@@ -713,8 +713,8 @@ class Config:
     @property
     def share_on_host(self) -> float:
         """The share of the positions of an offloaded layer's input that goes to the host."""
-        shares = [float(entry.split(":")[2]) for entry in self.remat_tensors.split(",") if entry.count(":") == 2]
-        return shares[-1] if shares else 1
+        shares = re.findall(r"decoder_layer_input:\w+:?([\d.]*)", self.remat_tensors)  # the last one counts
+        return float(shares[-1]) if shares and shares[-1] else 1
 
     @property
     def profile_range(self) -> tuple[int, int]:

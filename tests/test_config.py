@@ -284,8 +284,9 @@ AT_LEAST_1 = (
         ),
         (
             dict(remat="custom", remat_tensors="decoder_layer_input:offload:0.0"),
-            "remat_tensors: decoder_layer_input:offload:0.0: only",
+            "remat_tensors: decoder_layer_input:off",
         ),
+        (dict(remat="custom", remat_tensors="context:offload:"), "remat_tensors: context:offload:: only"),
         (dict(fp8="e4m3"), "fp8='e4m3' is not one of none, dynamic, static"),
         (dict(remat=""), "remat='' is not one of none, full, save_out_proj"),
         (dict(profile_steps="5"), "profile_steps='5' must be FIRST:LAST"),
@@ -366,7 +367,9 @@ def test_places_of_activations():
 
 def test_a_share_of_the_input_goes_to_the_host():
     half = Config(remat="custom", remat_tensors="mlp_up:device, decoder_layer_input:offload:0.5")
-    assert half.share_on_host == 0.5 and Config(remat="custom", remat_tensors="mlp_up:device").share_on_host == 1
+    assert half.share_on_host == 0.5
+    for tensors in ("mlp_up:device", f"{half.remat_tensors},decoder_layer_input:offload"):  # the last one counts
+        assert Config(remat="custom", remat_tensors=tensors).share_on_host == 1
     places = {"decoder_layer_input": "offload", config_lib.INPUT_ON_DEVICE: "device", "mlp_up": "device"}
     assert half.remat_places == places
 

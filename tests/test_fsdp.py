@@ -255,7 +255,7 @@ def test_gathers_end_before_what_waits_for_them_and_start_early(full_effort):
 
 @pytest.mark.parametrize("flags", [dict(), MIXTURES["mixtral"]], ids=["dense", "mixture"])
 def test_with_double_buffering_a_gather_comes_after_the_one_before(flags):
-    """Both layers' gathers of an iteration could otherwise be one message, which the first of them would wait for."""
+    """Both gathers of an iteration could otherwise be one message, which begins after a layer that needs none of it."""
     config = Config(**SMALL | dict(num_layers=4) | flags, mesh="fsdp:8", double_buffer=True, remat="full")
     loops = list(layer_loops_of(config))
     assert len(loops) == 2  # forward and backward
