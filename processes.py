@@ -10,13 +10,16 @@ again from the newest checkpoint.
 import contextlib
 import ctypes
 import errno
+import glob
 import itertools
 import math
 import os
+import re
 import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -62,11 +65,25 @@ def start(config: Config) -> list[jax.Device]:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        warnings.showwarning = partial(_show_or_remove, warnings.showwarning, config.compilation_cache)
     devices = _devices()
     if on_tpu or config.attention != "flash":
         return devices
     of_process = lambda index: [device for device in devices if device.process_index == index]
     return [device for index in range(jax.process_count()) for device in of_process(index)[:own]]
+
+
+def _show_or_remove(show: Callable, cache: str, message: Warning, *rest, **more) -> None:
+    """Shows a warning as `show` does; of a damaged entry of the cache, removes the entry instead.
+
+    JAX writes an entry in place. Another run that reads it meanwhile, or any after its writer was killed, finds a part
+    of it and compiles the program. It replaces no entry, so without this every start would compile it and warn again.
+    """
+    damaged = re.match("Error reading persistent compilation cache entry for '(.+?)'", str(message))
+    if not damaged:
+        return show(message, *rest, **more)
+    for entry in Path(cache).glob(f"{glob.escape(damaged[1])}-*"):  # that program's, as JAX names entries
+        entry.unlink(missing_ok=True)
 
 
 def join(config: Config, coordinator: str, on_tpu: bool) -> None:

@@ -576,6 +576,22 @@ def test_second_start_reads_the_cache_of_compiled_programs(tmp_path):
     assert read == [False, True]
 
 
+@pytest.mark.slow
+def test_a_damaged_program_in_the_cache_is_compiled_and_replaced(tmp_path):
+    """As two runs at once leave them for each other, and a killed one for all that follow."""
+    flags = ["--preset=tiny-moe", "--seq_len=32", "--batch=8", "--sample=0", "--steps=2", "--eval_batches=1"]
+    flags += [f"--compilation_cache={tmp_path}"]
+    entries = lambda: {file.name: file.stat().st_size for file in tmp_path.glob("*-cache")}
+    assert command(*flags).stderr == ""
+    written = entries()
+    assert any(name.startswith("jit_train_step-") for name in written)
+    for name, size in written.items():
+        os.truncate(tmp_path / name, size // 2)
+    done = command(*flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert entries().keys() == written.keys() and all(size > written[name] // 2 for name, size in entries().items())
+
+
 def test_the_prediction_is_that_of_the_slice():
     """For TPU devices it is that of `roofline.py step` for this mesh; for simulated devices there is none."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x2").devices
