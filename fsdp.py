@@ -28,7 +28,8 @@ back over the same links. If a result after attention is saved, XLA would recomp
 attention's result passes that barrier, too, and the gradient of the mixture's result another one, for which attention
 has to be recomputed. In the backward pass XLA sent gradients first, and gathered the next layer's weights at the end,
 where little was left to hide them. There each gradient passes a barrier before it is sent, for which these gathers have
-to end. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers
+to end. One matrix of the experts is summed after another (`summed_first`), as XLA may merge sums that are near each
+other. The compiler flag xla_tpu_aggressive_opt_barrier_removal, which published runs of mixtures set, removes barriers
 and is not set here.
 
 **Double buffering.** The carry is one buffer, and it is in use until the layer is done. So XLA:TPU gathers the next
@@ -101,6 +102,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import linear_call
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from collectives import after, all_gather, all_reduce, reduce_scatter
@@ -118,6 +120,20 @@ def gather(w: jax.Array, spec: PartitionSpec, axis: str | tuple[str, ...], algor
         if (dim := dim_of(spec, name)) is not None:
             w = all_gather(w, name, dim=dim, algorithm=algorithm)
     return w
+
+
+def summed_first(shards, weights):
+    """Returns (shards, weights), trees; shards that are summed before those of `weights` are.
+
+    The gradients of `weights` are sent when those of `shards` have arrived. XLA:TPU may otherwise send several as one
+    message. It starts when the last of them is there, and takes 1.5 times as long as all of them apart (compiled).
+    """
+
+    def transposed(_, gradients):
+        dshards, dweights = gradients
+        return dshards, jax.tree.map(lambda dw: after(dw, dshards) if _may_wait(dw, dshards) else dw, dweights)
+
+    return linear_call(lambda _, both: both, transposed, (), (shards, weights))
 
 
 def gather_over_data(params, specs, dtypes, algorithm="xla"):
@@ -263,6 +279,11 @@ def _after(x, i):
     return jax.tree.unflatten(tree, leaves), i
 
 
+def _may_wait(x, others) -> bool:
+    """Whether x keeps its type in a barrier with the others, after which each varies over the mesh axes of all."""
+    return all(jax.typeof(other).mat.varying <= jax.typeof(x).mat.varying for other in jax.tree.leaves(others))
+
+
 def _iterate(body, carry, num_layers, per_iteration, saved, reverse):
     """Runs carry, out = body(carry, i, j, *saved of layer i) for each layer i, `per_iteration` layers in an iteration.
 
@@ -331,10 +352,8 @@ def _backward(loop: Loop, residuals, dx):
         arriving = w if w_next else ()
         backward.args_res[0], backward.args_res[2], backward.args_res[3], backward.args_res[4] = w, aux, i, arriving
         dw, dx, *_ = backward(dx)
-        # The values and scales of weights in FP8 have no gradient: it is that of an array beside them. A barrier would
-        # make scales vary over more mesh axes.
-        axes = set().union(*(jax.typeof(w).mat.varying for w in jax.tree.leaves(w_next)))
-        sent = lambda dw: dw.dtype.itemsize > 1 and axes <= jax.typeof(dw).mat.varying
+        # The values and scales of weights in FP8 have no gradient: it is that of an array beside them.
+        sent = lambda dw: dw.dtype.itemsize > 1 and _may_wait(dw, w_next)
         dw = jax.tree.map(lambda dw: after(dw, w_next) if w_next and sent(dw) else dw, dw)
         gather = lambda shards: tuple(gather(shards) for gather in loop.gathers[kind])
         return dx, jax.linear_transpose(gather, _index(stacks[kind], 0))(dw)[0]

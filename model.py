@@ -267,11 +267,24 @@ def layer_gather(layers: Layers, config: Config, stack: str):
         return _gather(w, spec, config) if matrix else w
 
     def gather(shards, names):
-        left_out = {field.name: None for field in dataclasses.fields(Layers) if field.name not in names}
-        trees = (dataclasses.replace(tree, **left_out) for tree in (shards, specs, matrices, contracted))
-        return unstack_experts(jax.tree.map(gather_weight, *trees), config)
+        """The weights of these names. In the backward pass one matrix of the experts is summed before the next."""
+        stored = {name: getattr(shards, name, None) for name in all_weights if name in names}
+        experts = [name for name in stored if all_weights[name].part == "experts"]
+        w, summed_later = {}, []
+        for group in ([name for name in stored if name not in experts], *([name] for name in experts)):
+            these = {name: stored[name] for name in group if stored[name] is not None}
+            if these and summed_later:
+                these, sources = fsdp.summed_first(these, {name: source_of(w[name]) for name in summed_later})
+                w |= {name: with_source(w[name], source) for name, source in sources.items()}
+            w |= {name: gather_weight(these[name], *(getattr(tree, name) for tree in layout)) for name in these}
+            summed_later = [name for name in these if getattr(matrices, name)]
+        left_out = {field.name: None for field in dataclasses.fields(Layers) if field.name not in w}
+        return unstack_experts(dataclasses.replace(shards, **left_out, **w), config)
 
     all_weights = anatomy.WEIGHTS
+    layout = specs, matrices, contracted
+    source_of = lambda w: w.source if isinstance(w, fp8.Quantized) else w
+    with_source = lambda w, source: dataclasses.replace(w, source=source) if isinstance(w, fp8.Quantized) else source
     large = {name for name, weight in all_weights.items() if weight.part in ("mlp", "experts")}
     if config.prefetch:
         return layers, lambda shards: (gather(shards[0], all_weights), *shards[1:])

@@ -155,12 +155,29 @@ def test_weights_that_are_not_gathered_are_not_carried():
     assert carried("data:8", True) == carried("fsdp:8", True)
 
 
+MOVED = ("reshape", "linear_call")  # what a variable passes as it is
+
+
+def passed(body, var) -> list:
+    """Returns the variable and those that it was before, up to the one that is computed."""
+    made_by, way = {out: eqn for eqn in body.eqns for out in eqn.outvars}, [var]
+    while (eqn := made_by.get(way[-1])) and eqn.primitive.name in MOVED:
+        way.append(eqn.invars[eqn.outvars.index(way[-1])])
+    return way
+
+
+def origins(body, eqns) -> set:
+    """Returns the variables from which the operands of these equations come."""
+    return {passed(body, var)[-1] for eqn in eqns for var in eqn.invars if not hasattr(var, "val")}
+
+
 @pytest.mark.parametrize("mesh, prefetch", [("fsdp:8", True), ("fsdp:8", False), ("data:8", True)])
 def test_a_mixtures_messages_are_ordered(mesh, prefetch):
     """If nothing is gathered nothing waits, nor in a dense layer.
 
     Forward the router waits for what is gathered ahead, and for its own experts without prefetch, but never for the
-    experts' last matrix. Backward it waits for its own other matrices, each gradient's sum for what is gathered ahead.
+    experts' last matrix. Backward it waits for its own other matrices, each gradient's sum for what is gathered ahead,
+    and one matrix of the experts is summed after the other.
     If the result of w_o is saved, recomputation would not need attention before the router. So both ways the router
     waits for attention, and so does the gradient of the mixture's result.
     """
@@ -183,19 +200,21 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
             assert sum(sorted(shape[1:]) == sorted(of_experts) for shape in arriving) == experts - 1
             made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
             gathered = weights_gathered(body)
-            reshapes = [eqn for eqn in body.eqns if eqn.primitive.name == "reshape"]  # of all experts' rows
-            gathered |= {eqn.outvars[0] for eqn in reshapes if eqn.invars[0] in gathered}
             sums = [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_scatter"]
             assert len(sums) == (attention_and_router + experts if backward else 0)
-            waits = []
-            for eqn in sums:
-                eqn = made_by[eqn.invars[0]]
-                eqn = made_by[eqn.invars[0]] if eqn in reshapes else eqn
-                waits.append(gathered & {var for var in eqn.invars if not hasattr(var, "val")})
+            waits, num_before, summed = [], [], {eqn.outvars[0] for eqn in sums}
+            for (var,) in (eqn.invars for eqn in sums):
+                way = passed(body, var)
+                waits.append(len(gathered & origins(body, [made_by[way[-1]]])))
+                barriers = [made_by[each] for each in way if made_by[each].primitive.name == "linear_call"]
+                assert all("optimization_barrier" in str(eqn.params["callee"]) for eqn in barriers)
+                num_before.append(sum(len(summed & set(eqn.invars)) for eqn in barriers))
             ahead = attention_and_router + (experts if prefetch else 0)
-            assert {len(each) for each in waits} == ({ahead} if backward else set())
-            others = [eqn for eqn in body.eqns if eqn not in reshapes]
-            used = {var for eqn in others for var in eqn.invars if not hasattr(var, "val")}
+            assert set(waits) == ({ahead} if backward else set())
+            # One after the other: down, up, gate, and if they are gathered with these, all others.
+            one_before = experts - 1 + (attention_and_router if prefetch else 0)
+            assert sorted(num_before) == backward * ([0] * (len(sums) - one_before) + [1] * one_before)
+            used = origins(body, [eqn for eqn in body.eqns if eqn.primitive.name not in MOVED])
             late = prefetch and not backward  # the last matrix of the next layer's experts
             assert len(gathered & used) == attention_and_router + experts - late
 
