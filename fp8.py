@@ -81,12 +81,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter, vary_alike
-from gmm import bias_gradients, gated_products, gmm, summed_gmm, tgmm
+from gmm import Activated, bias_gradients, gated_gradients, gated_products, gmm, summed_gmm, tgmm
 from moe import Copies, add_copies, copy_rows
 from sharding import axes_of, dim_of
 
@@ -474,9 +473,12 @@ def _product(a, b, dims_a, dims_b, batch):
 
 def _gradient(dy, dims, axes, amax, recipe, key):
     """(values, scale) of a gradient; elements along `dims` share a scale."""
+    return _scaled_gradient(dy, amax if recipe.uses_amax else amax_of(dy, dims, axes), recipe, key)
+
+
+def _scaled_gradient(dy, largest, recipe, key):
     dtype = GRADIENTS[recipe.gradients]
-    expected = amax.reshape((1,) * dy.ndim) if recipe.uses_amax else amax_of(dy, dims, axes)
-    scale = scale_of(expected, dtype)
+    scale = scale_of(largest if largest.ndim else largest.reshape((1,) * dy.ndim), dtype)
     return cast(dy, scale, dtype, saturates=recipe.uses_amax, key=key), scale
 
 
@@ -518,6 +520,7 @@ def grouped_dot(
     *,
     transpose: bool = False,
     copies: Copies | None = None,
+    through: Activated | None = None,
 ) -> tuple[jax.Array, ...]:
     """Each group's rows times its matrix, for each of `weights`, in FP8 and with gradients, by the kernels of gmm.py.
 
@@ -529,13 +532,16 @@ def grouped_dot(
       recipe: per tensor.
       copies: return moe.add_copies of each product. Gradients are then quantised before they are copied to rows, all of
         which must be of a group.
+      through: what x is. Its gradient goes to that, and x has none (`gmm.activated_gmm`).
 
     Raises:
       ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding.
     """
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
     operands = zip(quantized, weights, strict=True)
-    return tuple(_grouped((recipe, transpose), x, q, sizes_e, w.key, copies) for q, w in operands)
+    options = recipe, transpose, through and through.activation
+    activated = through and vary_alike((through.products, through.factors, through.largest, x.values))[:3]
+    return tuple(_grouped(options, x, q, sizes_e, w.key, copies, activated) for q, w in operands)
 
 
 def gated_dot(
@@ -545,13 +551,14 @@ def gated_dot(
     sizes_e: jax.Array,
     recipe: Recipe,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
-    names: tuple[str, str] = ("gate", "up"),
     biases: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-    """activation(x . gate, x . up) of each group in one kernel: `gmm.gated_gmm` in FP8. The biases are not FP8."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`gmm.gated_gmm` in FP8, and `largest` for the matmul that follows (`gmm.Activated`). The biases are not FP8."""
     x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
-    x, biases = vary_alike((x, biases))
-    return _gated((recipe, activation, names), x, q_gate, q_up, biases, sizes_e, (gate.key, up.key))
+    x, biases, largest = vary_alike((x, biases, jnp.zeros(2)))
+    keys = gate.key, up.key
+    *products, product, largest = _gated((recipe, activation), x, q_gate, q_up, biases, largest, sizes_e, keys)
+    return *products, lax.stop_gradient(product), largest
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -574,36 +581,39 @@ def _in_a_group(x, sizes_e):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(options, x, w, sizes_e, key, copies):
-    return _grouped_forward(options, x, w, sizes_e, key, copies)[0]
+def _grouped(options, x, w, sizes_e, key, copies, through):
+    return _grouped_forward(options, x, w, sizes_e, key, copies, through)[0]
 
 
-def _grouped_forward(options, x, w, sizes_e, key, copies):
-    _, transpose = options
+def _grouped_forward(options, x, w, sizes_e, key, copies, through):
+    _, transpose, _ = options
     scale, dtype = _times(x.scale, w.scale), x.source.dtype
     y = gmm(x.values, w.values, sizes_e, transpose_rhs=transpose, lhs_scale=scale, out_dtype=dtype)
     if copies is not None:
         y, copies = add_copies(y, copies), dataclasses.replace(copies, places=None)
-    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key, copies)
+    return y, (x.values, x.scale, w.values, w.scale, sizes_e, key, copies, through)
 
 
 def _grouped_backward(options, residuals, dy):
-    (recipe, transpose), (x, s_x, w, s_w, sizes_e, key, copies) = options, residuals
+    (recipe, transpose, activation), (x, s_x, w, s_w, sizes_e, key, copies, through) = options, residuals
     dtype = dy.dtype
     if copies is not None:
         q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
         q_dy = copy_rows(q_dy, copies)
     else:
-        q_dy, s_dy = _grouped_gradient(dy, sizes_e, recipe, key)
-    options = dict(lhs_scale=_times(s_dy, s_w), out_dtype=dtype)
-    dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transpose, **options)
+        dy = jnp.where(jnp.arange(len(dy))[:, None] < jnp.sum(sizes_e), dy, 0)
+        q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
     pair = (q_dy, x) if transpose else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
-    return Quantized(None, None, dx), Quantized(None, None, dw), None, None, None
-
-
-def _grouped_gradient(dy, sizes_e, recipe, key):
-    return _gradient(jnp.where(_in_a_group(dy, sizes_e), dy, 0), None, recipe.axes, None, recipe, key)
+    scale, dx, dthrough = _times(s_dy, s_w), None, None
+    if activation is None:
+        dx = gmm(q_dy, w, sizes_e, transpose_rhs=not transpose, lhs_scale=scale, out_dtype=dtype)
+    else:
+        products, factors, _ = through
+        operands = q_dy, w, sizes_e, Activated(activation, products, factors)
+        *dproducts, dfactors, largest = gated_gradients(*operands, transpose_rhs=not transpose, rhs_scale=scale)
+        dthrough = tuple(dproducts), dfactors, jnp.stack(largest)
+    return Quantized(None, None, dx), Quantized(None, None, dw), None, None, None, dthrough
 
 
 def _times(s_a, s_b):
@@ -615,31 +625,31 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, x, gate, up, biases, sizes_e, keys):
-    return _gated_forward(options, x, gate, up, biases, sizes_e, keys)[0]
+def _gated(options, x, gate, up, biases, largest, sizes_e, keys):
+    return _gated_forward(options, x, gate, up, biases, largest, sizes_e, keys)[0]
 
 
-def _gated_forward(options, x, gate, up, biases, sizes_e, keys):
-    _, activation, names = options
+def _gated_forward(options, x, gate, up, biases, largest, sizes_e, keys):
+    _, activation = options
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     options = dict(rhs_scale=(scale_of_gate, scale_of_up), biases=biases, out_dtype=x.source.dtype)
-    *products, product = gated_products(x.values, gate.values, up.values, sizes_e, activation, **options)
-    products = [*map(checkpoint_name, products, names)]
-    return product, (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], biases, sizes_e, keys, products)
+    products = gated_products(x.values, gate.values, up.values, sizes_e, activation, **options)
+    return (*products, largest), (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], biases, sizes_e, keys)
 
 
-def _gated_backward(options, residuals, dproduct):
-    recipe, activation, _ = options
-    x, s_x, weights, biases, sizes_e, keys, products = residuals
-    cotangents = jax.vjp(activation, *products)[1](dproduct)
-    grads = [_grouped_gradient(dy, sizes_e, recipe, key) for dy, key in zip(cotangents, keys, strict=True)]
+def _gated_backward(options, residuals, gradients):
+    recipe, _ = options
+    x, s_x, weights, biases, sizes_e, keys = residuals
+    *dproducts, _, largest = gradients  # the activation's gradient is in those of both products
+    largest = lax.pmax(largest, recipe.axes) if recipe.axes else largest
+    grads = [_scaled_gradient(dy, of_dy, recipe, key) for dy, of_dy, key in zip(dproducts, largest, keys, strict=True)]
     q_dys, s_dys = zip(*grads, strict=True)
-    dtype, matrices = dproduct.dtype, tuple(w for w, _ in weights)
+    dtype, matrices = dproducts[0].dtype, tuple(w for w, _ in weights)
     scales = tuple(_times(s_dy, s_w) for s_dy, (_, s_w) in zip(s_dys, weights, strict=True))
     dx = summed_gmm(q_dys, matrices, sizes_e, rhs_scale=scales, out_dtype=dtype)
     dgate, dup = (tgmm(x, q_dy, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype) for q_dy, s_dy in grads)
-    dbiases = bias_gradients(biases, cotangents, sizes_e)
-    return *(Quantized(None, None, d) for d in (dx, dgate, dup)), dbiases, None, None
+    dbiases = bias_gradients(biases, dproducts, sizes_e)
+    return *(Quantized(None, None, d) for d in (dx, dgate, dup)), dbiases, None, None, None
 
 
 _gated.defvjp(_gated_forward, _gated_backward)

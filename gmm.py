@@ -11,6 +11,7 @@ says which rows belong to which expert.
     gated   f(gmm(lhs, gate), gmm(lhs, up))                                     -> [M, N]        f: silu(gate) * up
     summed  gmm(dgate, gate^T) + gmm(dup, up^T)                                 -> [M, K]        its dlhs
     tgmm    out[e] = lhs[rows of e]^T . dout[rows of e]      [M, K], [M, N]     -> [E, K, N]     drhs
+    f'      the gradients of a and b in factor * f(a, b), from gmm(dout, down)  -> 2 x [M, N]    dgate, dup of an MLP
 
 **The list** (groups.py, to be read first) is in SMEM (scalar prefetch), where the scalar unit reads row numbers, starts
 DMAs from them and branches on them. A kernel is one loop over the tiles of these group sizes. The next tile and the
@@ -41,6 +42,13 @@ ahead, where VMEM has space for three. With one ahead it waited 4% in DeepSeek-V
 applies the activation, and writes both products for backward. A bias's gradient, a sum over rows, is XLA's: a pass over
 the gradients of both products.
 
+**gated_gradients** is the next step back: the gradient of down's result times down's matrix, which for `gmm` would be
+dlhs. Here lhs is the activation of gate and up, times a factor of each row, the router's weight. The product goes on
+through both before it leaves VMEM, in float32: to the gradients of gate, of up and of the factors, which are sums over
+columns. 256 columns are multiplied while the vector units finish those before. In FP8 the kernel also keeps the largest
+elements of both results, of which their scales are made. So `gated_gmm` has gradients in both products, and none in
+the activation's result; `activated_gmm` computes them.
+
 **summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as matrix units do.
 
 **Cost**, with b bytes of an element, R = M/E rows an expert, on a core of C FLOP/s and W bytes/s of HBM:
@@ -67,23 +75,25 @@ experts take 1.076 of the ideal of both matmuls, where `gmm` takes 1.072 of the 
 silu(gate) * up, 7.4 cycles for 1024 elements (compiled), would add 90,000 cycles. That is 0.15 of the three matmuls of
 an expert with K = 4096, forward, and once more if the backward pass recomputes it.
 
+In FP8, for 131,072 rows in 128 groups, K = 4096 and N = 1536, gated_gradients takes 2.24 million cycles with
+silu(gate) * up, and gmm 1.71. It takes 2.68 if a part of the columns is finished before the next one is multiplied.
+
 In place of summed_gmm, two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3
 235B (compiled), and hold one more array of all rows.
 
-**Left out.** The activation's gradient inside the kernels that follow it. The sums of the biases' gradients in `tgmm`,
-which reads the same rows. A bias of `gmm` itself, as that of gpt-oss's down. An FP8 result: its scale would have to
-be known before it. Scales of blocks along K. Splitting K.
+**Left out.** The sums of the biases' gradients in `tgmm`, which reads the same rows. A bias of `gmm` itself, as that of
+gpt-oss's down. An FP8 result: its scale would have to be known before it. Scales of blocks along K. Splitting K.
 Forward-mode derivatives.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -109,6 +119,15 @@ from groups import (
 )
 
 # -- the functions
+
+
+class Activated(NamedTuple):
+    """The lhs of a matmul is factors * activation(gate, up): its gradient goes to these."""
+
+    activation: Callable[[jax.Array, jax.Array], jax.Array]
+    products: tuple[jax.Array, jax.Array]  # gate and up, [M, N]
+    factors: jax.Array  # [M], float32
+    largest: jax.Array | None = None  # for FP8 [2], whose gradient are the largest elements of those of the products
 
 
 def gmm(
@@ -168,27 +187,25 @@ def gated_gmm(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     biases: tuple[jax.Array, jax.Array] | None = None,
-    names: tuple[str, str] = ("gate", "up"),
     group_offset: jax.Array | int = 0,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> jax.Array:
-    """activation(lhs . gate[e], lhs . up[e]) of each group's rows, in one kernel. Code of one device.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lhs . gate[e], lhs . up[e], activation of both) of each group's rows, in one kernel. Code of one device.
 
     Both products, with their biases, are rounded, and go through the activation in float32 before they leave VMEM.
-    Differentiable in lhs, gate, up and biases. Both products are written, too, for the backward pass.
+    Differentiable in lhs, gate, up and biases, from the gradients of both products. The third result has none: the
+    matmul that follows (`activated_gmm`) takes the products, too, and computes their gradients.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
       gate_EKN, up_EKN: have the same shape and type.
       activation: an elementwise function of two arrays, such as silu(gate) * up. It maps zeros to zero.
       biases: of gate and of up, [E, N] each, added to the products of the group's rows.
-      names: names of the products for a policy of `jax.checkpoint`. The backward pass runs the kernel again unless the
-        policy saves both, and also the result if the gradient of the next operation needs it, as a matmul's does.
       tiles: default as for `gmm`, with a key for `gated`.
 
     Returns:
-      product_MN in the type of lhs. Rows without a group are zeros.
+      Three arrays [M, N] in the type of lhs. Rows without a group are zeros.
 
     Raises:
       ValueError: shapes, types or tiles do not fit, operands are FP8, or VMEM is too small.
@@ -198,7 +215,8 @@ def gated_gmm(
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
-    return _gated(names, options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset, biases)))
+    gate, up, product = _gated(options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset, biases)))
+    return gate, up, lax.stop_gradient(product)
 
 
 def gated_products(
@@ -214,7 +232,7 @@ def gated_products(
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lhs . gate[e], lhs . up[e], `gated_gmm`), also for FP8 operands. Not differentiable.
+    """`gated_gmm`, also for FP8 operands. Not differentiable.
 
     Args:
       biases: as for `gated_gmm`, added to the scaled products.
@@ -230,6 +248,27 @@ def gated_products(
     arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.int32(0), _rows_of(biases), *scales)
     lhs, gate, up, sizes, offset, rows, *scales = vary_alike(arrays)
     return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None, rows)
+
+
+def activated_gmm(
+    lhs_MK: jax.Array,
+    rhs_EKN: jax.Array,
+    group_sizes_E: jax.Array,
+    through: Activated,
+    *,
+    transpose_rhs: bool = False,
+    group_offset: jax.Array | int = 0,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """`gmm` of an lhs that is `through`: its gradient goes to the products and factors, by `gated_gradients`.
+
+    It has no gradient in lhs, nor for FP8. The other arguments, the result and the errors are those of `gmm`.
+    """
+    check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    options = (transpose_rhs, lhs_MK.dtype, None, None, _interpreter(interpret))
+    offset = jnp.asarray(group_offset, jnp.int32)
+    arrays = vary_alike((lhs_MK, rhs_EKN, group_sizes_E, offset, through.products, through.factors))
+    return _activated(options, through.activation, *arrays)
 
 
 def summed_gmm(
@@ -271,6 +310,45 @@ def summed_gmm(
     arrays = (*pair_MK, *rhs_ENK, group_sizes_E, jnp.asarray(group_offset, jnp.int32), *scales)
     lhs, lhs_too, rhs, rhs_too, sizes, offset, *scales = vary_alike(arrays)
     return _summed(options, (lhs, lhs_too), (rhs, rhs_too), sizes, offset, tuple(scales) or None)
+
+
+def gated_gradients(
+    dout_MK: jax.Array,
+    rhs_EKN: jax.Array,
+    group_sizes_E: jax.Array,
+    through: Activated,
+    *,
+    transpose_rhs: bool = False,
+    group_offset: jax.Array | int = 0,
+    rhs_scale: jax.Array | float | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """The gradients of what `through` takes in out = through . rhs^T, in one kernel; not differentiable.
+
+    dout . rhs is the gradient of `through`. It goes on in float32, before it leaves VMEM.
+
+    Args:
+      dout_MK, rhs_EKN, group_sizes_E, transpose_rhs, group_offset, rhs_scale: as for `gmm`, of the product dout . rhs.
+      through: its products may hold anything in rows without a group.
+
+    Returns:
+      dgate_MN, dup_MN, in the type of the products, and dfactors_M in float32. Rows without a group are zeros.
+      The largest |dgate| and |dup|, of which FP8 makes scales; None if dout is not FP8.
+
+    Raises:
+      ValueError: shapes, types or tiles do not fit, or VMEM is too small.
+    """
+    shape = M, _, E, N = check_gmm(dout_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    activation, products, factors, _ = through
+    for product in products:
+        if product.shape != (M, N) or product.dtype != products[0].dtype:
+            types = [f"{a.dtype}{list(a.shape)}" for a in products]
+            raise ValueError(f"gate and up must have one type and the shape [M, N] = {[M, N]}; they are {types}")
+    factors, scale = _gmm_scales(factors, rhs_scale, shape)
+    options = (transpose_rhs, products[0].dtype, tiles, activation, _interpreter(interpret))
+    arrays = (dout_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale, products, factors)
+    return _gated_gradients(options, *vary_alike(arrays))
 
 
 def tgmm(
@@ -370,6 +448,39 @@ def _products(options, *arrays):
     return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
 
 
+def _gated_gradients(options, dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
+    transpose_rhs, out_dtype, _, activation, interpret = options
+    in_fp8 = dout.dtype.itemsize == 1
+    arrays = dout, rhs, group_sizes, group_offset, rhs_scale, products, factors
+
+    def kernel(dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
+        scale, through = None if rhs_scale is None else (rhs_scale,), (products, factors)
+        call = partial(_gmm_call, bias=None, through=through, options=options)
+        *gradients, sums, largest = call((dout,), (rhs,), group_sizes, group_offset, None, scale)
+        own = jnp.any(_in_groups(dout.shape[0], group_sizes, group_offset, rhs.shape[0]), 0)
+        largest = None if largest is None else tuple(jnp.max(largest, (1, 2)).astype(jnp.float32))
+        return *gradients, jnp.where(own, jnp.sum(sums[..., 0], 0), 0), largest
+
+    def reference(dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
+        own = jnp.any(_in_groups(dout.shape[0], group_sizes, group_offset, rhs.shape[0]), 0)[:, None]
+        gate, up, factors = (jnp.where(own, a.astype(jnp.float32), 0) for a in (*products, factors))
+        groups = group_sizes, group_offset, None, rhs_scale
+        product = reference_gmm(dout, rhs, *groups, transpose_rhs=transpose_rhs, out_dtype=jnp.float32)
+        result, backward = jax.vjp(activation, gate, up)
+        gradients = [gradient.astype(out_dtype) for gradient in backward(product * factors)]
+        largest = tuple(jnp.max(jnp.abs(a)).astype(jnp.float32) for a in gradients) if in_fp8 else None
+        return *gradients, jnp.sum(product * result, 1), largest
+
+    return kernel(*arrays) if interpret else lax.platform_dependent(*arrays, tpu=kernel, default=reference)
+
+
+def _in_groups(num_rows, group_sizes, group_offset, num_groups):
+    """Whether each row is of each of the groups [offset, offset + num_groups), [groups, rows]."""
+    row, ends_E = jnp.arange(num_rows), jnp.cumsum(group_sizes)
+    own_E = lambda a: lax.dynamic_slice_in_dim(a, group_offset, num_groups)
+    return (row >= own_E(ends_E - group_sizes)[:, None]) & (row < own_E(ends_E)[:, None])
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
     scales = None if rhs_scale is None else (rhs_scale,)
@@ -388,23 +499,48 @@ def _gmm_backward(options, saved, dout):
     dout = dout.astype(lhs.dtype)
     backward = (not transpose_rhs, lhs.dtype, None, None, interpret)
     dlhs = _gmm(backward, dout, rhs, group_sizes, group_offset, None, None)
+    return dlhs, _rhs_gradient(options, lhs, rhs, dout, group_sizes, group_offset), None, None, None, None
+
+
+def _rhs_gradient(options, lhs, rhs, dout, group_sizes, group_offset):
+    transpose_rhs, *_, interpret = options
     pair = (dout, lhs) if transpose_rhs else (lhs, dout)
-    drhs = _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
-    return dlhs, drhs, None, None, None, None
+    return _tgmm((rhs.shape[0], rhs.dtype, None, interpret), *pair, group_sizes, group_offset, None)
 
 
 _gmm.defvjp(_gmm_forward, _gmm_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated(names, options, lhs, gate, up, group_sizes, group_offset, biases):
-    return _gated_forward(names, options, lhs, gate, up, group_sizes, group_offset, biases)[0]
+def _activated(options, activation, lhs, rhs, group_sizes, group_offset, products, factors):
+    return _gmm(options, lhs, rhs, group_sizes, group_offset, None, None)
 
 
-def _gated_forward(names, options, lhs, gate, up, group_sizes, group_offset, biases):
-    groups = group_sizes, group_offset
-    *products, product = _products(options, (lhs,), (gate, up), *groups, None, None, _rows_of(biases))
-    return product, (lhs, gate, up, groups, biases, [*map(checkpoint_name, products, names)])
+def _activated_forward(options, activation, *arrays):
+    return _activated(options, activation, *arrays), arrays
+
+
+def _activated_backward(options, activation, saved, dout):
+    transpose_rhs, *_, interpret = options
+    lhs, rhs, group_sizes, group_offset, products, factors = saved
+    dout, others = dout.astype(lhs.dtype), dict(group_offset=group_offset, interpret=interpret)
+    operands = dout, rhs, group_sizes, Activated(activation, products, factors)
+    *dproducts, dfactors, _ = gated_gradients(*operands, transpose_rhs=not transpose_rhs, **others)
+    drhs = _rhs_gradient(options, lhs, rhs, dout, group_sizes, group_offset)
+    return None, drhs, None, None, tuple(dproducts), dfactors
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(options, lhs, gate, up, group_sizes, group_offset, biases):
+    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None, _rows_of(biases))
+
+
+def _gated_forward(options, lhs, gate, up, group_sizes, group_offset, biases):
+    arrays = lhs, gate, up, group_sizes, group_offset, biases
+    return _gated(options, *arrays), arrays
 
 
 def _rows_of(biases):
@@ -412,10 +548,10 @@ def _rows_of(biases):
     return biases and tuple(bias.astype(jnp.float32)[:, None] for bias in biases)
 
 
-def _gated_backward(names, options, saved, dproduct):
-    *_, activation, interpret = options
-    lhs, gate, up, groups, biases, products = saved
-    dproducts = jax.vjp(activation, *products)[1](dproduct)
+def _gated_backward(options, saved, gradients):
+    *_, interpret = options
+    lhs, gate, up, *groups, biases = saved
+    dproducts = gradients[:2]  # the activation's gradient is in them
     dbiases = bias_gradients(biases, dproducts, *groups)
     dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
@@ -425,17 +561,14 @@ def _gated_backward(names, options, saved, dproduct):
 def bias_gradients(biases, douts_MN, group_sizes, group_offset=0):
     """The sum of each dout over each group's rows, [E, N] in the type of its bias; None without biases.
 
-    A matmul with the rows' one-hot groups, as adding up rows at indices would be a scatter. Rows without a group may
-    hold anything. XLA reads every dout once more.
+    A matmul with the rows' one-hot groups, as adding up rows at indices would be a scatter. Rows without a group are
+    zeros. XLA reads every dout once more.
     """
     if biases is None:
         return None
-    row, ends_E = jnp.arange(douts_MN[0].shape[0]), jnp.cumsum(group_sizes)
-    own_E = lambda a: lax.dynamic_slice_in_dim(a, group_offset, biases[0].shape[0])
-    is_in_EM = (row >= own_E(ends_E - group_sizes)[:, None]) & (row < own_E(ends_E)[:, None])
+    is_in_EM = _in_groups(len(douts_MN[0]), group_sizes, group_offset, len(biases[0]))
 
     def sums(bias, dout_MN):
-        dout_MN = jnp.where(row[:, None] < ends_E[-1], dout_MN, 0)  # 0 * NaN is NaN
         return jnp.dot(is_in_EM.astype(dout_MN.dtype), dout_MN, preferred_element_type=jnp.float32).astype(bias.dtype)
 
     return tuple(map(sums, biases, douts_MN))
@@ -588,25 +721,37 @@ def _matmul(x, y, contract):
     return lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _gmm_kernel(plan, lhs, rhs, lhs_scale, rows, out, buf, *semaphores, tiles, transpose_rhs, activation, unit):
+def _gmm_kernel(plan, *operands, tiles, transpose_rhs, activation, unit):
     """Computes all tiles in the first `cols` columns of out, then in the next ones.
 
     lhs, rhs and out are tuples of `Variant.operands` references. `rows` has two tuples, the scales and the biases of
-    rhs, which are rows of its columns, or None.
+    rhs, which are rows of its columns, or None. For `gated_gradients`, `through` are the products and the factors;
+    `sums`, for each part of the columns, make the factors' gradients; `largest` has the largest elements.
     """
+    lhs, rhs, lhs_scale, rows, through, (out, sums, largest), buf, *semaphores = operands
     (rhs_scale, bias), (arrived, written, filled) = rows, semaphores
+    products, factors = through or ((), None)
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
     passes = pl.cdiv(N, tiles.cols)
     total = num_tiles * passes
     pass_before = lambda t, n: jnp.where(t == 0, n - 1, n)  # the pass of the tile before tile t of pass n
 
-    def fetch_tile(t, slot):
+    def fetch_tile(act, t, n, slot):
         in_hbm, in_vmem = _rows(plan.tile_block[t], plan.tile_blocks[t], unit), _rows(0, plan.tile_blocks[t], unit)
-        for j, rows in enumerate(lhs):
-            yield pltpu.make_async_copy(rows.at[in_hbm], buf["lhs"].at[slot, j, in_vmem], arrived.at[0, slot])
-        if lhs_scale is not None:
-            yield pltpu.make_async_copy(lhs_scale.at[in_hbm], buf["lhs_scale"].at[slot, in_vmem], arrived.at[0, slot])
+        copy = lambda source, target: pltpu.make_async_copy(source, target, arrived.at[0, slot])
+        copies = [copy(rows.at[in_hbm], buf["lhs"].at[slot, j, in_vmem]) for j, rows in enumerate(lhs)]
+        for name, column in (("lhs_scale", lhs_scale), ("factors", factors)):
+            if column is not None:
+                copies.append(copy(column.at[in_hbm], buf[name].at[slot, in_vmem]))
+        act(copies)
+
+        def products_of(cols, cols_in_vmem):
+            for j, rows in enumerate(products):
+                yield copy(rows.at[:, cols].at[in_hbm], buf["products"].at[slot, j, in_vmem, cols_in_vmem])
+
+        if products:
+            _each_part(n, tiles.cols, N, lambda *part: act(products_of(*part)))
 
     def fetch_expert(act, g, n, slot):
         expert, cols_of = plan.group_expert[g], (lambda cols: (cols,) if transpose_rhs else (slice(None), cols))
@@ -631,7 +776,12 @@ def _gmm_kernel(plan, lhs, rhs, lhs_scale, rows, out, buf, *semaphores, tiles, t
                 # In one slice the compiler dies, of a dynamic number of rows with columns that 128 does not divide.
                 yield pltpu.make_async_copy(source, result.at[:, cols].at[in_hbm], written.at[slot])
 
-        pl.when(plan.tile_write[t] > 0)(lambda: _each_part(n, tiles.cols, N, lambda *part: act(copies(*part))))
+        @pl.when(plan.tile_write[t] > 0)
+        def _():
+            _each_part(n, tiles.cols, N, lambda *part: act(copies(*part)))
+            if sums is not None:
+                source = buf["sums"].at[slot, 0, in_vmem]
+                act([pltpu.make_async_copy(source, sums.at[n].at[in_hbm], written.at[slot])])
 
     def zero_blocks(act):
         """Zeros the blocks of rows without a group on this device."""
@@ -645,7 +795,7 @@ def _gmm_kernel(plan, lhs, rhs, lhs_scale, rows, out, buf, *semaphores, tiles, t
         slot, g = i & 1, plan.tile_group[t]
         is_first, is_last, wraps = _position(plan, t)
         next_t, next_n = jnp.where(wraps, 0, t + 1), n + wraps.astype(jnp.int32)
-        pl.when(i + 1 < total)(lambda: _start(fetch_tile(next_t, 1 - slot)))
+        pl.when(i + 1 < total)(lambda: fetch_tile(_start, next_t, next_n, 1 - slot))
         nth = n * num_groups + g  # index of the expert in the order of use
 
         @pl.when(is_first)
@@ -656,41 +806,75 @@ def _gmm_kernel(plan, lhs, rhs, lhs_scale, rows, out, buf, *semaphores, tiles, t
             following = (jnp.where(was_last, 0, g + 1), n + was_last.astype(jnp.int32), 1 - (nth & 1))
             pl.when(nth + 1 < num_groups * passes)(lambda: fetch_expert(_start, *following))
 
-        _wait(fetch_tile(t, slot))
+        fetch_tile(_wait, t, n, slot)
         pl.when(i > 1)(lambda: write(_wait, last_but_one_t, pass_before(last_t, pass_before(t, n)), slot))
-        _gmm_tile(plan, t, slot, nth & 1, buf, tiles, transpose_rhs, activation)
+        own_columns = partial(_own_columns, n, tiles.cols, N)
+        _gmm_tile(plan, t, slot, nth & 1, buf, tiles, transpose_rhs, activation, own_columns)
         pl.when(is_first)(lambda: _take_shared(plan, t, slot, buf, unit))
         pl.when(is_last)(lambda: _leave_shared(plan, t, slot, buf, unit))
+        if largest is not None:
+            _find_largest(plan, t, slot, buf, own_columns, unit)
         write(_start, t, n, slot)
         return next_t, next_n, t, last_t
 
     @pl.when(total > 0)
     def _():
-        _start(fetch_tile(0, 0))
+        fetch_tile(_start, 0, 0, 0)
         fetch_expert(_start, 0, 0, 0)
 
-    buf["zeros"][...] = jnp.zeros_like(buf["zeros"])
-    buf["shared"][...] = jnp.zeros_like(buf["shared"])
+    for name in ("zeros", "shared", "shared_sums", "largest"):
+        if buf[name] is not None:
+            buf[name][...] = jnp.zeros_like(buf[name])
     zero_blocks(_start)
     _, _, last_t, last_but_one_t = lax.fori_loop(0, total, one_tile, (0, 0, 0, 0))
     pl.when(total > 1)(lambda: write(_wait, last_but_one_t, pass_before(last_t, passes - 1), total & 1))
     pl.when(total > 0)(lambda: write(_wait, last_t, passes - 1, (total - 1) & 1))
     zero_blocks(_wait)
+    if largest is not None:
+        copy = pltpu.make_async_copy(buf["largest"], largest, filled)
+        copy.start()
+        copy.wait()
 
 
-def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation):
+def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation, own_columns):
     dtype, num_lhs, num_rhs = buf["out"].dtype, buf["lhs"].shape[1], buf["rhs"].shape[1]
 
-    def product_of(j, height):
-        rows, weights = buf["lhs"][slot, j % num_lhs, :height], buf["rhs"][expert_slot, j]
+    def product_of(j, height, cols=slice(None)):
+        rows, weights = buf["lhs"][slot, j % num_lhs, :height], buf["rhs"]
+        weights = weights[expert_slot, j, cols] if transpose_rhs else weights[expert_slot, j, :, cols]
         product = _matmul(rows, weights, ((1,), (1 if transpose_rhs else 0,)))
         if buf["rhs_scale"] is not None:
-            product = product * buf["rhs_scale"][expert_slot, j]
+            product = product * buf["rhs_scale"][expert_slot, j, :, cols]
         if buf["lhs_scale"] is not None:
             product = product * buf["lhs_scale"][slot, :height]
-        return product if buf["bias"] is None else product + buf["bias"][expert_slot, j]
+        return product if buf["bias"] is None else product + buf["bias"][expert_slot, j, :, cols]
+
+    def finish(height, cols, product):
+        """The gradients of gate, up and factors in some columns, from the product with rhs there."""
+        gate, up = (buf["products"][slot, j, :height, cols].astype(jnp.float32) for j in range(2))
+        result, backward = jax.vjp(activation, gate, up)
+        for j, gradient in enumerate(backward(product * buf["factors"][slot, :height])):
+            buf["out"][slot, j, :height, cols] = gradient.astype(dtype)
+        buf["folded"][:height] = _folded(jnp.add, buf["folded"][:height], own_columns(product * result, cols.start))
+
+    def compute_gradients(height):
+        """Multiplies some columns in the matrix units while the vector units finish those before.
+
+        The compiler does so only in this order, and if it sees that both products are in different places.
+        """
+        buf["folded"][:height] = jnp.zeros((height, 128), jnp.float32)
+        parts = [slice(begin, min(begin + MXU, tiles.cols)) for begin in range(0, tiles.cols, MXU)]
+        product = lambda i: buf["product"].at[i % 2, :height, : parts[i].stop - parts[i].start]
+        for i, cols in enumerate(parts):
+            product(i)[...] = product_of(0, height, cols)
+            if i > 0:
+                finish(height, parts[i - 1], product(i - 1)[...])
+        finish(height, parts[-1], product(len(parts) - 1)[...])
+        buf["sums"][slot, 0, :height] = jnp.sum(buf["folded"][:height], 1, keepdims=True)
 
     def compute(height):
+        if buf["products"] is not None:
+            return compute_gradients(height)
         if num_lhs == 2:
             buf["out"][slot, 0, :height] = (product_of(0, height) + product_of(1, height)).astype(dtype)
             return
@@ -712,23 +896,63 @@ def _one_of(bodies, which):
     lax.cond(which < half, lambda: _one_of(bodies[:half], which), lambda: _one_of(bodies[half:], which - half))
 
 
+def _own_columns(n, cols, N, x, begin=0):
+    """x, the columns from `begin` on of part n, with zeros in those that no part has, or the part before it too."""
+    if N % cols == 0:
+        return x
+    column, width, parts = begin + lax.broadcasted_iota(jnp.int32, x.shape, 1), other_columns(cols, N), pl.cdiv(N, cols)
+    first, end = (jnp.where(n == parts - 1, *choices) for choices in ((max(parts * width - N, 0), 0), (cols, width)))
+    return jnp.where((column >= first) & (column < end), x, jnp.zeros_like(x))
+
+
+def _find_largest(plan, t, slot, buf, own_columns, unit):
+    """Keeps the largest elements of the results of a tile, each block of which now has rows of groups alone."""
+
+    def add_block(block, largest):
+        for j in range(len(largest)):
+            values = own_columns(jnp.abs(buf["out"][slot, j, _block(block, unit)]))
+            largest[j] = _folded(jnp.maximum, largest[j], values)
+        return largest
+
+    with jax.named_scope("block"):
+        largest = lax.fori_loop(0, plan.tile_blocks[t], add_block, [buf["largest"][j] for j in range(2)])
+    for j, values in enumerate(largest):
+        buf["largest"][j] = values
+
+
+def _folded(add, total, x):
+    """`add` of total [rows, 128] and each 128 columns of x, whose last columns may be fewer."""
+    for begin in range(0, x.shape[1], 128):
+        part = x[:, begin : begin + 128]
+        if (missing := 128 - part.shape[1]) > 0:
+            part = jnp.pad(part, ((0, 0), (0, missing)))
+        total = add(total, part)
+    return total
+
+
 def _take_shared(plan, t, slot, buf, unit):
     """Copies the rows of previous groups into the first block of a group."""
-    row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 1) + plan.tile_block[t] * unit
-    is_own = row >= plan.group_start[plan.tile_group[t]]
-    buf["out"][slot, :, :unit] = jnp.where(is_own, buf["out"][slot, :, :unit], buf["shared"][...])
+    for results, shared in _results_and_shared(buf):
+        row = lax.broadcasted_iota(jnp.int32, shared.shape, 1) + plan.tile_block[t] * unit
+        is_own = row >= plan.group_start[plan.tile_group[t]]
+        results[slot, :, :unit] = jnp.where(is_own, results[slot, :, :unit], shared[...])
 
 
 def _leave_shared(plan, t, slot, buf, unit):
     """Keeps the last block of a group for the next one, with zeros in rows beyond the group."""
     last = plan.tile_blocks[t] - 1
     block = _block(last, unit)
-    row = lax.broadcasted_iota(jnp.int32, buf["shared"].shape, 1) + (plan.tile_block[t] + last) * unit
-    is_own = row < plan.group_end[plan.tile_group[t]]
-    shared = jnp.where(is_own, buf["out"][slot, :, block], jnp.zeros_like(buf["shared"]))
-    buf["out"][slot, :, block] = shared
     is_last_of_all = t + 1 == plan.totals[0]
-    buf["shared"][...] = jnp.where(is_last_of_all, jnp.zeros_like(shared), shared)
+    for results, shared in _results_and_shared(buf):
+        row = lax.broadcasted_iota(jnp.int32, shared.shape, 1) + (plan.tile_block[t] + last) * unit
+        is_own = row < plan.group_end[plan.tile_group[t]]
+        own = jnp.where(is_own, results[slot, :, block], jnp.zeros_like(shared))
+        results[slot, :, block] = own
+        shared[...] = jnp.where(is_last_of_all, jnp.zeros_like(own), own)
+
+
+def _results_and_shared(buf):
+    return [(buf[a], buf[b]) for a, b in (("out", "shared"), ("sums", "shared_sums")) if buf[a] is not None]
 
 
 def _tgmm_kernel(plan, lhs, dout, scale, out, buf, arrived, written, filled, *, tiles, unit):
@@ -846,12 +1070,17 @@ def _clear_rest(plan, t, slot, buf, unit):
 # -- the calls
 
 
-def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None, *, options):
-    """Calls gmm's kernel and returns a tuple of results. lhs, rhs, rhs_scale and bias are tuples, too."""
+def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None, through=None, *, options):
+    """Calls gmm's kernel and returns a tuple of results. lhs, rhs, rhs_scale and bias are tuples, too.
+
+    With `through`, the products and factors [M, 1] of `gated_gradients`, (both gradients, sums, largest elements).
+    """
     transpose_rhs, out_dtype, tiles, activation, interpret = options
     (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
-    flags = dict(transpose_rhs=transpose_rhs, gated=activation is not None, summed=len(lhs) == 2)
+    gradient = through is not None
+    gated = activation is not None and not gradient
+    flags = dict(transpose_rhs=transpose_rhs, gated=gated, summed=len(lhs) == 2, gradient=gradient)
     key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **flags)
     given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, bias=bias)
     variant = Variant(**flags, **{name: array is not None for name, array in given.items()})
@@ -860,16 +1089,21 @@ def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=No
     check_tiles(tiles, K, N, dtype, out_dtype, variant)
     unit = register_rows(dtype, out_dtype)
     padded = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
-    lhs, lhs_scale = jax.tree.map(padded, (lhs, lhs_scale))
+    lhs, lhs_scale, through = jax.tree.map(padded, (lhs, lhs_scale, through))
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant, rhs[0].dtype)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
-    operands = (plan, lhs, rhs, lhs_scale, (rhs_scale, bias))
-    shape = jax.ShapeDtypeStruct((lhs[0].shape[0], N), out_dtype, manual_axis_type=jax.typeof(lhs[0]).mat)
-    shapes, described = (shape,) * (3 if activation else 1), tuned.metadata(key, tiles, calls=1)
-    products = M, K, N * len(rhs)
+    operands = (plan, lhs, rhs, lhs_scale, (rhs_scale, bias), through)
+    shape_of = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(lhs[0]).mat)
+    rows, num_results = lhs[0].shape[0], variant.operands()[2]
+    sums = shape_of((pl.cdiv(N, tiles.cols), rows, 1), jnp.float32) if gradient else None
+    largest = buffers["largest"] and shape_of(*buffers["largest"])
+    shapes = (shape_of((rows, N), out_dtype),) * num_results, sums, largest
+    described, products = tuned.metadata(key, tiles, calls=1), (M, K, N * len(rhs))
     (results,) = _call("gmm", kernel, operands, (shapes,), buffers, (2, 2), interpret, described, products)
-    return tuple(result[:M] for result in results)
+    results, sums, largest = results
+    results = tuple(result[:M] for result in results)
+    return (*results, sums[:, :M], largest) if gradient else results
 
 
 def _tuned(key, make, check, *call):
@@ -946,21 +1180,23 @@ def main():
     for e, own in enumerate(rows):
         out[own], drhs[e] = lhs[own] @ rhs[e], lhs[own].T @ dout[own]
 
-    def error(f, *arrays, expected, tiles):
+    def compare(name, f, *arrays, expected, tiles=Tiles(128, 128, 32)):  # noqa: B008
         simulated = pltpu.InterpretParams(detect_races=True)
         arrays = [jnp.asarray(a, jnp.float32) for a in arrays]
-        return abs(np.asarray(f(*arrays, jnp.asarray(sizes), tiles=tiles, interpret=simulated)) - expected).max()
+        result = np.asarray(f(*arrays, jnp.asarray(sizes), tiles=tiles, interpret=simulated))
+        print(f"{name:16} largest error {abs(result - expected).max():.1e}")
 
-    tiles = Tiles(128, 128, 32)
-    print(f"groups      {' '.join(map(str, sizes))} of {M} rows")
-    print(f"gmm         largest error {error(gmm, lhs, rhs, expected=out, tiles=tiles):.1e}")
-    product = partial(gated_gmm, activation=lambda gate, up: gate * up)
-    call = lambda x, w, sizes, **options: product(x, w, w, sizes, **options)
-    print(f"gated_gmm   largest error {error(call, lhs, rhs / 16, expected=(out / 16) ** 2, tiles=tiles):.1e}")
+    print(f"groups {' '.join(map(str, sizes))} of {M} rows")
+    compare("gmm", gmm, lhs, rhs, expected=out)
+    times = lambda gate, up: gate * up
+    call = lambda x, w, sizes, **options: gated_gmm(x, w, w, sizes, times, **options)[2]
+    compare("gated_gmm", call, lhs, rhs / 16, expected=(out / 16) ** 2)
+    of_times = lambda a: Activated(times, (a, a), jnp.ones(M))
+    call = lambda dy, w, a, sizes, **options: gated_gradients(dy, w, sizes, of_times(a), **options)[0]
+    compare("gated_gradients", call, lhs, rhs, dout, expected=out * dout)
     call = lambda x, w, sizes, **options: summed_gmm((x, x), (w, -w / 2), sizes, **options)
-    swapped = rhs.swapaxes(1, 2)
-    print(f"summed_gmm  largest error {error(call, lhs, swapped, expected=out / 2, tiles=tiles):.1e}")
-    print(f"tgmm        largest error {error(tgmm, lhs, dout, expected=drhs, tiles=TgmmTiles(256, 128, 128)):.1e}")
+    compare("summed_gmm", call, lhs, rhs.swapaxes(1, 2), expected=out / 2)
+    compare("tgmm", tgmm, lhs, dout, expected=drhs, tiles=TgmmTiles(256, 128, 128))
 
 
 if __name__ == "__main__":

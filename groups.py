@@ -75,10 +75,11 @@ class Variant(NamedTuple):
     gated: bool = False  # one lhs, two rhs, three results
     bias: bool = False  # a row for each rhs, which is added to its product
     summed: bool = False  # two lhs, two rhs, one result
+    gradient: bool = False  # two results: the gradients of what an activation takes; it has a factor for each row
 
     def operands(self) -> tuple[int, int, int]:
         """The numbers of lhs, rhs and results."""
-        return (1, 2, 3) if self.gated else (2, 2, 1) if self.summed else (1, 1, 1)
+        return (1, 2, 3) if self.gated else (2, 2, 1) if self.summed else (1, 1, 2) if self.gradient else (1, 1, 1)
 
 
 PLAIN = Variant()
@@ -121,6 +122,7 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
     """The shapes and types of the buffers of `_gmm_kernel`. Those that DMAs fill or empty are double."""
     unit, cols = register_rows(dtype, out_dtype), tiles.cols
     inputs, matrices, results = variant.operands()
+    gradient, in_fp8 = variant.gradient, np.dtype(dtype).itemsize == 1
     return dict(
         lhs=((2, inputs, tiles.rows, K), dtype),
         rhs=((2, matrices, cols, K) if variant.transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
@@ -130,6 +132,13 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
         out=((2, results, tiles.rows, cols), out_dtype),
         shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
+        products=((2, 2, tiles.rows, cols), out_dtype) if gradient else None,
+        factors=((2, tiles.rows, 1), np.float32) if gradient else None,
+        product=((2, tiles.rows, MXU), np.float32) if gradient else None,
+        folded=((tiles.rows, 128), np.float32) if gradient else None,
+        sums=((2, 1, tiles.rows, 1), np.float32) if gradient else None,
+        shared_sums=((1, unit, 1), np.float32) if gradient else None,
+        largest=((results, unit, 128), out_dtype) if gradient and in_fp8 else None,
     )
 
 

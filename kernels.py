@@ -63,7 +63,7 @@ import groups
 import tuned
 from compiled import builders, bundles, grid, schedule
 from flash import flash_attention  # noqa: F401
-from gmm import fits_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
+from gmm import activated_gmm, fits_two, gated_gmm, gmm, summed_gmm, tgmm  # noqa: F401
 from masks import Mask, block_ranges
 
 CLOCK_HZ = schedule.TPU7X.kernel_clock_hz
@@ -202,7 +202,7 @@ def _gmm_rule(s: dict) -> groups.Tiles:
 
 
 def _variant(s: dict) -> groups.Variant:
-    flags = {name: bool(s.get(name)) for name in ("transpose_rhs", "gated", "summed")}
+    flags = {name: bool(s.get(name)) for name in ("transpose_rhs", "gated", "summed", "gradient")}
     return groups.Variant(rhs_scale=_scaled(s), **flags)
 
 
@@ -218,8 +218,12 @@ def _result(s: dict):
 def _gmm_job(s: dict, tiles: groups.Tiles) -> tuple[str, dict]:
     options = dict(M=s["M"], K=s["K"], N=s["N"], groups=s["E"], dtype=s["dtype"]) | tiles._asdict()
     flags = _variant(s)._asdict()
-    if flags.pop("gated"):
+    gated, gradient = flags.pop("gated"), flags.pop("gradient")
+    if gated:
         return "compiled.builders:gated_gmm", options | dict(rhs_scale=_scaled(s))
+    if gradient:
+        transposed = dict(transpose_rhs=flags["transpose_rhs"])
+        return "compiled.builders:gated_gradients", options | dict(rhs_scale=_scaled(s)) | transposed
     return "compiled.builders:gmm", options | flags
 
 
@@ -291,8 +295,10 @@ def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.
     repeated = lambda array: np.tile(array, passes)
     tile, column = np.arange(passes * len(plan.tile_group)), np.repeat(np.arange(passes), len(plan.tile_group))
     matrix = column * len(plan.group_expert) + repeated(plan.tile_group)
+    block = repeated(plan.tile_blocks) * float(unit * tiles.cols * out_bytes)
     return [
         grid.Operand("lhs", tile, repeated(plan.tile_blocks) * float(inputs * unit * s["K"] * in_bytes)),
+        *([grid.Operand("products", tile, block * 2)] if _variant(s).gradient else []),
         grid.Operand("rhs", matrix, float(matrices * s["K"] * tiles.cols * in_bytes), lookahead=True),
         grid.Operand(
             "out", tile, repeated(plan.tile_write) * float(results * unit * tiles.cols * out_bytes), output=True
@@ -497,6 +503,7 @@ def shapes_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
             calls.append(("gmm", input_gradient | dict(summed=True)))
         # Down's matrices are stored transposed (parameters.py).
         down = [("gmm", sizes | swapped | transposed), ("gmm", sizes | cotangents), ("tgmm", sizes | cotangents)]
+        down.append(("gmm", sizes | cotangents | dict(gradient=True)))
         return calls + [call for call in down if call not in calls]
     if args.S and args.S < args.T and (args.causal or args.window):
         raise ValueError(f"--S={args.S} keys are fewer than --T={args.T} queries, some of which would see no key")

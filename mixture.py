@@ -31,6 +31,7 @@ from anatomy import (
 )
 from collectives import after, all_gather, reduce_scatter
 from config import Config
+from gmm import Activated
 from parameters import Layers, Params, fp8_recipe
 
 
@@ -51,10 +52,10 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
         x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
         if rows_travel(config):
             x = all_gather(x, "tensor", dim=x.ndim - 1, algorithm=config.collectives)
-        product = remat.named(expert_activation(w, x, sizes, config), "expert_product")
-        product = moe.times_factors(product, factors)
+        product, through = expert_products(w, x, sizes, factors, config)
         product = after(product, arriving) if arriving else product
-        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, copies=copies)  # {U_tensor}
+        into_rows = dict(transpose=True, copies=copies, through=through)
+        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, **into_rows)  # {U_tensor}
         if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
         if rows_travel(config):
@@ -74,19 +75,26 @@ def rows_travel(config: Config) -> bool:
     return devices > 1 and not gathers_tokens(config, devices)
 
 
-def expert_activation(w: Layers, x, sizes, config: Config):
-    """`moe.glu` of x @ expert_gate and x @ expert_up, with their biases, for each expert's rows."""
+def expert_products(w: Layers, x, sizes, factors, config: Config) -> tuple[jax.Array, Activated | None]:
+    """(`moe.glu` of x @ expert_gate and x @ expert_up, with their biases, for each expert's rows, times their factors;
+    what takes its gradient, if a kernel computed it)."""
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
     biases = (w.bias_expert_gate, w.bias_expert_up) if config.expert_bias else None
     activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
-    if glu_in_kernel(config):
-        if isinstance(w.expert_gate, fp8.Weight):
-            return fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, names, biases)
-        return moe.gated_matmul(x, *weights, sizes, activation, names, biases)
-    products = expert_matmuls(x, weights, sizes, config)
-    if biases:
-        products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
-    return activation(*map(remat.named, products, names))
+    product, largest = None, ()
+    if not glu_in_kernel(config):
+        products = expert_matmuls(x, weights, sizes, config)
+        if biases:
+            products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
+    elif isinstance(w.expert_gate, fp8.Weight):
+        *products, product, largest = fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, biases)
+    else:
+        *products, product = moe.gated_matmul(x, *weights, sizes, activation, biases)
+    products = tuple(map(remat.named, products, names))
+    if product is None:
+        return moe.times_factors(remat.named(activation(*products), "expert_product"), factors), None
+    rows = moe.times_factors(remat.named(product, "expert_product"), factors)
+    return lax.stop_gradient(rows), Activated(activation, products, factors, largest)
 
 
 def expert_matmuls(
@@ -96,17 +104,18 @@ def expert_matmuls(
     config: Config,
     transpose: bool = False,
     copies: moe.Copies | None = None,
+    through: Activated | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x @ w for each of `weights` and each expert's rows; x, sizes and `transpose` as in `moe.grouped_matmul`.
+    """x @ w for each of `weights` and each expert's rows; the arguments are those of `moe.grouped_matmul`.
 
     With `copies` it is `moe.add_copies` of these.
     """
     if not isinstance(weights[0], fp8.Weight):
-        products = (moe.grouped_matmul(x, w, sizes, transpose=transpose) for w in weights)
+        products = (moe.grouped_matmul(x, w, sizes, transpose=transpose, through=through) for w in weights)
         return tuple(products if copies is None else (moe.add_copies(y, copies) for y in products))
     recipe = fp8_recipe(config)
     if sizes is not None:
-        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose, copies=copies)
+        return fp8.grouped_dot(x, weights, sizes, recipe, transpose=transpose, copies=copies, through=through)
     x = fp8.quantize(x, recipe, (2,))
     return tuple(fp8.dot(x, w, recipe, batch=1, transpose=transpose) for w in weights)
 

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import flash
 import flash_backward as gradients
 import gmm as grouped
-from groups import Variant, cdiv, default_tgmm_tiles, default_tiles
+import moe
+from groups import Variant, cdiv, default_tgmm_tiles, default_tiles, result_dtype
 from masks import Mask, Scores, block_ranges, mask_and_scores
 
 Call = tuple[Callable, list]  # (function, shapes of its arguments)
@@ -60,6 +61,25 @@ def gated_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=Fals
         return grouped.gated_products(x, gate, up, sizes, rhs_scale=scales, biases=biases, **options)
 
     return run, [shape((M, K), dtype), weights, weights, sizes, scales, biases]
+
+
+def gated_gradients(
+    M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", transpose_rhs=False, rhs_scale=False, limit=0.0, **tiles
+) -> Call:
+    """`gmm.gated_gradients` of `moe.glu` with this limit. Options: fields of Tiles."""
+    variant = Variant(transpose_rhs=transpose_rhs, rhs_scale=rhs_scale, gradient=True)
+    default = default_tiles(M, K, N, groups, dtype, variant=variant)
+    shape = jax.ShapeDtypeStruct
+    weights = shape((groups, N, K) if transpose_rhs else (groups, K, N), dtype)
+    products, factors = (shape((M, N), result_dtype(dtype)),) * 2, shape((M,), jnp.float32)
+    scale = shape((groups, N), jnp.float32) if rhs_scale else None
+    options = dict(transpose_rhs=transpose_rhs, tiles=default._replace(**tiles))
+
+    def run(dout, rhs, products, factors, sizes, scale):
+        through = grouped.Activated(partial(moe.glu, limit=limit), products, factors)
+        return grouped.gated_gradients(dout, rhs, sizes, through, rhs_scale=scale, **options)
+
+    return run, [shape((M, K), dtype), weights, products, factors, shape((groups,), jnp.int32), scale]
 
 
 def tgmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, scale=False, **tiles) -> Call:

@@ -182,6 +182,7 @@ def tile_counts(group_sizes, num_rows: int, tiles, dtype, out_dtype=None, passes
             names[f"finish {height}"] = int(np.sum(is_last & (bucket == k)))
     else:
         names |= {f"{height} rows": int(np.sum(bucket == k)) for k, height in enumerate(groups.heights(tiles))}
+        names["block"] = int(np.sum(plan.tile_blocks))
     return {name: passes * count for name, count in names.items()}
 
 
@@ -234,4 +235,5 @@ def moved_bytes(
     experts, passes = int(np.sum(sizes > 0)), groups.cdiv(N, tiles.cols)
     computed_N = passes * tiles.cols if N % 128 == 0 else N
     read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    return read * in_bytes + results * num_rows * computed_N * out_bytes
+    products = 2 * rows * computed_N * out_bytes if variant.gradient else 0
+    return read * in_bytes + products + results * num_rows * computed_N * out_bytes

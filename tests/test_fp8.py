@@ -29,6 +29,7 @@ from compiled import hlo
 from config import Config
 from flags import from_preset
 from fp8 import E4M3, E5M2, Recipe
+from gmm import Activated
 
 FORMATS = {"e4m3": (E4M3, 448.0, 2**-4, 2**-10), "e5m2": (E5M2, 57344.0, 2**-3, 2**-17)}  # largest, relative, absolute
 BLOCK = 8
@@ -602,27 +603,38 @@ def test_rows_are_quantised_before_they_are_copied_to_the_same_bits(gradients):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("limit", [0.0, 1.0])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_gated_dot_equals_the_activation_of_two_grouped_dots(rounding):
-    """Gradients included, each rounded with the key of its weight."""
+def test_an_mlp_of_gated_dot_equals_its_parts(rounding, limit):
+    """Gradients included, each rounded with the key of its weight, those of products by their own largest element."""
     recipe, sizes = Recipe(rounding=rounding), jnp.array([24, 0, 40, 17])
-    keys = jax.random.split(jax.random.key(1), 6)
-    x, *weights = (jax.random.normal(k, s) for k, s in zip(keys[:3], ((96, 32), (4, 32, 16), (4, 32, 16)), strict=True))
-    activation = lambda gate, up: jax.nn.silu(gate) * up
+    keys = jax.random.split(jax.random.key(1), 8)
+    shapes = (96, 32), (4, 32, 16), (4, 32, 16), (4, 32, 16), (96,)
+    x, *weights, factors = (jax.random.normal(k, s) for k, s in zip(keys[:5], shapes, strict=True))
+    activation = partial(moe.glu, limit=limit)
     biases = tuple(jax.random.normal(k, (4, 16)) for k in keys[:2])
 
-    def run(fused, x, biases, *weights):
+    def run(fused, x, biases, factors, *weights):
         quantized = [fp8.quantize(w, recipe, (1,), axes=(), is_weight=True) for w in weights]
-        gate, up = (fp8.Weight(q, key=key) for q, key in zip(quantized, keys[3:5], strict=True))
+        gate, up, down = (fp8.Weight(q, key=key) for q, key in zip(quantized, keys[3:6], strict=True))
+        through = None
         if fused:
-            return fp8.gated_dot(x, gate, up, sizes, recipe, activation, biases=biases)
-        products = fp8.grouped_dot(x, (gate, up), sizes, recipe)
-        return activation(*(moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)))
+            *products, product, largest = fp8.gated_dot(x, gate, up, sizes, recipe, activation, biases)
+            through = Activated(activation, tuple(products), factors, largest)
+            rows = jax.lax.stop_gradient(moe.times_factors(product, factors))
+        else:
+            products = fp8.grouped_dot(x, (gate, up), sizes, recipe)
+            products = (moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True))
+            rows = moe.times_factors(activation(*products), factors)
+        return fp8.grouped_dot(rows, (down,), sizes, recipe, transpose=True, through=through)[0]
 
-    (y, pull), (want, want_pull) = (jax.vjp(partial(run, fused), x, biases, *weights) for fused in (True, False))
-    dy = jax.random.normal(keys[5], y.shape)
-    for a, b in zip(*map(jax.tree.leaves, ((y, *pull(dy)), (want, *want_pull(dy)))), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+    arrays = x, biases, factors, *weights
+    (y, pull), (want, want_pull) = (jax.vjp(partial(run, fused), *arrays) for fused in (True, False))
+    dy = jax.random.normal(keys[7], y.shape)
+    actual, expected = (y, *pull(dy)), (want, *want_pull(dy))
+    assert all(np.any(a) for a in jax.tree.leaves(expected))
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.slow
@@ -655,6 +667,35 @@ def test_grouped_rows_of_all_devices_have_one_scale():
     np.testing.assert_array_equal(sharded[0][8:], expected[0][8:])
     # With a scale of its own, a device without the outlier would give other results.
     assert all(relative_error(a[8:], b) > 0.01 for a, b in zip(sharded[:2], alone[:2], strict=True))
+
+
+@pytest.mark.slow
+def test_largest_gradients_of_products_are_those_of_all_devices():
+    """An outlier of dy on one of 8 devices costs the gradients of gate and up on all of them precision."""
+    keys = jax.random.split(jax.random.key(2), 4)
+    shapes = (64, 32), (2, 1, 32, 16), (1, 32, 16), (64, 32)
+    x, (gate, up), down, dy = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    dy = dy.at[3].mul(2.0**31)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def gradient_of_x(x, dy, *weights, axes=()):
+        recipe, sizes, factors = Recipe(row_axes=axes), jnp.full(1, x.shape[0]), jnp.ones(x.shape[0])
+
+        def run(x):
+            gate, up, down = (fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True)) for w in weights)
+            *products, product, largest = fp8.gated_dot(x, gate, up, sizes, recipe, moe.glu)
+            through = Activated(moe.glu, tuple(products), factors, largest)
+            return fp8.grouped_dot(product, (down,), sizes, recipe, transpose=True, through=through)[0]
+
+        return jax.vjp(run, x)[1](dy)[0]
+
+    specs = P("a"), P("a"), P(), P(), P()
+    spread = partial(gradient_of_x, axes=("a",))
+    sharded = jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=specs, out_specs=P("a")))(x, dy, gate, up, down)
+    expected, alone = gradient_of_x(x, dy, gate, up, down), gradient_of_x(x[8:], dy[8:], gate, up, down)
+    np.testing.assert_allclose(sharded, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(sharded[8:], expected[8:])
+    assert relative_error(sharded[8:], alone) > 0.01  # with a scale of its own
 
 
 # -- in the model

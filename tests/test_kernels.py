@@ -158,7 +158,7 @@ def test_a_rule_that_does_not_compile_is_an_error(monkeypatch):
 def test_the_command_stores_the_best_under_the_kernels_key(own, fake_compiler, capsys):
     kernels.main(["tune", "gmm", "--M=512", "--K=256", "--N=512", "--E=4", f"--out={own}", "--json"])
     searches = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [search["key"].split()[0] for search in searches] == ["gmm", "gmm", "gmm", "tgmm", "gmm"]
+    assert [search["key"].split()[0] for search in searches] == ["gmm", "gmm", "gmm", "tgmm", "gmm", "gmm"]
     assert searches[2]["key"] == tuned.key_of("gmm", M=512, K=512, N=256, E=4, dtype="bfloat16", transpose_rhs=True)
     key = tuned.key_of("gmm", M=512, K=256, N=512, E=4, dtype="bfloat16")
     assert searches[0]["key"] == key and tuned.read(own)[key] == searches[0]["entry"]
@@ -180,6 +180,7 @@ def test_the_command_stores_the_best_under_the_kernels_key(own, fake_compiler, c
                 "gmm M=512 K=512 N=256 E=4 dtype=float8_e4m3fn transpose_rhs=True chip=tpu7x",
                 "gmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",
                 "tgmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 chip=tpu7x",
+                "gmm M=512 K=256 N=512 E=4 dtype=float8_e5m2 gradient=True chip=tpu7x",
             ],
         ),
         (
@@ -209,8 +210,8 @@ def keys_of_experts(config: Config, M: int, monkeypatch) -> list[str]:
             quantized = lambda w: fp8.Weight(fp8.quantize(w, **options))
             matrices = {name: quantized(w) for name, w in matrices.items()}
         w = SimpleNamespace(**matrices, bias_expert_gate=bias_EF, bias_expert_up=bias_EF)
-        product = mixture.expert_activation(w, x, sizes, config)
-        (y,) = mixture.expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True)
+        product, through = mixture.expert_products(w, x, sizes, jnp.ones(len(x)), config)
+        (y,) = mixture.expert_matmuls(product, (w.expert_down,), sizes, config, transpose=True, through=through)
         return y.astype(jnp.float32).sum()
 
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -22,6 +22,7 @@ import fsdp
 import moe
 import sharding
 from compiled import hlo
+from gmm import Activated
 
 ROOT = Path(__file__).parents[1]
 AXES = ("fsdp", "expert")
@@ -156,6 +157,16 @@ def test_swiglu_with_a_limit():
     assert float(moe.glu(jnp.float32(1), jnp.float32(0.5))) == pytest.approx(0.5 / (1 + np.exp(-1)), rel=1e-6)
 
 
+def test_the_gradient_of_swiglu_with_a_limit():
+    """By hand; at a limit the derivative of the clamp is 1, as in PyTorch, beyond it 0."""
+    gate, up = (a.ravel() for a in np.meshgrid([-9.0, -2.0, 0.5, 2.0, 9.0], [-9.0, -2.0, 0.5, 2.0, 9.0]))
+    _, pull = jax.vjp(partial(moe.glu, limit=2.0), jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
+    a, b = np.minimum(gate, 2), np.clip(up, -2, 2)
+    sigmoid = 1 / (1 + np.exp(-1.702 * a))
+    dgate = (b + 1) * sigmoid * (1 + 1.702 * a * (1 - sigmoid)) * (gate <= 2)
+    np.testing.assert_allclose(pull(jnp.ones(25)), (dgate, a * sigmoid * (np.abs(up) <= 2)), rtol=1e-5, atol=1e-6)
+
+
 def test_geglu_is_the_tanh_approximation():
     """By hand, at 1: sqrt(2/pi) * 1.044715 is 0.8335620. The exact GELU of 1 is 0.8413447."""
     geglu = float(moe.glu(jnp.float32(1), jnp.float32(0.5), "gelu"))
@@ -210,8 +221,8 @@ def on_mesh(n: int, impl: str, *, buffer_factor: float = E, capacity: int = TOKE
 
         def experts(w, x, sizes, factors, copies=None, arriving=()):
             gate, up, down = w
-            product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
-            y = moe.grouped_matmul(product, down, sizes)
+            products = [moe.grouped_matmul(x, w, sizes) for w in (gate, up)]
+            y = moe.grouped_matmul(moe.times_factors(moe.glu(*products), factors), down, sizes)
             return y if copies is None else moe.add_copies(y, copies)
 
         def local(x_td, routing):
@@ -324,8 +335,8 @@ def test_tokens_without_experts_are_sent_nowhere():
 
         def experts(w, x, sizes, factors, copies=None, arriving=()):
             gate, up, down = w
-            product = moe.times_factors(moe.gated_matmul(x, gate, up, sizes, moe.glu), factors)
-            y = moe.grouped_matmul(product, down, sizes)
+            products = [moe.grouped_matmul(x, w, sizes) for w in (gate, up)]
+            y = moe.grouped_matmul(moe.times_factors(moe.glu(*products), factors), down, sizes)
             return y if copies is None else moe.add_copies(y, copies)
 
         return moe.dropless((gate, up, down), x_td, routing, experts, "expert", t * X)
@@ -344,16 +355,22 @@ def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
     """gmm.py's functions run on the CPU as their references: values and gradients."""
     _, _, gate, up, down = layer()
     x, sizes = jax.random.normal(jax.random.key(0), (40, gate.shape[1])), jnp.array([0, 9, 1, 0, 20, 3, 0, 4])[:E]
+    factors = jax.random.uniform(jax.random.key(3), (40,))
     biases = tuple(jax.random.normal(jax.random.key(i), gate[:, 0].shape) for i in (1, 2))
 
-    def experts(x, gate, up, down, biases):
-        product = moe.gated_matmul(x, gate, up, sizes, partial(moe.glu, limit=1.0), biases=biases)
-        return moe.grouped_matmul(product, down.swapaxes(1, 2), sizes, transpose=True)
+    activation = partial(moe.glu, limit=1.0)
+
+    def experts(x, gate, up, down, biases, factors):
+        *products, product = moe.gated_matmul(x, gate, up, sizes, activation, biases)
+        through = product is not None and Activated(activation, tuple(products), factors)
+        rows = moe.times_factors(product if through else activation(*products), factors)
+        rows = jax.lax.stop_gradient(rows) if through else rows
+        return moe.grouped_matmul(rows, down.swapaxes(1, 2), sizes, transpose=True, through=through or None)
 
     results = []
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
-        y, pull = jax.vjp(experts, x, gate, up, down, biases)
+        y, pull = jax.vjp(experts, x, gate, up, down, biases, factors)
         results.append(jax.tree.leaves((y, *pull(jnp.cos(y)))))
     for a, b in zip(*results, strict=True):
         assert relative_error(a, b) < 1e-5
