@@ -36,7 +36,7 @@ def test_every_row_is_written_once(unit, here):
 def test_counts_of_tiles():
     counts = grid.tile_counts([1024, 0, 1000], 2048, Tiles(512, 128, 32), BF16, passes=3)
     nonzero = {name: count for name, count in counts.items() if count}
-    assert nonzero == {"tile": 12, "first of group": 6, "last of group": 6, "512 rows": 12}
+    assert nonzero == {"tile": 12, "first of group": 6, "last of group": 6, "512 rows": 12, "block": 3 * 2032 // 16}
     counts = grid.tile_counts([1024, 0, 700], 2048, TgmmTiles(512, 128, 128), BF16)
     assert {name: count for name, count in counts.items() if "finish" in name} == {"finish 256": 1, "finish 512": 1}
     assert counts["add"] == 2
