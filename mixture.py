@@ -81,7 +81,7 @@ def expert_products(w: Layers, x, sizes, factors, config: Config) -> tuple[jax.A
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
     biases = (w.bias_expert_gate, w.bias_expert_up) if config.expert_bias else None
     activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
-    product, largest = None, ()
+    product = largest = None
     if not glu_in_kernel(config):
         products = expert_matmuls(x, weights, sizes, config)
         if biases:

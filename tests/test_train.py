@@ -578,7 +578,7 @@ def test_second_start_reads_the_cache_of_compiled_programs(tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_program_in_the_cache_is_compiled_and_replaced(tmp_path):
-    """As two runs at once leave them for each other, and a killed one for all that follow."""
+    """Two runs at once leave such entries for each other, and a killed one for all that follow."""
     flags = ["--preset=tiny-moe", "--seq_len=32", "--batch=8", "--sample=0", "--steps=2", "--eval_batches=1"]
     flags += [f"--compilation_cache={tmp_path}"]
     entries = lambda: {file.name: file.stat().st_size for file in tmp_path.glob("*-cache")}
