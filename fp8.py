@@ -473,12 +473,13 @@ def _product(a, b, dims_a, dims_b, batch):
 
 def _gradient(dy, dims, axes, amax, recipe, key):
     """(values, scale) of a gradient; elements along `dims` share a scale."""
-    return _scaled_gradient(dy, amax if recipe.uses_amax else amax_of(dy, dims, axes), recipe, key)
+    amax = amax.reshape((1,) * dy.ndim) if recipe.uses_amax else amax_of(dy, dims, axes)
+    return _scaled_gradient(dy, amax, recipe, key)
 
 
-def _scaled_gradient(dy, largest, recipe, key):
+def _scaled_gradient(dy, amax, recipe, key):
     dtype = GRADIENTS[recipe.gradients]
-    scale = scale_of(largest if largest.ndim else largest.reshape((1,) * dy.ndim), dtype)
+    scale = scale_of(amax, dtype)
     return cast(dy, scale, dtype, saturates=recipe.uses_amax, key=key), scale
 
 
@@ -532,11 +533,15 @@ def grouped_dot(
       recipe: per tensor.
       copies: return moe.add_copies of each product. Gradients are then quantised before they are copied to rows, all of
         which must be of a group.
-      through: what x is. Its gradient goes to that, and x has none (`gmm.activated_gmm`).
+      through: what x is made of, with `largest` of `gated_dot`. The gradient goes to these, and x has none
+        (`gmm.activated_gmm`).
 
     Raises:
-      ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding.
+      ValueError: another granularity; scaling by `amax`, not recorded for experts; no key for stochastic rounding;
+        `through` without `largest`.
     """
+    if through is not None and through.largest is None:
+        raise ValueError("grouped_dot: through.largest is None; take it from gated_dot, which makes the scales of it")
     x, quantized = _grouped_operands(x_rK, weights, sizes_e, recipe)
     operands = zip(quantized, weights, strict=True)
     options = recipe, transpose, through and through.activation
@@ -597,12 +602,9 @@ def _grouped_forward(options, x, w, sizes_e, key, copies, through):
 def _grouped_backward(options, residuals, dy):
     (recipe, transpose, activation), (x, s_x, w, s_w, sizes_e, key, copies, through) = options, residuals
     dtype = dy.dtype
-    if copies is not None:
-        q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
-        q_dy = copy_rows(q_dy, copies)
-    else:
-        dy = jnp.where(jnp.arange(len(dy))[:, None] < jnp.sum(sizes_e), dy, 0)
-        q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
+    dy = dy if copies is not None else jnp.where(_in_a_group(dy, sizes_e), dy, 0)
+    q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
+    q_dy = q_dy if copies is None else copy_rows(q_dy, copies)
     pair = (q_dy, x) if transpose else (x, q_dy)
     dw = tgmm(*pair, sizes_e, scale=_times(s_dy, s_x), out_dtype=dtype)
     scale, dx, dthrough = _times(s_dy, s_w), None, None
@@ -642,7 +644,8 @@ def _gated_backward(options, residuals, gradients):
     x, s_x, weights, biases, sizes_e, keys = residuals
     *dproducts, _, largest = gradients  # the activation's gradient is in those of both products
     largest = lax.pmax(largest, recipe.axes) if recipe.axes else largest
-    grads = [_scaled_gradient(dy, of_dy, recipe, key) for dy, of_dy, key in zip(dproducts, largest, keys, strict=True)]
+    of_each = zip(dproducts, largest.reshape(2, 1, 1), keys, strict=True)
+    grads = [_scaled_gradient(dy, amax, recipe, key) for dy, amax, key in of_each]
     q_dys, s_dys = zip(*grads, strict=True)
     dtype, matrices = dproducts[0].dtype, tuple(w for w, _ in weights)
     scales = tuple(_times(s_dy, s_w) for s_dy, (_, s_w) in zip(s_dys, weights, strict=True))

@@ -122,12 +122,12 @@ from groups import (
 
 
 class Activated(NamedTuple):
-    """The lhs of a matmul is factors * activation(gate, up): its gradient goes to these."""
+    """What an lhs is made of, factors * activation(gate, up): the gradient of a matmul goes to these."""
 
     activation: Callable[[jax.Array, jax.Array], jax.Array]
     products: tuple[jax.Array, jax.Array]  # gate and up, [M, N]
     factors: jax.Array  # [M], float32
-    largest: jax.Array | None = None  # for FP8 [2], whose gradient are the largest elements of those of the products
+    largest: jax.Array | None = None  # FP8 only, [2]: zeros, whose cotangent is the largest |dgate| and |dup|
 
 
 def gmm(
@@ -194,8 +194,9 @@ def gated_gmm(
     """(lhs . gate[e], lhs . up[e], activation of both) of each group's rows, in one kernel. Code of one device.
 
     Both products, with their biases, are rounded, and go through the activation in float32 before they leave VMEM.
-    Differentiable in lhs, gate, up and biases, from the gradients of both products. The third result has none: the
-    matmul that follows (`activated_gmm`) takes the products, too, and computes their gradients.
+    Differentiable in lhs, gate, up and biases, from the gradients of both products, which must be finite in rows
+    without a group. The third result has no gradient: the matmul that follows (`activated_gmm`) takes the products,
+    too, and computes theirs.
 
     Args:
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
@@ -262,9 +263,15 @@ def activated_gmm(
 ) -> jax.Array:
     """`gmm` of an lhs that is `through`: its gradient goes to the products and factors, by `gated_gradients`.
 
-    It has no gradient in lhs, nor for FP8. The other arguments, the result and the errors are those of `gmm`.
+    It has no gradient in lhs. The other arguments and the result are those of `gmm`.
+
+    Raises:
+      ValueError: as `gmm`; or operands are FP8.
     """
-    check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    M, K, *_ = check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    if lhs_MK.dtype.itemsize == 1:
+        raise ValueError("activated_gmm of fp8 has no gradient: call gated_gradients in a custom_vjp of your own")
+    _check_activated(through, M, K)
     options = (transpose_rhs, lhs_MK.dtype, None, None, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
     arrays = vary_alike((lhs_MK, rhs_EKN, group_sizes_E, offset, through.products, through.factors))
@@ -331,6 +338,7 @@ def gated_gradients(
     Args:
       dout_MK, rhs_EKN, group_sizes_E, transpose_rhs, group_offset, rhs_scale: as for `gmm`, of the product dout . rhs.
       through: its products may hold anything in rows without a group.
+      tiles, interpret: as for `gmm`, with a key for `gradient`.
 
     Returns:
       dgate_MN, dup_MN, in the type of the products, and dfactors_M in float32. Rows without a group are zeros.
@@ -339,16 +347,24 @@ def gated_gradients(
     Raises:
       ValueError: shapes, types or tiles do not fit, or VMEM is too small.
     """
-    shape = M, _, E, N = check_gmm(dout_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    M, _, E, N = check_gmm(dout_MK, rhs_EKN, group_sizes_E, transpose_rhs)
+    _check_activated(through, M, N)
     activation, products, factors, _ = through
-    for product in products:
-        if product.shape != (M, N) or product.dtype != products[0].dtype:
-            types = [f"{a.dtype}{list(a.shape)}" for a in products]
-            raise ValueError(f"gate and up must have one type and the shape [M, N] = {[M, N]}; they are {types}")
-    factors, scale = _gmm_scales(factors, rhs_scale, shape)
+    factors_M1 = factors.astype(jnp.float32)[:, None]
+    scale = None if rhs_scale is None else _column_scale(rhs_scale, E, N, "rhs_scale")
     options = (transpose_rhs, products[0].dtype, tiles, activation, _interpreter(interpret))
-    arrays = (dout_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale, products, factors)
+    arrays = (dout_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale, products, factors_M1)
     return _gated_gradients(options, *vary_alike(arrays))
+
+
+def _check_activated(through: Activated, M: int, N: int) -> None:
+    """Raises ValueError if the products are not [M, N] of one type, or the factors not [M]."""
+    gate, up = through.products
+    if not gate.shape == up.shape == (M, N) or gate.dtype != up.dtype:
+        types = [f"{a.dtype}{list(a.shape)}" for a in (gate, up)]
+        raise ValueError(f"gate and up must have one type and the shape [M, N] = {[M, N]}; they are {types}")
+    if jnp.shape(through.factors) != (M,):
+        raise ValueError(f"factors has shape {jnp.shape(through.factors)}; it must be [M] = [{M}]")
 
 
 def tgmm(

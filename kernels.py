@@ -295,13 +295,17 @@ def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.
     repeated = lambda array: np.tile(array, passes)
     tile, column = np.arange(passes * len(plan.tile_group)), np.repeat(np.arange(passes), len(plan.tile_group))
     matrix = column * len(plan.group_expert) + repeated(plan.tile_group)
-    block = repeated(plan.tile_blocks) * float(unit * tiles.cols * out_bytes)
+    rows, gradient = repeated(plan.tile_blocks) * float(unit), _variant(s).gradient
+    column = grid.COLUMN_BYTES if gradient else 0
     return [
-        grid.Operand("lhs", tile, repeated(plan.tile_blocks) * float(inputs * unit * s["K"] * in_bytes)),
-        *([grid.Operand("products", tile, block * 2)] if _variant(s).gradient else []),
+        grid.Operand("lhs", tile, rows * inputs * s["K"] * in_bytes),
+        *([grid.Operand("products", tile, rows * (2 * tiles.cols * out_bytes + column))] if gradient else []),
         grid.Operand("rhs", matrix, float(matrices * s["K"] * tiles.cols * in_bytes), lookahead=True),
         grid.Operand(
-            "out", tile, repeated(plan.tile_write) * float(results * unit * tiles.cols * out_bytes), output=True
+            "out",
+            tile,
+            repeated(plan.tile_write) * float(unit * (results * tiles.cols * out_bytes + column)),
+            output=True,
         ),
     ]
 
@@ -471,8 +475,8 @@ def time_on_tpu(kernel: str, shape: dict, blocks: object, repeats: int = 10) -> 
     try:
         for offset in _query_offsets(shape):
             run, shapes = bundles.build(*TUNABLES[kernel].job(shape | {"offset": offset}, blocks))
-            run, fill = jax.jit(run), lambda a: jnp.broadcast_to(sizes if a.ndim == 1 else 1, a.shape).astype(a.dtype)
-            arrays = jax.tree.map(fill, shapes)
+            fill = lambda a: jnp.broadcast_to(sizes if a.dtype == jnp.int32 else 1, a.shape).astype(a.dtype)
+            run, arrays = jax.jit(run), jax.tree.map(fill, shapes)
             jax.block_until_ready(run(*arrays))
             seconds = []
             for _ in range(repeats):

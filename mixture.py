@@ -76,8 +76,11 @@ def rows_travel(config: Config) -> bool:
 
 
 def expert_products(w: Layers, x, sizes, factors, config: Config) -> tuple[jax.Array, Activated | None]:
-    """(`moe.glu` of x @ expert_gate and x @ expert_up, with their biases, for each expert's rows, times their factors;
-    what takes its gradient, if a kernel computed it)."""
+    """The rows that down multiplies, `factors` * `moe.glu`(gate, up), and what takes their gradient.
+
+    Gate and up are x @ expert_gate and x @ expert_up with their biases. The second result is None if XLA computes the
+    activation: then JAX differentiates the rows.
+    """
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
     biases = (w.bias_expert_gate, w.bias_expert_up) if config.expert_bias else None
     activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
@@ -106,9 +109,9 @@ def expert_matmuls(
     copies: moe.Copies | None = None,
     through: Activated | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x @ w for each of `weights` and each expert's rows; the arguments are those of `moe.grouped_matmul`.
+    """x @ w for each of `weights` and each expert's rows; with `copies`, `moe.add_copies` of these.
 
-    With `copies` it is `moe.add_copies` of these.
+    The other arguments are those of `moe.grouped_matmul`.
     """
     if not isinstance(weights[0], fp8.Weight):
         products = (moe.grouped_matmul(x, w, sizes, transpose=transpose, through=through) for w in weights)

@@ -42,6 +42,9 @@ from hardware import CHIPS, HBM_REACHED, KERNEL_CLOCK
 CHIP = CHIPS["tpu7x"]
 
 
+COLUMN_BYTES = 128 * 4  # of a row of a float32 array [rows, 1] in HBM, where it has the lanes of a register
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """A core's clock in a kernel, and its way to HBM."""
@@ -235,5 +238,5 @@ def moved_bytes(
     experts, passes = int(np.sum(sizes > 0)), groups.cdiv(N, tiles.cols)
     computed_N = passes * tiles.cols if N % 128 == 0 else N
     read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    products = 2 * rows * computed_N * out_bytes if variant.gradient else 0
+    products = rows * 2 * (computed_N * out_bytes + passes * COLUMN_BYTES) if variant.gradient else 0
     return read * in_bytes + products + results * num_rows * computed_N * out_bytes

@@ -534,6 +534,9 @@ def test_invalid_matmuls_are_refused(recipe, shapes, options, message):
         fp8.dot(x, w, recipe, **options)
     with pytest.raises(ValueError, match="float32 and bfloat16: cast one"):
         fp8.dot(jnp.zeros((4, 8)), jnp.zeros((8, 4), jnp.bfloat16), Recipe())
+    of_no_scales = Activated(moe.glu, (jnp.zeros((4, 8)),) * 2, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"through\.largest is None; take it from gated_dot"):
+        fp8.grouped_dot(jnp.zeros((4, 8)), (), jnp.array([4]), Recipe(), through=of_no_scales)
 
 
 @pytest.mark.parametrize("scaling", ["static", "delayed"])

@@ -404,26 +404,34 @@ def test_an_mlp_in_kernels_equals_its_parts(dtype, offset, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    ("N", "cols", "dtype", "offset"),
-    [(384, 128, F32, 0), (640, 512, F32, 1), (640, 512, E4M3, 0), (600, 344, E4M3, 2), (384, 384, BF16, 0)],
+    ("M", "N", "cols", "dtype", "offset", "transpose_rhs"),
+    [
+        (128, 384, 128, F32, 0, False),
+        (128, 640, 512, F32, 1, True),
+        (128, 640, 512, E4M3, 0, False),
+        (128, 600, 344, E4M3, 2, True),
+        (140, 768, 768, BF16, 0, False),  # rows that are no whole registers; three parts of 256 columns
+    ],
 )
-def test_gradients_of_an_activation_in_the_kernel_of_a_matmul(N, cols, dtype, offset, sizes):
+def test_gradients_of_an_activation_in_the_kernel_of_a_matmul(M, N, cols, dtype, offset, transpose_rhs, sizes):
     """Parts of the columns divide them, overlap, or have a wider last one; the largest elements are of own rows alone.
 
     The kernel's against the reference's, which the test above compares with JAX's; gate, up and dout are NaN in rows
     without a group.
     """
-    dout, rhs, product, sizes = case(seven(SIZES[sizes]), 128, 64, N, dtype, experts=5)
+    dout, rhs, product, sizes = case(seven(SIZES[sizes]), M, 64, N, dtype, experts=5)
+    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     product = jnp.asarray(product, F32 if dtype == F32 else BF16)
-    factors = jax.random.uniform(jax.random.key(0), (128,))
+    factors = jax.random.uniform(jax.random.key(0), (M,))
     through = Activated(partial(moe.glu, limit=1.0), (product, product / 2), factors)
-    options = dict(group_offset=offset, rhs_scale=0.5)
+    options = dict(group_offset=offset, rhs_scale=0.5, transpose_rhs=transpose_rhs)
     run = lambda **how: gated_gradients(dout, rhs, sizes, through, **options, **how)
     actual, expected = run(tiles=Tiles(64, cols, 32), interpret=SIMULATED), run()
     assert (actual[3] is None) == (dtype != E4M3) == (expected[3] is None)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and np.isfinite(np.asarray(a, np.float32)).all()
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-4)
+        rtol = 1e-5 if dtype == F32 else 1e-2
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=rtol, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -524,6 +532,7 @@ def test_tgmm_tiles_that_do_not_fit(tiles, message):
 
 def test_operands_that_do_not_fit():
     lhs, rhs, dout, sizes = case([40, 60], 128, 128, 256)
+    gradients_of = lambda through: gated_gradients(lhs, rhs, sizes, through)
     with pytest.raises(ValueError, match=r"\[E, N, K\], as transpose_rhs is set, not \(128, 128\) and \(2, 128, 256\)"):
         gmm(lhs, rhs, sizes, transpose_rhs=True)
     with pytest.raises(ValueError, match="float32 and bfloat16"):
@@ -546,6 +555,15 @@ def test_operands_that_do_not_fit():
     in_fp8 = (x.astype(E4M3) for x in (lhs, rhs, rhs))
     with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
         gated_gmm(*in_fp8, sizes, silu)
+    through = Activated(silu, (dout, dout), jnp.ones(128))
+    with pytest.raises(ValueError, match="activated_gmm of fp8 has no gradient"):
+        activated_gmm(lhs.astype(E4M3), rhs.astype(E4M3), sizes, through)
+    for call in (lambda of: activated_gmm(dout, rhs, sizes, of, transpose_rhs=True), gradients_of):
+        with pytest.raises(ValueError, match=r"gate and up must have one type and the shape \[M, N\] = \[128, 256\]"):
+            call(through._replace(products=(dout, dout[:, :128])))
+        for factors, shape in ((jnp.ones(5), r"\(5,\)"), (jnp.ones(()), r"\(\)")):
+            with pytest.raises(ValueError, match=rf"factors has shape {shape}; it must be \[M\] = \[128\]"):
+                call(through._replace(factors=factors))
     with pytest.raises(ValueError, match="has no gradient"):
         jax.grad(lambda x: gmm(x, rhs, sizes, lhs_scale=2.0).sum())(lhs)
     with pytest.raises(ValueError, match="has no gradient"):

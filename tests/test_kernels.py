@@ -278,9 +278,10 @@ def test_ragged_groups_are_all_rows(M, E):
     assert M < 100 * E or len({*sizes}) > E / 2
 
 
-def test_timing_runs_the_kernel():
+@pytest.mark.parametrize("variant", [dict(), dict(gated=True), dict(gradient=True), dict(summed=True)])
+def test_timing_runs_the_kernel(variant):
     """On a CPU, where gmm runs its reference: the time itself means nothing."""
-    shape = dict(M=64, K=32, N=32, E=4, dtype="float32")
+    shape = collections.defaultdict(bool, M=64, K=32, N=32, E=4, dtype="bfloat16", **variant)
     cycles, error = kernels.time_on_tpu("gmm", shape, kernels.TUNABLES["gmm"].rule(shape))
     assert 0 < cycles < math.inf and not error
 
