@@ -211,9 +211,14 @@ def _run_periods(params: Params, inputs, constants, config: Config, scaling, att
 
 def loop_options(config: Config) -> dict:
     """Options of `fsdp.scan_layers`. Without prefetch it carries no weights if there is nothing to gather."""
-    gathered = any(lax.axis_size(axis) > 1 for axis in WEIGHT_AXES)
+    gathered = is_gathered()
     prefetch, ordered = config.prefetch or gathered, gathered and config.num_experts > 0
     return dict(prefetch=prefetch, double_buffer=config.double_buffer, ordered=ordered)
+
+
+def is_gathered() -> bool:
+    """Whether there are several devices over which weights are gathered."""
+    return any(lax.axis_size(axis) > 1 for axis in WEIGHT_AXES)
 
 
 def layer_function(is_global, config: Config, attend_with):
@@ -268,28 +273,33 @@ def layer_gather(layers: Layers, config: Config, stack: str):
 
     def gather(shards, names):
         """The weights of these names. In the backward pass one matrix of the experts is summed before the next."""
-        stored = {name: getattr(shards, name, None) for name in all_weights if name in names}
+        stored = {name: w for name in all_weights if name in names and (w := getattr(shards, name, None)) is not None}
         experts = [name for name in stored if all_weights[name].part == "experts"]
         w, summed_later = {}, []
         for group in ([name for name in stored if name not in experts], *([name] for name in experts)):
-            these = {name: stored[name] for name in group if stored[name] is not None}
-            if these and summed_later:
-                these, sources = fsdp.summed_first(these, {name: source_of(w[name]) for name in summed_later})
-                w |= {name: with_source(w[name], source) for name, source in sources.items()}
+            these = {name: stored[name] for name in group}
+            if summed_later:
+                these, w = _summed_first(these, w, summed_later)
             w |= {name: gather_weight(these[name], *(getattr(tree, name) for tree in layout)) for name in these}
-            summed_later = [name for name in these if getattr(matrices, name)]
+            summed_later = [name for name in these if getattr(matrices, name)] if is_gathered() else []
         left_out = {field.name: None for field in dataclasses.fields(Layers) if field.name not in w}
         return unstack_experts(dataclasses.replace(shards, **left_out, **w), config)
 
     all_weights = anatomy.WEIGHTS
     layout = specs, matrices, contracted
-    source_of = lambda w: w.source if isinstance(w, fp8.Quantized) else w
-    with_source = lambda w, source: dataclasses.replace(w, source=source) if isinstance(w, fp8.Quantized) else source
     large = {name for name, weight in all_weights.items() if weight.part in ("mlp", "experts")}
     if config.prefetch:
         return layers, lambda shards: (gather(shards[0], all_weights), *shards[1:])
     ahead = lambda shards: (gather(shards[0], all_weights.keys() - large), *shards[1:])
     return layers, (ahead, lambda shards: gather(shards[0], large))
+
+
+def _summed_first(shards: dict, weights: dict, names: list[str]) -> tuple[dict, dict]:
+    """`fsdp.summed_first` for those of the weights that have these names. One in FP8 has its gradient in its source."""
+    sources = {name: w.source if isinstance(w := weights[name], fp8.Quantized) else w for name in names}
+    shards, sources = fsdp.summed_first(shards, sources)
+    renewed = lambda w, source: dataclasses.replace(w, source=source) if isinstance(w, fp8.Quantized) else source
+    return shards, weights | {name: renewed(weights[name], source) for name, source in sources.items()}
 
 
 def _gather(w: jax.Array, spec: P, config: Config) -> jax.Array:

@@ -23,7 +23,7 @@ import placement
 import sharding
 import train
 from anatomy import expert_rows
-from config import Config
+from config import Config, changed
 from predicted import transformer
 
 
@@ -40,12 +40,30 @@ def layer_loops_of(config: Config):
                 yield eqn, body
 
 
+def loops_of_length(length: int, config: Config) -> list:
+    """Returns the bodies of the loops that have so many iterations."""
+    loops = (eqn for eqn in equations(trace(config)) if eqn.primitive.name == "scan" and eqn.params["length"] == length)
+    return [eqn.params["jaxpr"].jaxpr for eqn in loops]
+
+
+def barriers_of(body) -> list:
+    return [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
+
+
 def weights_gathered(body):
     """Returns the variables that a loop's body gathers over fsdp."""
     gathers = (eqn for eqn in body.eqns if eqn.primitive.name == "all_gather")
     return {eqn.outvars[0] for eqn in gathers if "fsdp" in eqn.params["axis_name"]}
 
 
+def sums(body):
+    """Returns {variable: its shape} of the gradients that a loop's body sums over fsdp."""
+    summed = (eqn.outvars[0] for eqn in body.eqns if eqn.primitive.name == "reduce_scatter")
+    return {var: var.aval.shape for var in summed}
+
+
+# The shard of a matrix of the 8 experts of MIXTURES["mixtral"] on fsdp:8, [E*d, M].
+EXPERT_SHARD = (64, 16)
 REST = [("none", False, False), ("none", True, True), ("full", False, False), ("full", True, False)]
 
 
@@ -161,7 +179,7 @@ MOVED = ("reshape", "linear_call")  # what a variable passes as it is
 def passed(body, var) -> list:
     """Returns the variable and those that it was before, up to the one that is computed."""
     made_by, way = {out: eqn for eqn in body.eqns for out in eqn.outvars}, [var]
-    while (eqn := made_by.get(way[-1])) and eqn.primitive.name in MOVED:
+    while (eqn := made_by.get(way[-1])) and eqn.primitive.name in MOVED and len(eqn.invars) == len(eqn.outvars):
         way.append(eqn.invars[eqn.outvars.index(way[-1])])
     return way
 
@@ -183,10 +201,14 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
     """
     attention_and_router, experts = 5, 3  # matrices
     for mixture, remat in ((True, "full"), (True, "save_out_proj"), (False, "full")):
-        config = Config(**SMALL | (MIXTURES["mixtral"] if mixture else {}), mesh=mesh, prefetch=prefetch, remat=remat)
-        for backward, (_, body) in enumerate(layer_loops_of(config)):
-            barriers = [eqn for eqn in equations(body) if eqn.primitive.name == "optimization_barrier"]
-            assert bool(barriers) == (mixture and mesh == "fsdp:8")
+        flags = (MIXTURES["mixtral"] if mixture else {}) | dict(num_layers=5)  # no other loop has that length
+        config = Config(**SMALL | flags, mesh=mesh, prefetch=prefetch, remat=remat)
+        loops = loops_of_length(5, config)
+        assert len(loops) == 2
+        in_fp8 = loops_of_length(5, changed(config, fp8="dynamic"))
+        for backward, (body, fp8_body) in enumerate(zip(loops, in_fp8, strict=True)):
+            barriers = barriers_of(body)
+            assert bool(barriers) == (mixture and mesh == "fsdp:8") and len(barriers_of(fp8_body)) == len(barriers)
             if not barriers:
                 continue
             tokens = config.batch // 8, config.seq_len, config.model_dim
@@ -200,20 +222,22 @@ def test_a_mixtures_messages_are_ordered(mesh, prefetch):
             assert sum(sorted(shape[1:]) == sorted(of_experts) for shape in arriving) == experts - 1
             made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
             gathered = weights_gathered(body)
-            sums = [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_scatter"]
-            assert len(sums) == (attention_and_router + experts if backward else 0)
-            waits, num_before, summed = [], [], {eqn.outvars[0] for eqn in sums}
-            for (var,) in (eqn.invars for eqn in sums):
-                way = passed(body, var)
+            summed = sums(body)
+            assert len(summed) == (attention_and_router + experts if backward else 0)
+            waits, before = [], {}
+            for var in summed:
+                way = passed(body, made_by[var].invars[0])
                 waits.append(len(gathered & origins(body, [made_by[way[-1]]])))
                 barriers = [made_by[each] for each in way if made_by[each].primitive.name == "linear_call"]
                 assert all("optimization_barrier" in str(eqn.params["callee"]) for eqn in barriers)
-                num_before.append(sum(len(summed & set(eqn.invars)) for eqn in barriers))
+                before[var] = summed.keys() & {each for eqn in barriers for each in eqn.invars}
             ahead = attention_and_router + (experts if prefetch else 0)
             assert set(waits) == ({ahead} if backward else set())
-            # One after the other: down, up, gate, and if they are gathered with these, all others.
-            one_before = experts - 1 + (attention_and_router if prefetch else 0)
-            assert sorted(num_before) == backward * ([0] * (len(sums) - one_before) + [1] * one_before)
+            if backward:  # the loop returns the gradients in the order of a layer's weights
+                returned = [passed(body, var)[-1] for var in body.outvars]
+                gate, up, down = [var for var in returned if summed.get(var) == EXPERT_SHARD]
+                with_these = {var: {gate} if prefetch else set() for var in summed}
+                assert before == with_these | {down: set(), up: {down}, gate: {up}}
             used = origins(body, [eqn for eqn in body.eqns if eqn.primitive.name not in MOVED])
             late = prefetch and not backward  # the last matrix of the next layer's experts
             assert len(gathered & used) == attention_and_router + experts - late
