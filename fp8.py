@@ -244,6 +244,7 @@ def quantize(
     *,
     axes: tuple[str, ...] | None = None,
     amax: jax.Array | None = None,
+    found: jax.Array | None = None,
     is_weight: bool = False,
 ) -> Quantized:
     """Quantises an operand of the forward pass, to e4m3fn.
@@ -254,6 +255,7 @@ def quantize(
       axes: mesh axes over which the maximum is taken: per tensor those that shard x, per axis those that shard
         `contracted`. Default: those of an activation, by the recipe.
       amax: scalar, the largest |x| to expect. Needed if `recipe.uses_amax`, except for weights.
+      found: scalar, the largest |x| of this device, if it is known; per tensor.
       is_weight: scale by the maximum of x itself, unless scaling is fixed. For the sharded weight it is cheap.
     """
     if recipe.uses_amax and amax is None and not is_weight:
@@ -274,6 +276,8 @@ def quantize(
         amax_now = jnp.full((1,) * x.ndim, FIXED_RANGE, jnp.float32)
     elif recipe.uses_amax and not is_weight:
         amax_now = lax.stop_gradient(amax).reshape((1,) * x.ndim)
+    elif found is not None:
+        amax_now = (lax.pmax(found, axes) if axes else found).reshape((1,) * x.ndim)
     else:
         amax_now = amax_of(x_in, contracted if recipe.granularity == "per_axis" else None, axes)
     scale = scale_of(amax_now, E4M3)
@@ -556,14 +560,19 @@ def gated_dot(
     sizes_e: jax.Array,
     recipe: Recipe,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
+    factors: jax.Array,
     biases: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`gmm.gated_gmm` in FP8, and `largest` for the matmul that follows (`gmm.Activated`). The biases are not FP8."""
+) -> tuple[jax.Array, jax.Array, Quantized, jax.Array]:
+    """`gmm.gated_gmm` in FP8, and `largest` for the matmul that follows (`gmm.Activated`). The biases are not FP8.
+
+    The third result is quantised, by its largest element, which the kernel finds.
+    """
     x, (q_gate, q_up) = _grouped_operands(x_rK, (gate, up), sizes_e, recipe)
-    x, biases, largest = vary_alike((x, biases, jnp.zeros(2)))
-    keys = gate.key, up.key
-    *products, product, largest = _gated((recipe, activation), x, q_gate, q_up, biases, largest, sizes_e, keys)
-    return *products, lax.stop_gradient(product), largest
+    x, factors, biases, largest = vary_alike((x, factors, biases, jnp.zeros(2)))
+    columns, keys = (factors, largest), (gate.key, up.key)
+    gate, up, rows, amax, largest = _gated((recipe, activation), x, q_gate, q_up, biases, columns, sizes_e, keys)
+    rows, amax = lax.stop_gradient((rows, amax))
+    return gate, up, vary_alike(quantize(rows, recipe, (1,), found=amax)), largest
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -627,22 +636,22 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, x, gate, up, biases, largest, sizes_e, keys):
-    return _gated_forward(options, x, gate, up, biases, largest, sizes_e, keys)[0]
+def _gated(options, x, gate, up, biases, columns, sizes_e, keys):
+    return _gated_forward(options, x, gate, up, biases, columns, sizes_e, keys)[0]
 
 
-def _gated_forward(options, x, gate, up, biases, largest, sizes_e, keys):
-    _, activation = options
+def _gated_forward(options, x, gate, up, biases, columns, sizes_e, keys):
+    (_, activation), (factors, largest) = options, columns
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     options = dict(rhs_scale=(scale_of_gate, scale_of_up), biases=biases, out_dtype=x.source.dtype)
-    products = gated_products(x.values, gate.values, up.values, sizes_e, activation, **options)
+    products = gated_products(x.values, gate.values, up.values, sizes_e, activation, factors=factors, **options)
     return (*products, largest), (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], biases, sizes_e, keys)
 
 
 def _gated_backward(options, residuals, gradients):
     recipe, _ = options
     x, s_x, weights, biases, sizes_e, keys = residuals
-    *dproducts, _, largest = gradients  # the activation's gradient is in those of both products
+    *dproducts, _, _, largest = gradients  # the activation's gradient is in those of both products
     largest = lax.pmax(largest, recipe.axes) if recipe.axes else largest
     of_each = zip(dproducts, largest.reshape(2, 1, 1), keys, strict=True)
     grads = [_scaled_gradient(dy, amax, recipe, key) for dy, amax, key in of_each]

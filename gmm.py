@@ -7,11 +7,11 @@ says which rows belong to which expert.
 
 **Formula.**
 
-    gmm     out[rows of e] = lhs[rows of e] . rhs[e]         [M, K] . [E, K, N] -> [M, N]        forward, and dlhs
-    gated   f(gmm(lhs, gate), gmm(lhs, up))                                     -> [M, N]        f: silu(gate) * up
-    summed  gmm(dgate, gate^T) + gmm(dup, up^T)                                 -> [M, K]        its dlhs
-    tgmm    out[e] = lhs[rows of e]^T . dout[rows of e]      [M, K], [M, N]     -> [E, K, N]     drhs
-    f'      the gradients of a and b in factor * f(a, b), from gmm(dout, down)  -> 2 x [M, N]    dgate, dup of an MLP
+    gmm               out[rows of e] = lhs[rows of e] . rhs[e]            -> [M, N]        forward, and dlhs
+    gated_gmm         factors * f(gmm(lhs, gate), gmm(lhs, up))           -> [M, N]        f: silu(gate) * up
+    summed_gmm        gmm(dgate, gate^T) + gmm(dup, up^T)                 -> [M, K]        its dlhs
+    tgmm              out[e] = lhs[rows of e]^T . dout[rows of e]         -> [E, K, N]     drhs
+    gated_gradients   the gradients of gate's and up's products and of the factors, from gmm(dout, down)
 
 **The list** (groups.py, to be read first) is in SMEM (scalar prefetch), where the scalar unit reads row numbers, starts
 DMAs from them and branches on them. A kernel is one loop over the tiles of these group sizes. The next tile and the
@@ -39,15 +39,15 @@ ahead, where VMEM has space for three. With one ahead it waited 4% in DeepSeek-V
 (predicted, compiled/grid.py).
 
 **gated_gmm** multiplies a tile of rows with gate and up, adds the biases of its group if there are any (gpt-oss),
-applies the activation, and writes both products for backward. A bias's gradient, a sum over rows, is XLA's: a pass over
-the gradients of both products.
+applies the activation, multiplies each row by its factor, the router's weight, and writes both products for backward. A
+bias's gradient, a sum over rows, is XLA's: a pass over the gradients of both products.
 
-**gated_gradients** is the next step back: the gradient of down's result times down's matrix, which for `gmm` would be
-dlhs. Here lhs is the activation of gate and up, times a factor of each row, the router's weight. The product goes on
-through both before it leaves VMEM, in float32: to the gradients of gate, of up and of the factors, which are sums over
-columns. 256 columns are multiplied while the vector units finish those before. In FP8 the kernel also keeps the largest
-elements of both results, of which their scales are made. So `gated_gmm` has gradients in both products, and none in
-the activation's result; `activated_gmm` computes them.
+**gated_gradients** computes what is dlhs in `gmm` for the matmul with down, where lhs is the third result of gated_gmm.
+Before it leaves VMEM, in float32, it becomes the gradients of gate, of up and of the factors, which are sums over
+columns. 256 columns are multiplied while the vector units finish those before. So `gated_gmm` has gradients in both
+products, and none in its third result; `activated_gmm` computes them.
+
+In FP8 both kernels also find the largest elements of their last results, of which the scales of these are made.
 
 **summed_gmm** adds the two cotangents of the common lhs of gate and up in VMEM, in float32, as matrix units do.
 
@@ -76,7 +76,9 @@ silu(gate) * up, 7.4 cycles for 1024 elements (compiled), would add 90,000 cycle
 an expert with K = 4096, forward, and once more if the backward pass recomputes it.
 
 In FP8, for 131,072 rows in 128 groups, K = 4096 and N = 1536, gated_gradients takes 2.24 million cycles with
-silu(gate) * up, and gmm 1.71. It takes 2.68 if a part of the columns is finished before the next one is multiplied.
+silu(gate) * up, and gmm 1.71. It takes 2.68 if a part of the columns is finished before the next one is multiplied, and
+2.37 if the largest elements are found meanwhile. gated_gmm takes 3.45, of which factors and largest elements are 0.05;
+found meanwhile, these would take 0.15. A pass of XLA for them takes 0.27 ms, which is 0.48 (compiled).
 
 In place of summed_gmm, two calls of `gmm` and XLA's sum of their results would take 7.2 ms more in a layer of Qwen3
 235B (compiled), and hold one more array of all rows.
@@ -186,14 +188,16 @@ def gated_gmm(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
+    factors: jax.Array | None = None,
     biases: tuple[jax.Array, jax.Array] | None = None,
     group_offset: jax.Array | int = 0,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lhs . gate[e], lhs . up[e], activation of both) of each group's rows, in one kernel. Code of one device.
+    """(lhs . gate[e], lhs . up[e], factors * activation of both) of each group's rows. Code of one device.
 
-    Both products, with their biases, are rounded, and go through the activation in float32 before they leave VMEM.
+    One kernel computes all three. Both products, with their biases, are rounded, and go through the activation in
+    float32 before they leave VMEM.
     Differentiable in lhs, gate, up and biases, from the gradients of both products, which must be finite in rows
     without a group. The third result has no gradient: the matmul that follows (`activated_gmm`) takes the products,
     too, and computes theirs.
@@ -202,6 +206,7 @@ def gated_gmm(
       lhs_MK, group_sizes_E, group_offset, interpret: as for `gmm`; bfloat16 or float32.
       gate_EKN, up_EKN: have the same shape and type.
       activation: an elementwise function of two arrays, such as silu(gate) * up. It maps zeros to zero.
+      factors: [M], float32; None are ones. Of rows without a group they may hold anything.
       biases: of gate and of up, [E, N] each, added to the products of the group's rows.
       tiles: default as for `gmm`, with a key for `gated`.
 
@@ -215,9 +220,10 @@ def gated_gmm(
     if lhs_MK.dtype.itemsize == 1:
         raise ValueError("gated_gmm of fp8 has no gradient: call gated_products in a custom_vjp of your own")
     options = (False, lhs_MK.dtype, tiles, activation, _interpreter(interpret))
-    offset = jnp.asarray(group_offset, jnp.int32)
-    gate, up, product = _gated(options, *vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset, biases)))
-    return gate, up, lax.stop_gradient(product)
+    offset, column = jnp.asarray(group_offset, jnp.int32), _column_of(factors, len(lhs_MK))
+    arrays = vary_alike((lhs_MK, gate_EKN, up_EKN, group_sizes_E, offset, biases, column))
+    gate, up, rows = _gated(options, *arrays)
+    return gate, up, lax.stop_gradient(rows)
 
 
 def gated_products(
@@ -227,12 +233,13 @@ def gated_products(
     group_sizes_E: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
+    factors: jax.Array | None = None,
     biases: tuple[jax.Array, jax.Array] | None = None,
     rhs_scale: tuple[jax.Array | float, jax.Array | float] | None = None,
     out_dtype=None,
     tiles: Tiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`gated_gmm`, also for FP8 operands. Not differentiable.
 
     Args:
@@ -240,15 +247,29 @@ def gated_products(
       rhs_scale: one for gate and one for up, as for `gmm`.
       out_dtype: as for `gmm`. The other arguments are as for `gated_gmm`.
 
+    Returns:
+      The results of `gated_gmm`, and the largest element of the third, without its sign; None if lhs is not FP8.
+
     Raises:
       ValueError: as `gated_gmm`, but FP8 is allowed.
     """
     _, _, E, N = _check_gated(lhs_MK, gate_EKN, up_EKN, group_sizes_E, biases)
     scales = [] if rhs_scale is None else [_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale]
     options = (False, jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype)), tiles, activation, _interpreter(interpret))
-    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.int32(0), _rows_of(biases), *scales)
-    lhs, gate, up, sizes, offset, rows, *scales = vary_alike(arrays)
-    return _products(options, (lhs,), (gate, up), sizes, offset, None, tuple(scales) or None, rows)
+    column = _column_of(factors, len(lhs_MK))
+    arrays = (lhs_MK, gate_EKN, up_EKN, group_sizes_E, jnp.int32(0), _rows_of(biases), column, *scales)
+    lhs, gate, up, sizes, offset, rows, column, *scales = vary_alike(arrays)
+    results = _products(options, (lhs,), (gate, up), sizes, offset, (None, column), tuple(scales) or None, rows)
+    return results if len(results) == 4 else (*results, None)
+
+
+def _column_of(factors: jax.Array | None, M: int) -> jax.Array:
+    """The factors [M], by default ones, as float32 [M, 1]."""
+    if factors is None:
+        return jnp.ones((M, 1), jnp.float32)
+    if jnp.shape(factors) != (M,):
+        raise ValueError(f"factors has shape {jnp.shape(factors)}; it must be [M] = [{M}]")
+    return factors.astype(jnp.float32)[:, None]
 
 
 def activated_gmm(
@@ -271,7 +292,7 @@ def activated_gmm(
     M, K, *_ = check_gmm(lhs_MK, rhs_EKN, group_sizes_E, transpose_rhs)
     if lhs_MK.dtype.itemsize == 1:
         raise ValueError("activated_gmm of fp8 has no gradient: call gated_gradients in a custom_vjp of your own")
-    _check_activated(through, M, K)
+    _checked(through, M, K)
     options = (transpose_rhs, lhs_MK.dtype, None, None, _interpreter(interpret))
     offset = jnp.asarray(group_offset, jnp.int32)
     arrays = vary_alike((lhs_MK, rhs_EKN, group_sizes_E, offset, through.products, through.factors))
@@ -348,23 +369,20 @@ def gated_gradients(
       ValueError: shapes, types or tiles do not fit, or VMEM is too small.
     """
     M, _, E, N = check_gmm(dout_MK, rhs_EKN, group_sizes_E, transpose_rhs)
-    _check_activated(through, M, N)
-    activation, products, factors, _ = through
-    factors_M1 = factors.astype(jnp.float32)[:, None]
+    activation, products, column = _checked(through, M, N)
     scale = None if rhs_scale is None else _column_scale(rhs_scale, E, N, "rhs_scale")
     options = (transpose_rhs, products[0].dtype, tiles, activation, _interpreter(interpret))
-    arrays = (dout_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale, products, factors_M1)
+    arrays = (dout_MK, rhs_EKN, group_sizes_E, jnp.asarray(group_offset, jnp.int32), scale, products, column)
     return _gated_gradients(options, *vary_alike(arrays))
 
 
-def _check_activated(through: Activated, M: int, N: int) -> None:
-    """Raises ValueError if the products are not [M, N] of one type, or the factors not [M]."""
+def _checked(through: Activated, M: int, N: int):
+    """(activation, products, factors [M, 1]); raises ValueError if products or factors do not fit."""
     gate, up = through.products
     if not gate.shape == up.shape == (M, N) or gate.dtype != up.dtype:
         types = [f"{a.dtype}{list(a.shape)}" for a in (gate, up)]
         raise ValueError(f"gate and up must have one type and the shape [M, N] = {[M, N]}; they are {types}")
-    if jnp.shape(through.factors) != (M,):
-        raise ValueError(f"factors has shape {jnp.shape(through.factors)}; it must be [M] = [{M}]")
+    return through.activation, through.products, _column_of(through.factors, M)
 
 
 def tgmm(
@@ -440,28 +458,32 @@ def reference_tgmm(lhs, dout, group_sizes, group_offset=0, scale=None, *, num_gr
 
 
 def _products(options, *arrays):
-    """A tuple of results: one product, or both products and the activation of gated_gmm, or the sum of summed_gmm.
+    """A tuple of results: one product, the results of `gated_products`, or the sum of summed_gmm.
 
-    lhs, rhs and the scales and biases of rhs are tuples, too.
+    lhs, rhs and the scales and biases of rhs are tuples, too, and the columns (scales of rows, factors).
     """
     transpose_rhs, out_dtype, _, activation, interpret = options
-    kernel = partial(_gmm_call, options=options)
-    if interpret:
-        return kernel(*arrays)
 
-    def reference(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None):
+    def kernel(*arrays):
+        results, _, largest = _gmm_call(*arrays, options=options)
+        return (*results, *largest)
+
+    def reference(lhs, rhs, group_sizes, group_offset, columns, rhs_scale=None, bias=None):
         dtype = jnp.float32 if len(lhs) == 2 else out_dtype
         gmm_of = partial(reference_gmm, transpose_rhs=transpose_rhs, out_dtype=dtype)
         scales, biases = (rows or (None,) * len(rhs) for rows in (rhs_scale, bias))
         each = zip(lhs * (len(rhs) // len(lhs)), rhs, scales, biases, strict=True)
-        products = [gmm_of(x, w, group_sizes, group_offset, lhs_scale, s, b) for x, w, s, b in each]
+        products = [gmm_of(x, w, group_sizes, group_offset, columns[0], s, b) for x, w, s, b in each]
         if len(lhs) == 2:
             return (sum(products).astype(out_dtype),)
-        if activation:
-            products.append(activation(*(p.astype(jnp.float32) for p in products)).astype(out_dtype))
-        return tuple(products)
+        if not activation:
+            return tuple(products)
+        own = _is_own(lhs[0], group_sizes, group_offset, rhs[0])
+        rows = activation(*(p.astype(jnp.float32) for p in products)) * jnp.where(own, columns[1], 0)
+        rows = rows.astype(out_dtype)
+        return *products, rows, *((_largest(rows),) if lhs[0].dtype.itemsize == 1 else ())
 
-    return lax.platform_dependent(*arrays, tpu=kernel, default=reference)
+    return kernel(*arrays) if interpret else lax.platform_dependent(*arrays, tpu=kernel, default=reference)
 
 
 def _gated_gradients(options, dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
@@ -470,24 +492,32 @@ def _gated_gradients(options, dout, rhs, group_sizes, group_offset, rhs_scale, p
     arrays = dout, rhs, group_sizes, group_offset, rhs_scale, products, factors
 
     def kernel(dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
-        scale, through = None if rhs_scale is None else (rhs_scale,), (products, factors)
-        call = partial(_gmm_call, bias=None, through=through, options=options)
-        *gradients, sums, largest = call((dout,), (rhs,), group_sizes, group_offset, None, scale)
-        own = jnp.any(_in_groups(dout.shape[0], group_sizes, group_offset, rhs.shape[0]), 0)
-        largest = None if largest is None else tuple(jnp.max(largest, (1, 2)).astype(jnp.float32))
-        return *gradients, jnp.where(own, jnp.sum(sums[..., 0], 0), 0), largest
+        scale = None if rhs_scale is None else (rhs_scale,)
+        arrays = (dout,), (rhs,), group_sizes, group_offset, (None, factors), scale, None, products
+        gradients, sums, largest = _gmm_call(*arrays, options=options)
+        own = _is_own(dout, group_sizes, group_offset, rhs)[:, 0]
+        return *gradients, jnp.where(own, jnp.sum(sums[..., 0], 0), 0), largest or None
 
     def reference(dout, rhs, group_sizes, group_offset, rhs_scale, products, factors):
-        own = jnp.any(_in_groups(dout.shape[0], group_sizes, group_offset, rhs.shape[0]), 0)[:, None]
+        own = _is_own(dout, group_sizes, group_offset, rhs)
         gate, up, factors = (jnp.where(own, a.astype(jnp.float32), 0) for a in (*products, factors))
         groups = group_sizes, group_offset, None, rhs_scale
         product = reference_gmm(dout, rhs, *groups, transpose_rhs=transpose_rhs, out_dtype=jnp.float32)
         result, backward = jax.vjp(activation, gate, up)
         gradients = [gradient.astype(out_dtype) for gradient in backward(product * factors)]
-        largest = tuple(jnp.max(jnp.abs(a)).astype(jnp.float32) for a in gradients) if in_fp8 else None
+        largest = tuple(map(_largest, gradients)) if in_fp8 else None
         return *gradients, jnp.sum(product * result, 1), largest
 
     return kernel(*arrays) if interpret else lax.platform_dependent(*arrays, tpu=kernel, default=reference)
+
+
+def _largest(x) -> jax.Array:
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+
+
+def _is_own(lhs, group_sizes, group_offset, rhs):
+    """Whether each row of lhs is of a group that has its matrix in rhs, [M, 1]."""
+    return jnp.any(_in_groups(lhs.shape[0], group_sizes, group_offset, rhs.shape[0]), 0)[:, None]
 
 
 def _in_groups(num_rows, group_sizes, group_offset, num_groups):
@@ -500,7 +530,7 @@ def _in_groups(num_rows, group_sizes, group_offset, num_groups):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gmm(options, lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale):
     scales = None if rhs_scale is None else (rhs_scale,)
-    return _products(options, (lhs,), (rhs,), group_sizes, group_offset, lhs_scale, scales)[0]
+    return _products(options, (lhs,), (rhs,), group_sizes, group_offset, (lhs_scale, None), scales)[0]
 
 
 def _gmm_forward(options, *arrays):
@@ -550,13 +580,13 @@ _activated.defvjp(_activated_forward, _activated_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, lhs, gate, up, group_sizes, group_offset, biases):
-    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, None, None, _rows_of(biases))
+def _gated(options, lhs, gate, up, group_sizes, group_offset, biases, factors):
+    columns, rows = (None, factors), _rows_of(biases)
+    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, columns, None, rows)
 
 
-def _gated_forward(options, lhs, gate, up, group_sizes, group_offset, biases):
-    arrays = lhs, gate, up, group_sizes, group_offset, biases
-    return _gated(options, *arrays), arrays
+def _gated_forward(options, *arrays):
+    return _gated(options, *arrays), arrays[:-1]
 
 
 def _rows_of(biases):
@@ -571,7 +601,7 @@ def _gated_backward(options, saved, gradients):
     dbiases = bias_gradients(biases, dproducts, *groups)
     dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
-    return dlhs, dgate, dup, None, None, dbiases
+    return dlhs, dgate, dup, None, None, dbiases, None
 
 
 def bias_gradients(biases, douts_MN, group_sizes, group_offset=0):
@@ -597,9 +627,9 @@ def _summed(options, pair, rhs, group_sizes, group_offset, rhs_scale):
     _, out_dtype, tiles, *_ = options
     (M, K), (E, N, _) = pair[0].shape, rhs[0].shape
     if tiles or fits_two(M, K, N, E, pair[0].dtype, out_dtype, bool(rhs_scale)):
-        return _products(options, pair, rhs, group_sizes, group_offset, None, rhs_scale)[0]
+        return _products(options, pair, rhs, group_sizes, group_offset, (None, None), rhs_scale)[0]
     scales = [None, None] if rhs_scale is None else [(scale,) for scale in rhs_scale]
-    product = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, None, scale)[0]
+    product = lambda x, w, scale: _products(options, (x,), (w,), group_sizes, group_offset, (None, None), scale)[0]
     return sum(map(product, pair, rhs, scales))
 
 
@@ -741,12 +771,12 @@ def _gmm_kernel(plan, *operands, tiles, transpose_rhs, activation, unit):
     """Computes all tiles in the first `cols` columns of out, then in the next ones.
 
     lhs, rhs and out are tuples of `Variant.operands` references. `rows` has two tuples, the scales and the biases of
-    rhs, which are rows of its columns, or None. For `gated_gradients`, `through` are the products and the factors;
-    `sums`, for each part of the columns, make the factors' gradients; `largest` has the largest elements.
+    rhs, which are rows of its columns, or None. `columns` are factors of the rows of lhs and of the activation, or
+    None. `products` are those of `gated_gradients`, else (); `sums`, for each part of the columns, make its gradient of
+    the factors. `largest` has the largest elements of the last results, if their scales are made of them.
     """
-    lhs, rhs, lhs_scale, rows, through, (out, sums, largest), buf, *semaphores = operands
-    (rhs_scale, bias), (arrived, written, filled) = rows, semaphores
-    products, factors = through or ((), None)
+    lhs, rhs, rows, columns, products, (out, sums, largest), buf, *semaphores = operands
+    (rhs_scale, bias), (lhs_scale, factors), (arrived, written, filled) = rows, columns, semaphores
     num_tiles, num_groups = plan.totals[0], plan.totals[1]
     num_rows, N = out[0].shape
     passes = pl.cdiv(N, tiles.cols)
@@ -898,7 +928,8 @@ def _gmm_tile(plan, t, slot, expert_slot, buf, tiles, transpose_rhs, activation,
             buf["out"][slot, j, :height] = product_of(j, height).astype(dtype)
         if activation:  # of the rounded products, which the backward pass uses
             rounded = (buf["out"][slot, j, :height].astype(jnp.float32) for j in range(num_rhs))
-            buf["out"][slot, num_rhs, :height] = activation(*rounded).astype(dtype)
+            result = activation(*rounded) * buf["factors"][slot, :height]
+            buf["out"][slot, num_rhs, :height] = result.astype(dtype)
 
     bodies = [jax.named_scope(f"{height} rows")(partial(compute, height)) for height in heights(tiles)]
     _one_of(bodies, plan.tile_height[t])
@@ -922,16 +953,21 @@ def _own_columns(n, cols, N, x, begin=0):
 
 
 def _find_largest(plan, t, slot, buf, own_columns, unit):
-    """Keeps the largest elements of the results of a tile, each block of which now has rows of groups alone."""
+    """Keeps the largest elements of the last results of a tile. Rows of other groups are zeros in it by now.
+
+    While the next products are multiplied this would take longer: the vector units are busy with the activation then.
+    """
+    number = buf["largest"].shape[0]
+    first = buf["out"].shape[1] - number
 
     def add_block(block, largest):
-        for j in range(len(largest)):
-            values = own_columns(jnp.abs(buf["out"][slot, j, _block(block, unit)]))
+        for j in range(number):
+            values = own_columns(jnp.abs(buf["out"][slot, first + j, _block(block, unit)]))
             largest[j] = _folded(jnp.maximum, largest[j], values)
         return largest
 
     with jax.named_scope("block"):
-        largest = lax.fori_loop(0, plan.tile_blocks[t], add_block, [buf["largest"][j] for j in range(2)])
+        largest = lax.fori_loop(0, plan.tile_blocks[t], add_block, [buf["largest"][j] for j in range(number)])
     for j, values in enumerate(largest):
         buf["largest"][j] = values
 
@@ -1086,40 +1122,41 @@ def _clear_rest(plan, t, slot, buf, unit):
 # -- the calls
 
 
-def _gmm_call(lhs, rhs, group_sizes, group_offset, lhs_scale, rhs_scale, bias=None, through=None, *, options):
-    """Calls gmm's kernel and returns a tuple of results. lhs, rhs, rhs_scale and bias are tuples, too.
+def _gmm_call(lhs, rhs, group_sizes, group_offset, columns, rhs_scale=None, bias=None, products=(), *, options):
+    """Calls gmm's kernel: (results, sums of the gradient of the factors or None, largest elements of the last results).
 
-    With `through`, the products and factors [M, 1] of `gated_gradients`, (both gradients, sums, largest elements).
+    lhs, rhs, rhs_scale and bias are tuples, and `columns`, the scales of rows and the factors, [M, 1] or None each.
+    `products` are those of `gated_gradients`. There are largest elements if lhs is FP8 and there are factors.
     """
     transpose_rhs, out_dtype, tiles, activation, interpret = options
     (M, K), dtype = lhs[0].shape, lhs[0].dtype
     E, N = rhs[0].shape[0], rhs[0].shape[1 if transpose_rhs else 2]
-    gradient = through is not None
+    gradient = bool(products)
     gated = activation is not None and not gradient
     flags = dict(transpose_rhs=transpose_rhs, gated=gated, summed=len(lhs) == 2, gradient=gradient)
     key = tuned.key_of("gmm", M=M, K=K, N=N, E=E, dtype=str(dtype), **flags)
-    given = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale, bias=bias)
+    given = dict(lhs_scale=columns[0], rhs_scale=rhs_scale, bias=bias)
     variant = Variant(**flags, **{name: array is not None for name, array in given.items()})
     tiles = tiles or _tuned(key, Tiles, check_tiles, K, N, dtype, out_dtype, variant)
     tiles = tiles or default_tiles(M, K, N, E, dtype, out_dtype, variant)
     check_tiles(tiles, K, N, dtype, out_dtype, variant)
     unit = register_rows(dtype, out_dtype)
     padded = lambda x: x if M % unit == 0 else jnp.pad(x, ((0, -M % unit), (0, 0)))
-    lhs, lhs_scale, through = jax.tree.map(padded, (lhs, lhs_scale, through))
+    lhs, columns, products = jax.tree.map(padded, (lhs, columns, products))
     plan = plan_of(group_sizes, group_offset, E, M, unit, tiles.step, tiles)
     buffers = gmm_buffers(tiles, K, N, dtype, out_dtype, variant, rhs[0].dtype)
     kernel = partial(_gmm_kernel, tiles=tiles, transpose_rhs=transpose_rhs, activation=activation, unit=unit)
-    operands = (plan, lhs, rhs, lhs_scale, (rhs_scale, bias), through)
+    operands = (plan, lhs, rhs, (rhs_scale, bias), columns, products)
     shape_of = partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(lhs[0]).mat)
     rows, num_results = lhs[0].shape[0], variant.operands()[2]
     sums = shape_of((pl.cdiv(N, tiles.cols), rows, 1), jnp.float32) if gradient else None
     largest = buffers["largest"] and shape_of(*buffers["largest"])
     shapes = (shape_of((rows, N), out_dtype),) * num_results, sums, largest
-    described, products = tuned.metadata(key, tiles, calls=1), (M, K, N * len(rhs))
-    (results,) = _call("gmm", kernel, operands, (shapes,), buffers, (2, 2), interpret, described, products)
+    described, dims = tuned.metadata(key, tiles, calls=1), (M, K, N * len(rhs))
+    (results,) = _call("gmm", kernel, operands, (shapes,), buffers, (2, 2), interpret, described, dims)
     results, sums, largest = results
-    results = tuple(result[:M] for result in results)
-    return (*results, sums[:, :M], largest) if gradient else results
+    largest = () if largest is None else tuple(map(_largest, largest))
+    return tuple(result[:M] for result in results), None if sums is None else sums[:, :M], largest
 
 
 def _tuned(key, make, check, *call):

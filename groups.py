@@ -123,6 +123,7 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
     unit, cols = register_rows(dtype, out_dtype), tiles.cols
     inputs, matrices, results = variant.operands()
     gradient, in_fp8 = variant.gradient, np.dtype(dtype).itemsize == 1
+    largest = (2 if gradient else 1 if variant.gated else 0) * in_fp8  # results whose largest elements are found
     return dict(
         lhs=((2, inputs, tiles.rows, K), dtype),
         rhs=((2, matrices, cols, K) if variant.transpose_rhs else (2, matrices, K, cols), rhs_dtype or dtype),
@@ -133,12 +134,12 @@ def gmm_buffers(tiles: Tiles, K, N, dtype, out_dtype, variant: Variant = PLAIN, 
         shared=((results, unit, cols), out_dtype),
         zeros=((unit, N), out_dtype),
         products=((2, 2, tiles.rows, cols), out_dtype) if gradient else None,
-        factors=((2, tiles.rows, 1), np.float32) if gradient else None,
+        factors=((2, tiles.rows, 1), np.float32) if gradient or variant.gated else None,
         product=((2, tiles.rows, MXU), np.float32) if gradient else None,
         folded=((tiles.rows, 128), np.float32) if gradient else None,
         sums=((2, 1, tiles.rows, 1), np.float32) if gradient else None,
         shared_sums=((1, unit, 1), np.float32) if gradient else None,
-        largest=((results, unit, 128), out_dtype) if gradient and in_fp8 else None,
+        largest=((largest, unit, 128), out_dtype) if largest else None,
     )
 
 

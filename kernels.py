@@ -295,16 +295,16 @@ def _gmm_operands(plan: groups.Plan, s: dict, tiles: groups.Tiles) -> list[grid.
     repeated = lambda array: np.tile(array, passes)
     tile, column = np.arange(passes * len(plan.tile_group)), np.repeat(np.arange(passes), len(plan.tile_group))
     matrix = column * len(plan.group_expert) + repeated(plan.tile_group)
-    rows, gradient = repeated(plan.tile_blocks) * float(unit), _variant(s).gradient
-    column = grid.COLUMN_BYTES if gradient else 0
+    rows, variant = repeated(plan.tile_blocks) * float(unit), _variant(s)
+    products = 2 * tiles.cols * out_bytes if variant.gradient else 0
+    factor, of_sums = (grid.COLUMN_BYTES * each for each in (variant.gradient or variant.gated, variant.gradient))
     return [
-        grid.Operand("lhs", tile, rows * inputs * s["K"] * in_bytes),
-        *([grid.Operand("products", tile, rows * (2 * tiles.cols * out_bytes + column))] if gradient else []),
+        grid.Operand("lhs", tile, rows * (inputs * s["K"] * in_bytes + products + factor)),
         grid.Operand("rhs", matrix, float(matrices * s["K"] * tiles.cols * in_bytes), lookahead=True),
         grid.Operand(
             "out",
             tile,
-            repeated(plan.tile_write) * float(unit * (results * tiles.cols * out_bytes + column)),
+            repeated(plan.tile_write) * float(unit * (results * tiles.cols * out_bytes + of_sums)),
             output=True,
         ),
     ]

@@ -52,10 +52,10 @@ def mixture(w: Layers, h_btd, router_btd, segments_bt, metrics, i, config: Confi
         x = jax.tree.map(lambda a: remat.named(a, "expert_input"), x)
         if rows_travel(config):
             x = all_gather(x, "tensor", dim=x.ndim - 1, algorithm=config.collectives)
-        product, through = expert_products(w, x, sizes, factors, config)
-        product = after(product, arriving) if arriving else product
+        rows, through = expert_products(w, x, sizes, factors, config)
+        rows = after(rows, arriving) if arriving else rows
         into_rows = dict(transpose=True, copies=copies, through=through)
-        (y,) = expert_matmuls(product, (w.expert_down,), sizes, config, **into_rows)  # {U_tensor}
+        (y,) = expert_matmuls(rows, (w.expert_down,), sizes, config, **into_rows)  # {U_tensor}
         if config.expert_bias and copies is None:
             y = moe.add_bias(y, as_partial_sum(w.bias_expert_down), sizes, factors)
         if rows_travel(config):
@@ -75,8 +75,8 @@ def rows_travel(config: Config) -> bool:
     return devices > 1 and not gathers_tokens(config, devices)
 
 
-def expert_products(w: Layers, x, sizes, factors, config: Config) -> tuple[jax.Array, Activated | None]:
-    """The rows that down multiplies, `factors` * `moe.glu`(gate, up), and what takes their gradient.
+def expert_products(w: Layers, x, sizes, factors, config: Config):
+    """The rows that down multiplies, `factors` * `moe.glu`(gate, up), and an `Activated` that takes their gradient.
 
     Gate and up are x @ expert_gate and x @ expert_up with their biases. The second result is None if XLA computes the
     activation: then JAX differentiates the rows.
@@ -84,19 +84,20 @@ def expert_products(w: Layers, x, sizes, factors, config: Config) -> tuple[jax.A
     weights, names = (w.expert_gate, w.expert_up), ("expert_gate", "expert_up")
     biases = (w.bias_expert_gate, w.bias_expert_up) if config.expert_bias else None
     activation = partial(moe.glu, activation=config.mlp_activation, limit=config.swiglu_limit)
-    product = largest = None
+    rows = largest = None
     if not glu_in_kernel(config):
         products = expert_matmuls(x, weights, sizes, config)
         if biases:
             products = [moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True)]
     elif isinstance(w.expert_gate, fp8.Weight):
-        *products, product, largest = fp8.gated_dot(x, *weights, sizes, fp8_recipe(config), activation, biases)
+        recipe = fp8_recipe(config)
+        *products, rows, largest = fp8.gated_dot(x, *weights, sizes, recipe, activation, factors, biases)
     else:
-        *products, product = moe.gated_matmul(x, *weights, sizes, activation, biases)
+        *products, rows = moe.gated_matmul(x, *weights, sizes, activation, factors, biases)
     products = tuple(map(remat.named, products, names))
-    if product is None:
+    if rows is None:
         return moe.times_factors(remat.named(activation(*products), "expert_product"), factors), None
-    rows = moe.times_factors(remat.named(product, "expert_product"), factors)
+    rows = jax.tree.map(lambda a: remat.named(a, "expert_product"), rows)
     return lax.stop_gradient(rows), Activated(activation, products, factors, largest)
 
 

@@ -280,16 +280,17 @@ def gated_matmul(
     up_eDm: jax.Array,
     sizes_e: jax.Array | None,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
+    factors: jax.Array,
     biases: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns (gate, up, `activation` of both) of each row, [r, m] or [e, c, m], with `biases` [e, m] added.
+    """Returns (gate, up, factors * `activation` of both) of each row, [r, m] or [e, c, m], with `biases` [e, m] added.
 
     On a TPU one kernel computes all three. The activation hides behind the matmuls. In a kernel of its own it would
     take 0.15 of the time of an expert's three matmuls with dims of 4096 (compiled, gmm.py). It has no gradient there:
     the matmul that follows sends it `through` to gate and up. Elsewhere the third is None, and left to XLA.
     """
     if sizes_e is not None and sharding.platform() == "tpu":
-        return gated_gmm(x_rD, gate_eDm, up_eDm, sizes_e, activation, biases=biases)
+        return gated_gmm(x_rD, gate_eDm, up_eDm, sizes_e, activation, factors=factors, biases=biases)
     products = [grouped_matmul(x_rD, w, sizes_e) for w in (gate_eDm, up_eDm)]
     products = products if biases is None else [add_bias(y, b, sizes_e) for y, b in zip(products, biases, strict=True)]
     return *products, None

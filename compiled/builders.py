@@ -57,10 +57,11 @@ def gated_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=Fals
     biases = (shape((groups, N), dtype),) * 2 if bias else None
     options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
 
-    def run(x, gate, up, sizes, scales, biases):
-        return grouped.gated_products(x, gate, up, sizes, rhs_scale=scales, biases=biases, **options)
+    def run(x, gate, up, factors, sizes, scales, biases):
+        given = dict(factors=factors, rhs_scale=scales, biases=biases)
+        return grouped.gated_products(x, gate, up, sizes, **given, **options)
 
-    return run, [shape((M, K), dtype), weights, weights, sizes, scales, biases]
+    return run, [shape((M, K), dtype), weights, weights, shape((M,), jnp.float32), sizes, scales, biases]
 
 
 def gated_gradients(

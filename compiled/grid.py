@@ -238,5 +238,6 @@ def moved_bytes(
     experts, passes = int(np.sum(sizes > 0)), groups.cdiv(N, tiles.cols)
     computed_N = passes * tiles.cols if N % 128 == 0 else N
     read = inputs * rows * K * passes + matrices * experts * K * computed_N
-    products = rows * 2 * (computed_N * out_bytes + passes * COLUMN_BYTES) if variant.gradient else 0
+    products = rows * 2 * computed_N * out_bytes if variant.gradient else 0
+    products += rows * passes * COLUMN_BYTES * (variant.gradient * 2 or variant.gated)
     return read * in_bytes + products + results * num_rows * computed_N * out_bytes

@@ -848,8 +848,8 @@ def _cliff_of_experts(run: Run) -> list[str]:
     def slowdown(model_dim: int = stored["D"], expert_dim: int = stored["M"]) -> float:
         """The slowest kernel's time over the least that the matrix units need; infinite if a kernel is refused."""
         D, M = model_dim, expert_dim // tensor
-        gated, plain, transposed = (groups.Variant(gated=is_gated), groups.PLAIN, groups.Variant(transpose_rhs=True))
-        matmuls = (D, M, gated), (M, D, plain), (M, D, transposed), (D, M, transposed)
+        down = M, D, groups.Variant(transpose_rhs=True)
+        matmuls = (D, M, groups.Variant(gated=is_gated)), down, (D, M, groups.Variant(gradient=is_gated))
         try:
             tiles = [(groups.default_tiles(rows, K, N, experts, dtype, variant=v), K, N) for K, N, v in matmuls]
             tiles += [(groups.default_tgmm_tiles(rows, K, N, experts, dtype), K, N) for K, N in ((D, M), (M, D))]

@@ -666,29 +666,27 @@ def _buffer_elements(config: Config, efficiency: Efficiency, rows: float, sent: 
         SwiGLU of the experts                                         3M a row
         their product with the router's weights                       2M, in FP8 with the scaling
 
-    With `efficiency.gated_experts` the experts' kernels compute their SwiGLU, add biases before it, and take gradients
-    back through it. The gradient is half of a SwiGLU's elementwise work, of which 0.3 is left: for 131,072 rows of
-    1,536, passes through memory would take 1.5 ms, and that kernel took 0.44 ms more than the matmul alone (compiled,
-    in FP8 and in bfloat16). Since it overlaps them it takes 0.3 ms more, which predictions do not yet know. Passes for
-    biases are not counted: that of the results of down, and one over the gradients of gate and up for the sums of their
-    biases.
+    With `efficiency.gated_experts` the experts' kernels compute their SwiGLU, add biases before it, multiply by the
+    router's weights, and take gradients back through all of it. The gradient is half of a SwiGLU's elementwise work, of
+    which 0.2 is left: for 131,072 rows of 1,536, passes through memory would take 1.5 ms, and that kernel takes 0.3 ms
+    more than the matmul alone (compiled, in FP8). Passes for biases are not counted: that of the results of down, and
+    one over the gradients of gate and up for the sums of their biases.
 
-    In FP8, rows for the experts' kernels, of D and of M, are scaled in separate passes (fp8.py), four times. Half of
-    those of M are gradients, whose largest elements the kernel finds, so that they are read once. With
-    `efficiency.weighted_before` the program is this project's. It scales tokens before it copies them, so that no rows
-    of D are scaled, unless rows are `sent`: then one of the four is counted. The scaling for XLA's matmuls is fused
-    with other work.
+    In FP8, rows for the experts' kernels, of D and of M, are scaled in separate passes (fp8.py), four times. Those of M
+    are read once, if the kernels find their largest elements. With `efficiency.weighted_before` the program is this
+    project's. It scales tokens before it copies them, so that no rows of D are scaled, unless rows are `sent`: then one
+    of the four is counted. The scaling for XLA's matmuls is fused with other work.
     """
     size = anatomy.sizes(config)
     D, M = size["D"], size["M"]
     gated = efficiency.gated_experts and anatomy.glu_in_kernel(config)
-    swiglu = 3 * rows * M * (0.3 * 0.5 if gated else 1)
+    swiglu = 3 * rows * M * (0.2 * 0.5 if gated else 1)
     if "expert_gate" in anatomy.fp8_weights(config):
         nbytes = 5 if config.fp8 == "dynamic" else 3
-        of_M = (nbytes + 3) / 2 if gated else nbytes
+        of_M = 3 if gated else nbytes
         of_rows = D * ((5 / 4 if sent else 0) if efficiency.weighted_before else nbytes) + M * of_M
         return swiglu + rows * of_rows / anatomy.BYTES[config.dtype]
-    return swiglu + (2 * rows * M if efficiency.weighted_before else 0)
+    return swiglu + (2 * rows * M if efficiency.weighted_before and not gated else 0)
 
 
 def local_shape(run: Run, product: Product) -> tuple[float, float, float, float]:

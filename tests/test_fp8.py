@@ -626,9 +626,8 @@ def test_an_mlp_of_gated_dot_equals_its_parts(rounding, limit):
         gate, up, down = (fp8.Weight(q, key=key) for q, key in zip(quantized, keys[3:6], strict=True))
         through = None
         if fused:
-            *products, product, largest = fp8.gated_dot(x, gate, up, sizes, recipe, activation, biases)
+            *products, rows, largest = fp8.gated_dot(x, gate, up, sizes, recipe, activation, factors, biases)
             through = Activated(activation, tuple(products), factors, largest)
-            rows = jax.lax.stop_gradient(moe.times_factors(product, factors))
         else:
             products = fp8.grouped_dot(x, (gate, up), sizes, recipe)
             products = (moe.add_bias(y, bias, sizes) for y, bias in zip(products, biases, strict=True))
@@ -690,7 +689,7 @@ def test_largest_gradients_of_products_are_those_of_all_devices():
 
         def run(x):
             gate, up, down = (fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True)) for w in weights)
-            *products, product, largest = fp8.gated_dot(x, gate, up, sizes, recipe, moe.glu)
+            *products, product, largest = fp8.gated_dot(x, gate, up, sizes, recipe, moe.glu, factors)
             through = Activated(moe.glu, tuple(products), factors, largest)
             return fp8.grouped_dot(product, (down,), sizes, recipe, transpose=True, through=through)[0]
 

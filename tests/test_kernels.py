@@ -262,13 +262,13 @@ def test_kernels_use_stored_blocks(own):
     "kernel, kind, scales", [("gmm", "", 1), ("gmm", "gated", 2), ("gmm", "summed", 2), ("tgmm", "", 1)]
 )
 def test_candidates_in_fp8_are_compiled_with_scales(kernel, kind, scales, dtype):
-    """Like the calls of fp8.py: a scale for each column of each matrix."""
+    """Like the calls of fp8.py: a scale for each column of each matrix; of gated_gmm a factor for each row, too."""
     shape = dict(M=512, K=256, N=384, E=4, dtype=dtype, transpose_rhs=kind == "summed") | ({kind: True} if kind else {})
     tunable = kernels.TUNABLES[kernel]
     function, arguments = bundles.build(*tunable.job(shape, tunable.rule(shape)))
     (call,) = (e for e in equations(jax.make_jaxpr(function)(*arguments)) if e.primitive.name == "pallas_call")
     shapes = [var.aval.shape for var in call.invars if var.aval.dtype == jnp.float32]
-    assert shapes == [(4, 1, 384)] * scales * (dtype != "bfloat16")
+    assert shapes == [(4, 1, 384)] * scales * (dtype != "bfloat16") + [(512, 1)] * (kind == "gated")
 
 
 @pytest.mark.parametrize("M, E", [(8192, 8), (1000, 7), (64, 64), (5, 8)])

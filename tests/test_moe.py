@@ -361,11 +361,10 @@ def test_the_functions_for_tpus_equal_those_for_cpus(monkeypatch):
     activation = partial(moe.glu, limit=1.0)
 
     def experts(x, gate, up, down, biases, factors):
-        *products, product = moe.gated_matmul(x, gate, up, sizes, activation, biases)
-        through = product is not None and Activated(activation, tuple(products), factors)
-        rows = moe.times_factors(product if through else activation(*products), factors)
-        rows = jax.lax.stop_gradient(rows) if through else rows
-        return moe.grouped_matmul(rows, down.swapaxes(1, 2), sizes, transpose=True, through=through or None)
+        *products, rows = moe.gated_matmul(x, gate, up, sizes, activation, factors, biases)
+        through = None if rows is None else Activated(activation, tuple(products), factors)
+        rows = moe.times_factors(activation(*products), factors) if rows is None else rows
+        return moe.grouped_matmul(rows, down.swapaxes(1, 2), sizes, transpose=True, through=through)
 
     results = []
     for platform in ("cpu", "tpu"):
