@@ -8,12 +8,13 @@
 **Search.** The meshes are all sizes of the axes that make up the devices. A model whose D a power of two of the devices
 does not divide is tried with padding, too (`dim_multiple`). Each mesh is tried with 1, 2, 4, ... 32 microbatches, and
 each of these with two recomputation policies. One is the policy that recomputes least and fits: with any other the step
-is longer or does not fit. The other is the best of those that use the host. Of a mixture of experts, both are tried
-without prefetch, too, where one gathered layer takes memory and not two. A run fits if it fills at most 92% of a
-device's memory and of its share of its host's.
+is longer or does not fit. The other is the best of those that use the host, among them one that recomputes all and has
+the layers' inputs there. Of a mixture of experts, both are tried without prefetch, too, where one gathered layer takes
+memory and not two. A run fits if it fills at most 92% of a device's memory and of its share of its host's.
 
 The 32 fastest of all are then varied. Each gets a custom policy, the set of activations (`SAVABLE`) that leaves least
-to recompute and fits; double buffering of the weights; and another axis on the dies of a chip.
+to recompute and fits; double buffering of the weights; fewer of the layers' inputs on the host, if they are there; and
+another axis on the dies of a chip.
 
 The shortest step wins, with one exception. A prediction may be wrong by 5%. So of the runs within 5% of the fastest the
 planner takes the one with the fewest mesh axes; of these, one with the default axis on the dies; of these, one with
@@ -44,8 +45,8 @@ planner tries each. How does the MFU of the step depend on the attention kernel?
 the kernel's MFU is the step's.
 
 **Left out.** `tensor` over 16 devices or over the number of key heads; `expert` over 64 and `pipe` over 16; parts of a
-sequence under 1024 tokens; a pipeline where something else fits, unless there are several slices for its stages; custom
-policies that use the host; `collective_matmul`. `fsdp` has only the largest size that the model's dim allows, a
+sequence under 1024 tokens; a pipeline where something else fits, unless there are several slices for its stages; other
+custom policies that use the host; `collective_matmul`. `fsdp` has only the largest size that the model's dim allows, a
 quarter of it, and the largest that leaves whole tiles of rows, with `data` for the rest. A size between these can be
 faster, by smaller rings and at the price of memory, but not by much. `fsdp_transpose` only takes what the largest
 `fsdp` leaves.
@@ -281,6 +282,7 @@ def _configs(config: Config) -> dict[int, list[Config]]:
     plain = dataclasses.replace(plain, double_buffer=False)
     policies = [policy for policy in REMAT_POLICIES if policy != "custom"]
     by_policy = [dataclasses.replace(plain, remat=policy, remat_tensors="") for policy in policies]
+    by_policy += [dataclasses.replace(plain, remat="custom", remat_tensors=INPUTS_ON_HOST)]
     by_policy += [plain] if config.remat == "custom" else []
     if config.num_experts and config.prefetch:  # a dense model's layers are small, and gain nothing
         by_policy += [dataclasses.replace(candidate, prefetch=False) for candidate in by_policy]
@@ -294,6 +296,8 @@ def _recomputed_flops(config: Config) -> float:
     return sum(transformer.recomputed_flops_per_token(config).values())
 
 
+# Layers' inputs are all that the policy `full` saves. This one has them on the host.
+INPUTS_ON_HOST = "decoder_layer_input:offload"
 # The share of a step that double buffering has to save: it takes half as long again to compile.
 WORTH_A_LONGER_COMPILE = 0.01
 
@@ -301,7 +305,8 @@ WORTH_A_LONGER_COMPILE = 0.01
 def _with_variants(fitting: list[Prediction]) -> list[Prediction]:
     """Adds the fastest with custom policies, double buffering, and other axes on a chip's dies."""
     # Double buffering needs more memory, and may leave space for another policy: so policies are tried twice.
-    for variants in (_with_own_policy, _double_buffered, _with_own_policy, _with_other_core_axes):
+    every = _with_own_policy, _double_buffered, _with_own_policy, _with_fewer_inputs_on_host, _with_other_core_axes
+    for variants in every:
         fastest = sorted(fitting, key=lambda prediction: prediction.step_s)[:32]
         added = (variant for prediction in fastest for variant in variants(prediction))
         fitting = fitting + [variant for variant in added if not variant.shortfall(MEMORY_SHARE)]
@@ -330,6 +335,23 @@ def _with_own_policy(prediction: Prediction) -> Iterator[Prediction]:
         if not _shortfall(run):
             yield predict(run)
             return
+
+
+def _with_fewer_inputs_on_host(prediction: Prediction) -> Iterator[Prediction]:
+    """Yields the run with the smallest share of the layers' inputs on the host, in eighths, that fits.
+
+    If other activations are saved, too, yields another one without them, where a smaller share may fit.
+    """
+    config = prediction.run.config
+    if "decoder_layer_input" not in anatomy.offloaded_names(config):
+        return
+    others = [entry for entry in config.remat_tensors.split(",") if not entry.startswith("decoder_layer_input")]
+    for saved in (others, []) if others else ([],):
+        tensors = (",".join([f"{INPUTS_ON_HOST}:{eighths / 8}", *saved]) for eighths in range(1, 8))
+        configs = (dataclasses.replace(config, remat_tensors=names) for names in tensors)
+        runs = (dataclasses.replace(prediction.run, config=each) for each in configs)
+        if run := next((run for run in runs if not _shortfall(run)), None):
+            yield predict(run)
 
 
 def _double_buffered(prediction: Prediction) -> Iterator[Prediction]:
