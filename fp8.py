@@ -85,7 +85,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 
 from collectives import all_gather, reduce_scatter, vary_alike
-from gmm import Activated, bias_gradients, gated_gradients, gated_products, gmm, summed_gmm, tgmm
+from gmm import Activated, bias_gradients, gated_gmm, gated_gradients, gmm, has_group, summed_gmm, tgmm
 from moe import Copies, add_copies, copy_rows
 from sharding import axes_of, dim_of
 
@@ -244,7 +244,7 @@ def quantize(
     *,
     axes: tuple[str, ...] | None = None,
     amax: jax.Array | None = None,
-    found: jax.Array | None = None,
+    known_amax: jax.Array | None = None,
     is_weight: bool = False,
 ) -> Quantized:
     """Quantises an operand of the forward pass, to e4m3fn.
@@ -255,7 +255,7 @@ def quantize(
       axes: mesh axes over which the maximum is taken: per tensor those that shard x, per axis those that shard
         `contracted`. Default: those of an activation, by the recipe.
       amax: scalar, the largest |x| to expect. Needed if `recipe.uses_amax`, except for weights.
-      found: scalar, the largest |x| of this device, if it is known; per tensor.
+      known_amax: scalar, the largest |x| of this device, per tensor, if it need not be computed.
       is_weight: scale by the maximum of x itself, unless scaling is fixed. For the sharded weight it is cheap.
     """
     if recipe.uses_amax and amax is None and not is_weight:
@@ -276,8 +276,8 @@ def quantize(
         amax_now = jnp.full((1,) * x.ndim, FIXED_RANGE, jnp.float32)
     elif recipe.uses_amax and not is_weight:
         amax_now = lax.stop_gradient(amax).reshape((1,) * x.ndim)
-    elif found is not None:
-        amax_now = (lax.pmax(found, axes) if axes else found).reshape((1,) * x.ndim)
+    elif known_amax is not None:
+        amax_now = (lax.pmax(known_amax, axes) if axes else known_amax).reshape((1,) * x.ndim)
     else:
         amax_now = amax_of(x_in, contracted if recipe.granularity == "per_axis" else None, axes)
     scale = scale_of(amax_now, E4M3)
@@ -572,7 +572,7 @@ def gated_dot(
     columns, keys = (factors, largest), (gate.key, up.key)
     gate, up, rows, amax, largest = _gated((recipe, activation), x, q_gate, q_up, biases, columns, sizes_e, keys)
     rows, amax = lax.stop_gradient((rows, amax))
-    return gate, up, vary_alike(quantize(rows, recipe, (1,), found=amax)), largest
+    return gate, up, vary_alike(quantize(rows, recipe, (1,), known_amax=amax)), largest
 
 
 def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Quantized]]:
@@ -585,13 +585,9 @@ def _grouped_operands(x_rK, weights, sizes_e, recipe) -> tuple[Quantized, list[Q
     if isinstance(x_rK, Quantized):
         return vary_alike((x_rK, [w.quantized for w in weights]))
     # Rows after the last group do not count for the scale. Their gradient need not be set to zero.
-    rows = jnp.where(_in_a_group(x_rK, sizes_e), lax.stop_gradient(x_rK), 0)
+    rows = jnp.where(has_group(x_rK, sizes_e), lax.stop_gradient(x_rK), 0)
     x = dataclasses.replace(quantize(rows, recipe, (1,)), source=x_rK)
     return vary_alike((x, [w.quantized for w in weights]))
-
-
-def _in_a_group(x, sizes_e):
-    return jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_e)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -611,7 +607,7 @@ def _grouped_forward(options, x, w, sizes_e, key, copies, through):
 def _grouped_backward(options, residuals, dy):
     (recipe, transpose, activation), (x, s_x, w, s_w, sizes_e, key, copies, through) = options, residuals
     dtype = dy.dtype
-    dy = dy if copies is not None else jnp.where(_in_a_group(dy, sizes_e), dy, 0)
+    dy = dy if copies is not None else jnp.where(has_group(dy, sizes_e), dy, 0)
     q_dy, s_dy = _gradient(dy, None, recipe.axes, None, recipe, key)
     q_dy = q_dy if copies is None else copy_rows(q_dy, copies)
     pair = (q_dy, x) if transpose else (x, q_dy)
@@ -644,7 +640,7 @@ def _gated_forward(options, x, gate, up, biases, columns, sizes_e, keys):
     (_, activation), (factors, largest) = options, columns
     scale_of_gate, scale_of_up = (_times(x.scale, w.scale) for w in (gate, up))
     options = dict(rhs_scale=(scale_of_gate, scale_of_up), biases=biases, out_dtype=x.source.dtype)
-    products = gated_products(x.values, gate.values, up.values, sizes_e, activation, factors=factors, **options)
+    products = gated_gmm(x.values, (gate.values, up.values), sizes_e, activation, factors, **options)
     return (*products, largest), (x.values, x.scale, [(w.values, w.scale) for w in (gate, up)], biases, sizes_e, keys)
 
 

@@ -290,7 +290,7 @@ def gated_matmul(
     the matmul that follows sends it `through` to gate and up. Elsewhere the third is None, and left to XLA.
     """
     if sizes_e is not None and sharding.platform() == "tpu":
-        return gated_gmm(x_rD, gate_eDm, up_eDm, sizes_e, activation, factors=factors, biases=biases)
+        return gated_gmm(x_rD, (gate_eDm, up_eDm), sizes_e, activation, factors, biases=biases)[:3]
     products = [grouped_matmul(x_rD, w, sizes_e) for w in (gate_eDm, up_eDm)]
     products = products if biases is None else [add_bias(y, b, sizes_e) for y, b in zip(products, biases, strict=True)]
     return *products, None

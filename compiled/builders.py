@@ -49,19 +49,18 @@ def gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", out_dtype=None, **op
 
 
 def gated_gmm(M=8192, K=4096, N=1536, groups=8, dtype="bfloat16", rhs_scale=False, bias=False, **tiles) -> Call:
-    """`gmm.gated_products`. Options: fields of Tiles."""
+    """`gmm.gated_gmm`. Options: fields of Tiles."""
     default = default_tiles(M, K, N, groups, dtype, variant=Variant(gated=True, rhs_scale=rhs_scale, bias=bias))
     shape = jax.ShapeDtypeStruct
     weights, sizes = shape((groups, K, N), dtype), shape((groups,), jnp.int32)
     scales = (shape((groups, N), jnp.float32),) * 2 if rhs_scale else None
     biases = (shape((groups, N), dtype),) * 2 if bias else None
-    options = dict(activation=lambda gate, up: jax.nn.silu(gate) * up, tiles=default._replace(**tiles))
+    options = dict(tiles=default._replace(**tiles))
 
-    def run(x, gate, up, factors, sizes, scales, biases):
-        given = dict(factors=factors, rhs_scale=scales, biases=biases)
-        return grouped.gated_products(x, gate, up, sizes, **given, **options)
+    def run(x, rhs, factors, sizes, scales, biases):
+        return grouped.gated_gmm(x, rhs, sizes, moe.glu, factors, rhs_scale=scales, biases=biases, **options)
 
-    return run, [shape((M, K), dtype), weights, weights, shape((M,), jnp.float32), sizes, scales, biases]
+    return run, [shape((M, K), dtype), (weights, weights), shape((M,), jnp.float32), sizes, scales, biases]
 
 
 def gated_gradients(

@@ -704,6 +704,28 @@ def test_largest_gradients_of_products_are_those_of_all_devices():
     assert relative_error(sharded[8:], alone) > 0.01  # with a scale of its own
 
 
+@pytest.mark.slow
+def test_the_largest_rows_of_all_devices_make_one_scale():
+    """A large factor of a row on one of 8 devices is in the scale of the rows that gated_dot quantises on all."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    shapes = (64, 32), (1, 32, 16), (1, 32, 16)
+    x, *weights = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    factors = jnp.ones(64).at[3].set(2.0**16)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def rows(x, factors, *weights, axes=()):
+        recipe = Recipe(row_axes=axes)
+        gate, up = (fp8.Weight(fp8.quantize(w, recipe, (1,), axes=(), is_weight=True)) for w in weights)
+        quantized = fp8.gated_dot(x, gate, up, jnp.full(1, len(x)), recipe, moe.glu, factors)[2]
+        return quantized.values.astype(jnp.float32) * quantized.scale
+
+    specs = P("a"), P("a"), P(), P()
+    spread = jax.shard_map(partial(rows, axes=("a",)), mesh=mesh, in_specs=specs, out_specs=P("a"))
+    sharded, expected = jax.jit(spread)(x, factors, *weights), rows(x, factors, *weights)
+    np.testing.assert_array_equal(sharded, expected)
+    assert relative_error(sharded[8:], rows(x[8:], factors[8:], *weights)) > 0.01  # with a scale of its own
+
+
 # -- in the model
 
 

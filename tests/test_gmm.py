@@ -21,7 +21,7 @@ import groups
 import moe
 from compiled import builders, bundles, grid
 from flags import PRESETS, from_preset
-from gmm import Activated, activated_gmm, gated_gmm, gated_gradients, gated_products, gmm, summed_gmm, tgmm
+from gmm import Activated, activated_gmm, gated_gmm, gated_gradients, gmm, summed_gmm, tgmm
 from groups import TgmmTiles, Tiles, Variant
 from hardware import CHIPS
 
@@ -149,7 +149,8 @@ def test_parts_that_overlap_change_no_value_and_no_gradient(monkeypatch, transpo
 def test_parts_that_overlap_of_gate_and_up_and_of_both_dims():
     lhs, gate, dout, sizes = case([100, 0, 60], 160, 896, 896)
     _, up, _, _ = case([100, 0, 60], 160, 896, 896, seed=1)
-    products = gated_products(lhs, gate, up, sizes, jnp.multiply, tiles=Tiles(64, 512), interpret=SIMULATED)
+    options = dict(tiles=Tiles(64, 512), interpret=SIMULATED)
+    products = gated_gmm(lhs, (gate, up), sizes, jnp.multiply, jnp.ones(160), **options)
     expected = expected_gmm(lhs, gate, sizes), expected_gmm(lhs, up, sizes)
     jax.tree.map(lambda actual, product: check(actual, product, 896), products[:2], expected)
     for outs in (1, 2):
@@ -166,7 +167,8 @@ def test_a_dim_that_128_does_not_divide_has_a_wider_last_part(sizes):
     _, up, _, _ = case(sizes, 101, 64, 520, seed=1)
     options = dict(tiles=Tiles(64, 264), interpret=SIMULATED)
     biases = np.float32(np.random.default_rng(2).standard_normal((2, 4, 520)))
-    products = gated_products(lhs, gate, up, sizes, jnp.multiply, biases=tuple(map(jnp.asarray, biases)), **options)
+    given = dict(biases=tuple(map(jnp.asarray, biases)), **options)
+    products = gated_gmm(lhs, (gate, up), sizes, jnp.multiply, jnp.ones(101), **given)
     transposed = gmm(lhs, up.swapaxes(1, 2), sizes, transpose_rhs=True, **options)
     for actual, weights, bias in ((products[0], gate, biases[0]), (products[1], up, biases[1]), (transposed, up, None)):
         expected = expected_gmm(lhs, weights, sizes)
@@ -249,33 +251,32 @@ def test_gated_gmm_of_any_sizes(name, backend):
     factors = jax.random.uniform(jax.random.key(0), (128,)).at[sum(SIZES[name]) :].set(jnp.nan)
     run = compiled(gated_gmm, activation=silu, tiles=SMALL, interpret=BACKENDS[backend])
     expected, _ = expected_gated(lhs, gate, up, dproduct, sizes)
-    for given, times in ((None, 1), (factors, np.nan_to_num(factors)[:, None])):
-        *_, out = run(lhs, gate, up, sizes, factors=given)
-        np.testing.assert_allclose(out, expected * times, rtol=1e-5, atol=1e-5)
-        assert not np.asarray(out[sum(SIZES[name]) :]).any()
+    *_, out, largest = run(lhs, (gate, up), sizes, factors_M=factors)
+    np.testing.assert_allclose(out, expected * np.nan_to_num(factors)[:, None], rtol=1e-5, atol=1e-5)
+    assert largest is None and not np.asarray(out[sum(SIZES[name]) :]).any()
 
 
 @pytest.mark.parametrize("backend", SLOW_KERNEL)
 def test_gated_gmm_is_the_activation_of_two_rounded_products(backend):
     lhs, gate, up, _, sizes = gated_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16)
     products = (gmm(lhs, w, sizes, interpret=BACKENDS[backend]).astype(F32) for w in (gate, up))
-    *_, out = gated_gmm(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])
+    *_, out, _ = gated_gmm(lhs, (gate, up), sizes, silu, jnp.full(101, 3.0), interpret=BACKENDS[backend])
     assert out.dtype == BF16
-    np.testing.assert_array_equal(out, silu(*products).astype(BF16))
+    np.testing.assert_array_equal(out, (3 * silu(*products)).astype(BF16))
 
 
 @pytest.mark.parametrize("backend", SLOW_KERNEL)
-def test_gated_products_of_fp8_and_their_scales(backend):
+def test_gated_gmm_of_fp8_and_its_scales(backend):
     lhs, gate, up, _, sizes = gated_case([50, 0, 61], dtype=E4M3)
     options = dict(interpret=BACKENDS[backend], out_dtype=F32)
     gate_scale, up_scale = 0.25, jnp.asarray([2.0, 3.0, 0.5])
-    actual = gated_products(lhs, gate, up, sizes, silu, rhs_scale=(gate_scale, up_scale), **options)
+    run = partial(gated_gmm, lhs, (gate, up), sizes, silu, jnp.ones(128))
+    actual = run(rhs_scale=(gate_scale, up_scale), **options)
     products = [gmm(lhs, w, sizes, rhs_scale=scale, **options) for w, scale in ((gate, gate_scale), (up, up_scale))]
     rows = silu(*products)
     for a, b in zip(actual, (*products, rows, jnp.abs(rows).max()), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-    results = gated_products(lhs, gate, up, sizes, silu, interpret=BACKENDS[backend])
-    assert [a.dtype for a in results] == [BF16, BF16, BF16, F32]
+    assert [a.dtype for a in run(interpret=BACKENDS[backend])] == [BF16, BF16, BF16, F32]
 
 
 @pytest.mark.slow
@@ -286,8 +287,8 @@ def test_the_largest_row_of_an_activation_is_one_of_a_group(cols, row):
     lhs, gate, up, _, sizes = gated_case([50, 0, 61], N=640, dtype=E4M3)
     lhs = lhs.astype(F32).at[row].mul(16).at[111:].set(400).astype(E4M3)
     factors = jax.random.uniform(jax.random.key(0), (128,))
-    options = dict(factors=factors, tiles=Tiles(64, cols, 32), interpret=SIMULATED)
-    *_, rows, largest = gated_products(lhs, gate, up, sizes, silu, **options)
+    options = dict(tiles=Tiles(64, cols, 32), interpret=SIMULATED)
+    *_, rows, largest = gated_gmm(lhs, (gate, up), sizes, silu, factors, **options)
     size = np.abs(np.asarray(rows, np.float32))
     assert largest == size.max() == size[row].max() > 0
 
@@ -310,10 +311,10 @@ def test_summed_gmm_of_any_sizes(name, backend):
 
 
 @pytest.mark.parametrize("backend", SLOW_KERNEL)
-def test_summed_gmm_of_a_shard_with_scales_is_rounded_once(backend):
-    pair, weights, sizes = summed_case([40, 0, 50, 3], M=101, K=100, N=90, dtype=BF16, experts=2)
-    options = dict(group_offset=1, interpret=BACKENDS[backend])
-    scales = 0.25, jnp.asarray([2.0, 3.0])
+def test_summed_gmm_with_scales_is_rounded_once(backend):
+    pair, weights, sizes = summed_case([40, 50, 3], M=101, K=100, N=90, dtype=BF16)
+    options = dict(interpret=BACKENDS[backend])
+    scales = 0.25, jnp.asarray([2.0, 3.0, 0.5])
     parts = [
         gmm(x, w, sizes, transpose_rhs=True, rhs_scale=s, out_dtype=F32, **options)
         for x, w, s in zip(pair, weights, scales, strict=True)
@@ -379,37 +380,36 @@ def test_gradients(transpose_rhs, backend):
     check(drhs.swapaxes(1, 2) if transpose_rhs else drhs, expected_tgmm(lhs, dout, sizes), 128)
 
 
-def mlp(lhs, gate, up, down, factors, biases, sizes, activation, offset=0, interpret=None):
+def mlp(lhs, gate, up, down, factors, biases, sizes, activation, interpret=None):
     """(factors * activation(lhs . gate, lhs . up)) . down^T, in fused kernels; with interpret=None in parts."""
-    groups = dict(group_sizes_E=sizes, group_offset=offset)
     if interpret is not None:
-        options = dict(factors=factors, biases=biases, interpret=interpret)
-        *products, rows = gated_gmm(lhs, gate, up, activation=activation, **options, **groups)
+        options = dict(biases=biases, interpret=interpret)
+        *products, rows, _ = gated_gmm(lhs, (gate, up), sizes, activation, factors, **options)
         through = Activated(activation, tuple(products), factors)
-        return activated_gmm(rows, down, through=through, transpose_rhs=True, interpret=interpret, **groups)
-    products = [gmm(lhs, w, out_dtype=F32, **groups) for w in (gate, up)]
+        return activated_gmm(rows, down, sizes, through, transpose_rhs=True, interpret=interpret)
+    products = [gmm(lhs, w, sizes, out_dtype=F32) for w in (gate, up)]
     if biases:
         products = [moe.add_bias(y, bias.astype(F32), sizes) for y, bias in zip(products, biases, strict=True)]
     product = activation(*(y.astype(lhs.dtype).astype(F32) for y in products)).astype(lhs.dtype)
-    return gmm(moe.times_factors(product, factors), down, transpose_rhs=True, **groups)
+    return gmm(moe.times_factors(product, factors), down, sizes, transpose_rhs=True)
 
 
 @pytest.mark.parametrize("backend", SLOW_KERNEL)
-@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_an_mlp_in_kernels_equals_its_parts(dtype, offset, backend):
+def test_an_mlp_in_kernels_equals_its_parts(dtype, biased, backend):
     """Values and all gradients of gpt-oss's SwiGLU, whose limit clamps many; rows without a group are NaN.
 
-    In bfloat16 the products are rounded once, with their biases. Those of a shard of the experts have none.
+    In bfloat16 the products are rounded once, with their biases, and the activation once, with the factors.
     """
-    lhs, gate, up, _, sizes = gated_case([0, 20, 7, 0, 30], M=64, K=32, N=128, dtype=dtype, experts=2 if offset else 5)
+    lhs, gate, up, _, sizes = gated_case([0, 20, 7, 0, 30], M=64, K=32, N=128, dtype=dtype)
     down = up.swapaxes(1, 2)[:, ::-1].swapaxes(1, 2)
-    biases = None if offset else tuple(jax.random.normal(jax.random.key(i), (5, 128), dtype) for i in range(2))
+    biases = None if not biased else tuple(jax.random.normal(jax.random.key(i), (5, 128), dtype) for i in range(2))
     factors = jax.random.uniform(jax.random.key(2), (64,))
     dy = jax.random.normal(jax.random.key(3), (64, 32), dtype)
 
     def value_and_gradients(interpret, *arrays):
-        run = partial(mlp, sizes=sizes, activation=partial(moe.glu, limit=1.0), offset=offset, interpret=interpret)
+        run = partial(mlp, sizes=sizes, activation=partial(moe.glu, limit=1.0), interpret=interpret)
         y, pull = jax.vjp(run, *arrays)
         return y, *pull(dy)
 
@@ -423,16 +423,16 @@ def test_an_mlp_in_kernels_equals_its_parts(dtype, offset, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    ("M", "N", "cols", "dtype", "offset", "transpose_rhs"),
+    ("M", "N", "cols", "dtype", "transpose_rhs"),
     [
-        (128, 384, 128, F32, 0, False),
-        (128, 640, 512, F32, 1, True),
-        (128, 640, 512, E4M3, 0, False),
-        (128, 600, 344, E4M3, 2, True),
-        (140, 768, 768, BF16, 0, False),  # rows that are no whole registers; three parts of 256 columns
+        (128, 384, 128, F32, False),
+        (128, 640, 512, F32, True),
+        (128, 640, 512, E4M3, False),
+        (128, 600, 344, E4M3, True),
+        (140, 768, 768, BF16, False),  # rows that are no whole registers; three parts of 256 columns
     ],
 )
-def test_gradients_of_an_activation_in_the_kernel_of_a_matmul(M, N, cols, dtype, offset, transpose_rhs, sizes):
+def test_gradients_of_an_activation_in_the_kernel_of_a_matmul(M, N, cols, dtype, transpose_rhs, sizes):
     """Parts of the columns divide them, overlap, or have a wider last one; the largest elements are of own rows alone.
 
     The kernel's against the reference's, which the test above compares with JAX's; gate, up and dout are NaN in rows
@@ -443,7 +443,7 @@ def test_gradients_of_an_activation_in_the_kernel_of_a_matmul(M, N, cols, dtype,
     product = jnp.asarray(product, F32 if dtype == F32 else BF16)
     factors = jax.random.uniform(jax.random.key(0), (M,))
     through = Activated(partial(moe.glu, limit=1.0), (product, product / 2), factors)
-    options = dict(group_offset=offset, rhs_scale=0.5, transpose_rhs=transpose_rhs)
+    options = dict(rhs_scale=0.5, transpose_rhs=transpose_rhs)
     run = lambda **how: gated_gradients(dout, rhs, sizes, through, **options, **how)
     actual, expected = run(tiles=Tiles(64, cols, 32), interpret=SIMULATED), run()
     assert (actual[3] is None) == (dtype != E4M3) == (expected[3] is None)
@@ -477,7 +477,8 @@ def test_the_kernel_runs_once_if_a_policy_saves_all_that_the_gradient_needs(save
     factors = jnp.ones(len(lhs))
 
     def run(lhs, gate, up, down):
-        *products, product = map(checkpoint_name, gated_gmm(lhs, gate, up, sizes, silu), ("a", "b", "product"))
+        results = gated_gmm(lhs, (gate, up), sizes, silu, factors)[:3]
+        *products, product = map(checkpoint_name, results, ("a", "b", "product"))
         return activated_gmm(product, down, sizes, Activated(silu, tuple(products), factors)).sum()
 
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -568,16 +569,19 @@ def test_operands_that_do_not_fit():
         tgmm(lhs, dout[:64], sizes)
     for wrong in (rhs.astype(BF16), rhs[:, :, :128]):
         with pytest.raises(ValueError, match="must have one type, gate and up one shape"):
-            gated_gmm(lhs, rhs, wrong, sizes, silu)
+            gated_gmm(lhs, (rhs, wrong), sizes, silu, jnp.ones(128))
     with pytest.raises(ValueError, match=r"a bias has shape \[256\]; it must be \[E, N\] = \[2, 256\]"):
-        gated_gmm(lhs, rhs, rhs, sizes, silu, biases=(rhs[0, 0], rhs[0, 0]))
-    in_fp8 = (x.astype(E4M3) for x in (lhs, rhs, rhs))
-    with pytest.raises(ValueError, match="gated_gmm of fp8 has no gradient"):
-        gated_gmm(*in_fp8, sizes, silu)
+        gated_gmm(lhs, (rhs, rhs), sizes, silu, jnp.ones(128), biases=(rhs[0, 0], rhs[0, 0]))
+    of_pair = lambda x, w, **scale: gated_gmm(x, (w, w), sizes, silu, jnp.ones(128), **scale)[0].astype(F32).sum()
+    for dtype, scale in ((E4M3, {}), (F32, dict(rhs_scale=(2.0, 2.0)))):
+        with pytest.raises(ValueError, match="gated_gmm of fp8 or with scales has no gradient"):
+            jax.grad(of_pair)(lhs.astype(dtype), rhs.astype(dtype), **scale)
+    with pytest.raises(ValueError, match=r"factors has shape \(5,\); it must be \[M\] = \[128\]"):
+        gated_gmm(lhs, (rhs, rhs), sizes, silu, jnp.ones(5))
     through = Activated(silu, (dout, dout), jnp.ones(128))
     with pytest.raises(ValueError, match="activated_gmm of fp8 has no gradient"):
         activated_gmm(lhs.astype(E4M3), rhs.astype(E4M3), sizes, through)
-    for call in (lambda of: activated_gmm(dout, rhs, sizes, of, transpose_rhs=True), gradients_of):
+    for call in (lambda made_of: activated_gmm(dout, rhs, sizes, made_of, transpose_rhs=True), gradients_of):
         with pytest.raises(ValueError, match=r"gate and up must have one type and the shape \[M, N\] = \[128, 256\]"):
             call(through._replace(products=(dout, dout[:, :128])))
         for factors, shape in ((jnp.ones(5), r"\(5,\)"), (jnp.ones(()), r"\(\)")):
