@@ -324,7 +324,7 @@ def rows() -> list[Row]:
         Row("backward, head", "cycles", by_column(backward)),
         Row("gmm, ragged, x ideal", "x", by_jax("gmm"), 1.08, figure=lambda cycles: cycles / ideal),
         Row(
-            "gated_gmm, ragged: two matmuls and silu(gate) * up, x ideal",
+            "gated_gmm, ragged: two matmuls, silu(gate) * up and factors, x ideal",
             "x",
             {"ironwood": (grouped("ironwood", "gated_gmm"),)},
             1.08,
