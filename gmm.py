@@ -220,7 +220,7 @@ def gated_gmm(
     scales = None if rhs_scale is None else tuple(_column_scale(scale, E, N, "rhs_scale") for scale in rhs_scale)
     out_dtype = jnp.dtype(out_dtype or result_dtype(lhs_MK.dtype))
     options = (False, out_dtype, tiles, activation, _interpreter(interpret))
-    arrays = (lhs_MK, *rhs_EKN, group_sizes_E, jnp.int32(0), biases, _column_of(factors_M, M), scales)
+    arrays = (lhs_MK, *rhs_EKN, group_sizes_E, biases, _column_of(factors_M, M), scales)
     gate, up, *others = _gated(options, *vary_alike(arrays))
     rows, largest = lax.stop_gradient(others if len(others) == 2 else (*others, None))
     return gate, up, rows, largest
@@ -530,9 +530,9 @@ _activated.defvjp(_activated_forward, _activated_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(options, lhs, gate, up, group_sizes, group_offset, biases, factors, scales):
+def _gated(options, lhs, gate, up, group_sizes, biases, factors, scales):
     columns, rows = (None, factors), _rows_of(biases)
-    return _products(options, (lhs,), (gate, up), group_sizes, group_offset, columns, scales, rows)
+    return _products(options, (lhs,), (gate, up), group_sizes, jnp.int32(0), columns, scales, rows)
 
 
 def _gated_forward(options, *arrays):
@@ -548,12 +548,12 @@ def _rows_of(biases):
 
 def _gated_backward(options, saved, gradients):
     *_, interpret = options
-    lhs, gate, up, *groups, biases = saved
-    dproducts = gradients[:2]  # the activation's gradient is in them
-    dbiases = bias_gradients(biases, dproducts, groups[0])
+    lhs, gate, up, group_sizes, biases = saved
+    groups, dproducts = (group_sizes, jnp.int32(0)), gradients[:2]  # the activation's gradient is in them
+    dbiases = bias_gradients(biases, dproducts, group_sizes)
     dlhs = _summed((True, lhs.dtype, None, None, interpret), dproducts, (gate, up), *groups, None)
     dgate, dup = (_tgmm((gate.shape[0], gate.dtype, None, interpret), lhs, d, *groups, None) for d in dproducts)
-    return dlhs, dgate, dup, None, None, dbiases, None, None
+    return dlhs, dgate, dup, None, dbiases, None, None
 
 
 def bias_gradients(biases, douts_MN, group_sizes):
